@@ -1,0 +1,8 @@
+"""Shared vocabulary: how things are named, written and configured.
+
+call.py      `name(option=value, ...)`: the syntax in which a strategy is asked for
+registry.py  finds the strategies of one kind by name, ours and third parties'
+units.py     quantities with units: "100mbit", "5ms", "1.5GiB"
+schema.py    the settings of a run, each with its default and its help
+resolve.py   default < TOML < command line, and where each value came from
+"""

@@ -1,0 +1,75 @@
+"""Quantities with units, as people write them: "100mbit", "5ms", "1.5GiB".
+
+A rate is kept in bytes per second, a duration in seconds, a size in bytes. Rates follow the network
+world's habit: "mbit" is a million bits per second, "MB" per second a million bytes.
+"""
+
+from __future__ import annotations
+
+import re
+
+from echelon.errors import ConfigError
+
+_QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-zA-Zµ/]*)\s*", re.IGNORECASE)
+
+_BYTES = {
+    "b": 1.0,
+    "kb": 1e3,
+    "mb": 1e6,
+    "gb": 1e9,
+    "kib": 2.0**10,
+    "mib": 2.0**20,
+    "gib": 2.0**30,
+}
+_RATES = {
+    "bit": 1 / 8,
+    "kbit": 1e3 / 8,
+    "mbit": 1e6 / 8,
+    "gbit": 1e9 / 8,
+    **{f"{unit}/s": scale for unit, scale in _BYTES.items()},
+}
+_DURATIONS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def rate_bytes_per_s(text: str, *, where: str = "") -> float:
+    """'1gbit' or '120MB/s' in bytes per second."""
+    return _read(text, _RATES, "a rate such as 100mbit or 12.5MB/s", where)
+
+
+def duration_s(text: str | float, *, where: str = "") -> float:
+    """'5ms' in seconds; a plain number is seconds already."""
+    if not isinstance(text, str):
+        return float(text)
+    return _read(text, {**_DURATIONS, "": 1.0}, "a duration such as 5ms or 2s", where)
+
+
+def size_bytes(text: str, *, where: str = "") -> int:
+    """'64MB' in bytes; a plain number is bytes already."""
+    return int(_read(text, {**_BYTES, "": 1.0}, "a size such as 64MB or 1GiB", where))
+
+
+def _read(text: str, units: dict[str, float], wanted: str, where: str) -> float:
+    match = _QUANTITY.fullmatch(text)
+    scale = units.get(match.group(2).lower()) if match else None
+    if match is None or scale is None:
+        raise ConfigError(f"{text!r} is not {wanted}", where=where, fix=f"write {wanted}")
+    return float(match.group(1)) * scale
+
+
+def show_bytes(count: float) -> str:
+    """A byte count for people: '16.8 MB'."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """A duration for people: '3.2 ms', '1 min 5 s'."""
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} µs"

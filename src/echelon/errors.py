@@ -1,0 +1,111 @@
+"""What can go wrong, as a tree of typed errors.
+
+    EchelonError
+    ├── ConfigError        a name, key, value or combination that the user gave
+    │   └── UnknownName    ... that is not known; carries the nearest known one
+    ├── DataError          a data set is missing, damaged or too small
+    ├── ModelError         models cannot be prepared, or differ between workers
+    ├── CheckpointError    a checkpoint cannot be written or read
+    ├── LaunchError        workers cannot be started
+    ├── LabError           an emulated cluster cannot be built or is in the way
+    └── WorkerError        something happened to, or on, another worker
+        ├── JoinTimeout    workers did not join in time
+        ├── PeerLost       a worker is gone
+        └── RoundTimeout   a worker did not arrive at a round in time
+
+Each error prints what is wrong, where, and what would fix it, on three lines. It survives pickling,
+so that the process that knows the reason can tell the others.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class EchelonError(Exception):
+    """Base of all errors that Echelon raises on purpose."""
+
+    def __init__(self, message: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        lines = [self.message]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  fix:   {self.fix}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, dict(self.__dict__))
+
+
+def _rebuild(kind: type[EchelonError], message: str, fields: dict[str, Any]) -> EchelonError:
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    error.__dict__.update(fields)
+    return error
+
+
+class ConfigError(EchelonError):
+    """A name, key, value or combination given by the user does not work."""
+
+
+class UnknownName(ConfigError):
+    """A name that is not known; `nearest` is the known one it resembles most, if any does."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str], *, where: str = "") -> None:
+        choices = sorted(known)
+        close = difflib.get_close_matches(name.lower(), choices, n=1, cutoff=0.5)
+        self.name = name
+        self.nearest = close[0] if close else None
+        listing = ", ".join(choices) if choices else "none"
+        fix = f"did you mean {self.nearest!r}? known: {listing}" if close else f"known: {listing}"
+        super().__init__(f"unknown {what} {name!r}", where=where, fix=fix)
+
+
+class DataError(EchelonError):
+    """A data set is missing, damaged, or too small for what was asked."""
+
+
+class ModelError(EchelonError):
+    """A model cannot be prepared, or models differ between workers."""
+
+
+class CheckpointError(EchelonError):
+    """A checkpoint cannot be written, or none can be read."""
+
+
+class LaunchError(EchelonError):
+    """Workers cannot be started."""
+
+
+class LabError(EchelonError):
+    """An emulated cluster cannot be built, or one is in the way."""
+
+
+class WorkerError(EchelonError):
+    """Something happened to, or on, other workers; `ranks` names them."""
+
+    def __init__(
+        self, message: str, *, ranks: tuple[int, ...] = (), where: str = "", fix: str = ""
+    ) -> None:
+        super().__init__(message, where=where, fix=fix)
+        self.ranks = ranks
+
+
+class JoinTimeout(WorkerError):
+    """Some workers did not join in time."""
+
+
+class PeerLost(WorkerError):
+    """A worker is gone: it failed, was killed, or left."""
+
+
+class RoundTimeout(WorkerError):
+    """Some workers did not arrive at a round before its deadline."""

@@ -1,0 +1,11 @@
+"""What happened: events, the folder they live in, and what is made of them.
+
+events.py      the typed facts; everything else here reads nothing else
+run_folder.py  where a run leaves its traces
+recorder.py    writes one worker's events, cheaply
+follow.py      reads the events of a run while it goes on
+summary.py     the figures of a run, from its events
+progress.py    the live display and the closing table
+trace.py       Chrome-trace JSON, for Perfetto
+report.py      one self-contained HTML page
+"""

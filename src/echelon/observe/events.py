@@ -1,0 +1,173 @@
+"""Typed facts about a run: what happened, when, on which worker.
+
+Dashboards, reports, planner feedback and tests read events and nothing else. An event is one line of
+JSON in `events/`; its `type` says which class it is. Times are Unix seconds on the worker's clock,
+durations are seconds. Rank -1 is the launcher.
+
+A field may be added with a default; none is ever renamed or given another meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+LAUNCHER = -1
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """One fact, at a time, on a worker."""
+
+    t: float
+    rank: int
+
+
+class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
+    """A run begins; written once, by the launcher or, without one, by the leader."""
+
+    run: str
+    command: list[str]
+    world_size: int
+
+
+class WorkerJoined(Event, frozen=True, kw_only=True, tag="worker-joined"):
+    """A worker has met all the others."""
+
+    node: str
+    host: str
+    pid: int
+    threads: int
+    device: str
+
+
+class StepEnded(Event, frozen=True, kw_only=True, tag="step"):
+    """One optimizer step of one worker, from asking for data to asking for the next.
+
+    On the worker's clock: `start`, then `data_s` of waiting for data, `compute_s` of forward and
+    backward, `arrival` at the round, `wait_s` until the round's result was there, `apply_s` in the
+    optimizer. `delay_s` is the part of `compute_s` that was injected on purpose. With accumulation
+    the durations are sums over its micro-batches.
+    """
+
+    step: int
+    epoch: int
+    start: float
+    data_s: float
+    compute_s: float
+    arrival: float
+    wait_s: float
+    apply_s: float
+    share: int
+    batch: int
+    sent_bytes: int
+    loss: float | None = None
+    delay_s: float = 0.0
+
+
+class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
+    """The model was measured on held-out data; the figures are those of all workers together."""
+
+    epoch: int
+    step: int
+    loss: float
+    accuracy: float | None = None
+    samples: int
+
+
+class EpochEnded(Event, frozen=True, kw_only=True, tag="epoch-ended"):
+    """This worker went through the data once."""
+
+    epoch: int
+    step: int
+
+
+class Noted(Event, frozen=True, kw_only=True, tag="noted"):
+    """Something the user should know about, in one sentence: a fallback taken, a rule applied."""
+
+    text: str
+
+
+class Logged(Event, frozen=True, kw_only=True, tag="logged"):
+    """Numbers that the user's script reported through `session.log`."""
+
+    step: int
+    values: dict[str, float]
+
+
+class CheckpointSaved(Event, frozen=True, kw_only=True, tag="checkpoint-saved"):
+    """A checkpoint is complete on disk."""
+
+    path: str
+    step: int
+    seconds: float
+    size_bytes: int
+
+
+class CheckpointLoaded(Event, frozen=True, kw_only=True, tag="checkpoint-loaded"):
+    """Training goes on from a checkpoint; `rejected` lists newer ones that could not be used."""
+
+    path: str
+    step: int
+    rejected: dict[str, str]
+
+
+class FaultInjected(Event, frozen=True, kw_only=True, tag="fault-injected"):
+    """The lab did something to the cluster on purpose."""
+
+    action: str
+    target: str
+    detail: str
+
+
+class WorkerFailed(Event, frozen=True, kw_only=True, tag="worker-failed"):
+    """A worker ended otherwise than well; `failed` is its rank."""
+
+    failed: int
+    node: str
+    cause: str
+
+
+class RunEnded(Event, frozen=True, kw_only=True, tag="run-ended"):
+    """The run is over. Outcome: completed, failed or interrupted."""
+
+    outcome: str
+    detail: str = ""
+
+
+AnyEvent: TypeAlias = (
+    RunStarted
+    | WorkerJoined
+    | StepEnded
+    | Evaluated
+    | EpochEnded
+    | Noted
+    | Logged
+    | CheckpointSaved
+    | CheckpointLoaded
+    | FaultInjected
+    | WorkerFailed
+    | RunEnded
+)
+
+encode = msgspec.json.Encoder().encode
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def decode_line(line: bytes) -> AnyEvent | None:
+    """One event, or None for a line that was cut off by a crash or written by a newer version."""
+    try:
+        return _decoder.decode(line)
+    except msgspec.DecodeError:
+        return None
+
+
+def read_events(file: Path) -> Iterator[AnyEvent]:
+    """The events of one worker, in the order in which they were written."""
+    with file.open("rb") as lines:
+        for line in lines:
+            event = decode_line(line)
+            if event is not None:
+                yield event

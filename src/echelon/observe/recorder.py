@@ -1,0 +1,67 @@
+"""Writes one worker's events, so cheaply that a step does not feel it.
+
+Events are kept in memory and written at most five times a second, in one write. Recording never ends
+a run: when the disk is full it stops, says so once in the log, and training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from types import TracebackType
+
+from echelon.observe.events import Event, encode
+
+_FLUSH_EVERY_S = 0.2
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Appends events to one file. Not thread-safe: a worker's trainer thread owns it."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file.open("ab", buffering=0) if file is not None else None
+        self._pending: list[Event] = []
+        self._flushed = time.monotonic()
+
+    def emit(self, event: Event) -> None:
+        """Keep the event; write what is pending when the last write is a while ago."""
+        if self._file is None:
+            return
+        self._pending.append(event)
+        if time.monotonic() - self._flushed >= _FLUSH_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all that is pending."""
+        if self._file is None or not self._pending:
+            return
+        data = b"".join(encode(event) + b"\n" for event in self._pending)
+        self._pending.clear()
+        try:
+            while data:  # an unbuffered write may take less than it is given
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            _log.warning("recording stops, training goes on: %s: %s", self._file.name, error)
+            self._file.close()
+            self._file = None
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Write the rest and let go of the file."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

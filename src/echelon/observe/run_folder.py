@@ -1,0 +1,120 @@
+"""Where a run leaves its traces: `runs/<time>-<name>/`.
+
+    config.toml     every setting as it was resolved
+    plan.toml       who did how much, and how they talked
+    events/         rank-N.jsonl of each worker, launcher.jsonl
+    logs/           rank-N.log: all that a worker printed
+    errors/         rank-N.json: why a worker failed
+    summary.json    the figures of the whole run
+
+A folder is made once and never reused; its name is the run's id.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from echelon.errors import ConfigError
+from echelon.observe.events import LAUNCHER
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths of one run."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> RunFolder:
+        """A new folder under `root`; two runs of one second get different ones."""
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{_safe(name)}"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            for attempt in range(100):
+                path = root / (stem if attempt == 0 else f"{stem}-{attempt + 1}")
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    continue
+                return cls(path.resolve()).with_subfolders()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create a run folder: {error.strerror}",
+                where=str(root),
+                fix="give another place with --runs, or make room there",
+            ) from error
+        raise ConfigError(f"100 runs of that name began this second: {stem}", where=str(root))
+
+    def with_subfolders(self) -> RunFolder:
+        """Make sure the subfolders are there."""
+        for folder in (self.events, self.logs, self.errors):
+            folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    @classmethod
+    def find(cls, text: str, root: Path = Path("runs")) -> RunFolder:
+        """An existing run: by path, by its folder's name under `root`, or "latest"."""
+        if text == "latest":
+            found = sorted(p for p in root.glob("*") if (p / "events").is_dir())
+            if found:
+                return cls(found[-1].resolve())
+        for path in (Path(text), root / text):
+            if (path / "events").is_dir():
+                return cls(path.resolve())
+        recent = sorted((p.name for p in root.glob("*") if (p / "events").is_dir()), reverse=True)
+        known = f"recent runs: {', '.join(recent[:3])}" if recent else f"no run in {root}/ yet"
+        raise ConfigError(f"no run {text!r}", where=str(root), fix=f"give its folder; {known}")
+
+    @property
+    def name(self) -> str:
+        """The run's id."""
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved settings."""
+        return self.path / "config.toml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan."""
+        return self.path / "plan.toml"
+
+    @property
+    def summary(self) -> Path:
+        """The figures of the whole run."""
+        return self.path / "summary.json"
+
+    @property
+    def events(self) -> Path:
+        """The folder of events."""
+        return self.path / "events"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of what workers printed."""
+        return self.path / "logs"
+
+    @property
+    def errors(self) -> Path:
+        """The folder of why workers failed."""
+        return self.path / "errors"
+
+    def events_of(self, rank: int) -> Path:
+        """One worker's events; rank -1 is the launcher."""
+        return self.events / ("launcher.jsonl" if rank == LAUNCHER else f"rank-{rank}.jsonl")
+
+    def log_of(self, rank: int) -> Path:
+        """What one worker printed."""
+        return self.logs / f"rank-{rank}.log"
+
+    def error_of(self, rank: int) -> Path:
+        """Why one worker failed, if it did."""
+        return self.errors / f"rank-{rank}.json"
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")[:60] or "run"
