@@ -1,1 +1,13 @@
-""""""
+"""The session: how a training script takes part in a run.
+
+join.py         a script becomes a worker
+session.py      what the script talks to: prepare, epochs, reduce, save, load
+loader.py       draws this worker's share of every batch
+agree.py        do all workers have the same model, optimizer and data?
+batchnorm.py    batch normalisation over all workers' samples
+clock.py        where a worker's time goes, step by step
+resume.py       what a run needs to go on as if it had never stopped
+checkpoint.py   files that are whole or not there
+state_tree.py   nested state as JSON and tensors, and back
+job.py          the built-in training job of `echelon train`
+"""

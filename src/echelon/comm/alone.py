@@ -1,0 +1,32 @@
+"""The group of one: every operation is over before it begins."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from echelon.comm.group import Group, Op, Pending
+
+
+class Alone(Group):
+    """A worker by itself."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
+        """A sum of one."""
+        return Pending.finished(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """One copy."""
+        return [tensor.clone()]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Nobody to tell."""
+
+    def fork(self) -> Group:
+        """Nothing has an order here."""
+        return self
+
+    def close(self) -> None:
+        """Nothing to let go of."""

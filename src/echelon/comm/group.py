@@ -1,0 +1,105 @@
+"""What a group of workers can do together.
+
+This is the seam between training and what moves the bytes: the session and the reducer see a Group
+and nothing else. All members call the same operations in the same order; `fork` gives a second order
+that is independent of the first. Every member ends with identical bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Op = Literal["sum", "max", "min"]
+
+
+class Pending:
+    """An operation under way. `wait` gives its result, or raises what went wrong."""
+
+    def __init__(self, wait: Callable[[], Tensor], done: Callable[[], bool]) -> None:
+        self._wait = wait
+        self._done = done
+
+    @classmethod
+    def finished(cls, tensor: Tensor) -> Pending:
+        """An operation that is over already."""
+        return cls(lambda: tensor, lambda: True)
+
+    def wait(self) -> Tensor:
+        """Block until the result is there, at most until the group's deadline."""
+        return self._wait()
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done()
+
+    def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
+        """The same operation with a last step on its result, run by whoever waits."""
+        return Pending(lambda: change(self._wait()), self._done)
+
+
+class Group(ABC):
+    """Workers that reduce together. A copy of a module that holds a group shares it."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
+        """Combine a contiguous tensor over all members, in place."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Everybody's tensor, by rank; all have the same shape and type."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Give all members the source's values, in place, of a contiguous tensor."""
+
+    @abstractmethod
+    def fork(self) -> Group:
+        """The same members with an order of operations of their own."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of connections. Safe to call twice, also after a failure."""
+
+    def sent_bytes(self, tensor: Tensor) -> int:
+        """The payload that this member sends when the tensor is all-reduced: 2 (P-1)/P of it."""
+        return 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
+
+    def barrier(self) -> None:
+        """Return when every member has called this."""
+        self.all_reduce(torch.zeros(1)).wait()
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Everybody's bytes, by rank; lengths may differ."""
+        lengths = [int(t) for t in self.all_gather(torch.tensor([len(data)]))]
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        padded[: len(data)] = _as_tensor(data)
+        return [
+            bytes(part[:length].numpy())
+            for part, length in zip(self.all_gather(padded), lengths, strict=True)
+        ]
+
+    def broadcast_bytes(self, data: bytes, source: int = 0) -> bytes:
+        """The source's bytes, on every member."""
+        length = torch.tensor([len(data)])
+        self.broadcast(length, source)
+        payload = _as_tensor(data) if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
+        if int(length):
+            self.broadcast(payload, source)
+        return bytes(payload.numpy())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    )

@@ -1,0 +1,68 @@
+"""Which worker am I? Read from the variables that every launcher of the ecosystem sets.
+
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say it all; LOCAL_RANK picks a device. With none of them
+set, the process is alone. With some of them, something is wrong, and guessing would hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from echelon.errors import ConfigError
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One worker's place among the workers, and where they meet."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    address: str = ""
+    port: int = 0
+    hosted: bool = False
+    """The launcher keeps the meeting point itself (torchrun does)."""
+    attempt: str = "0"
+    """Tells restarts of one job apart, so that none reads what another left behind."""
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> Place:
+        """The place that the launcher gave this process."""
+        present = [name for name in _NEEDED if env.get(name)]
+        if not present or (set(present) <= {"RANK", "WORLD_SIZE"} and env.get("WORLD_SIZE", "1") == "1"):
+            return cls()
+        missing = [name for name in _NEEDED if name not in present]
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(present)} is set but {' and '.join(missing)} is not",
+                where="environment",
+                fix="start the script with a launcher (echelon run, torchrun), or unset them all",
+            )
+        place = cls(
+            rank=_number(env, "RANK"),
+            world_size=_number(env, "WORLD_SIZE"),
+            local_rank=_number(env, "LOCAL_RANK") if env.get("LOCAL_RANK") else 0,
+            address=env["MASTER_ADDR"],
+            port=_number(env, "MASTER_PORT"),
+            hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+        if not 0 <= place.rank < place.world_size:
+            raise ConfigError(
+                f"RANK is {place.rank} in a world of {place.world_size}",
+                where="environment",
+                fix=f"ranks go from 0 to {max(0, place.world_size - 1)}",
+            )
+        return place
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ConfigError(
+            f"{name} is {env[name]!r}, which is not a number", where="environment", fix="set it to one"
+        ) from None

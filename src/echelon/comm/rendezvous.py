@@ -1,0 +1,208 @@
+"""Workers meet over a small key-value store, and tell each other there why they failed.
+
+The leader opens the store; everybody signs in, and waits, up to a deadline, for all the others. When a
+worker fails it leaves the reason in the store; when a reduction breaks, each survivor reports that
+it is still there and looks who else is, so that the error names the worker that is missing or the
+reason that it left.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+
+from echelon.cluster import interfaces
+from echelon.comm.place import Place
+from echelon.errors import ConfigError, JoinTimeout, PeerLost, RoundTimeout, WorkerError
+
+_POLL_S = 0.05
+_ROLL_CALL_S = 1.5
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as the others know it. `leader_address` is where it reached the leader."""
+
+    rank: int
+    node: str
+    host: str
+    pid: int
+    leader_address: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.node}"
+
+
+class Farewell(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker leaves in the store when it goes: `cause` is empty if it ended well."""
+
+    t: float
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Workers that have met."""
+
+    store: Store
+    me: Member
+    members: tuple[Member, ...]
+
+    def say_goodbye(self, cause: str = "") -> None:
+        """Leave word of why this worker goes; best effort, since the store may be gone."""
+        try:
+            _put(self.store, f"bye/{self.me.rank}", Farewell(t=time.time(), cause=cause))
+        except (DistError, RuntimeError):
+            return
+
+    def explain(self, error: Exception, *, deadline_s: float) -> WorkerError:
+        """Turn a broken operation into an error that names who is to blame."""
+        timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        gone, silent, reachable = self._roll_call()
+        failed = sorted((bye.t, rank, bye.cause) for rank, bye in gone.items() if bye.cause)
+        if failed:
+            _, rank, cause = failed[0]
+            return PeerLost(
+                f"{self.members[rank]} failed: {cause}",
+                ranks=(rank,),
+                where=str(self.me),
+                fix="the worker's own log has the whole story",
+            )
+        if gone:
+            names = ", ".join(str(self.members[rank]) for rank in sorted(gone))
+            return PeerLost(
+                f"{names} ended while the others were still training",
+                ranks=tuple(sorted(gone)),
+                where=str(self.me),
+                fix="all workers must take the same number of steps and make the same calls",
+            )
+        if not reachable and self.me.rank != 0:
+            return PeerLost(
+                f"{self.members[0]} is gone: it died without a word, or the network to it is cut",
+                ranks=(0,),
+                where=str(self.me),
+                fix="see its log; it may have been killed, for lack of memory for example",
+            )
+        names = ", ".join(str(self.members[rank]) for rank in silent) or "a worker"
+        if timed_out:
+            return RoundTimeout(
+                f"{names} did not arrive within {deadline_s:g} s",
+                ranks=tuple(silent),
+                where=str(self.me),
+                fix="it is stuck, stopped or very slow; a longer deadline is round_timeout_s",
+            )
+        return PeerLost(
+            f"{names} is gone: it died without a word, or the network to it is cut",
+            ranks=tuple(silent),
+            where=f"{self.me} ({error})",
+            fix="see its log; it may have been killed, for lack of memory for example",
+        )
+
+    def _roll_call(self) -> tuple[dict[int, Farewell], list[int], bool]:
+        """Who said goodbye, who says nothing, and whether the store can be reached at all."""
+        gone: dict[int, Farewell] = {}
+        waiting = {member.rank for member in self.members} - {self.me.rank}
+        deadline = time.monotonic() + _ROLL_CALL_S
+        try:
+            self.store.set(f"here/{self.me.rank}", "1")
+            while waiting and time.monotonic() < deadline:
+                for rank in sorted(waiting):
+                    if self.store.check([f"bye/{rank}"]):
+                        gone[rank] = msgspec.json.decode(self.store.get(f"bye/{rank}"), type=Farewell)
+                        waiting.discard(rank)
+                    elif self.store.check([f"here/{rank}"]):
+                        waiting.discard(rank)
+                if any(bye.cause for bye in gone.values()):
+                    break
+                time.sleep(_POLL_S)
+        except (DistError, RuntimeError):
+            return gone, sorted(waiting), False
+        return gone, sorted(waiting), True
+
+
+def meet(place: Place, *, node: str, host: str, pid: int, timeout_s: float) -> Meeting:
+    """Sign in and wait for everybody; JoinTimeout names who is missing."""
+    store = PrefixStore(f"echelon/{place.attempt}", _open_store(place, timeout_s))
+    leader = _address_of(place)
+    me = Member(rank=place.rank, node=node, host=host, pid=pid, leader_address=leader)
+    deadline = time.monotonic() + timeout_s
+    _put(store, f"joined/{place.rank}", me)
+    missing = set(range(place.world_size))
+    while missing:
+        missing = {rank for rank in missing if not store.check([f"joined/{rank}"])}
+        if missing and time.monotonic() > deadline:
+            raise _missing(place, missing, timeout_s)
+        if missing:
+            time.sleep(_POLL_S)
+    members = tuple(
+        msgspec.json.decode(store.get(f"joined/{rank}"), type=Member) for rank in range(place.world_size)
+    )
+    return Meeting(store, me, members)
+
+
+def _put(store: Store, key: str, value: Member | Farewell) -> None:
+    store.set(key, msgspec.json.encode(value).decode())
+
+
+def _missing(place: Place, missing: set[int], timeout_s: float) -> JoinTimeout:
+    names = ", ".join(str(rank) for rank in sorted(missing))
+    plural = "ranks" if len(missing) > 1 else "rank"
+    return JoinTimeout(
+        f"{plural} {names} of {place.world_size} did not join within {timeout_s:g} s",
+        ranks=tuple(sorted(missing)),
+        where=f"rank {place.rank}, meeting at {place.address}:{place.port}",
+        fix=f"see the log of {plural} {names}; a longer wait is join(timeout_s=...) or --join-timeout-s",
+    )
+
+
+def _open_store(place: Place, timeout_s: float) -> Store:
+    leads = place.rank == 0 and not place.hosted
+    try:
+        store = TCPStore(
+            place.address,
+            place.port,
+            is_master=leads,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (DistError, RuntimeError, ValueError) as error:
+        where = f"{place.address}:{place.port}"
+        if leads and "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"port {place.port} is in use by another program",
+                where=f"rank 0, {where}",
+                fix="give another one with --port, or leave it out to have a free one chosen",
+            ) from None
+        raise JoinTimeout(
+            f"no leader answered at {where} within {timeout_s:g} s",
+            ranks=(0,),
+            where=f"rank {place.rank}",
+            fix="start rank 0; check that MASTER_ADDR and MASTER_PORT name it, and firewalls between",
+        ) from error
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def _address_of(place: Place) -> str:
+    found = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
+    return str(found[0][4][0])
+
+
+def interface_of(meeting: Meeting, place: Place) -> str:
+    """The network interface towards the others: the one that the route to the leader takes.
+
+    The leader itself uses the one that has the address at which workers of other hosts reached it, so
+    that a name that means loopback on its own machine does no harm.
+    """
+    if place.rank != 0:
+        return interfaces.towards(place.address, place.port).name
+    others = [m.leader_address for m in meeting.members if m.host != meeting.me.host]
+    if not others:
+        return interfaces.towards(place.address, place.port).name
+    choice = interfaces.owning(others[0])
+    return choice.name if choice else interfaces.towards(others[0], place.port).name

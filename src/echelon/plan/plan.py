@@ -1,0 +1,162 @@
+"""The plan: the whole assignment of a run, written before it starts and kept with it.
+
+A plan is complete and frozen. What it does not say is not done; why it says what it says is in
+`reasons`. On disk it is TOML that a person can read and edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from echelon.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """What one worker is to do. `weight` is its part of every batch, relative to the others'."""
+
+    rank: int
+    node: str
+    weight: float = 1.0
+    threads: int = 1
+    speed: float = 1.0
+    delay: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Who does how much, and how they talk."""
+
+    run: str
+    workers: tuple[WorkerPlan, ...]
+    collective: str = "c10d"
+    sync: str = "full"
+    codec: str = "none"
+    seed: int = 0
+    join_timeout_s: float = 60.0
+    round_timeout_s: float = 300.0
+    predicted_step_s: float | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> list[float]:
+        """Every worker's part of a batch, by rank."""
+        return [worker.weight for worker in self.workers]
+
+    def to_toml(self) -> str:
+        """The plan as a person reads it."""
+        return msgspec.toml.encode(_without_none(msgspec.to_builtins(self))).decode()
+
+    @classmethod
+    def read(cls, file: Path) -> Plan:
+        """The plan in a file; anything it does not understand is a ConfigError naming the place."""
+        try:
+            return msgspec.toml.decode(file.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"cannot read the plan: {error}", where=str(file)) from error
+
+
+def _without_none(value: object) -> object:
+    """TOML has no null: what is not known is not written."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_none(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the user asked for, before it is a plan."""
+
+    shares: str = "equal"
+    speeds: tuple[float, ...] = ()
+    delay: str = ""
+    delayed: float = 0.5
+    threads: int | None = None
+    seed: int = 0
+    join_timeout_s: float = 60.0
+    round_timeout_s: float = 300.0
+
+
+def make_plan(run: str, nodes: Sequence[str], asked: Asked, *, cores: int) -> Plan:
+    """The plan for workers on the given nodes. A worker's rank is its place in `nodes`."""
+    count = len(nodes)
+    speeds = asked.speeds or (1.0,) * count
+    if len(speeds) != count:
+        raise ConfigError(
+            f"{len(speeds)} speeds for {count} workers", where="--speed", fix="give one for each worker"
+        )
+    if any(not 0 < speed <= 1 for speed in speeds):
+        raise ConfigError(
+            f"speeds {list(speeds)} do not work: 1 is full speed, 0.25 a quarter of it",
+            where="--speed",
+            fix="give numbers in (0, 1]",
+        )
+    weights, why_shares = _weights(asked.shares, speeds)
+    threads = asked.threads or max(1, cores // count)
+    delayed = _delayed_ranks(count, asked.delayed) if asked.delay else set()
+    return Plan(
+        run=run,
+        workers=tuple(
+            WorkerPlan(
+                rank=rank,
+                node=nodes[rank],
+                weight=weights[rank],
+                threads=threads,
+                speed=speeds[rank],
+                delay=asked.delay if rank in delayed else "",
+            )
+            for rank in range(count)
+        ),
+        seed=asked.seed,
+        join_timeout_s=asked.join_timeout_s,
+        round_timeout_s=asked.round_timeout_s,
+        reasons={
+            "shares": why_shares,
+            "threads": "as asked" if asked.threads else f"{cores} usable cores over {count} workers",
+            "collective": "torch.distributed, which picks its own algorithm",
+        },
+    )
+
+
+def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
+    if shares == "equal":
+        return [1.0] * len(speeds), "equal, as nothing else was asked for"
+    if shares == "by-speed":
+        return list(speeds), "in proportion to the workers' stated speeds"
+    try:
+        weights = [float(part) for part in shares.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"{shares!r} is not a way to share a batch",
+            where="--shares",
+            fix="say equal, by-speed, or one number for each worker: 4,2,1,1",
+        ) from None
+    if len(weights) != len(speeds):
+        raise ConfigError(
+            f"{len(weights)} shares for {len(speeds)} workers",
+            where="--shares",
+            fix="give one for each worker",
+        )
+    for rank, weight in enumerate(weights):
+        if not 0 < weight < float("inf"):
+            raise ConfigError(
+                f"rank {rank} has a share of {weight:g}: it would have nothing to compute",
+                where="--shares",
+                fix="give it a positive share, or start one worker less",
+            )
+    return weights, "as asked"
+
+
+def _delayed_ranks(count: int, fraction: float) -> set[int]:
+    """The highest ranks, so that the leader is delayed last."""
+    if not 0 <= fraction <= 1:
+        raise ConfigError(
+            f"{fraction:g} is not a fraction of the workers", where="--delayed", fix="give 0 to 1"
+        )
+    return set(range(count - round(fraction * count), count))

@@ -1,0 +1,125 @@
+"""Do all workers have the same model, optimizer and data? Checked before the first step.
+
+Workers that differ would hang or, worse, train nonsense. Each describes what it prepared; the first
+difference from the leader's is named on every worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.comm.group import Group
+from echelon.errors import DataError, ModelError
+from echelon.train.loader import SharedLoader
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """One thing that must be the same everywhere: what it is called, and what it is."""
+
+    kind: str
+    name: str
+    value: str
+
+
+def describe_model(model: nn.Module, index: int) -> list[Fact]:
+    """The model's parameters and buffers, in order."""
+    facts = [
+        Fact("parameter", _label(index, name), f"{list(p.shape)} {p.dtype} {_trained(p.requires_grad)}")
+        for name, p in model.named_parameters()
+    ]
+    buffers = [
+        Fact("buffer", _label(index, name), f"{list(b.shape)} {b.dtype}")
+        for name, b in model.named_buffers()
+    ]
+    return facts + buffers
+
+
+def describe_optimizer(optimizer: Optimizer, index: int) -> list[Fact]:
+    """The optimizer's kind, and how many tensors are in each of its groups."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return [Fact("optimizer", str(index), f"{type(optimizer).__name__} with {sizes} parameters")]
+
+
+def describe_loader(loader: SharedLoader, index: int) -> list[Fact]:
+    """How much data there is, and in which batches."""
+    try:
+        count: Any = len(loader)
+    except TypeError:
+        count = "unknown"
+    facts = [Fact("loader", f"{index}, batch size", str(loader.global_batch_size))]
+    if not loader.streams:
+        facts.append(Fact("loader", f"{index}, samples", str(len(loader.dataset))))  # type: ignore[arg-type]
+    return [*facts, Fact("loader", f"{index}, batches", str(count))]
+
+
+def _label(index: int, name: str) -> str:
+    return name if index == 0 else f"{name} of model {index}"
+
+
+def _trained(requires_grad: bool) -> str:
+    return "trained" if requires_grad else "frozen"
+
+
+def check(group: Group, facts: list[Fact], nodes: list[str]) -> None:
+    """Raise on every worker if any worker's facts differ from the leader's."""
+    mine = msgspec.json.encode(facts)
+    digests = group.all_gather_bytes(xxhash.xxh3_64_digest(mine))
+    if len(set(digests)) == 1:
+        return
+    described = [msgspec.json.decode(data, type=list[Fact]) for data in group.all_gather_bytes(mine)]
+    for rank in range(1, group.size):
+        if digests[rank] != digests[0]:
+            raise _difference(described[0], described[rank], rank, nodes)
+
+
+def _difference(
+    leader: list[Fact], other: list[Fact], rank: int, nodes: list[str]
+) -> ModelError | DataError:
+    at = next(
+        (i for i, (a, b) in enumerate(zip(leader, other, strict=False)) if a != b),
+        min(len(leader), len(other)),
+    )
+    ours = leader[at] if at < len(leader) else None
+    theirs = other[at] if at < len(other) else None
+    named = theirs or ours
+    assert named is not None
+    error = DataError if named.kind == "loader" else ModelError
+    same_name = ours is not None and theirs is not None and ours.name == theirs.name
+    if same_name and ours is not None and theirs is not None:
+        told = f"{named.kind} {named.name} is {theirs.value} on rank {rank}, but {ours.value} on rank 0"
+    else:
+        told = f"rank {rank} has {_said(theirs)} where rank 0 has {_said(ours)}"
+    return error(
+        f"workers differ: {told}",
+        where=f"prepare, rank {rank} on {nodes[rank]}",
+        fix="build the same model, optimizer and data set on every worker, whatever its rank",
+    )
+
+
+def _said(fact: Fact | None) -> str:
+    return f"{fact.kind} {fact.name} ({fact.value})" if fact else "nothing more"
+
+
+@torch.no_grad()
+def share_state(group: Group, model: nn.Module) -> None:
+    """Give everybody the leader's parameters and buffers."""
+    share_tensors(group, [p.data for p in model.parameters()] + list(model.buffers()))
+
+
+@torch.no_grad()
+def share_tensors(group: Group, tensors: list[torch.Tensor]) -> None:
+    """Give everybody the leader's values, in place; small tensors of a type travel together."""
+    by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for batch in by_type.values():
+        joined = torch.cat([tensor.reshape(-1) for tensor in batch])
+        group.broadcast(joined)
+        for tensor, part in zip(batch, joined.split([t.numel() for t in batch]), strict=True):
+            tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,165 @@
+"""Where a worker's time goes, step by step, without the training loop saying so.
+
+The loader reports when data is asked for and handed over, the reducer when this worker arrives at the
+round and when its result is there, the optimizer when it begins and ends. A step ends when the next
+data is asked for. A batch after which nothing was learned (an evaluation) is no part of a step.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from torch import Tensor
+
+from echelon.cluster.delay import Delay
+from echelon.cluster.pace import Pace
+from echelon.observe.events import StepEnded
+from echelon.observe.recorder import Recorder
+
+
+class _Step:
+    """The step under way. Instants are on the performance counter."""
+
+    __slots__ = (
+        "applied", "apply_s", "applying", "arrival", "asked", "batch", "compute_s", "computing", "data_s",
+        "delay_due", "delay_s", "handed", "learning", "loss", "rounds", "sent_bytes", "share", "start",
+        "wait_s",
+    )  # fmt: skip
+
+    def __init__(self, now: float) -> None:
+        self.start = self.asked = self.handed = self.arrival = self.applying = now
+        self.data_s = self.compute_s = self.wait_s = self.apply_s = self.delay_s = 0.0
+        self.share = self.batch = self.sent_bytes = self.rounds = 0
+        self.computing = self.learning = self.applied = self.delay_due = False
+        self.loss: Tensor | float | None = None
+
+
+class StepClock:
+    """Collects one step at a time and records it. One per worker."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        rank: int,
+        *,
+        pace: Pace | None = None,
+        delay: Delay | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._recorder = recorder
+        self._rank = rank
+        self._pace = pace
+        self._delay = delay
+        self._draw = random.Random(f"{seed}/{rank}")
+        self._offset = time.time() - time.perf_counter()
+        self._now = _Step(time.perf_counter())
+        self.epoch = 0
+        self.step = 0
+
+    def data_asked(self) -> None:
+        """The loop wants the next batch: the step before it is over."""
+        now = time.perf_counter()
+        if self._now.applied:
+            self.close()
+        elif not self._now.learning:
+            self._now = _Step(now)
+        self._now.asked = now
+
+    def data_handed(self, share: int, batch: int) -> None:
+        """The loop gets a batch; compute begins."""
+        step = self._now
+        step.handed = time.perf_counter()
+        step.data_s += step.handed - step.asked
+        step.share += share
+        step.batch += batch
+        step.computing = True
+        step.delay_due = self._delay is not None
+        if self._pace is not None:
+            self._pace.start()
+
+    def computing(self) -> None:
+        """A gradient is there. Injected delays and emulated slowness are suffered here."""
+        step = self._now
+        step.learning = True
+        if not step.computing:
+            return
+        if step.delay_due and self._delay is not None:
+            step.delay_due = False
+            pause_s = self._delay.sample(self._draw)
+            step.delay_s += pause_s
+            time.sleep(pause_s)
+        if self._pace is not None:
+            step.delay_s += self._pace.catch_up()
+
+    def _computed(self) -> None:
+        """This worker's part is done, as far as it was computing since it was last asked."""
+        self.computing()
+        step = self._now
+        now = time.perf_counter()
+        if step.computing or step.rounds:
+            step.compute_s += now - step.handed
+        step.computing = False
+        step.handed = now
+
+    def arrived(self) -> None:
+        """This worker has all its gradients and waits for the others'."""
+        self._computed()
+        self._now.arrival = self._now.handed
+
+    def reduced(self, sent_bytes: int) -> None:
+        """The round's result is there. A second backward pass would compute from here on."""
+        step = self._now
+        step.handed = time.perf_counter()
+        step.wait_s += step.handed - step.arrival
+        step.sent_bytes += sent_bytes
+        step.rounds += 1
+
+    def kept(self) -> None:
+        """Backward ended without a round: its gradients wait for a later one."""
+        self._computed()
+
+    def applying(self) -> None:
+        """The optimizer begins."""
+        if self._now.computing and not self._now.rounds:  # alone, nobody reports an arrival
+            self.arrived()
+        self._now.applying = time.perf_counter()
+
+    def applied(self) -> None:
+        """The optimizer is done; with several optimizers it is still one step."""
+        step = self._now
+        step.apply_s += time.perf_counter() - step.applying
+        if not step.applied:
+            self.step += 1
+        step.applied = True
+
+    def note_loss(self, loss: Tensor | float) -> None:
+        """The loss of the current batch; read out only when the step is written down."""
+        self._now.loss = loss.detach() if isinstance(loss, Tensor) else loss
+
+    def close(self) -> None:
+        """Write the step down, if there was one, and begin the next."""
+        step = self._now
+        now = time.perf_counter()
+        self._now = _Step(now)
+        if not step.applied:
+            return
+        self._recorder.emit(
+            StepEnded(
+                t=self._offset + now,
+                rank=self._rank,
+                step=self.step - 1,
+                epoch=self.epoch,
+                start=self._offset + step.start,
+                data_s=step.data_s,
+                compute_s=step.compute_s,
+                arrival=self._offset + step.arrival,
+                wait_s=step.wait_s,
+                apply_s=step.apply_s,
+                share=step.share,
+                batch=step.batch,
+                sent_bytes=step.sent_bytes,
+                loss=None if step.loss is None else float(step.loss),
+                delay_s=step.delay_s,
+            )
+        )

@@ -1,0 +1,157 @@
+"""How a script becomes a worker: find out who and where it is, meet the others, open the record.
+
+Under `echelon run` the launcher has made a run folder with a plan in it and says where in
+ECHELON_RUN. Under any other launcher the leader makes both. Without a launcher the script is alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from echelon.cluster.delay import DELAYS
+from echelon.cluster.machine import usable_cores
+from echelon.cluster.pace import Pace
+from echelon.comm.alone import Alone
+from echelon.comm.c10d import C10dGroup
+from echelon.comm.group import Group
+from echelon.comm.place import Place
+from echelon.comm.rendezvous import Meeting, meet
+from echelon.errors import ConfigError
+from echelon.observe.events import RunStarted, WorkerJoined
+from echelon.observe.recorder import Recorder
+from echelon.observe.run_folder import RunFolder
+from echelon.plan.plan import Asked, Plan, make_plan
+from echelon.train.clock import StepClock
+from echelon.train.session import Session
+
+RUN_VARIABLE = "ECHELON_RUN"
+_log = logging.getLogger(__name__)
+
+
+def join(
+    *,
+    name: str | None = None,
+    seed: int | None = None,
+    shares: Sequence[float] | None = None,
+    timeout_s: float | None = None,
+    round_timeout_s: float | None = None,
+    runs: str | Path = "runs",
+    record: bool = True,
+) -> Session:
+    """Become a worker of the run that this process was started in, or a run of one.
+
+    name             what the run's folder is called; the script's name otherwise
+    seed             fixes the order of the data
+    shares           each worker's part of a batch, by rank; equal otherwise
+    timeout_s        how long to wait for all workers to join
+    round_timeout_s  how long a worker may keep the others waiting at a round
+    runs             where the run's folder is made
+    record           whether there is a record at all
+    """
+    place = Place.from_environment(os.environ)
+    given = os.environ.get(RUN_VARIABLE)
+    launched = Plan.read(RunFolder(Path(given)).plan) if given else None
+    asked = Asked(
+        shares=",".join(f"{share:g}" for share in shares) if shares is not None else "equal",
+        seed=seed or 0,
+        join_timeout_s=timeout_s or (launched.join_timeout_s if launched else 60.0),
+        round_timeout_s=round_timeout_s or (launched.round_timeout_s if launched else 300.0),
+    )
+    host = socket.gethostname()
+    node = launched.workers[place.rank].node if launched and place.rank < len(launched.workers) else host
+    group, meeting = _connect(place, node, host, asked)
+    folder = _folder(group, given, name, Path(runs)) if record else None
+    plan = launched or make_plan(
+        folder.name if folder else "unrecorded",
+        [member.node for member in meeting.members] if meeting else [node],
+        asked,
+        cores=usable_cores(),
+    )
+    if launched and (seed is not None or shares is not None):
+        plan = _overrule(launched, seed, shares)
+    _check_plan(plan, group)
+    recorder = Recorder(folder.events_of(group.rank) if folder else None)
+    if folder and group.rank == 0 and not given:
+        folder.plan.write_text(plan.to_toml())
+        recorder.emit(
+            RunStarted(t=time.time(), rank=0, run=folder.name, command=sys.argv, world_size=group.size)
+        )
+    device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    recorder.emit(
+        WorkerJoined(
+            t=time.time(),
+            rank=group.rank,
+            node=node,
+            host=host,
+            pid=os.getpid(),
+            threads=torch.get_num_threads(),
+            device=str(device),
+        )
+    )
+    mine = plan.workers[group.rank]
+    clock = StepClock(
+        recorder,
+        group.rank,
+        pace=Pace(mine.speed) if mine.speed < 1 else None,
+        delay=DELAYS.build(mine.delay) if mine.delay else None,
+        seed=plan.seed,
+    )
+    session = Session(group, meeting, plan, clock, recorder, folder, device)
+    _leave_at_exit(session)
+    return session
+
+
+def _connect(place: Place, node: str, host: str, asked: Asked) -> tuple[Group, Meeting | None]:
+    if place.world_size == 1:
+        return Alone(), None
+    meeting = meet(place, node=node, host=host, pid=os.getpid(), timeout_s=asked.join_timeout_s)
+    return C10dGroup.connect(meeting, place, deadline_s=asked.round_timeout_s), meeting
+
+
+def _folder(group: Group, given: str | None, name: str | None, root: Path) -> RunFolder:
+    if given:
+        return RunFolder(Path(given)).with_subfolders()
+    path = ""
+    if group.rank == 0:
+        path = str(RunFolder.create(root, name or Path(sys.argv[0]).stem or "run").path)
+    return RunFolder(Path(group.broadcast_bytes(path.encode()).decode())).with_subfolders()
+
+
+def _overrule(launched: Plan, seed: int | None, shares: Sequence[float] | None) -> Plan:
+    """What the script says in `join` counts more than what the launcher planned."""
+    workers = launched.workers
+    if shares is not None and len(shares) == len(workers):
+        workers = tuple(replace(w, weight=float(s)) for w, s in zip(workers, shares, strict=True))
+    return replace(launched, workers=workers, seed=launched.seed if seed is None else seed)
+
+
+def _check_plan(plan: Plan, group: Group) -> None:
+    if len(plan.workers) != group.size:
+        raise ConfigError(
+            f"the plan is for {len(plan.workers)} workers, but {group.size} joined",
+            where="plan.toml",
+            fix="start as many workers as were planned",
+        )
+
+
+def _leave_at_exit(session: Session) -> None:
+    """Close the session when the script ends, and tell the others why if it ends badly."""
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        session.close(f"{kind.__name__}: {error}".strip().partition("\n")[0])
+
+    sys.excepthook = tell
+    atexit.register(session.close)

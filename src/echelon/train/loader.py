@@ -1,0 +1,321 @@
+"""A loader that draws this worker's share of every global batch.
+
+The order of samples depends on the seed and on how often the data was gone through, never on the
+number of workers, so adding workers does not change the training. Every sample is drawn exactly once
+per pass. A pass can be taken up in the middle: the position is counted in samples of the whole order.
+
+    the loader was built with   the order is
+    shuffle=False               the data set's
+    shuffle=True                a permutation drawn from seed, loader and pass
+    a sampler, a batch sampler  what the leader's draws, told to all
+    an iterable data set        the stream's; each worker reads it whole and keeps its own part of every
+                                batch, so the stream must be the same on all workers
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from echelon.comm.group import Group
+from echelon.errors import ConfigError, DataError
+from echelon.plan.shares import Slice, batch_sizes, slices, split
+from echelon.train.clock import StepClock
+
+BatchMeaning = Literal["global", "per-worker"]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """How data is shared: among whom, in which parts, and who is told about each batch."""
+
+    group: Group
+    weights: Sequence[float]
+    seed: int
+    clock: StepClock
+    device: torch.device
+    on_pass: Callable[[SharedLoader], None]
+    on_batch: Callable[[SharedLoader, Slice], None]
+
+
+class _Batches:
+    """A batch sampler that yields lists of indices prepared for the current pass."""
+
+    def __init__(self) -> None:
+        self.indices: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class SharedLoader:
+    """What `session.prepare` makes of a DataLoader."""
+
+    def __init__(
+        self, loader: DataLoader[Any], index: int, sharing: Sharing, meaning: BatchMeaning
+    ) -> None:
+        self.dataset = loader.dataset
+        self.drop_last = bool(loader.drop_last)
+        self._index = index
+        self._sharing = sharing
+        self._sampler: Any = loader.sampler
+        self._batch_sampler: Any = loader.batch_sampler
+        self._collate: Any = loader.collate_fn
+        self.streams = isinstance(loader.dataset, IterableDataset)
+        self._own_batches = not self.streams and type(loader.batch_sampler) is not BatchSampler
+        _refuse(loader, self.streams)
+        size = 0 if self._own_batches else int(loader.batch_size or 0)
+        self.global_batch_size = size * sharing.group.size if meaning == "per-worker" else size
+        self._batches = _Batches()
+        self._inner = self._rebuild(loader)
+        self.pass_index = -1
+        self.position = 0
+        self.finished = True
+        self.trains = False
+        self._resuming = False
+        self._check()
+
+    @property
+    def batch_size(self) -> int:
+        """This worker's share of a full batch."""
+        if self._own_batches:
+            raise AttributeError("a loader with a batch sampler of its own has no one batch size")
+        return split(self.global_batch_size, self._sharing.weights)[self._sharing.group.rank]
+
+    def _rebuild(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        options: dict[str, Any] = {
+            "num_workers": loader.num_workers,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "generator": loader.generator,
+        }
+        if loader.num_workers:
+            options["multiprocessing_context"] = loader.multiprocessing_context
+            options["prefetch_factor"] = loader.prefetch_factor
+            options["persistent_workers"] = loader.persistent_workers
+        if self.streams:
+            return DataLoader(
+                self.dataset,
+                batch_size=self.global_batch_size,
+                drop_last=self.drop_last,
+                collate_fn=_as_list,
+                **options,
+            )
+        return DataLoader(
+            self.dataset,
+            batch_sampler=self._batches,
+            collate_fn=self._collate,
+            **options,
+        )
+
+    def _check(self) -> None:
+        workers = self._sharing.group.size
+        if self._own_batches:
+            return
+        split(self.global_batch_size, self._sharing.weights)
+        if self.streams:
+            return
+        samples = len(self._sampler)
+        if not batch_sizes(samples, self.global_batch_size, workers, drop_last=self.drop_last):
+            raise DataError(
+                f"the data set's {samples} samples do not make one batch of {self.global_batch_size}",
+                where=f"loader {self._index}",
+                fix="use a smaller batch, or drop_last=False",
+            )
+        if samples < workers:
+            raise DataError(
+                f"the data set's {samples} samples cannot be shared by {workers} workers",
+                where=f"loader {self._index}",
+                fix="use fewer workers, or more data",
+            )
+        if samples < self.global_batch_size and self._sharing.group.rank == 0:
+            _log.warning(
+                "loader %d: the data set's %d samples are fewer than a batch of %d; each pass is one batch",
+                self._index,
+                samples,
+                self.global_batch_size,
+            )
+
+    def __len__(self) -> int:
+        if self._own_batches:
+            return len(self._batch_sampler)
+        if self.streams:
+            return len(self._inner)
+        sizes = batch_sizes(
+            len(self._sampler), self.global_batch_size, self._sharing.group.size, drop_last=self.drop_last
+        )
+        return len(sizes)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._resuming:
+            self.pass_index += 1
+            self.position = 0
+        self._resuming = self.finished = False
+        self._sharing.on_pass(self)
+        clock = self._sharing.clock
+        parts = self._from_stream() if self.streams else self._from_order()
+        while True:
+            clock.data_asked()
+            try:
+                part, data = next(parts)
+            except StopIteration:
+                break
+            self.position += 1 if self._own_batches else part.batch
+            self._sharing.on_batch(self, part)
+            clock.data_handed(part.share, part.batch)
+            yield _to_device(data, self._sharing.device)
+        self.finished = True
+
+    def state(self) -> dict[str, Any]:
+        """Where in the data this loader is."""
+        return {
+            "pass": self.pass_index,
+            "position": self.position,
+            "finished": self.finished,
+            "trains": self.trains,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` says; a pass that only evaluated begins anew."""
+        self.pass_index = state["pass"]
+        self.position = state["position"]
+        self.finished = state["finished"]
+        self.trains = state["trains"]
+        if not self.finished and self.trains:
+            self._resuming = True
+        elif not self.finished:
+            self.pass_index -= 1
+
+    def _from_order(self) -> Iterator[tuple[Slice, Any]]:
+        parts = self._plan_batches() if self._own_batches else self._plan_order()
+        return zip(parts, self._inner, strict=True)
+
+    def _plan_order(self) -> list[Slice]:
+        group = self._sharing.group
+        order = self._order()
+        sizes = batch_sizes(
+            len(order) - self.position, self.global_batch_size, group.size, drop_last=self.drop_last
+        )
+        parts = slices(sizes, self._sharing.weights, group.rank, start=self.position)
+        self._batches.indices = [list(order[part.start : part.stop]) for part in parts]
+        return parts
+
+    def _plan_batches(self) -> list[Slice]:
+        """Batches of the leader's batch sampler, each cut into shares."""
+        group = self._sharing.group
+        mine = msgspec.json.encode(
+            [list(batch) for batch in self._batch_sampler] if group.rank == 0 else []
+        )
+        told = msgspec.json.decode(group.broadcast_bytes(mine), type=list[list[int]])[self.position :]
+        parts = []
+        self._batches.indices = []
+        for batch in told:
+            part = slices([len(batch)], self._sharing.weights, group.rank)[0]
+            parts.append(part)
+            self._batches.indices.append(batch[part.start : part.stop])
+        return parts
+
+    def _order(self) -> Sequence[int]:
+        """The indices of one whole pass, the same on all workers."""
+        sampler = self._sampler
+        if type(sampler) is SequentialSampler:
+            return range(len(sampler))
+        if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+            mixed = f"{self._sharing.seed}/{self._index}/{self.pass_index}"
+            generator = torch.Generator().manual_seed(_stable_seed(mixed))
+            order: list[int] = torch.randperm(len(sampler), generator=generator).tolist()
+            return order
+        group = self._sharing.group
+        mine = msgspec.json.encode([int(i) for i in sampler] if group.rank == 0 else [])
+        return msgspec.json.decode(group.broadcast_bytes(mine), type=list[int])
+
+    def _from_stream(self) -> Iterator[tuple[Slice, Any]]:
+        weights, rank = self._sharing.weights, self._sharing.group.rank
+        skip = self.position
+        for batch in _merge_small(iter(self._inner), self._sharing.group.size):
+            if skip >= len(batch):
+                skip -= len(batch)
+                continue
+            samples, skip = batch[skip:], 0
+            part = slices([len(samples)], weights, rank)[0]
+            yield part, self._collate(samples[part.start : part.stop])
+
+
+def _merge_small(batches: Iterator[list[Any]], workers: int) -> Iterator[list[Any]]:
+    """A batch with fewer samples than workers joins the one before it; see plan/shares.py."""
+    held: list[Any] = []
+    for batch in batches:
+        if held and len(batch) >= workers:
+            yield held
+            held = batch
+        else:
+            held = held + batch
+    if held and len(held) < workers:
+        raise DataError(
+            f"the stream has only {len(held)} samples, for {workers} workers",
+            fix="use fewer workers, or more data",
+        )
+    if held:
+        yield held
+
+
+def _refuse(loader: DataLoader[Any], streams: bool) -> None:
+    if isinstance(loader.sampler, DistributedSampler):
+        raise ConfigError(
+            "the loader has a DistributedSampler, but Echelon shares the data out itself",
+            where="prepare",
+            fix="build the loader with shuffle=True instead; batch='per-worker' keeps DDP's batch size",
+        )
+    if loader.batch_sampler is None and loader.batch_size is None:
+        what = "an iterable data set" if streams else "a data set"
+        raise ConfigError(
+            f"the loader takes ready batches from {what} (batch_size=None), which cannot be shared out",
+            where="prepare",
+            fix="let the data set yield single samples and give the loader a batch_size",
+        )
+
+
+def _as_list(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def _stable_seed(text: str) -> int:
+    """The same number for the same text in every process and version of Python."""
+    value = 0xCBF29CE484222325  # FNV-1a
+    for byte in text.encode():
+        value = ((value ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return value >> 1
+
+
+def _to_device(data: Any, device: torch.device) -> Any:
+    """Tensors inside tuples, lists and dicts move along; on the CPU nothing is touched."""
+    if device.type == "cpu":
+        return data
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {key: _to_device(value, device) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(_to_device(value, device) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(_to_device(value, device) for value in data)
+    return data

@@ -1,0 +1,182 @@
+"""What a run needs to go on as if it had never stopped, and how it is put back.
+
+The leader writes and reads files; the others send it their random states and are sent the rest, so that
+no shared file system is needed. A failure on the leader is an error on every worker.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from echelon.comm.group import Group
+from echelon.errors import CheckpointError
+from echelon.train import checkpoint, state_tree
+from echelon.train.loader import SharedLoader
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Prepared:
+    """All that `session.prepare` was given, in that order."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    loaders: list[SharedLoader] = field(default_factory=list)
+    schedulers: list[LRScheduler] = field(default_factory=list)
+
+
+def gather(
+    prepared: Prepared, group: Group, *, step: int, epoch: int, extra: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The state of the whole run, on the leader; None elsewhere."""
+    tree, tensors = state_tree.flatten(_random_state())
+    packed = group.all_gather_bytes(_pack(tree, tensors))
+    if group.rank != 0:
+        return None
+    return {
+        "step": step,
+        "epoch": epoch,
+        "models": [model.state_dict() for model in prepared.models],
+        "optimizers": [optimizer.state_dict() for optimizer in prepared.optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in prepared.schedulers],
+        "loaders": [loader.state() for loader in prepared.loaders],
+        "random": [_unpack(data) for data in packed],
+        "extra": extra,
+    }
+
+
+def write(
+    root: Path, group: Group, state: dict[str, Any] | None, *, keep: int
+) -> checkpoint.Written | None:
+    """Write on the leader; returns there what was written. All workers learn whether it worked."""
+
+    def act() -> checkpoint.Written:
+        assert state is not None
+        return checkpoint.write(root, state["step"], state, keep=keep)
+
+    return _on_leader(group, act)
+
+
+def read(root: Path, group: Group, prepared: Prepared, *, required: bool) -> checkpoint.Found | None:
+    """The newest checkpoint that fits what was prepared, on every worker."""
+
+    def act() -> bytes:
+        if not required and not checkpoint.exists(root):
+            return b""
+        found = checkpoint.read_newest(root, lambda state: _misfit(prepared, state))
+        whole = {
+            "path": str(found.path),
+            "step": found.step,
+            "rejected": found.rejected,
+            "state": found.state,
+        }
+        return _pack(*state_tree.flatten(whole))
+
+    data = group.broadcast_bytes(_on_leader(group, act) or b"")
+    if not data:
+        return None
+    whole = _unpack(data)
+    return checkpoint.Found(
+        path=Path(whole["path"]), step=whole["step"], state=whole["state"], rejected=whole["rejected"]
+    )
+
+
+def restore(prepared: Prepared, group: Group, state: dict[str, Any]) -> int:
+    """Put everything back; returns the epoch to go on with."""
+    for model, saved in zip(prepared.models, state["models"], strict=True):
+        model.load_state_dict(saved)
+    for optimizer, saved in zip(prepared.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    for scheduler, saved in zip(prepared.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    for loader, saved in zip(prepared.loaders, state["loaders"], strict=True):
+        loader.restore(saved)
+    if len(state["random"]) == group.size:
+        _set_random_state(state["random"][group.rank])
+    return int(state["epoch"]) + _epoch_is_over(state["loaders"])
+
+
+def _epoch_is_over(loaders: list[dict[str, Any]]) -> bool:
+    """A checkpoint written after the last batch of an epoch goes on with the next one."""
+    training = [loader for loader in loaders if loader["trains"]]
+    return bool(training) and all(loader["finished"] for loader in training)
+
+
+def _misfit(prepared: Prepared, state: dict[str, Any]) -> str | None:
+    """Why a checkpoint does not fit what was prepared, if it does not."""
+    for kind in ("models", "optimizers", "schedulers", "loaders"):
+        have, saved = len(getattr(prepared, kind)), len(state[kind])
+        if have != saved:
+            return f"it has {saved} {kind}, the script prepared {have}"
+    for model, saved in zip(prepared.models, state["models"], strict=True):
+        own = model.state_dict()
+        for name, value in own.items():
+            if name not in saved:
+                return f"it is of another model: it has no {name}"
+            if isinstance(value, torch.Tensor) and saved[name].shape != value.shape:
+                shapes = f"{list(saved[name].shape)}, the script's is {list(value.shape)}"
+                return f"it is of another model: its {name} is {shapes}"
+        unknown = [name for name in saved if name not in own]
+        if unknown:
+            return f"it is of another model: the script's has no {unknown[0]}"
+    return None
+
+
+def _on_leader(group: Group, act: Callable[[], T]) -> T | None:
+    """Do something on the leader; if it fails there, every worker raises the same error."""
+    result: T | None = None
+    told: dict[str, str] = {}
+    if group.rank == 0:
+        try:
+            result = act()
+        except CheckpointError as error:
+            told = {"message": error.message, "where": error.where, "fix": error.fix}
+    told = msgspec.json.decode(group.broadcast_bytes(msgspec.json.encode(told)), type=dict[str, str])
+    if told:
+        raise CheckpointError(told["message"], where=told["where"], fix=told["fix"])
+    return result
+
+
+def _pack(tree: bytes, tensors: dict[str, torch.Tensor]) -> bytes:
+    return len(tree).to_bytes(8, "little") + tree + safetensors.torch.save(tensors)
+
+
+def _unpack(data: bytes) -> Any:
+    length = int.from_bytes(data[:8], "little")
+    return state_tree.restore(data[8 : 8 + length], safetensors.torch.load(data[8 + length :]))
+
+
+def _random_state() -> dict[str, Any]:
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": (version, torch.tensor(internal, dtype=torch.int64), gauss),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,511 @@
+"""The session: what a training script talks to, alone or as one of many workers.
+
+    session = echelon.join()
+    model, optimizer, loader = session.prepare(model, optimizer, loader)
+    for epoch in session.epochs(10):
+        for x, y in loader:
+            ...
+
+The script's own objects come back: the same module, the same optimizer, a loader that draws this
+worker's share. Gradients are those of the global batch when `backward()` returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from echelon.comm.group import Group, Pending
+from echelon.comm.reducer import Reducer
+from echelon.comm.rendezvous import Meeting
+from echelon.errors import ConfigError, ModelError
+from echelon.observe.events import (
+    CheckpointLoaded,
+    CheckpointSaved,
+    EpochEnded,
+    Evaluated,
+    Logged,
+    Noted,
+)
+from echelon.observe.recorder import Recorder
+from echelon.observe.run_folder import RunFolder
+from echelon.plan.plan import Plan
+from echelon.plan.shares import Slice
+from echelon.train import agree, batchnorm, resume
+from echelon.train.clock import StepClock
+from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
+
+Op = Literal["sum", "mean", "max", "min"]
+
+_log = logging.getLogger(__name__)
+
+
+class Session:
+    """One worker's part in a run. Made by `echelon.join`."""
+
+    def __init__(
+        self,
+        group: Group,
+        meeting: Meeting | None,
+        plan: Plan,
+        clock: StepClock,
+        recorder: Recorder,
+        folder: RunFolder | None,
+        device: torch.device,
+    ) -> None:
+        self._group = group
+        self._meeting = meeting
+        self._plan = plan
+        self._clock = clock
+        self._recorder = recorder
+        self.folder = folder
+        self.device = device
+        self._prepared = resume.Prepared()
+        self._reducers: list[Reducer] = []
+        self._sharing: Sharing | None = None
+        self._weight = 1.0
+        self._loss: Literal["mean", "sum"] = "mean"
+        self._current: SharedLoader | None = None
+        self._first_epoch = 0
+        self._closed = False
+
+    @property
+    def rank(self) -> int:
+        """This worker's index, from 0."""
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are."""
+        return self._group.size
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the worker that prints and writes for all."""
+        return self.rank == 0
+
+    @property
+    def node(self) -> str:
+        """The machine that this worker runs on."""
+        return self._plan.workers[self.rank].node
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0."""
+        return self._clock.epoch
+
+    @property
+    def step(self) -> int:
+        """How many steps the optimizer has taken."""
+        return self._clock.step
+
+    # Preparing -----------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        *things: Any,
+        batch: BatchMeaning = "global",
+        batchnorm: Literal["global", "local"] = "global",
+        loss: Literal["mean", "sum"] = "mean",
+    ) -> Any:
+        """Make models, optimizers, loaders and schedulers, in any number and order, part of the run.
+
+        batch      what a loader's batch_size means: the batch of all workers, or each worker's
+        batchnorm  statistics over all workers' samples (exact), or over each worker's own
+        loss       whether the script's loss is the mean or the sum over its samples
+        """
+        _check_choice("batch", batch, ("global", "per-worker"))
+        _check_choice("batchnorm", batchnorm, ("global", "local"))
+        _check_choice("loss", loss, ("mean", "sum"))
+        self._loss = loss
+        facts: list[agree.Fact] = []
+        out: list[Any] = []
+        models: list[nn.Module] = []
+        for position, thing in enumerate(things):
+            out.append(self._take(thing, position, batch, models, facts))
+        agree.check(self._group, facts, [worker.node for worker in self._plan.workers])
+        for model in models:
+            self._keep_in_step(model, batchnorm)
+        return out[0] if len(out) == 1 else tuple(out)
+
+    def _take(
+        self,
+        thing: Any,
+        position: int,
+        batch: BatchMeaning,
+        models: list[nn.Module],
+        facts: list[agree.Fact],
+    ) -> Any:
+        """Register one thing by what it is, and describe it for the comparison with other workers'."""
+        kept = self._prepared
+        if isinstance(thing, nn.Module):
+            if any(thing is model for model in kept.models):
+                return thing
+            _refuse_sparse(thing)
+            thing.to(self.device)
+            facts += agree.describe_model(thing, len(kept.models))
+            kept.models.append(thing)
+            models.append(thing)
+            return thing
+        if isinstance(thing, Optimizer):
+            facts += agree.describe_optimizer(thing, len(kept.optimizers))
+            kept.optimizers.append(thing)
+            thing.register_step_pre_hook(self._before_step)
+            thing.register_step_post_hook(self._after_step)
+            return thing
+        if isinstance(thing, DataLoader):
+            loader = SharedLoader(thing, len(kept.loaders), self._data_sharing(), batch)
+            facts += agree.describe_loader(loader, len(kept.loaders))
+            kept.loaders.append(loader)
+            return loader
+        if isinstance(thing, LRScheduler):
+            kept.schedulers.append(thing)
+            return thing
+        if isinstance(thing, SharedLoader):
+            return thing
+        raise ConfigError(
+            f"prepare does not know what to do with a {type(thing).__name__}",
+            where=f"prepare, argument {position + 1}",
+            fix="give it models, optimizers, DataLoaders and learning-rate schedulers",
+        )
+
+    def _keep_in_step(self, model: nn.Module, rule: Literal["global", "local"]) -> None:
+        if self.world_size == 1:
+            return
+        agree.share_state(self._group, model)
+        if rule == "global" and batchnorm.layers(model):
+            batchnorm.make_global(model, self._group.fork(), lambda: self._weight)
+        self._reducers.append(
+            Reducer(list(model.named_parameters()), self._group.fork(), lambda: self._weight, self._clock)
+        )
+
+    def _data_sharing(self) -> Sharing:
+        if self._sharing is None:
+            self._sharing = Sharing(
+                group=self._group,
+                weights=self._plan.weights,
+                seed=self._plan.seed,
+                clock=self._clock,
+                device=self.device,
+                on_pass=self._on_pass,
+                on_batch=self._on_batch,
+            )
+        return self._sharing
+
+    # The loop ------------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Count from 0, or from where a checkpoint left off, up to `count`."""
+        for epoch in range(self._first_epoch, count):
+            self._clock.epoch = epoch
+            yield epoch
+            self._clock.close()
+            self._first_epoch = epoch + 1
+            self._recorder.emit(
+                EpochEnded(t=time.time(), rank=self.rank, epoch=epoch, step=self._clock.step)
+            )
+
+    @contextmanager
+    def accumulate(self, active: bool = True) -> Iterator[None]:
+        """Keep gradients local inside; they join the next backward pass outside.
+
+        with session.accumulate(not last):
+            (loss_fn(model(x), y) / pieces).backward()
+        """
+        if not active:
+            yield
+            return
+        for reducer in self._reducers:
+            reducer.active = False
+        try:
+            yield
+            self._clock.kept()
+        finally:
+            for reducer in self._reducers:
+                reducer.active = True
+
+    def weigh(self, count: float) -> None:
+        """Say how much this worker's loss counts, where that is not its number of samples.
+
+        For a mean over targets that are not all valid (padding, ignore_index), call it with the number
+        of valid ones before `backward()`. All workers call it, or none.
+        """
+        total = torch.tensor([float(count)], dtype=torch.float64)
+        self._group.all_reduce(total).wait()
+        if not count > 0 or not float(total) > 0:
+            raise ConfigError(
+                f"weigh({count:g}) leaves rank {self.rank} without weight",
+                where="session.weigh",
+                fix="give the number of targets that count, at least one",
+            )
+        self._set_weight(float(count) / float(total))
+
+    def log(self, *, loss: Tensor | float | None = None, **values: Tensor | float) -> None:
+        """Record the loss of this step, and any other numbers, for the report."""
+        if loss is not None:
+            self._clock.note_loss(loss)
+        if values:
+            numbers = {name: float(value) for name, value in values.items()}
+            self._recorder.emit(
+                Logged(t=time.time(), rank=self.rank, step=self._clock.step, values=numbers)
+            )
+
+    def log_evaluation(self, *, loss: float, samples: int, accuracy: float | None = None) -> None:
+        """Record how good the model is on held-out data; the leader's figures are what counts."""
+        if self.is_leader:
+            self._recorder.emit(
+                Evaluated(
+                    t=time.time(),
+                    rank=self.rank,
+                    epoch=self.epoch,
+                    step=self._clock.step,
+                    loss=loss,
+                    accuracy=accuracy,
+                    samples=samples,
+                )
+            )
+            self._recorder.flush()
+
+    def note(self, text: str) -> None:
+        """Record a sentence that the reader of the report should see."""
+        _log.info(text)
+        self._recorder.emit(Noted(t=time.time(), rank=self.rank, text=text))
+
+    def _on_pass(self, loader: SharedLoader) -> None:
+        """A pass over the data begins: take note of thawed layers, and agree on buffers."""
+        for reducer in self._reducers:
+            reducer.refresh()
+        if self.world_size > 1:
+            for model in self._prepared.models:
+                buffers = list(model.buffers())
+                if buffers:
+                    agree.share_tensors(self._group, buffers)
+
+    def _on_batch(self, loader: SharedLoader, part: Slice) -> None:
+        self._current = loader
+        self._set_weight(part.share / part.batch if self._loss == "mean" else 1.0)
+
+    def _set_weight(self, weight: float) -> None:
+        if weight != self._weight:
+            for reducer in self._reducers:
+                if reducer.unreduced:
+                    reducer.rescale(self._weight / weight)
+        self._weight = weight
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(reducer.unreduced for reducer in self._reducers):
+            self._refuse_unreduced(optimizer)
+        if self._current is not None:
+            self._current.trains = True
+        self._clock.applying()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._clock.applied()
+
+    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for reducer in self._reducers:
+            if reducer.unreduced and reducer.touches(held):
+                raise ModelError(
+                    "optimizer.step() would apply gradients that the other workers do not have",
+                    where=f"step {self._clock.step}, rank {self.rank}",
+                    fix="leave accumulate() for the last backward pass before each step",
+                )
+
+    # Talking to the other workers ----------------------------------------------------------------
+
+    @overload
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, wait: Literal[True] = True) -> Tensor: ...
+    @overload
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, wait: Literal[False]) -> Pending: ...
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, wait: bool = True) -> Tensor | Pending:
+        """Combine a tensor over all workers, in place. With wait=False, returns a future of it."""
+        _check_choice("op", op, ("sum", "mean", "max", "min"))
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigError(
+                f"a mean of {tensor.dtype} is not a whole number",
+                where="session.all_reduce",
+                fix="use op='sum', or convert the tensor to a floating-point type",
+            )
+        self._check_same("all_reduce", op, tensor)
+        flat = tensor.detach()
+        flat = flat if flat.is_contiguous() else flat.contiguous()
+        if self.world_size == 1 or not flat.numel():
+            pending = Pending.finished(tensor)
+        else:
+            pending = self._group.all_reduce(flat, "sum" if op == "mean" else op).then(
+                lambda result: self._put(tensor, result, op)
+            )
+        return pending.wait() if wait else pending
+
+    def _put(self, tensor: Tensor, result: Tensor, op: Op) -> Tensor:
+        with torch.no_grad():
+            if op == "mean":
+                result.div_(self.world_size)
+            if result.data_ptr() != tensor.data_ptr():
+                tensor.copy_(result)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Everybody's tensor, by rank. Shapes may differ, types may not."""
+        facts = self._describe("all_gather", "", tensor.dtype, tensor.dim())
+        shapes = [msgspec.json.decode(s) for s in self._group.all_gather_bytes(msgspec.json.encode(
+            {"facts": facts, "shape": list(tensor.shape)}))]  # fmt: skip
+        self._compare([shape["facts"] for shape in shapes])
+        lengths = [int(torch.Size(shape["shape"]).numel()) for shape in shapes]
+        padded = tensor.new_zeros(max(1, *lengths))
+        padded[: tensor.numel()] = tensor.detach().reshape(-1)
+        parts = self._group.all_gather(padded)
+        return [
+            part[:length].clone().view(shape["shape"])
+            for part, length, shape in zip(parts, lengths, shapes, strict=True)
+        ]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Give everybody the source's values, in place."""
+        if not 0 <= source < self.world_size:
+            raise ConfigError(
+                f"there is no rank {source} to broadcast from",
+                where="session.broadcast",
+                fix=f"ranks go from 0 to {self.world_size - 1}",
+            )
+        self._check_same("broadcast", str(source), tensor)
+        flat = tensor.detach().contiguous()
+        self._group.broadcast(flat, source)
+        with torch.no_grad():
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat)
+        return tensor
+
+    def barrier(self) -> None:
+        """Return when every worker is here."""
+        if self.world_size > 1:
+            self._compare([s.decode() for s in self._group.all_gather_bytes(b"barrier")])
+
+    def _describe(self, call: str, how: str, *facts: Any) -> str:
+        return " ".join([call, how, *(str(fact) for fact in facts)])
+
+    def _check_same(self, call: str, how: str, tensor: Tensor) -> None:
+        """Different calls or shapes would end a worker's process inside the backend: look first."""
+        if self.world_size > 1:
+            told = self._describe(call, how, tuple(tensor.shape), tensor.dtype)
+            self._compare([s.decode() for s in self._group.all_gather_bytes(told.encode())])
+
+    def _compare(self, told: list[str]) -> None:
+        for rank, said in enumerate(told):
+            if said != told[0]:
+                raise ConfigError(
+                    f"workers make different calls: rank 0 {told[0]}, rank {rank} {said}",
+                    where=f"rank {rank} on {self._plan.workers[rank].node}",
+                    fix="all workers must make the same calls with tensors of the same shape and type",
+                )
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int = 2) -> None:
+        """Write everything that was prepared, the position in the data and the random state.
+
+        All workers call it; the leader writes. The last `keep` checkpoints stay in the folder.
+        """
+        begun = time.perf_counter()
+        state = resume.gather(
+            self._prepared, self._group, step=self.step, epoch=self.epoch, extra=extra or {}
+        )
+        written = resume.write(Path(path), self._group, state, keep=keep)
+        if written is not None:
+            self._recorder.emit(
+                CheckpointSaved(
+                    t=time.time(),
+                    rank=self.rank,
+                    path=str(written.path),
+                    step=self.step,
+                    seconds=time.perf_counter() - begun,
+                    size_bytes=written.size_bytes,
+                )
+            )
+
+    def load(self, path: str | Path, *, required: bool = True) -> dict[str, Any] | None:
+        """Go on from the newest usable checkpoint in the folder; returns the `extra` it was saved with.
+
+        A damaged one, or one of another model, is passed over for the one before it, and said so. With
+        required=False, a folder without any checkpoint is a fresh start, and None is returned.
+        """
+        found = resume.read(Path(path), self._group, self._prepared, required=required)
+        if found is None:
+            return None
+        for name, reason in found.rejected.items():
+            self.note(f"checkpoint {name} was passed over: {reason}")
+            if self.is_leader:
+                _log.warning("checkpoint %s was passed over: %s", name, reason)
+        self._first_epoch = resume.restore(self._prepared, self._group, found.state)
+        self._clock.step = found.step
+        self._clock.epoch = self._first_epoch
+        self._recorder.emit(
+            CheckpointLoaded(
+                t=time.time(),
+                rank=self.rank,
+                path=str(found.path),
+                step=found.step,
+                rejected=found.rejected,
+            )
+        )
+        extra: dict[str, Any] = found.state["extra"]
+        return extra
+
+    # The end -------------------------------------------------------------------------------------
+
+    def close(self, cause: str = "") -> None:
+        """Leave the run. Called by itself when the script ends."""
+        if self._closed:
+            return
+        self._closed = True
+        self._clock.close()
+        self._recorder.close()
+        if self._meeting is not None:
+            self._meeting.say_goodbye(cause)
+        for reducer in self._reducers:
+            reducer.detach()
+        self._group.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close("" if error is None else f"{type(error).__name__}: {error}")
+
+    def __repr__(self) -> str:
+        return f"<Session rank {self.rank} of {self.world_size} on {self.node}, pid {os.getpid()}>"
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"{name}={value!r} is not one of the choices",
+            where="session",
+            fix=f"give {' or '.join(choices)}",
+        )
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ModelError(
+                f"layer {name} makes sparse gradients, which cannot be reduced yet",
+                where="prepare",
+                fix="build it with sparse=False",
+            )
