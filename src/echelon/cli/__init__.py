@@ -1,1 +1,61 @@
-""""""
+"""The command line: doors only, no logic of their own.
+
+options.py   turns settings into command-line options
+run.py       echelon run, echelon train
+config.py    echelon config show
+listing.py   echelon list
+lab.py       echelon lab up | status | exec | down
+look.py      echelon trace, echelon report
+doctor.py    echelon doctor
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from echelon.cli import config, lab, listing, look, run
+from echelon.cli.doctor import doctor
+from echelon.errors import EchelonError
+
+app = typer.Typer(
+    name="echelon",
+    help="Train PyTorch models on the machines you have: unequal, joined by unequal links.",
+    epilog="First steps: `echelon train --workers 4`, then `echelon report`. Problems: `echelon doctor`.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+run.register(app)
+app.command("list")(listing.show)
+app.command("trace")(look.trace)
+app.command("report")(look.report)
+app.add_typer(lab.app, name="lab")
+app.add_typer(config.app, name="config")
+app.command("doctor")(doctor)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        from echelon import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; an error that explains itself is printed without a traceback."""
+    try:
+        app()
+    except EchelonError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"{type(error).__name__}: {error}", markup=False
+        )
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -23,6 +23,7 @@ class Pending:
     def __init__(self, wait: Callable[[], Tensor], done: Callable[[], bool]) -> None:
         self._wait = wait
         self._done = done
+        self._result: Tensor | None = None
 
     @classmethod
     def finished(cls, tensor: Tensor) -> Pending:
@@ -31,7 +32,9 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Block until the result is there, at most until the group's deadline."""
-        return self._wait()
+        if self._result is None:
+            self._result = self._wait()
+        return self._result
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -39,7 +42,7 @@ class Pending:
 
     def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
         """The same operation with a last step on its result, run by whoever waits."""
-        return Pending(lambda: change(self._wait()), self._done)
+        return Pending(lambda: change(self.wait()), self._done)
 
 
 class Group(ABC):

@@ -22,6 +22,7 @@ Value: TypeAlias = "int | float | bool | str | None | list[Value]"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _BARE = re.compile(r"[^\s,()\[\]=\"']+")
 _KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_-]*)\s*=")
+_MAX_DEPTH = 10  # more nesting than any strategy has; printing takes time that doubles with each level
 _WORDS: dict[str, Value] = {"true": True, "false": False, "none": None}
 
 
@@ -76,6 +77,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
+        self.depth = 0
 
     def call(self) -> Call:
         self._space()
@@ -100,13 +102,23 @@ class _Reader:
                     raise self._error("'key=value' (positional values come first)")
                 args.append(self.value())
                 continue
-            if key.group(1) in options:
+            name_of = key.group(1).replace("-", "_")
+            if name_of in options:
                 raise self._error(f"{key.group(1)!r} only once")
             self.at = key.end()
-            options[key.group(1).replace("-", "_")] = self.value()
+            options[name_of] = self.value()
         return Call(name, tuple(args), options)
 
     def value(self) -> Value:
+        if self.depth == _MAX_DEPTH:
+            raise self._error(f"at most {_MAX_DEPTH} levels of nesting")
+        self.depth += 1
+        try:
+            return self._value()
+        finally:
+            self.depth -= 1
+
+    def _value(self) -> Value:
         self._space()
         if self._peek() in ('"', "'"):
             return self._quoted()

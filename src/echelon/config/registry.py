@@ -9,6 +9,7 @@ listing them is quick.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -118,6 +119,14 @@ class Registry(Generic[S]):
                 where=f"entry point {entry.value}",
                 fix=f"derive it from {self.contract.__module__}.{self.contract.__name__}",
             )
+        try:
+            options_of(value)
+        except Exception as error:
+            raise ConfigError(
+                f"{self.kind} {entry.name!r} of {origin} has options that cannot be read: {error}",
+                where=f"entry point {entry.value}",
+                fix="make it a frozen, keyword-only dataclass whose fields have plain types",
+            ) from error
         return typing.cast("type[S]", value)
 
     def build(self, text: str | Call, *, where: str = "") -> S:
@@ -220,6 +229,9 @@ def convert(value: Any, hint: Any, *, where: str) -> Any:
     try:
         return msgspec.convert(value, hint, strict=True)
     except msgspec.ValidationError as error:
+        if isinstance(value, float) and value.is_integer():
+            with contextlib.suppress(msgspec.ValidationError):
+                return msgspec.convert(int(value), hint, strict=True)
         reason = re.sub(r"`(\w+)`", r"\1", str(error))
         raise ConfigError(
             f"{value!r} does not fit: {reason[0].lower() + reason[1:]}",

@@ -6,6 +6,7 @@ world's habit: "mbit" is a million bits per second, "MB" per second a million by
 
 from __future__ import annotations
 
+import math
 import re
 
 from echelon.errors import ConfigError
@@ -45,15 +46,16 @@ def duration_s(text: str | float, *, where: str = "") -> float:
 
 def size_bytes(text: str, *, where: str = "") -> int:
     """'64MB' in bytes; a plain number is bytes already."""
-    return int(_read(text, {**_BYTES, "": 1.0}, "a size such as 64MB or 1GiB", where))
+    return round(_read(text, {**_BYTES, "": 1.0}, "a size such as 64MB or 1GiB", where))
 
 
 def _read(text: str, units: dict[str, float], wanted: str, where: str) -> float:
     match = _QUANTITY.fullmatch(text)
     scale = units.get(match.group(2).lower()) if match else None
-    if match is None or scale is None:
+    value = float(match.group(1)) * scale if match is not None and scale is not None else math.inf
+    if math.isinf(value):
         raise ConfigError(f"{text!r} is not {wanted}", where=where, fix=f"write {wanted}")
-    return float(match.group(1)) * scale
+    return value
 
 
 def show_bytes(count: float) -> str:

@@ -9,9 +9,10 @@ A field may be added with a default; none is ever renamed or given another meani
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import msgspec
 
@@ -41,6 +42,12 @@ class WorkerJoined(Event, frozen=True, kw_only=True, tag="worker-joined"):
     pid: int
     threads: int
     device: str
+
+
+class StepsExpected(Event, frozen=True, kw_only=True, tag="steps-expected"):
+    """The step number at which the run will be over, as far as is known now."""
+
+    steps: int
 
 
 class StepEnded(Event, frozen=True, kw_only=True, tag="step"):
@@ -140,6 +147,7 @@ class RunEnded(Event, frozen=True, kw_only=True, tag="run-ended"):
 AnyEvent: TypeAlias = (
     RunStarted
     | WorkerJoined
+    | StepsExpected
     | StepEnded
     | Evaluated
     | EpochEnded
@@ -154,13 +162,32 @@ AnyEvent: TypeAlias = (
 
 encode = msgspec.json.Encoder().encode
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+_kinds: dict[str, type[AnyEvent]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyEvent)}
 
 
 def decode_line(line: bytes) -> AnyEvent | None:
     """One event, or None for a line that was cut off by a crash or written by a newer version."""
     try:
         return _decoder.decode(line)
-    except msgspec.DecodeError:
+    except msgspec.ValidationError:
+        return _decode_with_nan(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _decode_with_nan(line: bytes) -> AnyEvent | None:
+    """JSON has no nan and no infinity and says null; where a number must stand, null is read as nan."""
+    try:
+        raw = msgspec.json.decode(line)
+        kind = _kinds[raw["type"]]
+        for field in msgspec.structs.fields(kind):
+            value = raw.get(field.encode_name, field.default)
+            if field.type is float and value is None:
+                raw[field.encode_name] = math.nan
+            elif field.type == dict[str, float]:
+                raw[field.encode_name] = {k: math.nan if v is None else v for k, v in value.items()}
+        return msgspec.convert(raw, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         return None
 
 

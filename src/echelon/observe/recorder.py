@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
@@ -21,7 +22,11 @@ class Recorder:
     """Appends events to one file. Not thread-safe: a worker's trainer thread owns it."""
 
     def __init__(self, file: Path | None) -> None:
-        self._file = file.open("ab", buffering=0) if file is not None else None
+        self._file: FileIO | None = None
+        try:
+            self._file = file.open("ab", buffering=0) if file is not None else None
+        except OSError as error:
+            _log.warning("nothing is recorded, training goes on: %s", error)
         self._pending: list[Event] = []
         self._flushed = time.monotonic()
 

@@ -83,8 +83,13 @@ class Asked:
     round_timeout_s: float = 300.0
 
 
-def make_plan(run: str, nodes: Sequence[str], asked: Asked, *, cores: int) -> Plan:
-    """The plan for workers on the given nodes. A worker's rank is its place in `nodes`."""
+def make_plan(
+    run: str, nodes: Sequence[str], asked: Asked, *, cores: int, rated: Sequence[float] = ()
+) -> Plan:
+    """The plan for workers on the given nodes. A worker's rank is its place in `nodes`.
+
+    `asked.speeds` are emulated on top of what the nodes are; `rated` says how fast they are.
+    """
     count = len(nodes)
     speeds = asked.speeds or (1.0,) * count
     if len(speeds) != count:
@@ -97,7 +102,8 @@ def make_plan(run: str, nodes: Sequence[str], asked: Asked, *, cores: int) -> Pl
             where="--speed",
             fix="give numbers in (0, 1]",
         )
-    weights, why_shares = _weights(asked.shares, speeds)
+    fast = [speed * rate for speed, rate in zip(speeds, rated or (1.0,) * count, strict=True)]
+    weights, why_shares = _weights(asked.shares, fast)
     threads = asked.threads or max(1, cores // count)
     delayed = _delayed_ranks(count, asked.delayed) if asked.delay else set()
     return Plan(

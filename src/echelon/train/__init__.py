@@ -2,6 +2,7 @@
 
 join.py         a script becomes a worker
 session.py      what the script talks to: prepare, epochs, reduce, save, load
+talk.py         what a script can ask of the other workers directly
 loader.py       draws this worker's share of every batch
 agree.py        do all workers have the same model, optimizer and data?
 batchnorm.py    batch normalisation over all workers' samples

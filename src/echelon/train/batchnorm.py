@@ -75,9 +75,9 @@ class _Global(_BatchNorm):
         """Normalise over all workers' samples in training, as always otherwise."""
         if not self.training:
             return super().forward(input)
-        self._check_input_dim(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         out: Tensor
-        out, mean, variance, total = _Normalise.apply(
+        out, mean, variance, total = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, self.eps, self.echelon_group, self.echelon_weight
         )
         self._note(mean, variance, total)

@@ -19,16 +19,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from echelon.comm.group import Group, Pending
+from echelon.comm.group import Group
 from echelon.comm.reducer import Reducer
 from echelon.comm.rendezvous import Meeting
 from echelon.errors import ConfigError, ModelError
@@ -39,6 +38,7 @@ from echelon.observe.events import (
     Evaluated,
     Logged,
     Noted,
+    StepsExpected,
 )
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
@@ -47,13 +47,12 @@ from echelon.plan.shares import Slice
 from echelon.train import agree, batchnorm, resume
 from echelon.train.clock import StepClock
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
-
-Op = Literal["sum", "mean", "max", "min"]
+from echelon.train.talk import Talk, check_choice
 
 _log = logging.getLogger(__name__)
 
 
-class Session:
+class Session(Talk):
     """One worker's part in a run. Made by `echelon.join`."""
 
     def __init__(
@@ -66,7 +65,7 @@ class Session:
         folder: RunFolder | None,
         device: torch.device,
     ) -> None:
-        self._group = group
+        super().__init__(group, [worker.node for worker in plan.workers])
         self._meeting = meeting
         self._plan = plan
         self._clock = clock
@@ -81,16 +80,6 @@ class Session:
         self._current: SharedLoader | None = None
         self._first_epoch = 0
         self._closed = False
-
-    @property
-    def rank(self) -> int:
-        """This worker's index, from 0."""
-        return self._group.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many workers there are."""
-        return self._group.size
 
     @property
     def is_leader(self) -> bool:
@@ -127,9 +116,9 @@ class Session:
         batchnorm  statistics over all workers' samples (exact), or over each worker's own
         loss       whether the script's loss is the mean or the sum over its samples
         """
-        _check_choice("batch", batch, ("global", "per-worker"))
-        _check_choice("batchnorm", batchnorm, ("global", "local"))
-        _check_choice("loss", loss, ("mean", "sum"))
+        check_choice("batch", batch, ("global", "per-worker"))
+        check_choice("batchnorm", batchnorm, ("global", "local"))
+        check_choice("loss", loss, ("mean", "sum"))
         self._loss = loss
         facts: list[agree.Fact] = []
         out: list[Any] = []
@@ -279,6 +268,11 @@ class Session:
             )
             self._recorder.flush()
 
+    def expect_steps(self, steps: int) -> None:
+        """Say how many steps the whole run will have, for the progress display."""
+        if self.is_leader:
+            self._recorder.emit(StepsExpected(t=time.time(), rank=self.rank, steps=steps))
+
     def note(self, text: str) -> None:
         """Record a sentence that the reader of the report should see."""
         _log.info(text)
@@ -323,94 +317,6 @@ class Session:
                     "optimizer.step() would apply gradients that the other workers do not have",
                     where=f"step {self._clock.step}, rank {self.rank}",
                     fix="leave accumulate() for the last backward pass before each step",
-                )
-
-    # Talking to the other workers ----------------------------------------------------------------
-
-    @overload
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, wait: Literal[True] = True) -> Tensor: ...
-    @overload
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, wait: Literal[False]) -> Pending: ...
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, wait: bool = True) -> Tensor | Pending:
-        """Combine a tensor over all workers, in place. With wait=False, returns a future of it."""
-        _check_choice("op", op, ("sum", "mean", "max", "min"))
-        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigError(
-                f"a mean of {tensor.dtype} is not a whole number",
-                where="session.all_reduce",
-                fix="use op='sum', or convert the tensor to a floating-point type",
-            )
-        self._check_same("all_reduce", op, tensor)
-        flat = tensor.detach()
-        flat = flat if flat.is_contiguous() else flat.contiguous()
-        if self.world_size == 1 or not flat.numel():
-            pending = Pending.finished(tensor)
-        else:
-            pending = self._group.all_reduce(flat, "sum" if op == "mean" else op).then(
-                lambda result: self._put(tensor, result, op)
-            )
-        return pending.wait() if wait else pending
-
-    def _put(self, tensor: Tensor, result: Tensor, op: Op) -> Tensor:
-        with torch.no_grad():
-            if op == "mean":
-                result.div_(self.world_size)
-            if result.data_ptr() != tensor.data_ptr():
-                tensor.copy_(result)
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensor, by rank. Shapes may differ, types may not."""
-        facts = self._describe("all_gather", "", tensor.dtype, tensor.dim())
-        shapes = [msgspec.json.decode(s) for s in self._group.all_gather_bytes(msgspec.json.encode(
-            {"facts": facts, "shape": list(tensor.shape)}))]  # fmt: skip
-        self._compare([shape["facts"] for shape in shapes])
-        lengths = [int(torch.Size(shape["shape"]).numel()) for shape in shapes]
-        padded = tensor.new_zeros(max(1, *lengths))
-        padded[: tensor.numel()] = tensor.detach().reshape(-1)
-        parts = self._group.all_gather(padded)
-        return [
-            part[:length].clone().view(shape["shape"])
-            for part, length, shape in zip(parts, lengths, shapes, strict=True)
-        ]
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Give everybody the source's values, in place."""
-        if not 0 <= source < self.world_size:
-            raise ConfigError(
-                f"there is no rank {source} to broadcast from",
-                where="session.broadcast",
-                fix=f"ranks go from 0 to {self.world_size - 1}",
-            )
-        self._check_same("broadcast", str(source), tensor)
-        flat = tensor.detach().contiguous()
-        self._group.broadcast(flat, source)
-        with torch.no_grad():
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat)
-        return tensor
-
-    def barrier(self) -> None:
-        """Return when every worker is here."""
-        if self.world_size > 1:
-            self._compare([s.decode() for s in self._group.all_gather_bytes(b"barrier")])
-
-    def _describe(self, call: str, how: str, *facts: Any) -> str:
-        return " ".join([call, how, *(str(fact) for fact in facts)])
-
-    def _check_same(self, call: str, how: str, tensor: Tensor) -> None:
-        """Different calls or shapes would end a worker's process inside the backend: look first."""
-        if self.world_size > 1:
-            told = self._describe(call, how, tuple(tensor.shape), tensor.dtype)
-            self._compare([s.decode() for s in self._group.all_gather_bytes(told.encode())])
-
-    def _compare(self, told: list[str]) -> None:
-        for rank, said in enumerate(told):
-            if said != told[0]:
-                raise ConfigError(
-                    f"workers make different calls: rank 0 {told[0]}, rank {rank} {said}",
-                    where=f"rank {rank} on {self._plan.workers[rank].node}",
-                    fix="all workers must make the same calls with tensors of the same shape and type",
                 )
 
     # Checkpoints ---------------------------------------------------------------------------------
@@ -490,15 +396,6 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session rank {self.rank} of {self.world_size} on {self.node}, pid {os.getpid()}>"
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(
-            f"{name}={value!r} is not one of the choices",
-            where="session",
-            fix=f"give {' or '.join(choices)}",
-        )
 
 
 def _refuse_sparse(model: nn.Module) -> None:

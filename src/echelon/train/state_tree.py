@@ -38,7 +38,7 @@ _MAX_DEPTH = 100
 _INT64_BITS = 63
 _RESERVED = "__metadata__"  # safetensors keeps this name for itself
 
-# Stored as they are. complex128 is stored as pairs of float64; anything else is refused.
+# Stored as they are. Two more are stored as other dtypes, and anything else is refused.
 _DTYPES = frozenset(
     {
         torch.bool,
@@ -59,9 +59,11 @@ _DTYPES = frozenset(
         torch.float8_e4m3fnuz,
         torch.float8_e5m2,
         torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
     }
 )
+_AS_FLOAT64 = "complex128"  # pairs of float64
+_AS_UINT8 = "float8_e8m0fnu"  # its bytes
+_OTHER_DTYPES = {torch.complex128: _AS_FLOAT64, torch.float8_e8m0fnu: _AS_UINT8}
 
 
 def flatten(state: Any) -> tuple[bytes, dict[str, Tensor]]:
@@ -140,9 +142,9 @@ class _Writer:
     def _tensor(self, value: Tensor, path: str) -> Node:
         tensor = _plain(value, path)
         node = {"tensor": self._name(path)}
-        if tensor.dtype is torch.complex128:
-            tensor = torch.view_as_real(tensor)
-            node["as"] = "complex128"
+        if tensor.dtype in _OTHER_DTYPES:
+            node["as"] = _OTHER_DTYPES[tensor.dtype]
+            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(torch.uint8)
         tensor = tensor.cpu().contiguous()
         if tensor.data_ptr() and tensor.untyped_storage().data_ptr() in self._storages:
             tensor = tensor.clone()
@@ -171,7 +173,7 @@ def _plain(value: Tensor, path: str) -> Tensor:
         raise _refusal("a tensor on the meta device", path, "give it values first, on a real device")
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise _refusal("a tensor that is not dense", path, "store tensor.to_dense()")
-    if tensor.dtype not in _DTYPES and tensor.dtype is not torch.complex128:
+    if tensor.dtype not in _DTYPES and tensor.dtype not in _OTHER_DTYPES:
         raise _refusal(f"a tensor of {tensor.dtype}", path, "convert it to a usual dtype first")
     return tensor.resolve_conj().resolve_neg()
 
@@ -244,6 +246,8 @@ def _read(node: Node, tensors: Mapping[str, Tensor]) -> Any:
         return [_read(item, tensors) for item in node]
     if not isinstance(node, dict):
         return node
+    if not node:
+        raise ValueError("an object without a tag")
     tag, body = next(iter(node.items()))
     if tag == "dict":
         return {key: _read(value, tensors) for key, value in body.items()}
@@ -256,8 +260,7 @@ def _read(node: Node, tensors: Mapping[str, Tensor]) -> Any:
     if tag == "tuple":
         return tuple(_read(item, tensors) for item in body)
     if tag == "tensor":
-        tensor = tensors[body]
-        return torch.view_as_complex(tensor) if node.get("as") == "complex128" else tensor
+        return _read_tensor(tensors[body], node.get("as"))
     if tag == "bytes":
         return base64.b64decode(body, validate=True)
     if tag == "float":
@@ -265,6 +268,16 @@ def _read(node: Node, tensors: Mapping[str, Tensor]) -> Any:
     if tag == "int":
         return int(body, 16)
     raise ValueError(f"unknown tag {tag!r}")
+
+
+def _read_tensor(tensor: Tensor, stored_as: str | None) -> Tensor:
+    if stored_as is None:
+        return tensor
+    if stored_as == _AS_FLOAT64:
+        return torch.view_as_complex(tensor)
+    if stored_as == _AS_UINT8:
+        return tensor.view(torch.float8_e8m0fnu)
+    raise ValueError(f"unknown dtype {stored_as!r}")
 
 
 def _read_pairs(body: list[list[Node]], tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:

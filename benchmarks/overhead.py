@@ -1,0 +1,103 @@
+"""What does a session cost a script that runs alone? A session against a plain loop, in one run.
+
+    python benchmarks/overhead.py [--repeats 15] [--json]
+
+LeNet on the built-in digits, batch 64, one thread. The three loops take turns, epoch by epoch, in an
+order that rotates; each turn's ratio is to the plain loop of the same turn, and the median of them is
+reported. `recording` is the session with its record against the session without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import echelon
+from echelon.zoo.dataset import DATASETS
+from echelon.zoo.model import MODELS
+from echelon.zoo.task import cross_entropy
+
+TARGET = 1.02
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    """The same model, optimizer and loader for all three."""
+    torch.manual_seed(0)
+    splits = DATASETS.build("digits").load()
+    model = MODELS.build("lenet").build(splits.spec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return (
+        model,
+        optimizer,
+        DataLoader(splits.train, batch_size=64, shuffle=True, collate_fn=splits.collate),
+    )
+
+
+def epoch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, log: Callable[..., None]
+) -> float:
+    """Seconds for one pass over the data."""
+    begun = time.perf_counter()
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        log(loss=loss)
+    return time.perf_counter() - begun
+
+
+def main() -> None:
+    """Measure and print."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--repeats", type=int, default=15)
+    options.add_argument("--json", action="store_true")
+    asked = options.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as runs:
+        quiet, recorded = echelon.join(record=False), echelon.join(runs=runs)
+        plain = make()
+        loops: dict[str, Callable[[], float]] = {
+            "plain": lambda: epoch(*plain, lambda loss: float(loss.detach())),
+        }
+        for name, session in (("session", quiet), ("session with record", recorded)):
+            things = session.prepare(*make())
+            loops[name] = lambda things=things, session=session: epoch(*things, session.log)
+        steps = len(plain[2])
+        for loop in loops.values():
+            loop()
+        turns: list[dict[str, float]] = []
+        names = list(loops)
+        for turn in range(asked.repeats):
+            order = names[turn % 3 :] + names[: turn % 3]
+            turns.append({name: loops[name]() for name in order})
+        quiet.close()
+        recorded.close()
+    plain_s = statistics.median(turn["plain"] for turn in turns) / steps
+    result = {
+        "plain step [ms]": plain_s * 1e3,
+        "session / plain": statistics.median(t["session"] / t["plain"] for t in turns),
+        "session with record / plain": statistics.median(
+            t["session with record"] / t["plain"] for t in turns
+        ),
+        "recording / session": statistics.median(t["session with record"] / t["session"] for t in turns),
+    }
+    if asked.json:
+        print(json.dumps(result))
+        return
+    for name, value in result.items():
+        print(f"{name:32s} {value:8.3f}")
+    print(f"{'target: with record / plain <=':32s} {TARGET:8.3f}")
+
+
+if __name__ == "__main__":
+    main()

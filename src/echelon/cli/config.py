@@ -1,0 +1,64 @@
+"""`echelon config show`: every setting, its value, and where it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from echelon.config.call import parse_call
+from echelon.config.resolve import resolve
+from echelon.config.schema import TrainSettings, section_of
+from echelon.errors import ConfigError
+
+app = typer.Typer(help="Settings and where they come from.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Settings and where they come from."""
+
+
+@app.command()
+def show(
+    config: Path | None = typer.Option(None, "--config", help="A TOML file of settings."),
+    assign: list[str] | None = typer.Option(
+        None, "--set", help="As if given on the command line: --set epochs=5. Can be repeated."
+    ),
+    json: bool = typer.Option(False, "--json", help="As JSON."),
+) -> None:
+    """Print each setting, its value, and where it came from: default < TOML < command line.
+
+    Examples:
+
+        echelon config show
+
+        echelon config show --config echelon.toml --set epochs=5
+    """
+    resolved = resolve(TrainSettings, dict(_assigned(text) for text in assign or []), config)
+    values = dataclasses.asdict(resolved.settings)
+    if json:
+        rows = {name: {"value": value, "from": resolved.origins[name]} for name, value in values.items()}
+        typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
+        return
+    table = Table("setting", "value", "from", box=None, pad_edge=False, header_style="bold")
+    for name, value in values.items():
+        shown = "-" if value is None else str(value)
+        table.add_row(f"{section_of(name)}.{name}", shown, resolved.origins[name])
+    Console().print(table)
+
+
+def _assigned(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} sets nothing", where="--set", fix="write --set name=value")
+    key = name.strip().rpartition(".")[2].replace("-", "_")
+    hint = {field.name: str(field.type) for field in dataclasses.fields(TrainSettings)}.get(key, "")
+    if hint.startswith(("str", "Literal")):
+        return key, value
+    return key, parse_call(f"set({value})").args[0]

@@ -1,0 +1,104 @@
+"""`echelon doctor`: is this machine ready, and if not, what would help?"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from echelon.cluster.checkup.finding import Finding
+
+_COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+def doctor(
+    peer: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="A machine that will take part: which interface leads there?"),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="The port at which workers will meet: is it free?")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Look at this machine, say what is in the way of training, and what would fix it."""
+    # Imported here, so that `echelon --help` does not load them.
+    from echelon.cluster.checkup.data import data_sets
+    from echelon.cluster.checkup.emulation import emulation
+    from echelon.cluster.checkup.hardware import hardware
+    from echelon.cluster.checkup.installed import versions
+    from echelon.cluster.checkup.network import network, ports
+    from echelon.cluster.interfaces import interfaces
+    from echelon.cluster.machine import describe_machine
+
+    machine = describe_machine()
+    findings = [
+        *versions(),
+        *hardware(machine),
+        *network(peer),
+        *ports(port),
+        *emulation(),
+        *data_sets(),
+    ]
+    problems = [finding for finding in findings if finding.level == "problem"]
+    if json:
+        answer = {
+            "ready": not problems,
+            "findings": findings,
+            "machine": machine,
+            "interfaces": interfaces(),
+        }
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+    else:
+        console = Console(highlight=False)
+        for line in (*_lines(findings, console.width), *_verdict(findings, console.width)):
+            console.print(line, soft_wrap=True)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _lines(findings: list[Finding], width: int) -> Iterator[Text]:
+    """One line per finding, under the title of its topic; a note's remedy is on the line below."""
+    indent = 2 + 9 + max(len(finding.subject) for finding in findings) + 2
+    topic = ""
+    for finding in findings:
+        if finding.topic != topic:
+            topic = finding.topic
+            yield Text(topic, style="bold")
+        said = _wrapped(finding.text, width - indent)
+        if finding.level == "note" and finding.fix:
+            said += _wrapped(f"fix: {finding.fix}", width - indent)
+        yield Text.assemble(
+            "  ",
+            (f"{finding.level:9}", _COLOURS[finding.level]),
+            f"{finding.subject:{indent - 11}}",
+            ("\n" + " " * indent).join(said),
+        )
+
+
+def _verdict(findings: list[Finding], width: int) -> Iterator[Text]:
+    """The problems with their remedies, or that there are none."""
+    problems = [finding for finding in findings if finding.level == "problem"]
+    notes = sum(finding.level == "note" for finding in findings)
+    said = f", {_count(notes, 'note')}" if notes else ""
+    if not problems:
+        yield Text(f"\nready{said}", style="bold green")
+        return
+    yield Text(f"\n{_count(len(problems), 'problem')}{said}", style=_COLOURS["problem"])
+    for finding in problems:
+        what = _wrapped(f"{finding.subject}: {finding.text}", width - 4)
+        fix = _wrapped(f"fix: {finding.fix}", width - 4)
+        yield Text("  " + "\n    ".join(what + fix))
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, max(width, 20), break_on_hyphens=False)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

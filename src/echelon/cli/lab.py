@@ -1,0 +1,244 @@
+"""`echelon lab`: emulated clusters, up, looked at, used and down."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from echelon.errors import ConfigError, UnknownName
+
+if TYPE_CHECKING:
+    from echelon.cluster.lab.lab import Lab
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Emulate a cluster on this machine: unequal CPUs, unequal links, faults. Linux, as root.",
+    epilog="Labs that ship with Echelon: four-unequal, two-sites, seed1-table1.",
+)
+
+_LAB_HELP = "A lab file, or the name of a shipped one: four-unequal, two-sites, seed1-table1."
+
+
+@app.command()
+def up(file: Annotated[str, typer.Argument(metavar="FILE", help=_LAB_HELP)]) -> None:
+    """Build a lab and leave it up until `echelon lab down`.
+
+    \b
+    echelon lab up two-sites
+    echelon lab exec two-sites --all -- python ddp_script.py
+    echelon lab down two-sites
+    """
+    from echelon.cluster.lab.lab import Lab
+    from echelon.cluster.lab.spec import read_lab
+
+    spec = read_lab(file)
+    lab = Lab.up(spec, run_id=spec.name, keep=True)
+    console = Console(highlight=False)
+    console.print(_nodes_table(lab))
+    for line in (*_uplink_lines(lab), *(f"note: {note}" for note in lab.notes)):
+        console.print(line, soft_wrap=True)
+    console.print(f"\nlab {lab.name} is up; remove it with: echelon lab down {lab.name}", soft_wrap=True)
+
+
+@app.command()
+def status(
+    file: Annotated[str | None, typer.Argument(metavar="FILE", help="One lab; all if omitted.")] = None,
+) -> None:
+    """Show the labs that are up, their nodes, and the processes in them.
+
+    \b
+    echelon lab status
+    echelon lab status two-sites
+    """
+    from echelon.cluster.lab.lab import Lab
+
+    console = Console(highlight=False)
+    labs = Lab.all() if file is None else [Lab.find(_name_of(file))]
+    if not labs:
+        console.print("no lab is up")
+    for lab in labs:
+        console.print(_headline(lab), soft_wrap=True)
+        console.print(_status_table(lab))
+
+
+@app.command("exec")
+def exec_(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The lab's file, name or id.")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The program to run, after --.")],
+    node: Annotated[list[str] | None, typer.Option(help="Run it in this node; can be repeated.")] = None,
+    everywhere: Annotated[bool, typer.Option("--all", help="Run it in all nodes at once.")] = False,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Set a variable for it.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The MASTER_PORT it is told.")] = 29500,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Let the others go on when one node fails.")
+    ] = False,
+) -> None:
+    """Run any program in one node, or in all nodes at once, and wait for it.
+
+    The program's world is the nodes it runs in. Its environment has RANK,
+    NODE_RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and
+    GLOO_SOCKET_IFNAME; in its words {rank}, {world}, {node}, {address},
+    {master} and {port} are replaced.
+
+    In one node it has this terminal. In several, each line begins with the
+    node's name; the first failure ends the others and is the exit code.
+
+    \b
+    echelon lab exec two-sites --all -- python ddp_script.py
+    echelon lab exec two-sites --node east-0 -- bash
+    echelon lab exec two-sites --all -- torchrun --nnodes {world} \\
+        --node-rank {rank} --master-addr {master} ddp_script.py
+    """
+    from echelon.cluster.lab.execute import Job, run_attached, run_job
+    from echelon.cluster.lab.lab import Lab
+
+    if everywhere == bool(node):
+        raise ConfigError(
+            "both --node and --all are given" if everywhere else "neither --node nor --all is given",
+            where="echelon lab exec",
+            fix="give --all, or --node NAME once or more",
+        )
+    lab = Lab.find(_name_of(file))
+    nodes = list(dict.fromkeys(node)) if node else [known.name for known in lab.spec.nodes]
+    job = Job(command=command, nodes=nodes, env=_variables(env or []), port=port, keep_going=keep_going)
+    if len(nodes) == 1:
+        raise typer.Exit(run_attached(lab, job).code)
+    consoles = {"stdout": Console(highlight=False), "stderr": Console(highlight=False, stderr=True)}
+    width = max(len(name) for name in nodes)
+
+    def show(name: str, stream: str, line: str) -> None:
+        consoles[stream].out(f"{name:{width}} | {line}", highlight=False)
+
+    outcome = run_job(lab, job, show)
+    if outcome.node:
+        others = "" if keep_going else "; the command was ended on the other nodes"
+        consoles["stderr"].out(
+            f"{outcome.node} ended with exit code {outcome.code}{others}", highlight=False
+        )
+    raise typer.Exit(outcome.code)
+
+
+@app.command()
+def down(
+    file: Annotated[str | None, typer.Argument(metavar="FILE", help="The lab's file, name or id.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all labs and their remains.")] = False,
+) -> None:
+    """End what runs in a lab and remove it, also after a crash.
+
+    \b
+    echelon lab down two-sites
+    echelon lab down --all
+    """
+    from echelon.cluster.lab.lab import take_down
+    from echelon.cluster.lab.remove import remove_all
+
+    if everything == (file is not None):
+        raise ConfigError(
+            "both a lab and --all are given" if everything else "no lab is given",
+            where="echelon lab down",
+            fix="give a lab's file, name or id, or --all",
+        )
+    removed = take_down(_name_of(file)) if file is not None else remove_all()
+    console = Console(highlight=False)
+    for lab in removed:
+        console.print(
+            f"removed lab {lab}" if file is None else f"removed lab {file} ({lab})", soft_wrap=True
+        )
+    if not removed:
+        _check_known(file)
+        console.print("no lab is up" if file is None else f"lab {file} is not up", soft_wrap=True)
+
+
+def _name_of(text: str) -> str:
+    """The name of the lab that a path, a name or an id means."""
+    from echelon.cluster.lab.spec import read_lab
+
+    return read_lab(text).name if Path(text).is_file() or text.endswith(".toml") else text
+
+
+def _check_known(text: str | None) -> None:
+    """A lab that is not up is fine to remove; one that does not exist is a slip of the pen."""
+    from echelon.cluster.lab.lab import Lab
+    from echelon.cluster.lab.spec import shipped_labs
+
+    if text is not None and not Path(text).is_file() and text not in shipped_labs():
+        raise UnknownName("lab", text, {*shipped_labs(), *(lab.name for lab in Lab.all())})
+
+
+def _variables(given: list[str]) -> dict[str, str]:
+    variables = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"{text!r} is not KEY=VALUE", where="--env", fix="write --env KEY=VALUE")
+        variables[key] = value
+    return variables
+
+
+def _nodes_table(lab: Lab) -> Table:
+    from echelon.cluster.lab.spec import show_rate
+
+    columns = ["node", "site", "cpu", "link", "latency", "address"]
+    if not lab.spec.wants_latency:
+        columns.remove("latency")
+    table = Table(*columns, box=None, pad_edge=False)
+    for node, seat in zip(lab.spec.nodes, lab.seats, strict=True):
+        cells = {
+            "node": seat.node,
+            "site": seat.site,
+            "cpu": _cpu(seat.speed),
+            "link": show_rate(node.link_bytes_per_s),
+            "latency": _latency(node.latency_s, lab),
+            "address": seat.address,
+        }
+        table.add_row(*(cells[column] for column in columns))
+    return table
+
+
+def _uplink_lines(lab: Lab) -> list[str]:
+    from echelon.cluster.lab.spec import show_rate
+
+    return [
+        f"uplink {uplink.name}: {show_rate(uplink.rate_bytes_per_s)}"
+        + (f", latency {_latency(uplink.latency_s, lab)}" if uplink.latency_s else "")
+        for uplink in lab.spec.uplinks
+    ]
+
+
+def _status_table(lab: Lab) -> Table:
+    table = Table("node", "site", "cpu", "address", "processes", box=None, pad_edge=False)
+    for node in lab.status():
+        processes = Text("\n".join(f"{pid} {command[:100]}" for pid, command in node.processes.items()))
+        table.add_row(node.seat.node, node.seat.site, _cpu(node.cpu), node.seat.address, processes)
+    return table
+
+
+def _headline(lab: Lab) -> str:
+    since = time.strftime("%H:%M:%S", time.localtime(lab.state.created))
+    if lab.state.kept:
+        whose = "stays until `echelon lab down`"
+    elif lab.in_use:
+        whose = f"of run {lab.state.run_id}, process {lab.state.maker_pid}"
+    else:
+        whose = f"left behind by run {lab.state.run_id}; remove it with: echelon lab down {lab.id}"
+    return f"lab {lab.name} ({lab.id}), up since {since}, {whose}"
+
+
+def _cpu(cores: float | None) -> str:
+    return "unlimited" if cores is None else f"{cores:.3g}"
+
+
+def _latency(seconds: float, lab: Lab) -> str:
+    from echelon.config.units import show_seconds
+
+    if not seconds:
+        return "none"
+    return show_seconds(seconds) if lab.latency_emulated else f"{show_seconds(seconds)}, not emulated"

@@ -1,0 +1,36 @@
+"""Can clusters be emulated here? Training does without, so whatever is missing is a note."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from echelon.cluster.checkup.finding import Finding
+from echelon.cluster.lab import needs
+
+
+def emulation() -> Iterator[Finding]:
+    """What `echelon lab` needs, and whether the kernel can delay packets."""
+    lacking = needs.missing()
+    if lacking:
+        yield Finding(
+            level="note",
+            topic="lab",
+            subject="emulation",
+            text=f"clusters cannot be emulated, missing: {', '.join(lacking)}",
+            fix="run the lab as root"
+            if lacking == ["root"]
+            else "install or allow these; all other commands work without",
+        )
+        return
+    text = "root, ip, tc, nsenter, namespaces, shaping and CPU quotas are there"
+    yield Finding(level="ok", topic="lab", subject="emulation", text=text)
+    if needs.has_netem():
+        yield Finding(level="ok", topic="lab", subject="latency", text="the kernel has netem")
+        return
+    yield Finding(
+        level="note",
+        topic="lab",
+        subject="latency",
+        text="the kernel has no netem: link rates are emulated, latencies are not",
+        fix="load the module sch_netem, if this kernel has it",
+    )

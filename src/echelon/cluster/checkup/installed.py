@@ -1,0 +1,56 @@
+"""Is what Echelon needs installed, and new enough?"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterator
+
+from echelon.cluster.checkup.finding import Finding
+from echelon.cluster.machine import version_of
+
+
+def versions() -> Iterator[Finding]:
+    """Echelon's own version, and whether what it needs is installed and new enough."""
+    own = version_of("echelon")
+    if own is None:
+        yield Finding(
+            level="problem",
+            topic="versions",
+            subject="echelon",
+            text="not installed, though its files can be imported",
+            fix="pip install -e . in its folder",
+        )
+        return
+    yield Finding(level="ok", topic="versions", subject="echelon", text=own)
+    others = []
+    for name, least in _requirements():
+        found = version_of(name)
+        if found is None or _numbers(found) < _numbers(least):
+            wanted = f"{name}>={least}" if least else name
+            yield Finding(
+                level="problem",
+                topic="versions",
+                subject=name,
+                text="not installed" if found is None else f"{found}, needed is {least} or newer",
+                fix=f'pip install "{wanted}"',
+            )
+        elif name == "torch":
+            yield Finding(level="ok", topic="versions", subject=name, text=found)
+        else:
+            others.append(f"{name} {found}")
+    yield Finding(level="ok", topic="versions", subject="others", text=", ".join(others))
+
+
+def _requirements() -> Iterator[tuple[str, str]]:
+    """What echelon's installation says it needs: name, least version or ''."""
+    for line in importlib.metadata.requires("echelon") or ():
+        match = re.match(r"([A-Za-z0-9._-]+)(?:\s*>=\s*([0-9.]+))?", line)
+        if match is not None and "extra ==" not in line:
+            yield match.group(1), match.group(2) or ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """'2.13.0+cpu' as (2, 13, 0): enough to compare releases."""
+    release = re.match(r"[0-9.]*", version)
+    return tuple(int(part) for part in (release.group() if release else "").split(".") if part)

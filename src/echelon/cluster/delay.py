@@ -1,0 +1,49 @@
+"""How long does a worker pause on purpose? Delays drawn from a distribution, one file each in `delays/`.
+
+A delay is asked for as `normal(0, 0.25)` and hands out seconds, one draw per step. Draws are never
+negative: where the distribution reaches below zero, what falls there counts as zero. All randomness
+comes from the generator that the caller passes in, so the same seed gives the same pauses.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import abstractmethod
+
+from echelon.config.registry import Registry, Strategy
+from echelon.errors import ConfigError
+
+
+class Delay(Strategy):
+    """A distribution of pauses. Holds its options only; the generator's state is the caller's."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def sample(self, rng: random.Random) -> float:
+        """The next pause in seconds, never negative."""
+
+    @abstractmethod
+    def average_s(self) -> float:
+        """What `sample` gives on average, in theory; infinite if the tail is that heavy."""
+
+
+# mypy cannot take an abstract class as a value; the registry never instantiates the contract.
+DELAYS: Registry[Delay] = Registry("delay", Delay, "echelon.cluster.delays")  # type: ignore[type-abstract]
+
+
+def check(delay: Delay, option: str, *, low: float = -math.inf, high: float = math.inf) -> None:
+    """Raise ConfigError unless the option is a finite number within [low, high]."""
+    value = getattr(delay, option)
+    if math.isfinite(value) and low <= value <= high:
+        return
+    if high < math.inf:
+        allowed = f"a number from {low:g} to {high:g}"
+    else:
+        allowed = f"a number of {low:g} or more" if low > -math.inf else "a finite number"
+    raise ConfigError(
+        f"{option} is {value:g}, it has to be {allowed}",
+        where=f"delay {delay.name}, {option}",
+        fix=f"give {allowed}",
+    )

@@ -1,0 +1,39 @@
+"""A pause from a normal distribution, cut off at zero.
+
+A draw below zero counts as zero, so the average is not `mean` but that of max(0, X):
+mean * Phi(mean / deviation) + deviation * phi(mean / deviation). normal(0, 0.25) pauses in half of all
+draws, and 0.1 s on average.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import ClassVar
+
+from echelon.cluster.delay import Delay, check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Normal(Delay):
+    """Drawn from a normal distribution; what falls below zero counts as zero."""
+
+    name: ClassVar[str] = "normal"
+    mean: float
+    deviation: float
+
+    def __post_init__(self) -> None:
+        check(self, "mean")
+        check(self, "deviation", low=0)
+
+    def sample(self, rng: random.Random) -> float:
+        """A draw, or zero where the draw is negative."""
+        return max(0.0, rng.normalvariate(self.mean, self.deviation))
+
+    def average_s(self) -> float:
+        """The average of max(0, X)."""
+        if self.deviation == 0:
+            return max(0.0, self.mean)
+        standard, at = NormalDist(), self.mean / self.deviation
+        return max(0.0, self.mean * standard.cdf(at) + self.deviation * standard.pdf(at))

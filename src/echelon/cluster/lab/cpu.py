@@ -1,0 +1,159 @@
+"""How does a node get a slow CPU? By a quota in the kernel's `cpu` control group, v1 or v2.
+
+Every process of a node is in the node's group from before its program starts, so that all its threads
+are. A quota is some microseconds of CPU time in each period; a short period keeps slowness smooth.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.cluster.lab.names import stem_id
+from echelon.errors import LabError
+
+_PERIOD_US = 20_000
+# The kernel refuses quotas below 1 ms and periods above 1 s.
+_LEAST_QUOTA_US = 1_000
+_LONGEST_PERIOD_US = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Controller:
+    """Where the machine keeps CPU groups, and in which of the two interfaces."""
+
+    version: int
+    root: Path
+
+    def labs(self, prefix: str) -> list[str]:
+        """The ids of labs that have groups here."""
+        found = (stem_id(path.name, prefix) for path in self.root.iterdir() if path.is_dir())
+        return [lab for lab in found if lab is not None]
+
+
+def find_controller(mounts: str | None = None) -> Controller | None:
+    """The mounted `cpu` controller that can set quotas, or None. `mounts` stands for /proc/mounts."""
+    if mounts is None:
+        mounts = Path("/proc/mounts").read_text(encoding="utf-8")
+    for line in mounts.splitlines():
+        _, place, kind, options, *_ = line.split()
+        root = Path(place.replace("\\040", " "))
+        if kind == "cgroup" and "cpu" in options.split(",") and (root / "cpu.cfs_quota_us").exists():
+            return Controller(1, root)
+        if kind == "cgroup2" and "cpu" in _read(root / "cgroup.controllers").split():
+            return Controller(2, root)
+    return None
+
+
+def quota_us(cpu: float) -> tuple[int, int]:
+    """Quota and period, in microseconds, for this many cores' worth."""
+    period = _PERIOD_US
+    if cpu * period < _LEAST_QUOTA_US:
+        period = min(round(_LEAST_QUOTA_US / cpu), _LONGEST_PERIOD_US)
+    return max(round(cpu * period), _LEAST_QUOTA_US), period
+
+
+class CpuGroups:
+    """The groups of one lab: one per node, which may hold further ones."""
+
+    def __init__(self, controller: Controller, stem: str) -> None:
+        self.controller = controller
+        self.path = controller.root / stem
+
+    def of(self, node: str) -> Path:
+        """A node's group. The prefix keeps node names apart from the kernel's own files."""
+        return self.path / f"node-{node}"
+
+    def create(self) -> None:
+        """The lab's own group, in which the nodes' come to be."""
+        self._do("make a CPU group", self.path.mkdir)
+        if self.controller.version == 2:
+            for group in (self.controller.root, self.path):
+                self._write(group / "cgroup.subtree_control", "+cpu")
+
+    def add(self, node: str, cpu: float | None) -> None:
+        """A node's group with its speed."""
+        self._do("make a CPU group", self.of(node).mkdir)
+        if cpu is not None:
+            self.limit(node, cpu)
+
+    def limit(self, node: str, cpu: float | None) -> None:
+        """Give a node this many cores' worth from now on; None is unlimited."""
+        group = self.of(node)
+        quota, period = quota_us(cpu) if cpu is not None else (-1, _PERIOD_US)
+        if self.controller.version == 2:
+            self._write(group / "cpu.max", f"{quota if quota > 0 else 'max'} {period}")
+            return
+        self._write(group / "cpu.cfs_period_us", str(period))
+        self._write(group / "cpu.cfs_quota_us", str(quota))
+
+    def limit_of(self, node: str) -> float | None:
+        """The cores' worth a node has now; None is unlimited."""
+        group = self.of(node)
+        if self.controller.version == 2:
+            quota, _, period = _read(group / "cpu.max").strip().partition(" ")
+        else:
+            quota = _read(group / "cpu.cfs_quota_us").strip()
+            period = _read(group / "cpu.cfs_period_us").strip()
+        if quota in ("", "max", "-1"):
+            return None
+        return int(quota) / int(period)
+
+    def pids(self, group: Path | None = None) -> set[int]:
+        """The processes in a group and all below it; of the whole lab if none is named."""
+        files = (group or self.path).glob("**/cgroup.procs")
+        return {int(pid) for file in files for pid in _read(file).split()}
+
+    def lift_quotas(self) -> None:
+        """Let everything run freely, so that it can end soon."""
+        for group in self.path.glob("node-*"):
+            try:
+                self.limit(group.name.removeprefix("node-"), None)
+            except LabError:
+                continue  # being removed by someone else
+
+    def remove(self, group: Path | None = None, *, deadline_s: float = 5.0) -> None:
+        """Take a group, or the whole lab's, away once its processes are gone."""
+        top = group or self.path
+        until = time.monotonic() + deadline_s
+        while top.exists():
+            for path in sorted((p for p in top.glob("**/") if p.is_dir()), reverse=True):
+                _rmdir(path)
+            if not top.exists():
+                return
+            if time.monotonic() > until:
+                raise LabError(
+                    f"the CPU group still holds processes {sorted(self.pids(top))}",
+                    where=str(top),
+                    fix="end them and run: echelon lab down",
+                )
+            time.sleep(0.02)
+
+    def _write(self, file: Path, text: str) -> None:
+        self._do(f"write {text!r}", lambda: file.write_text(text, encoding="ascii"), file)
+
+    def _do(self, what: str, action: Callable[[], object], where: Path | None = None) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise LabError(
+                f"cannot {what}: {error.strerror}",
+                where=str(where or self.path),
+                fix="allow writing to the cpu control group: containers often forbid it",
+            ) from error
+
+
+def _rmdir(path: Path) -> None:
+    try:
+        path.rmdir()
+    except OSError:
+        return  # still busy, or gone already: the caller looks again
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii")
+    except OSError:
+        return ""

@@ -1,0 +1,263 @@
+"""What can be done with a lab that is up? Seats to start programs in, and controls for its CPUs and links.
+
+    with Lab.up(read_lab("two-sites"), run_id) as lab:
+        for seat in lab.seats:
+            subprocess.Popen([*seat.prefix, "python", "train.py"])
+
+A lab is built whole or not at all, and removed by `down`, from this process or any other.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from echelon.cluster.lab import needs
+from echelon.cluster.lab.commands import tool
+from echelon.cluster.lab.cpu import CpuGroups, find_controller
+from echelon.cluster.lab.names import INTERFACE, NAMESPACES, PREFIX, Names, short_id
+from echelon.cluster.lab.network import Network
+from echelon.cluster.lab.processes import command_of, in_namespaces
+from echelon.cluster.lab.remove import lab_ids, remove, uninterrupted
+from echelon.cluster.lab.spec import LabSpec
+from echelon.cluster.lab.state import LabState, claim, maker, read_states
+from echelon.errors import LabError
+
+# Enters the group before the program starts, so that no thread escapes it; `exec` keeps the process id.
+# Where the hosts file cannot be put in place, only the nodes' names are missing: addresses do.
+_ENTER = 'echo $$ > "$0/cgroup.procs" && { mount --bind "$1" /etc/hosts 2>/dev/null; shift; exec "$@"; }'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A place for one worker: a node, and what to put before a command so that it runs there."""
+
+    node: str
+    site: str
+    speed: float | None
+    address: str
+    interface: str
+    prefix: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """A node as the kernel sees it now."""
+
+    seat: Seat
+    cpu: float | None
+    processes: dict[int, str]
+
+
+class Lab:
+    """One emulated cluster that is up."""
+
+    def __init__(self, state: LabState) -> None:
+        controller = find_controller()
+        if controller is None:
+            raise LabError("the lab needs a kernel with CPU quotas", where=f"lab {state.spec.name}")
+        self.state = state
+        self.network = Network(state.spec, state.names, netem=state.netem)
+        self.groups = CpuGroups(controller, state.names.stem)
+
+    @classmethod
+    def up(cls, spec: LabSpec, run_id: str, *, keep: bool = False, prefix: str = PREFIX) -> Lab:
+        """Build it, whole or not at all. `keep`: it is meant to outlive this process."""
+        needs.check(spec.name)
+        netem = spec.wants_latency and needs.has_netem()
+        pid, started = maker()
+        state = LabState(
+            id=short_id(run_id),
+            prefix=prefix,
+            run_id=run_id,
+            spec=spec,
+            kept=keep,
+            created=time.time(),
+            maker_pid=pid,
+            maker_started=started,
+            netem=netem,
+            notes=spec.notes(cores=len(os.sched_getaffinity(0)), latency_emulated=netem),
+        )
+        claimed = False
+        try:
+            with uninterrupted():
+                claim(state)
+                claimed = True
+            lab = cls(state)
+            lab.groups.create()
+            for node in spec.nodes:
+                lab.groups.add(node.name, node.cpu)
+            lab.network.build()
+        except BaseException:
+            if claimed:
+                remove(state.names)
+            raise
+        return lab
+
+    @classmethod
+    def all(cls, prefix: str = PREFIX) -> list[Lab]:
+        """The labs that are up, oldest first."""
+        return [cls(state) for state in read_states(prefix)]
+
+    @classmethod
+    def find(cls, name: str, prefix: str = PREFIX) -> Lab:
+        """The lab of that id, run or name; one that `lab up` made is preferred to a run's own."""
+        found = _named(name, cls.all(prefix))
+        if len(found) > 1:
+            raise LabError(
+                f"{len(found)} labs are named {name!r}",
+                fix=f"give the id of one: {', '.join(lab.id for lab in found)}",
+            )
+        if not found:
+            up = ", ".join(f"{lab.name} ({lab.id})" for lab in cls.all(prefix)) or "none"
+            raise LabError(f"lab {name!r} is not up", where=f"labs up: {up}", fix=f"echelon lab up {name}")
+        return found[0]
+
+    @property
+    def id(self) -> str:
+        """The short id that all its names carry."""
+        return self.state.id
+
+    @property
+    def name(self) -> str:
+        """The name in its file."""
+        return self.state.spec.name
+
+    @property
+    def spec(self) -> LabSpec:
+        """What its file said."""
+        return self.state.spec
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about it: latency not emulated, quotas too large."""
+        return self.state.notes
+
+    @property
+    def latency_emulated(self) -> bool:
+        """Whether latencies asked for are in effect."""
+        return self.state.netem
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it belongs to a run that goes on."""
+        return not self.state.kept and self.state.maker_lives
+
+    @property
+    def seats(self) -> list[Seat]:
+        """One per node, in the order of the file."""
+        return [
+            Seat(
+                node=node.name,
+                site=node.site,
+                speed=node.cpu,
+                address=self.state.names.address(index),
+                interface=INTERFACE,
+                prefix=self.prefix_of(node.name, self.groups.of(node.name)),
+            )
+            for index, node in enumerate(self.spec.nodes)
+        ]
+
+    def prefix_of(self, node: str, group: Path) -> tuple[str, ...]:
+        """What to put before a command so that it runs in a node, in this group of it."""
+        # Not `ip netns exec`: that remounts /sys, and the groups would be out of sight.
+        namespace = NAMESPACES / self.state.names.namespace(node)
+        enter = (tool("nsenter") or "nsenter", f"--net={namespace}", "--")
+        own_mounts = (tool("unshare") or "unshare", "--mount", "--propagation", "slave", "--")
+        hosts = str(self.state.names.hosts)
+        return (*enter, *own_mounts, tool("sh") or "sh", "-c", _ENTER, str(group), hosts)
+
+    def pids(self, node: str) -> list[int]:
+        """The processes in a node, found by its group and by its namespace."""
+        self.spec.index_of(node)
+        namespace = NAMESPACES / self.state.names.namespace(node)
+        return sorted(self.groups.pids(self.groups.of(node)) | in_namespaces([namespace]))
+
+    def set_cpu(self, node: str, cpu: float | None) -> None:
+        """Give a node this many cores' worth from now on; None is unlimited."""
+        self.spec.index_of(node)
+        self.groups.limit(node, cpu)
+
+    def lift_quotas(self) -> None:
+        """Let every node run freely, as while programs start: imports are not what a lab measures."""
+        self.groups.lift_quotas()
+
+    def apply_quotas(self) -> None:
+        """Give every node the speed that its file says."""
+        for node in self.spec.nodes:
+            self.groups.limit(node.name, node.cpu)
+
+    def set_rate(self, link: str, bytes_per_s: float | None) -> None:
+        """Give a node's link or an uplink this rate in both directions; None is unlimited."""
+        self.network.shape(link, bytes_per_s)
+
+    def cut(self, link: str) -> None:
+        """Let nothing through a node's link or an uplink, silently."""
+        self.network.cut(link)
+
+    def restore(self, link: str) -> None:
+        """Mend a node's link or an uplink and give it the rate that its file says."""
+        self.network.mend(link)
+        self.network.shape(link, self.network.link(link).rate_bytes_per_s)
+
+    def status(self) -> list[NodeStatus]:
+        """Every node with its speed and its processes, as the kernel sees them now."""
+        return [
+            NodeStatus(
+                seat=seat,
+                cpu=self.groups.limit_of(seat.node),
+                processes={pid: command_of(pid) for pid in self.pids(seat.node)},
+            )
+            for seat in self.seats
+        ]
+
+    def down(self) -> None:
+        """End what runs in it and remove it. Can be repeated."""
+        remove(self.state.names)
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+
+def take_down(name: str, prefix: str = PREFIX) -> list[str]:
+    """Remove the labs of that id, run or name; returns their ids. A run that goes on keeps its own,
+    unless it is asked for by id.
+    """
+    if name in lab_ids(prefix):  # also when what is written about it cannot be read
+        remove(Names(name, prefix))
+        return [name]
+    found = [lab for lab in Lab.all(prefix) if name in (lab.name, lab.state.run_id)]
+    busy = [lab for lab in found if lab.in_use]
+    if found and busy == found:
+        raise LabError(
+            f"lab {name!r} belongs to a run that goes on, process {busy[0].state.maker_pid}",
+            fix=f"end that run, or remove the lab under it: echelon lab down {busy[0].id}",
+        )
+    idle = [lab for lab in found if not lab.in_use]
+    for lab in idle:
+        lab.down()
+    return [lab.id for lab in idle]
+
+
+def _named(name: str, labs: list[Lab]) -> list[Lab]:
+    """The labs that a name means, by the most exact way in which it means any."""
+    ways: tuple[Callable[[Lab], bool], ...] = (
+        lambda lab: lab.id == name,
+        lambda lab: lab.state.run_id == name,
+        lambda lab: lab.name == name and lab.state.kept,
+        lambda lab: lab.name == name,
+    )
+    for means in ways:
+        found = [lab for lab in labs if means(lab)]
+        if found:
+            return found
+    return []

@@ -1,0 +1,415 @@
+"""What does a lab file say? Reads the TOML that describes an emulated cluster, and checks all of it.
+
+    name = "two-sites"      # the file's name if omitted
+
+    [[node]]
+    name = "a"              # with count: a-0, a-1, ...
+    count = 4
+    site = "east"           # nodes of a site share a switch
+    cpu = 0.4               # cores' worth; unlimited if omitted
+    link = "1gbit"          # each way; unlimited if omitted
+    latency = "1ms"         # one way between node and switch, where the kernel has netem
+
+    [[uplink]]
+    between = ["east", "west"]
+    rate = "100mbit"        # each way, shared by all that crosses it
+    latency = "5ms"
+
+    [[fault]]
+    at_s = 5                # or at_step = 100
+    action = "kill"         # kill stop continue slow rate cut restore
+    node = "a-2"            # or link = "east/west", for rate, cut and restore
+    cpu = 0.1               # for slow
+    rate = "10mbit"         # for rate
+
+Every mistake is a ConfigError that names the file, the table and the key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from echelon.cluster.lab.paths import unreachable
+from echelon.config.registry import build_options
+from echelon.config.units import duration_s, rate_bytes_per_s
+from echelon.errors import ConfigError, UnknownName
+
+Action = Literal["kill", "stop", "continue", "slow", "rate", "cut", "restore"]
+ACTIONS: tuple[str, ...] = get_args(Action)
+
+# A quota is at least 1 ms of a period that is at most 1 s: the kernel's limits.
+SLOWEST_CPU = 0.001
+SLOWEST_BYTES_PER_S = 125.0
+MOST_NODES = 256
+
+_FILES = Path(__file__).parent / "files"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+_LINK_ACTIONS = ("rate", "cut", "restore")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """One emulated machine. None means unlimited."""
+
+    name: str
+    site: str
+    cpu: float | None = None
+    link_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UplinkSpec:
+    """The line between the switches of two sites; all that crosses it shares its rate."""
+
+    between: tuple[str, str]
+    rate_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """How faults name it: 'east/west'."""
+        return "/".join(self.between)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultSpec:
+    """Something done to the cluster on purpose, once. Exactly one of `at_s` and `at_step` is set.
+
+    Exactly one of `node` and `link` is set; for rate and cut a node stands for its own link.
+    """
+
+    action: Action
+    at_s: float | None = None
+    at_step: int | None = None
+    node: str | None = None
+    link: str | None = None
+    cpu: float | None = None
+    rate_bytes_per_s: float | None = None
+
+    @property
+    def target(self) -> str:
+        """The node or the uplink it is done to."""
+        return self.node or self.link or ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabSpec:
+    """A whole emulated cluster, nodes counted out and every reference checked."""
+
+    name: str
+    nodes: tuple[NodeSpec, ...]
+    uplinks: tuple[UplinkSpec, ...] = ()
+    faults: tuple[FaultSpec, ...] = ()
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites, in the order in which nodes name them."""
+        return tuple(dict.fromkeys(node.site for node in self.nodes))
+
+    @property
+    def wants_latency(self) -> bool:
+        """Whether any link is to have a latency."""
+        return any(n.latency_s > 0 for n in self.nodes) or any(u.latency_s > 0 for u in self.uplinks)
+
+    def index_of(self, node: str) -> int:
+        """A node's place in the order of the file; UnknownName names the nearest."""
+        for index, known in enumerate(self.nodes):
+            if known.name == node:
+                return index
+        raise UnknownName("node", node, [n.name for n in self.nodes], where=f"lab {self.name}")
+
+    def notes(self, *, cores: int, latency_emulated: bool) -> tuple[str, ...]:
+        """What the user should know about this cluster on a machine of so many cores."""
+        out = []
+        if self.wants_latency and not latency_emulated:
+            out.append("latency is not emulated: this kernel has no netem; rates and CPU speeds are")
+        total = sum(node.cpu for node in self.nodes if node.cpu is not None)
+        if total > cores:
+            out.append(
+                f"the CPU speeds add up to {total:.3g} cores and this machine has {cores}: "
+                "they will not hold when all nodes compute at once"
+            )
+        return tuple(out)
+
+
+def show_rate(bytes_per_s: float | None) -> str:
+    """A rate as lab files write it: '100mbit'."""
+    if bytes_per_s is None:
+        return "unlimited"
+    bits = bytes_per_s * 8
+    for unit, scale in (("gbit", 1e9), ("mbit", 1e6), ("kbit", 1e3)):
+        if bits >= scale:
+            return f"{bits / scale:.4g}{unit}"
+    return f"{bits:.4g}bit"
+
+
+def shipped_labs() -> list[str]:
+    """The names of the lab files that ship with Echelon."""
+    return sorted(file.stem for file in _FILES.glob("*.toml"))
+
+
+def read_lab(path_or_name: str | Path) -> LabSpec:
+    """The cluster that a file, or the shipped file of that name, describes."""
+    path = Path(path_or_name)
+    if not path.is_file() and path.name == str(path_or_name) and path.suffix != ".toml":
+        if path.name not in shipped_labs():
+            raise UnknownName("lab", path.name, shipped_labs(), where="no file of that name either")
+        path = _FILES / f"{path.name}.toml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        close = difflib.get_close_matches(path.stem, shipped_labs(), n=1)
+        shipped = f"did you mean the shipped {close[0]!r}?" if close else ", ".join(shipped_labs())
+        raise ConfigError(
+            f"cannot read the lab file: {reason}",
+            where=str(path_or_name),
+            fix=f"give the path of a TOML file, or a shipped lab: {shipped}",
+        ) from None
+    return parse_lab(text, file=str(path_or_name), name=path.stem)
+
+
+def parse_lab(text: str, *, file: str, name: str) -> LabSpec:
+    """The cluster that a text describes; `file` appears in errors, `name` is used if it gives none."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        at = re.search(r"line (\d+)", str(error))
+        line = at.group(1) if at else max(1, text.count("\n"))  # otherwise the text ends too early
+        where = f"{file}, line {line}"
+        raise ConfigError(f"this is not TOML: {error}", where=where, fix="correct that line") from None
+    for key in ("node", "uplink", "fault"):
+        if isinstance(tables.get(key), dict):
+            raise ConfigError(
+                f"[{key}] is a single table", where=f"{file}, {key}", fix=f"write [[{key}]], once for each"
+            )
+    top = build_options(_File, tables, where=file)
+    lab_name = _checked_name(top.name or re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-_"), f"{file}, name")
+    nodes = _nodes(top.node, file)
+    sites = list(dict.fromkeys(node.site for node in nodes))
+    uplinks = _uplinks(top.uplink, sites, file)
+    faults = tuple(
+        _fault(table, nodes, uplinks, f"{file}, [[fault]] {number}")
+        for number, table in enumerate(top.fault, start=1)
+    )
+    return LabSpec(name=lab_name, nodes=nodes, uplinks=uplinks, faults=faults)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    name: str | None = None
+    node: list[dict[str, Any]] = field(default_factory=list)
+    uplink: list[dict[str, Any]] = field(default_factory=list)
+    fault: list[dict[str, Any]] = field(default_factory=list)
+
+
+# Quantities are `Any` here, because their own readers give better errors than a type would.
+@dataclass(frozen=True, kw_only=True)
+class _Node:
+    name: str
+    count: int | None = None
+    site: str = "main"
+    cpu: float | None = None
+    link: Any = None
+    latency: Any = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Uplink:
+    between: list[str]
+    rate: Any = None
+    latency: Any = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fault:
+    action: str
+    at_s: float | None = None
+    at_step: int | None = None
+    node: str | None = None
+    link: str | None = None
+    cpu: float | None = None
+    rate: Any = None
+
+
+def _nodes(tables: Iterable[Mapping[str, Any]], file: str) -> tuple[NodeSpec, ...]:
+    nodes: dict[str, NodeSpec] = {}
+    for number, given in enumerate(tables, start=1):
+        where = f"{file}, [[node]] {number}"
+        table = build_options(_Node, given, where=where)
+        _checked_name(table.name, f"{where}, name")
+        _checked_name(table.site, f"{where}, site")
+        if table.count is not None and not 1 <= table.count <= MOST_NODES:
+            raise ConfigError(
+                f"count is {table.count}", where=f"{where}, count", fix=f"give 1 to {MOST_NODES}"
+            )
+        template = NodeSpec(
+            name=table.name,
+            site=table.site,
+            cpu=_cpu(table.cpu, f"{where}, cpu"),
+            link_bytes_per_s=_rate(table.link, f"{where}, link"),
+            latency_s=_latency(table.latency, f"{where}, latency"),
+        )
+        for name in _counted(table.name, table.count):
+            if name in nodes:
+                raise ConfigError(
+                    f"there are two nodes named {name!r}", where=f"{where}, name", fix="rename one"
+                )
+            nodes[name] = NodeSpec(
+                name=name,
+                site=template.site,
+                cpu=template.cpu,
+                link_bytes_per_s=template.link_bytes_per_s,
+                latency_s=template.latency_s,
+            )
+    if not 1 <= len(nodes) <= MOST_NODES:
+        found = "there is no node" if not nodes else f"there are {len(nodes)} nodes"
+        raise ConfigError(found, where=file, fix=f"describe 1 to {MOST_NODES} of them with [[node]] tables")
+    return tuple(nodes.values())
+
+
+def _counted(name: str, count: int | None) -> list[str]:
+    return [name] if count is None else [f"{name}-{index}" for index in range(count)]
+
+
+def _uplinks(tables: Iterable[Mapping[str, Any]], sites: list[str], file: str) -> tuple[UplinkSpec, ...]:
+    found: list[UplinkSpec] = []
+    for number, given in enumerate(tables, start=1):
+        where = f"{file}, [[uplink]] {number}"
+        table = build_options(_Uplink, given, where=where)
+        ends = table.between
+        for site in ends:
+            if site not in sites:
+                raise UnknownName("site", site, sites, where=f"{where}, between")
+        if len(ends) != 2 or ends[0] == ends[1]:
+            raise ConfigError(
+                f"an uplink joins two sites, not {ends}",
+                where=f"{where}, between",
+                fix='write between = ["one-site", "another"]',
+            )
+        if any(set(ends) == set(other.between) for other in found):
+            raise ConfigError(
+                f"there are two uplinks between {ends[0]} and {ends[1]}",
+                where=f"{where}, between",
+                fix="describe it once, with the rate of both together",
+            )
+        found.append(
+            UplinkSpec(
+                between=(ends[0], ends[1]),
+                rate_bytes_per_s=_rate(table.rate, f"{where}, rate"),
+                latency_s=_latency(table.latency, f"{where}, latency"),
+            )
+        )
+    lost = unreachable(sites, [uplink.between for uplink in found])
+    if lost is not None:
+        raise ConfigError(
+            f"no uplink leads from site {sites[0]} to site {lost}",
+            where=file,
+            fix=f'add [[uplink]] with between = ["{sites[0]}", "{lost}"]',
+        )
+    return tuple(found)
+
+
+def _fault(
+    given: Mapping[str, Any], nodes: tuple[NodeSpec, ...], uplinks: tuple[UplinkSpec, ...], where: str
+) -> FaultSpec:
+    table = build_options(_Fault, given, where=where)
+    if table.action not in ACTIONS:
+        raise UnknownName("action", table.action, ACTIONS, where=f"{where}, action")
+    _check_time(table, where)
+    for key, action in (("cpu", "slow"), ("rate", "rate")):
+        if (getattr(table, key) is not None) != (table.action == action):
+            verb = "needs" if table.action == action else "has no"
+            raise ConfigError(
+                f"{table.action} {verb} {key}", where=f"{where}, {key}", fix=f"{key} belongs to {action}"
+            )
+    node, link = _target(table, nodes, uplinks, where)
+    return FaultSpec(
+        action=table.action,  # type: ignore[arg-type]  # one of ACTIONS, checked above
+        at_s=table.at_s,
+        at_step=table.at_step,
+        node=node,
+        link=link,
+        cpu=_cpu(table.cpu, f"{where}, cpu"),
+        rate_bytes_per_s=_rate(table.rate, f"{where}, rate"),
+    )
+
+
+def _check_time(table: _Fault, where: str) -> None:
+    if (table.at_s is None) == (table.at_step is None):
+        said = "neither at_s nor at_step" if table.at_s is None else "both at_s and at_step"
+        raise ConfigError(f"{said} is given", where=where, fix="give exactly one of them")
+    at = table.at_s if table.at_s is not None else table.at_step
+    if at is None or not math.isfinite(at) or at < 0:
+        key = "at_s" if table.at_s is not None else "at_step"
+        raise ConfigError(f"{key} is {at}", where=f"{where}, {key}", fix="give 0 or more")
+
+
+def _target(
+    table: _Fault, nodes: tuple[NodeSpec, ...], uplinks: tuple[UplinkSpec, ...], where: str
+) -> tuple[str | None, str | None]:
+    """The node or the uplink that a fault names, as the file first spelt it."""
+    if (table.node is None) == (table.link is None):
+        said = "neither node nor link" if table.node is None else "both node and link"
+        raise ConfigError(f"{said} is given", where=where, fix="give exactly one of them")
+    names = [node.name for node in nodes]
+    if table.node is not None:
+        if table.node not in names:
+            raise UnknownName("node", table.node, names, where=f"{where}, node")
+        return table.node, None
+    if table.action not in _LINK_ACTIONS:
+        raise ConfigError(
+            f"{table.action} is done to a node, not to a link", where=f"{where}, link", fix="give node"
+        )
+    for uplink in uplinks:
+        if table.link in (uplink.name, "/".join(reversed(uplink.between))):
+            return None, uplink.name
+    if table.link in names:
+        return table.link, None
+    known = [uplink.name for uplink in uplinks] + names
+    raise UnknownName("link", table.link or "", known, where=f"{where}, link")
+
+
+def _checked_name(name: str, where: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is not a name",
+            where=where,
+            fix="use up to 40 letters, digits, - and _, beginning with a letter or digit",
+        )
+    return name
+
+
+def _cpu(value: float | None, where: str) -> float | None:
+    if value is not None and not (math.isfinite(value) and value >= SLOWEST_CPU):
+        raise ConfigError(f"{value} is not a CPU speed", where=where, fix=f"give {SLOWEST_CPU} or more")
+    return value
+
+
+def _rate(value: Any, where: str) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        wanted = "a rate such as 100mbit or 12.5MB/s"
+        raise ConfigError(f"{value!r} is not {wanted}", where=where, fix=f"write {wanted}, in quotes")
+    rate = rate_bytes_per_s(value, where=where)
+    if not SLOWEST_BYTES_PER_S <= rate < math.inf:
+        raise ConfigError(f"{value} is too slow to emulate", where=where, fix="give 1kbit or more")
+    return rate
+
+
+def _latency(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ConfigError(f"{value!r} is not a duration", where=where, fix='write a duration such as "5ms"')
+    latency = duration_s(value, where=where)
+    if not 0 <= latency <= 10:
+        raise ConfigError(f"a latency of {value} is not possible", where=where, fix="give 0 to 10 s")
+    return latency

@@ -1,0 +1,199 @@
+"""What is this machine? Facts read from the system, none of them measured, torch not imported.
+
+How many cores a process may use is less than the machine has when the process is pinned to some of them
+(affinity) or its cgroup has a CPU quota, as in most containers. Quotas hold at every level of the cgroup
+tree, so the smallest one between the process's group and the top counts; versions 1 and 2 are read.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Facts about one machine. None where the system does not say."""
+
+    hostname: str
+    kernel: str
+    container: str | None
+    cpu: str
+    cores_logical: int
+    cores_physical: int | None
+    cores_allowed: int  # by affinity
+    cpu_quota: float | None  # cores' worth of time that the cgroup grants
+    cores_usable: int
+    l2_bytes: int | None
+    memory_bytes: int
+    memory_available_bytes: int
+    memory_limit_bytes: int | None  # of the cgroup, where it is below the machine's memory
+    shm_bytes: int | None
+    shm_free_bytes: int | None
+    python: str
+    torch: str | None
+
+
+def describe_machine(root: Path = _ROOT) -> Machine:
+    """The facts about this machine. `root` is where the system's files are looked for."""
+    memory = psutil.virtual_memory()
+    logical = os.cpu_count() or 1
+    quota = cpu_quota(root)
+    allowed = _cores_allowed()
+    shm, shm_free = _shm_bytes(root)
+    return Machine(
+        hostname=socket.gethostname(),
+        kernel=f"{platform.system()} {platform.release()}",
+        container=_container(root),
+        cpu=_cpu_model(root),
+        cores_logical=logical,
+        cores_physical=psutil.cpu_count(logical=False),
+        cores_allowed=allowed,
+        cpu_quota=quota,
+        cores_usable=_usable(allowed, quota),
+        l2_bytes=_l2_bytes(root),
+        memory_bytes=memory.total,
+        memory_available_bytes=memory.available,
+        memory_limit_bytes=_memory_limit_bytes(root, memory.total),
+        shm_bytes=shm,
+        shm_free_bytes=shm_free,
+        python=platform.python_version(),
+        torch=version_of("torch"),
+    )
+
+
+def usable_cores(root: Path = _ROOT) -> int:
+    """How many cores this process may keep busy: what a launcher divides among its workers' threads."""
+    return _usable(_cores_allowed(), cpu_quota(root))
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version of a package, without importing it; None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """The cores' worth of CPU time that this process's cgroup grants; None without a limit.
+
+    A quota is CPU time per period: 150 ms of every 100 ms is 1.5 cores.
+    """
+    quotas = []
+    for version, folder in _cgroup_folders(root, "cpu"):
+        if version == 2:
+            words = _read(folder / "cpu.max").split()
+        else:
+            words = [_read(folder / f"cpu.cfs_{what}_us") for what in ("quota", "period")]
+        numbers = [_whole(word) for word in words]
+        if len(numbers) == 2 and numbers[0] and numbers[1]:
+            quotas.append(numbers[0] / numbers[1])
+    return min(quotas, default=None)
+
+
+def _usable(allowed: int, quota: float | None) -> int:
+    """A part of a core is left over rather than shared: more threads than the quota get throttled."""
+    return max(1, allowed if quota is None else min(allowed, math.floor(quota)))
+
+
+def _cores_allowed() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not everywhere outside Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_limit_bytes(root: Path, total_bytes: int) -> int | None:
+    files = {1: "memory.limit_in_bytes", 2: "memory.max"}
+    found = [_whole(_read(folder / files[version])) for version, folder in _cgroup_folders(root, "memory")]
+    # Without a limit version 1 holds a number close to 2**63.
+    return min((limit for limit in found if limit is not None and limit < total_bytes), default=None)
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+    """This process's cgroup and those above it, as far as they can be seen, with the cgroup version.
+
+    `/proc/self/cgroup` says where the process is in each tree, `/proc/self/mountinfo` which part of the
+    tree is mounted where: in a container the mounted part may begin at the container's own group.
+    """
+    places: dict[int, str] = {}
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, place = [*line.split(":", 2), "", ""][:3]
+        if number == "0" and not controllers:
+            places[2] = place
+        elif controller in controllers.split(","):
+            places[1] = place
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        mount, kind = before.split(), after.split()
+        if len(mount) < 5 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
+            continue
+        version = 2 if kind[0] == "cgroup2" else 1
+        if version not in places or (version == 1 and controller not in kind[2].split(",")):
+            continue
+        top = root / mount[4].lstrip("/")
+        inside = _below(places[version], mount[3])
+        folders = [top, *(top.joinpath(*inside[: depth + 1]) for depth in range(len(inside)))]
+        yield from ((version, folder) for folder in folders)
+
+
+def _below(place: str, mounted: str) -> tuple[str, ...]:
+    """The steps from the mounted part of a cgroup tree down to the process's place in it."""
+    steps, top = Path(place).parts[1:], Path(mounted).parts[1:]
+    return steps[len(top) :] if steps[: len(top)] == top else ()
+
+
+def _container(root: Path) -> str | None:
+    """What kind of container this is, by the traces that the usual ones leave; None without any."""
+    if (root / ".dockerenv").exists():
+        return "docker"
+    if (root / "run/.containerenv").exists():
+        return "podman"
+    match = re.search(r"kubepods|docker|containerd|lxc", _read(root / "proc/1/cgroup"))
+    return match.group() if match else None
+
+
+def _cpu_model(root: Path) -> str:
+    match = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
+
+
+def _l2_bytes(root: Path) -> int | None:
+    for index in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        size = re.fullmatch(r"(\d+)([KM])", _read(index / "size"))
+        if _read(index / "level") == "2" and size is not None:
+            return int(size.group(1)) * (2**10 if size.group(2) == "K" else 2**20)
+    return None
+
+
+def _shm_bytes(root: Path) -> tuple[int | None, int | None]:
+    """Size of the file system for shared memory, and what is free of it."""
+    try:
+        usage = psutil.disk_usage(str(root / "dev/shm"))
+    except OSError:
+        return None, None
+    return usage.total, usage.free
+
+
+def _read(file: Path) -> str:
+    """A system file's text; empty where it is missing or may not be read."""
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _whole(text: str) -> int | None:
+    """A count; None for what stands for no limit (max, -1)."""
+    return int(text) if re.fullmatch(r"[0-9]+", text) else None

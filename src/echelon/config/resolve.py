@@ -1,0 +1,91 @@
+"""Where a setting comes from: default < TOML file < command line. Nothing else sets one."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import tomli_w
+
+from echelon.config.registry import convert
+from echelon.config.schema import SECTIONS, RunSettings, section_of
+from echelon.errors import ConfigError, UnknownName
+
+DEFAULT_FILE = Path("echelon.toml")
+
+S = TypeVar("S", bound=RunSettings)
+S_co = TypeVar("S_co", bound=RunSettings, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved(Generic[S_co]):
+    """Settings, and for each the place it came from."""
+
+    settings: S_co
+    origins: Mapping[str, str]
+
+    def to_toml(self) -> str:
+        """The settings as a file that would give them again; those that are not set are left out."""
+        tables: dict[str, dict[str, Any]] = {}
+        for field in dataclasses.fields(self.settings):
+            value = getattr(self.settings, field.name)
+            if value is not None:
+                tables.setdefault(section_of(field.name), {})[field.name] = value
+        return tomli_w.dumps(tables)
+
+
+def resolve(schema: type[S], given: Mapping[str, Any], file: Path | None = None) -> Resolved[S]:
+    """The settings of `schema` from the file (or ./echelon.toml if it is there) and what was given.
+
+    Raises ConfigError that names the file, the table and the key, or the option, that is wrong.
+    """
+    names = {field.name for field in dataclasses.fields(schema)}
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(names, "default")
+    if file is None and DEFAULT_FILE.is_file():
+        file = DEFAULT_FILE
+    if file is not None:
+        for name, value in _read(file).items():
+            if name in names:
+                values[name] = value
+                origins[name] = str(file)
+    hints = typing.get_type_hints(schema)
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name not in names:
+            raise UnknownName("setting", name, names, where="command line")
+        values[name] = convert(value, hints[name], where=f"--{name.replace('_', '-')}")
+        origins[name] = "command line"
+    return Resolved(schema(**values), origins)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """All settings in a file, checked: each is known, in its table, and of its type."""
+    try:
+        tables = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", fix="check the path") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not TOML: {error}", where=str(file)) from None
+    found = {}
+    for table, content in tables.items():
+        if table not in SECTIONS:
+            raise UnknownName("table", table, SECTIONS, where=str(file))
+        where = f"{file}, [{table}]"
+        if not isinstance(content, dict):
+            raise ConfigError(
+                f"{table} is not a table", where=str(file), fix=f"write [{table}] above its keys"
+            )
+        hints = typing.get_type_hints(SECTIONS[table])
+        known = [f.name for f in dataclasses.fields(SECTIONS[table]) if section_of(f.name) == table]
+        for key, value in content.items():
+            if key not in known:
+                raise UnknownName("key", key, known, where=where)
+            found[key] = convert(value, hints[key], where=f"{where}, {key}")
+    return found

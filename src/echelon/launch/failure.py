@@ -1,0 +1,44 @@
+"""Which worker failed first, and why. Pure.
+
+When one worker fails, the others fail of it: their connections break. The one to name is the one whose
+failure is nobody else's consequence, or else the earliest.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+
+import msgspec
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a worker ended. `consequence`: because another one did."""
+
+    rank: int
+    t: float
+    kind: str
+    message: str
+    text: str = ""
+    consequence: bool = False
+
+    @property
+    def cause(self) -> str:
+        """In one line."""
+        line = self.message.partition("\n")[0]
+        return f"{self.kind}: {line}" if self.kind else line
+
+
+def first(failures: Iterable[Failure]) -> Failure | None:
+    """The failure that the others follow from."""
+    ordered = sorted(failures, key=lambda failure: (failure.consequence, failure.t))
+    return ordered[0] if ordered else None
+
+
+def from_exit(rank: int, code: int, t: float) -> Failure:
+    """A failure of which only the exit code is known."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
+        return Failure(rank=rank, t=t, kind="", message=f"killed by {name}{hint}")
+    return Failure(rank=rank, t=t, kind="", message=f"ended with exit code {code} and no exception")

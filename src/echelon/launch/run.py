@@ -1,0 +1,353 @@
+"""A whole run on this machine: folder, plan, lab, workers, faults, summary.
+
+prepare: everything that can be wrong with what was asked is found before anything is made
+start:   run folder, emulated cluster if one is asked for, workers
+watch:   the leader's output, everybody's events, injected faults, the first failure, Ctrl-C
+end:     no worker, namespace or group is left; the summary is written
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import psutil  # type: ignore[import-untyped]
+
+from echelon.cluster.delay import DELAYS
+from echelon.cluster.lab.faults import FaultClock
+from echelon.cluster.lab.lab import Lab, Seat
+from echelon.cluster.lab.spec import LabSpec, read_lab
+from echelon.cluster.machine import usable_cores
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunSettings
+from echelon.config.units import show_bytes
+from echelon.errors import LaunchError
+from echelon.launch.crew import Crew, LogTail, WorkerCommand
+from echelon.launch.failure import Failure
+from echelon.observe.events import (
+    LAUNCHER,
+    AnyEvent,
+    FaultInjected,
+    Noted,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    WorkerFailed,
+    WorkerJoined,
+)
+from echelon.observe.follow import Follower
+from echelon.observe.recorder import Recorder
+from echelon.observe.run_folder import RunFolder
+from echelon.observe.summary import Summary, write_summary
+from echelon.plan.plan import Asked, Plan, make_plan
+
+_LOOK_EVERY_S = 0.05
+_INTERRUPT_GRACE_S = 5.0
+_LAB_PORT = 29400
+_TAIL_BYTES = 4000
+_WORKER_BYTES = 250_000_000
+
+
+class Watcher(Protocol):
+    """Whoever shows a run while it goes on."""
+
+    def started(self, folder: RunFolder, plan: Plan, notes: Sequence[str]) -> None:
+        """Workers are about to start."""
+
+    def output(self, data: bytes) -> None:
+        """The leader has printed something."""
+
+    def events(self, events: Sequence[AnyEvent]) -> None:
+        """Something has happened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended. `code` is what the launcher's own process should end with."""
+
+    folder: RunFolder
+    code: int
+    summary: Summary
+    failure: Failure | None = None
+    node: str = ""
+    log_tail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What the workers run: a script or a module, and its arguments."""
+
+    argv: Sequence[str]
+    name: str
+
+
+def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Outcome:
+    """Carry out a run from beginning to end."""
+    settings = resolved.settings
+    spec = read_lab(settings.lab) if settings.lab else None
+    plan = _plan(settings, spec)
+    if settings.port is not None and spec is None:
+        _check_port(settings.port)
+    _check_memory(len(plan.workers))
+    folder = RunFolder.create(Path(settings.runs), settings.name or target.name)
+    plan = replace(plan, run=folder.name)
+    folder.config.write_text(resolved.to_toml())
+    folder.plan.write_text(plan.to_toml())
+    with ExitStack() as stack:
+        recorder = stack.enter_context(Recorder(folder.events_of(LAUNCHER)))
+        recorder.emit(
+            RunStarted(
+                t=time.time(),
+                rank=LAUNCHER,
+                run=folder.name,
+                command=sys.argv,
+                world_size=len(plan.workers),
+            )
+        )
+        stopped = stack.enter_context(_signals())
+        lab = stack.enter_context(Lab.up(spec, folder.name)) if spec else None
+        watch = _Watch(folder, plan, lab, recorder, watcher, stopped)
+        failure, code = watch.to_the_end(_commands(plan, settings, target, folder, lab))
+    tail = b""
+    if failure is not None and folder.log_of(failure.rank).exists():
+        tail = folder.log_of(failure.rank).read_bytes()[-_TAIL_BYTES:]
+    return Outcome(
+        folder=folder,
+        code=code,
+        summary=write_summary(folder),
+        failure=failure,
+        node=plan.workers[failure.rank].node if failure else "",
+        log_tail=tail.decode(errors="replace"),
+    )
+
+
+def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
+    if settings.delay:
+        DELAYS.build(settings.delay, where="--delay")
+    host = socket.gethostname()
+    count = settings.workers or len(settings.speeds) or (len(spec.nodes) if spec else 1)
+    seats = [spec.nodes[rank % len(spec.nodes)] for rank in range(count)] if spec else []
+    asked = Asked(
+        shares=settings.shares,
+        speeds=settings.speeds,
+        delay=settings.delay or "",
+        delayed=settings.delayed,
+        threads=settings.threads or (1 if spec else None),
+        seed=settings.seed,
+        join_timeout_s=settings.join_timeout_s,
+        round_timeout_s=settings.round_timeout_s,
+    )
+    return make_plan(
+        "",
+        [node.name for node in seats] or [host] * count,
+        asked,
+        cores=usable_cores(),
+        rated=[node.cpu or 1.0 for node in seats],
+    )
+
+
+def _commands(
+    plan: Plan, settings: RunSettings, target: Target, folder: RunFolder, lab: Lab | None
+) -> list[WorkerCommand]:
+    seats: dict[str, Seat] = {seat.node: seat for seat in lab.seats} if lab else {}
+    address = seats[plan.workers[0].node].address if lab else "127.0.0.1"
+    port = settings.port or (_LAB_PORT if lab else _free_port())
+    on_node: dict[str, int] = {}
+    commands = []
+    for worker in plan.workers:
+        local_rank = on_node.get(worker.node, 0)
+        on_node[worker.node] = local_rank + 1
+        seat = seats.get(worker.node)
+        env = {
+            **os.environ,
+            "RANK": str(worker.rank),
+            "WORLD_SIZE": str(len(plan.workers)),
+            "LOCAL_RANK": str(local_rank),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(worker.threads),
+            "MKL_NUM_THREADS": str(worker.threads),
+            "PYTHONUNBUFFERED": "1",
+            "ECHELON_RUN": str(folder.path),
+        }
+        if seat is not None:
+            env["GLOO_SOCKET_IFNAME"] = seat.interface
+        prefix = seat.prefix if seat else ()
+        argv = [*prefix, sys.executable, "-m", "echelon.launch.worker", *target.argv]
+        commands.append(WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env))
+    return commands
+
+
+class _Watch:
+    """Looks after one run from the first worker's start to the last one's end."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        plan: Plan,
+        lab: Lab | None,
+        recorder: Recorder,
+        watcher: Watcher,
+        stopped: list[int],
+    ) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._lab = lab
+        self._recorder = recorder
+        self._watcher = watcher
+        self._stopped = stopped
+        self._follower = Follower(folder)
+        self._log = LogTail(folder.log_of(0))
+        self._joined: set[int] = set()
+        self._joined_at: float | None = None
+        self._step: int | None = None
+        self._faults: FaultClock | None = None
+
+    def to_the_end(self, commands: Sequence[WorkerCommand]) -> tuple[Failure | None, int]:
+        """Start the workers and watch until all have ended; returns the first failure and the code."""
+        notes = list(self._lab.notes) if self._lab else []
+        for note in notes:
+            self._recorder.emit(Noted(t=time.time(), rank=LAUNCHER, text=note))
+        self._watcher.started(self._folder, self._plan, notes)
+        if self._lab:
+            self._lab.lift_quotas()  # until all have joined: importing torch is not what a lab measures
+        with Crew(self._folder, commands) as crew:
+            if self._lab:
+                self._faults = FaultClock(self._lab, pids_of_node=crew.pids_on)
+            failure = self._until_done(crew)
+        self._look(crew)
+        return failure, self._conclude(crew, failure)
+
+    def _until_done(self, crew: Crew) -> Failure | None:
+        interrupted_at: float | None = None
+        while not crew.all_done():
+            time.sleep(_LOOK_EVERY_S)
+            self._look(crew)
+            if self._stopped and interrupted_at is None:
+                interrupted_at = time.monotonic()
+                crew.interrupt()
+            if interrupted_at is not None:
+                if len(self._stopped) > 1 or time.monotonic() - interrupted_at > _INTERRUPT_GRACE_S:
+                    return None
+                continue
+            failure = crew.failure()
+            if failure is not None:
+                return failure
+        return None if self._stopped else crew.failure()
+
+    def _look(self, crew: Crew) -> None:
+        data = self._log.read()
+        if data:
+            self._watcher.output(data)
+        events = self._follower.poll()
+        for event in events:
+            if isinstance(event, WorkerJoined):
+                self._joined.add(event.rank)
+            elif isinstance(event, StepEnded) and event.rank == 0:
+                self._step = event.step
+        if self._joined_at is None and len(self._joined) == crew.size:
+            self._joined_at = time.monotonic()
+            if self._lab:
+                self._lab.apply_quotas()
+        if events:
+            self._watcher.events(events)
+        if self._faults is not None and self._joined_at is not None:
+            for fault in self._faults.tick(time.monotonic() - self._joined_at, self._step):
+                self._recorder.emit(
+                    FaultInjected(
+                        t=time.time(),
+                        rank=LAUNCHER,
+                        action=fault.action,
+                        target=fault.target,
+                        detail=fault.detail,
+                    )
+                )
+                self._recorder.flush()
+
+    def _conclude(self, crew: Crew, failure: Failure | None) -> int:
+        """Record how it ended; returns the exit code that says so."""
+        if self._stopped:
+            outcome, detail, code = (
+                "interrupted",
+                signal.Signals(self._stopped[0]).name,
+                128 + self._stopped[0],
+            )
+        elif failure is not None:
+            outcome, detail = (
+                "failed",
+                f"rank {failure.rank}: {failure.cause}",
+            )
+            exit_code = crew.exit_codes()[failure.rank]
+            code = exit_code if exit_code > 0 else 128 - exit_code
+            self._recorder.emit(
+                WorkerFailed(
+                    t=failure.t,
+                    rank=LAUNCHER,
+                    failed=failure.rank,
+                    node=crew.node_of(failure.rank),
+                    cause=failure.cause,
+                )
+            )
+        else:
+            outcome, detail, code = "completed", "", 0
+        self._recorder.emit(RunEnded(t=time.time(), rank=LAUNCHER, outcome=outcome, detail=detail))
+        self._recorder.flush()
+        self._watcher.events(self._follower.poll())
+        return code
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Notes requests to stop instead of dying of them, so that nothing is left behind."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    caught = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = {number: signal.signal(number, note) for number in caught}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_memory(workers: int) -> None:
+    """A worker that has only imported torch takes some memory; too many of them take the machine down."""
+    available_bytes = psutil.virtual_memory().available
+    if workers * _WORKER_BYTES > available_bytes:
+        raise LaunchError(
+            f"{workers} workers need at least {show_bytes(workers * _WORKER_BYTES)} of memory, "
+            f"of which {show_bytes(available_bytes)} are available",
+            where="--workers",
+            fix=f"start at most {available_bytes // _WORKER_BYTES}",
+        )
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} cannot be used: {error.strerror}",
+                where="--port",
+                fix="give another one, or leave it out to have a free one chosen",
+            ) from error

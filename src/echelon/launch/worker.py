@@ -1,0 +1,97 @@
+"""The first code that runs in a worker: run the user's script as if it had been started by itself.
+
+    python -m echelon.launch.worker script.py args...
+    python -m echelon.launch.worker -m package.module args...
+
+If the script raises, the reason is written to the run's `errors/` before the process ends, so that the
+launcher can show it. The worker dies with its launcher, even if that is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from echelon.errors import EchelonError, WorkerError
+from echelon.launch.failure import Failure
+from echelon.observe.run_folder import RunFolder
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run what the command line names."""
+    _die_with_launcher()
+    faulthandler.enable()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    sys.excepthook = _keep_error
+    argv = sys.argv[1:]
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    script = Path(argv[0])
+    sys.argv = argv
+    sys.path.insert(0, str(script.resolve().parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _die_with_launcher() -> None:
+    """Linux only; elsewhere an orphan is found by its broken connection to the others."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1 and "ECHELON_RUN" in os.environ:
+            os._exit(1)  # the launcher was gone before we asked
+
+
+def _keep_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    text = _told(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    folder = os.environ.get("ECHELON_RUN")
+    if not folder:
+        return
+    rank = int(os.environ.get("RANK", "0"))
+    failure = Failure(
+        rank=rank,
+        t=time.time(),
+        kind=kind.__name__,
+        message=str(error),
+        text=text,
+        consequence=isinstance(error, WorkerError),
+    )
+    path = RunFolder(Path(folder)).error_of(rank)
+    try:
+        path.with_suffix(".tmp").write_bytes(msgspec.json.encode(failure))
+        path.with_suffix(".tmp").rename(path)
+    except OSError as problem:
+        sys.stderr.write(f"the error could not be kept in {path}: {problem}\n")
+
+
+def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    """A traceback of the user's code; for an error that explains itself, only what it says."""
+    if isinstance(error, EchelonError):
+        return f"{kind.__name__}: {error}\n"
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(kind, error, trace))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Who kept the others waiting, judged by arrival at each round.
+
+Time spent in backward or in the reduction cannot tell: the reduction makes everyone as slow as the
+slowest. The order of arrival can. Between two arrivals that follow each other, those who are there
+wait for those who are not; that time is charged in equal parts to the workers still missing. With
+arrivals a_1 <= ... <= a_n the worker that came i-th is charged
+
+    sum over k < i of (a_(k+1) - a_k) / (n - k)
+
+so the first is charged nothing, a later one never less than an earlier one, and all charges of a
+round sum to its spread a_n - a_1: nothing is counted twice or lost. (It is the Shapley value of the
+game whose cost is the latest arrival.) What the last one alone could have saved, a_n - a_(n-1), is
+kept beside it.
+
+Arrivals are times on different machines' clocks. No worker can have a round's result before all have
+arrived; a round in which that seems to have happened is judged by its waiting times instead, as if
+the result had reached all workers at one moment. Drawings are put right by `same_clock` likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import msgspec
+
+from echelon.observe.events import StepEnded
+
+_CLOCK_TOLERANCE_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One step of all workers that reported it, by rank."""
+
+    step: int
+    workers: Mapping[int, StepEnded]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """What one round showed: seconds by rank, and whether the clocks contradicted each other."""
+
+    last: int
+    spread_s: float
+    alone_s: float
+    charged_s: Mapping[int, float]
+    waited_s: Mapping[int, float]
+    realigned: bool
+
+
+def charge(arrivals: Mapping[int, float]) -> dict[int, float]:
+    """How much of the spread each worker answers for; see the module's formula."""
+    ordered = sorted(arrivals, key=lambda rank: (arrivals[rank], rank))
+    charged = 0.0
+    charges = {}
+    for place, rank in enumerate(ordered):
+        if place:
+            gap_s = arrivals[rank] - arrivals[ordered[place - 1]]
+            charged += gap_s / (len(ordered) - place)
+        charges[rank] = charged
+    return charges
+
+
+def judge(round_: Round) -> Judgement:
+    """Who was last in this round, who answers for what, who waited how long for late workers."""
+    arrivals = {rank: step.arrival for rank, step in round_.workers.items()}
+    realigned = _contradicts(round_)
+    if realigned:
+        arrivals = {rank: -step.wait_s for rank, step in round_.workers.items()}
+    ordered = sorted(arrivals, key=lambda rank: (arrivals[rank], rank))
+    last = ordered[-1]
+    alone_s = arrivals[last] - arrivals[ordered[-2]] if len(ordered) > 1 else 0.0
+    return Judgement(
+        last=last,
+        spread_s=arrivals[last] - arrivals[ordered[0]],
+        alone_s=alone_s,
+        charged_s=charge(arrivals),
+        waited_s={
+            rank: min(max(0.0, step.wait_s), arrivals[last] - arrivals[rank])
+            for rank, step in round_.workers.items()
+        },
+        realigned=realigned,
+    )
+
+
+def _contradicts(round_: Round) -> bool:
+    first_result = min(step.arrival + step.wait_s for step in round_.workers.values())
+    last_arrival = max(step.arrival for step in round_.workers.values())
+    return last_arrival > first_result + _CLOCK_TOLERANCE_S
+
+
+def clock_offsets(rounds: Sequence[Round]) -> dict[int, float]:
+    """How far each worker's clock is ahead of the lowest rank's; empty if the clocks seem to agree.
+
+    They seem not to when most rounds contradict; then the result of a round is taken to have reached
+    all workers at one moment, and the middle of many rounds counts.
+    """
+    shared = [round_ for round_ in rounds if len(round_.workers) > 1]
+    if 2 * sum(map(_contradicts, shared)) <= len(shared):
+        return {}
+    ahead_s: dict[int, list[float]] = {}
+    for round_ in shared:
+        reference = round_.workers[min(round_.workers)]
+        for rank, step in round_.workers.items():
+            result = step.arrival + step.wait_s
+            ahead_s.setdefault(rank, []).append(result - reference.arrival - reference.wait_s)
+    return {rank: median(ahead_s[rank]) for rank in sorted(ahead_s)}
+
+
+def same_clock(step: StepEnded, offsets: Mapping[int, float]) -> StepEnded:
+    """The step with its times on the common clock, for drawing workers beside each other."""
+    ahead_s = offsets.get(step.rank, 0.0)
+    if not ahead_s:
+        return step
+    return msgspec.structs.replace(
+        step, t=step.t - ahead_s, start=step.start - ahead_s, arrival=step.arrival - ahead_s
+    )
+
+
+class Gathering:
+    """Puts the workers' steps together into rounds, in whatever order they come.
+
+    With `limit`, no more than that many incomplete rounds are remembered, the newest: a worker whose
+    events never come does not fill the memory of whoever is watching.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._open: dict[int, dict[int, StepEnded]] = {}
+
+    def add(self, event: StepEnded, world_size: int | None) -> Round | None:
+        """The round that this step completes, if it does; a world of unknown size completes none."""
+        workers = self._open.setdefault(event.step, {})
+        workers[event.rank] = event
+        if world_size is not None and len(workers) >= world_size:
+            return Round(event.step, self._open.pop(event.step))
+        if self._limit is not None and len(self._open) > self._limit:
+            del self._open[next(iter(self._open))]
+        return None
+
+    def rest(self) -> list[Round]:
+        """The rounds still open, by step."""
+        return [Round(step, self._open[step]) for step in sorted(self._open)]

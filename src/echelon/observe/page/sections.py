@@ -1,0 +1,280 @@
+"""The report's charts with the words around them, one function per section of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from echelon.config.units import show_bytes, show_seconds
+from echelon.observe.arrival import Gathering, Round, clock_offsets, judge, same_clock
+from echelon.observe.events import StepEnded
+from echelon.observe.page.charts import Bar, Mark, Segment, Series, line_chart, row_chart
+from echelon.observe.page.markup import about, figure, legend, safe, section, table
+from echelon.observe.page.scale import (
+    Point,
+    count_axis,
+    percent_axis,
+    smooth,
+    thin,
+    time_axis,
+    time_unit,
+    value_axis,
+)
+from echelon.observe.page.story import Story, throughput
+from echelon.observe.spans import end_of, spans
+from echelon.observe.summary import Summary, WorkerSummary
+from echelon.observe.verdict import fitting_shares, verdict, worker_name
+
+_ACTIVITIES = {
+    "data": "data",
+    "compute": "compute",
+    "late": "wait for late workers",
+    "exchange": "exchange",
+    "apply": "apply",
+    "other": "other",
+}
+_SINCE = "time since the run began"
+
+
+def waiting(story: Story) -> str:
+    """Who kept the others waiting: a sentence, a bar per worker, the spread over time."""
+    summary = story.summary
+    body = f'<p class="verdict">{safe(verdict(summary))}</p>'
+    if summary.rounds:
+        body += about(
+            "Judged by arrival at each round. The time between two arrivals is charged in equal parts to "
+            "the workers still missing; a round's charges sum to the time from first to last arrival."
+        )
+        body += _held_up(summary) + _spread(story)
+    return section("Who kept the others waiting", body)
+
+
+def _held_up(summary: Summary) -> str:
+    scale, unit = time_unit(max(worker.held_up_s for worker in summary.workers))
+    bars = []
+    for worker in summary.workers:
+        tip = (
+            f"{worker_name(worker)}\n"
+            f"kept the others waiting {show_seconds(worker.held_up_s)}\n"
+            f"was the only one missing for {show_seconds(worker.alone_s)}\n"
+            f"came last in {worker.times_last:,} of {summary.rounds:,} rounds"
+        )
+        piece = Segment(begin=0.0, end=worker.held_up_s / scale, look="late", tip=tip)
+        last = 100 * worker.times_last / summary.rounds
+        note = f"{worker.held_up_s / scale:,.1f} {unit}, last in {last:.0f} %"
+        bars.append(Bar(label=worker_name(worker), segments=[piece], note=note))
+    axis = value_axis([worker.held_up_s / scale for worker in summary.workers], f"kept waiting [{unit}]")
+    return figure(row_chart(bars, axis, label="how long each worker kept the others waiting"))
+
+
+def _spread(story: Story) -> str:
+    known = {p.end_s: (p, p.spread_s) for p in story.rounds if p.spread_s is not None}
+    scale, unit = time_unit(max(spread for _, spread in known.values()))
+    points = thin([(end_s, known[end_s][1] / scale) for end_s in sorted(known)])
+    tips = [f"step {known[x][0].step:,}: {y:.3g} {unit}, last rank {known[x][0].last}" for x, y in points]
+    chart = line_chart(
+        [Series(look="spread", points=points, tips=tips, area=True)],
+        time_axis(*_time_range(story), _SINCE),
+        value_axis([y for _, y in points], f"first to last arrival [{unit}]", about=4),
+        label="spread of arrivals over time",
+        marks=_fault_marks(story),
+        height=200,
+    )
+    return figure(chart, "Spread of arrivals over time")
+
+
+def _time_range(story: Story) -> tuple[float, float]:
+    return min(p.begin_s for p in story.rounds), max(p.end_s for p in story.rounds)
+
+
+def _fault_marks(story: Story) -> list[Mark]:
+    return [Mark(at=h.at_s, text=h.text) for h in story.happenings if h.kind in ("fault", "failure")]
+
+
+def learning(story: Story) -> str:
+    """Train and test loss by step, and the accuracy below, over the same steps."""
+    train = [(float(p.step), p.loss) for p in story.rounds if p.loss is not None]
+    test = [(float(e.step), e.loss) for e in story.evaluations]
+    accuracy = [(float(e.step), e.accuracy) for e in story.evaluations if e.accuracy is not None]
+    if not train and not test:
+        return section("Learning", "<p>No loss was reported.</p>")
+    xs = [x for x, _ in [*train, *test]]
+    steps = count_axis(int(min(xs)), int(max(xs)), "step")
+    losses = line_chart(
+        _train_series(train) + _test_series(test),
+        steps,
+        value_axis([y for _, y in [*train, *test]], "loss"),
+        label="loss by step",
+    )
+    names = {"train": "train loss, all workers"} if train else {}
+    body = legend(names | ({"test": "test loss"} if test else {})) + figure(losses)
+    if accuracy:
+        shown = thin(accuracy)
+        tips = [f"step {x:,.0f}: {100 * y:.2f} %" for x, y in shown]
+        curve = line_chart(
+            [Series(look="accuracy", points=shown, tips=tips, dots=len(shown) <= 50)],
+            steps,
+            percent_axis([y for _, y in shown], "test accuracy"),
+            label="test accuracy by step",
+            height=190,
+        )
+        body += figure(curve)
+    return section("Learning", body)
+
+
+def _train_series(points: Sequence[Point]) -> list[Series]:
+    shown = thin(points)
+    tips = [f"step {x:,.0f}: train loss {y:.4g}" for x, y in shown]
+    if len(points) <= 60:
+        return [Series(look="train", points=shown, tips=tips)] if points else []
+    return [
+        Series(look="raw", points=shown, tips=tips),
+        Series(look="train", points=thin(smooth(points, len(points) // 50))),
+    ]
+
+
+def _test_series(points: Sequence[Point]) -> list[Series]:
+    shown = thin(points)
+    tips = [f"step {x:,.0f}: test loss {y:.4g}" for x, y in shown]
+    return [Series(look="test", points=shown, tips=tips, dots=len(shown) <= 50)] if points else []
+
+
+def speed(story: Story) -> str:
+    """Throughput of all workers over time."""
+    points = throughput(story.rounds)
+    if not points:
+        return ""
+    begin, end = _time_range(story)
+    points = [(begin, points[0][1]), *points, (end, points[-1][1])]
+    tips = [f"after {show_seconds(x)}: {y:,.0f} samples/s" for x, y in points]
+    chart = line_chart(
+        [Series(look="rate", points=points, tips=tips, area=True)],
+        time_axis(*_time_range(story), _SINCE),
+        value_axis([y for _, y in points], "samples/s", about=4),
+        label="throughput over time",
+        marks=_fault_marks(story),
+        height=200,
+    )
+    return section("Throughput", about("All workers together, evaluations included.") + figure(chart))
+
+
+def time_split(summary: Summary) -> str:
+    """Where each worker's time went: a stacked bar per worker, and the figures."""
+    scale, unit = time_unit(max(worker.step_s for worker in summary.workers))
+    bars = [_split_bar(worker, scale) for worker in summary.workers]
+    axis = value_axis([worker.step_s / scale for worker in summary.workers], f"time in steps [{unit}]")
+    chart = row_chart(bars, axis, label="where each worker's time went")
+    remark = about(
+        "Waiting is divided at the last arrival: before it a worker waits for late workers, after it for "
+        "the exchange itself. Other is the script's own code between the parts of a step."
+    )
+    body = remark + _legend_of(bars) + figure(chart) + _worker_table(summary)
+    return section("Where the time went", body)
+
+
+def _split_bar(worker: WorkerSummary, scale: float) -> Bar:
+    seconds = {
+        "data": worker.data_s,
+        "compute": worker.compute_s,
+        "late": worker.late_s,
+        "exchange": max(0.0, worker.wait_s - worker.late_s),
+        "apply": worker.apply_s,
+        "other": worker.other_s,
+    }
+    pieces = []
+    begin = 0.0
+    for look, spent_s in seconds.items():
+        if spent_s <= 0:
+            continue
+        share = f"{100 * spent_s / worker.step_s:.0f} %"
+        tip = f"{worker_name(worker)}\n{_ACTIVITIES[look]}: {show_seconds(spent_s)}, {share}"
+        end = begin + spent_s / scale
+        pieces.append(Segment(begin=begin, end=end, look=look, tip=tip, text=share))
+        begin = end
+    return Bar(label=worker_name(worker), segments=pieces)
+
+
+def _legend_of(bars: Sequence[Bar]) -> str:
+    drawn = {piece.look for bar in bars for piece in bar.segments}
+    return legend({look: name for look, name in _ACTIVITIES.items() if look in drawn})
+
+
+def _worker_table(summary: Summary) -> str:
+    fitting = fitting_shares(summary)
+    rows = []
+    for worker in summary.workers:
+        row = {
+            "rank": str(worker.rank),
+            "node": worker.node,
+            "steps": f"{worker.steps:,}",
+            "share": f"{worker.mean_share:.1f}",
+            "by speed": f"{fitting.get(worker.rank, 0):.1f}",
+            "samples/s": f"{worker.samples_per_s:,.0f}",
+            "compute": show_seconds(worker.compute_s),
+            "wait": show_seconds(worker.wait_s),
+            "sent": show_bytes(worker.sent_bytes),
+        }
+        if len(fitting) < 2:
+            del row["by speed"]
+        rows.append(row)
+    remark = "By speed: the share that the measured time for data and compute suggests for the same batch."
+    drawn = table(list(rows[0]), [list(row.values()) for row in rows], words={1})
+    return drawn + (about(remark) if len(fitting) > 1 else "")
+
+
+def close_up(steps: Sequence[StepEnded], summary: Summary) -> str:
+    """A few steps, worker by worker: where everyone was when the last one arrived."""
+    if not steps:
+        return ""
+    offsets = clock_offsets(_rounds(steps))
+    steps = [same_clock(step, offsets) for step in steps]
+    begin = min(step.start for step in steps)
+    end = max(end_of(step) for step in steps)
+    last_arrivals = {
+        round_.step: round_.workers[judge(round_).last].arrival
+        for round_ in _rounds(steps)
+        if len(round_.workers) > 1
+    }
+    bars = []
+    for worker in summary.workers:
+        own = sorted((step for step in steps if step.rank == worker.rank), key=lambda step: step.start)
+        pieces = [piece for step in own for piece in _pieces(step, begin, last_arrivals.get(step.step))]
+        bars.append(Bar(label=worker_name(worker), segments=pieces))
+    chart = row_chart(
+        bars,
+        time_axis(0.0, end - begin, "time"),
+        label="a few steps, worker by worker",
+        uprights=[arrival - begin for arrival in last_arrivals.values()],
+    )
+    first, last = min(step.step for step in steps), max(step.step for step in steps)
+    which = f"Step {first:,}" if first == last else f"Steps {first:,} to {last:,}"
+    dotted = " Dotted: the last arrival of each round." if last_arrivals else ""
+    clocks = " The workers' clocks disagree and were put right for this drawing." if offsets else ""
+    body = about(f"{which}, from the middle of the run.{dotted}{clocks}") + _legend_of(bars) + figure(chart)
+    return section("A few steps close up", body)
+
+
+def _rounds(steps: Sequence[StepEnded]) -> list[Round]:
+    gathering = Gathering()
+    for step in steps:
+        gathering.add(step, None)
+    return gathering.rest()
+
+
+def _pieces(step: StepEnded, begin: float, last_arrival: float | None) -> list[Segment]:
+    parts: list[tuple[str, float, float]] = []
+    for activity, (since, until) in spans(step).items():
+        if activity == "wait":
+            turn = since if last_arrival is None else min(max(since, last_arrival), until)
+            parts += [("late", since, turn), ("exchange", turn, until)]
+        else:
+            parts.append((activity, since, until))
+    return [
+        Segment(
+            begin=since - begin,
+            end=until - begin,
+            look=look,
+            tip=f"rank {step.rank}, step {step.step:,}\n{_ACTIVITIES[look]}: {show_seconds(until - since)}",
+        )
+        for look, since, until in parts
+        if until > since
+    ]

@@ -1,0 +1,307 @@
+"""Shows a run to the person who started it: a live display, or plain lines, and a closing table.
+
+On a terminal there is one display, redrawn in place: a bar for the whole run and a row per worker.
+Elsewhere (a file, a pipe, a CI log) it is a line at each evaluation or epoch and now and then between.
+The live figures are those of the last seconds; the closing table has those of the whole run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import TracebackType
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from echelon.config.units import show_bytes, show_seconds
+from echelon.observe.events import (
+    LAUNCHER,
+    AnyEvent,
+    EpochEnded,
+    Evaluated,
+    FaultInjected,
+    Noted,
+    StepEnded,
+    StepsExpected,
+)
+from echelon.observe.summary import Summary, Tally, WorkerSummary
+from echelon.observe.verdict import verdict
+
+_REDRAW_EVERY_S = 0.1
+_LINE_EVERY_S = 10.0
+_RECENT_S = 5.0
+_BAR_WIDTH = 24
+_PENDING_ROUNDS = 1000
+_AROUND_TABLE = 8  # lines of the display that are not workers
+
+
+class Progress:
+    """The display of one run. Call `update` often, also without events: it draws at its own pace.
+
+    `total_steps` is the step number at which the run will be over, if known; an event may say it
+    later. Epochs, counted from 0 in events, are shown from 1. Other output goes through `console`, so
+    that it does not tear the display; the launcher's own notes are left to the launcher.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console = console if console is not None else Console()
+        self._total_steps = total_steps
+        self._clock = clock
+        self._tally = Tally(limit=_PENDING_ROUNDS)
+        self._recent: deque[tuple[float, Summary]] = deque()
+        self._done = 0
+        self._epoch: int | None = None
+        self._ended_epoch: int | None = None
+        self._told: set[object] = set()
+        self._drawn_at = self._clock()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        else:
+            self._epoch_line()
+
+    @property
+    def summary(self) -> Summary:
+        """The figures of the whole run so far."""
+        return self._tally.summary()
+
+    def update(self, events: Iterable[AnyEvent]) -> None:
+        """Take new events into account, and draw if it is time."""
+        for event in events:
+            if isinstance(event, StepEnded):
+                self._step(event)
+            self._tally.add(event)
+            self._tell(event)
+        every_s = _LINE_EVERY_S if self._live is None else _REDRAW_EVERY_S
+        now = self._clock()
+        if now - self._drawn_at < every_s:
+            return
+        self._drawn_at = now
+        self._draw(now)
+
+    def _step(self, event: StepEnded) -> None:
+        self._done = max(self._done, event.step + 1)
+        if self._epoch is None or event.epoch > self._epoch:
+            self._epoch_line()
+            self._epoch = event.epoch
+
+    def _draw(self, now: float) -> None:
+        summary = self._tally.summary()
+        before = self._look_back(now, summary)
+        if self._live is not None:
+            parts = [self._top(summary), *_middle(summary, before, self.console)]
+            self._live.update(Group(*parts), refresh=True)
+        elif summary.steps:
+            self._line(self._position(), summary, before)
+
+    def _position(self) -> str:
+        of_all = f" of {self._total_steps}" if self._total_steps is not None else ""
+        in_epoch = f" (epoch {self._epoch + 1})" if self._epoch is not None else ""
+        return f"step {self._done}{of_all}{in_epoch}"
+
+    def _top(self, summary: Summary) -> RenderableType:
+        top = Table.grid(padding=(0, 2), expand=True)
+        top.add_column(no_wrap=True)
+        top.add_column(ratio=1)
+        top.add_column(justify="right", no_wrap=True)
+        bar: RenderableType = ""
+        left = ""
+        if self._total_steps:
+            bar = ProgressBar(total=self._total_steps, completed=min(self._done, self._total_steps))
+            ahead = max(0, self._total_steps - self._done)
+            left = f"{show_seconds(ahead * summary.seconds / summary.steps)} left" if summary.steps else ""
+        top.add_row(self._position(), bar, left)
+        return top
+
+    def _look_back(self, now: float, summary: Summary) -> Summary | None:
+        """The figures of some seconds ago; from them to now is what the display calls current."""
+        before = self._recent[0][1] if self._recent else None
+        if not self._recent or now - self._recent[-1][0] >= _RECENT_S / 5:
+            self._recent.append((now, summary))
+        while len(self._recent) > 1 and now - self._recent[1][0] >= _RECENT_S:
+            self._recent.popleft()
+        return before
+
+    def _tell(self, event: AnyEvent) -> None:
+        """What deserves a line of its own, once even if all workers report it."""
+        match event:
+            case Noted() if event.rank != LAUNCHER and event.text not in self._told:
+                self._told.add(event.text)
+                self._say(f"note: {event.text}")
+            case StepsExpected():
+                self._total_steps = event.steps
+            case FaultInjected():
+                self._say(f"fault: {event.detail or f'{event.action} {event.target}'}")
+            case EpochEnded() if ("epoch", event.epoch) not in self._told:
+                self._ended_epoch = event.epoch
+            case Evaluated() if self._live is None and (event.epoch, event.step) not in self._told:
+                self._told |= {(event.epoch, event.step), ("epoch", event.epoch)}
+                self._ended_epoch = None
+                self._drawn_at = self._clock()
+                self._line(f"epoch {event.epoch + 1} evaluated", self._tally.summary(), None)
+            case _:
+                pass
+
+    def _epoch_line(self) -> None:
+        """An epoch that ended without an evaluation gets its line when the next one begins."""
+        epoch, self._ended_epoch = self._ended_epoch, None
+        if epoch is None or self._live is not None:
+            return
+        self._told.add(("epoch", epoch))
+        self._line(f"epoch {epoch + 1} ended", self._tally.summary(), None)
+
+    def _line(self, beginning: str, summary: Summary, before: Summary | None) -> None:
+        self._say(", ".join([beginning, *_figures(summary, before)]))
+
+    def _say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+
+def _figures(summary: Summary, before: Summary | None) -> list[str]:
+    figures = [f"{_rate(summary, before):,.0f} samples/s"]
+    if summary.train_loss is not None:
+        figures.append(f"loss {summary.train_loss:.4g}")
+    if summary.test_loss is not None:
+        figures.append(f"test loss {summary.test_loss:.4g}")
+    if summary.accuracy is not None:
+        figures.append(f"accuracy {100 * summary.accuracy:.1f} %")
+    return figures
+
+
+def _rate(summary: Summary, before: Summary | None) -> float:
+    if before is None or summary.seconds <= before.seconds:
+        return summary.samples_per_s
+    return (summary.samples - before.samples) / (summary.seconds - before.seconds)
+
+
+def _middle(summary: Summary, before: Summary | None, console: Console) -> list[RenderableType]:
+    if not summary.steps:
+        return [Text("waiting for the first step", style="dim")]
+    return [
+        Text("  ".join(_figures(summary, before))),
+        Text(),
+        _worker_table(summary, before, console),
+    ]
+
+
+def _worker_table(summary: Summary, before: Summary | None, console: Console) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("rank", justify="right")
+    table.add_column("node", no_wrap=True, max_width=16)
+    table.add_column("share", justify="right")
+    table.add_column("samples/s", justify="right")
+    table.add_column("compute and wait", width=_BAR_WIDTH, no_wrap=True)
+    table.add_column("last", justify="right")
+    earlier = {worker.rank: worker for worker in before.workers} if before is not None else {}
+    room = max(1, console.height - _AROUND_TABLE)
+    for worker in summary.workers[:room]:
+        then = earlier.get(worker.rank)
+        table.add_row(
+            str(worker.rank),
+            worker.node,
+            f"{worker.mean_share:.0f}",
+            f"{_worker_rate(worker, then):,.0f}",
+            _activity_bar(worker, then, ascii_only=console.options.ascii_only),
+            _percent(worker.times_last, summary.rounds),
+        )
+    if len(summary.workers) <= room:
+        return table
+    return Group(table, Text(f"and {len(summary.workers) - room} more workers", style="dim"))
+
+
+def _worker_rate(worker: WorkerSummary, then: WorkerSummary | None) -> float:
+    if then is None or worker.step_s <= then.step_s:
+        return worker.samples_per_s
+    return (worker.samples - then.samples) / (worker.step_s - then.step_s)
+
+
+def _activity_bar(worker: WorkerSummary, then: WorkerSummary | None, *, ascii_only: bool) -> Text:
+    """Where the time went: computing solid, waiting pale, the rest blank."""
+    if then is None or worker.step_s <= then.step_s:
+        compute_s, wait_s, step_s = worker.compute_s, worker.wait_s, worker.step_s
+    else:
+        compute_s = worker.compute_s - then.compute_s
+        wait_s = worker.wait_s - then.wait_s
+        step_s = worker.step_s - then.step_s
+    if step_s <= 0:
+        return Text()
+    computing = min(_BAR_WIDTH, round(_BAR_WIDTH * compute_s / step_s))
+    waiting = min(_BAR_WIDTH - computing, round(_BAR_WIDTH * wait_s / step_s))
+    solid, pale = ("#", ".") if ascii_only else ("█", "░")
+    return Text.assemble((solid * computing, "blue"), (pale * waiting, "yellow"))
+
+
+def closing_table(summary: Summary) -> RenderableType:
+    """The figures of a run that is over; fits 80 columns."""
+    if not summary.steps:
+        return Text(verdict(summary))
+    together = summary.rounds > 0
+    table = Table(box=box.SIMPLE, show_footer=True, padding=(0, 0, 0, 1), footer_style="bold")
+    columns = {
+        "rank": "all",
+        "node": "",
+        "share": f"{sum(worker.mean_share for worker in summary.workers):.0f}",
+        "samples/s": f"{summary.samples_per_s:,.0f}",
+        "compute": "",
+        "wait": "",
+        "sent": show_bytes(sum(worker.sent_bytes for worker in summary.workers)),
+    }
+    if together:
+        columns |= {"last": "", "held up": _seconds(summary.spread_s, summary)}
+    for name, total in columns.items():
+        if name == "node":  # the one column that may fold when the terminal is narrow
+            table.add_column(name, total, overflow="fold")
+        else:
+            table.add_column(name, total, justify="right", no_wrap=True)
+    for worker in summary.workers:
+        cells = [
+            str(worker.rank),
+            worker.node,
+            f"{worker.mean_share:.0f}",
+            f"{worker.samples_per_s:,.0f}",
+            _seconds(worker.compute_s, summary),
+            _seconds(worker.wait_s, summary),
+            show_bytes(worker.sent_bytes),
+        ]
+        if together:
+            cells += [_percent(worker.times_last, summary.rounds), _seconds(worker.held_up_s, summary)]
+        table.add_row(*map(Text, cells))
+    rate, *quality = _figures(summary, None)
+    lines = [f"{summary.steps:,} steps in {show_seconds(summary.seconds)}, {rate}", ", ".join(quality)]
+    lines.append(verdict(summary))
+    return Group(table, *(Text(line) for line in lines if line))
+
+
+def _seconds(seconds: float, summary: Summary) -> str:
+    """In seconds throughout, so that a column can be compared at a glance."""
+    return f"{seconds:,.2f} s" if summary.seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole > 0 else ""

@@ -1,0 +1,323 @@
+"""The figures of a run, from its events: what `summary.json`, the tables and the report show.
+
+Each figure is a sum over events, so it does not matter how the workers' events are merged. `Tally`
+takes them one by one and can be asked at any time; `summarise` takes them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from echelon.observe.arrival import Gathering, Judgement, judge
+from echelon.observe.events import (
+    LAUNCHER,
+    AnyEvent,
+    EpochEnded,
+    Evaluated,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    WorkerFailed,
+    WorkerJoined,
+)
+from echelon.observe.follow import read_run
+from echelon.observe.run_folder import RunFolder
+from echelon.observe.spans import end_of, length_s, other_s
+from echelon.observe.write import write_whole
+
+UNFINISHED = "unfinished"
+
+
+class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's figures.
+
+    `samples_per_s` is over the time this worker spent in steps, `step_s`, which is the sum of the
+    five parts. `late_s` is the part of `wait_s` that went by before the last worker arrived; the
+    rest of it is the exchange itself. `held_up_s` is how long this worker kept the others waiting,
+    `alone_s` the part of that in which only it was missing; arrival.py has the definition.
+    """
+
+    rank: int
+    node: str
+    steps: int
+    samples: int
+    mean_share: float
+    samples_per_s: float
+    step_s: float
+    data_s: float
+    compute_s: float
+    wait_s: float
+    apply_s: float
+    other_s: float
+    late_s: float
+    delay_s: float
+    sent_bytes: int
+    times_last: int
+    held_up_s: float
+    alone_s: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of the whole run.
+
+    `seconds` runs from the first step's start to the last step's end. `steps` is the number that the
+    busiest worker made, `epochs` how many ended. `train_loss` is the mean over samples of the last
+    tenth of the steps, at least ten of them. Test figures are those of the last evaluation.
+    `rounds` is the number of steps that all of several workers reported, the only ones judged by
+    arrival; `spread_s` sums their spreads. In `realigned_rounds` of them clocks contradicted each other.
+    `outcome` is completed, failed, interrupted, or unfinished as long as nobody wrote the end.
+    """
+
+    world_size: int
+    steps: int
+    epochs: int
+    samples: int
+    seconds: float
+    samples_per_s: float
+    train_loss: float | None
+    test_loss: float | None
+    accuracy: float | None
+    rounds: int
+    realigned_rounds: int
+    spread_s: float
+    outcome: str
+    failure: str
+    workers: tuple[WorkerSummary, ...]
+
+
+@dataclass(slots=True)
+class _Worker:
+    node: str = ""
+    steps: int = 0
+    samples: int = 0
+    step_s: float = 0.0
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    apply_s: float = 0.0
+    other_s: float = 0.0
+    delay_s: float = 0.0
+    sent_bytes: int = 0
+
+    def add(self, event: StepEnded) -> None:
+        self.steps += 1
+        self.samples += event.share
+        self.step_s += length_s(event)
+        self.data_s += event.data_s
+        self.compute_s += event.compute_s
+        self.wait_s += event.wait_s
+        self.apply_s += event.apply_s
+        self.other_s += other_s(event)
+        self.delay_s += event.delay_s
+        self.sent_bytes += event.sent_bytes
+
+
+class _Lateness:
+    """Sums of what the rounds showed."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.realigned = 0
+        self.spread_s = 0.0
+        self.times_last: dict[int, int] = {}
+        self.held_up_s: dict[int, float] = {}
+        self.alone_s: dict[int, float] = {}
+        self.late_s: dict[int, float] = {}
+
+    def add(self, judged: Judgement) -> None:
+        self.rounds += 1
+        self.realigned += judged.realigned
+        self.spread_s += judged.spread_s
+        self.times_last[judged.last] = self.times_last.get(judged.last, 0) + 1
+        self.alone_s[judged.last] = self.alone_s.get(judged.last, 0.0) + judged.alone_s
+        for rank, seconds in judged.charged_s.items():
+            self.held_up_s[rank] = self.held_up_s.get(rank, 0.0) + seconds
+        for rank, seconds in judged.waited_s.items():
+            self.late_s[rank] = self.late_s.get(rank, 0.0) + seconds
+
+    def copy(self) -> _Lateness:
+        other = _Lateness()
+        other.rounds, other.realigned, other.spread_s = self.rounds, self.realigned, self.spread_s
+        other.times_last, other.held_up_s = dict(self.times_last), dict(self.held_up_s)
+        other.alone_s, other.late_s = dict(self.alone_s), dict(self.late_s)
+        return other
+
+
+class _RecentLoss:
+    """The train loss over the last tenth of the steps, at least ten; forgets the steps before it."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, tuple[float, int]] = {}
+        self._first = self._newest = -1
+
+    def add(self, event: StepEnded) -> None:
+        if self._first < 0 or event.step < self._first:
+            self._first = event.step
+        self._newest = max(self._newest, event.step)
+        if event.loss is None or not math.isfinite(event.loss):
+            return
+        total, samples = self._steps.get(event.step, (0.0, 0))
+        self._steps[event.step] = (total + event.share * event.loss, samples + event.share)
+        if len(self._steps) > 2 * (self._newest - self._oldest() + 1) + 100:
+            oldest = self._oldest()
+            self._steps = {step: sums for step, sums in self._steps.items() if step >= oldest}
+
+    def mean(self) -> float | None:
+        oldest = self._oldest()
+        recent = [sums for step, sums in self._steps.items() if step >= oldest]
+        samples = sum(count for _, count in recent)
+        return sum(total for total, _ in recent) / samples if samples else None
+
+    def _oldest(self) -> int:
+        made = self._newest - self._first + 1
+        return self._newest + 1 - max(10, -(-made // 10))
+
+
+class Tally:
+    """Takes events one by one, workers in any order; `summary()` gives the figures so far.
+
+    `limit` bounds how many incomplete rounds are remembered, for watching a run without end.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._workers: dict[int, _Worker] = {}
+        self._declared: int | None = None
+        self._gathering = Gathering(limit)
+        self._lateness = _Lateness()
+        self._loss = _RecentLoss()
+        self._epochs: set[int] = set()
+        self._first_start = math.inf
+        self._last_end = -math.inf
+        self._evaluated: Evaluated | None = None
+        self._failed: WorkerFailed | None = None
+        self._ended: RunEnded | None = None
+
+    def add(self, event: AnyEvent) -> None:
+        """Take one event into account."""
+        match event:
+            case StepEnded():
+                self._step(event)
+            case WorkerJoined():
+                self._worker(event.rank).node = event.node
+            case RunStarted():
+                self._declared = event.world_size
+            case EpochEnded():
+                self._epochs.add(event.epoch)
+            case Evaluated():
+                if self._evaluated is None or event.step >= self._evaluated.step:
+                    self._evaluated = event
+            case WorkerFailed():
+                if self._failed is None or event.t < self._failed.t:
+                    self._failed = event
+            case RunEnded():
+                if self._ended is None or event.rank == LAUNCHER:
+                    self._ended = event
+            case _:
+                pass
+
+    def _worker(self, rank: int) -> _Worker:
+        return self._workers.setdefault(rank, _Worker())
+
+    def _step(self, event: StepEnded) -> None:
+        self._worker(event.rank).add(event)
+        self._loss.add(event)
+        self._first_start = min(self._first_start, event.start)
+        self._last_end = max(self._last_end, end_of(event))
+        complete = self._gathering.add(event, self._declared)
+        if complete is not None and len(complete.workers) > 1:
+            self._lateness.add(judge(complete))
+
+    def summary(self) -> Summary:
+        """The figures of the events so far."""
+        world_size = self._declared if self._declared is not None else len(self._workers)
+        lateness = self._lateness
+        late_rounds = [r for r in self._gathering.rest() if len(r.workers) >= max(2, world_size)]
+        if late_rounds:  # complete, but the world's size was not known when their last step came
+            lateness = lateness.copy()
+            for round_ in late_rounds:
+                lateness.add(judge(round_))
+        samples = sum(worker.samples for worker in self._workers.values())
+        seconds = max(0.0, self._last_end - self._first_start) if samples else 0.0
+        return Summary(
+            world_size=world_size,
+            steps=max((worker.steps for worker in self._workers.values()), default=0),
+            epochs=len(self._epochs),
+            samples=samples,
+            seconds=seconds,
+            samples_per_s=_ratio(samples, seconds),
+            train_loss=self._loss.mean(),
+            test_loss=_finite(self._evaluated.loss) if self._evaluated else None,
+            accuracy=_finite(self._evaluated.accuracy) if self._evaluated else None,
+            rounds=lateness.rounds,
+            realigned_rounds=lateness.realigned,
+            spread_s=lateness.spread_s,
+            outcome=self._outcome(),
+            failure=self._failure(),
+            workers=tuple(
+                _worker_summary(rank, self._workers[rank], lateness) for rank in sorted(self._workers)
+            ),
+        )
+
+    def _outcome(self) -> str:
+        if self._ended is not None:
+            return self._ended.outcome
+        return "failed" if self._failed is not None else UNFINISHED
+
+    def _failure(self) -> str:
+        if self._failed is not None:
+            node = f" ({self._failed.node})" if self._failed.node else ""
+            return f"rank {self._failed.failed}{node}: {self._failed.cause}"
+        if self._ended is not None and self._ended.outcome != "completed":
+            return self._ended.detail
+        return ""
+
+
+def _worker_summary(rank: int, worker: _Worker, lateness: _Lateness) -> WorkerSummary:
+    return WorkerSummary(
+        rank=rank,
+        node=worker.node,
+        steps=worker.steps,
+        samples=worker.samples,
+        mean_share=_ratio(worker.samples, worker.steps),
+        samples_per_s=_ratio(worker.samples, worker.step_s),
+        step_s=worker.step_s,
+        data_s=worker.data_s,
+        compute_s=worker.compute_s,
+        wait_s=worker.wait_s,
+        apply_s=worker.apply_s,
+        other_s=worker.other_s,
+        late_s=lateness.late_s.get(rank, 0.0),
+        delay_s=worker.delay_s,
+        sent_bytes=worker.sent_bytes,
+        times_last=lateness.times_last.get(rank, 0),
+        held_up_s=lateness.held_up_s.get(rank, 0.0),
+        alone_s=lateness.alone_s.get(rank, 0.0),
+    )
+
+
+def _ratio(value: float, by: float) -> float:
+    return value / by if by > 0 else 0.0
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def summarise(events: Iterable[AnyEvent]) -> Summary:
+    """The figures of these events."""
+    tally = Tally()
+    for event in events:
+        tally.add(event)
+    return tally.summary()
+
+
+def write_summary(folder: RunFolder) -> Summary:
+    """Summarise the run and leave the figures in its folder as `summary.json`."""
+    summary = summarise(read_run(folder))
+    data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+    write_whole(folder.summary, data + b"\n")
+    return summary

@@ -1,0 +1,233 @@
+"""A run as Chrome-trace JSON, which opens in Perfetto: what each worker did, when.
+
+One process per worker with one lane per activity; one process for the run with its loss and
+throughput; faults, failures, checkpoints and evaluations as instants. Every slice carries its step,
+so a round can be followed, and an arrow leads from the last to arrive to the one who waited longest.
+
+Times are whole microseconds since the run began, never negative. Within a lane slices follow each
+other; where a clock was set back, the later one is cut. Pieces shorter than a microsecond are left
+out. Workers whose clocks contradict each other are put on one clock; `otherData` says by how much.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from echelon.errors import ConfigError
+from echelon.observe.arrival import Gathering, Round, clock_offsets, same_clock
+from echelon.observe.events import (
+    LAUNCHER,
+    AnyEvent,
+    CheckpointLoaded,
+    CheckpointSaved,
+    Evaluated,
+    FaultInjected,
+    Noted,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    WorkerFailed,
+    WorkerJoined,
+)
+from echelon.observe.follow import read_run
+from echelon.observe.run_folder import RunFolder
+from echelon.observe.spans import ACTIVITIES, end_of, spans
+from echelon.observe.write import write_whole
+
+TraceEvent: TypeAlias = dict[str, Any]
+
+_RUN_PID = 1
+_INSTANTS_TID = 9
+
+
+def chrome_trace(events: Iterable[AnyEvent]) -> dict[str, Any]:
+    """The trace of these events; without events, an empty one."""
+    kept = list(events)
+    offsets = clock_offsets(_rounds(event for event in kept if isinstance(event, StepEnded)))
+    if offsets:
+        kept = [same_clock(event, offsets) if isinstance(event, StepEnded) else event for event in kept]
+    start = min((_begin(event) for event in kept), default=0.0)
+    steps = sorted((e for e in kept if isinstance(e, StepEnded)), key=lambda e: (e.start, e.rank))
+    rounds = _rounds(steps)
+    lanes = _Lanes(start)
+    for step in steps:
+        lanes.add(step)
+    traced = _names(kept) + lanes.slices
+    for round_ in rounds:
+        traced += _counters(round_, start) + lanes.arrow(round_)
+    traced += [mark for event in kept if (mark := _instant(event, start)) is not None]
+    return {"traceEvents": traced, "displayTimeUnit": "ms", "otherData": _about(kept, offsets)}
+
+
+def write_trace(folder: RunFolder, out: Path) -> Path:
+    """Write the run's trace; an `out` that ends in .gz is compressed, which Perfetto reads as well."""
+    trace = chrome_trace(read_run(folder))
+    if not trace["traceEvents"]:
+        raise ConfigError(
+            "the run has no events yet",
+            where=str(folder.events),
+            fix="wait for the run to begin, or look at its logs/",
+        )
+    data = msgspec.json.encode(trace)
+    write_whole(out, gzip.compress(data, compresslevel=6) if out.suffix == ".gz" else data)
+    return out
+
+
+def _begin(event: AnyEvent) -> float:
+    return min(event.start, event.t) if isinstance(event, StepEnded) else event.t
+
+
+def _us(seconds: float) -> int:
+    return max(0, round(seconds * 1e6))
+
+
+def _pid(rank: int) -> int:
+    # Perfetto takes 0 for the idle process; tens leave room for lanes whose ids are unique as well.
+    return _RUN_PID if rank == LAUNCHER else 100 + 10 * rank
+
+
+def _rounds(steps: Iterable[StepEnded]) -> list[Round]:
+    gathering = Gathering()
+    for step in steps:
+        gathering.add(step, None)
+    return gathering.rest()
+
+
+def _about(events: list[AnyEvent], offsets: dict[int, float]) -> dict[str, Any]:
+    about: dict[str, Any] = {}
+    if offsets:
+        about["clocks_put_right_by_s"] = {f"rank {rank}": ahead_s for rank, ahead_s in offsets.items()}
+    for event in events:
+        if isinstance(event, RunStarted):
+            about |= {"run": event.run, "command": " ".join(event.command), "world_size": event.world_size}
+    return about
+
+
+def _names(events: list[AnyEvent]) -> list[TraceEvent]:
+    if not events:
+        return []
+    nodes = {event.rank: event.node for event in events if isinstance(event, WorkerJoined)}
+    ranks = sorted({event.rank for event in events} - {LAUNCHER})
+    named = [_name("process_name", _RUN_PID, 0, "run"), _sort("process_sort_index", _RUN_PID, 0, 0)]
+    for rank in ranks:
+        node = nodes.get(rank)
+        label = f"rank {rank} · {node}" if node else f"rank {rank}"
+        named.append(_name("process_name", _pid(rank), 0, label))
+        named.append(_sort("process_sort_index", _pid(rank), 0, rank + 1))
+        for lane, activity in enumerate(ACTIVITIES, start=1):
+            named.append(_name("thread_name", _pid(rank), _pid(rank) + lane, activity))
+            named.append(_sort("thread_sort_index", _pid(rank), _pid(rank) + lane, lane))
+    happened = [_pid(rank) for rank in (LAUNCHER, *ranks)]
+    return named + [_name("thread_name", pid, pid + _INSTANTS_TID, "what happened") for pid in happened]
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> TraceEvent:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _sort(kind: str, pid: int, tid: int, index: int) -> TraceEvent:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"sort_index": index}}
+
+
+class _Lanes:
+    """Places slices so that no lane overlaps itself, and remembers where each wait went."""
+
+    def __init__(self, start: float) -> None:
+        self.slices: list[TraceEvent] = []
+        self._start = start
+        self._free_from: dict[int, int] = {}
+        self._waits: dict[tuple[int, int], TraceEvent] = {}
+
+    def add(self, step: StepEnded) -> None:
+        args = {
+            "step": step.step,
+            "epoch": step.epoch,
+            "share": step.share,
+            "batch": step.batch,
+            "loss": step.loss,
+            "sent_bytes": step.sent_bytes,
+        }
+        if step.delay_s:
+            args["injected_delay_s"] = step.delay_s
+        for lane, (activity, (begin, end)) in enumerate(spans(step).items(), start=1):
+            tid = _pid(step.rank) + lane
+            ts = max(_us(begin - self._start), self._free_from.get(tid, 0))
+            dur = _us(end - self._start) - ts
+            if dur <= 0:
+                continue
+            self._free_from[tid] = ts + dur
+            placed: TraceEvent = {"ph": "X", "name": activity, "cat": activity, "ts": ts, "dur": dur}
+            placed |= {"pid": _pid(step.rank), "tid": tid, "args": args}
+            self.slices.append(placed)
+            if activity == "wait":
+                self._waits[step.rank, step.step] = placed
+
+    def arrow(self, round_: Round) -> list[TraceEvent]:
+        """From the wait of the last to arrive to the longest wait; none if either left no slice."""
+        waits = [self._waits.get((rank, round_.step)) for rank in round_.workers]
+        known = [wait for wait in waits if wait is not None]
+        if len(known) < 2:
+            return []
+        last = max(known, key=lambda wait: wait["ts"])
+        first = min(known, key=lambda wait: wait["ts"])
+        # A flow's end has to lie within its slice, and not before its beginning.
+        arrives = first["ts"] + first["dur"] - 1
+        if arrives < last["ts"]:
+            return []
+        flow = {"name": "round", "cat": "round", "id": round_.step}
+        return [
+            {"ph": "s", **flow, "pid": last["pid"], "tid": last["tid"], "ts": last["ts"]},
+            {"ph": "f", "bp": "e", **flow, "pid": first["pid"], "tid": first["tid"], "ts": arrives},
+        ]
+
+
+def _counters(round_: Round, start: float) -> list[TraceEvent]:
+    steps = round_.workers.values()
+    ts = _us(max(end_of(step) for step in steps) - start)
+    counters = []
+    seconds = max(end_of(step) for step in steps) - min(step.start for step in steps)
+    if seconds > 0:
+        samples = sum(step.share for step in steps)
+        counters.append(_counter("throughput", ts, {"samples/s": round(samples / seconds, 3)}))
+    known = [(s.share, s.loss) for s in steps if s.loss is not None and math.isfinite(s.loss)]
+    weight = sum(share for share, _ in known)
+    if weight:
+        loss = sum(share * loss for share, loss in known) / weight
+        counters.append(_counter("train loss", ts, {"loss": loss}))
+    return counters
+
+
+def _counter(name: str, ts: int, values: dict[str, float]) -> TraceEvent:
+    return {"ph": "C", "name": name, "pid": _RUN_PID, "tid": 0, "ts": ts, "args": values}
+
+
+def _instant(event: AnyEvent, start: float) -> TraceEvent | None:
+    name, scope = "", "p"
+    match event:
+        case FaultInjected():
+            name, scope = f"fault: {event.action} {event.target}", "g"
+        case WorkerFailed():
+            name, scope = f"rank {event.failed} failed", "g"
+        case RunEnded():
+            name, scope = f"run {event.outcome}", "g"
+        case Evaluated():
+            name = "evaluated"
+        case CheckpointSaved():
+            name = "checkpoint saved"
+        case CheckpointLoaded():
+            name = "checkpoint loaded"
+        case Noted():
+            name = "note"
+        case _:
+            return None
+    fields = msgspec.to_builtins(event)
+    args = {key: value for key, value in fields.items() if key not in ("t", "rank", "type")}
+    pid = _pid(event.rank)
+    placed = {"ph": "i", "name": name, "cat": fields["type"], "s": scope, "pid": pid}
+    return placed | {"tid": pid + _INSTANTS_TID, "ts": _us(event.t - start), "args": args}

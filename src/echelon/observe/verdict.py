@@ -1,0 +1,102 @@
+"""In a sentence or two: who kept the others waiting, and what to do about it.
+
+Worded from the summary alone. The advice on shares follows the measured speeds: samples per second
+of getting data and computing, without the waiting that makes all workers look alike.
+"""
+
+from __future__ import annotations
+
+from echelon.config.units import show_seconds
+from echelon.observe.summary import Summary, WorkerSummary
+
+_NEGLIGIBLE = 0.05  # of the run: below this, waiting for late workers is not worth a remedy
+_STANDS_OUT = 0.5  # of the spread: above this, one worker is the reason
+_MISFIT = 0.9  # of the present share: above this, another share would not change much
+
+
+def worker_name(worker: WorkerSummary) -> str:
+    """How a worker is called in sentences: 'rank 3 (node-d)'."""
+    return f"rank {worker.rank} ({worker.node})" if worker.node else f"rank {worker.rank}"
+
+
+def fitting_shares(summary: Summary) -> dict[int, float]:
+    """The same global batch, divided by measured speed; empty if a worker's speed is unknown."""
+    speeds = {}
+    for worker in summary.workers:
+        busy_s = worker.data_s + worker.compute_s
+        if busy_s <= 0 or worker.samples == 0:
+            return {}
+        speeds[worker.rank] = worker.samples / busy_s
+    batch = sum(worker.mean_share for worker in summary.workers)
+    return {rank: batch * speed / sum(speeds.values()) for rank, speed in speeds.items()}
+
+
+def verdict(summary: Summary) -> str:
+    """Who kept the others waiting, in plain English."""
+    if summary.steps == 0:
+        return "No step was recorded."
+    if summary.world_size < 2:
+        return "One worker alone: nobody had to wait."
+    if summary.rounds == 0:
+        return "No step was reported by all workers, so their arrivals cannot be compared."
+    return _finding(summary) + _clock_note(summary)
+
+
+def _finding(summary: Summary) -> str:
+    cost = _cost(summary.spread_s, summary)
+    if summary.spread_s < _NEGLIGIBLE * summary.seconds:
+        return f"The workers arrived close together: waiting for the last one cost {cost}."
+    worst = max(summary.workers, key=lambda worker: worker.held_up_s)
+    if worst.held_up_s < _STANDS_OUT * summary.spread_s:
+        lasts = sorted(summary.workers, key=lambda worker: -worker.held_up_s)[:3]
+        names = ", ".join(f"{worker_name(w)} {_percent(w.times_last, summary.rounds)}" for w in lasts)
+        return (
+            f"Waiting for the last worker cost {cost}, but no single worker is the reason. "
+            f"Most to blame, and last in so many rounds: {names}."
+        )
+    return (
+        f"{_capital(worker_name(worst))} arrived last in {_percent(worst.times_last, summary.rounds)} "
+        f"of rounds and cost the others {_cost(worst.held_up_s, summary)}; {_advice(worst, summary)}."
+    )
+
+
+def _advice(worst: WorkerSummary, summary: Summary) -> str:
+    fitting = fitting_shares(summary).get(worst.rank)
+    if fitting is not None and fitting < _MISFIT * worst.mean_share:
+        batch = round(sum(worker.mean_share for worker in summary.workers))
+        less = max(1, round(fitting))
+        if less < round(worst.mean_share):
+            injected = ""
+            if worst.delay_s > 0.1 * worst.compute_s:
+                injected = f" ({show_seconds(worst.delay_s)} of its compute were injected delay)"
+            return (
+                f"give it a smaller share: by measured speed about {less} of {batch} samples, "
+                f"not {round(worst.mean_share)}{injected}"
+            )
+    if worst.data_s > worst.compute_s:
+        return f"it spent {show_seconds(worst.data_s)} waiting for data: look at its loader"
+    if worst.other_s > worst.compute_s:
+        return f"it spent {show_seconds(worst.other_s)} in the script's own code between the steps' parts"
+    return "its share fits its average speed, so look for other load on its node"
+
+
+def _clock_note(summary: Summary) -> str:
+    if not summary.realigned_rounds:
+        return ""
+    return (
+        f" In {_percent(summary.realigned_rounds, summary.rounds)} of rounds the workers' clocks "
+        "contradicted each other; these were judged by waiting time."
+    )
+
+
+def _cost(seconds: float, summary: Summary) -> str:
+    return f"{show_seconds(seconds)}, {_percent(seconds, summary.seconds)} of the run"
+
+
+def _percent(part: float, whole: float) -> str:
+    share = 100 * part / whole if whole > 0 else 0.0
+    return f"{share:.1f} %" if 0 < share < 1 else f"{share:.0f} %"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,26 @@
+"""Writes a file whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from echelon.errors import ConfigError
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`; when that fails, an older file there stays as it was."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            draft.write_bytes(data)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path.name}: {error.strerror}",
+            where=str(path.parent),
+            fix="make room there, or give another place with --out",
+        ) from error

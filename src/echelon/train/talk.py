@@ -1,0 +1,131 @@
+"""What a script can ask of the other workers directly: reduce, gather, broadcast, wait.
+
+All workers make the same calls in the same order. Whether they do is looked at first, since a backend
+that is given different shapes ends the process, or hangs.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import msgspec
+import torch
+from torch import Tensor
+
+from echelon.comm.group import Group, Pending
+from echelon.errors import ConfigError
+
+Op = Literal["sum", "mean", "max", "min"]
+
+
+class Talk:
+    """A worker among others: `nodes` says where each of them runs, by rank."""
+
+    def __init__(self, group: Group, nodes: list[str]) -> None:
+        self._group = group
+        self._nodes = nodes
+
+    @property
+    def rank(self) -> int:
+        """This worker's index, from 0."""
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are."""
+        return self._group.size
+
+    @overload
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, wait: Literal[True] = True) -> Tensor: ...
+    @overload
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, wait: Literal[False]) -> Pending: ...
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, wait: bool = True) -> Tensor | Pending:
+        """Combine a tensor over all workers, in place. With wait=False, returns a future of it."""
+        check_choice("op", op, ("sum", "mean", "max", "min"))
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigError(
+                f"a mean of {tensor.dtype} is not a whole number",
+                where="session.all_reduce",
+                fix="use op='sum', or convert the tensor to a floating-point type",
+            )
+        self._check_same("all_reduce", op, tensor)
+        flat = tensor.detach()
+        flat = flat if flat.is_contiguous() else flat.contiguous()
+        if self.world_size == 1 or not flat.numel():
+            pending = Pending.finished(tensor)
+        else:
+            pending = self._group.all_reduce(flat, "sum" if op == "mean" else op).then(
+                lambda result: self._put(tensor, result, op)
+            )
+        return pending.wait() if wait else pending
+
+    def _put(self, tensor: Tensor, result: Tensor, op: Op) -> Tensor:
+        with torch.no_grad():
+            if op == "mean":
+                result.div_(self.world_size)
+            if result.data_ptr() != tensor.data_ptr():
+                tensor.copy_(result)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Everybody's tensor, by rank. Shapes may differ, types may not."""
+        mine = {"call": f"all_gather {tensor.dtype}", "shape": list(tensor.shape)}
+        told = [
+            msgspec.json.decode(data) for data in self._group.all_gather_bytes(msgspec.json.encode(mine))
+        ]
+        self._compare([one["call"] for one in told])
+        shapes = [torch.Size(one["shape"]) for one in told]
+        lengths = [shape.numel() for shape in shapes]
+        padded = tensor.new_zeros(max(1, *lengths))
+        padded[: tensor.numel()] = tensor.detach().reshape(-1)
+        parts = self._group.all_gather(padded)
+        return [
+            part[:length].clone().view(shape)
+            for part, length, shape in zip(parts, lengths, shapes, strict=True)
+        ]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Give everybody the source's values, in place."""
+        if not 0 <= source < self.world_size:
+            raise ConfigError(
+                f"there is no rank {source} to broadcast from",
+                where="session.broadcast",
+                fix=f"ranks go from 0 to {self.world_size - 1}",
+            )
+        self._check_same("broadcast", str(source), tensor)
+        flat = tensor.detach().contiguous()
+        self._group.broadcast(flat, source)
+        with torch.no_grad():
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat)
+        return tensor
+
+    def barrier(self) -> None:
+        """Return when every worker is here."""
+        if self.world_size > 1:
+            self._compare([s.decode() for s in self._group.all_gather_bytes(b"barrier")])
+
+    def _check_same(self, call: str, how: str, tensor: Tensor) -> None:
+        """Different calls or shapes would end a worker's process inside the backend: look first."""
+        if self.world_size > 1:
+            told = f"{call} {how} {list(tensor.shape)} {tensor.dtype}"
+            self._compare([s.decode() for s in self._group.all_gather_bytes(told.encode())])
+
+    def _compare(self, told: list[str]) -> None:
+        for rank, said in enumerate(told):
+            if said != told[0]:
+                raise ConfigError(
+                    f"workers make different calls: rank 0 {told[0]}, rank {rank} {said}",
+                    where=f"rank {rank} on {self._nodes[rank]}",
+                    fix="all workers must make the same calls with tensors of the same shape and type",
+                )
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse a word that is not one of the choices."""
+    if value not in choices:
+        raise ConfigError(
+            f"{name}={value!r} is not one of the choices",
+            where="session",
+            fix=f"give {' or '.join(choices)}",
+        )

@@ -1,0 +1,58 @@
+"""What a data set is: it loads two splits, and says what a sample of them looks like.
+
+A strategy file imports numpy, torch and the like inside `load`, so that listing data sets is quick.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from echelon.config.registry import Registry, Strategy
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSpec:
+    """What one sample looks like, without the batch dimension; enough to build a model for it.
+
+    Task "classify": one target per sample. Task "next-token": one target per position, and `classes`
+    is the size of the vocabulary.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Literal["float32", "int64"]
+    classes: int
+    task: Literal["classify", "next-token"]
+
+    def __str__(self) -> str:
+        size = " x ".join(str(n) for n in self.shape)
+        return f"{size} {self.dtype}, {self.classes} classes, {self.task}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splits:
+    """A loaded data set. Loaders take `collate` as their `collate_fn`; None is torch's own."""
+
+    train: Dataset[Any]
+    test: Dataset[Any]
+    spec: SampleSpec
+    collate: Callable[[Any], Any] | None = None
+
+
+class Data(Strategy):
+    """A data set: options are its fields, `load` reads or makes it."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def load(self) -> Splits:
+        """Both splits as map-style torch data sets. Raises DataError if files are absent or damaged."""
+
+
+# mypy cannot take an abstract class as a value; the registry never instantiates the contract.
+DATASETS: Registry[Data] = Registry("data", Data, "echelon.zoo.datasets")  # type: ignore[type-abstract]

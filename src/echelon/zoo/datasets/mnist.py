@@ -1,0 +1,24 @@
+"""MNIST: LeCun, Cortes and Burges, "The MNIST database of handwritten digits", 1998."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from echelon.zoo.dataset import Data, Splits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mnist(Data):
+    """MNIST: 70,000 handwritten digits of 28 x 28 grey pixels, four IDX files in mnist/.
+
+    60,000 to train on and 10,000 to test with; the files may be gzipped or plain.
+    """
+
+    name: ClassVar[str] = "mnist"
+
+    def load(self) -> Splits:
+        """Normalised 1 x 28 x 28 images."""
+        from echelon.zoo.idx import load_idx_splits
+
+        return load_idx_splits(self.name, mean=0.1307, deviation=0.3081)

@@ -1,0 +1,1 @@
+"""One file per model. A file is found by being here; see `echelon.zoo.model` for the contract."""

@@ -1,0 +1,47 @@
+"""Emulated clusters for tests: built under a prefix of the test's own, so that no other lab is touched."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from echelon.cluster.lab import needs
+from echelon.cluster.lab.lab import Lab
+from echelon.cluster.lab.remove import lab_ids, remove_all
+from echelon.cluster.lab.spec import parse_lab
+
+BuildLab = Callable[[str], Lab]
+
+
+@pytest.fixture(scope="session")
+def _machine_can_emulate() -> None:
+    lacking = needs.missing()
+    if lacking:
+        pytest.skip(f"the lab needs {', '.join(lacking)}")
+
+
+@pytest.fixture
+def lab_prefix(_machine_can_emulate: None) -> Iterator[str]:
+    """What all names of this test's labs begin with; afterwards there is nothing of that name."""
+    prefix = f"echl{secrets.token_hex(3)}"
+    yield prefix
+    remove_all(prefix)
+    assert lab_ids(prefix) == []
+
+
+@pytest.fixture
+def build_lab(lab_prefix: str) -> BuildLab:
+    """Builds the lab that a TOML text describes."""
+
+    def build(text: str) -> Lab:
+        spec = parse_lab(text, file="test.toml", name="test")
+        return Lab.up(spec, f"test-{secrets.token_hex(8)}", prefix=lab_prefix)
+
+    return build
+
+
+@pytest.fixture
+def can_emulate(_machine_can_emulate: None) -> None:
+    """For tests that build their labs themselves, such as through the command line."""

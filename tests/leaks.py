@@ -1,0 +1,197 @@
+"""What did a test leave behind: threads, processes, shared memory, namespaces, environment, folder?
+
+A snapshot is taken before and compared after; both cost a fraction of a millisecond. Only when something
+is new is it looked at closely: given up to a second to go away, and, where the whole machine shares it
+(/dev/shm, namespaces), left out if it is another program's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Set
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import psutil
+
+from warm import new_threads
+
+_GRACE_S = 1.0
+_SHARED_MEMORY = Path("/dev/shm")
+_NAMESPACES = Path("/run/netns")
+_NAMESPACE_PREFIX = "echl"
+
+# Set by pytest, and by scikit-learn and torch when parts of them are first imported.
+_OTHERS_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "PYTEST_VERSION",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is there now."""
+
+    threads: frozenset[threading.Thread]
+    processes: frozenset[int]
+    segments: frozenset[str]
+    namespaces: frozenset[str]
+    environment: dict[str, str]
+    folder: str
+
+    @classmethod
+    def take(cls, exempt: Set[int] = frozenset()) -> Snapshot:
+        """Look around; `exempt` are processes that may be there, with all that they start."""
+        return cls(
+            threads=frozenset(threading.enumerate()),
+            processes=frozenset(_descendants(exempt)),
+            segments=frozenset(_names(_SHARED_MEMORY)),
+            namespaces=frozenset(n for n in _names(_NAMESPACES) if n.startswith(_NAMESPACE_PREFIX)),
+            environment={k: v for k, v in os.environ.items() if k not in _OTHERS_VARIABLES},
+            folder=_folder(),
+        )
+
+
+def left_behind(before: Snapshot, exempt: Set[int] = frozenset()) -> list[str]:
+    """What is there that was not there before, in words.
+
+    The environment and the folder are put back, and processes ended, so that the next test begins well.
+    """
+    found = _changes(before)
+    deadline = time.monotonic() + _GRACE_S
+    while True:
+        now = Snapshot.take(exempt)
+        things = _things(before, now)
+        if not things or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    for pid in now.processes - before.processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return found + [text for kind, name, text in things if not _is_anothers(kind, name)]
+
+
+def _changes(before: Snapshot) -> list[str]:
+    """Environment and folder: no grace, and put back."""
+    found = []
+    now = {k: v for k, v in os.environ.items() if k not in _OTHERS_VARIABLES}
+    if now != before.environment:
+        names = sorted(name for name, _ in now.items() ^ before.environment.items())
+        found.append(f"changed environment: {', '.join(dict.fromkeys(names))}")
+        for name in names:
+            os.environ.pop(name, None)
+            if name in before.environment:
+                os.environ[name] = before.environment[name]
+    if _folder() != before.folder:
+        found.append(f"changed current folder: {_folder()}")
+        os.chdir(before.folder)
+    return found
+
+
+def _things(before: Snapshot, now: Snapshot) -> list[tuple[str, str, str]]:
+    """Kind, name and description of each new thing."""
+    threads = [thread for thread in new_threads(set(before.threads)) if thread in now.threads]
+    processes = sorted(now.processes - before.processes)
+    return [
+        *(("thread", t.name, f"thread {t.name}{' (daemon)' if t.daemon else ''}") for t in threads),
+        *(("process", str(pid), f"process {pid}: {_command(pid)}") for pid in processes),
+        *(("segment", n, f"shared memory {n}") for n in sorted(now.segments - before.segments)),
+        *(("namespace", n, f"network namespace {n}") for n in sorted(now.namespaces - before.namespaces)),
+    ]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - iterdir would build a path for each
+    except FileNotFoundError:
+        return []
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109 - as text, this is done twice for each test
+    except FileNotFoundError:
+        return "(removed)"
+
+
+def _descendants(exempt: Set[int]) -> set[int]:
+    """Running child processes, and theirs, except Python's own bookkeeper of shared memory."""
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    found: set[int] = set()
+    todo = [os.getpid()]
+    while todo:
+        for pid in _children(todo.pop()):
+            if pid != tracker and pid not in exempt and pid not in found and not _has_ended(pid):
+                found.add(pid)
+                todo.append(pid)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    """The kernel lists each thread's children: much cheaper than looking at all processes there are."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+            text = Path(f"/proc/{pid}/task/{task}/children").read_text()
+            found += [int(child) for child in text.split()]
+    return found
+
+
+def _has_ended(pid: int) -> bool:
+    """A zombie holds nothing; it only waits to be asked for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+    except (FileNotFoundError, ProcessLookupError):
+        return "ended meanwhile"
+
+
+# Whose is it? Shared memory and namespaces belong to the machine, and so may be another program's.
+
+
+def _is_anothers(kind: str, name: str) -> bool:
+    if kind not in ("segment", "namespace"):
+        return False
+    ours = {os.getpid(), *_descendants(frozenset())}
+    others = [p.pid for p in psutil.process_iter() if p.pid not in ours]
+    uses = _maps_segment if kind == "segment" else _lives_in
+    if any(uses(pid, name) for pid in ours):
+        return False
+    # With a second test session on the machine nobody can say whose an unused one is.
+    return any(uses(pid, name) for pid in others) or _another_session(others)
+
+
+def _maps_segment(pid: int, name: str) -> bool:
+    path = f"{_SHARED_MEMORY}/{name}"
+    with contextlib.suppress(OSError):
+        if path in Path(f"/proc/{pid}/maps").read_text():
+            return True
+        handles = Path(f"/proc/{pid}/fd").iterdir()
+        return any(str(handle.readlink()) == path for handle in handles)
+    return False
+
+
+def _lives_in(pid: int, name: str) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/ns/net").stat().st_ino == (_NAMESPACES / name).stat().st_ino
+    return False
+
+
+def _another_session(others: list[int]) -> bool:
+    above = {parent.pid for parent in psutil.Process().parents()}
+    return any("pytest" in _command(pid) for pid in others if pid not in above)

@@ -1,0 +1,157 @@
+"""A test that leaves something behind fails and says what; one that does not, passes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from leaks import Snapshot, left_behind
+
+TESTS = Path(__file__).parents[1]
+
+LEAKING = """
+import os, subprocess, threading, time
+from pathlib import Path
+
+def test_thread():
+    threading.Thread(target=time.sleep, args=(1.5,), name="straggler").start()
+
+def test_daemon():
+    threading.Thread(target=threading.Event().wait, daemon=True, name="lurker").start()
+
+def test_thread_that_ends_soon():
+    threading.Thread(target=time.sleep, args=(0.05,)).start()
+
+def test_process():
+    global child
+    child = subprocess.Popen(["sleep", "90"])
+
+def test_process_was_ended():
+    assert child.wait(5) == -9
+
+def test_new_variable():
+    os.environ["LEFT"] = "1"
+
+def test_changed_variable():
+    os.environ["KEPT"] = "2"
+
+def test_variables_were_put_back():
+    assert "LEFT" not in os.environ
+    assert os.environ["KEPT"] == "1"
+
+def test_folder(tmp_path):
+    os.chdir(tmp_path)
+
+def test_folder_was_put_back():
+    assert Path("test_inner.py").exists()
+
+def test_patched(monkeypatch, tmp_path):
+    monkeypatch.setenv("LEFT", "1")
+    monkeypatch.chdir(tmp_path)
+
+def test_last():
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def inner(tmp_path_factory):
+    """What pytest said of each leaking test."""
+    folder = tmp_path_factory.mktemp("inner")
+    (folder / "test_inner.py").write_text(LEAKING)
+    (folder / "pytest.ini").touch()
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "conftest",
+            "-p",
+            "no:cacheprovider",
+            "-rA",
+            "-c",
+            "pytest.ini",
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(TESTS), "KEPT": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        ("test_thread", "thread straggler"),
+        ("test_daemon", "thread lurker (daemon)"),
+        ("test_process", "sleep 90"),
+        ("test_new_variable", "changed environment: LEFT"),
+        ("test_changed_variable", "changed environment: KEPT"),
+        ("test_folder", "changed current folder"),
+    ],
+)
+def test_a_leak_is_an_error_that_names_it(inner, test, said):
+    assert f"ERROR test_inner.py::{test} " in inner, inner
+    assert said in inner.partition(f"ERROR at teardown of {test} ")[2].partition("ERROR at")[0]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_thread_that_ends_soon",
+        "test_process_was_ended",
+        "test_variables_were_put_back",
+        "test_folder_was_put_back",
+        "test_patched",
+    ],
+)
+def test_what_is_put_back_in_time_is_no_leak(inner, test):
+    assert f"PASSED test_inner.py::{test}\n" in inner
+    assert f"ERROR test_inner.py::{test} " not in inner
+
+
+def test_the_end_of_the_session_is_checked_too(inner):
+    assert "ERROR test_inner.py::test_last - Failed: the test session left behind:" in inner
+
+
+def test_segments_and_namespaces_that_nobody_else_has_are_leaks(monkeypatch, tmp_path):
+    """With other test sessions on the machine nobody can tell, so here there are none."""
+    monkeypatch.setattr("leaks._SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr("leaks._NAMESPACES", tmp_path / "netns")
+    monkeypatch.setattr("leaks._GRACE_S", 0.0)
+    monkeypatch.setattr("leaks._another_session", lambda others: False)
+    before = Snapshot.take()
+    for folder, name in (("shm", "segment"), ("netns", "echl-node"), ("netns", "of-someone")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).touch()
+    assert left_behind(before) == ["shared memory segment", "network namespace echl-node"]
+
+
+def test_a_segment_that_another_program_uses_is_not_ours(monkeypatch, tmp_path):
+    monkeypatch.setattr("leaks._SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("leaks._GRACE_S", 0.0)
+    monkeypatch.setattr("leaks._another_session", lambda others: False)
+    before = Snapshot.take()
+    segment = tmp_path / "segment"
+    with segment.open("w") as ours:
+        assert left_behind(before) == ["shared memory segment"]
+        # As if the process that has it open had nothing to do with this one.
+        monkeypatch.setattr("leaks._descendants", lambda exempt: set())
+        monkeypatch.setattr("leaks.os.getpid", lambda: 1)
+        assert left_behind(before) == []
+        assert not ours.closed
+
+
+def test_a_process_that_may_be_there_is_no_leak():
+    before = Snapshot.take()
+    with subprocess.Popen(["sleep", "90"]) as child:
+        assert left_behind(before, {child.pid}) == []
+        assert child.poll() is None
+        child.kill()
