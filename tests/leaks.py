@@ -19,8 +19,6 @@ from pathlib import Path
 
 import psutil
 
-from warm import new_threads
-
 _GRACE_S = 1.0
 _SHARED_MEMORY = Path("/dev/shm")
 _NAMESPACES = Path("/run/netns")
@@ -53,7 +51,7 @@ class Snapshot:
         """Look around; `exempt` are processes that may be there, with all that they start."""
         return cls(
             threads=frozenset(threading.enumerate()),
-            processes=frozenset(_descendants(exempt)),
+            processes=frozenset(descendants(exempt)),
             segments=frozenset(_names(_SHARED_MEMORY)),
             namespaces=frozenset(n for n in _names(_NAMESPACES) if n.startswith(_NAMESPACE_PREFIX)),
             environment={k: v for k, v in os.environ.items() if k not in _OTHERS_VARIABLES},
@@ -70,14 +68,14 @@ def left_behind(before: Snapshot, exempt: Set[int] = frozenset()) -> list[str]:
     deadline = time.monotonic() + _GRACE_S
     while True:
         now = Snapshot.take(exempt)
-        things = _things(before, now)
+        things = [text for kind, name, text in _things(before, now) if not _is_anothers(kind, name)]
         if not things or time.monotonic() > deadline:
             break
         time.sleep(0.01)
     for pid in now.processes - before.processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return found + [text for kind, name, text in things if not _is_anothers(kind, name)]
+    return found + things
 
 
 def _changes(before: Snapshot) -> list[str]:
@@ -109,6 +107,15 @@ def _things(before: Snapshot, now: Snapshot) -> list[tuple[str, str, str]]:
     ]
 
 
+def new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Python's own threads that were not there before; those that torch runs natively do not count."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and not isinstance(thread, threading._DummyThread)
+    ]
+
+
 def _names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)  # noqa: PTH208 - iterdir would build a path for each
@@ -123,7 +130,7 @@ def _folder() -> str:
         return "(removed)"
 
 
-def _descendants(exempt: Set[int]) -> set[int]:
+def descendants(exempt: Set[int] = frozenset()) -> set[int]:
     """Running child processes, and theirs, except Python's own bookkeeper of shared memory."""
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
     found: set[int] = set()
@@ -167,7 +174,7 @@ def _command(pid: int) -> str:
 def _is_anothers(kind: str, name: str) -> bool:
     if kind not in ("segment", "namespace"):
         return False
-    ours = {os.getpid(), *_descendants(frozenset())}
+    ours = {os.getpid(), *descendants()}
     others = [p.pid for p in psutil.process_iter() if p.pid not in ours]
     uses = _maps_segment if kind == "segment" else _lives_in
     if any(uses(pid, name) for pid in ours):

@@ -34,12 +34,13 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Mapping
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from leaks import descendants, new_threads
 
 _START_S = 90.0
 _CLEAN_S = 10.0
@@ -344,6 +345,7 @@ def _serve(handle: int, parent: int) -> None:
 
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
+    gc.freeze()  # what is there by now need not be searched after each call
     pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError, ConnectionResetError):  # the test session has ended
         while True:
@@ -449,7 +451,7 @@ class _Before:
             if handler is not None and signal.getsignal(number) != handler:
                 signal.signal(number, handler)
         gc.collect()
-        return self._threads_end() and not _children()
+        return self._threads_end() and not descendants()
 
     def _threads_end(self) -> bool:
         for _ in range(100):
@@ -457,25 +459,6 @@ class _Before:
                 return True
             time.sleep(0.01)
         return False
-
-
-def new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
-    """Python's own threads that were not there before; those that torch runs natively do not count."""
-    return [
-        thread
-        for thread in threading.enumerate()
-        if thread not in before and not isinstance(thread, threading._DummyThread)
-    ]
-
-
-def _children() -> list[psutil.Process]:
-    """Child processes that are still running, except Python's own bookkeeper of shared memory."""
-    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-    return [
-        child
-        for child in psutil.Process().children()
-        if child.pid != tracker and child.status() != psutil.STATUS_ZOMBIE
-    ]
 
 
 if __name__ == "__main__":

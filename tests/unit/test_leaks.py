@@ -143,7 +143,7 @@ def test_a_segment_that_another_program_uses_is_not_ours(monkeypatch, tmp_path):
     with segment.open("w") as ours:
         assert left_behind(before) == ["shared memory segment"]
         # As if the process that has it open had nothing to do with this one.
-        monkeypatch.setattr("leaks._descendants", lambda exempt: set())
+        monkeypatch.setattr("leaks.descendants", lambda exempt=(): set())
         monkeypatch.setattr("leaks.os.getpid", lambda: 1)
         assert left_behind(before) == []
         assert not ours.closed

@@ -57,5 +57,11 @@ def main() -> None:
             f"{type(error).__name__}: {error}", markup=False
         )
         sys.exit(2)
+    except OSError as error:
+        named = f" ({error.filename})" if error.filename else ""
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"{type(error).__name__}: {error.strerror or error}{named}", markup=False
+        )
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -158,13 +158,14 @@ class Reducer:
 
     def _leave(self, bucket: _Bucket) -> None:
         self._next += 1
+        if self._next == len(self._buckets):
+            self._observer.arrived()
         bucket.fill(self._weight())
         bucket.pending = self._group.all_reduce(bucket.buffer)
 
     def _finish(self) -> None:
         """Backward is over: send what is left, wait for all, put the results in place."""
         try:
-            self._observer.arrived()
             while self._next < len(self._buckets):
                 self._leave(self._buckets[self._next])
             sent_bytes = 0

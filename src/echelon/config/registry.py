@@ -221,7 +221,11 @@ def build_options(kind: type[T], given: Mapping[str, Any], *, where: str) -> T:
     missing = [name for name in missing if name not in values]
     if missing:
         raise ConfigError(f"{missing[0]!r} is missing", where=where, fix=f"add {missing[0]}=...")
-    return kind(**values)
+    try:
+        return kind(**values)
+    except ConfigError as error:  # the strategy knows what is wrong, the caller knows where
+        error.where = f"{where}: {error.where}" if error.where and error.where != where else where
+        raise
 
 
 def convert(value: Any, hint: Any, *, where: str) -> Any:

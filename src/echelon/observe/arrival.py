@@ -13,8 +13,10 @@ game whose cost is the latest arrival.) What the last one alone could have saved
 kept beside it.
 
 Arrivals are times on different machines' clocks. No worker can have a round's result before all have
-arrived; a round in which that seems to have happened is judged by its waiting times instead, as if
-the result had reached all workers at one moment. Drawings are put right by `same_clock` likewise.
+arrived. Where that seems to have happened in most rounds, the clocks disagree; then waiting times
+decide, as if each round's result had reached all workers at one moment, and drawings are put right
+by `same_clock`. (A round or two like that means little: a worker may be interrupted between handing
+over its last gradient and noting the time.)
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from echelon.observe.events import StepEnded
+
+Basis: TypeAlias = Literal["arrival", "wait"]
 
 _CLOCK_TOLERANCE_S = 1e-3
 
@@ -40,14 +45,13 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What one round showed: seconds by rank, and whether the clocks contradicted each other."""
+    """What one round showed; seconds are by rank."""
 
     last: int
     spread_s: float
     alone_s: float
     charged_s: Mapping[int, float]
     waited_s: Mapping[int, float]
-    realigned: bool
 
 
 def charge(arrivals: Mapping[int, float]) -> dict[int, float]:
@@ -63,11 +67,11 @@ def charge(arrivals: Mapping[int, float]) -> dict[int, float]:
     return charges
 
 
-def judge(round_: Round) -> Judgement:
+def judge(round_: Round, by: Basis = "arrival") -> Judgement:
     """Who was last in this round, who answers for what, who waited how long for late workers."""
-    arrivals = {rank: step.arrival for rank, step in round_.workers.items()}
-    realigned = _contradicts(round_)
-    if realigned:
+    if by == "arrival":
+        arrivals = {rank: step.arrival for rank, step in round_.workers.items()}
+    else:
         arrivals = {rank: -step.wait_s for rank, step in round_.workers.items()}
     ordered = sorted(arrivals, key=lambda rank: (arrivals[rank], rank))
     last = ordered[-1]
@@ -81,27 +85,23 @@ def judge(round_: Round) -> Judgement:
             rank: min(max(0.0, step.wait_s), arrivals[last] - arrivals[rank])
             for rank, step in round_.workers.items()
         },
-        realigned=realigned,
     )
 
 
-def _contradicts(round_: Round) -> bool:
+def contradicts(round_: Round) -> bool:
+    """Whether someone seems to have arrived after another already had the result."""
     first_result = min(step.arrival + step.wait_s for step in round_.workers.values())
     last_arrival = max(step.arrival for step in round_.workers.values())
     return last_arrival > first_result + _CLOCK_TOLERANCE_S
 
 
 def clock_offsets(rounds: Sequence[Round]) -> dict[int, float]:
-    """How far each worker's clock is ahead of the lowest rank's; empty if the clocks seem to agree.
+    """How far each worker's clock is ahead of the lowest rank's, if its rounds' results came at once.
 
-    They seem not to when most rounds contradict; then the result of a round is taken to have reached
-    all workers at one moment, and the middle of many rounds counts.
+    The median of many rounds, so that a late result here and there does not matter.
     """
-    shared = [round_ for round_ in rounds if len(round_.workers) > 1]
-    if 2 * sum(map(_contradicts, shared)) <= len(shared):
-        return {}
     ahead_s: dict[int, list[float]] = {}
-    for round_ in shared:
+    for round_ in rounds:
         reference = round_.workers[min(round_.workers)]
         for rank, step in round_.workers.items():
             result = step.arrival + step.wait_s
@@ -117,6 +117,14 @@ def same_clock(step: StepEnded, offsets: Mapping[int, float]) -> StepEnded:
     return msgspec.structs.replace(
         step, t=step.t - ahead_s, start=step.start - ahead_s, arrival=step.arrival - ahead_s
     )
+
+
+def basis(contradictions: int, rounds: int, hosts: int) -> Basis:
+    """What to judge by: arrival, unless most rounds contradict and there is more than one clock.
+
+    `hosts` is how many machines took part; 0 if nobody said.
+    """
+    return "wait" if hosts != 1 and 2 * contradictions > rounds else "arrival"
 
 
 class Gathering:

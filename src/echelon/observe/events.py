@@ -187,7 +187,7 @@ def _decode_with_nan(line: bytes) -> AnyEvent | None:
             elif field.type == dict[str, float]:
                 raw[field.encode_name] = {k: math.nan if v is None else v for k, v in value.items()}
         return msgspec.convert(raw, kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

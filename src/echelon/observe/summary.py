@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from echelon.observe.arrival import Gathering, Judgement, judge
+from echelon.observe.arrival import Basis, Gathering, Judgement, Round, basis, contradicts, judge
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -68,7 +68,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     busiest worker made, `epochs` how many ended. `train_loss` is the mean over samples of the last
     tenth of the steps, at least ten of them. Test figures are those of the last evaluation.
     `rounds` is the number of steps that all of several workers reported, the only ones judged by
-    arrival; `spread_s` sums their spreads. In `realigned_rounds` of them clocks contradicted each other.
+    arrival; `spread_s` sums their spreads. `judged_by` is "wait" where the workers' clocks disagree.
     `outcome` is completed, failed, interrupted, or unfinished as long as nobody wrote the end.
     """
 
@@ -82,7 +82,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     test_loss: float | None
     accuracy: float | None
     rounds: int
-    realigned_rounds: int
+    judged_by: Basis
     spread_s: float
     outcome: str
     failure: str
@@ -121,7 +121,6 @@ class _Lateness:
 
     def __init__(self) -> None:
         self.rounds = 0
-        self.realigned = 0
         self.spread_s = 0.0
         self.times_last: dict[int, int] = {}
         self.held_up_s: dict[int, float] = {}
@@ -130,7 +129,6 @@ class _Lateness:
 
     def add(self, judged: Judgement) -> None:
         self.rounds += 1
-        self.realigned += judged.realigned
         self.spread_s += judged.spread_s
         self.times_last[judged.last] = self.times_last.get(judged.last, 0) + 1
         self.alone_s[judged.last] = self.alone_s.get(judged.last, 0.0) + judged.alone_s
@@ -141,9 +139,28 @@ class _Lateness:
 
     def copy(self) -> _Lateness:
         other = _Lateness()
-        other.rounds, other.realigned, other.spread_s = self.rounds, self.realigned, self.spread_s
+        other.rounds, other.spread_s = self.rounds, self.spread_s
         other.times_last, other.held_up_s = dict(self.times_last), dict(self.held_up_s)
         other.alone_s, other.late_s = dict(self.alone_s), dict(self.late_s)
+        return other
+
+
+class _Rounds:
+    """What the rounds showed, judged both ways: which one counts is known only at the end."""
+
+    def __init__(self) -> None:
+        self.contradictions = 0
+        self.sums: dict[Basis, _Lateness] = {"arrival": _Lateness(), "wait": _Lateness()}
+
+    def add(self, round_: Round) -> None:
+        self.contradictions += contradicts(round_)
+        for by, sums in self.sums.items():
+            sums.add(judge(round_, by))
+
+    def copy(self) -> _Rounds:
+        other = _Rounds()
+        other.contradictions = self.contradictions
+        other.sums = {by: sums.copy() for by, sums in self.sums.items()}
         return other
 
 
@@ -187,7 +204,8 @@ class Tally:
         self._workers: dict[int, _Worker] = {}
         self._declared: int | None = None
         self._gathering = Gathering(limit)
-        self._lateness = _Lateness()
+        self._rounds = _Rounds()
+        self._hosts: set[str] = set()
         self._loss = _RecentLoss()
         self._epochs: set[int] = set()
         self._first_start = math.inf
@@ -203,6 +221,7 @@ class Tally:
                 self._step(event)
             case WorkerJoined():
                 self._worker(event.rank).node = event.node
+                self._hosts.add(event.host)
             case RunStarted():
                 self._declared = event.world_size
             case EpochEnded():
@@ -229,17 +248,19 @@ class Tally:
         self._last_end = max(self._last_end, end_of(event))
         complete = self._gathering.add(event, self._declared)
         if complete is not None and len(complete.workers) > 1:
-            self._lateness.add(judge(complete))
+            self._rounds.add(complete)
 
     def summary(self) -> Summary:
         """The figures of the events so far."""
         world_size = self._declared if self._declared is not None else len(self._workers)
-        lateness = self._lateness
+        rounds = self._rounds
         late_rounds = [r for r in self._gathering.rest() if len(r.workers) >= max(2, world_size)]
         if late_rounds:  # complete, but the world's size was not known when their last step came
-            lateness = lateness.copy()
+            rounds = rounds.copy()
             for round_ in late_rounds:
-                lateness.add(judge(round_))
+                rounds.add(round_)
+        by = basis(rounds.contradictions, rounds.sums["arrival"].rounds, len(self._hosts))
+        lateness = rounds.sums[by]
         samples = sum(worker.samples for worker in self._workers.values())
         seconds = max(0.0, self._last_end - self._first_start) if samples else 0.0
         return Summary(
@@ -253,7 +274,7 @@ class Tally:
             test_loss=_finite(self._evaluated.loss) if self._evaluated else None,
             accuracy=_finite(self._evaluated.accuracy) if self._evaluated else None,
             rounds=lateness.rounds,
-            realigned_rounds=lateness.realigned,
+            judged_by=by,
             spread_s=lateness.spread_s,
             outcome=self._outcome(),
             failure=self._failure(),

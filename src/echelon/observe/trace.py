@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from echelon.errors import ConfigError
-from echelon.observe.arrival import Gathering, Round, clock_offsets, same_clock
+from echelon.observe.arrival import Gathering, Round, basis, clock_offsets, contradicts, same_clock
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -49,7 +49,7 @@ _INSTANTS_TID = 9
 def chrome_trace(events: Iterable[AnyEvent]) -> dict[str, Any]:
     """The trace of these events; without events, an empty one."""
     kept = list(events)
-    offsets = clock_offsets(_rounds(event for event in kept if isinstance(event, StepEnded)))
+    offsets = _offsets(kept)
     if offsets:
         kept = [same_clock(event, offsets) if isinstance(event, StepEnded) else event for event in kept]
     start = min((_begin(event) for event in kept), default=0.0)
@@ -97,6 +97,14 @@ def _rounds(steps: Iterable[StepEnded]) -> list[Round]:
     for step in steps:
         gathering.add(step, None)
     return gathering.rest()
+
+
+def _offsets(events: list[AnyEvent]) -> dict[int, float]:
+    hosts = {event.host for event in events if isinstance(event, WorkerJoined)}
+    rounds = _rounds(event for event in events if isinstance(event, StepEnded))
+    shared = [round_ for round_ in rounds if len(round_.workers) > 1]
+    by = basis(sum(map(contradicts, shared)), len(shared), len(hosts))
+    return clock_offsets(shared) if by == "wait" else {}
 
 
 def _about(events: list[AnyEvent], offsets: dict[int, float]) -> dict[str, Any]:

@@ -81,12 +81,9 @@ def _advice(worst: WorkerSummary, summary: Summary) -> str:
 
 
 def _clock_note(summary: Summary) -> str:
-    if not summary.realigned_rounds:
+    if summary.judged_by == "arrival":
         return ""
-    return (
-        f" In {_percent(summary.realigned_rounds, summary.rounds)} of rounds the workers' clocks "
-        "contradicted each other; these were judged by waiting time."
-    )
+    return " The workers' clocks disagree, so this is judged by how long each waited."
 
 
 def _cost(seconds: float, summary: Summary) -> str:

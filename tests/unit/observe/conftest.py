@@ -56,18 +56,18 @@ def imagine(plan: Plan | None = None) -> list[AnyEvent]:
     events: list[AnyEvent] = [
         RunStarted(t=BEGIN, rank=LAUNCHER, run="demo", command=["echelon", "train"], world_size=world)
     ]
-    for rank in range(world):
-        events.append(
-            WorkerJoined(
-                t=BEGIN + 0.5 + skew[rank],
-                rank=rank,
-                node=plan.nodes[rank],
-                host="here",
-                pid=100 + rank,
-                threads=1,
-                device="cpu",
-            )
+    events += [
+        WorkerJoined(
+            t=BEGIN + 0.5 + skew[rank],
+            rank=rank,
+            node=plan.nodes[rank],
+            host=f"host-{rank}" if plan.skew_s else "here",
+            pid=100 + rank,
+            threads=1,
+            device="cpu",
         )
+        for rank in range(world)
+    ]
     now = [BEGIN + 1.0] * world
     for step in range(plan.epochs * plan.steps_per_epoch):
         epoch = step // plan.steps_per_epoch
@@ -110,42 +110,40 @@ def imagine(plan: Plan | None = None) -> list[AnyEvent]:
             break
         if plan.faults and step == plan.epochs * plan.steps_per_epoch // 2:
             events.append(
-                FaultInjected(t=now[0], rank=LAUNCHER, action="slow", target="node-b", detail="to 50 %")
+                FaultInjected(
+                    t=now[0],
+                    rank=LAUNCHER,
+                    action="slow",
+                    target="node-b",
+                    detail="slowed node-b down to 0.5 cores",
+                )
             )
         if (step + 1) % plan.steps_per_epoch == 0:
             for rank in range(world):
-                events.append(EpochEnded(t=now[rank] + skew[rank], rank=rank, epoch=epoch, step=step))
+                events.append(EpochEnded(t=now[rank] + skew[rank], rank=rank, epoch=epoch, step=step + 1))
                 now[rank] += 0.05
             if plan.evaluate:
-                accuracy = 1 - 0.6 * 0.5 ** (epoch + 1)
-                events.append(
-                    Evaluated(
-                        t=now[0], rank=0, epoch=epoch, step=step, loss=1.9 * 0.4**epoch, accuracy=accuracy,
-                        samples=360,
-                    )
-                )  # fmt: skip
-                events.append(
-                    CheckpointSaved(
-                        t=now[0] + 0.01,
-                        rank=0,
-                        path=f"ck/{step}",
-                        step=step,
-                        seconds=0.01,
-                        size_bytes=250_000,
-                    )
-                )
+                events += _checked(now[0], epoch, step + 1)
     over = max(now) + 0.1
     if plan.dies is not None:
-        rank = plan.dies[0]
-        events.append(
-            WorkerFailed(
-                t=over, rank=LAUNCHER, failed=rank, node=plan.nodes[rank], cause="killed by signal 9"
-            )
-        )
+        dead_rank = plan.dies[0]
+        cause, node = "killed by signal 9", plan.nodes[dead_rank]
+        events.append(WorkerFailed(t=over, rank=LAUNCHER, failed=dead_rank, node=node, cause=cause))
     events.append(Noted(t=BEGIN + 0.6, rank=0, text="no latency shaping in this kernel"))
     outcome = "failed" if plan.dies is not None else "completed"
     events.append(RunEnded(t=over + 0.1, rank=LAUNCHER, outcome=outcome))
     return sorted(events, key=lambda event: event.t)
+
+
+def _checked(now: float, epoch: int, step: int) -> list[AnyEvent]:
+    accuracy = 1 - 0.6 * 0.5 ** (epoch + 1)
+    loss = 1.9 * 0.4**epoch
+    return [
+        Evaluated(t=now, rank=0, epoch=epoch, step=step, loss=loss, accuracy=accuracy, samples=360),
+        CheckpointSaved(
+            t=now + 0.01, rank=0, path=f"ck/{step}", step=step, seconds=0.01, size_bytes=250_000
+        ),
+    ]
 
 
 def write_events(folder: RunFolder, events: Sequence[AnyEvent], *, torn: bool = False) -> None:

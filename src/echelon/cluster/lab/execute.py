@@ -56,12 +56,13 @@ def run_job(lab: Lab, job: Job, on_line: OnLine) -> Outcome:
     `on_line(node, stream, line)` is called for every line, from several threads but one at a time;
     stream is "stdout" or "stderr".
     """
+    places = list(placements(lab, job))
     with _groups(lab, job) as groups, _signals() as received:
         lines = threading.Lock()
         running: dict[str, subprocess.Popen[str]] = {}
         readers: list[threading.Thread] = []
         try:
-            for seat, words, env in placements(lab, job):
+            for seat, words, env in places:
                 prefix = lab.prefix_of(seat.node, groups[seat.node])
                 running[seat.node] = process = _start([*prefix, *words], env, piped=True)
                 for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
@@ -79,8 +80,8 @@ def run_job(lab: Lab, job: Job, on_line: OnLine) -> Outcome:
 
 def run_attached(lab: Lab, job: Job) -> Outcome:
     """Run it on its one node with this process's own input and output, as in a terminal there."""
+    ((seat, words, env),) = placements(lab, job)
     with _groups(lab, job) as groups, _signals() as received:
-        ((seat, words, env),) = placements(lab, job)
         process = _start([*lab.prefix_of(seat.node, groups[seat.node]), *words], env, piped=False)
         try:
             with _foreground(process.pid):
@@ -92,8 +93,7 @@ def run_attached(lab: Lab, job: Job) -> Outcome:
 
 def placements(lab: Lab, job: Job) -> Iterator[tuple[Seat, list[str], dict[str, str]]]:
     """For each node of a job: its seat, the command's words for it, and its environment."""
-    seats = {seat.node: seat for seat in lab.seats}
-    chosen = [seats[lab.spec.nodes[lab.spec.index_of(node)].name] for node in job.nodes]
+    chosen = [lab.seats[lab.spec.index_of(node)] for node in job.nodes]
     for rank, seat in enumerate(chosen):
         own = {
             "RANK": str(rank),

@@ -225,12 +225,12 @@ def close_up(steps: Sequence[StepEnded], summary: Summary) -> str:
     """A few steps, worker by worker: where everyone was when the last one arrived."""
     if not steps:
         return ""
-    offsets = clock_offsets(_rounds(steps))
+    offsets = clock_offsets(_rounds(steps)) if summary.judged_by == "wait" else {}
     steps = [same_clock(step, offsets) for step in steps]
     begin = min(step.start for step in steps)
     end = max(end_of(step) for step in steps)
     last_arrivals = {
-        round_.step: round_.workers[judge(round_).last].arrival
+        round_.step: round_.workers[judge(round_, summary.judged_by).last].arrival
         for round_ in _rounds(steps)
         if len(round_.workers) > 1
     }

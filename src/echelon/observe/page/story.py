@@ -38,8 +38,8 @@ class RoundPoint:
     end_s: float
     samples: int
     loss: float | None
-    spread_s: float | None
-    last: int | None
+    spread_s: float | None = None
+    last: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ class _Teller:
         self.world_size: int | None = None
         self.began = math.inf
         self.started: RunStarted | None = None
-        self.rounds: list[RoundPoint] = []
+        self.rounds: list[tuple[RoundPoint, RoundPoint]] = []  # judged by arrival, and by waiting
         self.evaluations: dict[tuple[int, int], Evaluated] = {}
         self.told: dict[tuple[str, str, float], Happening] = {}
         self.saved: list[CheckpointSaved] = []
@@ -96,7 +96,7 @@ class _Teller:
             case StepEnded():
                 complete = self.gathering.add(event, self.world_size)
                 if complete is not None:
-                    self.rounds.append(_point(complete, judged=len(complete.workers) > 1))
+                    self._round(complete, judged=len(complete.workers) > 1)
             case RunStarted():
                 self.started, self.world_size = event, event.world_size
             case Evaluated():
@@ -107,6 +107,19 @@ class _Teller:
                 self.saved.append(event)
             case _:
                 self._tell(event)
+
+    def _round(self, round_: Round, *, judged: bool) -> None:
+        point = _point(round_)
+        if not judged:
+            self.rounds.append((point, point))
+            return
+        one, other = judge(round_), judge(round_, "wait")
+        self.rounds.append(
+            (
+                replace(point, spread_s=one.spread_s, last=one.last),
+                replace(point, spread_s=other.spread_s, last=other.last),
+            )
+        )
 
     def _tell(self, event: AnyEvent) -> None:
         told = _in_words(event)
@@ -136,7 +149,9 @@ class _Teller:
     def story(self) -> Story:
         summary = self.tally.summary()
         everyone = max(2, summary.world_size)
-        self.rounds += [_point(r, judged=len(r.workers) >= everyone) for r in self.gathering.rest()]
+        for round_ in self.gathering.rest():
+            self._round(round_, judged=len(round_.workers) >= everyone)
+        points = [one if summary.judged_by == "arrival" else other for one, other in self.rounds]
         began = self.began
         return Story(
             summary=summary,
@@ -144,7 +159,7 @@ class _Teller:
             run=self.started.run if self.started else "",
             command=" ".join(self.started.command) if self.started else "",
             rounds=sorted(
-                (replace(p, begin_s=p.begin_s - began, end_s=p.end_s - began) for p in self.rounds),
+                (replace(p, begin_s=p.begin_s - began, end_s=p.end_s - began) for p in points),
                 key=lambda p: (p.step, p.end_s),
             ),
             evaluations=[self.evaluations[key] for key in sorted(self.evaluations)],
@@ -167,11 +182,10 @@ def tell(events: Iterable[AnyEvent]) -> Story:
     return teller.story()
 
 
-def _point(round_: Round, *, judged: bool) -> RoundPoint:
+def _point(round_: Round) -> RoundPoint:
     steps = list(round_.workers.values())
     known = [(s.share, s.loss) for s in steps if s.loss is not None and math.isfinite(s.loss)]
     weight = sum(share for share, _ in known)
-    judgement = judge(round_) if judged else None
     return RoundPoint(
         step=round_.step,
         epoch=steps[0].epoch,
@@ -179,8 +193,6 @@ def _point(round_: Round, *, judged: bool) -> RoundPoint:
         end_s=max(end_of(step) for step in steps),
         samples=sum(step.share for step in steps),
         loss=sum(share * loss for share, loss in known) / weight if weight else None,
-        spread_s=judgement.spread_s if judgement else None,
-        last=judgement.last if judgement else None,
     )
 
 
