@@ -6,7 +6,7 @@ BIN := .venv/bin
 .PHONY: demo test check install dev clean
 
 demo: install
-	$(BIN)/echelon train --model lenet --data digits --workers 4 --epochs 3 \
+	$(BIN)/echelon train --model lenet --data digits --workers 4 --epochs 8 \
 	    --speed 1,0.5,0.5,0.25 --shares by-speed --name demo
 
 test: dev

@@ -345,7 +345,7 @@ def _serve(handle: int, parent: int) -> None:
 
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    gc.freeze()  # what is there by now need not be searched after each call
+    gc.freeze()  # what is there by now need not be searched for garbage after each call
     pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError, ConnectionResetError):  # the test session has ended
         while True:
@@ -410,6 +410,7 @@ def _import(file: str, name: str) -> types.ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    gc.freeze()
     return module
 
 
@@ -424,7 +425,8 @@ def _begin() -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
 
 
 class _Before:

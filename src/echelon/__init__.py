@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.errors import (
     CheckpointError,
     ConfigError,
+    Corrupt,
     DataError,
     EchelonError,
     JoinTimeout,
@@ -25,6 +26,7 @@ from echelon.errors import (
     ModelError,
     PeerLost,
     RoundTimeout,
+    StaleView,
     UnknownName,
     WorkerError,
 )
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "Corrupt",
     "DataError",
     "EchelonError",
     "JoinTimeout",
@@ -47,6 +50,7 @@ __all__ = [
     "PeerLost",
     "RoundTimeout",
     "Session",
+    "StaleView",
     "UnknownName",
     "WorkerError",
     "join",

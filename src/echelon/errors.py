@@ -11,7 +11,9 @@
     └── WorkerError        something happened to, or on, another worker
         ├── JoinTimeout    workers did not join in time
         ├── PeerLost       a worker is gone
-        └── RoundTimeout   a worker did not arrive at a round in time
+        ├── RoundTimeout   a worker did not arrive at a round in time
+        ├── Corrupt        what a worker sent is not what it meant to send
+        └── StaleView      a worker speaks for another membership
 
 Each error prints what is wrong, where, and what would fix it, on three lines. It survives pickling,
 so that the process that knows the reason can tell the others.
@@ -109,3 +111,11 @@ class PeerLost(WorkerError):
 
 class RoundTimeout(WorkerError):
     """Some workers did not arrive at a round before its deadline."""
+
+
+class Corrupt(WorkerError):
+    """What a worker sent is damaged, replayed, too long or no frame at all."""
+
+
+class StaleView(WorkerError):
+    """A worker speaks for another membership than ours."""

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Literal
 
 import pytest
@@ -45,6 +46,15 @@ KINDS: list[tuple[Registry[Strategy], str]] = [
     (registry, name) for registry in (MODELS, DATASETS) for name in registry.names()
 ]
 FITTING = [(model, data) for model in MODELS.names() for data in MODELS.get(model).fits]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """On a busy machine the threads of one operation wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def logits_shape(sample: SampleSpec, batch: int) -> tuple[int, ...]:

@@ -179,10 +179,28 @@ def test_quotas_can_be_lifted_while_programs_start(build_lab: BuildLab) -> None:
     assert [status.cpu for status in lab.status()] == [0.3, None]
 
 
+RING = "".join(f'[[node]]\nname = "{s}"\nsite = "{s}"\n' for s in "xyz")
+RING += "".join(f'[[uplink]]\nbetween = ["{a}", "{b}"]\n' for a, b in ("xy", "yz", "zx"))
+
+
+def test_a_broadcast_does_not_go_round_in_a_ring_of_sites(build_lab: BuildLab) -> None:
+    lab = build_lab(RING)
+    shout = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+    s.sendto(b"x", (sys.argv[1], 5000))
+"""
+    everyone = ".".join([*lab.seats[0].address.split(".")[:2], "255", "255"])
+    result_of(seat_of(lab, "x"), shout, everyone)
+    time.sleep(0.1)
+    show = ["ip", "-n", lab.state.names.switch, "-j", "-s", "link", "show", "u0a"]
+    (uplink,) = json.loads(subprocess.run(show, capture_output=True, check=True).stdout)
+    assert uplink["stats64"]["tx"]["packets"] < 10
+
+
 def test_sites_joined_in_a_ring_all_reach_each_other(build_lab: BuildLab) -> None:
-    ring = "".join(f'[[node]]\nname = "{s}"\nsite = "{s}"\n' for s in "xyz")
-    ring += "".join(f'[[uplink]]\nbetween = ["{a}", "{b}"]\n' for a, b in ("xy", "yz", "zx"))
-    lab = build_lab(ring)
+    lab = build_lab(RING)
     for source, target in (("x", "y"), ("y", "z"), ("z", "x")):
         assert bytes_per_s(lab, source, target, 100_000) > 0
 

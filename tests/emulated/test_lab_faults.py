@@ -39,7 +39,7 @@ peer, _ = server.accept()
 while piece := peer.recv(1 << 16):
     peer.sendall(piece)
 """
-# For each line "COUNT TIMEOUT": sends COUNT bytes, says after how long all were back, or that they were not.
+# For each line "COUNT TIMEOUT": sends COUNT bytes, says how long all took to come back, or "silence".
 ASK = """
 import socket, sys, time
 peer = socket.create_connection((sys.argv[1], 5000), timeout=20)

@@ -116,7 +116,9 @@ def test_every_dtype_and_shape_comes_back(dtype, shape):
     assert same(through_bytes({"t": tensor}), {"t": tensor})
 
 
-@pytest.mark.parametrize("number", [10**5000, -(10**5000), 2**63, -(2**63) - 1, 2**53 + 1], ids=hex)
+@pytest.mark.parametrize(
+    "number", [10**5000, -(10**5000), 2**63, -(2**63) - 1, 2**53 + 1], ids=int.bit_length
+)
 def test_numbers_of_any_size_come_back(number):
     assert through_bytes([number]) == [number]
 

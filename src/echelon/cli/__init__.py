@@ -15,6 +15,7 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from echelon.cli import config, lab, listing, look, run
 from echelon.cli.doctor import doctor
@@ -27,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode="rich",  # not markdown: it runs the lines of examples together
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 run.register(app)
@@ -53,9 +54,7 @@ def main() -> None:
     try:
         app()
     except EchelonError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"{type(error).__name__}: {error}", markup=False
-        )
+        Console(stderr=True).print(Text(f"{type(error).__name__}: {error}"), soft_wrap=True)
         sys.exit(2)
     except OSError as error:
         named = f" ({error.filename})" if error.filename else ""

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from echelon.config.call import parse_call
 from echelon.config.resolve import resolve
 from echelon.config.schema import TrainSettings, section_of
 from echelon.errors import ConfigError
@@ -26,19 +25,21 @@ def _group() -> None:
 
 @app.command()
 def show(
-    config: Path | None = typer.Option(None, "--config", help="A TOML file of settings."),
+    config: Path | None = typer.Option(
+        None, "--config", help="A TOML file of settings. Default: ./echelon.toml if it is there."
+    ),
     assign: list[str] | None = typer.Option(
         None, "--set", help="As if given on the command line: --set epochs=5. Can be repeated."
     ),
     json: bool = typer.Option(False, "--json", help="As JSON."),
 ) -> None:
-    """Print each setting, its value, and where it came from: default < TOML < command line.
+    """Print each setting, its value, and where it came from.
+
+    The command line counts more than the TOML file, and that more than the default.
 
     Examples:
-
-        echelon config show
-
-        echelon config show --config echelon.toml --set epochs=5
+      echelon config show
+      echelon config show --config echelon.toml --set epochs=5
     """
     resolved = resolve(TrainSettings, dict(_assigned(text) for text in assign or []), config)
     values = dataclasses.asdict(resolved.settings)
@@ -57,8 +58,19 @@ def _assigned(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"{text!r} sets nothing", where="--set", fix="write --set name=value")
-    key = name.strip().rpartition(".")[2].replace("-", "_")
+    table, _, key = name.strip().replace("-", "_").rpartition(".")
+    if table and table != section_of(key):
+        raise ConfigError(
+            f"{key!r} is not in [{table}]",
+            where="--set",
+            fix=f"write --set {section_of(key)}.{key}={value}",
+        )
     hint = {field.name: str(field.type) for field in dataclasses.fields(TrainSettings)}.get(key, "")
     if hint.startswith(("str", "Literal")):
         return key, value
-    return key, parse_call(f"set({value})").args[0]
+    for read in (int, float):
+        try:
+            return key, read(value)
+        except ValueError:
+            continue
+    return key, value

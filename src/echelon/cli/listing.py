@@ -11,27 +11,29 @@ from rich.table import Table
 
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.lab.spec import shipped_labs
+from echelon.comm.collective import COLLECTIVES
 from echelon.config.registry import Description, Registry
 from echelon.errors import UnknownName
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 
-KINDS: dict[str, Registry[Any]] = {registry.kind: registry for registry in (MODELS, DATASETS, DELAYS)}
+KINDS: dict[str, Registry[Any]] = {registry.kind: registry for registry in (MODELS, DATASETS, COLLECTIVES, DELAYS)}
 
 
 def show(
-    kind: str | None = typer.Argument(None, help="What to list. Without it, the kinds."),
+    kind: str | None = typer.Argument(
+        None, metavar="KIND", help="What to list: model, data, delay or lab. Without it, all names."
+    ),
     json: bool = typer.Option(False, "--json", help="As JSON."),
 ) -> None:
     """List what can be chosen by name, with its options.
 
+    A choice is written with its options: --model "mlp(width=256, depth=4)".
+
     Examples:
-
-        echelon list
-
-        echelon list model
-
-        echelon list data --json
+      echelon list
+      echelon list model
+      echelon list data --json
     """
     if kind is None:
         kinds = {name: KINDS[name].names() for name in KINDS} | {"lab": shipped_labs()}

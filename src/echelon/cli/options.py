@@ -15,6 +15,7 @@ import typer
 from echelon.config.registry import type_text
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunSettings
+from echelon.errors import ConfigError
 
 
 def with_settings(
@@ -30,7 +31,11 @@ def with_settings(
             file: Path | None = given.pop("config")
             asked = {name: given.pop(name) for name in names}
             resolved: Resolved[RunSettings] = resolve(schema, asked, file)
-            command(resolved, **given)
+            try:
+                command(resolved, **given)
+            except ConfigError as error:
+                error.where = resolved.place(error.where)
+                raise
 
         parameters = [*own, *_options(schema, panels), _config_option()]
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -78,7 +83,10 @@ def _config_option() -> inspect.Parameter:
 
 def _help(field: dataclasses.Field[Any]) -> str:
     text: str = field.metadata["help"]
-    return text if field.default is None else f"{text} Default: {field.default}."
+    if field.default is None:
+        return text
+    default = f"{field.default:g}" if isinstance(field.default, float) else field.default
+    return f"{text} Default: {default}."
 
 
 def _plain(hint: Any) -> Any:

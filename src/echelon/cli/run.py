@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from echelon.cli.options import with_settings
 from echelon.config.resolve import Resolved
@@ -21,6 +22,7 @@ from echelon.plan.plan import Plan
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 
+_REMEMBERED_BYTES = 16_000
 _EMULATE = "Unequal machines"
 _PANELS = {
     **dict.fromkeys(["lab", "speed", "delay", "delayed"], _EMULATE),
@@ -44,22 +46,29 @@ class _Shows:
     def __init__(self, console: Console, progress: Progress | None) -> None:
         self._console = console
         self._progress = progress
+        self._last = b""
 
     def started(self, folder: RunFolder, plan: Plan, notes: Sequence[str]) -> None:
-        workers = len(plan.workers)
-        self._console.print(
+        workers, threads = len(plan.workers), plan.workers[0].threads
+        _say(
+            self._console,
             f"{workers} worker{'s' if workers > 1 else ''}, "
-            f"{plan.workers[0].threads} thread{'s' if plan.workers[0].threads > 1 else ''} each; "
+            f"{threads} thread{'s' if threads > 1 else ''}{' each' if workers > 1 else ''}; "
             f"record in {_short(folder.path)}",
-            highlight=False,
         )
         for note in notes:
-            self._console.print(f"note: {note}", highlight=False)
+            _say(self._console, f"note: {note}")
 
     def output(self, data: bytes) -> None:
         if self._progress is None:
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
+            self._last = (self._last + data)[-_REMEMBERED_BYTES:]
+
+    def has_shown(self, text: str) -> bool:
+        """Whether the reader of the terminal has just seen this; torch puts [rank0]: before each line."""
+        shown = self._last.decode(errors="replace").replace("[rank0]: ", "").rstrip()
+        return sys.stdout.isatty() and sys.stderr.isatty() and shown.endswith(text.rstrip())
 
     def events(self, events: Sequence[AnyEvent]) -> None:
         if self._progress is not None:
@@ -67,13 +76,13 @@ class _Shows:
             return
         for event in events:
             if isinstance(event, FaultInjected):
-                self._console.print(f"fault: {event.detail}", highlight=False)
+                _say(self._console, f"fault: {event.detail}")
 
 
 def _run(
     resolved: Resolved[RunSettings],
-    script: str | None = typer.Argument(None, help="The training script."),
-    args: list[str] | None = typer.Argument(None, help="Its arguments."),
+    script: str | None = typer.Argument(None, metavar="SCRIPT", help="The training script."),
+    args: list[str] | None = typer.Argument(None, metavar="ARGS", help="Its arguments."),
     module: bool = typer.Option(False, "-m", help="SCRIPT is the name of a module."),
 ) -> None:
     """Run a training script on several workers of this machine, or of an emulated cluster.
@@ -81,14 +90,10 @@ def _run(
     The leader's output is shown; every worker's is kept in the run's folder.
 
     Examples:
-
-        echelon run --workers 4 train.py --epochs 10
-
-        echelon run --lab two-sites train.py
-
-        echelon run --workers 4 --speed 1,0.5,0.5,0.25 --shares by-speed train.py
-
-        echelon run --workers 4 --delay "normal(0, 0.25)" --delayed 0.5 train.py
+      echelon run --workers 4 train.py --epochs 10
+      echelon run --lab two-sites train.py
+      echelon run --workers 4 --speed 1,0.5,0.5,0.25 --shares by-speed train.py
+      echelon run --workers 4 --delay "normal(0, 0.25)" --delayed 0.5 train.py
     """
     if script is None:
         raise ConfigError("no script to run", where="echelon run", fix="echelon run --workers 4 train.py")
@@ -100,62 +105,61 @@ def _run(
         )
     console = Console(stderr=True)
     argv = ["-m", script, *(args or [])] if module else [script, *(args or [])]
-    outcome = run(resolved, Target(argv=argv, name=Path(script).stem), _Shows(console, None))
-    _conclude(outcome, console)
+    shows = _Shows(console, None)
+    outcome = run(resolved, Target(argv=argv, name=Path(script).stem), shows)
+    _conclude(outcome, console, shows)
 
 
 def _train(resolved: Resolved[TrainSettings]) -> None:
     """Train a model of the zoo on a data set of the zoo, without a script.
 
+    What there is to choose from: echelon list model, echelon list data.
+
     Examples:
-
-        echelon train --model lenet --data digits --workers 4
-
-        echelon train --workers 4 --speed 1,0.5,0.5,0.25 --shares by-speed
-
-        echelon train --lab four-unequal --shares by-speed --epochs 5
-
-        echelon train --model "mlp(width=1024, depth=4)" --data mnist --until-accuracy 0.95
+      echelon train --model lenet --data digits --workers 4
+      echelon train --workers 4 --speed 1,0.5,0.5,0.25 --shares by-speed
+      echelon train --lab four-unequal --shares by-speed --epochs 5
+      echelon train --model "mlp(width=1024)" --data mnist --until-accuracy 0.95
     """
     settings = resolved.settings
     MODELS.build(settings.model, where="--model")
     DATASETS.build(settings.data, where="--data")
-    if settings.workers is not None and settings.workers > settings.batch:
-        raise ConfigError(
-            f"a batch of {settings.batch} cannot be shared by {settings.workers} workers",
-            where="--workers, --batch",
-            fix=f"use a batch of at least {settings.workers}, or fewer workers",
-        )
     console = Console()
     name = f"{settings.model.partition('(')[0]}-{settings.data.partition('(')[0]}"
     target = Target(argv=["-m", "echelon.train.job"], name=name)
     with Progress(console=console) as progress:
-        outcome = run(resolved, target, _Shows(console, progress))
+        shows = _Shows(console, progress)
+        outcome = run(resolved, target, shows)
     if outcome.summary.steps:
         console.print(closing_table(outcome.summary))
-    _conclude(outcome, console)
+    _conclude(outcome, console, shows)
 
 
-def _conclude(outcome: Outcome, console: Console) -> None:
+def _conclude(outcome: Outcome, console: Console, shows: _Shows) -> None:
     """The last lines: where the record is or, after a failure, the failing worker's own words."""
     failure = outcome.failure
     folder = _short(outcome.folder.path)
     if failure is None:
         if outcome.code == 0:
-            console.print(f"record: {folder}   picture: echelon report {folder}", highlight=False)
+            _say(console, f"record: {folder}\npicture: echelon report {folder}")
         else:
-            console.print(f"interrupted; record: {folder}", highlight=False)
+            _say(console, f"interrupted; record: {folder}")
         raise typer.Exit(outcome.code)
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    errors = Console(stderr=True)
     told = failure.text or outcome.log_tail
-    if told.strip():
-        errors.print(told.rstrip(), markup=False)
-    errors.print(
+    if told.strip() and not shows.has_shown(told):
+        _say(errors, told.rstrip())
+    _say(
+        errors,
         f"rank {failure.rank} on {outcome.node} failed: {failure.cause}\n"
         f"  log: {_short(outcome.folder.log_of(failure.rank))}",
-        markup=False,
     )
     raise typer.Exit(outcome.code)
+
+
+def _say(console: Console, text: str) -> None:
+    """As it is: no markup, no emoji, no line broken that someone may want to copy."""
+    console.print(Text(text), soft_wrap=True)
 
 
 def _short(path: Path) -> str:

@@ -36,6 +36,7 @@ class C10dGroup(Group):
         self._group = process_group
         self._deadline_s = deadline_s
         self._owns = owns
+        self._forks: list[C10dGroup] = []
 
     @classmethod
     def connect(cls, meeting: Meeting, place: Place, *, deadline_s: float) -> C10dGroup:
@@ -54,7 +55,7 @@ class C10dGroup(Group):
                 )
         return group
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
         """Combine in place, in the background."""
         with self._explained():
             work = dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True)
@@ -73,26 +74,35 @@ class C10dGroup(Group):
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         if tensor.numel():
             with self._explained():
-                dist.all_gather(parts, tensor, group=self._group)
+                dist.all_gather([_bytes(part) for part in parts], _bytes(tensor), group=self._group)
         return parts
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Everybody gets the source's values."""
         if tensor.numel():
             with self._explained():
-                dist.broadcast(tensor, source, group=self._group)
+                dist.broadcast(_bytes(tensor), source, group=self._group)
 
     def fork(self) -> Group:
         """A process group of its own; all members call this together."""
         with self._explained():
             group = dist.new_group(timeout=timedelta(seconds=self._deadline_s))
-        return C10dGroup(self._meeting, group, deadline_s=self._deadline_s, owns=False)
+        assert isinstance(group, dist.ProcessGroup)
+        self._forks.append(C10dGroup(self._meeting, group, deadline_s=self._deadline_s, owns=True))
+        return self._forks[-1]
 
     def close(self) -> None:
-        """Take down what `connect` set up."""
+        """Take down what `connect` and `fork` set up.
+
+        A process group lives as long as anybody refers to it, and the others notice that this worker has
+        left when its connections close: so nothing may be kept here.
+        """
+        while self._forks:
+            self._forks.pop().close()
         if self._owns and dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(self._group)
         self._owns = False
+        self._group = None
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -100,6 +110,11 @@ class C10dGroup(Group):
             yield
         except (dist.DistError, RuntimeError) as error:
             raise self._meeting.explain(error, deadline_s=self._deadline_s) from error
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as plain bytes: Gloo does not know all of torch's types."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 @contextmanager

@@ -52,8 +52,8 @@ class Group(ABC):
     size: int
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
-        """Combine a contiguous tensor over all members, in place."""
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
+        """Combine a contiguous tensor over all members, in place. A lower priority goes first."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -70,6 +70,10 @@ class Group(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of connections. Safe to call twice, also after a failure."""
+
+    def buffer(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor that this group reduces best. All members ask for the same ones in the same order."""
+        return torch.zeros(length, dtype=dtype, device=device)
 
     def sent_bytes(self, tensor: Tensor) -> int:
         """The payload that this member sends when the tensor is all-reduced: 2 (P-1)/P of it."""

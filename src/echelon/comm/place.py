@@ -32,12 +32,13 @@ class Place:
     def from_environment(cls, env: Mapping[str, str]) -> Place:
         """The place that the launcher gave this process."""
         present = [name for name in _NEEDED if env.get(name)]
-        if not present or (set(present) <= {"RANK", "WORLD_SIZE"} and env.get("WORLD_SIZE", "1") == "1"):
+        alone = (env.get("RANK") or "0") == "0" and (env.get("WORLD_SIZE") or "1") == "1"
+        if alone and set(present) <= {"RANK", "WORLD_SIZE"}:
             return cls()
         missing = [name for name in _NEEDED if name not in present]
         if missing:
             raise ConfigError(
-                f"{' and '.join(present)} is set but {' and '.join(missing)} is not",
+                f"{_listed(present)} set but {_listed(missing)} not",
                 where="environment",
                 fix="start the script with a launcher (echelon run, torchrun), or unset them all",
             )
@@ -57,6 +58,10 @@ class Place:
                 fix=f"ranks go from 0 to {max(0, place.world_size - 1)}",
             )
         return place
+
+
+def _listed(names: list[str]) -> str:
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

@@ -6,7 +6,8 @@ results are awaited and put in place.
 
 The combined gradient is sum_i w_i g_i with weights that sum to one. A gradient that was reduced
 before (several backward passes in one step) is the same on all workers, so reducing it again with the
-new part leaves it as it is. Each bucket carries a flag per parameter: one that no worker used keeps
+new part leaves it as it is. Where a sum is wanted instead, each gradient is multiplied by the number of
+workers before it is added to what is there, and the mean of those is the sum. Each bucket carries a flag per parameter: one that no worker used keeps
 the gradient it had, which is none, just as in a single process.
 """
 
@@ -90,11 +91,14 @@ class Reducer:
         group: Group,
         weight: Callable[[], float],
         observer: RoundObserver,
+        *,
+        summed: bool = False,
     ) -> None:
         self._named = list(parameters)
         self._group = group
         self._weight = weight
         self._observer = observer
+        self._summed = summed
         self._handles: list[RemovableHandle] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
@@ -119,6 +123,8 @@ class Reducer:
             for p in bucket.parameters:
                 self._bucket_of[id(p)] = bucket
                 self._handles.append(p.register_post_accumulate_grad_hook(self._ready))
+                if self._summed:
+                    self._handles.append(p.register_hook(self._times_workers))
 
     def detach(self) -> None:
         """Leave the parameters alone."""
@@ -134,9 +140,14 @@ class Reducer:
 
     def rescale(self, factor: float) -> None:
         """Gradients kept locally are in units of the current weight: convert them to the next one."""
+        if self._summed:
+            return
         for _, p in self._named:
             if p.grad is not None:
                 p.grad.mul_(factor)
+
+    def _times_workers(self, grad: Tensor) -> Tensor:
+        return grad * self._group.size
 
     def _ready(self, parameter: Tensor) -> None:
         self._observer.computing()

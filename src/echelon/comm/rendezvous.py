@@ -23,6 +23,7 @@ from echelon.errors import ConfigError, JoinTimeout, PeerLost, RoundTimeout, Wor
 
 _POLL_S = 0.05
 _ROLL_CALL_S = 1.5
+_LINGER_S = 0.3
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,20 @@ class Meeting:
         """Leave word of why this worker goes; best effort, since the store may be gone."""
         try:
             _put(self.store, f"bye/{self.me.rank}", Farewell(t=time.time(), cause=cause))
+        except (DistError, RuntimeError):
+            return
+
+    def linger(self) -> None:
+        """The store ends with the leader: let the others, who notice now that it goes, read why."""
+        if self.me.rank != 0:
+            return
+        deadline = time.monotonic() + _LINGER_S
+        others = [member.rank for member in self.members if member.rank != 0]
+        try:
+            while time.monotonic() < deadline:
+                if all(self.store.check([f"here/{r}"]) or self.store.check([f"bye/{r}"]) for r in others):
+                    return
+                time.sleep(_POLL_S / 5)
         except (DistError, RuntimeError):
             return
 
@@ -169,6 +184,7 @@ def _open_store(place: Place, timeout_s: float) -> Store:
             is_master=leads,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
+            multi_tenant=True,  # the script may have torch.distributed's own store at that port
         )
     except (DistError, RuntimeError, ValueError) as error:
         where = f"{place.address}:{place.port}"
@@ -194,15 +210,24 @@ def _address_of(place: Place) -> str:
 
 
 def interface_of(meeting: Meeting, place: Place) -> str:
+    """The name of the network interface towards the others."""
+    return _interface(meeting, place).name
+
+
+def interface_address(meeting: Meeting, place: Place) -> str:
+    """This worker's own address on the network interface towards the others."""
+    return _interface(meeting, place).address
+
+
+def _interface(meeting: Meeting, place: Place) -> interfaces.Choice:
     """The network interface towards the others: the one that the route to the leader takes.
 
     The leader itself uses the one that has the address at which workers of other hosts reached it, so
     that a name that means loopback on its own machine does no harm.
     """
     if place.rank != 0:
-        return interfaces.towards(place.address, place.port).name
+        return interfaces.towards(place.address, place.port)
     others = [m.leader_address for m in meeting.members if m.host != meeting.me.host]
     if not others:
-        return interfaces.towards(place.address, place.port).name
-    choice = interfaces.owning(others[0])
-    return choice.name if choice else interfaces.towards(others[0], place.port).name
+        return interfaces.towards(place.address, place.port)
+    return interfaces.owning(others[0]) or interfaces.towards(others[0], place.port)

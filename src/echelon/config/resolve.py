@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from echelon.config.schema import SECTIONS, RunSettings, section_of
 from echelon.errors import ConfigError, UnknownName
 
 DEFAULT_FILE = Path("echelon.toml")
+_OPTION = re.compile(r"--([a-z-]+)")
 
 S = TypeVar("S", bound=RunSettings)
 S_co = TypeVar("S_co", bound=RunSettings, covariant=True)
@@ -28,6 +30,15 @@ class Resolved(Generic[S_co]):
 
     settings: S_co
     origins: Mapping[str, str]
+
+    def place(self, where: str) -> str:
+        """Where the user is to look: an option that was not on the command line is in a file."""
+        option = _OPTION.match(where)
+        name = option.group(1).replace("-", "_") if option else ""
+        origin = self.origins.get(name, "")
+        if option is None or origin in ("", "default", "command line"):
+            return where
+        return f"{origin}, [{section_of(name)}], {name}{where[option.end() :]}"
 
     def to_toml(self) -> str:
         """The settings as a file that would give them again; those that are not set are left out."""
@@ -62,17 +73,27 @@ def resolve(schema: type[S], given: Mapping[str, Any], file: Path | None = None)
             raise UnknownName("setting", name, names, where="command line")
         values[name] = convert(value, hints[name], where=f"--{name.replace('_', '-')}")
         origins[name] = "command line"
-    return Resolved(schema(**values), origins)
+    try:
+        return Resolved(schema(**values), origins)
+    except ConfigError as error:
+        error.where = Resolved(schema(), origins).place(error.where)
+        raise
 
 
 def _read(file: Path) -> dict[str, Any]:
     """All settings in a file, checked: each is known, in its table, and of its type."""
     try:
-        tables = tomllib.loads(file.read_text())
+        tables = tomllib.loads(file.read_bytes().decode())
     except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}", fix="check the path") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is not TOML: {error}", where=str(file)) from None
+        raise ConfigError(
+            f"cannot read the settings: {error.strerror}", where=str(file), fix="check the path"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the settings are not TOML: {error}",
+            where=str(file),
+            fix='write [run] or [train], and key = value lines; text in "quotes"',
+        ) from None
     found = {}
     for table, content in tables.items():
         if table not in SECTIONS:

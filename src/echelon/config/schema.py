@@ -6,10 +6,13 @@ made from these classes. RunSettings is the table [run], what TrainSettings adds
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from echelon.errors import ConfigError
+
+_SEEDS = 2**63  # as far as TOML's whole numbers go
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -21,7 +24,7 @@ class RunSettings:
     """How many workers, where, and how they share the work."""
 
     workers: int | None = _setting(None, "How many workers. Default: one per node of the lab, else one.")
-    name: str | None = _setting(None, "What the run's folder is called. Default: the script's name.")
+    name: str | None = _setting(None, "What the run's folder is called. Default: what is run.")
     runs: str = _setting("runs", "The folder in which the run's folder is made.")
     shares: str = _setting("equal", "Parts of a batch: equal, by-speed, or a number per worker: 4,2,1,1.")
     speed: str | None = _setting(
@@ -32,6 +35,10 @@ class RunSettings:
     lab: str | None = _setting(
         None, "Place the workers in an emulated cluster: a lab file, or a shipped one."
     )
+    transport: Literal["auto", "shm", "tcp", "c10d"] = _setting(
+        "auto", "How bytes move: shared memory on one machine, TCP between machines, or torch.distributed."
+    )
+    collective: str = _setting("auto", "How gradients are summed: see `echelon list collective`.")
     threads: int | None = _setting(None, "Threads per worker. Default: the usable cores over the workers.")
     port: int | None = _setting(None, "The port where workers meet. Default: a free one.")
     seed: int = _setting(0, "Fixes the order of the data and the initial weights.")
@@ -41,6 +48,8 @@ class RunSettings:
     def __post_init__(self) -> None:
         _at_least(self, "workers", 1)
         _at_least(self, "threads", 1)
+        if not 0 <= self.seed < _SEEDS:
+            raise ConfigError(f"seed is {self.seed}", where="--seed", fix=f"give 0 to {_SEEDS - 1}")
         _above(self, "join_timeout_s", 0)
         _above(self, "round_timeout_s", 0)
         if self.port is not None and not 1 <= self.port <= 65535:
@@ -70,7 +79,7 @@ class TrainSettings(RunSettings):
     epochs: int = _setting(3, "How often to go through the data.")
     batch: int = _setting(64, "The global batch: what all workers together compute in a step.")
     optimizer: Literal["sgd", "adamw"] = _setting("sgd", "The optimizer.")
-    lr: float = _setting(0.05, "The learning rate.")
+    lr: float = _setting(0.02, "The learning rate.")
     momentum: float = _setting(0.9, "The momentum of sgd.")
     weight_decay: float = _setting(0.0, "The weight decay.")
     until_accuracy: float | None = _setting(None, "Stop when the test accuracy reaches this, e.g. 0.95.")
@@ -83,6 +92,8 @@ class TrainSettings(RunSettings):
         _at_least(self, "epochs", 1)
         _at_least(self, "batch", 1)
         _at_least(self, "loader_workers", 0)
+        _at_least(self, "momentum", 0)
+        _at_least(self, "weight_decay", 0)
         _above(self, "lr", 0)
         if self.until_accuracy is not None and not 0 < self.until_accuracy <= 1:
             raise ConfigError(
@@ -100,7 +111,7 @@ def section_of(name: str) -> str:
 
 def _at_least(settings: RunSettings, name: str, least: int) -> None:
     value = getattr(settings, name)
-    if value is not None and value < least:
+    if value is not None and not least <= value < math.inf:
         raise ConfigError(
             f"{name.replace('_', ' ')} is {value}", where=_flag(name), fix=f"give at least {least}"
         )
@@ -108,9 +119,11 @@ def _at_least(settings: RunSettings, name: str, least: int) -> None:
 
 def _above(settings: RunSettings, name: str, bound: float) -> None:
     value = getattr(settings, name)
-    if not value > bound:
+    if not bound < value < math.inf:
         raise ConfigError(
-            f"{name.replace('_', ' ')} is {value:g}", where=_flag(name), fix=f"give more than {bound:g}"
+            f"{name.replace('_', ' ')} is {value:g}",
+            where=_flag(name),
+            fix=f"give a number above {bound:g}",
         )
 
 

@@ -38,7 +38,14 @@ def first(failures: Iterable[Failure]) -> Failure | None:
 def from_exit(rank: int, code: int, t: float) -> Failure:
     """A failure of which only the exit code is known."""
     if code < 0:
-        name = signal.Signals(-code).name
+        name = _signal_name(-code)
         hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
         return Failure(rank=rank, t=t, kind="", message=f"killed by {name}{hint}")
     return Failure(rank=rank, t=t, kind="", message=f"ended with exit code {code} and no exception")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {number}"

@@ -28,9 +28,9 @@ from echelon.cluster.lab.lab import Lab, Seat
 from echelon.cluster.lab.spec import LabSpec, read_lab
 from echelon.cluster.machine import usable_cores
 from echelon.config.resolve import Resolved
-from echelon.config.schema import RunSettings
+from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_bytes
-from echelon.errors import LaunchError
+from echelon.errors import ConfigError, LaunchError
 from echelon.launch.crew import Crew, LogTail, WorkerCommand
 from echelon.launch.failure import Failure
 from echelon.observe.events import (
@@ -100,8 +100,8 @@ def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Ou
     _check_memory(len(plan.workers))
     folder = RunFolder.create(Path(settings.runs), settings.name or target.name)
     plan = replace(plan, run=folder.name)
-    folder.config.write_text(resolved.to_toml())
-    folder.plan.write_text(plan.to_toml())
+    _write(folder.config, resolved.to_toml())
+    _write(folder.plan, plan.to_toml())
     with ExitStack() as stack:
         recorder = stack.enter_context(Recorder(folder.events_of(LAUNCHER)))
         recorder.emit(
@@ -109,7 +109,7 @@ def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Ou
                 t=time.time(),
                 rank=LAUNCHER,
                 run=folder.name,
-                command=sys.argv,
+                command=[os.fsencode(word).decode(errors="backslashreplace") for word in sys.argv],
                 world_size=len(plan.workers),
             )
         )
@@ -135,12 +135,20 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
         DELAYS.build(settings.delay, where="--delay")
     host = socket.gethostname()
     count = settings.workers or len(settings.speeds) or (len(spec.nodes) if spec else 1)
+    if isinstance(settings, TrainSettings) and count > settings.batch:
+        raise ConfigError(
+            f"a batch of {settings.batch} cannot be shared by {count} workers",
+            where="--batch",
+            fix=f"use a batch of at least {count}, or fewer workers",
+        )
     seats = [spec.nodes[rank % len(spec.nodes)] for rank in range(count)] if spec else []
     asked = Asked(
         shares=settings.shares,
         speeds=settings.speeds,
         delay=settings.delay or "",
         delayed=settings.delayed,
+        transport=settings.transport,
+        collective=settings.collective,
         threads=settings.threads or (1 if spec else None),
         seed=settings.seed,
         join_timeout_s=settings.join_timeout_s,
@@ -178,6 +186,7 @@ def _commands(
             "MKL_NUM_THREADS": str(worker.threads),
             "PYTHONUNBUFFERED": "1",
             "ECHELON_RUN": str(folder.path),
+            "ECHELON_LAUNCHER": str(os.getpid()),
         }
         if seat is not None:
             env["GLOO_SOCKET_IFNAME"] = seat.interface
@@ -320,6 +329,17 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_bytes(text.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write {path.name}: {error.strerror}",
+            where=str(path.parent),
+            fix="make room there, or give another place with --runs",
+        ) from error
 
 
 def _free_port() -> int:

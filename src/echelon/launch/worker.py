@@ -39,12 +39,12 @@ def main() -> None:
     argv = sys.argv[1:]
     if argv[0] == "-m":
         sys.argv = argv[1:]
-        sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         return
     script = Path(argv[0])
     sys.argv = argv
-    sys.path.insert(0, str(script.resolve().parent))
+    if not sys.flags.safe_path:
+        sys.path[0] = str(script.resolve().parent)  # it was the current folder, as for any -m
     runpy.run_path(str(script), run_name="__main__")
 
 
@@ -52,7 +52,8 @@ def _die_with_launcher() -> None:
     """Linux only; elsewhere an orphan is found by its broken connection to the others."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1 and "ECHELON_RUN" in os.environ:
+        launcher = os.environ.get("ECHELON_LAUNCHER")
+        if launcher and os.getppid() != int(launcher):
             os._exit(1)  # the launcher was gone before we asked
 
 

@@ -239,7 +239,10 @@ class Tally:
                 pass
 
     def _worker(self, rank: int) -> _Worker:
-        return self._workers.setdefault(rank, _Worker())
+        worker = self._workers.get(rank)
+        if worker is None:
+            worker = self._workers[rank] = _Worker()
+        return worker
 
     def _step(self, event: StepEnded) -> None:
         self._worker(event.rank).add(event)

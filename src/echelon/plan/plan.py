@@ -6,6 +6,7 @@ A plan is complete and frozen. What it does not say is not done; why it says wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,8 @@ class Plan:
 
     run: str
     workers: tuple[WorkerPlan, ...]
-    collective: str = "c10d"
+    transport: str = "auto"
+    collective: str = "auto"
     sync: str = "full"
     codec: str = "none"
     seed: int = 0
@@ -56,7 +58,7 @@ class Plan:
         """The plan in a file; anything it does not understand is a ConfigError naming the place."""
         try:
             return msgspec.toml.decode(file.read_bytes(), type=cls)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the plan: {error}", where=str(file)) from error
 
 
@@ -77,6 +79,8 @@ class Asked:
     speeds: tuple[float, ...] = ()
     delay: str = ""
     delayed: float = 0.5
+    transport: str = "auto"
+    collective: str = "auto"
     threads: int | None = None
     seed: int = 0
     join_timeout_s: float = 60.0
@@ -94,7 +98,9 @@ def make_plan(
     speeds = asked.speeds or (1.0,) * count
     if len(speeds) != count:
         raise ConfigError(
-            f"{len(speeds)} speeds for {count} workers", where="--speed", fix="give one for each worker"
+            f"{_count(len(speeds), 'speed')} for {_count(count, 'worker')}",
+            where="--speed",
+            fix="give one for each worker",
         )
     if any(not 0 < speed <= 1 for speed in speeds):
         raise ConfigError(
@@ -119,13 +125,14 @@ def make_plan(
             )
             for rank in range(count)
         ),
+        transport=asked.transport,
+        collective=asked.collective,
         seed=asked.seed,
         join_timeout_s=asked.join_timeout_s,
         round_timeout_s=asked.round_timeout_s,
         reasons={
             "shares": why_shares,
-            "threads": "as asked" if asked.threads else f"{cores} usable cores over {count} workers",
-            "collective": "torch.distributed, which picks its own algorithm",
+            "threads": "as asked" if asked.threads else _over(cores, count),
         },
     )
 
@@ -145,24 +152,34 @@ def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
         ) from None
     if len(weights) != len(speeds):
         raise ConfigError(
-            f"{len(weights)} shares for {len(speeds)} workers",
+            f"{_count(len(weights), 'share')} for {_count(len(speeds), 'worker')}",
             where="--shares",
             fix="give one for each worker",
         )
     for rank, weight in enumerate(weights):
-        if not 0 < weight < float("inf"):
+        if not 0 < weight < math.inf:
+            why = "nothing would be left for others" if weight > 0 else "it would have nothing to compute"
             raise ConfigError(
-                f"rank {rank} has a share of {weight:g}: it would have nothing to compute",
+                f"rank {rank} has a share of {weight:g}: {why}",
                 where="--shares",
-                fix="give it a positive share, or start one worker less",
+                fix="give it a positive number, or start one worker less",
             )
     return weights, "as asked"
 
 
 def _delayed_ranks(count: int, fraction: float) -> set[int]:
-    """The highest ranks, so that the leader is delayed last."""
+    """The highest ranks, so that the leader is delayed last; at least one, unless nobody is to be."""
     if not 0 <= fraction <= 1:
         raise ConfigError(
             f"{fraction:g} is not a fraction of the workers", where="--delayed", fix="give 0 to 1"
         )
-    return set(range(count - round(fraction * count), count))
+    delayed = max(1, math.floor(fraction * count + 0.5)) if fraction > 0 else 0
+    return set(range(count - delayed, count))
+
+
+def _over(cores: int, workers: int) -> str:
+    return f"{_count(cores, 'usable core')} over {_count(workers, 'worker')}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -53,8 +53,8 @@ def describe_loader(loader: SharedLoader, index: int) -> list[Fact]:
     except TypeError:
         count = "unknown"
     facts = [Fact("loader", f"{index}, batch size", str(loader.global_batch_size))]
-    if not loader.streams:
-        facts.append(Fact("loader", f"{index}, samples", str(len(loader.dataset))))  # type: ignore[arg-type]
+    if not loader.streams and hasattr(loader.dataset, "__len__"):
+        facts.append(Fact("loader", f"{index}, samples", str(len(loader.dataset))))
     return [*facts, Fact("loader", f"{index}, batches", str(count))]
 
 

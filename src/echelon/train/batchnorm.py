@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.comm.group import Group
@@ -49,6 +50,7 @@ class _Normalise(torch.autograd.Function):
         return out, mean, variance, total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         out, scale, total = ctx.saved_tensors
         wide = grads[0].to(scale.dtype)
@@ -83,7 +85,7 @@ class _Global(_BatchNorm):
         self._note(mean, variance, total)
         if not self.affine:
             return out
-        return out * _along(self.weight, out) + _along(self.bias, out)
+        return (out * _along(self.weight, out) + _along(self.bias, out)).to(input.dtype)
 
     @torch.no_grad()
     def _note(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
@@ -114,6 +116,14 @@ _GLOBAL = {nn.BatchNorm1d: _Global1d, nn.BatchNorm2d: _Global2d, nn.BatchNorm3d:
 def layers(model: nn.Module) -> list[nn.Module]:
     """The model's batch normalisation layers of torch's own types."""
     return [module for module in model.modules() if type(module) in _GLOBAL]
+
+
+def make_local(model: nn.Module) -> None:
+    """Undo `make_global`: the layers are torch's own again."""
+    for layer in model.modules():
+        if isinstance(layer, _Global):
+            del layer.echelon_group, layer.echelon_weight
+            layer.__class__ = next(own for own, wide in _GLOBAL.items() if type(layer) is wide)  # type: ignore[assignment]
 
 
 def make_global(model: nn.Module, group: Group, weight_of: Callable[[], float]) -> int:

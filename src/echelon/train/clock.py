@@ -2,7 +2,8 @@
 
 The loader reports when data is asked for and handed over, the reducer when this worker arrives at the
 round and when its result is there, the optimizer when it begins and ends. A step ends when the next
-data is asked for. A batch after which nothing was learned (an evaluation) is no part of a step.
+data is asked for, or, where one batch serves several or the script has data of its own, with the next
+gradient after all optimizers. A batch after which nothing was learned (an evaluation) is no part of a step.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ class _Step:
     """The step under way. Instants are on the performance counter."""
 
     __slots__ = (
-        "applied", "apply_s", "applying", "arrival", "asked", "batch", "compute_s", "computing", "data_s",
-        "delay_due", "delay_s", "handed", "learning", "loss", "rounds", "sent_bytes", "share", "start",
-        "wait_s",
+        "applied_at", "apply_s", "applying", "arrival", "asked", "batch", "by", "compute_s", "computing",
+        "data_s", "delay_due", "delay_s", "handed", "learning", "loss", "rounds", "sent_bytes", "share",
+        "start", "wait_s",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:
-        self.start = self.asked = self.handed = self.arrival = self.applying = now
+        self.start = self.asked = self.handed = self.arrival = self.applying = self.applied_at = now
         self.data_s = self.compute_s = self.wait_s = self.apply_s = self.delay_s = 0.0
         self.share = self.batch = self.sent_bytes = self.rounds = 0
-        self.computing = self.learning = self.applied = self.delay_due = False
+        self.computing = self.learning = self.delay_due = False
+        self.by: set[int] = set()  # the optimizers that have applied it
         self.loss: Tensor | float | None = None
 
 
@@ -56,11 +58,12 @@ class StepClock:
         self._now = _Step(time.perf_counter())
         self.epoch = 0
         self.step = 0
+        self.optimizers = 0
 
     def data_asked(self) -> None:
         """The loop wants the next batch: the step before it is over."""
         now = time.perf_counter()
-        if self._now.applied:
+        if self._now.by:
             self.close()
         elif not self._now.learning:
             self._now = _Step(now)
@@ -73,13 +76,18 @@ class StepClock:
         step.data_s += step.handed - step.asked
         step.share += share
         step.batch += batch
-        step.computing = True
-        step.delay_due = self._delay is not None
+        self._begin_computing()
+
+    def _begin_computing(self) -> None:
+        self._now.computing = True
+        self._now.delay_due = self._delay is not None
         if self._pace is not None:
             self._pace.start()
 
     def computing(self) -> None:
         """A gradient is there. Injected delays and emulated slowness are suffered here."""
+        if self._now.by and len(self._now.by) >= self.optimizers:
+            self._go_on()
         step = self._now
         step.learning = True
         if not step.computing:
@@ -91,6 +99,13 @@ class StepClock:
             time.sleep(pause_s)
         if self._pace is not None:
             step.delay_s += self._pace.catch_up()
+
+    def _go_on(self) -> None:
+        """Begin another step without being asked for data, where the last one ended."""
+        ended = self._now.applied_at
+        self.close()
+        self._now = _Step(ended)
+        self._begin_computing()
 
     def _computed(self) -> None:
         """This worker's part is done, as far as it was computing since it was last asked."""
@@ -119,19 +134,22 @@ class StepClock:
         """Backward ended without a round: its gradients wait for a later one."""
         self._computed()
 
-    def applying(self) -> None:
-        """The optimizer begins."""
+    def applying(self, optimizer: int = 0) -> None:
+        """An optimizer begins. With several it is still one step, until one of them comes again."""
+        if optimizer in self._now.by:
+            self._go_on()
         if self._now.computing and not self._now.rounds:  # alone, nobody reports an arrival
             self.arrived()
         self._now.applying = time.perf_counter()
 
-    def applied(self) -> None:
-        """The optimizer is done; with several optimizers it is still one step."""
+    def applied(self, optimizer: int = 0) -> None:
+        """The optimizer is done."""
         step = self._now
-        step.apply_s += time.perf_counter() - step.applying
-        if not step.applied:
+        step.applied_at = time.perf_counter()
+        step.apply_s += step.applied_at - step.applying
+        if not step.by:
             self.step += 1
-        step.applied = True
+        step.by.add(optimizer)
 
     def note_loss(self, loss: Tensor | float) -> None:
         """The loss of the current batch; read out only when the step is written down."""
@@ -142,7 +160,7 @@ class StepClock:
         step = self._now
         now = time.perf_counter()
         self._now = _Step(now)
-        if not step.applied:
+        if not step.by:
             return
         self._recorder.emit(
             StepEnded(

@@ -38,10 +38,15 @@ def main() -> None:
     model, optimizer, train_loader, test_loader = session.prepare(
         model, optimizer, train_loader, test_loader
     )
+    torch.manual_seed(settings.seed + 1 + session.rank)  # each worker draws its own dropout
     if settings.checkpoint:
         session.load(settings.checkpoint, required=False)
-    torch.manual_seed(settings.seed + 1 + session.rank)  # each worker draws its own dropout
-    session.expect_steps(len(train_loader) * settings.epochs)
+    steps = len(train_loader) * settings.epochs
+    if session.step >= steps:
+        session.note(
+            "nothing to train: the checkpoint has these epochs already; ask for more with --epochs"
+        )
+    session.expect_steps(steps)
     loss_fn = loss_of(splits.spec)
     for _ in session.epochs(settings.epochs):
         model.train()

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,8 @@ from echelon.cluster.delay import DELAYS
 from echelon.cluster.machine import usable_cores
 from echelon.cluster.pace import Pace
 from echelon.comm.alone import Alone
-from echelon.comm.c10d import C10dGroup
 from echelon.comm.group import Group
+from echelon.comm.open import open_group
 from echelon.comm.place import Place
 from echelon.comm.rendezvous import Meeting, meet
 from echelon.errors import ConfigError
@@ -46,6 +47,8 @@ def join(
     shares: Sequence[float] | None = None,
     timeout_s: float | None = None,
     round_timeout_s: float | None = None,
+    transport: str | None = None,
+    collective: str | None = None,
     runs: str | Path = "runs",
     record: bool = True,
 ) -> Session:
@@ -56,6 +59,8 @@ def join(
     shares           each worker's part of a batch, by rank; equal otherwise
     timeout_s        how long to wait for all workers to join
     round_timeout_s  how long a worker may keep the others waiting at a round
+    transport        how bytes move: auto, shm, tcp or c10d
+    collective       how gradients are summed, by name; auto otherwise
     runs             where the run's folder is made
     record           whether there is a record at all
     """
@@ -65,6 +70,8 @@ def join(
     asked = Asked(
         shares=",".join(f"{share:g}" for share in shares) if shares is not None else "equal",
         seed=seed or 0,
+        transport=transport or (launched.transport if launched else "auto"),
+        collective=collective or (launched.collective if launched else "auto"),
         join_timeout_s=timeout_s or (launched.join_timeout_s if launched else 60.0),
         round_timeout_s=round_timeout_s or (launched.round_timeout_s if launched else 300.0),
     )
@@ -116,7 +123,15 @@ def _connect(place: Place, node: str, host: str, asked: Asked) -> tuple[Group, M
     if place.world_size == 1:
         return Alone(), None
     meeting = meet(place, node=node, host=host, pid=os.getpid(), timeout_s=asked.join_timeout_s)
-    return C10dGroup.connect(meeting, place, deadline_s=asked.round_timeout_s), meeting
+    group = open_group(
+        meeting,
+        place,
+        transport=asked.transport,
+        collective=asked.collective,
+        deadline_s=asked.round_timeout_s,
+        timeout_s=asked.join_timeout_s,
+    )
+    return group, meeting
 
 
 def _folder(group: Group, given: str | None, name: str | None, root: Path) -> RunFolder:
@@ -148,10 +163,13 @@ def _check_plan(plan: Plan, group: Group) -> None:
 def _leave_at_exit(session: Session) -> None:
     """Close the session when the script ends, and tell the others why if it ends badly."""
     before = sys.excepthook
+    known = weakref.ref(session)  # a closed session, with all that it prepared, can go
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
-        session.close(f"{kind.__name__}: {error}".strip().partition("\n")[0])
+        left = known()
+        if left is not None:
+            left.close(f"{kind.__name__}: {error}".strip().partition("\n")[0])
 
     sys.excepthook = tell
     atexit.register(session.close)

@@ -85,12 +85,15 @@ class SharedLoader:
         size = 0 if self._own_batches else int(loader.batch_size or 0)
         self.global_batch_size = size * sharing.group.size if meaning == "per-worker" else size
         self._batches = _Batches()
+        self._seeds = torch.Generator()
         self._inner = self._rebuild(loader)
         self.pass_index = -1
         self.position = 0
         self.finished = True
         self.trains = False
         self._resuming = False
+        self._drawn: list[Any] | None = None
+        self._generator = _generator_of(loader)
         self._check()
 
     @property
@@ -106,7 +109,7 @@ class SharedLoader:
             "pin_memory": loader.pin_memory,
             "timeout": loader.timeout,
             "worker_init_fn": loader.worker_init_fn,
-            "generator": loader.generator,
+            "generator": self._seeds,
         }
         if loader.num_workers:
             options["multiprocessing_context"] = loader.multiprocessing_context
@@ -133,6 +136,8 @@ class SharedLoader:
             return
         split(self.global_batch_size, self._sharing.weights)
         if self.streams:
+            return
+        if not hasattr(self._sampler, "__len__"):
             return
         samples = len(self._sampler)
         if not batch_sizes(samples, self.global_batch_size, workers, drop_last=self.drop_last):
@@ -169,8 +174,11 @@ class SharedLoader:
         if not self._resuming:
             self.pass_index += 1
             self.position = 0
+            self._drawn = None
         self._resuming = self.finished = False
         self._sharing.on_pass(self)
+        # Of its own, so that a pass that is taken up again leaves the script's random numbers as they are.
+        self._seeds.manual_seed(self._seed_of_pass(f"/{self._sharing.group.rank}"))
         clock = self._sharing.clock
         parts = self._from_stream() if self.streams else self._from_order()
         while True:
@@ -186,12 +194,15 @@ class SharedLoader:
         self.finished = True
 
     def state(self) -> dict[str, Any]:
-        """Where in the data this loader is."""
+        """Where in the data this loader is; an order that only the sampler knows is kept with it."""
+        drawn = None if self.finished or self._drawn is None else msgspec.json.encode(self._drawn)
         return {
             "pass": self.pass_index,
             "position": self.position,
             "finished": self.finished,
             "trains": self.trains,
+            "drawn": drawn,
+            "generator": self._generator.get_state() if self._generator is not None else None,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -200,6 +211,9 @@ class SharedLoader:
         self.position = state["position"]
         self.finished = state["finished"]
         self.trains = state["trains"]
+        self._drawn = msgspec.json.decode(state["drawn"]) if state["drawn"] is not None else None
+        if self._generator is not None and state["generator"] is not None:
+            self._generator.set_state(state["generator"])
         if not self.finished and self.trains:
             self._resuming = True
         elif not self.finished:
@@ -215,21 +229,19 @@ class SharedLoader:
         sizes = batch_sizes(
             len(order) - self.position, self.global_batch_size, group.size, drop_last=self.drop_last
         )
+        if sizes:
+            _check_enough(sizes[-1], group.size)
         parts = slices(sizes, self._sharing.weights, group.rank, start=self.position)
         self._batches.indices = [list(order[part.start : part.stop]) for part in parts]
         return parts
 
     def _plan_batches(self) -> list[Slice]:
         """Batches of the leader's batch sampler, each cut into shares."""
-        group = self._sharing.group
-        mine = msgspec.json.encode(
-            [list(batch) for batch in self._batch_sampler] if group.rank == 0 else []
-        )
-        told = msgspec.json.decode(group.broadcast_bytes(mine), type=list[list[int]])[self.position :]
+        told = self._told(lambda: [[int(i) for i in batch] for batch in self._batch_sampler])
         parts = []
         self._batches.indices = []
-        for batch in told:
-            part = slices([len(batch)], self._sharing.weights, group.rank)[0]
+        for batch in told[self.position :]:
+            part = slices([len(batch)], self._sharing.weights, self._sharing.group.rank)[0]
             parts.append(part)
             self._batches.indices.append(batch[part.start : part.stop])
         return parts
@@ -240,13 +252,21 @@ class SharedLoader:
         if type(sampler) is SequentialSampler:
             return range(len(sampler))
         if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
-            mixed = f"{self._sharing.seed}/{self._index}/{self.pass_index}"
-            generator = torch.Generator().manual_seed(_stable_seed(mixed))
+            generator = torch.Generator().manual_seed(self._seed_of_pass())
             order: list[int] = torch.randperm(len(sampler), generator=generator).tolist()
             return order
-        group = self._sharing.group
-        mine = msgspec.json.encode([int(i) for i in sampler] if group.rank == 0 else [])
-        return msgspec.json.decode(group.broadcast_bytes(mine), type=list[int])
+        return self._told(lambda: [int(i) for i in sampler])
+
+    def _told(self, draw: Callable[[], list[Any]]) -> list[Any]:
+        """What the leader draws for this pass; one that is taken up again was drawn when it began."""
+        if self._drawn is None:
+            group = self._sharing.group
+            mine = msgspec.json.encode(draw() if group.rank == 0 else [])
+            self._drawn = msgspec.json.decode(group.broadcast_bytes(mine), type=list[Any])
+        return self._drawn
+
+    def _seed_of_pass(self, suffix: str = "") -> int:
+        return _stable_seed(f"{self._sharing.seed}/{self._index}/{self.pass_index}{suffix}")
 
     def _from_stream(self) -> Iterator[tuple[Slice, Any]]:
         weights, rank = self._sharing.weights, self._sharing.group.rank
@@ -256,6 +276,7 @@ class SharedLoader:
                 skip -= len(batch)
                 continue
             samples, skip = batch[skip:], 0
+            _check_enough(len(samples), self._sharing.group.size)
             part = slices([len(samples)], weights, rank)[0]
             yield part, self._collate(samples[part.start : part.stop])
 
@@ -269,13 +290,28 @@ def _merge_small(batches: Iterator[list[Any]], workers: int) -> Iterator[list[An
             held = batch
         else:
             held = held + batch
-    if held and len(held) < workers:
-        raise DataError(
-            f"the stream has only {len(held)} samples, for {workers} workers",
-            fix="use fewer workers, or more data",
-        )
     if held:
         yield held
+
+
+def _check_enough(samples: int, workers: int) -> None:
+    """Nothing is before a batch that a pass begins with, or is taken up again with, to join it to."""
+    if samples < workers:
+        raise DataError(
+            f"{samples} samples are left of this pass, which cannot be shared by {workers} workers",
+            where="loader",
+            fix=f"use at most {samples} workers until the pass is over, or more data",
+        )
+
+
+def _generator_of(loader: DataLoader[Any]) -> torch.Generator | None:
+    """What the sampler's randomness comes from, if it is the sampler's own."""
+    own = loader.batch_sampler
+    for owner in (loader.sampler, own, getattr(own, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator
+    return None
 
 
 def _refuse(loader: DataLoader[Any], streams: bool) -> None:

@@ -132,7 +132,19 @@ def _misfit(prepared: Prepared, state: dict[str, Any]) -> str | None:
         unknown = [name for name in saved if name not in own]
         if unknown:
             return f"it is of another model: the script's has no {unknown[0]}"
+    for optimizer, saved in zip(prepared.optimizers, state["optimizers"], strict=True):
+        reason = _optimizer_misfit(optimizer, saved["param_groups"])
+        if reason is not None:
+            return f"it is of another optimizer: {reason}"
     return None
+
+
+def _optimizer_misfit(optimizer: Optimizer, saved: list[dict[str, Any]]) -> str | None:
+    have = [len(group["params"]) for group in optimizer.param_groups]
+    had = [len(group["params"]) for group in saved]
+    if have != had:
+        return f"its groups have {had} parameters, the script's {have}"
+    return next((f"it has no {name}" for name in optimizer.defaults if name not in saved[0]), None)
 
 
 def _on_leader(group: Group, act: Callable[[], T]) -> T | None:

@@ -12,6 +12,7 @@ worker's share. Gradients are those of the global batch when `backward()` return
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
@@ -23,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -76,7 +78,6 @@ class Session(Talk):
         self._reducers: list[Reducer] = []
         self._sharing: Sharing | None = None
         self._weight = 1.0
-        self._loss: Literal["mean", "sum"] = "mean"
         self._current: SharedLoader | None = None
         self._first_epoch = 0
         self._closed = False
@@ -119,7 +120,6 @@ class Session(Talk):
         check_choice("batch", batch, ("global", "per-worker"))
         check_choice("batchnorm", batchnorm, ("global", "local"))
         check_choice("loss", loss, ("mean", "sum"))
-        self._loss = loss
         facts: list[agree.Fact] = []
         out: list[Any] = []
         models: list[nn.Module] = []
@@ -127,7 +127,7 @@ class Session(Talk):
             out.append(self._take(thing, position, batch, models, facts))
         agree.check(self._group, facts, [worker.node for worker in self._plan.workers])
         for model in models:
-            self._keep_in_step(model, batchnorm)
+            self._keep_in_step(model, batchnorm, loss)
         return out[0] if len(out) == 1 else tuple(out)
 
     def _take(
@@ -143,15 +143,18 @@ class Session(Talk):
         if isinstance(thing, nn.Module):
             if any(thing is model for model in kept.models):
                 return thing
-            _refuse_sparse(thing)
+            _refuse(thing)
             thing.to(self.device)
             facts += agree.describe_model(thing, len(kept.models))
             kept.models.append(thing)
             models.append(thing)
             return thing
         if isinstance(thing, Optimizer):
+            if any(thing is optimizer for optimizer in kept.optimizers):
+                return thing
             facts += agree.describe_optimizer(thing, len(kept.optimizers))
             kept.optimizers.append(thing)
+            self._clock.optimizers += 1
             thing.register_step_pre_hook(self._before_step)
             thing.register_step_post_hook(self._after_step)
             return thing
@@ -171,14 +174,21 @@ class Session(Talk):
             fix="give it models, optimizers, DataLoaders and learning-rate schedulers",
         )
 
-    def _keep_in_step(self, model: nn.Module, rule: Literal["global", "local"]) -> None:
+    def _keep_in_step(
+        self, model: nn.Module, rule: Literal["global", "local"], loss: Literal["mean", "sum"]
+    ) -> None:
         if self.world_size == 1:
             return
+
+        def weight() -> float:
+            return self._weight if loss == "mean" else 1.0 / self.world_size
+
         agree.share_state(self._group, model)
         if rule == "global" and batchnorm.layers(model):
-            batchnorm.make_global(model, self._group.fork(), lambda: self._weight)
+            batchnorm.make_global(model, self._group.fork(), weight)
+        parameters = list(model.named_parameters())
         self._reducers.append(
-            Reducer(list(model.named_parameters()), self._group.fork(), lambda: self._weight, self._clock)
+            Reducer(parameters, self._group.fork(), weight, self._clock, summed=loss == "sum")
         )
 
     def _data_sharing(self) -> Sharing:
@@ -290,7 +300,7 @@ class Session(Talk):
 
     def _on_batch(self, loader: SharedLoader, part: Slice) -> None:
         self._current = loader
-        self._set_weight(part.share / part.batch if self._loss == "mean" else 1.0)
+        self._set_weight(part.share / part.batch)
 
     def _set_weight(self, weight: float) -> None:
         if weight != self._weight:
@@ -304,10 +314,10 @@ class Session(Talk):
             self._refuse_unreduced(optimizer)
         if self._current is not None:
             self._current.trains = True
-        self._clock.applying()
+        self._clock.applying(id(optimizer))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._clock.applied()
+        self._clock.applied(id(optimizer))
 
     def _refuse_unreduced(self, optimizer: Optimizer) -> None:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -384,7 +394,12 @@ class Session(Talk):
             self._meeting.say_goodbye(cause)
         for reducer in self._reducers:
             reducer.detach()
+        for model in self._prepared.models:
+            batchnorm.make_local(model)
         self._group.close()
+        if self._meeting is not None:
+            self._meeting.linger()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> Session:
         return self
@@ -398,7 +413,14 @@ class Session(Talk):
         return f"<Session rank {self.rank} of {self.world_size} on {self.node}, pid {os.getpid()}>"
 
 
-def _refuse_sparse(model: nn.Module) -> None:
+def _refuse(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(
+                f"parameter {name} has no shape yet",
+                where="prepare",
+                fix="run one batch through the model first",
+            )
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ModelError(

@@ -17,6 +17,19 @@ from echelon.errors import ConfigError
 
 Op = Literal["sum", "mean", "max", "min"]
 
+# What every backend can compute with. Bytes add up to more than True, and complex numbers have no order.
+_REAL = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.uint8, torch.int8, torch.int32, torch.int64,
+}  # fmt: skip
+_COMPLEX = {torch.complex64, torch.complex128}
+_REDUCIBLE = {
+    "sum": _REAL | _COMPLEX,
+    "mean": _REAL | _COMPLEX,
+    "max": _REAL | {torch.bool},
+    "min": _REAL | {torch.bool},
+}
+
 
 class Talk:
     """A worker among others: `nodes` says where each of them runs, by rank."""
@@ -47,6 +60,12 @@ class Talk:
                 f"a mean of {tensor.dtype} is not a whole number",
                 where="session.all_reduce",
                 fix="use op='sum', or convert the tensor to a floating-point type",
+            )
+        if tensor.dtype not in _REDUCIBLE[op]:
+            raise ConfigError(
+                f"{tensor.dtype} has no {op} over workers",
+                where="session.all_reduce",
+                fix="convert the tensor to one of the usual number types first",
             )
         self._check_same("all_reduce", op, tensor)
         flat = tensor.detach()

@@ -52,8 +52,7 @@ class CropDataset(Dataset[tuple[Tensor, int]]):
         per_pixel = shorter / self.scaled
         side = self.size * per_pixel
         left, top = (self._offset(length / per_pixel) * per_pixel for length in image.size)
-        # Rounding must not put the box beyond the edge, which Pillow refuses.
-        box = (left, top, min(left + side, image.width), min(top + side, image.height))
+        box = (left, top, left + side, top + side)
         return image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
 
     def _offset(self, length: float) -> float:

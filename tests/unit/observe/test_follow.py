@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +26,24 @@ def test_each_event_is_handed_out_once_as_files_grow_and_appear(folder):
     with folder.events_of(1).open("ab") as file:
         file.write(encode(_note(1.5, rank=1)) + b"\n")
     assert follower.poll() == [_note(1.5, rank=1), _note(2.0)]
+
+
+def test_events_of_one_look_are_merged_by_time(folder):
+    for rank in range(8):
+        with folder.events_of(rank).open("ab") as file:
+            for t in (10.0 - rank, 10.0 + rank):
+                file.write(encode(_note(t, rank=rank)) + b"\n")
+    times = [event.t for event in Follower(folder).poll()]
+    assert len(times) == 16
+    assert times == sorted(times)
+
+
+def test_a_look_without_news_opens_no_file(folder, monkeypatch):
+    folder.events_of(0).write_bytes(encode(_note(1.0)) + b"\n" + b'{"half')
+    follower = Follower(folder)
+    assert len(follower.poll()) == 1
+    monkeypatch.delattr(Path, "open")
+    assert follower.poll() == []
 
 
 def test_half_a_line_waits_for_its_other_half(folder):

@@ -213,6 +213,14 @@ def test_a_file_cut_off_at_any_byte_is_noticed(pair, file):
         assert file in found.rejected["step-000000002"]
 
 
+def test_tensors_that_are_cut_off_are_told_by_their_size(pair):
+    path = pair / "step-000000002" / "tensors.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, 10)
+    rejected = newest(pair).rejected
+    assert rejected == {"step-000000002": f"tensors.safetensors has 10 bytes, {size} were written"}
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_that_grew_is_noticed(pair, file):
     with (pair / "step-000000002" / file).open("ab") as end:

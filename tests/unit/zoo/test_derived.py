@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def test_arrays_are_made_once_when_several_ask_at_the_same_time(data_home: Path)
 
     def make() -> Arrays:
         made.append(1)
+        time.sleep(0.2)  # long enough for the others to find nothing kept
         return {"a": np.arange(10, dtype=np.uint8)}
 
     def ask() -> list[int]:

@@ -88,6 +88,10 @@ def empty(raw: bytes) -> bytes:
     return b""
 
 
+def only_a_magic(raw: bytes) -> bytes:
+    return raw[:6]
+
+
 def other_magic(raw: bytes) -> bytes:
     return b"\x00\x00\x0d" + raw[3:]
 
@@ -96,7 +100,7 @@ def no_images(raw: bytes) -> bytes:
     return idx_bytes(np.zeros((0, 28, 28), np.uint8))
 
 
-@pytest.mark.parametrize("damage", [cut, lengthen, empty, other_magic, no_images])
+@pytest.mark.parametrize("damage", [cut, lengthen, empty, only_a_magic, other_magic, no_images])
 def test_a_damaged_file_is_an_error_naming_it(data_home: Path, damage: Callable[[bytes], bytes]) -> None:
     write_set(data_home / "mnist", gz=False)
     file = data_home / "mnist" / IMAGES["train"]
@@ -106,7 +110,11 @@ def test_a_damaged_file_is_an_error_naming_it(data_home: Path, damage: Callable[
     assert caught.value.where.startswith(str(data_home / "mnist"))
 
 
-@pytest.mark.parametrize("damage", [cut, empty, other_magic, lambda raw: raw[:20] + b"????" + raw[24:]])
+def broken_stream(raw: bytes) -> bytes:
+    return raw[:10] + b"\xff" * 20 + raw[30:]
+
+
+@pytest.mark.parametrize("damage", [cut, empty, other_magic, broken_stream])
 def test_a_damaged_gzip_is_an_error_naming_it(data_home: Path, damage: Callable[[bytes], bytes]) -> None:
     write_set(data_home / "mnist")
     file = data_home / "mnist" / (IMAGES["test"] + ".gz")
@@ -129,6 +137,12 @@ def test_more_images_than_labels_are_an_error(data_home: Path) -> None:
     file = data_home / "mnist" / LABELS["train"]
     file.write_bytes(idx_bytes(np.zeros(4, np.uint8)))
     with pytest.raises(DataError, match="4 labels for the 5 images"):
+        DATASETS.build("mnist").load()
+
+
+def test_a_set_without_images_is_an_error(data_home: Path) -> None:
+    write_set(data_home / "mnist", gz=False, test=0)
+    with pytest.raises(DataError, match="no images"):
         DATASETS.build("mnist").load()
 
 

@@ -102,14 +102,32 @@ def test_default_is_224_from_256_in_the_middle_and_normalised(tmp_path: Path) ->
 
 
 def test_shorter_side_is_scaled_before_the_crop(tmp_path: Path) -> None:
-    # Left half black, right half white; scaled to 256 x 512, the middle 224 columns meet both halves.
-    pixels = np.zeros((100, 200, 3), np.uint8)
-    pixels[:, 100:] = 255
+    # Scaled to 512 x 256, the middle square is columns 56 to 144 and rows 6 to 94 of the source.
+    pixels = np.full((100, 200, 3), 255, np.uint8)
+    pixels[4:96, 54:146] = 0
     folder = write(tmp_path / "set", {f"{s}/a/1.png": Image.fromarray(pixels) for s in ("train", "test")})
     image, _ = ImageFolder(path=str(folder)).load().test[0]
-    row = image[0, 112] * DEVIATION[0] + MEAN[0]
-    assert torch.allclose(row[:108], torch.zeros(108), atol=1e-4)
-    assert torch.allclose(row[116:], torch.ones(108), atol=1e-4)
+    grey = image * torch.tensor(DEVIATION).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
+    assert torch.allclose(grey, torch.zeros_like(grey), atol=1e-4)
+
+
+def test_a_crop_as_large_as_the_scaled_image_stays_within_it(tmp_path: Path) -> None:
+    # With these numbers 59 * (62 / 59) is more than 62.
+    folder = write(tmp_path / "set", {f"{split}/a/1.png": noise(62, 62) for split in ("train", "test")})
+    splits = ImageFolder(path=str(folder), size=59, scaled=59).load()
+    assert splits.train[0][0].shape == splits.test[0][0].shape == (3, 59, 59)
+
+
+def test_training_crops_begin_anywhere(tmp_path: Path) -> None:
+    # Each pixel tells its row and column; 16 of 20 can begin at 5 places along either side.
+    rows, columns = np.mgrid[0:20, 0:20].astype(np.uint8)
+    image = Image.fromarray(np.stack([rows, columns, rows], axis=2))
+    names = {f"{split}/a/1.png": image for split in ("train", "test")}
+    splits = small(write(tmp_path / "set", names)).load()
+    torch.manual_seed(0)
+    drawn = [splits.train[0][0] for _ in range(80)]
+    assert len({round(crop[0].min().item(), 4) for crop in drawn}) == 5
+    assert len({round(crop[1].min().item(), 4) for crop in drawn}) == 5
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 900), (900, 3), (257, 256), (255, 1023)])

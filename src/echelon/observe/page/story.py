@@ -164,10 +164,7 @@ class _Teller:
             ),
             evaluations=[self.evaluations[key] for key in sorted(self.evaluations)],
             happenings=sorted(
-                (
-                    Happening(at_s=h.at_s - began, kind=h.kind, rank=h.rank, text=h.text)
-                    for h in self.told.values()
-                ),
+                (replace(h, at_s=h.at_s - began) for h in [*self.told.values(), *self._saved()]),
                 key=lambda h: h.at_s,
             ),
             logged=self.logged,

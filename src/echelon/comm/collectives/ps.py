@@ -1,0 +1,51 @@
+"""Parameter server: some of the workers sum for all; each of s servers has one of s shards of the buffer.
+
+Two steps. A worker sends n elements and gets n; a server gets (P-1) n/s for its shard and sends as many
+back, so one server is right for few workers or small buffers only. The first workers are the servers; with
+as many servers as workers this is `direct`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from echelon.comm.collective import Scattering, Schedule, pieces
+from echelon.comm.collectives.direct import to_owners
+from echelon.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterServer(Scattering):
+    """The first workers are servers: each sums a shard for all; two steps, few connections."""
+
+    name: ClassVar[str] = "ps"
+    servers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.servers < 1:
+            raise ConfigError(
+                f"ps cannot have {self.servers} servers", where="servers", fix="give 1 or more servers"
+            )
+
+    def check(self, size: int) -> None:
+        """Servers are workers, so there cannot be more of them."""
+        if self.servers > size:
+            workers = "1 worker" if size == 1 else f"{size} workers"
+            raise ConfigError(
+                f"ps has {self.servers} servers, but its group has {workers}",
+                where="collective ps, servers",
+                fix=f"give at most {size} servers, or more workers",
+            )
+
+    def reduce_scatter(self, rank: int, size: int, length: int) -> Schedule:
+        """Everybody's shard j goes to server j."""
+        return to_owners(rank, self._shards(size, length))
+
+    def owned_range(self, rank: int, size: int, length: int) -> tuple[int, int]:
+        """A server's shard; nothing for other workers."""
+        return self._shards(size, length)[rank]
+
+    def _shards(self, size: int, length: int) -> list[tuple[int, int]]:
+        self.check(size)
+        return pieces(0, length, self.servers) + [(length, length)] * (size - self.servers)

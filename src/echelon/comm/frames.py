@@ -1,0 +1,72 @@
+"""How a message looks on the wire: frames, each with a header that lets a wrong one be refused.
+
+    magic | view id | sequence | operation | message | offset | length | checksum | payload
+
+A message is cut into frames, so that an urgent one can overtake and a piece can be added while it is in the
+cache. `sequence` counts the frames of a connection: a replayed or lost one does not fit. `operation`
+and `message` say what the payload belongs to: the message-th one that this pair exchanges in that
+operation. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from echelon.errors import Corrupt, StaleView
+
+_HEADER = struct.Struct("<4s16sQQIQIQ")
+_MAGIC = b"ECH1"
+HEADER_BYTES = _HEADER.size
+FRAME_BYTES = 256 * 1024
+MOST_FRAME_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a frame says about its payload."""
+
+    view: bytes
+    sequence: int
+    operation: int
+    message: int
+    offset: int
+    length: int
+    checksum: int
+
+    def pack(self) -> bytes:
+        """The header's bytes."""
+        return _HEADER.pack(
+            _MAGIC,
+            self.view,
+            self.sequence,
+            self.operation,
+            self.message,
+            self.offset,
+            self.length,
+            self.checksum,
+        )
+
+
+def unpack(data: bytes | bytearray | memoryview, *, view: bytes, sequence: int, peer: str) -> Header:
+    """Read a header and refuse what cannot be meant for us."""
+    magic, *rest = _HEADER.unpack(data)
+    header = Header(*rest)
+    if magic != _MAGIC:
+        raise Corrupt(f"{peer} sent bytes that are no frame", where=f"frame {sequence}")
+    if header.view != view:
+        raise StaleView(f"{peer} speaks for another view", where=f"frame {sequence}")
+    if header.sequence != sequence:
+        raise Corrupt(
+            f"{peer} sent frame {header.sequence} where {sequence} was due", where="replayed or lost"
+        )
+    if header.length > MOST_FRAME_BYTES:
+        raise Corrupt(f"{peer} announced a frame of {header.length} bytes", where=f"frame {sequence}")
+    return header
+
+
+def checksum(payload: memoryview) -> int:
+    """A fast checksum of a payload."""
+    return xxhash.xxh3_64_intdigest(payload) if len(payload) else 0

@@ -1,0 +1,57 @@
+"""Which way a group's bytes go: shared memory within a machine, TCP between machines, or torch.distributed.
+
+auto  shm where all workers are on one machine, tcp otherwise; c10d where there are GPUs
+shm   shared memory, for workers of one machine only
+tcp   plain sockets, also within a machine
+c10d  torch.distributed with what it finds: Gloo, NCCL, MPI
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+from echelon.comm.c10d import C10dGroup
+from echelon.comm.engine import Engine, EngineGroup
+from echelon.comm.group import Group
+from echelon.comm.place import Place
+from echelon.comm.rendezvous import Meeting
+from echelon.errors import ConfigError
+
+Transport = Literal["auto", "shm", "tcp", "c10d"]
+
+
+def open_group(
+    meeting: Meeting,
+    place: Place,
+    *,
+    transport: str,
+    collective: str,
+    deadline_s: float,
+    timeout_s: float,
+) -> Group:
+    """Connect workers that have met."""
+    if transport not in get_args(Transport):
+        raise ConfigError(
+            f"there is no transport {transport!r}",
+            where="--transport",
+            fix=f"use one of {', '.join(get_args(Transport))}",
+        )
+    if transport == "c10d" or (transport == "auto" and torch.cuda.is_available()):
+        return C10dGroup.connect(meeting, place, deadline_s=deadline_s)
+    one_machine = len({(member.host, member.node) for member in meeting.members}) == 1
+    if transport == "shm" and not one_machine:
+        raise ConfigError(
+            "shared memory was asked for, but the workers are on different machines",
+            where="--transport",
+            fix="use auto, which takes shared memory where it can",
+        )
+    engine = Engine.connect(
+        meeting,
+        place,
+        shared_memory=one_machine and transport != "tcp",
+        deadline_s=deadline_s,
+        timeout_s=timeout_s,
+    )
+    return EngineGroup(engine, collective)

@@ -1,0 +1,30 @@
+"""Every parity test runs on several crews; what it compares with is plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from plain import CREWS, assert_identical, assert_same, in_session, plainly
+from warm import WarmPool
+
+
+@pytest.fixture(params=["alone", *CREWS])
+def parity(request: pytest.FixtureRequest, warm_pool: WarmPool) -> Callable[..., None]:
+    """Fails unless the script ends as in plain PyTorch: to the bit alone, to float tolerance otherwise.
+
+    `work(name, shares, *args)` runs a script of the test's module in a session.
+    """
+
+    def check(work: Callable[..., Any], script: Callable[..., Any], *args: Any, rtol: float = 1e-9) -> None:
+        reference = plainly(script, *args)
+        if request.param == "alone":
+            assert_identical(in_session(script, None, *args), reference)
+            return
+        workers, shares = CREWS[request.param]
+        trained = warm_pool.run(workers, work, script.__name__, shares, *args)
+        assert_same(reference, trained, rtol=rtol)
+
+    return check

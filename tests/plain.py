@@ -1,0 +1,151 @@
+"""The same script in plain PyTorch and on several workers, and what it takes for them to agree.
+
+    def script(session, journal):            # at the top of a test module, as a user would write it
+        model, optimizer, loader = session.prepare(...)
+        for epoch in session.epochs(7):
+            ...
+            journal.note(loss, len(x))
+        return model
+
+With `Plain()` for a session the script is plain PyTorch in one process: that is the reference. A test
+module runs its scripts in warm workers through `in_session`, and compares with `assert_same`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import echelon
+
+# The number of workers, and their shares; in four the smallest share is a single sample.
+CREWS: dict[str, tuple[int, Sequence[float] | None]] = {
+    "two-equal": (2, None),
+    "two-unequal": (2, (3, 1)),
+    "four-equal": (4, None),
+    "four-unequal": (4, (4, 3, 2, 1)),
+}
+
+
+class Plain:
+    """What a session is to a script that runs without one."""
+
+    rank = 0
+    world_size = 1
+
+    def prepare(self, *things: Any, **options: Any) -> Any:
+        return things[0] if len(things) == 1 else things
+
+    def epochs(self, count: int) -> Iterable[int]:
+        return range(count)
+
+    def accumulate(self, active: bool = True) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def weigh(self, count: float) -> None:
+        pass
+
+
+class Journal:
+    """What a script writes down as it goes."""
+
+    def __init__(self) -> None:
+        self.sums: list[tuple[float, float]] = []
+        self.figures: list[float] = []
+
+    def note(self, loss: Tensor, count: float) -> None:
+        """The loss of one batch: a mean over so many."""
+        self.sums.append((float(loss) * count, float(count)))
+
+    def note_sum(self, loss: Tensor) -> None:
+        """The loss of one batch: a sum."""
+        self.sums.append((float(loss), 0.0))
+
+    def note_figure(self, value: Tensor | float) -> None:
+        """A number that must be the same on all workers."""
+        self.figures.append(float(value))
+
+
+@dataclass
+class Trained:
+    """How a script went: the losses of the global batches, figures, and the models' state in the end."""
+
+    losses: list[float]
+    figures: list[float]
+    state: dict[str, Tensor]
+
+
+def plainly(script: Callable[..., Any], *args: Any) -> Trained:
+    """Run the script in plain PyTorch."""
+    journal = Journal()
+    return _trained(journal, journal.sums, script(Plain(), journal, *args))
+
+
+def in_session(script: Callable[..., Any], shares: Sequence[float] | None, *args: Any) -> Trained:
+    """Run the script as one of the workers that there are."""
+    with echelon.join(record=False, shares=shares, round_timeout_s=30) as session:
+        journal = Journal()
+        models = script(session, journal, *args)
+        sums = session.all_reduce(torch.tensor(journal.sums, dtype=torch.float64))
+        return _trained(journal, sums.tolist(), models)
+
+
+def _trained(journal: Journal, sums: Iterable[tuple[float, float]], models: Any) -> Trained:
+    models = [models] if isinstance(models, nn.Module) else models
+    state = {
+        f"{index}.{name}": value.detach().clone()
+        for index, model in enumerate(models)
+        for name, value in model.state_dict().items()
+    }
+    return Trained([total / (count or 1.0) for total, count in sums], journal.figures, state)
+
+
+def assert_same(reference: Trained, workers: list[Trained], *, rtol: float) -> None:
+    """All workers ended with the same bits, and those are the reference's to float tolerance."""
+    assert len(reference.losses) >= 30, "too few steps to tell"
+    first = workers[0]
+    for worker in workers:
+        assert_identical(worker, first)
+    assert first.state.keys() == reference.state.keys()
+    close = {"rtol": rtol, "atol": rtol / 10}
+    torch.testing.assert_close(torch.tensor(first.losses), torch.tensor(reference.losses), **close)
+    torch.testing.assert_close(torch.tensor(first.figures), torch.tensor(reference.figures), **close)
+    for name, value in reference.state.items():
+        torch.testing.assert_close(first.state[name], value, **close, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def assert_identical(one: Trained, other: Trained) -> None:
+    """The same to the bit."""
+    assert one.losses == other.losses
+    assert one.figures == other.figures
+    assert one.state.keys() == other.state.keys()
+    for name, value in one.state.items():
+        assert torch.equal(value, other.state[name]), name
+
+
+def examples(count: int = 52, *, features: int = 8, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    """A small problem with three classes, always the same.
+
+    52 samples in batches of 12 leave 4: nobody of four workers is without a sample in the last batch.
+    """
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(count, features, generator=draw, dtype=torch.float64)
+    y = (x[:, :3] + 0.5 * torch.randn(count, 3, generator=draw, dtype=torch.float64)).argmax(1)
+    return TensorDataset(x.to(dtype), y)
+
+
+def seed_weights(session: Any) -> None:
+    """Every worker begins with other weights, and the leader's have to win."""
+    torch.manual_seed(3 + 100 * session.rank)
+
+
+def network(session: Any, *, features: int = 8, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """A small classifier."""
+    seed_weights(session)
+    return nn.Sequential(nn.Linear(features, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)

@@ -1,0 +1,37 @@
+"""The command line, called as the `echelon` program calls it, in this process and in an empty folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from echelon.cli import main
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command printed, and the exit code."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def echelon(monkeypatch, capfd, tmp_path) -> Callable[..., Ended]:
+    """`echelon("list", "model")`: that command, at 80 columns."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def call(*args: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["echelon", *args])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        return Ended(int(ended.value.code or 0), out, err)
+
+    return call

@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.errors import ConfigError
+from echelon.observe.events import LAUNCHER, Logged, Noted, RunStarted, WorkerFailed
+from echelon.observe.page.markup import safe
+from echelon.observe.page.story import RoundPoint, middle_steps, tell, throughput
+from echelon.observe.report import write_report
+
+_VOID = {"meta", "line", "rect", "circle", "polyline", "polygon"}
+_NASTY = """<script>alert("1")</script> & 'quoted' "double" </style> ]]> \x1b[31m"""
+
+
+class Page(HTMLParser):
+    """Reads a page as a browser would, and fails where a tag does not close."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+    def headings(self) -> list[str]:
+        return [text for text in self.texts if text in _HEADINGS]
+
+    def charts(self) -> list[str]:
+        return [attrs["aria-label"] or "" for tag, attrs in self.tags if tag == "svg"]
+
+
+_HEADINGS = (
+    "Who kept the others waiting",
+    "Learning",
+    "Throughput",
+    "Where the time went",
+    "A few steps close up",
+    "What happened",
+)
+
+
+@pytest.fixture
+def page_of(folder, imagined, a_plan, written, tmp_path):
+    def make(extra=(), **situation) -> Page:
+        written(folder, [*imagined(a_plan(**situation)), *extra], torn=True)
+        return Page(write_report(folder, tmp_path / "report.html").read_text(encoding="utf-8"))
+
+    return make
+
+
+def test_the_page_has_all_its_parts(page_of):
+    page = page_of(faults=True)
+    assert page.headings() == list(_HEADINGS)
+    assert page.charts() == [
+        "how long each worker kept the others waiting",
+        "spread of arrivals over time",
+        "loss by step",
+        "test accuracy by step",
+        "throughput over time",
+        "where each worker's time went",
+        "a few steps, worker by worker",
+    ]
+    assert "Rank 3 (node-d) arrived last in" in page.text
+    assert "slowed node-b down to 0.5 cores" in page.text
+    assert "92.5 %" in page.text
+    assert "completed" in page.text
+
+
+def test_the_page_needs_nothing_from_elsewhere(page_of, tmp_path):
+    page = page_of(faults=True)
+    for tag, attrs in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
+        assert not {"src", "href", "srcset", "data", "action"} & set(attrs)
+        assert not any(name.startswith("on") for name in attrs)
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|//[a-z]+\.|url\(|@import|fetch\(|XMLHttpRequest", html)
+
+
+@pytest.mark.parametrize(
+    "situation",
+    [
+        {"dies": (2, 50)},
+        {"dies": (2, 0)},
+        {"gaps": (3, 4, 5)},
+        {"gaps": tuple(range(120))},
+        {"losses": False, "evaluate": False},
+        {"losses": False},
+        {"speeds": (800.0,), "shares": (32,), "nodes": ("laptop",)},
+        {"skew_s": (0.0, 5.0, -3.0, 1.0)},
+        {"epochs": 1, "steps_per_epoch": 1},
+        {"epochs": 0},
+        {
+            "speeds": (800.0,) * 25,
+            "shares": (8,) * 25,
+            "nodes": tuple(f"n{i}" for i in range(25)),
+            "epochs": 1,
+        },
+    ],
+)
+def test_any_run_has_a_whole_page_without_impossible_numbers(page_of, situation, tmp_path):
+    page_of(**situation)
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    drawn = html[html.index("<main>") : html.index("</main>")]
+    assert not re.search(r"\b(nan|inf|None)\b", drawn)
+    assert not re.search(r'(?:width|height)="-', drawn)
+
+
+def test_a_failed_run_opens_with_its_reason(page_of):
+    page = page_of(dies=(2, 50))
+    assert "rank 2 (node-c): killed by signal 9" in page.texts[:8]
+
+
+def test_a_run_without_steps_says_so(page_of):
+    page = page_of(epochs=0)
+    assert "No step was recorded, so there is nothing to draw." in page.texts
+    assert page.charts() == []
+    assert "no latency shaping in this kernel" in page.text
+
+
+def test_text_from_outside_stays_text(folder, page_of):
+    folder.config.write_text(f"# {_NASTY}\n", encoding="utf-8")
+    folder.plan.write_bytes(b"note = '\xff\xfe'\n")
+    page = page_of(
+        nodes=(_NASTY,) * 4,
+        faults=True,
+        extra=[
+            Noted(t=1_700_000_003.0, rank=0, text=_NASTY),
+            WorkerFailed(t=1_700_000_003.5, rank=LAUNCHER, failed=1, node=_NASTY, cause=_NASTY),
+            Logged(t=1_700_000_003.6, rank=0, step=1, values={_NASTY: 1.0}),
+            RunStarted(t=1_700_000_000.0, rank=LAUNCHER, run=_NASTY, command=[_NASTY], world_size=4),
+        ],
+    )
+    assert sum(tag == "script" for tag, _ in page.tags) == 1
+    assert sum(tag == "style" for tag, _ in page.tags) == 1
+    assert """<script>alert("1")</script> & 'quoted'""" in page.text
+    assert "\x1b" not in page.text
+
+
+@settings(max_examples=60)
+@given(st.text())
+def test_escaped_text_reads_back_and_never_leaves_its_attribute(text):
+    page = Page(f'<p title="{safe(text)}">{safe(text)}</p>')
+    assert [tag for tag, _ in page.tags] == ["p"]
+    assert page.tags[0][1]["title"] == "".join(page.texts)
+    assert [c for c in "".join(page.texts) if c.isprintable()] == [c for c in text if c.isprintable()]
+
+
+def test_hover_texts_are_there_for_every_curve(page_of):
+    page = page_of()
+    curves = [
+        json.loads(attrs["data-hover"] or "")
+        for tag, attrs in page.tags
+        if tag == "svg" and "data-hover" in attrs
+    ]
+    assert len(curves) == 4
+    spread = curves[0][0]["points"]
+    assert len(spread) == 120
+    assert spread[0][2].startswith("step 0: ")
+    assert spread[0][2].endswith("last rank 3")
+
+
+def test_long_curves_are_thinned(page_of, tmp_path):
+    page = page_of(epochs=1, steps_per_epoch=3000, speeds=(800.0, 400.0), shares=(8, 8), nodes=("a", "b"))
+    for tag, attrs in page.tags:
+        if tag in ("polyline", "polygon"):
+            assert len((attrs["points"] or "").split()) <= 1002
+    assert (tmp_path / "report.html").stat().st_size < 600_000
+
+
+def test_configuration_and_plan_are_quoted_when_there(folder, page_of):
+    folder.config.write_text('model = "lenet"\n')
+    page = page_of()
+    assert 'model = "lenet"\n' in page.texts
+    assert [text for text in page.texts if text in ("Configuration", "Plan")] == ["Configuration"]
+
+
+def test_numbers_the_script_logged_are_listed(page_of):
+    page = page_of(
+        extra=[
+            Logged(t=1_700_000_002.0 + n, rank=0, step=n, values={"grad norm": float(n)}) for n in range(5)
+        ]
+    )
+    assert "grad norm" in page.texts
+
+
+def test_a_note_told_by_all_workers_is_listed_once(page_of):
+    page = page_of(extra=[Noted(t=1_700_000_002.0, rank=rank, text="all say so") for rank in range(4)])
+    assert page.texts.count("all say so") == 1
+
+
+def test_when_too_much_happened_notes_give_way_to_faults(page_of):
+    notes = [Noted(t=1_700_000_000.5 + n / 1000, rank=0, text=f"note {n}") for n in range(300)]
+    page = page_of(faults=True, extra=notes)
+    assert "slowed node-b down to 0.5 cores" in page.texts
+    assert any(re.fullmatch(r"and \d+ more", text) for text in page.texts)
+
+
+def test_a_run_without_events_is_refused_with_its_place(folder, tmp_path):
+    with pytest.raises(ConfigError, match="no events yet") as caught:
+        write_report(folder, tmp_path / "report.html")
+    assert caught.value.where == str(folder.events)
+
+
+def test_a_place_that_cannot_be_written_is_named(folder, imagined, written, tmp_path):
+    written(folder, imagined())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write report\.html"):
+        write_report(folder, tmp_path / "file" / "report.html")
+
+
+def _point(step: int, begin_s: float, end_s: float, samples: int = 8, epoch: int = 0, **more) -> RoundPoint:
+    return RoundPoint(
+        step=step, epoch=epoch, begin_s=begin_s, end_s=end_s, samples=samples, loss=None, **more
+    )
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1e4), st.floats(0, 50), st.integers(0, 1000)), min_size=1, max_size=60
+    ).filter(lambda rounds: any(length > 1e-3 for _, length, _ in rounds)),
+    st.integers(1, 40),
+)
+def test_the_throughput_curve_holds_exactly_the_samples(rounds, most):
+    points = [
+        _point(i, begin, begin + length, samples) for i, (begin, length, samples) in enumerate(rounds)
+    ]
+    curve = throughput(points, most)
+    width = (max(p.end_s for p in points) - min(p.begin_s for p in points)) / len(curve)
+    assert 1 <= len(curve) <= most
+    assert sum(rate * width for _, rate in curve) == pytest.approx(sum(p.samples for p in points), rel=1e-6)
+    assert all(rate >= -1e-6 * max(1, sum(p.samples for p in points)) / width for _, rate in curve)
+
+
+def test_a_run_without_duration_has_no_throughput_curve():
+    assert throughput([]) == throughput([_point(0, 1.0, 1.0)]) == []
+
+
+def test_the_close_up_comes_from_the_middle_and_stays_within_an_epoch():
+    points = [_point(n, n, n + 1, epoch=n // 50, spread_s=0.1, last=0) for n in range(100)]
+    assert middle_steps(points) in ((46, 47, 48, 49), (50, 51, 52, 53))
+    assert middle_steps(points[:2]) == (0, 1)
+    assert middle_steps([]) == ()
+
+
+def test_the_close_up_prefers_steps_that_all_workers_reported():
+    points = [_point(n, n, n + 1, **({"spread_s": 0.1, "last": 0} if n < 20 else {})) for n in range(100)]
+    assert max(middle_steps(points)) < 20
+
+
+def test_what_the_page_tells_comes_from_events_only(imagined, a_plan):
+    story = tell(imagined(a_plan(faults=True)))
+    assert len(story.rounds) == 120
+    assert all(point.last in range(4) and point.spread_s > 0 for point in story.rounds)
+    assert story.rounds[0].begin_s == pytest.approx(1.0)
+    assert [evaluation.epoch for evaluation in story.evaluations] == [0, 1, 2]
+    assert [happening.kind for happening in story.happenings] == ["note", "fault", "checkpoint", "end"]
+    assert story.happenings[2].text == "3 saved, the last at step 120: ck/120"
