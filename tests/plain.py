@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,11 +62,11 @@ class Journal:
 
     def note(self, loss: Tensor, count: float) -> None:
         """The loss of one batch: a mean over so many."""
-        self.sums.append((float(loss) * count, float(count)))
+        self.sums.append((float(loss.detach()) * count, float(count)))
 
     def note_sum(self, loss: Tensor) -> None:
         """The loss of one batch: a sum."""
-        self.sums.append((float(loss), 0.0))
+        self.sums.append((float(loss.detach()), 0.0))
 
     def note_figure(self, value: Tensor | float) -> None:
         """A number that must be the same on all workers."""
@@ -81,6 +82,7 @@ class Trained:
     state: dict[str, Tensor]
 
 
+@cache
 def plainly(script: Callable[..., Any], *args: Any) -> Trained:
     """Run the script in plain PyTorch."""
     journal = Journal()
@@ -117,7 +119,9 @@ def assert_same(reference: Trained, workers: list[Trained], *, rtol: float) -> N
     torch.testing.assert_close(torch.tensor(first.losses), torch.tensor(reference.losses), **close)
     torch.testing.assert_close(torch.tensor(first.figures), torch.tensor(reference.figures), **close)
     for name, value in reference.state.items():
-        torch.testing.assert_close(first.state[name], value, **close, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            first.state[name], value, **close, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def assert_identical(one: Trained, other: Trained) -> None:

@@ -208,7 +208,9 @@ def test_sgd_with_momentum_takes_the_same_steps(parity, dtype, rtol):
     parity(work, momentum, dtype, rtol=rtol)
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-9), (torch.float32, 1e-3)], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-9), (torch.float32, 1e-3)], ids=["float64", "float32"]
+)
 def test_adamw_takes_the_same_steps(parity, dtype, rtol):
     parity(work, adamw, dtype, rtol=rtol)
 

@@ -52,15 +52,17 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 def main() -> None:
     """Run the command line; an error that explains itself is printed without a traceback."""
     try:
-        app()
+        app(prog_name="echelon")
     except EchelonError as error:
-        Console(stderr=True).print(Text(f"{type(error).__name__}: {error}"), soft_wrap=True)
+        _tell(f"{type(error).__name__}: {error}")
         sys.exit(2)
     except OSError as error:
         named = f" ({error.filename})" if error.filename else ""
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"{type(error).__name__}: {error.strerror or error}{named}", markup=False
-        )
+        _tell(f"{type(error).__name__}: {error.strerror or error}{named}")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _tell(text: str) -> None:
+    Console(stderr=True).print(Text(text), soft_wrap=True)

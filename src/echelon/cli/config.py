@@ -10,6 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from echelon.config.resolve import resolve
 from echelon.config.schema import TrainSettings, section_of
@@ -50,7 +51,7 @@ def show(
     table = Table("setting", "value", "from", box=None, pad_edge=False, header_style="bold")
     for name, value in values.items():
         shown = "-" if value is None else str(value)
-        table.add_row(f"{section_of(name)}.{name}", shown, resolved.origins[name])
+        table.add_row(f"{section_of(name)}.{name}", Text(shown), Text(resolved.origins[name]))
     Console().print(table)
 
 

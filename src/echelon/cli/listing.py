@@ -8,6 +8,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.lab.spec import shipped_labs
@@ -17,12 +18,14 @@ from echelon.errors import UnknownName
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 
-KINDS: dict[str, Registry[Any]] = {registry.kind: registry for registry in (MODELS, DATASETS, COLLECTIVES, DELAYS)}
+KINDS: dict[str, Registry[Any]] = {
+    registry.kind: registry for registry in (MODELS, DATASETS, COLLECTIVES, DELAYS)
+}
 
 
 def show(
     kind: str | None = typer.Argument(
-        None, metavar="KIND", help="What to list: model, data, delay or lab. Without it, all names."
+        None, metavar="KIND", help=f"What to list: {', '.join(KINDS)} or lab. Without it, all names."
     ),
     json: bool = typer.Option(False, "--json", help="As JSON."),
 ) -> None:
@@ -66,7 +69,7 @@ def _print_table(kind: str, described: list[Description]) -> None:
             f"{o.name}: {o.type}" if o.required else f"{o.name}={_shown(o.default)}" for o in one.options
         )
         origin = "" if one.origin == "echelon" else f" ({one.origin})"
-        table.add_row(one.name, options, one.problem or one.help + origin)
+        table.add_row(one.name, Text(options), Text(one.problem or one.help + origin))
     Console().print(table)
 
 

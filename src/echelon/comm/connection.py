@@ -97,6 +97,7 @@ class Connection:
         self._in_place = False
         self._have = 0
         self.paused = False
+        self.progressed = False
         self.interest = select.EPOLLIN
 
     # Going out -----------------------------------------------------------------------------------
@@ -106,18 +107,24 @@ class Connection:
         self._order += 1
         heapq.heappush(self._queue, (priority, self._order, _Outgoing(key, data, sent)))
 
-    def write(self) -> bool:
-        """Write what the kernel takes; returns whether there is more to write."""
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether anything is queued."""
+        return bool(self._parts or self._current or self._queue)
+
+    def write(self) -> None:
+        """Write what the kernel takes, a few frames at most; `progressed` says whether it took all of them."""
+        self.progressed = False
         for _ in range(_FRAMES_AT_ONCE):
             if not self._parts and not self._next_frame():
-                return False
+                break
             try:
                 count = self.sock.sendmsg(self._parts)
             except BlockingIOError:
-                return True
+                return
             self.sent_bytes += count
             self._advance(count)
-        return bool(self._parts or self._queue)
+        self.progressed = True
 
     def _next_frame(self) -> bool:
         if self._current is None:

@@ -11,7 +11,7 @@ from echelon.comm.collective import Move, Schedule, Step
 
 
 def hosts(size: int) -> list[int]:
-    """The workers that stay, a power of two. The first pairs are hosts and guests, the rest has no guests."""
+    """The workers that stay, a power of two. Of the first pairs, the odd ones are guests."""
     guests = _guests(size)
     return [*range(0, 2 * guests, 2), *range(2 * guests, size)]
 

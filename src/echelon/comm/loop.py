@@ -147,20 +147,26 @@ class Loop:
 
     def _flush(self) -> None:
         """Write whatever can be written, and ask to be woken for the rest."""
-        for rank, connection in list(self.connections.items()):
-            if rank in self._lost:
-                continue
-            try:
-                more = connection.write()
-            except OSError as error:
-                self._lose(rank, error)
-                continue
-            self._interest(rank, connection, writing=more)
+        again = True
+        while again:  # what was sent ends steps, whose successors want to send
+            again = False
+            for rank, connection in list(self.connections.items()):
+                if rank in self._lost or not connection.wants_to_write:
+                    continue
+                try:
+                    connection.write()
+                except OSError as error:
+                    self._lose(rank, error)
+                again = again or connection.progressed
+        for rank, connection in self.connections.items():
+            if rank not in self._lost:
+                self._interest(connection)
         for tag in [tag for tag, operation in self._operations.items() if operation.ended]:
             del self._operations[tag]
 
-    def _interest(self, rank: int, connection: Connection, *, writing: bool) -> None:
-        wanted = (0 if connection.paused else select.EPOLLIN) | (select.EPOLLOUT if writing else 0)
+    def _interest(self, connection: Connection) -> None:
+        writing = select.EPOLLOUT if connection.wants_to_write else 0
+        wanted = (0 if connection.paused else select.EPOLLIN) | writing
         if wanted != connection.interest:
             connection.interest = wanted
             self._poll.modify(connection.sock.fileno(), wanted)

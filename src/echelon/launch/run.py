@@ -97,7 +97,6 @@ def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Ou
     plan = _plan(settings, spec)
     if settings.port is not None and spec is None:
         _check_port(settings.port)
-    _check_memory(len(plan.workers))
     folder = RunFolder.create(Path(settings.runs), settings.name or target.name)
     plan = replace(plan, run=folder.name)
     _write(folder.config, resolved.to_toml())
@@ -141,6 +140,7 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
             where="--batch",
             fix=f"use a batch of at least {count}, or fewer workers",
         )
+    _check_memory(count)
     seats = [spec.nodes[rank % len(spec.nodes)] for rank in range(count)] if spec else []
     asked = Asked(
         shares=settings.shares,

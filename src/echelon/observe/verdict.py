@@ -12,6 +12,7 @@ from echelon.observe.summary import Summary, WorkerSummary
 _NEGLIGIBLE = 0.05  # of the run: below this, waiting for late workers is not worth a remedy
 _STANDS_OUT = 0.5  # of the spread: above this, one worker is the reason
 _MISFIT = 0.9  # of the present share: above this, another share would not change much
+_CLEAR_MISFIT = 0.8  # of the present share: below this, shares are the first thing to change
 
 
 def worker_name(worker: WorkerSummary) -> str:
@@ -48,16 +49,25 @@ def _finding(summary: Summary) -> str:
         return f"The workers arrived close together: waiting for the last one cost {cost}."
     worst = max(summary.workers, key=lambda worker: worker.held_up_s)
     if worst.held_up_s < _STANDS_OUT * summary.spread_s:
-        lasts = sorted(summary.workers, key=lambda worker: -worker.held_up_s)[:3]
-        names = ", ".join(f"{worker_name(w)} {_percent(w.times_last, summary.rounds)}" for w in lasts)
+        most = sorted(summary.workers, key=lambda worker: -worker.held_up_s)[:3]
+        names = "; ".join(
+            f"{worker_name(w)}, last in {_percent(w.times_last, summary.rounds)} of rounds" for w in most
+        )
         return (
-            f"Waiting for the last worker cost {cost}, but no single worker is the reason. "
-            f"Most to blame, and last in so many rounds: {names}."
+            f"Waiting for late workers cost {cost}, but no single worker is the reason. "
+            f"Most to blame: {names}.{_shares_note(summary)}"
         )
     return (
         f"{_capital(worker_name(worst))} arrived last in {_percent(worst.times_last, summary.rounds)} "
         f"of rounds and cost the others {_cost(worst.held_up_s, summary)}; {_advice(worst, summary)}."
     )
+
+
+def _shares_note(summary: Summary) -> str:
+    fitting = fitting_shares(summary)
+    if any(fitting.get(w.rank, w.mean_share) < _CLEAR_MISFIT * w.mean_share for w in summary.workers):
+        return " Shares by measured speed would even much of this out."
+    return " Their shares fit their average speeds, so the delays come and go."
 
 
 def _advice(worst: WorkerSummary, summary: Summary) -> str:

@@ -192,6 +192,7 @@ class SharedLoader:
             clock.data_handed(part.share, part.batch)
             yield _to_device(data, self._sharing.device)
         self.finished = True
+        self._sharing.on_pass(self)
 
     def state(self) -> dict[str, Any]:
         """Where in the data this loader is; an order that only the sampler knows is kept with it."""

@@ -257,7 +257,10 @@ class Session(Talk):
         if loss is not None:
             self._clock.note_loss(loss)
         if values:
-            numbers = {name: float(value) for name, value in values.items()}
+            numbers = {
+                name: float(value.detach() if isinstance(value, Tensor) else value)
+                for name, value in values.items()
+            }
             self._recorder.emit(
                 Logged(t=time.time(), rank=self.rank, step=self._clock.step, values=numbers)
             )
@@ -289,7 +292,7 @@ class Session(Talk):
         self._recorder.emit(Noted(t=time.time(), rank=self.rank, text=text))
 
     def _on_pass(self, loader: SharedLoader) -> None:
-        """A pass over the data begins: take note of thawed layers, and agree on buffers."""
+        """A pass over the data begins or ends: take note of thawed layers, and agree on buffers."""
         for reducer in self._reducers:
             reducer.refresh()
         if self.world_size > 1:

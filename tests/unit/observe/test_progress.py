@@ -8,6 +8,7 @@ from rich.console import Console
 from echelon.observe.events import (
     LAUNCHER,
     EpochEnded,
+    Evaluated,
     Noted,
     StepEnded,
     StepsExpected,
@@ -67,6 +68,16 @@ def test_an_epoch_without_evaluation_has_its_line_once(imagined, a_plan):
     assert [line.split(",")[0] for line in lines[1:]] == ["epoch 1 ended", "epoch 2 ended", "epoch 3 ended"]
 
 
+def test_an_evaluation_told_by_several_workers_before_the_epoch_ends_is_one_line(imagined, a_plan):
+    steps = [e for e in imagined(a_plan(epochs=1)) if isinstance(e, StepEnded)]
+    told = [
+        Evaluated(t=2e9, rank=rank, epoch=0, step=40, loss=0.5, accuracy=0.9, samples=8)
+        for rank in range(2)
+    ]
+    ended = [EpochEnded(t=2e9, rank=rank, epoch=0, step=40) for rank in range(4)]
+    assert [line.split(",")[0] for line in _plain([*steps, *told, *ended])] == ["epoch 1 evaluated"]
+
+
 def test_in_between_a_line_comes_every_ten_seconds_at_most(imagined, a_plan):
     steps = [e for e in imagined(a_plan(epochs=1)) if isinstance(e, StepEnded)]
     lines = _plain(steps, pace_s=1.0, total_steps=40)
@@ -75,7 +86,6 @@ def test_in_between_a_line_comes_every_ten_seconds_at_most(imagined, a_plan):
 
 
 def test_no_line_is_said_before_the_first_step():
-    assert _plain([EpochEnded(t=1.0, rank=0, epoch=0, step=0)] * 0, pace_s=60.0) == []
     console, clock = _console(terminal=False), Clock()
     with Progress(console=console, clock=clock) as progress:
         clock.now = 100.0

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ConfigError
-from echelon.observe.events import LAUNCHER, Logged, Noted, RunStarted, WorkerFailed
+from echelon.observe.events import LAUNCHER, FaultInjected, Logged, Noted, RunStarted, WorkerFailed
+from echelon.observe.page.charts import Bar, Segment, row_chart
 from echelon.observe.page.markup import safe
+from echelon.observe.page.scale import value_axis
 from echelon.observe.page.story import RoundPoint, middle_steps, tell, throughput
 from echelon.observe.report import write_report
 
@@ -212,8 +214,33 @@ def test_numbers_the_script_logged_are_listed(page_of):
 
 
 def test_a_note_told_by_all_workers_is_listed_once(page_of):
-    page = page_of(extra=[Noted(t=1_700_000_002.0, rank=rank, text="all say so") for rank in range(4)])
+    page = page_of(
+        extra=[Noted(t=1_700_000_002.0 + rank, rank=rank, text="all say so") for rank in range(4)]
+    )
     assert page.texts.count("all say so") == 1
+
+
+def test_a_fault_that_happened_twice_is_listed_twice(page_of):
+    times = (1_700_000_002.0, 1_700_000_003.0)
+    page = page_of(
+        extra=[FaultInjected(t=t, rank=LAUNCHER, action="stop", target="node-a", detail="") for t in times]
+    )
+    assert page.texts.count("stop node-a") == 2 + 2 * 2  # in the list, and as marks in two charts
+
+
+def test_clocks_that_disagree_are_put_right_in_the_close_up(page_of):
+    page = page_of(skew_s=(0.0, 50.0, -30.0, 10.0))
+    assert "were put right for this drawing" in page.text
+    assert "time [ms]" in page.texts
+
+
+def test_a_piece_without_length_is_not_drawn_and_a_short_one_is():
+    def drawn(end: float) -> int:
+        piece = Segment(begin=0.0, end=end, look="late", tip="")
+        axis = value_axis([1e6], "x")
+        return row_chart([Bar(label="rank 0", segments=[piece])], axis, label="").count("<rect")
+
+    assert (drawn(0.0), drawn(1e-6), drawn(1.0)) == (0, 1, 1)
 
 
 def test_when_too_much_happened_notes_give_way_to_faults(page_of):
@@ -258,6 +285,14 @@ def test_the_throughput_curve_holds_exactly_the_samples(rounds, most):
     assert 1 <= len(curve) <= most
     assert sum(rate * width for _, rate in curve) == pytest.approx(sum(p.samples for p in points), rel=1e-6)
     assert all(rate >= -1e-6 * max(1, sum(p.samples for p in points)) / width for _, rate in curve)
+
+
+def test_samples_are_spread_over_the_time_their_round_took():
+    rounds = [_point(n, float(n), n + 1.0, samples=n) for n in range(7)]
+    # Two stretches of 3.5 s: rounds 0 to 2 and half of round 3, and the rest.
+    first, second = throughput(rounds, most=2)
+    assert first == pytest.approx((1.75, 4.5 / 3.5))
+    assert second == pytest.approx((5.25, 16.5 / 3.5))
 
 
 def test_a_run_without_duration_has_no_throughput_curve():

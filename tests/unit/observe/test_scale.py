@@ -79,7 +79,7 @@ def test_places_follow_the_axis():
 
 
 @settings(max_examples=80)
-@given(st.lists(st.floats(-1e6, 1e6), max_size=400), st.integers(4, 60))
+@given(st.lists(st.floats(-1e6, 1e6), max_size=120), st.integers(4, 40))
 def test_thinning_keeps_the_ends_and_the_extremes(ys, limit):
     points = [(float(x), y) for x, y in enumerate(ys)]
     kept = thin(points, limit)
@@ -89,6 +89,13 @@ def test_thinning_keeps_the_ends_and_the_extremes(ys, limit):
     if points:
         assert (kept[0], kept[-1]) == (points[0], points[-1])
         assert (min(y for _, y in kept), max(y for _, y in kept)) == (min(ys), max(ys))
+
+
+def test_a_single_spike_survives_thinning():
+    ys = [1.0] * 5000
+    ys[1234], ys[4321] = 9.0, -9.0
+    kept = thin([(float(x), y) for x, y in enumerate(ys)], 100)
+    assert {(1234.0, 9.0), (4321.0, -9.0)} <= set(kept)
 
 
 @settings(max_examples=60)

@@ -25,9 +25,17 @@ def test_injected_delay_is_mentioned_as_such(imagined):
     assert "were injected delay)" in verdict(summarise(events))
 
 
-def test_shares_that_fit_leave_nothing_to_remedy(imagined, a_plan):
+def test_several_slow_workers_are_named_and_shares_by_speed_recommended(imagined, a_plan):
+    text = verdict(summarise(imagined(a_plan(speeds=(1600.0, 400.0, 400.0, 400.0)))))
+    assert "no single worker is the reason" in text
+    assert "rank 0" not in text
+    assert text.endswith("Shares by measured speed would even much of this out.")
+
+
+def test_delays_that_come_and_go_are_not_blamed_on_shares(imagined, a_plan):
     text = verdict(summarise(imagined(a_plan(speeds=(800.0,) * 4))))
-    assert "no single worker is the reason" in text or "close together" in text
+    assert "no single worker is the reason" in text
+    assert text.endswith("so the delays come and go.")
 
 
 def test_workers_that_arrive_together_are_told_so(imagined):
@@ -48,6 +56,26 @@ def test_a_worker_late_for_want_of_data_is_sent_to_its_loader(imagined, a_plan):
             event = msgspec.structs.replace(event, data_s=event.compute_s, compute_s=event.data_s, share=1)
         events.append(event)
     assert "waiting for data: look at its loader" in verdict(summarise(events))
+
+
+@pytest.mark.parametrize(
+    ("share", "advice"), [(16, "in the script's own code"), (160, "look for other load on its node")]
+)
+def test_a_worker_late_although_its_share_fits_is_not_told_to_take_less(imagined, a_plan, share, advice):
+    events = []
+    for event in imagined(a_plan(speeds=(800.0,) * 3 + (770.0,), shares=(share,) * 4)):
+        if isinstance(event, StepEnded):
+            late_s = 0.1 if event.rank == 3 else 0.0
+            event = msgspec.structs.replace(
+                event,
+                arrival=event.arrival + late_s,
+                wait_s=event.wait_s + 0.1 - late_s,
+                t=event.t + 0.1,
+            )
+        events.append(event)
+    text = verdict(summarise(events))
+    assert text.startswith("Rank 3 (node-d)")
+    assert advice in text
 
 
 def test_a_late_worker_whose_share_is_one_sample_is_not_told_to_take_less(imagined, a_plan):

@@ -356,7 +356,8 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoints(warm_pool, pair, l
         assert newest(pair).step == 3
         return
     assert isinstance(outcome.error, CheckpointError), outcome
-    assert "File too large" in outcome.error.message
+    assert outcome.error.message == "the checkpoint cannot be written: File too large"
+    assert "ulimit" in outcome.error.fix
     assert "earlier checkpoints are as they were" in outcome.error.fix
     assert names(pair) == ["step-000000001", "step-000000002"]
     assert newest(pair).step == 2

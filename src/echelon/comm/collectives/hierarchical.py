@@ -1,9 +1,9 @@
 """Hierarchical: consecutive workers form groups that sum inside, then among each other, then spread inside.
 
 Inside a group elements travel by the `inner` collective, between groups by the `outer` one; each is any
-collective with its options, so `outer="hierarchical(group=4)"` makes a third level. A group of any size
-sends 2 (G-1)/G n elements to the other G-1 groups; in a flat ring of interleaved groups of g it is up to g
-times as many.
+collective with its options, so `outer="hierarchical(group=4)"` makes a third level. By an outer ring, each
+of G groups sends 2 (G-1)/G n elements to the others, however many members it has; by a flat ring in which
+the members of groups alternate, g times as many for groups of g.
 
 Rails. With `rails` every member sums a slice of the buffer with its counterparts of the other groups, so
 that all members' links to the outside are used at once. Without, only the first member of each group
@@ -11,8 +11,8 @@ communicates outside. Groups of unequal size have as many rails as the smallest 
 larger groups hand the ranges that they own to their group's rails, and get the results back from them.
 
 Inner collectives of two halves (`Scattering`: ring, direct, halving-doubling, binary-blocks, ps) are cut in
-the middle: reduce-scatter, outer sum, all-gather. Others (butterfly, hierarchical) run whole, and in the end
-each rail gives the others its slice, along a tree if there is one rail only. To add levels, nest in `outer`.
+the middle: reduce-scatter, outer sum, all-gather. Others (butterfly, hierarchical) run whole; at the end
+each rail gives the others its slice, along a tree if there is one rail. To add levels, nest in `outer`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
@@ -120,10 +121,13 @@ class Hierarchical(Collective):
         return trim(on(members, inside.down) + between + on(members, inside.up))
 
     def _levels(self) -> tuple[Collective, Collective]:
-        return (
-            COLLECTIVES.build(self.inner, where="inner"),
-            COLLECTIVES.build(self.outer, where="outer"),
-        )
+        return _built(self.inner, "inner"), _built(self.outer, "outer")
+
+
+@lru_cache(maxsize=64)
+def _built(text: str, where: str) -> Collective:
+    """Kept, for every schedule asks for it, and reading the text takes longer than the schedule."""
+    return COLLECTIVES.build(text, where=where)
 
 
 class _Inside(NamedTuple):

@@ -35,7 +35,7 @@ class ParameterServer(Scattering):
             raise ConfigError(
                 f"ps has {self.servers} servers, but its group has {workers}",
                 where="collective ps, servers",
-                fix=f"give at most {size} servers, or more workers",
+                fix=f"lower servers to {size}, or start more workers",
             )
 
     def reduce_scatter(self, rank: int, size: int, length: int) -> Schedule:

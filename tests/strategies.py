@@ -1,0 +1,82 @@
+"""Every registered strategy as a test parameter, so that a new one is tested by being added.
+
+    @each("delay")
+    def test_no_pause_is_negative(entry):
+        delay = entry.build()
+
+`@each()` runs a test for the strategies of all kinds. Kinds are those that `echelon list` knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from echelon.cli.listing import KINDS
+from echelon.config.call import Call
+from echelon.config.registry import Registry, Strategy, options_of
+from echelon.errors import ConfigError
+
+# What to try for an option without a default, by its type; the first combination that is accepted counts.
+_TRIED: dict[Any, tuple[Any, ...]] = {
+    bool: (False, True),
+    int: (1, 2, 8),
+    float: (0.25, 1.0, 3.0),
+    str: ("somewhere", "1"),
+}
+
+
+@dataclass(frozen=True)
+class Registered:
+    """One strategy of one kind."""
+
+    registry: Registry[Any]
+    name: str
+
+    @property
+    def strategy(self) -> type[Strategy]:
+        """Its class."""
+        return self.registry.get(self.name)
+
+    def builds(self) -> Iterator[Strategy]:
+        """The strategy with its defaults and whatever values its required options accept, if any."""
+        hints = typing.get_type_hints(self.strategy)
+        required = [option.name for option in options_of(self.strategy) if option.required]
+        for values in itertools.product(*(_values(hints[name]) for name in required)):
+            try:
+                yield self.registry.build(Call(self.name, (), dict(zip(required, values, strict=True))))
+            except ConfigError:
+                continue
+
+    def build(self) -> Strategy:
+        """The first of them."""
+        for built in self.builds():
+            return built
+        raise AssertionError(f"{self.registry.kind} {self.name}: no values found that its options accept")
+
+    def __str__(self) -> str:
+        return f"{self.registry.kind}-{self.name}"
+
+
+def _values(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    for choice in (hint, *typing.get_args(hint)):
+        if choice in _TRIED:
+            return _TRIED[choice]
+    raise AssertionError(f"no values to try for {hint}: add some to tests/strategies.py")
+
+
+def registered(*kinds: str) -> list[Registered]:
+    """All strategies of these kinds; of all kinds, if none is named."""
+    return [Registered(KINDS[kind], name) for kind in kinds or tuple(KINDS) for name in KINDS[kind].names()]
+
+
+def each(*kinds: str) -> pytest.MarkDecorator:
+    """Run a test once for each strategy of these kinds, which it takes as `entry`."""
+    return pytest.mark.parametrize("entry", registered(*kinds), ids=str)
