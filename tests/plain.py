@@ -13,7 +13,7 @@ module runs its scripts in warm workers through `in_session`, and compares with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -25,12 +25,12 @@ from torch.utils.data import TensorDataset
 
 import echelon
 
-# The number of workers, and their shares; in four the smallest share is a single sample.
-CREWS: dict[str, tuple[int, Sequence[float] | None]] = {
-    "two-equal": (2, None),
-    "two-unequal": (2, (3, 1)),
-    "four-equal": (4, None),
-    "four-unequal": (4, (4, 3, 2, 1)),
+# The number of workers, and how they join. In the last crew the smallest share is a single sample.
+CREWS: dict[str, tuple[int, dict[str, Any]]] = {
+    "two-equal": (2, {}),
+    "two-unequal": (2, {"shares": (3, 1), "transport": "c10d"}),
+    "four-equal": (4, {"transport": "c10d"}),
+    "four-unequal": (4, {"shares": (4, 3, 2, 1)}),
 }
 
 
@@ -89,9 +89,9 @@ def plainly(script: Callable[..., Any], *args: Any) -> Trained:
     return _trained(journal, journal.sums, script(Plain(), journal, *args))
 
 
-def in_session(script: Callable[..., Any], shares: Sequence[float] | None, *args: Any) -> Trained:
-    """Run the script as one of the workers that there are."""
-    with echelon.join(record=False, shares=shares, round_timeout_s=30) as session:
+def in_session(script: Callable[..., Any], options: Mapping[str, Any], *args: Any) -> Trained:
+    """Run the script as one of the workers that there are; they join with these options."""
+    with echelon.join(record=False, round_timeout_s=30, **options) as session:
         journal = Journal()
         models = script(session, journal, *args)
         sums = session.all_reduce(torch.tensor(journal.sums, dtype=torch.float64))

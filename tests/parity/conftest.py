@@ -21,20 +21,29 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["alone", *CREWS])
+@pytest.fixture(params=["alone", "two-unequal", "four-unequal"])
 def parity(request: pytest.FixtureRequest, warm_pool: WarmPool) -> Callable[..., None]:
     """Fails unless the script ends as in plain PyTorch: to the bit alone, to float tolerance otherwise.
 
-    `work(name, shares, *args)` runs a script of the test's module in a session.
+    `work(name, options, *args)` runs a script of the test's module in a session.
     """
+    return _check_on(request.param, warm_pool)
 
+
+@pytest.fixture(params=["alone", *CREWS])
+def parity_of_all(request: pytest.FixtureRequest, warm_pool: WarmPool) -> Callable[..., None]:
+    """The same on every crew, for what all the rest stands on."""
+    return _check_on(request.param, warm_pool)
+
+
+def _check_on(crew: str, pool: WarmPool) -> Callable[..., None]:
     def check(work: Callable[..., Any], script: Callable[..., Any], *args: Any, rtol: float = 1e-9) -> None:
         reference = plainly(script, *args)
-        if request.param == "alone":
-            assert_identical(in_session(script, None, *args), reference)
+        if crew == "alone":
+            assert_identical(in_session(script, {}, *args), reference)
             return
-        workers, shares = CREWS[request.param]
-        trained = warm_pool.run(workers, work, script.__name__, shares, *args)
+        workers, options = CREWS[crew]
+        trained = pool.run(workers, work, script.__name__, options, *args)
         assert_same(reference, trained, rtol=rtol)
 
     return check

@@ -16,10 +16,10 @@ import echelon
 from plain import examples, network
 
 
-def beside_ddp(normalise):
+def beside_ddp(normalise, transport):
     """Train the same model with both; how far their gradients and weights are apart, and the batches."""
     dist.init_process_group("gloo")
-    with echelon.join(record=False) as session:
+    with echelon.join(record=False, transport=transport) as session:
         model = network(session)
         if normalise:
             model.insert(1, nn.BatchNorm1d(16).double())
@@ -49,9 +49,9 @@ def beside_ddp(normalise):
 
 
 @pytest.mark.parametrize("normalise", [False, True], ids=["plain", "batchnorm"])
-@pytest.mark.parametrize("workers", [2, 4])
-def test_a_batch_per_worker_gives_the_gradients_of_ddp(warm_pool, workers, normalise):
-    told = warm_pool.run(workers, beside_ddp, normalise)
+@pytest.mark.parametrize(("workers", "transport"), [(2, "c10d"), (4, "auto")])
+def test_a_batch_per_worker_gives_the_gradients_of_ddp(warm_pool, workers, transport, normalise):
+    told = warm_pool.run(workers, beside_ddp, normalise, transport)
     for apart, drawn, length, still_initialised in told:
         assert apart < 1e-12
         assert {len(batch) for batch in drawn[: length - 1]} == {6}

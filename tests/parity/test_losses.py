@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from plain import examples, in_session, network, seed_weights
 
 
-def work(name, shares, *args):
-    return in_session(globals()[name], shares, *args)
+def work(name, options, *args):
+    return in_session(globals()[name], options, *args)
 
 
 def several_backward_passes(session, journal):
@@ -151,8 +151,8 @@ def test_summed_losses_are_added_to_what_is_there(parity):
     parity(work, summed_piecewise)
 
 
-def test_a_mean_over_valid_targets_weighs_workers_by_them(parity):
-    parity(work, weighed, 1)
+def test_a_mean_over_valid_targets_weighs_workers_by_them(parity_of_all):
+    parity_of_all(work, weighed, 1)
 
 
 def test_a_mean_over_valid_targets_can_be_accumulated(parity):

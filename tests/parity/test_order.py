@@ -12,8 +12,8 @@ import echelon
 from plain import CREWS, Trained, assert_same, examples, in_session, network
 
 
-def work(name, shares, *args):
-    return in_session(globals()[name], shares, *args)
+def work(name, options, *args):
+    return in_session(globals()[name], options, *args)
 
 
 def shuffled(session, journal, drop_last):
@@ -54,5 +54,5 @@ def test_workers_train_on_the_batches_that_one_process_would_shuffle(warm_pool, 
         optimizer.step()
         losses.append(float(loss.detach()))
     reference = Trained(losses, [], {f"0.{name}": value for name, value in model.state_dict().items()})
-    workers, shares = CREWS[crew]
-    assert_same(reference, warm_pool.run(workers, work, "shuffled", shares, drop_last), rtol=1e-9)
+    workers, options = CREWS[crew]
+    assert_same(reference, warm_pool.run(workers, work, "shuffled", options, drop_last), rtol=1e-9)

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from plain import examples, in_session, network, seed_weights
 
 
-def work(name, shares, *args):
-    return in_session(globals()[name], shares, *args)
+def work(name, options, *args):
+    return in_session(globals()[name], options, *args)
 
 
 def thawed(session, journal):
@@ -190,8 +190,8 @@ def test_a_parameter_that_no_worker_uses_has_no_gradient_and_does_not_decay(pari
     parity(work, never_used)
 
 
-def test_a_parameter_that_some_workers_use_gets_their_gradient_everywhere(parity):
-    parity(work, used_by_some)
+def test_a_parameter_that_some_workers_use_gets_their_gradient_everywhere(parity_of_all):
+    parity_of_all(work, used_by_some)
 
 
 def test_parameters_of_any_type_and_shape_travel(parity):

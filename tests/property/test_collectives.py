@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from echelon.comm.collective import COLLECTIVES, Scattering
 from echelon.comm.collectives.binary_blocks import blocks
+from echelon.comm.cost import Link, critical_work
 from schedules import execute, sent_elements
 
 SIZES = st.integers(1, 17)
@@ -190,6 +191,49 @@ def test_a_group_of_a_hierarchy_sends_its_buffer_out_less_than_twice(groups, mem
             assert len(set(outside)) == 1
         else:
             assert sum(outside[1:]) == 0
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=4), st.booleans())
+@modest
+def test_unequal_groups_have_as_many_rails_as_the_smallest_has_members(sizes, rails):
+    size = sum(sizes)
+    group_of = [group for group, members in enumerate(sizes) for _ in range(members)]
+    text = f"hierarchical(sizes={sizes}, rails={str(rails).lower()})"
+    schedules = _schedules(COLLECTIVES.build(text), size, 120)
+    outside = {
+        rank
+        for rank, schedule in enumerate(schedules)
+        if any(group_of[move.peer] != group_of[rank] for step in schedule for move in step.sends)
+    }
+    expected = min(sizes) if rails else 1
+    assert [sum(group_of[rank] == group for rank in outside) for group in range(len(sizes))] == [
+        expected for _ in sizes
+    ]
+
+
+@pytest.mark.parametrize("rails", ["true", "false"])
+@pytest.mark.parametrize("inner", FLAT)
+@given(SIZES, LENGTHS)
+@settings(max_examples=10, deadline=None)
+def test_a_single_group_is_its_inner_collective(inner, rails, size, length):
+    hierarchy = COLLECTIVES.build(f"hierarchical(group=17, inner={inner}, rails={rails})")
+    assert _schedules(hierarchy, size, length) == _schedules(COLLECTIVES.build(inner), size, length)
+
+
+def test_a_lone_communicating_node_spreads_the_result_along_a_tree():
+    text = "hierarchical(group=8, inner=butterfly, outer=butterfly, rails=false)"
+    schedules = _schedules(COLLECTIVES.build(text), 16, 64)
+    work = critical_work(schedules, Link(latency_s=1.0, seconds_per_byte=0.0), 0.0)
+    assert (work.steps, work.further_messages) == (3 + 1 + 3, 0)
+
+
+@given(power_of_two)
+@modest
+def test_halving_exchanges_the_most_with_the_nearest_worker(size):
+    for rank in range(size):
+        schedule = COLLECTIVES.build("halving-doubling").schedule(rank, size, 8 * size)
+        sent = {move.peer: move.length for step in schedule for move in step.sends if step.adds}
+        assert sorted(sent, key=sent.__getitem__, reverse=True) == sorted(sent, key=lambda p: p ^ rank)
 
 
 @given(st.integers(2, 17), st.integers(1, 3))

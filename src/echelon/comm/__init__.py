@@ -3,8 +3,24 @@
 place.py       which worker am I: the variables that launchers set
 rendezvous.py  workers meet, learn of each other, and tell each other why they failed
 group.py       the contract of a group of workers: reduce, gather, broadcast
+open.py        which of the following a group is
 alone.py       the group of one
 c10d.py        a group on torch.distributed
+engine.py      a group on our own transports
+
+collective.py  what a collective is: steps of sends and receives (pure); collectives/ has them
+fold.py        surplus workers of algorithms for powers of two (pure)
+spread.py      broadcast and all-gather as steps (pure)
+cost.py        what a schedule costs (pure)
+
+mesh.py        every worker connected with every other one
+handshake.py   a peer proves that it knows the run's secret
+frames.py      how a message looks on the wire
+connection.py  frames to and from one peer
+loop.py        the thread that moves bytes
+exchange.py    one worker's schedule, carried out
+shm.py         reduction in shared memory
+
 buckets.py     which gradients travel together (pure)
 reducer.py     reduces gradients while backward goes on
 """

@@ -113,7 +113,7 @@ class Connection:
         return bool(self._parts or self._current or self._queue)
 
     def write(self) -> None:
-        """Write what the kernel takes, a few frames at most; `progressed` says whether it took all of them."""
+        """Write what the kernel takes, a few frames at most; `progressed`: it took all of them."""
         self.progressed = False
         for _ in range(_FRAMES_AT_ONCE):
             if not self._parts and not self._next_frame():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from echelon.comm import mesh
-from echelon.comm.collective import COLLECTIVES, Collective, Move, Schedule, Step
+from echelon.comm.collective import COLLECTIVES, Collective, Schedule
 from echelon.comm.connection import Connection
 from echelon.comm.exchange import Exchange
 from echelon.comm.group import Group, Op, Pending
@@ -23,9 +23,11 @@ from echelon.comm.loop import Loop
 from echelon.comm.place import Place
 from echelon.comm.rendezvous import Meeting, interface_address
 from echelon.comm.shm import Team
+from echelon.comm.spread import broadcast, gather_all
 from echelon.errors import LaunchError, WorkerError
 
 SECRET_VARIABLE = "ECHELON_SECRET"
+_LARGE_BYTES = 64 * 1024  # from here on, spreading in few bytes beats spreading in few steps
 _log = logging.getLogger(__name__)
 
 
@@ -73,6 +75,7 @@ class EngineGroup(Group):
         self._engine = engine
         self._text = collective
         self._collective: Collective = COLLECTIVES.build(collective, where="--collective")
+        self._collective.check(self.size)
         self._channel = engine.next_channel()
         self._count = 0
         self._team: Team | None = None
@@ -95,13 +98,9 @@ class EngineGroup(Group):
         whole = flat.new_empty(length * self.size)
         mine = slice(self.rank * length, (self.rank + 1) * length)
         whole[mine] = flat
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        step = Step(
-            sends=tuple(Move(peer, mine.start, mine.stop) for peer in others),
-            takes=tuple(Move(peer, peer * length, (peer + 1) * length) for peer in others),
-        )
         if length:
-            self._start(whole, [step], "sum", 0).wait()
+            large = length * flat.element_size() > _LARGE_BYTES
+            self._start(whole, gather_all(self.rank, self.size, length, large=large), "sum", 0).wait()
         return [part.view(tensor.shape) for part in whole.split(length or 1)][: self.size] or [
             tensor.clone() for _ in range(self.size)
         ]
@@ -111,12 +110,10 @@ class EngineGroup(Group):
         flat = tensor.view(-1)
         if not flat.numel():
             return
-        if self.rank == source:
-            others = [rank for rank in range(self.size) if rank != source]
-            step = Step(sends=tuple(Move(peer, 0, flat.numel()) for peer in others))
-        else:
-            step = Step(takes=(Move(source, 0, flat.numel()),))
-        self._start(flat, [step], "sum", 0).wait()
+        large = flat.numel() * flat.element_size() > _LARGE_BYTES
+        self._start(
+            flat, broadcast(self.rank, self.size, flat.numel(), source, large=large), "sum", 0
+        ).wait()
 
     def _start(self, flat: Tensor, schedule: Schedule, op: Op, priority: int) -> Pending:
         self._count += 1
@@ -147,6 +144,11 @@ class EngineGroup(Group):
             except LaunchError as error:
                 _log.warning("%s; these %d elements go over TCP instead", error.message, length)
         return super().buffer(length, dtype, device)
+
+    def release(self, buffer: Tensor) -> None:
+        """Forget a buffer; its memory goes with the last tensor that uses it."""
+        if self._team is not None:
+            self._team.release(buffer)
 
     def _gather_team(self) -> Team | None:
         """The members as users of one shared memory; None on all of them if it fails on any."""

@@ -75,6 +75,10 @@ class Group(ABC):
         """A tensor that this group reduces best. All members ask for the same ones in the same order."""
         return torch.zeros(length, dtype=dtype, device=device)
 
+    def release(self, buffer: Tensor) -> None:
+        """A buffer of this group is no longer reduced."""
+        return
+
     def sent_bytes(self, tensor: Tensor) -> int:
         """The payload that this member sends when the tensor is all-reduced: 2 (P-1)/P of it."""
         return 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size

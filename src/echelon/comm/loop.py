@@ -136,14 +136,15 @@ class Loop:
 
     def _begin(self, operation: Operation) -> None:
         self._operations[operation.tag] = operation
-        gone = operation.peers() & self._lost.keys()
-        if gone:
-            self._end(operation, self._lost[min(gone)])
-            return
         try:
             operation.begin(self.connections)
         except OSError as error:
             self._end(operation, PeerLost(str(error)))
+            return
+        # Only now: a peer that has left may have sent before all that is wanted of it.
+        gone = operation.peers() & self._lost.keys()
+        if gone and not operation.ended:
+            self._end(operation, self._lost[min(gone)])
 
     def _flush(self) -> None:
         """Write whatever can be written, and ask to be woken for the rest."""

@@ -7,8 +7,13 @@ results are awaited and put in place.
 The combined gradient is sum_i w_i g_i with weights that sum to one. A gradient that was reduced
 before (several backward passes in one step) is the same on all workers, so reducing it again with the
 new part leaves it as it is. Where a sum is wanted instead, each gradient is multiplied by the number of
-workers before it is added to what is there, and the mean of those is the sum. Each bucket carries a flag per parameter: one that no worker used keeps
-the gradient it had, which is none, just as in a single process.
+workers before it is added to what is there, and the mean of those is the sum.
+
+Each bucket carries a flag per parameter: one that no worker used keeps the gradient it had, which is
+none, just as in a single process.
+
+Reduced gradients live in the buckets, which the group places where it reduces best: nothing is copied back.
+A worker's own gradients stay as they are until the whole round has succeeded.
 """
 
 from __future__ import annotations
@@ -43,11 +48,11 @@ class RoundObserver(Protocol):
 class _Bucket:
     """Parameters that travel together, and the buffer they travel in: gradients, then flags."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Group) -> None:
         first = parameters[0]
         self.parameters = list(parameters)
         length = sum(p.numel() for p in parameters)
-        self.buffer = torch.zeros(length + len(parameters), dtype=first.dtype, device=first.device)
+        self.buffer = group.buffer(length + len(parameters), first.dtype, first.device)
         self.flags = self.buffer[length:]
         self.views: list[Tensor] = []
         at = 0
@@ -68,14 +73,9 @@ class _Bucket:
         self.flags.copy_(torch.tensor(used))
 
     def put_back(self) -> None:
-        used = self.flags.tolist()
-        for p, view, count in zip(self.parameters, self.views, used, strict=True):
-            if not count:
-                continue
-            if p.grad is None:
-                p.grad = view.clone()
-            else:
-                p.grad.copy_(view)
+        for p, view, used in zip(self.parameters, self.views, self.flags.tolist(), strict=True):
+            if used:
+                p.grad = view
 
     def reset(self) -> None:
         self.missing = len(self.parameters)
@@ -118,7 +118,9 @@ class Reducer:
         self._trainable = trainable
         wanted = [p for (_, p) in self._named if p.requires_grad]
         items = [Item(size_bytes=p.numel() * p.element_size(), kind=(p.dtype, p.device)) for p in wanted]
-        self._buckets = [_Bucket([wanted[index] for index in bucket]) for bucket in assign(items)]
+        self._buckets = [
+            _Bucket([wanted[index] for index in bucket], self._group) for bucket in assign(items)
+        ]
         for bucket in self._buckets:
             for p in bucket.parameters:
                 self._bucket_of[id(p)] = bucket
@@ -132,6 +134,8 @@ class Reducer:
             handle.remove()
         self._handles.clear()
         self._bucket_of.clear()
+        for bucket in self._buckets:
+            self._group.release(bucket.buffer)
         self._buckets = []
 
     def touches(self, parameter_ids: set[int]) -> bool:
@@ -172,7 +176,7 @@ class Reducer:
         if self._next == len(self._buckets):
             self._observer.arrived()
         bucket.fill(self._weight())
-        bucket.pending = self._group.all_reduce(bucket.buffer)
+        bucket.pending = self._group.all_reduce(bucket.buffer, priority=-self._next)
 
     def _finish(self) -> None:
         """Backward is over: send what is left, wait for all, put the results in place."""
@@ -183,8 +187,9 @@ class Reducer:
             for bucket in self._buckets:
                 assert bucket.pending is not None
                 bucket.pending.wait()
-                bucket.put_back()
                 sent_bytes += self._group.sent_bytes(bucket.buffer)
+            for bucket in self._buckets:
+                bucket.put_back()
             self._observer.reduced(sent_bytes)
             self.unreduced = False
         finally:

@@ -122,6 +122,10 @@ class Team:
         self._buffers[mine.data_ptr()] = tensors
         return mine
 
+    def release(self, tensor: Tensor) -> None:
+        """Forget a buffer."""
+        self._buffers.pop(tensor.data_ptr(), None)
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether this is a whole buffer of this team."""
         known = self._buffers.get(tensor.data_ptr())

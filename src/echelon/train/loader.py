@@ -73,16 +73,16 @@ class SharedLoader:
         self, loader: DataLoader[Any], index: int, sharing: Sharing, meaning: BatchMeaning
     ) -> None:
         self.dataset = loader.dataset
-        self.drop_last = bool(loader.drop_last)
         self._index = index
         self._sharing = sharing
-        self._sampler: Any = loader.sampler
         self._batch_sampler: Any = loader.batch_sampler
+        self._sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
         self._collate: Any = loader.collate_fn
         self.streams = isinstance(loader.dataset, IterableDataset)
         self._own_batches = not self.streams and type(loader.batch_sampler) is not BatchSampler
-        _refuse(loader, self.streams)
-        size = 0 if self._own_batches else int(loader.batch_size or 0)
+        _refuse(loader, self._sampler, self.streams)
+        self.drop_last = bool(getattr(self._batch_sampler, "drop_last", False))
+        size = 0 if self._own_batches else int(getattr(self._batch_sampler, "batch_size", 0))
         self.global_batch_size = size * sharing.group.size if meaning == "per-worker" else size
         self._batches = _Batches()
         self._seeds = torch.Generator()
@@ -93,7 +93,7 @@ class SharedLoader:
         self.trains = False
         self._resuming = False
         self._drawn: list[Any] | None = None
-        self._generator = _generator_of(loader)
+        self._generator = _generator_of(self._batch_sampler, self._sampler)
         self._check()
 
     @property
@@ -305,18 +305,17 @@ def _check_enough(samples: int, workers: int) -> None:
         )
 
 
-def _generator_of(loader: DataLoader[Any]) -> torch.Generator | None:
-    """What the sampler's randomness comes from, if it is the sampler's own."""
-    own = loader.batch_sampler
-    for owner in (loader.sampler, own, getattr(own, "sampler", None)):
-        generator = getattr(owner, "generator", None)
+def _generator_of(*samplers: Any) -> torch.Generator | None:
+    """What a sampler's randomness comes from, if it is the sampler's own."""
+    for sampler in samplers:
+        generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):
             return generator
     return None
 
 
-def _refuse(loader: DataLoader[Any], streams: bool) -> None:
-    if isinstance(loader.sampler, DistributedSampler):
+def _refuse(loader: DataLoader[Any], sampler: Any, streams: bool) -> None:
+    if isinstance(sampler, DistributedSampler):
         raise ConfigError(
             "the loader has a DistributedSampler, but Echelon shares the data out itself",
             where="prepare",

@@ -1,0 +1,99 @@
+"""However a batch is shared and an epoch is cut, every sample goes to one worker, once."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.errors import ConfigError
+from echelon.plan.shares import batch_sizes, slices, split
+
+weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
+
+
+@st.composite
+def epochs(draw):
+    """Workers' weights, a data set and a batch that they can share."""
+    shares = draw(weights)
+    samples = draw(st.integers(len(shares), 300))
+    batch = draw(st.integers(len(shares), 80))
+    return shares, samples, batch
+
+
+@given(weights, st.integers(0, 1000))
+def test_shares_sum_to_the_batch_and_nobody_is_without(shares, more):
+    total = len(shares) + more
+    parts = split(total, shares)
+    assert sum(parts) == total
+    assert min(parts) >= 1
+
+
+@given(weights, st.integers(0, 1000))
+def test_shares_are_within_one_sample_of_proportion_unless_that_is_below_one(shares, more):
+    total = len(shares) + more
+    wanted = [total * weight / sum(shares) for weight in shares]
+    if min(wanted) >= 1:
+        for part, want in zip(split(total, shares), wanted, strict=True):
+            assert abs(part - want) < 1 + 1e-9
+
+
+@given(weights, st.integers(0, 1000), st.floats(0.001, 1000))
+def test_more_weight_never_means_less_and_scale_means_nothing(shares, more, scale):
+    total = len(shares) + more
+    parts = split(total, shares)
+    ranked = sorted(zip(shares, parts, strict=True))
+    for (lighter, less), (heavier, least) in pairwise(ranked):
+        assert less <= least or math.isclose(lighter, heavier)
+    assert (
+        sum(abs(a - b) for a, b in zip(parts, split(total, [w * scale for w in shares]), strict=True)) <= 2
+    )
+
+
+@given(epochs(), st.booleans())
+def test_an_epoch_gives_every_sample_to_one_worker_once(epoch, drop_last):
+    shares, samples, batch = epoch
+    sizes = batch_sizes(samples, batch, len(shares), drop_last=drop_last)
+    parts = [slices(sizes, shares, rank) for rank in range(len(shares))]
+    seen = sorted(i for mine in parts for part in mine for i in range(part.start, part.stop))
+    assert seen == list(range(samples - samples % batch if drop_last else samples))
+    for step, size in enumerate(sizes):
+        assert sum(mine[step].share for mine in parts) == size == parts[0][step].batch
+        assert all(mine[step].share >= 1 for mine in parts)
+
+
+@given(epochs())
+def test_only_a_tail_too_small_for_all_changes_what_a_batch_is(epoch):
+    shares, samples, batch = epoch
+    alone = batch_sizes(samples, batch, 1, drop_last=False)
+    together = batch_sizes(samples, batch, len(shares), drop_last=False)
+    if alone[-1] >= len(shares):
+        assert together == alone
+    else:
+        assert together == [*alone[:-2], alone[-2] + alone[-1]]
+
+
+@given(epochs(), st.data())
+def test_an_epoch_taken_up_at_a_batch_goes_on_with_the_same_batches(epoch, data):
+    shares, samples, batch = epoch
+    sizes = batch_sizes(samples, batch, len(shares), drop_last=False)
+    done = data.draw(st.integers(0, len(sizes)))
+    position = sum(sizes[:done])
+    rest = batch_sizes(samples - position, batch, len(shares), drop_last=False)
+    assert rest == sizes[done:]
+    for rank in range(len(shares)):
+        assert slices(rest, shares, rank, start=position) == slices(sizes, shares, rank)[done:]
+
+
+@pytest.mark.parametrize("shares", [[], [1, 0], [1, -1], [1, math.nan], [math.inf, 1]])
+def test_a_weight_that_is_not_positive_is_refused(shares):
+    with pytest.raises(ConfigError, match="each must be a positive number"):
+        split(8, shares)
+
+
+def test_a_batch_smaller_than_the_number_of_workers_is_refused():
+    with pytest.raises(ConfigError, match="a batch of 3 cannot be shared by 4 workers"):
+        split(3, [1] * 4)
