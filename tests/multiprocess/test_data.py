@@ -95,10 +95,18 @@ def test_workers_together_draw_what_one_process_draws(alone, crew, name):
         assert all(part for batch in zip(*parts, strict=True) for part in batch), (
             "nobody is without a sample"
         )
-        expected = alone[name][epoch]
-        while len(expected[-1]) < workers:
-            expected = [*expected[:-2], expected[-2] + expected[-1]]
-        assert together == expected
+        assert together == joined(alone[name][epoch], workers)
+
+
+def joined(batches, workers):
+    """A batch too small for all is part of the one before it."""
+    out = []
+    for batch in batches:
+        if out and len(batch) < workers:
+            out[-1] = out[-1] + batch
+        else:
+            out.append(batch)
+    return out
 
 
 @pytest.mark.parametrize(
@@ -120,8 +128,7 @@ def test_another_epoch_and_another_seed_have_another_order(warm_pool, alone):
     for name in names:
         first, second = alone[name]
         assert first != second
-        joined = [a + b for a, b in zip(other[0][name][0], other[1][name][0], strict=True)]
-        assert joined != first
+        assert [a + b for a, b in zip(other[0][name][0], other[1][name][0], strict=True)] != first
 
 
 def test_shares_follow_the_weights(crew):

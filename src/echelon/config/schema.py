@@ -41,7 +41,7 @@ class RunSettings:
     collective: str = _setting("auto", "How gradients are summed: see `echelon list collective`.")
     threads: int | None = _setting(None, "Threads per worker. Default: the usable cores over the workers.")
     port: int | None = _setting(None, "The port where workers meet. Default: a free one.")
-    seed: int = _setting(0, "Fixes the order of the data and the initial weights.")
+    seed: int = _setting(0, "Fixes the order of the data and, in `echelon train`, the initial weights.")
     join_timeout_s: float = _setting(60.0, "How long to wait for all workers to join.")
     round_timeout_s: float = _setting(300.0, "How long a worker may keep the others waiting at a round.")
 

@@ -77,7 +77,7 @@ class Session(Talk):
         self._prepared = resume.Prepared()
         self._reducers: list[Reducer] = []
         self._sharing: Sharing | None = None
-        self._weight = 1.0
+        self._weight = 1.0 / group.size  # until a prepared loader says otherwise: the mean, as in DDP
         self._current: SharedLoader | None = None
         self._first_epoch = 0
         self._closed = False

@@ -74,7 +74,7 @@ class Talk:
             pending = Pending.finished(tensor)
         else:
             pending = self._group.all_reduce(flat, "sum" if op == "mean" else op).then(
-                lambda result: self._put(tensor, result, op)
+                lambda _: self._put(tensor, flat, op)
             )
         return pending.wait() if wait else pending
 
@@ -122,13 +122,16 @@ class Talk:
     def barrier(self) -> None:
         """Return when every worker is here."""
         if self.world_size > 1:
-            self._compare([s.decode() for s in self._group.all_gather_bytes(b"barrier")])
+            self._compare(self._told("barrier"))
 
     def _check_same(self, call: str, how: str, tensor: Tensor) -> None:
         """Different calls or shapes would end a worker's process inside the backend: look first."""
         if self.world_size > 1:
-            told = f"{call} {how} {list(tensor.shape)} {tensor.dtype}"
-            self._compare([s.decode() for s in self._group.all_gather_bytes(told.encode())])
+            self._compare(self._told(f"{call} {how} {list(tensor.shape)} {tensor.dtype}"))
+
+    def _told(self, mine: str) -> list[str]:
+        """What each worker says; one that is somewhere else altogether may not say it in words."""
+        return [told.decode(errors="replace") for told in self._group.all_gather_bytes(mine.encode())]
 
     def _compare(self, told: list[str]) -> None:
         for rank, said in enumerate(told):
