@@ -88,7 +88,13 @@ if session.is_leader:
 
 def _echelon(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*ECHELON, *args], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=100
+        [*ECHELON, *args],
+        cwd=folder,
+        env=ENVIRONMENT,
+        input="for the launcher, which does not pass it on",
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
 
 

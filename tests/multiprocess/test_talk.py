@@ -109,9 +109,7 @@ def disagreements():
                 session.prepare, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4 if odd else 3))
             ),
             "names": attempt(session.prepare, nn.ModuleDict({"tail" if odd else "head": nn.Linear(2, 2)})),
-            "more": attempt(
-                session.prepare, nn.Sequential(*[nn.Linear(2, 2)] * 1, *([nn.Linear(2, 2)] if odd else []))
-            ),
+            "more": attempt(session.prepare, nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + odd)))),
             "frozen": attempt(session.prepare, frozen),
             "type": attempt(session.prepare, nn.Linear(2, 2).double() if odd else nn.Linear(2, 2)),
             "samples": attempt(session.prepare, DataLoader(data, batch_size=5)),
@@ -197,9 +195,9 @@ def test_workers_that_prepare_different_things_are_told_the_first_difference(war
         "names": (ModelError, "rank 1 has parameter tail.weight"),
         "more": (
             ModelError,
-            "rank 1 has parameter 1.weight ([2, 2] torch.float32 trained) where rank 0 has nothing",
+            "rank 1 has parameter 1.weight of model 2 ([2, 2] torch.float32 trained) where rank 0 has nothing",
         ),
-        "frozen": (ModelError, "weight of model 4 is [2, 2] torch.float32 frozen on rank 1"),
+        "frozen": (ModelError, "weight of model 3 is [2, 2] torch.float32 frozen on rank 1"),
         "type": (ModelError, "torch.float64"),
         "samples": (DataError, "loader 0, samples is 9 on rank 1, but 10 on rank 0"),
         "batch": (DataError, "batch size is 6 on rank 1, but 4 on rank 0"),

@@ -145,6 +145,14 @@ class EngineGroup(Group):
                 _log.warning("%s; these %d elements go over TCP instead", error.message, length)
         return super().buffer(length, dtype, device)
 
+    def sent_bytes(self, tensor: Tensor) -> int:
+        """What this member gives to others: as its schedule says, or as it writes to their memory."""
+        flat = tensor.view(-1)
+        if self._team is not None and self._team.holds(flat):
+            return (self.size - 1) * flat.numel() * flat.element_size() // self.size
+        steps = _schedule(self._collective, self.rank, self.size, flat.numel())
+        return sum(move.length for step in steps for move in step.sends) * flat.element_size()
+
     def release(self, buffer: Tensor) -> None:
         """Forget a buffer; its memory goes with the last tensor that uses it."""
         if self._team is not None:

@@ -98,6 +98,7 @@ def test_help_has_every_setting_with_its_default_and_panel(call):
     assert "Rates" in told
     assert f"Default: {TrainSettings().lr}." in told
     assert "Default: 60." in told
+    assert "Default: 60.0" not in told
     assert "SGD|ADAMW" in told
     assert "None" not in told
 

@@ -95,6 +95,10 @@ def test_workers_with_the_same_parameters_make_the_same_buckets(items):
     assert assign(items, **limits) == assign(twin, **limits)
 
 
+def test_a_parameter_without_elements_does_not_get_a_bucket_of_its_own():
+    assert assign(_items(100, 0), **limits) == [[1, 0]]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_parameters_without_elements_do_not_get_lost(count):
     assert assign(_items(*[0] * count), **limits) == [list(reversed(range(count)))]

@@ -67,11 +67,6 @@ def test_workers_run_their_own_commands_and_print_into_their_own_logs(folder):
     assert folder.log_of(1).read_text() == "second\n"
 
 
-def test_a_worker_reads_nothing_from_the_terminal(folder):
-    with Crew(folder, _commands("import sys; print(repr(sys.stdin.read()))")):
-        assert _said(folder, 0) == "''"
-
-
 def test_the_crew_knows_who_runs_where(folder):
     with Crew(folder, _commands(SLEEP, SLEEP, SLEEP)) as crew:
         assert crew.size == 3

@@ -1,0 +1,205 @@
+"""When a worker fails, leaves, stops or never comes, the others are told who it was, and why."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon.errors import ConfigError, JoinTimeout, ModelError, PeerLost, RoundTimeout
+from warm import WorkerFailure
+
+TRANSPORTS = ["auto", "c10d"]
+
+
+def train(session, steps, before_step):
+    model = nn.Linear(3, 1)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(steps):
+        before_step(step)
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).mean().backward()
+        optimizer.step()
+    return session.step
+
+
+def raise_on(who, transport):
+    with echelon.join(record=False, transport=transport, round_timeout_s=30) as session:
+
+        def before_step(step):
+            if step == 3 and session.rank == who:
+                raise ValueError("sample 17 is broken\nand this is the long story")
+
+        return train(session, 6, before_step)
+
+
+def leave_early(who, transport):
+    with echelon.join(record=False, transport=transport, round_timeout_s=30) as session:
+        return train(session, 3 if session.rank == who else 6, lambda step: None)
+
+
+def stop_arriving(who, transport):
+    with echelon.join(record=False, transport=transport, round_timeout_s=2) as session:
+        return train(session, 6, lambda step: time.sleep(7) if step == 3 and session.rank == who else None)
+
+
+def die_after(who):
+    """The leader leaves the way a process does: it says why, and with it goes what the others ask."""
+    try:
+        raise_on(who, "auto")
+    except ValueError:
+        os._exit(1)
+
+
+def join_unless(missing):
+    if int(os.environ["RANK"]) in missing:
+        return None
+    with echelon.join(record=False, timeout_s=2) as session:
+        return session.rank
+
+
+def join_with(options):
+    with echelon.join(record=False, timeout_s=2, **options) as session:
+        return session.world_size
+
+
+def unreduced():
+    """Steps that would apply what the other workers do not have."""
+    with echelon.join(record=False, round_timeout_s=20) as session:
+        model = nn.Linear(3, 1)
+        other = nn.Linear(3, 1)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+        model, other, *optimizers = session.prepare(model, other, *optimizers)
+        before = model.weight.detach().clone()
+        said = []
+        with session.accumulate():
+            model(torch.ones(2, 3)).mean().backward()
+            said.append(refusal(optimizers[0].step))
+        said.append(refusal(optimizers[0].step))
+        untouched = torch.equal(model.weight, before)
+        other(torch.ones(2, 3)).mean().backward()
+        optimizers[1].step()  # of another model, whose gradients are there
+        model(torch.ones(2, 3)).mean().backward()
+        optimizers[0].step()
+        return said, untouched, session.step
+
+
+def refusal(act):
+    try:
+        act()
+    except ModelError as error:
+        return error
+    return None
+
+
+def of(outcome):
+    """What a worker raised."""
+    assert isinstance(outcome, WorkerFailure), outcome
+    assert outcome.how == "raised", outcome
+    return outcome.error
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("who", [0, 1], ids=["leader", "other"])
+def test_a_worker_that_raises_is_named_with_its_reason_by_all_others(warm_pool, who, transport):
+    outcomes = warm_pool.outcomes(3, raise_on, who, transport, timeout_s=20)
+    assert isinstance(of(outcomes.pop(who)), ValueError)
+    for error in map(of, outcomes):
+        assert type(error) is PeerLost
+        assert error.ranks == (who,)
+        assert f"rank {who} on " in error.message
+        assert "ValueError: sample 17 is broken" in error.message
+
+
+def test_the_leader_tells_why_before_its_process_is_gone(warm_pool):
+    _, *others = warm_pool.outcomes(3, die_after, 0, timeout_s=20)
+    for error in map(of, others):
+        assert type(error) is PeerLost
+        assert "ValueError: sample 17 is broken" in error.message
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("who", [0, 2], ids=["leader", "other"])
+def test_a_worker_that_ends_its_loop_early_is_named(warm_pool, who, transport):
+    outcomes = warm_pool.outcomes(3, leave_early, who, transport, timeout_s=20)
+    assert outcomes.pop(who) == 3
+    for error in map(of, outcomes):
+        assert type(error) is PeerLost
+        assert error.ranks == (who,)
+        assert "ended while the others were still training" in error.message
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_that_stops_arriving_is_named_at_the_deadline(warm_pool, transport):
+    outcomes = warm_pool.outcomes(3, stop_arriving, 1, transport, timeout_s=30)
+    for rank in (0, 2):
+        error = of(outcomes[rank])
+        assert type(error) is RoundTimeout
+        assert error.ranks == (1,)
+        assert "rank 1 on " in error.message
+        assert "did not arrive within 2 s" in error.message
+    assert isinstance(of(outcomes[1]), PeerLost), "it finds the others gone"
+
+
+def test_workers_that_never_join_are_named(warm_pool):
+    outcomes = warm_pool.outcomes(4, join_unless, (1, 3), timeout_s=20)
+    for rank in (0, 2):
+        error = of(outcomes[rank])
+        assert type(error) is JoinTimeout
+        assert error.ranks == (1, 3)
+        assert "ranks 1, 3 of 4 did not join within 2 s" in error.message
+
+
+def test_a_leader_that_never_comes_is_named(warm_pool):
+    outcomes = warm_pool.outcomes(2, join_unless, (0,), timeout_s=20)
+    error = of(outcomes[1])
+    assert type(error) is JoinTimeout
+    assert error.ranks == (0,)
+    assert "no leader answered at 127.0.0.1:" in error.message
+
+
+def test_a_port_in_use_is_named(warm_pool):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        outcomes = warm_pool.outcomes(2, join_with, {}, env={"MASTER_PORT": str(port)}, timeout_s=30)
+    error = of(outcomes[0])
+    assert type(error) is ConfigError
+    assert f"port {port} is in use" in error.message
+    assert type(of(outcomes[1])) is JoinTimeout
+
+
+def test_an_environment_with_half_of_the_variables_is_refused(warm_pool):
+    error = of(warm_pool.outcomes(1, join_with, {}, env={"MASTER_PORT": "", "WORLD_SIZE": "2"})[0])
+    assert type(error) is ConfigError
+    assert "MASTER_PORT is not" in error.message
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"shares": (1, 2, 3)}, "3 shares for 2 workers"),
+        ({"shares": (1, 0)}, "rank 1 has a share of 0"),
+        ({"transport": "pigeon"}, "no transport 'pigeon'"),
+    ],
+    ids=["count", "zero", "transport"],
+)
+def test_joining_in_a_way_that_does_not_work_is_refused_on_all(warm_pool, options, told):
+    for error in map(of, warm_pool.outcomes(2, join_with, options, timeout_s=20)):
+        assert type(error) is ConfigError
+        assert told in error.message
+
+
+def test_a_step_on_gradients_that_others_do_not_have_is_refused(warm_pool):
+    for said, untouched, steps in warm_pool.run(2, unreduced):
+        for error in said:
+            assert "gradients that the other workers do not have" in error.message
+            assert "leave accumulate()" in error.fix
+        assert untouched
+        assert steps == 1, "two optimizers, one step"
