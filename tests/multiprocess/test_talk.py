@@ -195,7 +195,7 @@ def test_workers_that_prepare_different_things_are_told_the_first_difference(war
         "names": (ModelError, "rank 1 has parameter tail.weight"),
         "more": (
             ModelError,
-            "rank 1 has parameter 1.weight of model 2 ([2, 2] torch.float32 trained) where rank 0 has nothing",
+            "1.weight of model 2 ([2, 2] torch.float32 trained) where rank 0 has nothing more",
         ),
         "frozen": (ModelError, "weight of model 3 is [2, 2] torch.float32 frozen on rank 1"),
         "type": (ModelError, "torch.float64"),

@@ -23,6 +23,7 @@ from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 
 _REMEMBERED_BYTES = 16_000
+_LAST_LINES = 20
 _EMULATE = "Unequal machines"
 _PANELS = {
     **dict.fromkeys(["lab", "speed", "delay", "delayed"], _EMULATE),
@@ -146,8 +147,10 @@ def _conclude(outcome: Outcome, console: Console, shows: _Shows) -> None:
             _say(console, f"interrupted; record: {folder}")
         raise typer.Exit(outcome.code)
     errors = Console(stderr=True)
-    told = failure.text or outcome.log_tail
+    told = failure.text or "\n".join(outcome.log_tail.splitlines()[-_LAST_LINES:])
     if told.strip() and not shows.has_shown(told):
+        if not failure.text:
+            _say(errors, f"rank {failure.rank} printed last:")
         _say(errors, told.rstrip())
     _say(
         errors,

@@ -9,7 +9,9 @@ reason that it left.
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -146,17 +148,19 @@ def meet(place: Place, *, node: str, host: str, pid: int, timeout_s: float) -> M
     leader = _address_of(place)
     me = Member(rank=place.rank, node=node, host=host, pid=pid, leader_address=leader)
     deadline = time.monotonic() + timeout_s
-    _put(store, f"joined/{place.rank}", me)
     missing = set(range(place.world_size))
-    while missing:
-        missing = {rank for rank in missing if not store.check([f"joined/{rank}"])}
-        if missing and time.monotonic() > deadline:
-            raise _missing(place, missing, timeout_s)
-        if missing:
-            time.sleep(_POLL_S)
-    members = tuple(
-        msgspec.json.decode(store.get(f"joined/{rank}"), type=Member) for rank in range(place.world_size)
-    )
+    try:
+        _put(store, f"joined/{place.rank}", me)
+        while missing:
+            missing = {rank for rank in missing if not store.check([f"joined/{rank}"])}
+            if missing and time.monotonic() > deadline:
+                raise _missing(place, missing, f"did not join within {timeout_s:g} s")
+            if missing:
+                time.sleep(_POLL_S)
+        keys = [f"joined/{rank}" for rank in range(place.world_size)]
+        members = tuple(msgspec.json.decode(store.get(key), type=Member) for key in keys)
+    except (DistError, RuntimeError) as error:  # the store went with the leader
+        raise _missing(place, missing or {0}, "had not joined when rank 0 left") from error
     return Meeting(store, me, members)
 
 
@@ -164,11 +168,11 @@ def _put(store: Store, key: str, value: Member | Farewell) -> None:
     store.set(key, msgspec.json.encode(value).decode())
 
 
-def _missing(place: Place, missing: set[int], timeout_s: float) -> JoinTimeout:
+def _missing(place: Place, missing: set[int], what: str) -> JoinTimeout:
     names = ", ".join(str(rank) for rank in sorted(missing))
     plural = "ranks" if len(missing) > 1 else "rank"
     return JoinTimeout(
-        f"{plural} {names} of {place.world_size} did not join within {timeout_s:g} s",
+        f"{plural} {names} of {place.world_size} {what}",
         ranks=tuple(sorted(missing)),
         where=f"rank {place.rank}, meeting at {place.address}:{place.port}",
         fix=f"see the log of {plural} {names}; a longer wait is join(timeout_s=...) or --join-timeout-s",
@@ -177,8 +181,9 @@ def _missing(place: Place, missing: set[int], timeout_s: float) -> JoinTimeout:
 
 def _open_store(place: Place, timeout_s: float) -> Store:
     leads = place.rank == 0 and not place.hosted
-    try:
-        store = TCPStore(
+
+    def open_it() -> Store:
+        return TCPStore(
             place.address,
             place.port,
             is_master=leads,
@@ -186,7 +191,10 @@ def _open_store(place: Place, timeout_s: float) -> Store:
             timeout=timedelta(seconds=timeout_s),
             multi_tenant=True,  # the script may have torch.distributed's own store at that port
         )
-    except (DistError, RuntimeError, ValueError) as error:
+
+    try:
+        store = _within(timeout_s + 1, open_it)
+    except (DistError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"{place.address}:{place.port}"
         if leads and "EADDRINUSE" in str(error):
             raise ConfigError(
@@ -202,6 +210,29 @@ def _open_store(place: Place, timeout_s: float) -> Store:
         ) from error
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
+
+
+def _within(limit_s: float, act: Callable[[], Store]) -> Store:
+    """What `act` returns. A program that listens at the port and says nothing would hold it up for ever.
+
+    It cannot be interrupted, so it is left to a thread that nobody waits for.
+    """
+    outcome: list[Store | Exception] = []
+
+    def run() -> None:
+        try:
+            outcome.append(act())
+        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="echelon-store", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not outcome:
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _address_of(place: Place) -> str:

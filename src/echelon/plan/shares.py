@@ -6,7 +6,7 @@ by less than one sample wherever that minimum allows it (largest remainder).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -25,25 +25,31 @@ def split(total: int, weights: Sequence[float]) -> tuple[int, ...]:
             f"a batch of {total} cannot be shared by {len(weights)} workers",
             fix=f"use a batch of at least {len(weights)}, or fewer workers",
         )
-    shares = [1] * len(weights)
-    _deal(shares, total - len(weights), _wanted(total, weights))
-    return tuple(shares)
-
-
-def _wanted(total: int, weights: Sequence[float]) -> list[float]:
-    whole = sum(weights)
-    return [total * weight / whole for weight in weights]
-
-
-def _deal(shares: list[int], rest: int, wanted: Sequence[float]) -> None:
-    """Hand out the rest: whole samples of what is wanted first, then by largest remainder."""
-    for rank, want in enumerate(wanted):
-        take = min(rest, max(0, int(want) - shares[rank]))
-        shares[rank] += take
-        rest -= take
-    by_remainder = sorted(range(len(shares)), key=lambda rank: (shares[rank] - wanted[rank], rank))
-    for rank in by_remainder[:rest]:
+    shares = dict.fromkeys(_less_than_one(total, weights), 1)
+    large = [rank for rank in range(len(weights)) if rank not in shares]
+    wanted = _proportion(total - len(shares), {rank: weights[rank] for rank in large})
+    shares |= {rank: int(want) for rank, want in wanted.items()}
+    by_remainder = sorted(large, key=lambda rank: (shares[rank] - wanted[rank], rank))
+    for rank in by_remainder[: total - sum(shares.values())]:
         shares[rank] += 1
+    return tuple(shares[rank] for rank in range(len(weights)))
+
+
+def _proportion(total: int, weights: Mapping[int, float]) -> dict[int, float]:
+    whole = sum(weights.values())
+    return {rank: total * weight / whole for rank, weight in weights.items()}
+
+
+def _less_than_one(total: int, weights: Sequence[float]) -> set[int]:
+    """Those whose part would be less than one sample, also of what is left when they have got one."""
+    small: set[int] = set()
+    while True:
+        rest = {rank: weight for rank, weight in enumerate(weights) if rank not in small}
+        wanted = _proportion(total - len(small), rest)
+        more = {rank for rank, want in wanted.items() if want < 1}
+        if not more or len(more) == len(rest):
+            return small
+        small |= more
 
 
 @dataclass(frozen=True, slots=True)

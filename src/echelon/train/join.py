@@ -28,7 +28,7 @@ from echelon.comm.group import Group
 from echelon.comm.open import open_group
 from echelon.comm.place import Place
 from echelon.comm.rendezvous import Meeting, meet
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, EchelonError
 from echelon.observe.events import RunStarted, WorkerJoined
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
@@ -75,6 +75,8 @@ def join(
         join_timeout_s=timeout_s or (launched.join_timeout_s if launched else 60.0),
         round_timeout_s=round_timeout_s or (launched.round_timeout_s if launched else 300.0),
     )
+    if launched is None:  # what cannot work is refused before anybody waits for it
+        make_plan("", [""] * place.world_size, asked, cores=1)
     host = socket.gethostname()
     node = launched.workers[place.rank].node if launched and place.rank < len(launched.workers) else host
     group, meeting = _connect(place, node, host, asked)
@@ -123,14 +125,19 @@ def _connect(place: Place, node: str, host: str, asked: Asked) -> tuple[Group, M
     if place.world_size == 1:
         return Alone(), None
     meeting = meet(place, node=node, host=host, pid=os.getpid(), timeout_s=asked.join_timeout_s)
-    group = open_group(
-        meeting,
-        place,
-        transport=asked.transport,
-        collective=asked.collective,
-        deadline_s=asked.round_timeout_s,
-        timeout_s=asked.join_timeout_s,
-    )
+    try:
+        group = open_group(
+            meeting,
+            place,
+            transport=asked.transport,
+            collective=asked.collective,
+            deadline_s=asked.round_timeout_s,
+            timeout_s=asked.join_timeout_s,
+        )
+    except EchelonError as error:
+        meeting.say_goodbye(f"{type(error).__name__}: {error.message}")
+        meeting.linger()
+        raise
     return group, meeting
 
 

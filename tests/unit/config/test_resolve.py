@@ -168,4 +168,4 @@ def test_written_settings_read_back_the_same():
 
 
 def test_settings_without_a_value_are_not_written():
-    assert "port" not in resolve(TrainSettings, {}).to_toml()
+    assert "\nport =" not in resolve(TrainSettings, {}).to_toml()

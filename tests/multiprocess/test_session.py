@@ -1,0 +1,186 @@
+"""A session of several workers around the training itself: its record, its end, its odd cases."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import echelon
+from echelon.errors import ConfigError, ModelError
+from echelon.observe.events import EpochEnded, RunStarted, StepEnded, WorkerJoined, read_events
+from echelon.plan.plan import Plan
+
+
+def attempt(act):
+    try:
+        return act()
+    except (echelon.EchelonError, RuntimeError) as error:
+        return error
+
+
+def recorded():
+    """Two epochs with a record, kept in one folder by all; what this worker's events say."""
+    with echelon.join(name="together", shares=(3, 1, 1), seed=8, round_timeout_s=20) as session:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(torch.randn(13, 2)), batch_size=10, shuffle=True)
+        held_out = DataLoader(TensorDataset(torch.randn(6, 2)), batch_size=6)
+        model, optimizer, loader, held_out = session.prepare(model, optimizer, loader, held_out)
+        for _ in session.epochs(2):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                session.log(loss=loss)
+            with torch.no_grad():
+                for (x,) in held_out:
+                    model(x)
+    events = list(read_events(session.folder.events_of(session.rank)))
+    return str(session.folder.path), session.folder.plan.read_bytes(), events
+
+
+def afterwards():
+    """What is left of the session on a model when it is over."""
+    with echelon.join(record=False, round_timeout_s=20) as session:
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        during = type(model[1])
+        copied = copy.deepcopy(model)
+        copied_output = copied(torch.ones(2, 2) * session.rank)
+        loss = model(torch.randn(3, 2)).square().mean()
+        loss.backward()
+        optimizer.step()
+        x = torch.randn(3, 2, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        penalty = attempt(lambda: slope.square().sum().backward())
+        session.close()
+    hooks = [
+        len(p._post_accumulate_grad_hooks or ()) + len(p._backward_hooks or ()) for p in model.parameters()
+    ]
+    model(torch.randn(3, 2)).sum().backward()
+    return {
+        "during": during.__name__,
+        "penalty": penalty,
+        "after": type(model[1]),
+        "hooks": sum(hooks),
+        "extra": set(vars(model[1])) - set(vars(nn.BatchNorm1d(3))),
+        "copy": copied_output.shape,
+    }
+
+
+class Lookup(nn.Module):
+    """Asks for a sparse gradient where prepare cannot see it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 2))
+
+    def forward(self, index):
+        return F.embedding(index, self.table, sparse=True)
+
+
+def sparse():
+    with echelon.join(record=False, round_timeout_s=20) as session:
+        model = session.prepare(Lookup())
+        return attempt(lambda: model(torch.tensor([1, 2])).sum().backward())
+
+
+def weightless():
+    with echelon.join(record=False, round_timeout_s=20) as session:
+        result = attempt(lambda: session.weigh(session.rank))
+        return result, session.all_reduce(torch.ones(1)).item()
+
+
+class Counting(nn.Module):
+    """Keeps a buffer that each worker changes on its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("flag", torch.tensor([False, True]))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def buffers():
+    """What a buffer is at the beginning and the end of each epoch, and in the middle."""
+    with echelon.join(record=False, round_timeout_s=20) as session:
+        model = Counting()
+        model.seen += session.rank
+        loader = DataLoader(TensorDataset(torch.ones(6, 1)), batch_size=3)
+        model, loader = session.prepare(model, loader)
+        values = []
+        for _ in session.epochs(2):
+            for _ in loader:
+                values.append(model.seen[0].item())
+                model.seen += 1 + session.rank
+            values.append(model.seen[0].item())
+        return values
+
+
+def test_all_workers_keep_one_record_each_with_its_share(warm_pool):
+    told = warm_pool.run(3, recorded)
+    assert len({folder for folder, _, _ in told}) == 1
+    shares = [[(6, 10), (1, 3)], [(2, 10), (1, 3)], [(2, 10), (1, 3)]]
+    for rank, (_, plan, events) in enumerate(told):
+        assert isinstance(events[0], RunStarted if rank == 0 else WorkerJoined)
+        assert sum(isinstance(event, RunStarted) for event in events) == (rank == 0)
+        steps = [event for event in events if isinstance(event, StepEnded)]
+        assert [(step.share, step.batch) for step in steps] == 2 * shares[rank]
+        assert [(step.step, step.epoch) for step in steps] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+        for step in steps:
+            assert step.rank == rank
+            assert step.sent_bytes > 0
+            assert step.start <= step.arrival <= step.t
+            parts = step.data_s + step.compute_s + step.wait_s + step.apply_s
+            assert 0 < parts <= step.t - step.start + 1e-3
+            assert step.loss is not None
+        assert [event.epoch for event in events if isinstance(event, EpochEnded)] == [0, 1]
+        assert b"weight = 3.0" in plan
+
+
+def test_a_model_is_torchs_own_again_when_the_session_is_over(warm_pool):
+    for told in warm_pool.run(2, afterwards):
+        assert told["during"] != "BatchNorm1d"
+        assert told["after"] is nn.BatchNorm1d
+        assert told["hooks"] == 0
+        assert told["extra"] == set()
+        assert told["copy"] == (2, 1)
+        assert "once_differentiable" in str(told["penalty"]), (
+            "better an error than a wrong second derivative"
+        )
+
+
+def test_a_sparse_gradient_that_only_backward_shows_is_refused_by_name(warm_pool):
+    for error in warm_pool.run(2, sparse):
+        assert type(error) is ModelError
+        assert "parameter table has a sparse gradient" in error.message
+
+
+def test_a_worker_without_weight_is_refused_and_the_others_go_on(warm_pool):
+    (refused, first), (accepted, second) = warm_pool.run(2, weightless)
+    assert type(refused) is ConfigError
+    assert "without weight" in refused.message
+    assert accepted is None
+    assert first == second == 2
+
+
+def test_buffers_are_the_leaders_at_both_ends_of_a_pass(warm_pool):
+    leader, other = warm_pool.run(2, buffers)
+    assert leader == [0, 1, 2, 2, 3, 4]
+    assert other == [0, 2, 2, 2, 4, 4]
+
+
+def test_the_plan_of_a_run_can_be_read_back(warm_pool, tmp_path):
+    _, plan, _ = warm_pool.run(3, recorded)[1]
+    file = tmp_path / "plan.toml"
+    file.write_bytes(plan)
+    read = Plan.read(file)
+    assert (read.seed, read.weights) == (8, [3.0, 1.0, 1.0])

@@ -1,0 +1,249 @@
+"""Where a step's time goes, on a clock that the test turns."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from echelon.cluster.delay import Delay
+from echelon.cluster.pace import Pace
+from echelon.train.clock import StepClock
+
+
+class Kept:
+    """A recorder that keeps events in memory."""
+
+    def __init__(self):
+        self.steps = []
+
+    def emit(self, event):
+        self.steps.append(event)
+
+
+class Watch:
+    """A performance counter that goes on when it is told to, and sleeps that it counts."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def pass_s(self, seconds):
+        self.now += seconds
+
+
+class Pause(Delay):
+    """Always the same pause."""
+
+    name = "pause"
+
+    def __init__(self, seconds):
+        object.__setattr__(self, "seconds", seconds)
+
+    def sample(self, rng):
+        return self.seconds
+
+    def average_s(self):
+        return self.seconds
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    made = Watch()
+    monkeypatch.setattr(time, "perf_counter", lambda: made.now)
+    monkeypatch.setattr(time, "time", lambda: made.now + 1e6)
+    monkeypatch.setattr(time, "sleep", made.pass_s)
+    return made
+
+
+@pytest.fixture
+def kept():
+    return Kept()
+
+
+@pytest.fixture
+def clock(watch, kept):
+    made = StepClock(kept, rank=3)
+    made.optimizers = 1
+    return made
+
+
+def batch(clock, watch, data_s=1.0, share=4, whole=10):
+    clock.data_asked()
+    watch.pass_s(data_s)
+    clock.data_handed(share, whole)
+
+
+def backward(clock, watch, compute_s=2.0, wait_s=3.0, sent_bytes=500):
+    """A reducer's reports: two gradients, the arrival, the result."""
+    watch.pass_s(compute_s / 2)
+    clock.computing()
+    watch.pass_s(compute_s / 2)
+    clock.computing()
+    clock.arrived()
+    watch.pass_s(wait_s)
+    clock.reduced(sent_bytes)
+
+
+def apply(clock, watch, apply_s=0.5, optimizer=0):
+    clock.applying(optimizer)
+    watch.pass_s(apply_s)
+    clock.applied(optimizer)
+
+
+def test_the_parts_of_a_step_add_up_to_the_whole(clock, watch, kept):
+    for _ in range(2):
+        batch(clock, watch)
+        backward(clock, watch)
+        apply(clock, watch)
+    clock.close()
+    for number, step in enumerate(kept.steps):
+        assert (step.step, step.rank, step.epoch) == (number, 3, 0)
+        assert (step.data_s, step.compute_s, step.wait_s, step.apply_s) == (1.0, 2.0, 3.0, 0.5)
+        assert (step.share, step.batch, step.sent_bytes, step.delay_s) == (4, 10, 500, 0.0)
+        assert step.t - step.start == 6.5
+        assert step.arrival == step.start + 3.0
+    assert kept.steps[1].start == kept.steps[0].t
+    assert clock.step == 2
+
+
+def test_a_worker_alone_waits_for_nobody(clock, watch, kept):
+    batch(clock, watch)
+    watch.pass_s(2.0)
+    apply(clock, watch)
+    clock.data_asked()
+    (step,) = kept.steps
+    assert (step.data_s, step.compute_s, step.wait_s, step.apply_s) == (1.0, 2.0, 0.0, 0.5)
+    assert step.arrival == step.start + 3.0
+
+
+def test_evaluation_batches_are_no_steps(clock, watch, kept):
+    batch(clock, watch)
+    backward(clock, watch)
+    apply(clock, watch)
+    for _ in range(3):
+        batch(clock, watch, data_s=10.0, share=100, whole=100)
+        watch.pass_s(20.0)
+    batch(clock, watch)
+    backward(clock, watch)
+    apply(clock, watch)
+    clock.close()
+    assert clock.step == 2
+    assert [step.share for step in kept.steps] == [4, 4]
+    assert [step.data_s + step.compute_s for step in kept.steps] == [3.0, 3.0]
+    assert kept.steps[1].start - kept.steps[0].t == 90.0
+
+
+def test_an_accumulated_step_is_the_sum_of_its_micro_batches(clock, watch, kept):
+    for _ in range(2):
+        batch(clock, watch)
+        watch.pass_s(2.0)
+        clock.computing()
+        clock.kept()
+        watch.pass_s(0.25)  # what the script does besides
+    batch(clock, watch)
+    backward(clock, watch)
+    apply(clock, watch)
+    clock.close()
+    (step,) = kept.steps
+    assert (step.data_s, step.compute_s, step.wait_s) == (3.0, 6.0, 3.0)
+    assert (step.share, step.batch) == (12, 30)
+
+
+def test_a_second_backward_pass_computes_from_the_end_of_the_first_round(clock, watch, kept):
+    batch(clock, watch)
+    backward(clock, watch)
+    backward(clock, watch)
+    apply(clock, watch)
+    clock.close()
+    (step,) = kept.steps
+    assert (step.compute_s, step.wait_s, step.sent_bytes) == (4.0, 6.0, 1000)
+
+
+def test_two_optimizers_take_one_step_together(clock, watch, kept):
+    clock.optimizers = 2
+    for _ in range(3):
+        batch(clock, watch)
+        for optimizer in (11, 22):
+            backward(clock, watch)
+            apply(clock, watch, optimizer=optimizer)
+    clock.close()
+    assert clock.step == 3
+    assert [step.apply_s for step in kept.steps] == [1.0, 1.0, 1.0]
+
+
+def test_several_steps_on_one_batch_are_counted_each(clock, watch, kept):
+    batch(clock, watch)
+    for _ in range(3):
+        backward(clock, watch)
+        apply(clock, watch)
+    clock.close()
+    assert clock.step == 3
+    assert [step.step for step in kept.steps] == [0, 1, 2]
+    assert [(step.compute_s, step.wait_s, step.apply_s) for step in kept.steps] == [(2.0, 3.0, 0.5)] * 3
+    assert [step.share for step in kept.steps] == [4, 0, 0], "the samples are counted once"
+
+
+def test_steps_without_a_loader_are_counted_each(clock, watch, kept):
+    for _ in range(3):
+        watch.pass_s(2.0)
+        apply(clock, watch)
+    clock.close()
+    assert clock.step == 3
+    assert [step.apply_s for step in kept.steps] == [0.5] * 3
+    assert [step.compute_s for step in kept.steps[1:]] == [2.0, 2.0]
+
+
+def test_an_injected_delay_is_part_of_the_computation_once_per_batch(watch, kept):
+    clock = StepClock(kept, 0, delay=Pause(0.25))
+    clock.optimizers = 1
+    batch(clock, watch)
+    backward(clock, watch)
+    apply(clock, watch)
+    clock.close()
+    (step,) = kept.steps
+    assert step.delay_s == 0.25
+    assert step.compute_s == 2.25
+
+
+def test_emulated_slowness_is_suffered_before_the_arrival(watch, kept):
+    pace = Pace(
+        0.25, cpu_clock=lambda: watch.now - slept[0], wall_clock=lambda: watch.now, sleep=lambda s: nap(s)
+    )
+    slept = [0.0]
+
+    def nap(seconds):
+        slept[0] += seconds
+        watch.pass_s(seconds)
+
+    clock = StepClock(kept, 0, pace=pace)
+    clock.optimizers = 1
+    batch(clock, watch)
+    backward(clock, watch)
+    apply(clock, watch)
+    clock.close()
+    (step,) = kept.steps
+    assert step.compute_s == pytest.approx(8.0), "a quarter of the speed is four times the time"
+    assert step.delay_s == pytest.approx(6.0)
+    assert step.wait_s == 3.0
+
+
+def test_the_loss_is_recorded_as_it_was_noted(clock, watch, kept):
+    for loss in (torch.tensor(0.5, requires_grad=True), 0.25, None):
+        batch(clock, watch)
+        backward(clock, watch)
+        apply(clock, watch)
+        if loss is not None:
+            clock.note_loss(loss)
+    clock.close()
+    assert [step.loss for step in kept.steps] == [0.5, 0.25, None]
+
+
+def test_closing_twice_or_without_a_step_records_nothing(clock, watch, kept):
+    clock.close()
+    batch(clock, watch)
+    clock.close()
+    backward(clock, watch)
+    clock.close()
+    assert kept.steps == []
+    assert clock.step == 0

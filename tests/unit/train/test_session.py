@@ -1,0 +1,264 @@
+"""A session in a world of one: the script's own objects, untouched, and a record of what it did."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import echelon
+from echelon.errors import ConfigError, ModelError
+from echelon.observe.events import (
+    EpochEnded,
+    Evaluated,
+    Logged,
+    Noted,
+    RunStarted,
+    StepEnded,
+    StepsExpected,
+    WorkerJoined,
+    read_events,
+)
+from echelon.plan.plan import Plan
+
+
+@pytest.fixture
+def session():
+    with echelon.join(record=False) as made:
+        yield made
+
+
+def test_what_is_prepared_comes_back_in_its_order(session):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    first, second, third, fourth = session.prepare(scheduler, loader, model, optimizer)
+    assert first is scheduler
+    assert third is model
+    assert fourth is optimizer
+    assert len(second) == 2
+    assert session.prepare(model) is model, "alone it comes back alone, and twice is as good as once"
+    assert session.prepare(optimizer) is optimizer
+    assert session.prepare(second) is second
+    assert session.prepare() == ()
+
+
+def test_a_model_alone_is_left_as_it_is(session):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    kinds, keys = [type(layer) for layer in model.modules()], list(model.state_dict())
+    session.prepare(model)
+    assert [type(layer) for layer in model.modules()] == kinds
+    assert list(model.state_dict()) == keys
+    for parameter in model.parameters():
+        assert not parameter._backward_hooks
+        assert not parameter._post_accumulate_grad_hooks
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_an_optimizer_prepared_twice_takes_one_step_at_a_time(session):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.prepare(model, optimizer)
+    session.prepare(optimizer)
+    for _ in range(3):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    assert session.step == 3
+
+
+@pytest.mark.parametrize(
+    ("thing", "error", "told"),
+    [
+        ([1, 2], ConfigError, "does not know what to do with a list"),
+        (nn.Linear, ConfigError, "does not know what to do with a type"),
+        (nn.Sequential(nn.Embedding(4, 2, sparse=True)), ModelError, "layer 0 makes sparse gradients"),
+        (nn.EmbeddingBag(4, 2, sparse=True), ModelError, "sparse gradients"),
+        (nn.Sequential(nn.LazyLinear(3)), ModelError, "parameter 0.weight has no shape yet"),
+    ],
+    ids=["list", "class", "sparse", "sparse-bag", "lazy"],
+)
+def test_what_cannot_be_prepared_is_refused_with_a_fix(session, thing, error, told):
+    with pytest.raises(error, match=told) as refused:
+        session.prepare(thing)
+    assert "prepare" in refused.value.where
+    assert refused.value.fix
+
+
+@pytest.mark.parametrize("option", ["batch", "batchnorm", "loss"])
+def test_an_unknown_word_for_an_option_is_refused(session, option):
+    with pytest.raises(ConfigError, match=f"{option}='other' is not one of the choices") as refused:
+        session.prepare(nn.Linear(1, 1), **{option: "other"})
+    assert " or " in refused.value.fix
+
+
+def test_epochs_count_on_from_where_they_stopped(session):
+    assert list(session.epochs(2)) == [0, 1]
+    assert list(session.epochs(2)) == []
+    assert list(session.epochs(4)) == [2, 3]
+
+
+def test_an_epoch_that_was_left_is_taken_again(session):
+    for epoch in session.epochs(3):
+        if epoch == 1:
+            break
+    assert list(session.epochs(3)) == [1, 2]
+
+
+def test_talking_to_oneself_changes_nothing(session):
+    tensor = torch.arange(4.0)
+    assert session.all_reduce(tensor) is tensor
+    assert session.all_reduce(tensor, "mean", wait=False).wait() is tensor
+    assert session.all_reduce(tensor, wait=False).done()
+    assert tensor.tolist() == [0, 1, 2, 3]
+    (gathered,) = session.all_gather(tensor)
+    assert torch.equal(gathered, tensor)
+    assert gathered.data_ptr() != tensor.data_ptr()
+    assert session.broadcast(tensor) is tensor
+    session.barrier()
+    assert (session.rank, session.world_size, session.is_leader) == (0, 1, True)
+    with pytest.raises(ConfigError, match="no rank 1 to broadcast from"):
+        session.broadcast(tensor, 1)
+    with pytest.raises(ConfigError, match="not a whole number"):
+        session.all_reduce(torch.ones(2, dtype=torch.int32), "mean")
+
+
+def test_weighing_needs_something_that_counts(session):
+    session.weigh(3)
+    for count in (0, -1, float("nan")):
+        with pytest.raises(ConfigError, match="leaves rank 0 without weight"):
+            session.weigh(count)
+
+
+def test_accumulating_alone_adds_gradients_up(session):
+    model = nn.Linear(1, 1)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with session.accumulate():
+        model(torch.ones(1, 1)).sum().backward()
+    model(torch.ones(1, 1)).sum().backward()
+    assert model.weight.grad.item() == 2
+    optimizer.step()
+
+
+def test_a_run_leaves_a_record_of_what_it_did(tmp_path):
+    with echelon.join(name="my run", seed=4, runs=tmp_path) as session:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=4)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        session.expect_steps(4)
+        for _ in session.epochs(2):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), x[:, :1])
+                loss.backward()
+                optimizer.step()
+                session.log(loss=loss, norm=model.weight.grad.norm(), output=model(x).sum())
+            session.log_evaluation(loss=0.5, samples=6, accuracy=0.75)
+        session.note("nothing happened")
+    events = list(read_events(session.folder.events_of(0)))
+    kinds = [type(event) for event in events]
+    assert kinds[:3] == [RunStarted, WorkerJoined, StepsExpected]
+    steps = [event for event in events if isinstance(event, StepEnded)]
+    assert [(step.step, step.epoch, step.share, step.batch) for step in steps] == [
+        (0, 0, 4, 4),
+        (1, 0, 2, 2),
+        (2, 1, 4, 4),
+        (3, 1, 2, 2),
+    ]
+    assert all(step.loss is not None for step in steps)
+    assert [event.epoch for event in events if isinstance(event, EpochEnded)] == [0, 1]
+    assert [event.step for event in events if isinstance(event, Evaluated)] == [2, 4]
+    logged = [event for event in events if isinstance(event, Logged)]
+    assert [event.step for event in logged] == [1, 2, 3, 4]
+    assert set(logged[0].values) == {"norm", "output"}
+    assert [event.text for event in events if isinstance(event, Noted)] == ["nothing happened"]
+    assert session.folder.name.endswith("-my-run")
+    assert Plan.read(session.folder.plan).seed == 4
+
+
+def test_a_run_without_a_record_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with echelon.join(record=False) as session:
+        session.note("unheard")
+        session.log(loss=1.0, other=2.0)
+    assert session.folder is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_random_numbers_of_all_kinds_go_on_where_they_were_saved(tmp_path, session):
+    import random
+
+    session.save(tmp_path)
+    expected = (random.random(), float(np.random.rand()), float(torch.rand(())), random.gauss(0, 1))
+    for _ in range(3):
+        random.random(), np.random.rand(), torch.rand(())
+    session.load(tmp_path)
+    assert (random.random(), float(np.random.rand()), float(torch.rand(())), random.gauss(0, 1)) == expected
+
+
+def test_everything_prepared_is_put_back(tmp_path):
+    def build(session):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        schedulers = [
+            torch.optim.lr_scheduler.StepLR(optimizer, 2),
+            torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+        ]
+        return session.prepare(model, optimizer, *schedulers)
+
+    with echelon.join(record=False) as session:
+        model, optimizer, by_step, by_plateau = build(session)
+        for loss in (3.0, 4.0, 5.0):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            by_step.step()
+            by_plateau.step(loss)
+        session.save(tmp_path, extra={"best": float("inf"), "history": [1, (2, "three")]})
+    with echelon.join(record=False) as other:
+        model_2, optimizer_2, by_step_2, by_plateau_2 = build(other)
+        assert other.load(tmp_path) == {"best": float("inf"), "history": [1, (2, "three")]}
+        assert other.step == 3
+    assert torch.equal(model.weight, model_2.weight)
+    buffer, buffer_2 = (
+        o.state[m.weight]["momentum_buffer"] for o, m in ((optimizer, model), (optimizer_2, model_2))
+    )
+    assert torch.equal(buffer, buffer_2)
+    assert by_step.state_dict() == by_step_2.state_dict()
+    assert by_plateau.state_dict() == by_plateau_2.state_dict()
+    assert optimizer.param_groups[0]["lr"] == optimizer_2.param_groups[0]["lr"] != 0.1
+
+
+SCRIPT = """
+import sys
+import echelon
+
+session = echelon.join(runs=sys.argv[1], name="script")
+session.note("about to end")
+if len(sys.argv) > 2:
+    raise ValueError("as asked")
+"""
+
+
+def test_a_session_that_is_never_closed_is_closed_when_the_script_ends(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ended = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "runs"), "fail"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("ValueError: as asked") == 1
+    (run,) = (tmp_path / "runs").iterdir()
+    events = list(read_events(run / "events" / "rank-0.jsonl"))
+    assert [event.text for event in events if isinstance(event, Noted)] == ["about to end"]
