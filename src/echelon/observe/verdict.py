@@ -10,7 +10,9 @@ from echelon.config.units import show_seconds
 from echelon.observe.summary import Summary, WorkerSummary
 
 _NEGLIGIBLE = 0.05  # of the run: below this, waiting for late workers is not worth a remedy
-_STANDS_OUT = 0.5  # of the spread: above this, one worker is the reason
+_STANDS_OUT = 0.5  # of the spread: above this, one worker is the reason; of two, one always has half
+_STANDS_OUT_OF_TWO = 0.75
+_FEW_ROUNDS = 20
 _MISFIT = 0.9  # of the present share: above this, another share would not change much
 _CLEAR_MISFIT = 0.8  # of the present share: below this, shares are the first thing to change
 
@@ -40,7 +42,8 @@ def verdict(summary: Summary) -> str:
         return "One worker alone: nobody had to wait."
     if summary.rounds == 0:
         return "No step was reported by all workers, so their arrivals cannot be compared."
-    return _finding(summary) + _clock_note(summary)
+    few = f" These were only {summary.rounds} rounds." if summary.rounds < _FEW_ROUNDS else ""
+    return _finding(summary) + few + _clock_note(summary)
 
 
 def _finding(summary: Summary) -> str:
@@ -48,7 +51,8 @@ def _finding(summary: Summary) -> str:
     if summary.spread_s < _NEGLIGIBLE * summary.seconds:
         return f"The workers arrived close together: waiting for the last one cost {cost}."
     worst = max(summary.workers, key=lambda worker: worker.held_up_s)
-    if worst.held_up_s < _STANDS_OUT * summary.spread_s:
+    stands_out = _STANDS_OUT if summary.world_size > 2 else _STANDS_OUT_OF_TWO
+    if worst.held_up_s < stands_out * summary.spread_s:
         most = sorted(summary.workers, key=lambda worker: -worker.held_up_s)[:3]
         names = "; ".join(
             f"{worker_name(w)}, last in {_percent(w.times_last, summary.rounds)} of rounds" for w in most
