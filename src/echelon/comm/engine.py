@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from echelon.comm import mesh
-from echelon.comm.collective import COLLECTIVES, Collective, Schedule
+from echelon.comm.collective import COLLECTIVES, Collective, Schedule, pieces
 from echelon.comm.connection import Connection
 from echelon.comm.exchange import Exchange
 from echelon.comm.group import Group, Op, Pending
@@ -28,6 +28,8 @@ from echelon.errors import LaunchError, WorkerError
 
 SECRET_VARIABLE = "ECHELON_SECRET"
 _LARGE_BYTES = 64 * 1024  # from here on, spreading in few bytes beats spreading in few steps
+_MOST_LANES = 4
+_LANE_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -87,9 +89,22 @@ class EngineGroup(Group):
         flat = tensor.view(-1)
         if self._team is not None and self._team.holds(flat):
             return self._in_memory(self._team, flat, op)
-        return self._start(
-            flat, _schedule(self._collective, self.rank, self.size, flat.numel()), op, priority
-        )
+        lanes = [
+            self._start(lane, _schedule(self._collective, self.rank, self.size, lane.numel()), op, priority)
+            for lane in self._lanes(flat)
+        ]
+
+        def wait() -> Tensor:
+            for lane in lanes:
+                lane.wait()
+            return tensor
+
+        return Pending(wait, lambda: all(lane.done() for lane in lanes))
+
+    def _lanes(self, flat: Tensor) -> list[Tensor]:
+        """A large buffer goes in several parts at once: while one is between two steps, another moves."""
+        count = min(_MOST_LANES, max(1, flat.numel() * flat.element_size() // _LANE_BYTES))
+        return [flat[start:stop] for start, stop in pieces(0, flat.numel(), count)]
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensor, by rank."""
@@ -150,8 +165,11 @@ class EngineGroup(Group):
         flat = tensor.view(-1)
         if self._team is not None and self._team.holds(flat):
             return (self.size - 1) * flat.numel() * flat.element_size() // self.size
-        steps = _schedule(self._collective, self.rank, self.size, flat.numel())
-        return sum(move.length for step in steps for move in step.sends) * flat.element_size()
+        schedules = [
+            _schedule(self._collective, self.rank, self.size, lane.numel()) for lane in self._lanes(flat)
+        ]
+        moved = sum(move.length for steps in schedules for step in steps for move in step.sends)
+        return moved * flat.element_size()
 
     def release(self, buffer: Tensor) -> None:
         """Forget a buffer; its memory goes with the last tensor that uses it."""
