@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -15,6 +16,7 @@ from echelon.errors import ConfigError, JoinTimeout, ModelError, PeerLost, Round
 from warm import WorkerFailure
 
 TRANSPORTS = ["auto", "c10d"]
+kept = []
 
 
 def train(session, steps, before_step):
@@ -40,6 +42,7 @@ def raise_on(who, transport):
 
 def leave_early(who, transport):
     with echelon.join(record=False, transport=transport, round_timeout_s=30) as session:
+        kept[:] = [session]  # as a script's own variable would be, when its loop is over
         return train(session, 3 if session.rank == who else 6, lambda step: None)
 
 
@@ -87,6 +90,37 @@ def unreduced():
         model(torch.ones(2, 3)).mean().backward()
         optimizers[0].step()
         return said, untouched, session.step
+
+
+class Fails(torch.autograd.Function):
+    """Its backward pass does not come to an end."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("in the middle of backward")
+
+
+def unfinished():
+    """Steps within a backward pass, and after one that failed."""
+    with echelon.join(record=False, round_timeout_s=20) as session:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        said = []
+        hook = model[0].weight.register_post_accumulate_grad_hook(
+            lambda _: said.append(refusal(optimizer.step))
+        )
+        model(torch.ones(2, 3)).mean().backward()
+        hook.remove()
+        optimizer.step()
+        with contextlib.suppress(ValueError):
+            model[1](Fails.apply(model[0](torch.ones(2, 3)))).mean().backward()
+        model(torch.ones(2, 3)).mean().backward()
+        said.append(refusal(optimizer.step))
+        return said
 
 
 def refusal(act):
@@ -195,6 +229,13 @@ def test_joining_in_a_way_that_does_not_work_is_refused_on_all(warm_pool, option
     for error in map(of, warm_pool.outcomes(2, join_with, options, timeout_s=20)):
         assert type(error) is ConfigError
         assert told in error.message
+
+
+def test_a_step_before_a_backward_pass_has_ended_well_is_refused(warm_pool):
+    for said in warm_pool.run(2, unfinished):
+        assert len(said) == 2
+        for error in said:
+            assert "gradients that the other workers do not have" in error.message
 
 
 def test_a_step_on_gradients_that_others_do_not_have_is_refused(warm_pool):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
@@ -125,6 +127,25 @@ def buffers():
         return values
 
 
+def late(transport):
+    """The leader ends with the pass; the others come later, and still need what it has to tell."""
+    with echelon.join(record=False, transport=transport, round_timeout_s=20) as session:
+        model = Counting()
+        model, loader = session.prepare(model, DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=3))
+        for _ in loader:
+            model.seen += 1 + session.rank
+            time.sleep(0.5 * session.rank)
+        return model.seen[0].item()
+
+
+def sent_before_leaving():
+    with echelon.join(record=False, transport="tcp", round_timeout_s=20) as session:
+        told = torch.full((3,), float(session.rank))
+        time.sleep(0.5 * session.rank)
+        session._group.broadcast(told)
+        return told.tolist()
+
+
 def test_all_workers_keep_one_record_each_with_its_share(warm_pool):
     told = warm_pool.run(3, recorded)
     assert len({folder for folder, _, _ in told}) == 1
@@ -176,6 +197,15 @@ def test_buffers_are_the_leaders_at_both_ends_of_a_pass(warm_pool):
     leader, other = warm_pool.run(2, buffers)
     assert leader == [0, 1, 2, 2, 3, 4]
     assert other == [0, 2, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("transport", ["auto", "c10d"])
+def test_a_leader_that_is_done_first_leaves_nobody_without_its_buffers(warm_pool, transport):
+    assert warm_pool.run(3, late, transport) == [1, 1, 1]
+
+
+def test_what_a_worker_sent_before_it_left_arrives(warm_pool):
+    assert warm_pool.run(3, sent_before_leaving) == [[0.0] * 3] * 3
 
 
 def test_the_plan_of_a_run_can_be_read_back(warm_pool, tmp_path):

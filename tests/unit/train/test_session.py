@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -235,6 +237,17 @@ def test_everything_prepared_is_put_back(tmp_path):
     assert by_step.state_dict() == by_step_2.state_dict()
     assert by_plateau.state_dict() == by_plateau_2.state_dict()
     assert optimizer.param_groups[0]["lr"] == optimizer_2.param_groups[0]["lr"] != 0.1
+
+
+def test_a_closed_session_keeps_nothing_alive():
+    session = echelon.join(record=False)
+    model = session.prepare(nn.Linear(2, 1))
+    session.close()
+    session.close()
+    known = weakref.ref(session), weakref.ref(model)
+    del session, model
+    gc.collect()
+    assert [reference() for reference in known] == [None, None]
 
 
 SCRIPT = """

@@ -1,0 +1,315 @@
+"""Real processes and real signals: killed, stopped, mistaken and uninvited workers, and machines without."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import echelon
+from echelon.comm import mesh, shm
+from echelon.comm.handshake import Refused
+from echelon.errors import ConfigError, EchelonError, PeerLost, RoundTimeout
+from warm import WorkerFailure
+
+LENGTH = 4_000_000
+DEADLINE_S = 60.0
+SHORT_S = 1.5
+CPU = torch.device("cpu")
+
+
+def join(transport, deadline_s=DEADLINE_S, **options):
+    return echelon.join(
+        record=False, transport=transport, round_timeout_s=deadline_s, timeout_s=20, **options
+    )
+
+
+def attempt(act):
+    """What it returned or raised, and how long that took."""
+    begun = time.monotonic()
+    try:
+        result = act()
+    except EchelonError as error:
+        result = error
+    return result, time.monotonic() - begun
+
+
+def kill_me_soon():
+    threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+# A worker is killed ------------------------------------------------------------------------------
+
+
+def killed_in_a_reduction(transport, who, collective):
+    """Survivors are in `session.all_reduce`, and have their tensor as it was."""
+    with join(transport, collective=collective) as session:
+        tensor = torch.full((LENGTH,), float(session.rank))
+        session.barrier()
+        if session.rank == who:
+            reduce = session._group.all_reduce
+
+            def all_reduce(given, *args, **options):
+                if given.numel() == LENGTH:
+                    kill_me_soon()
+                return reduce(given, *args, **options)
+
+            session._group.all_reduce = all_reduce
+            session.all_reduce(tensor)
+            time.sleep(60)
+        error, seconds = attempt(lambda: [session.all_reduce(tensor) for _ in range(2)][-1])
+        again, _ = attempt(session.barrier)
+        return error, seconds, bool((tensor == tensor[0]).all()), again
+
+
+def killed_with_shared_buffers(who):
+    with join("shm") as session:
+        group = session._group.fork()
+        buffers = [group.buffer(LENGTH, torch.float32, CPU) for _ in range(2)]
+        session.barrier()
+        pending = [group.all_reduce(buffer) for buffer in buffers]
+        if session.rank == who:
+            pending[0].wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        error, seconds = attempt(lambda: [one.wait() for one in pending])
+        again, _ = attempt(session.barrier)
+        return error, seconds, True, again
+
+
+def assert_all_name(outcomes, who):
+    dead = outcomes.pop(who)
+    assert isinstance(dead, WorkerFailure)
+    assert dead.how == "died"
+    for outcome in outcomes:
+        assert isinstance(outcome, tuple), outcome
+        error, seconds, unharmed, again = outcome
+        for one in (error, again):
+            assert type(one) is PeerLost
+            assert one.ranks == (who,)
+            assert f"rank {who} on " in one.message
+        assert seconds < 10, "not the whole deadline"
+        assert unharmed
+
+
+@pytest.mark.parametrize(
+    ("transport", "who", "collective"),
+    [("tcp", 2, "ring"), ("tcp", 0, "ring"), ("tcp", 3, "direct"), ("auto", 1, "auto")],
+)
+def test_a_worker_killed_in_a_reduction_is_named_by_all_at_once_and_tensors_are_unharmed(
+    warm_pool, transport, who, collective
+):
+    """Also by the one across the ring; also if the one who is killed is the leader, with the store."""
+    outcomes = warm_pool.outcomes(4, killed_in_a_reduction, transport, who, collective, timeout_s=40)
+    assert_all_name(outcomes, who)
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_worker_killed_among_shared_buffers_is_named_by_all_at_once(warm_pool, who):
+    assert_all_name(warm_pool.outcomes(3, killed_with_shared_buffers, who, timeout_s=40), who)
+    assert not list(Path("/dev/shm").glob("echelon-*"))
+
+
+# A worker is stopped -----------------------------------------------------------------------------
+
+
+def stopped_in_a_reduction(transport, who):
+    with join(transport, SHORT_S, collective="ring") as session:
+        group = session._group
+        pids = [int(pid) for pid in session.all_gather(torch.tensor(os.getpid()))]
+        buffer = group.buffer(LENGTH, torch.float32, CPU)
+        group.barrier()
+        if session.rank == who:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        error, seconds = attempt(lambda: group.all_reduce(buffer).wait())
+        if session.rank == (who + 1) % session.world_size:
+            time.sleep(0.5)
+            os.kill(pids[who], signal.SIGCONT)
+        return error, seconds
+
+
+@pytest.mark.parametrize(("transport", "who"), [("tcp", 0), ("tcp", 2), ("shm", 0), ("shm", 1)])
+def test_a_stopped_worker_is_named_by_all_at_the_deadline(warm_pool, transport, who):
+    outcomes = warm_pool.outcomes(4, stopped_in_a_reduction, transport, who, timeout_s=40)
+    error, _ = outcomes.pop(who)
+    assert isinstance(error, PeerLost), "it finds the others gone, or hears that they gave up on it"
+    for error, seconds in outcomes:
+        assert type(error) is RoundTimeout
+        assert error.ranks == (who,)
+        assert f"rank {who} on " in error.message
+        assert f"did not arrive within {SHORT_S:g} s" in error.message
+        assert SHORT_S <= seconds < 20
+
+
+# Workers that differ -----------------------------------------------------------------------------
+
+
+def differing():
+    """What all say about it, and that nothing dies of it."""
+    with join("tcp") as session:
+        odd = session.rank == 1
+        calls = [
+            lambda: session.all_reduce(torch.ones(3 if odd else 2)),
+            lambda: session.all_reduce(torch.ones(2, dtype=torch.float64 if odd else torch.float32)),
+            lambda: session.broadcast(torch.ones(4, 1) if odd else torch.ones(2, 2)),
+        ]
+        return [(attempt(call)[0], session.all_reduce(torch.ones(1)).item()) for call in calls]
+
+
+def differing_below():
+    """The same beneath the session, where nobody looks first: an error on all, and no process ends."""
+    with join("tcp", 5.0) as session:
+        tensor = torch.ones(3000 if session.rank == 1 else 2000)
+        return attempt(lambda: session._group.all_reduce(tensor).wait())[0]
+
+
+def test_tensors_that_differ_between_workers_are_refused_on_all_and_nothing_dies(warm_pool):
+    for told in warm_pool.run(3, differing):
+        for error, after in told:
+            assert type(error) is ConfigError
+            assert "workers make different calls" in error.message
+            assert "rank 1" in error.message
+            assert after == 3
+
+
+def test_messages_of_unexpected_size_are_an_error_and_not_the_end_of_the_process(warm_pool):
+    for error in warm_pool.run(3, differing_below):
+        assert isinstance(error, EchelonError)
+
+
+# Secrets and strangers ---------------------------------------------------------------------------
+
+
+def join_with_secret(secrets):
+    os.environ["ECHELON_SECRET"] = secrets[int(os.environ["RANK"])]
+    with join("tcp") as session:
+        return session.all_reduce(torch.ones(1)).item()
+
+
+def test_workers_that_share_a_secret_meet(warm_pool):
+    assert warm_pool.run(2, join_with_secret, ["a", "a"]) == [2, 2]
+
+
+def test_a_worker_with_a_wrong_secret_is_refused_and_all_learn_of_it(warm_pool):
+    outcomes = warm_pool.outcomes(3, join_with_secret, ["a", "a", "b"], timeout_s=15)
+    errors = [outcome.error for outcome in outcomes]
+    assert type(errors[2]) is Refused
+    for error in errors:
+        assert "does not know the run's secret" in error.message
+    for error in errors[:2]:
+        assert error.ranks == (2,)
+
+
+def join_in_a_crowd():
+    """Before rank 1 dials rank 0, strangers do: with junk, half a hello, and with nothing at all."""
+    crowd = []
+    dial = mesh._try
+
+    def with_company(address, rank, own, deadline):
+        for data in [b"GET / HTTP/1.1\r\n\r\n", b"ECHH\0", bytes(500)] + [b""] * 50:
+            crowd.append(socket.create_connection((address.host, address.port)))
+            crowd[-1].sendall(data)
+        return dial(address, rank, own, deadline)
+
+    if os.environ["RANK"] == "1":
+        mesh._try = with_company
+    try:
+        with join("tcp") as session:
+            return session.all_reduce(torch.ones(1)).item()
+    finally:
+        mesh._try = dial
+        for sock in crowd:
+            sock.close()
+
+
+def test_strangers_at_the_port_do_not_keep_workers_from_joining(warm_pool):
+    assert warm_pool.run(3, join_in_a_crowd, timeout_s=20) == [3, 3, 3]
+
+
+# Machines ----------------------------------------------------------------------------------------
+
+
+def reduce_here(transport):
+    with join(transport) as session:
+        group = session._group
+        buffer = group.buffer(1000, torch.float32, CPU).fill_(session.rank + 1)
+        group.all_reduce(buffer).wait()
+        return buffer[0].item(), session.all_reduce(torch.ones(3)).sum().item()
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "c10d"])
+def test_workers_meet_over_ipv6(warm_pool, transport):
+    assert warm_pool.run(2, reduce_here, transport, env={"MASTER_ADDR": "::1"}) == [(3, 6)] * 2
+
+
+def one_of_two_runs(ports):
+    """Ranks 0 and 1 are one run, ranks 2 and 3 another."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(RANK=str(rank % 2), WORLD_SIZE="2", MASTER_PORT=str(ports[rank // 2]))
+    out = []
+    for transport in ("shm", "tcp"):
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        with join(transport) as session:
+            group = session._group
+            buffer = group.buffer(100_000, torch.float32, CPU)
+            for turn in range(30):
+                buffer.fill_(rank + turn)
+                group.all_reduce(buffer).wait()
+                out.append(buffer.unique().tolist() == [2 * (rank - rank % 2) + 1 + 2 * turn])
+            session.barrier()
+    return all(out)
+
+
+def test_two_runs_at_once_keep_out_of_each_others_way(warm_pool):
+    assert warm_pool.run(4, one_of_two_runs, _four_free_ports()) == [True] * 4
+
+
+def _four_free_ports():
+    """Two numbers whose two successors are free."""
+    while True:
+        with socket.socket() as first:
+            first.bind(("127.0.0.1", 0))
+            start = first.getsockname()[1]
+        try:
+            for port in range(start + 1, start + 7):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return [start, start + 3]
+
+
+def without_shared_memory(who):
+    """One worker's machine has no /dev/shm; what all of them warn of, and that they work."""
+    rank = int(os.environ["RANK"])
+    folder, said = shm.FOLDER, []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("echelon").addHandler(handler)
+    if rank in who:
+        shm.FOLDER = Path("/nonexistent/shm")
+    try:
+        with join("shm") as session:
+            group = session._group.fork()
+            buffer = group.buffer(1000, torch.float32, CPU).fill_(rank)
+            group.all_reduce(buffer).wait()
+            return buffer[0].item(), said
+    finally:
+        shm.FOLDER = folder
+        logging.getLogger("echelon").removeHandler(handler)
+
+
+@pytest.mark.parametrize("who", [(0, 1, 2), (0,), (2,)], ids=["nobody", "not the leader", "not the last"])
+def test_without_shared_memory_all_use_tcp_and_say_so(warm_pool, who):
+    outcomes = warm_pool.run(3, without_shared_memory, who)
+    assert [total for total, _ in outcomes] == [3, 3, 3]
+    warned = [" ".join(said) for _, said in outcomes]
+    assert "use TCP instead" in warned[0]
+    for rank in who:
+        assert "shared memory" in warned[rank]
+        assert warned[rank].count("use TCP instead") == 1, "once, and not for every fork"
