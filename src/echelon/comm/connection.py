@@ -2,8 +2,8 @@
 
 Outgoing messages queue by priority, and a more urgent one overtakes between two frames. An incoming payload
 goes straight to where it belongs if somebody waits for it: into the buffer, or into a cache-sized piece of
-memory from which it is added. What nobody waits for yet is kept aside, up to a limit; beyond it the peer
-is not read from, and TCP makes it wait.
+memory from which it is added. What nobody waits for yet is kept aside; beyond a limit, and while nothing is
+awaited, the peer is not read from, and TCP makes it wait.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ import select
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from echelon.comm import frames
-from echelon.comm.frames import HEADER_BYTES, Header
-from echelon.errors import Corrupt
+from echelon.comm import frames, notices
+from echelon.comm.frames import HEADER_BYTES, NOTICES, Header
+from echelon.comm.notices import Notice
+from echelon.errors import Corrupt, StaleView
 
 _ASIDE_BYTES = 64 << 20
 _FRAMES_AT_ONCE = 16
+_MOST_NOTICE_BYTES = 64 << 10
+_FIRST = -(1 << 62)  # the priority of notices
 
 Key = tuple[int, int]  # operation, message
 
 
 class Sink(ABC):
-    """Where the payload of one message goes."""
+    """Where the payload of one message goes, frame by frame from its beginning to its end."""
 
     size_bytes: int
 
@@ -36,7 +39,7 @@ class Sink(ABC):
 
     @abstractmethod
     def take(self, offset: int, data: memoryview) -> None:
-        """Use bytes that could not be put in their final place."""
+        """Use bytes that could not be put in their final place. They are the caller's afterwards."""
 
     @abstractmethod
     def finished(self) -> None:
@@ -52,12 +55,21 @@ class _Incoming:
 
 
 @dataclass(slots=True)
+class _Aside:
+    """What came of a message before anybody waited for it."""
+
+    size_bytes: int
+    received: int = 0
+    parts: list[bytearray] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class _Outgoing:
     """A message on its way out."""
 
     key: Key
     data: memoryview
-    sent: Callable[[], None]
+    sent: Callable[[], None] | None
     at: int = 0
 
 
@@ -68,16 +80,25 @@ class Connection:
     """Frames to and from one peer."""
 
     def __init__(
-        self, sock: socket.socket, *, view: bytes, peer: str, frame_bytes: int = frames.FRAME_BYTES
+        self,
+        sock: socket.socket,
+        *,
+        view: bytes,
+        peer: str,
+        frame_bytes: int = frames.FRAME_BYTES,
+        aside_bytes: int = _ASIDE_BYTES,
     ) -> None:
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.peer = peer
         self.frame_bytes = frame_bytes
         self.sent_bytes = 0
         self.received_bytes = 0
         self.refused = 0
+        self.notices: list[Notice] = []
+        self.broken: Corrupt | None = None
         self._view = view
         # Going out.
         self._queue: list[_Queued] = []
@@ -87,8 +108,10 @@ class Connection:
         self._current: _Queued | None = None
         # Coming in.
         self._expected: dict[Key, _Incoming] = {}
-        self._aside: dict[Key, list[tuple[int, bytearray]]] = {}
+        self._aside: dict[Key, _Aside] = {}
         self._aside_bytes = 0
+        self._most_aside_bytes = aside_bytes
+        self._given_up: set[int] = set()
         self._sequence_in = 0
         self._header_bytes = bytearray(HEADER_BYTES)
         self._piece = bytearray(frames.FRAME_BYTES)
@@ -96,16 +119,42 @@ class Connection:
         self._target = memoryview(b"")
         self._in_place = False
         self._have = 0
-        self.paused = False
         self.progressed = False
         self.interest = select.EPOLLIN
+
+    def forget(self, operation: int) -> None:
+        """Drop all that belongs to an operation that was given up, also what is still to come.
+
+        From now on its memory is neither read nor written: whoever gave it up may use it again.
+        """
+        self._given_up.add(operation)
+        self._queue = [entry for entry in self._queue if entry[2].key[0] != operation]
+        heapq.heapify(self._queue)
+        if self._current is not None and self._current[2].key[0] == operation:
+            self._parts = [memoryview(bytes(part)) for part in self._parts]  # a frame goes out whole
+            self._current = None
+        for key in [key for key in self._expected if key[0] == operation]:
+            del self._expected[key]
+        for key in [key for key in self._aside if key[0] == operation]:
+            self._aside_bytes -= self._aside.pop(key).received
+        if self._header is not None and self._header.operation == operation and self._in_place:
+            received = self._target[: self._have]
+            self._use_piece(self._header.length)
+            self._target[: self._have] = received
 
     # Going out -----------------------------------------------------------------------------------
 
     def send(self, key: Key, data: memoryview, priority: int, sent: Callable[[], None]) -> None:
         """Queue a message; `sent` is called when the kernel has all of it."""
+        self._push(priority, _Outgoing(key, data, sent))
+
+    def tell(self, notice: Notice) -> None:
+        """Queue a notice; it overtakes all messages."""
+        self._push(_FIRST, _Outgoing((NOTICES, 0), memoryview(notices.encode(notice)), None))
+
+    def _push(self, priority: int, message: _Outgoing) -> None:
         self._order += 1
-        heapq.heappush(self._queue, (priority, self._order, _Outgoing(key, data, sent)))
+        heapq.heappush(self._queue, (priority, self._order, message))
 
     @property
     def wants_to_write(self) -> bool:
@@ -139,6 +188,7 @@ class Connection:
             self._view,
             self._sequence_out,
             *message.key,
+            len(message.data),
             message.at,
             len(payload),
             frames.checksum(payload),
@@ -154,43 +204,53 @@ class Connection:
         if self._parts:
             self._parts[0] = self._parts[0][count:]
             return
-        assert self._current is not None
+        if self._current is None:  # the message was given up meanwhile
+            return
         message = self._current[2]
         if message.at >= len(message.data):
             self._current = None
-            message.sent()
+            if message.sent is not None:
+                message.sent()
 
     # Coming in -----------------------------------------------------------------------------------
 
+    @property
+    def paused(self) -> bool:
+        """Whether enough is kept aside. Where something is awaited, it may be behind what is not."""
+        return self._aside_bytes > self._most_aside_bytes and not self._expected
+
     def expect(self, key: Key, sink: Sink) -> None:
-        """Say where a message is to go; what came early goes there now."""
+        """Say where a message is to go; what came early goes there now.
+
+        If that is not what it should be, `broken` says so: the caller may be serving another peer.
+        """
         incoming = self._expected[key] = _Incoming(sink)
-        for offset, data in self._aside.pop(key, ()):
-            self._aside_bytes -= len(data)
-            _hand_over(sink, offset, memoryview(data))
-            self._count(key, incoming, len(data))
-        self.paused = self._aside_bytes > _ASIDE_BYTES
-
-    def waits_for(self, operation: int) -> bool:
-        """Whether anything of this operation is still to come from this peer."""
-        return any(key[0] == operation for key in self._expected)
-
-    def forget(self, operation: int) -> None:
-        """Drop all that belongs to an operation that was given up."""
-        for key in [key for key in self._expected if key[0] == operation]:
-            del self._expected[key]
-        for key in [key for key in self._aside if key[0] == operation]:
-            self._aside_bytes -= sum(len(data) for _, data in self._aside.pop(key))
+        aside = self._aside.pop(key, None)
+        if aside is None:
+            return
+        self._aside_bytes -= aside.received
+        try:
+            self._check_size(aside.size_bytes, incoming, key)
+            for part in aside.parts:
+                _hand_over(sink, incoming.received, memoryview(part))
+                self._count(key, incoming, len(part))
+        except Corrupt as error:
+            self.refused += 1
+            self.broken = error
 
     def read(self) -> None:
         """Read what the kernel has. Raises ConnectionError when the peer is gone, Corrupt when it errs."""
-        for _ in range(_FRAMES_AT_ONCE):
-            if self.paused:
-                return
-            if self._header is None and not self._read_header():
-                return
-            if not self._read_payload():
-                return
+        try:
+            for _ in range(_FRAMES_AT_ONCE):
+                if self.paused:
+                    return
+                if self._header is None and not self._read_header():
+                    return
+                if not self._read_payload():
+                    return
+        except (Corrupt, StaleView):
+            self.refused += 1
+            raise
 
     def _read_header(self) -> bool:
         try:
@@ -204,28 +264,50 @@ class Connection:
         if self._have < HEADER_BYTES:
             return False
         self._have = 0
-        self._header = frames.unpack(
+        header = frames.unpack(
             self._header_bytes, view=self._view, sequence=self._sequence_in, peer=self.peer
         )
         self._sequence_in += 1
-        self._choose_target(self._header)
+        self._choose_target(header)
+        self._header = header
         return True
 
     def _choose_target(self, header: Header) -> None:
         """The memory that the payload is received into: its final place, if that is known."""
-        incoming = self._expected.get((header.operation, header.message))
+        self._use_piece(header.length)
+        if header.operation == NOTICES:
+            if header.size > _MOST_NOTICE_BYTES or header.length != header.size:
+                raise Corrupt(f"{self.peer} sent a notice of {header.size} bytes", where="notices")
+            return
+        if header.operation in self._given_up:
+            return
+        key = (header.operation, header.message)
+        incoming, aside = self._expected.get(key), self._aside.get(key)
+        known = incoming or aside
+        if header.offset != (known.received if known else 0):
+            raise Corrupt(
+                f"{self.peer} sent parts of a message out of order", where=f"message {header.message}"
+            )
+        if aside is not None and aside.size_bytes != header.size:
+            raise Corrupt(f"{self.peer} gave a message two sizes", where=f"message {header.message}")
         if incoming is not None:
-            if header.offset + header.length > incoming.sink.size_bytes:
-                raise Corrupt(
-                    f"{self.peer} sent more than was asked for", where=f"message {header.message}"
-                )
+            self._check_size(header.size, incoming, key)
             target = incoming.sink.place(header.offset, header.length)
             if target is not None:
                 self._target, self._in_place = target, True
-                return
-        if header.length > len(self._piece):
-            self._piece = bytearray(header.length)
-        self._target, self._in_place = memoryview(self._piece)[: header.length], False
+
+    def _use_piece(self, length: int) -> None:
+        if length > len(self._piece):
+            self._piece = bytearray(length)
+        self._target, self._in_place = memoryview(self._piece)[:length], False
+
+    def _check_size(self, size_bytes: int, incoming: _Incoming, key: Key) -> None:
+        if size_bytes != incoming.sink.size_bytes:
+            raise Corrupt(
+                f"{self.peer} sent {size_bytes} bytes where {incoming.sink.size_bytes} were due",
+                where=f"message {key[1]} of operation {key[0]:#x}",
+                fix="all workers must make the same calls with tensors of the same shape and type",
+            )
 
     def _read_payload(self) -> bool:
         header, target = self._header, self._target
@@ -236,25 +318,31 @@ class Connection:
             except BlockingIOError:
                 return False
             if not count:
-                raise ConnectionResetError("the peer closed the connection")
+                raise ConnectionResetError("the peer closed the connection in the middle of a frame")
             self._have += count
             self.received_bytes += count
         self._have, self._header = 0, None
         if frames.checksum(target) != header.checksum:
-            self.refused += 1
             raise Corrupt(f"{self.peer} sent a damaged frame", where=f"frame {header.sequence}")
         self._deliver(header, target)
         return True
 
     def _deliver(self, header: Header, data: memoryview) -> None:
+        if header.operation == NOTICES:
+            self.notices.append(notices.decode(data, peer=self.peer))
+            return
+        if header.operation in self._given_up:
+            return
         key = (header.operation, header.message)
         incoming = self._expected.get(key)
         if incoming is None:
-            self._aside.setdefault(key, []).append((header.offset, bytearray(data)))
+            aside = self._aside.setdefault(key, _Aside(header.size))
+            aside.parts.append(bytearray(data))
+            aside.received += len(data)
             self._aside_bytes += len(data)
-            self.paused = self._aside_bytes > _ASIDE_BYTES
             return
         if not self._in_place:
+            self._check_size(header.size, incoming, key)  # awaited only since the header came, perhaps
             _hand_over(incoming.sink, header.offset, data)
         self._count(key, incoming, header.length)
 

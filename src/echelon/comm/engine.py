@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from functools import lru_cache
 
 import torch
@@ -19,12 +18,13 @@ from echelon.comm.collective import COLLECTIVES, Collective, Schedule, pieces
 from echelon.comm.connection import Connection
 from echelon.comm.exchange import Exchange
 from echelon.comm.group import Group, Op, Pending
-from echelon.comm.loop import Loop
+from echelon.comm.loop import CHANNEL_BITS, Loop
 from echelon.comm.place import Place
 from echelon.comm.rendezvous import Meeting, interface_address
+from echelon.comm.segment import Handle
 from echelon.comm.shm import Team
 from echelon.comm.spread import broadcast, gather_all
-from echelon.errors import LaunchError, WorkerError
+from echelon.errors import LaunchError, RoundTimeout
 
 SECRET_VARIABLE = "ECHELON_SECRET"
 _LARGE_BYTES = 64 * 1024  # from here on, spreading in few bytes beats spreading in few steps
@@ -59,8 +59,12 @@ class Engine:
         connections = {
             rank: Connection(sock, view=view, peer=names[rank]) for rank, sock in sockets.items()
         }
-        loop = Loop(connections, names)
+        loop = Loop(connections, names, me=names[meeting.me.rank])
         return cls(meeting, loop, view, shared_memory=shared_memory, deadline_s=deadline_s)
+
+    def close(self) -> None:
+        """Leave; the others learn why, if this worker has said it."""
+        self.loop.close(self.meeting.last_words[-1] if self.meeting.last_words else "")
 
     def next_channel(self) -> int:
         """Channels are opened by all workers in the same order, so their numbers agree."""
@@ -71,10 +75,11 @@ class Engine:
 class EngineGroup(Group):
     """All workers of a view, on one channel."""
 
-    def __init__(self, engine: Engine, collective: str) -> None:
+    def __init__(self, engine: Engine, collective: str, *, owns: bool = True) -> None:
         self.rank = engine.meeting.me.rank
         self.size = len(engine.meeting.members)
         self._engine = engine
+        self._owns = owns
         self._text = collective
         self._collective: Collective = COLLECTIVES.build(collective, where="--collective")
         self._collective.check(self.size)
@@ -86,9 +91,9 @@ class EngineGroup(Group):
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
         """Combine in place, in the background; in shared memory, by whoever waits."""
-        flat = tensor.view(-1)
+        flat = tensor.detach().view(-1)
         if self._team is not None and self._team.holds(flat):
-            return self._in_memory(self._team, flat, op)
+            return self._in_memory(self._team, tensor, flat, op)
         lanes = [
             self._start(lane, _schedule(self._collective, self.rank, self.size, lane.numel()), op, priority)
             for lane in self._lanes(flat)
@@ -108,34 +113,30 @@ class EngineGroup(Group):
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensor, by rank."""
-        flat = tensor.contiguous().view(-1)
-        length = flat.numel()
-        whole = flat.new_empty(length * self.size)
-        mine = slice(self.rank * length, (self.rank + 1) * length)
-        whole[mine] = flat
-        if length:
-            large = length * flat.element_size() > _LARGE_BYTES
-            self._start(whole, gather_all(self.rank, self.size, length, large=large), "sum", 0).wait()
-        return [part.view(tensor.shape) for part in whole.split(length or 1)][: self.size] or [
-            tensor.clone() for _ in range(self.size)
-        ]
+        own = tensor.detach().contiguous()
+        parts = own.new_empty((self.size, *own.shape))
+        parts[self.rank] = own
+        if own.numel():
+            length = own.numel() * own.element_size()
+            steps = gather_all(self.rank, self.size, length, large=length > _LARGE_BYTES)
+            self._start(_as_bytes(parts), steps, "sum", 0).wait()
+        return list(parts)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Everybody gets the source's values."""
-        flat = tensor.view(-1)
-        if not flat.numel():
-            return
-        large = flat.numel() * flat.element_size() > _LARGE_BYTES
-        self._start(
-            flat, broadcast(self.rank, self.size, flat.numel(), source, large=large), "sum", 0
-        ).wait()
+        if tensor.numel():
+            flat = _as_bytes(tensor.detach())
+            large = flat.numel() > _LARGE_BYTES
+            steps = broadcast(self.rank, self.size, flat.numel(), source, large=large)
+            self._start(flat, steps, "sum", 0).wait()
 
     def _start(self, flat: Tensor, schedule: Schedule, op: Op, priority: int) -> Pending:
         self._count += 1
         exchange = Exchange(
-            self._channel << 40 | self._count,
+            self._channel << CHANNEL_BITS | self._count,
             flat,
             schedule,
+            rank=self.rank,
             op=op,
             deadline_s=self._engine.deadline_s,
             priority=priority,
@@ -143,21 +144,18 @@ class EngineGroup(Group):
         self._engine.loop.submit(exchange)
 
         def wait() -> Tensor:
-            try:
-                exchange.wait()
-            except (OSError, WorkerError) as error:
-                raise self._engine.meeting.explain(error, deadline_s=self._engine.deadline_s) from error
+            exchange.wait()
             return flat
 
         return Pending(wait, lambda: exchange.ended)
 
     def buffer(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer in shared memory, where all members can map it."""
-        if self._team is not None and device.type == "cpu":
+        if self._team is not None and device.type == "cpu" and length:
             try:
                 return self._team.buffer(length, dtype)
             except LaunchError as error:
-                _log.warning("%s; these %d elements go over TCP instead", error.message, length)
+                self._warn(error, f"these {length} elements go over TCP instead")
         return super().buffer(length, dtype, device)
 
     def sent_bytes(self, tensor: Tensor) -> int:
@@ -179,38 +177,53 @@ class EngineGroup(Group):
     def _gather_team(self) -> Team | None:
         """The members as users of one shared memory; None on all of them if it fails on any."""
         try:
+            members = self._engine.meeting.members
             return Team(
-                f"echelon-{self._engine.view.hex()}-{self._channel}",
                 self.rank,
-                self.size,
-                meet=self.barrier,
+                self._engine.meeting.names,
+                [member.pid for member in members],
+                gather=self._gather_handles,
                 check=self._engine.loop.check,
             )
         except LaunchError as error:
-            if self.rank == 0:
-                _log.warning("%s; workers of this machine use TCP instead", error.message)
+            self._engine.shared_memory = False  # the forks need not try again
+            self._warn(error, "workers of this machine use TCP instead")
             return None
 
-    def _in_memory(self, team: Team, flat: Tensor, op: Op) -> Pending:
-        turn = team.ready()
-        deadline_s = self._engine.deadline_s
+    def _warn(self, error: LaunchError, instead: str) -> None:
+        """By those who know the reason, and by the leader."""
+        if self.rank == 0 or error.__cause__ is not None:
+            _log.warning("%s; %s", error.message, instead)
+
+    def _gather_handles(self, mine: Handle) -> list[Handle]:
+        return [Handle(*part.tolist()) for part in self.all_gather(torch.tensor(mine))]
+
+    def _in_memory(self, team: Team, tensor: Tensor, flat: Tensor, op: Op) -> Pending:
+        turn = team.begin(flat, op)
 
         def wait() -> Tensor:
             try:
-                team.reduce(flat, op, turn, time.monotonic() + deadline_s)
-            except (TimeoutError, WorkerError) as error:
-                raise self._engine.meeting.explain(error, deadline_s=deadline_s) from error
-            return flat
+                team.finish(turn, self._engine.deadline_s)
+            except RoundTimeout as error:
+                self._engine.loop.note(error)
+                raise
+            return tensor
 
-        return Pending(wait, lambda: False)
+        return Pending(wait, lambda: team.has_finished(turn))
 
     def fork(self) -> Group:
         """The same connections, another channel."""
-        return EngineGroup(self._engine, self._text)
+        return EngineGroup(self._engine, self._text, owns=False)
 
     def close(self) -> None:
-        """Leave; peers that still need us notice at once."""
-        self._engine.loop.close()
+        """Leave; peers that still need us notice at once. A fork leaves nothing: its connections go on."""
+        if self._owns:
+            self._engine.close()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as plain bytes: what is only moved may be of any type."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,14 @@
-"""Carries out one worker's schedule: step by step, adding what comes in while it is in the cache."""
+"""Carries out one worker's schedule: step by step, adding what comes in while it is in the cache.
+
+Where several messages are added to the same elements, they are added in the order that the step lists
+them, whatever the order they come in: what comes too early for its turn is kept beside. Two workers that
+exchange the same elements both add the higher rank's to the lower rank's. So the bits of a result depend
+on nothing but the buffers and the schedule.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -12,13 +19,14 @@ from torch import Tensor
 from echelon.comm.collective import Move, Schedule, Step
 from echelon.comm.connection import Connection, Sink
 from echelon.comm.group import Op
-from echelon.comm.loop import Operation
+from echelon.comm.operation import Operation
+from echelon.errors import Corrupt
 
-Combine = Callable[[int, int, memoryview], None]
+Combine = Callable[[int, int, memoryview, bool], None]
 
 
 def combiner(flat: Tensor, op: Op) -> Combine:
-    """How bytes from a peer enter elements `start` to `stop` of a tensor.
+    """How bytes from a peer enter elements `start` to `stop` of a tensor; the flag says: as first operand.
 
     Half-precision numbers are added in float32. numpy does the rest: one thread, no interpreter lock.
     """
@@ -27,9 +35,13 @@ def combiner(flat: Tensor, op: Op) -> Combine:
     own = flat.numpy()
     function: np.ufunc = {"sum": np.add, "max": np.maximum, "min": np.minimum}[op]
 
-    def combine(start: int, stop: int, data: memoryview) -> None:
+    def combine(start: int, stop: int, data: memoryview, first: bool) -> None:
         part = own[start:stop]
-        function(part, np.frombuffer(data, dtype=own.dtype), out=part)
+        theirs = np.frombuffer(data, dtype=own.dtype)
+        if first:
+            function(theirs, part, out=part)
+        else:
+            function(part, theirs, out=part)
 
     return combine
 
@@ -39,10 +51,10 @@ def _half(flat: Tensor, op: Op) -> Combine:
     functions = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
     function = functions[op]
 
-    def combine(start: int, stop: int, data: memoryview) -> None:
+    def combine(start: int, stop: int, data: memoryview, first: bool) -> None:
         part = flat[start:stop]
-        theirs = torch.frombuffer(data, dtype=flat.dtype)
-        part.copy_(function(part.float(), theirs.float()))
+        ours, theirs = part.float(), torch.frombuffer(data, dtype=flat.dtype).float()
+        part.copy_(function(theirs, ours) if first else function(ours, theirs))
 
     return combine
 
@@ -54,23 +66,56 @@ def as_bytes(flat: Tensor) -> memoryview:
 
 
 class _Add(Sink):
-    """Adds each piece as it comes."""
+    """Adds each piece as it comes, if its turn has come, and keeps it beside otherwise.
 
-    def __init__(self, exchange: Exchange, move: Move) -> None:
+    Its turn has come when the step no longer sends from there, and what is listed before has been added.
+    """
+
+    def __init__(self, exchange: Exchange, move: Move, sends: int, before: list[_Add]) -> None:
         self.size_bytes = move.length * exchange.item_bytes
+        self.move = move
+        self.sends = sends
+        self.added = move.start
         self._exchange = exchange
-        self._move = move
+        self._before = before
+        self._beside: deque[bytearray] = deque()
 
     def place(self, offset: int, length: int) -> memoryview | None:
         return None
 
     def take(self, offset: int, data: memoryview) -> None:
-        item = self._exchange.item_bytes
-        start = self._move.start + offset // item
-        self._exchange.combine(start, start + len(data) // item, data)
+        exchange = self._exchange
+        if len(data) % exchange.item_bytes:
+            raise Corrupt(f"rank {self.move.peer} sent a part of an element", where="exchange")
+        stop = self.move.start + (offset + len(data)) // exchange.item_bytes
+        if self._beside or not self._may_add(stop):
+            self._beside.append(bytearray(data))
+            return
+        self._add(stop, data)
+        exchange.added(self)
+
+    def catch_up(self) -> None:
+        """Add what is beside, as far as its turn has come."""
+        while self._beside:
+            data = self._beside[0]
+            stop = self.added + len(data) // self._exchange.item_bytes
+            if not self._may_add(stop):
+                return
+            self._beside.popleft()
+            self._add(stop, memoryview(data))
 
     def finished(self) -> None:
-        self._exchange.received(self._move)
+        if not self.move.length:
+            self._exchange.received(self.move)
+
+    def _may_add(self, stop: int) -> bool:
+        return not self.sends and all(other.added >= min(stop, other.move.stop) for other in self._before)
+
+    def _add(self, stop: int, data: memoryview) -> None:
+        self._exchange.combine(self.added, stop, data, self.move.peer < self._exchange.rank)
+        self.added = stop
+        if stop == self.move.stop:
+            self._exchange.count(self.move)
 
 
 class _Keep(Sink):
@@ -101,29 +146,35 @@ class Exchange(Operation):
         flat: Tensor,
         schedule: Schedule,
         *,
+        rank: int,
         op: Op,
         deadline_s: float,
         priority: int,
     ) -> None:
         super().__init__(tag, deadline_s)
+        self.rank = rank
         self.item_bytes = flat.element_size()
         self.combine = combiner(flat, op)
-        self._flat = flat
         self._memory = as_bytes(flat)
         self._schedule = schedule
         self._priority = priority
         self._connections: Mapping[int, Connection] = {}
         self._at = -1
+        self._open = 0
+        self._moving = False
+        # By peer: messages of this step that are under way, and the number of the last one.
         self._sending: dict[int, int] = {}
         self._receiving: dict[int, int] = {}
         self._out: dict[int, int] = {}
         self._in: dict[int, int] = {}
-        self._later: list[tuple[Move, memoryview, bool]] = []
+        # Of this step: adds in the order listed, and what overwrites elements that are still to be sent.
+        self._adds: list[_Add] = []
+        self._beside: list[tuple[Move, memoryview]] = []
 
     def begin(self, connections: Mapping[int, Connection]) -> None:
         """Start the first step."""
         self._connections = connections
-        self._next()
+        self._proceed()
 
     def peers(self) -> set[int]:
         """Those that the current step, or any later one, needs."""
@@ -132,64 +183,89 @@ class Exchange(Operation):
         return now | {m.peer for step in rest for m in (*step.sends, *step.adds, *step.takes)}
 
     def awaited(self) -> set[int]:
-        """Those from whom the current step still needs something."""
-        return {rank for rank, count in self._receiving.items() if count}
+        """Those from whom the current step needs something; else those who do not take what it sends."""
+        waiting = {rank for rank, count in self._receiving.items() if count}
+        return waiting or {rank for rank, count in self._sending.items() if count}
 
-    def _next(self) -> None:
-        self._at += 1
-        if self._at >= len(self._schedule):
-            self.end()
+    def added(self, add: _Add) -> None:
+        """Some elements were added: what is listed later may have waited for that."""
+        if len(self._adds) > 1:
+            for later in self._adds[self._adds.index(add) + 1 :]:
+                later.catch_up()
+        self._proceed()
+
+    def count(self, move: Move) -> None:
+        """All of a message is there, and in place."""
+        self._receiving[move.peer] -= 1
+        self._open -= 1
+
+    def received(self, move: Move) -> None:
+        """All of a message is there, and in place: go on if that was the last."""
+        self.count(move)
+        self._proceed()
+
+    def _sent(self, move: Move) -> None:
+        self._sending[move.peer] -= 1
+        self._open -= 1
+        for add in self._adds:
+            if _overlap(move, add.move):
+                add.sends -= 1
+            add.catch_up()
+        self._proceed()
+
+    def _proceed(self) -> None:
+        """Enter step after step while nothing is under way. What a step finds done calls this again."""
+        if self._moving:
             return
-        step = self._schedule[self._at]
+        self._moving = True
+        while not self._open and not self.ended:
+            for move, memory in self._beside:
+                self._range(move)[:] = memory
+            self._adds, self._beside = [], []
+            self._at += 1
+            if self._at < len(self._schedule):
+                self._enter(self._schedule[self._at])
+            else:
+                self.end()
+        self._moving = False
+
+    def _enter(self, step: Step) -> None:
         for move in step.sends:
             self._sending[move.peer] = self._sending.get(move.peer, 0) + 1
         for move in (*step.adds, *step.takes):
             self._receiving[move.peer] = self._receiving.get(move.peer, 0) + 1
+        self._open = len(step.sends) + len(step.adds) + len(step.takes)
+        for move in step.adds:
+            sends = sum(_overlap(move, sent) for sent in step.sends)
+            before = [add for add in self._adds if _overlap(add.move, move)]
+            self._adds.append(_Add(self, move, sends, before))
         for move in step.sends:
             self._send(move)
-        for move in step.adds:
-            self._expect(move, step, add=True)
+        for add in list(self._adds):
+            self._expect(add.move, add)
         for move in step.takes:
-            self._expect(move, step, add=False)
+            self._expect(move, self._taking(move, step))
+
+    def _taking(self, move: Move, step: Step) -> Sink:
+        if any(_overlap(move, sent) for sent in step.sends):
+            memory = memoryview(bytearray(move.length * self.item_bytes))
+            self._beside.append((move, memory))
+            return _Keep(self, move, memory)
+        return _Keep(self, move, self._range(move))
 
     def _range(self, move: Move) -> memoryview:
         return self._memory[move.start * self.item_bytes : move.stop * self.item_bytes]
 
     def _send(self, move: Move) -> None:
         number = self._out[move.peer] = self._out.get(move.peer, -1) + 1
+        self._connections[move.peer].send(
+            (self.tag, number), self._range(move), self._priority, lambda: self._sent(move)
+        )
 
-        def sent() -> None:
-            self._sending[move.peer] -= 1
-            self._step_over()
-
-        self._connections[move.peer].send((self.tag, number), self._range(move), self._priority, sent)
-
-    def _expect(self, move: Move, step: Step, *, add: bool) -> None:
+    def _expect(self, move: Move, sink: Sink) -> None:
         number = self._in[move.peer] = self._in.get(move.peer, -1) + 1
-        sink: Sink
-        if any(move.start < sent.stop and sent.start < move.stop for sent in step.sends):
-            # The step still sends from there: keep it beside, and use it when all is sent.
-            memory = memoryview(bytearray(move.length * self.item_bytes))
-            self._later.append((move, memory, add))
-            sink = _Keep(self, move, memory)
-        elif add:
-            sink = _Add(self, move)
-        else:
-            sink = _Keep(self, move, self._range(move))
         self._connections[move.peer].expect((self.tag, number), sink)
 
-    def received(self, move: Move) -> None:
-        """All of a message is there."""
-        self._receiving[move.peer] -= 1
-        self._step_over()
 
-    def _step_over(self) -> None:
-        if self.ended or any(self._sending.values()) or any(self._receiving.values()):
-            return
-        later, self._later = self._later, []
-        for move, memory, add in later:
-            if add:
-                self.combine(move.start, move.stop, memory)
-            else:
-                self._range(move)[:] = memory
-        self._next()
+def _overlap(one: Move, other: Move) -> bool:
+    return one.start < other.stop and other.start < one.stop

@@ -1,25 +1,36 @@
 """Connects every worker of a view with every other one, over TCP.
 
 Each worker listens on the interface that leads to the others and leaves its address in the store; the
-higher rank of each pair dials. Who cannot prove that it knows the run's secret is turned away.
+higher rank of each pair dials. Who cannot prove that it knows the run's secret is turned away. Callers are
+answered side by side, so that one who says nothing holds up nobody.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import secrets
+import selectors
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
+from torch.distributed import DistError
 
-from echelon.comm.handshake import Refused, greet
+from echelon.comm.handshake import HungUp, Refused, Turn, conversation, greet
 from echelon.comm.rendezvous import Meeting
-from echelon.errors import JoinTimeout
+from echelon.errors import JoinTimeout, LaunchError
 
 _HANDSHAKE_S = 5.0
 _POLL_S = 0.02
+_TICK_S = 0.05
+_ASK_S = 0.2
+_MOST_CALLERS = 256
+_log = logging.getLogger(__name__)
 
 
 class _Address(msgspec.Struct, frozen=True):
@@ -27,15 +38,25 @@ class _Address(msgspec.Struct, frozen=True):
     port: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """What a worker shows to be let in."""
+
+    view: bytes
+    secret: bytes
+    rank: int
+
+
 def agree_on_view(meeting: Meeting, secret: bytes | None) -> tuple[bytes, bytes]:
     """The view's id and the run's secret: given by the launcher, or drawn by the leader."""
     store = meeting.store
-    if meeting.me.rank == 0:
-        store.set("view", uuid.uuid4().hex)
-        if secret is None:
-            store.set("secret", uuid.uuid4().hex + uuid.uuid4().hex)
-    view = bytes.fromhex(store.get("view").decode())
-    return view, secret if secret is not None else store.get("secret")
+    with _store_there(meeting):
+        if meeting.me.rank == 0:
+            store.set("view", uuid.uuid4().hex)
+            if secret is None:
+                store.set("secret", secrets.token_hex(32))
+        view = bytes.fromhex(store.get("view").decode())
+        return view, secret if secret is not None else store.get("secret")
 
 
 def connect(
@@ -43,93 +64,250 @@ def connect(
 ) -> dict[int, socket.socket]:
     """A connection to every other worker, each proven to belong to this view."""
     me, size = meeting.me.rank, len(meeting.members)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     deadline = time.monotonic() + timeout_s
-    found: dict[int, socket.socket] = {}
-    with socket.socket(family, socket.SOCK_STREAM) as door:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind((address, 0))
-        door.listen(size)
-        own = _Address(address, door.getsockname()[1])
-        meeting.store.set(f"address/{view.hex()}/{me}", msgspec.json.encode(own).decode())
-        answering = threading.Thread(
-            target=_answer, args=(door, found, me, size, view, secret, deadline), daemon=True
-        )
-        answering.start()
+    own = Pass(view=view, secret=secret, rank=me)
+    with _listen(address, meeting) as door:
+        here = _Address(*door.getsockname()[:2])
+        answering = _Answering(door, own, size)
+        dialled: dict[int, socket.socket] = {}
         try:
-            for rank in range(me):
-                found[rank] = _dial(meeting, rank, view, secret, deadline)
+            with _store_there(meeting):
+                meeting.store.set(f"address/{view.hex()}/{me}", msgspec.json.encode(here).decode())
+                for rank in range(me):
+                    dialled[rank] = _dial(meeting, rank, own, deadline)
+                while not answering.wait(_ASK_S) and time.monotonic() < deadline:
+                    meeting.check_goodbyes()
         except BaseException:
-            door.close()
+            answering.stop()
+            _close(dialled | answering.found)
             raise
-        answering.join(max(0.0, deadline - time.monotonic()))
+        answering.stop()
+    found = dialled | answering.found
     missing = sorted(set(range(size)) - {me} - found.keys())
     if missing:
         _close(found)
-        raise JoinTimeout(
-            f"{', '.join(str(meeting.members[rank]) for rank in missing)} did not connect "
-            f"within {timeout_s:g} s",
-            ranks=tuple(missing),
-            where=f"{meeting.me}, listening at {own.host}:{own.port}",
-            fix="check that workers can reach each other at all ports, and not only the leader",
-        )
+        raise _missing(meeting, missing, answering.refused, here, timeout_s)
     return found
 
 
-def _answer(
-    door: socket.socket,
-    found: dict[int, socket.socket],
-    me: int,
-    size: int,
-    view: bytes,
-    secret: bytes,
-    deadline: float,
-) -> None:
-    """Let in the higher ranks; strangers are turned away and do not hold up the others for long."""
-    while len([rank for rank in found if rank > me]) < size - 1 - me and time.monotonic() < deadline:
-        door.settimeout(max(0.01, deadline - time.monotonic()))
+def _listen(address: str, meeting: Meeting) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    door = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        door.bind((address, 0))
+        door.listen(_MOST_CALLERS)
+    except OSError as error:
+        door.close()
+        raise LaunchError(
+            f"cannot listen at {address}: {error.strerror}",
+            where=str(meeting.me),
+            fix="check that MASTER_ADDR leads to the network that the workers share",
+        ) from error
+    return door
+
+
+def _missing(
+    meeting: Meeting, missing: list[int], refused: dict[int, Refused], here: _Address, timeout_s: float
+) -> JoinTimeout:
+    names = ", ".join(str(meeting.members[rank]) for rank in missing)
+    turned_away = [refused[rank] for rank in missing if rank in refused]
+    why = f"; {turned_away[0].message}" if turned_away else ""
+    fix = "check that workers can reach each other at all ports, and not only the leader"
+    return JoinTimeout(
+        f"{names} did not connect within {timeout_s:g} s{why}",
+        ranks=tuple(missing),
+        where=f"{meeting.me}, listening at {here.host} port {here.port}",
+        fix=turned_away[0].fix if turned_away else fix,
+    )
+
+
+# Answering ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Caller:
+    """Somebody at the door, and how far the conversation with it is."""
+
+    sock: socket.socket
+    talk: Generator[Turn, bytes, int]
+    until: float
+    awaits: int = 0
+    heard: bytearray = field(default_factory=bytearray)
+
+
+class _Answering:
+    """A thread that lets in the higher ranks, and turns strangers away."""
+
+    def __init__(self, door: socket.socket, own: Pass, size: int) -> None:
+        self.found: dict[int, socket.socket] = {}
+        self.refused: dict[int, Refused] = {}
+        self._own = own
+        self._wanted = set(range(own.rank + 1, size))
+        self._door = door
+        self._callers: dict[int, _Caller] = {}
+        self._strangers = 0
+        self._stopped = False
+        self._complete = threading.Event()
+        door.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="echelon-door", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all have come; waits so long for it."""
+        return self._complete.wait(seconds)
+
+    def stop(self) -> None:
+        """Turn away whoever is still at the door."""
+        self._stopped = True
+        self._thread.join()
+        if self._strangers:
+            _log.warning("%d connections of strangers were refused", self._strangers)
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._door, selectors.EVENT_READ)
+            try:
+                while not self._stopped and self._wanted - self.found.keys():
+                    for key, _ in ready.select(_TICK_S):
+                        caller = self._callers.get(key.fd)
+                        if caller is None:
+                            self._open(ready)
+                        else:
+                            self._hear(ready, caller)
+                    self._drop_silent(ready)
+            finally:
+                for caller in self._callers.values():
+                    caller.sock.close()
+        self._complete.set()
+
+    def _open(self, ready: selectors.BaseSelector) -> None:
         try:
-            peer, _ = door.accept()
+            sock, _ = self._door.accept()
         except OSError:
             return
+        sock.setblocking(False)
+        own = self._own
+        talk = conversation(view=own.view, rank=own.rank, secret=own.secret, dialled=False)
+        caller = _Caller(sock, talk, time.monotonic() + _HANDSHAKE_S)
+        caller.awaits = next(talk).awaits
+        if len(self._callers) >= _MOST_CALLERS:  # the one that has kept us waiting longest
+            self._turn_away(ready, next(iter(self._callers.values())))
+        self._callers[sock.fileno()] = caller
+        ready.register(sock, selectors.EVENT_READ)
+
+    def _hear(self, ready: selectors.BaseSelector, caller: _Caller) -> None:
         try:
-            peer.settimeout(_HANDSHAKE_S)
-            rank = greet(peer, view=view, rank=me, secret=secret, dialled=False)
-        except (OSError, Refused):
-            peer.close()
-            continue
-        if me < rank < size and rank not in found:
-            found[rank] = peer
-        else:
-            peer.close()
+            data = caller.sock.recv(caller.awaits - len(caller.heard))
+            if not data:
+                raise HungUp("a caller hung up")
+            caller.heard += data
+            while len(caller.heard) == caller.awaits:
+                turn = caller.talk.send(bytes(caller.heard))
+                caller.heard.clear()
+                caller.awaits = turn.awaits
+                caller.sock.sendall(turn.say)  # less than any socket's buffer
+        except StopIteration as end:
+            self._let_in(ready, caller, int(end.value))
+        except BlockingIOError:
+            return
+        except Refused as refusal:
+            self.refused.update(dict.fromkeys(refusal.ranks, refusal))
+            self._turn_away(ready, caller)
+        except OSError:
+            self._turn_away(ready, caller)
+
+    def _let_in(self, ready: selectors.BaseSelector, caller: _Caller, rank: int) -> None:
+        if rank not in self._wanted:
+            self._turn_away(ready, caller)
+            return
+        ready.unregister(caller.sock)
+        del self._callers[caller.sock.fileno()]
+        if rank in self.found:  # it knows the secret, and has not heard that it was let in
+            self.found[rank].close()
+        self.found[rank] = caller.sock
+
+    def _turn_away(self, ready: selectors.BaseSelector, caller: _Caller) -> None:
+        self._strangers += 1
+        ready.unregister(caller.sock)
+        del self._callers[caller.sock.fileno()]
+        caller.sock.close()
+
+    def _drop_silent(self, ready: selectors.BaseSelector) -> None:
+        now = time.monotonic()
+        for caller in [caller for caller in self._callers.values() if now > caller.until]:
+            self._turn_away(ready, caller)
 
 
-def _dial(meeting: Meeting, rank: int, view: bytes, secret: bytes, deadline: float) -> socket.socket:
+# Dialling ----------------------------------------------------------------------------------------
+
+
+def _dial(meeting: Meeting, rank: int, own: Pass, deadline: float) -> socket.socket:
+    """Connect with a worker that listens. One that does not answer is tried again, until the deadline."""
+    address = _address_of(meeting, rank, own.view, deadline)
+    while True:
+        try:
+            return _try(address, rank, own, deadline)
+        except (OSError, HungUp) as error:
+            meeting.check_goodbyes()
+            if time.monotonic() > deadline:
+                raise JoinTimeout(
+                    f"{meeting.members[rank]} cannot be reached at {address.host} port {address.port}: "
+                    f"{error.message if isinstance(error, HungUp) else error}",
+                    ranks=(rank,),
+                    where=str(meeting.me),
+                    fix="check the network and firewalls between the two",
+                ) from error
+            time.sleep(_POLL_S)
+
+
+def _try(address: _Address, rank: int, own: Pass, deadline: float) -> socket.socket:
+    left = max(0.1, deadline - time.monotonic())
+    peer = socket.create_connection((address.host, address.port), timeout=left)
+    try:
+        answered = greet(
+            peer,
+            view=own.view,
+            rank=own.rank,
+            secret=own.secret,
+            dialled=True,
+            timeout_s=min(_HANDSHAKE_S, left),
+        )
+        if answered != rank:
+            raise Refused(f"rank {answered} answered where rank {rank} was expected", ranks=(rank,))
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def _address_of(meeting: Meeting, rank: int, view: bytes, deadline: float) -> _Address:
     key = f"address/{view.hex()}/{rank}"
+    asked = time.monotonic()
     while not meeting.store.check([key]):
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise JoinTimeout(
                 f"{meeting.members[rank]} does not listen", ranks=(rank,), where=str(meeting.me)
             )
+        if now > asked + _ASK_S:
+            meeting.check_goodbyes()
+            asked = now
         time.sleep(_POLL_S)
-    address = msgspec.json.decode(meeting.store.get(key), type=_Address)
+    return msgspec.json.decode(meeting.store.get(key), type=_Address)
+
+
+@contextlib.contextmanager
+def _store_there(meeting: Meeting) -> Iterator[None]:
+    """The store goes with the leader."""
     try:
-        peer = socket.create_connection(
-            (address.host, address.port), timeout=max(0.1, deadline - time.monotonic())
-        )
-    except OSError as error:
+        yield
+    except (DistError, RuntimeError) as error:
         raise JoinTimeout(
-            f"{meeting.members[rank]} cannot be reached at {address.host}:{address.port}: {error}",
-            ranks=(rank,),
+            f"{meeting.members[0]} left while the others were joining",
+            ranks=(0,),
             where=str(meeting.me),
-            fix="check the network and firewalls between the two",
+            fix="see its log",
         ) from error
-    peer.settimeout(_HANDSHAKE_S)
-    answered = greet(peer, view=view, rank=meeting.me.rank, secret=secret, dialled=True)
-    if answered != rank:
-        peer.close()
-        raise Refused(f"rank {answered} answered where rank {rank} was expected", ranks=(rank,))
-    return peer
 
 
 def _close(sockets: Mapping[int, socket.socket]) -> None:

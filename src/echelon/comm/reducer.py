@@ -155,8 +155,8 @@ class Reducer:
 
     def _ready(self, parameter: Tensor) -> None:
         self._observer.computing()
+        self.unreduced = True  # until the round is over; for good, if this pass fails in the middle
         if not self.active:
-            self.unreduced = True
             return
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise ModelError(

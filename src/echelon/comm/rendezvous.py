@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import msgspec
@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from echelon.cluster import interfaces
+from echelon.comm import blame
 from echelon.comm.place import Place
 from echelon.errors import ConfigError, JoinTimeout, PeerLost, RoundTimeout, WorkerError
 
@@ -42,10 +43,15 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Farewell(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker leaves in the store when it goes: `cause` is empty if it ended well."""
+    """What a worker leaves in the store when it goes: `cause` is empty if it ended well.
+
+    `because` names the workers whose fault it is, where it is not its own; `late`, if they were late.
+    """
 
     t: float
     cause: str = ""
+    because: tuple[int, ...] = ()
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +61,24 @@ class Meeting:
     store: Store
     me: Member
     members: tuple[Member, ...]
+    last_words: list[str] = field(default_factory=list)
+    reasons: list[WorkerError] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """How errors call each worker, by rank."""
+        return [str(member) for member in self.members]
 
     def say_goodbye(self, cause: str = "") -> None:
         """Leave word of why this worker goes; best effort, since the store may be gone."""
+        self.last_words.append(cause)
+        bye = Farewell(t=time.time(), cause=cause)
+        for reason in self.reasons:
+            if reason.message in cause:  # it goes because of another: all shall hear of the first
+                late = isinstance(reason, RoundTimeout)
+                bye = Farewell(t=bye.t, cause=reason.message, because=reason.ranks, late=late)
         try:
-            _put(self.store, f"bye/{self.me.rank}", Farewell(t=time.time(), cause=cause))
+            _put(self.store, f"bye/{self.me.rank}", bye)
         except (DistError, RuntimeError):
             return
 
@@ -77,48 +96,45 @@ class Meeting:
         except (DistError, RuntimeError):
             return
 
-    def explain(self, error: Exception, *, deadline_s: float) -> WorkerError:
-        """Turn a broken operation into an error that names who is to blame."""
-        timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        gone, silent, reachable = self._roll_call()
-        failed = sorted((bye.t, rank, bye.cause) for rank, bye in gone.items() if bye.cause)
+    def check_goodbyes(self) -> None:
+        """Raise if a worker has failed and said why: nobody need wait for it."""
+        gone = {}
+        for member in self.members:
+            if member.rank != self.me.rank and self.store.check([f"bye/{member.rank}"]):
+                gone[member.rank] = self._farewell(member.rank)
+        failed = sorted((b.t, rank, b.cause) for rank, b in gone.items() if b.cause and not b.because)
         if failed:
             _, rank, cause = failed[0]
-            return PeerLost(
-                f"{self.members[rank]} failed: {cause}",
-                ranks=(rank,),
-                where=str(self.me),
-                fix="the worker's own log has the whole story",
-            )
-        if gone:
-            names = ", ".join(str(self.members[rank]) for rank in sorted(gone))
-            return PeerLost(
-                f"{names} ended while the others were still training",
-                ranks=tuple(sorted(gone)),
-                where=str(self.me),
-                fix="all workers must take the same number of steps and make the same calls",
-            )
+            raise blame.failed(self.names, rank, cause, str(self.me))
+
+    def explain(self, error: Exception, *, deadline_s: float) -> WorkerError:
+        """Turn a broken operation into an error that names who is to blame."""
+        reason = self._explain(error, deadline_s)
+        self.reasons.append(reason)
+        return reason
+
+    def _explain(self, error: Exception, deadline_s: float) -> WorkerError:
+        timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        where = str(self.me)
+        gone, silent, reachable = self._roll_call()
+        failed = sorted((b.t, rank, b.cause) for rank, b in gone.items() if b.cause and not b.because)
+        if failed:
+            _, rank, cause = failed[0]
+            return blame.failed(self.names, rank, cause, where)
+        ended = sorted(rank for rank, bye in gone.items() if not bye.cause)
+        if ended:
+            return blame.ended(self.names, ended, where)
+        for bye in gone.values():
+            kind = RoundTimeout if bye.late else PeerLost
+            return kind(bye.cause, ranks=bye.because, where=where, fix="see the log of the worker it names")
         if not reachable and self.me.rank != 0:
-            return PeerLost(
-                f"{self.members[0]} is gone: it died without a word, or the network to it is cut",
-                ranks=(0,),
-                where=str(self.me),
-                fix="see its log; it may have been killed, for lack of memory for example",
-            )
-        names = ", ".join(str(self.members[rank]) for rank in silent) or "a worker"
+            return blame.died(self.names, (0,), where)
         if timed_out:
-            return RoundTimeout(
-                f"{names} did not arrive within {deadline_s:g} s",
-                ranks=tuple(silent),
-                where=str(self.me),
-                fix="it is stuck, stopped or very slow; a longer deadline is round_timeout_s",
-            )
-        return PeerLost(
-            f"{names} is gone: it died without a word, or the network to it is cut",
-            ranks=tuple(silent),
-            where=f"{self.me} ({error})",
-            fix="see its log; it may have been killed, for lack of memory for example",
-        )
+            return blame.late(self.names, silent, deadline_s, where)
+        return blame.died(self.names, silent, f"{where} ({error})")
+
+    def _farewell(self, rank: int) -> Farewell:
+        return msgspec.json.decode(self.store.get(f"bye/{rank}"), type=Farewell)
 
     def _roll_call(self) -> tuple[dict[int, Farewell], list[int], bool]:
         """Who said goodbye, who says nothing, and whether the store can be reached at all."""
@@ -130,7 +146,7 @@ class Meeting:
             while waiting and time.monotonic() < deadline:
                 for rank in sorted(waiting):
                     if self.store.check([f"bye/{rank}"]):
-                        gone[rank] = msgspec.json.decode(self.store.get(f"bye/{rank}"), type=Farewell)
+                        gone[rank] = self._farewell(rank)
                         waiting.discard(rank)
                     elif self.store.check([f"here/{rank}"]):
                         waiting.discard(rank)

@@ -329,7 +329,7 @@ class Session(Talk):
                 raise ModelError(
                     "optimizer.step() would apply gradients that the other workers do not have",
                     where=f"step {self._clock.step}, rank {self.rank}",
-                    fix="leave accumulate() for the last backward pass before each step",
+                    fix="leave accumulate() for the last backward pass before each step, and let that end",
                 )
 
     # Checkpoints ---------------------------------------------------------------------------------

@@ -68,11 +68,11 @@ class Talk:
                 fix="convert the tensor to one of the usual number types first",
             )
         self._check_same("all_reduce", op, tensor)
-        flat = tensor.detach()
-        flat = flat if flat.is_contiguous() else flat.contiguous()
-        if self.world_size == 1 or not flat.numel():
+        if self.world_size == 1 or not tensor.numel():
             pending = Pending.finished(tensor)
         else:
+            # A copy: if the reduction fails in the middle, what was handed in is as it was.
+            flat = tensor.detach().clone(memory_format=torch.contiguous_format)
             pending = self._group.all_reduce(flat, "sum" if op == "mean" else op).then(
                 lambda _: self._put(tensor, flat, op)
             )
@@ -82,8 +82,7 @@ class Talk:
         with torch.no_grad():
             if op == "mean":
                 result.div_(self.world_size)
-            if result.data_ptr() != tensor.data_ptr():
-                tensor.copy_(result)
+            tensor.copy_(result)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:

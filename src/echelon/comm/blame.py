@@ -1,0 +1,57 @@
+"""How it is said that a worker is gone, has failed, has left or is late. Pure.
+
+`who` is how errors call a worker ("rank 3 on gpu-b"), `where` the worker that noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from echelon.errors import PeerLost, RoundTimeout
+
+Names = Mapping[int, str] | Sequence[str]
+
+
+def died(names: Names, ranks: Sequence[int], where: str) -> PeerLost:
+    """They said nothing: killed, or cut off."""
+    return PeerLost(
+        f"{listed(names, ranks)} is gone: it died without a word, or the network to it is cut",
+        ranks=tuple(ranks),
+        where=where,
+        fix="see its log; it may have been killed, for lack of memory for example",
+    )
+
+
+def failed(names: Names, rank: int, cause: str, where: str) -> PeerLost:
+    """It said why."""
+    return PeerLost(
+        f"{names[rank]} failed: {cause}",
+        ranks=(rank,),
+        where=where,
+        fix="the worker's own log has the whole story",
+    )
+
+
+def ended(names: Names, ranks: Sequence[int], where: str) -> PeerLost:
+    """They left as if all were well."""
+    return PeerLost(
+        f"{listed(names, ranks)} ended while the others were still training",
+        ranks=tuple(ranks),
+        where=where,
+        fix="all workers must take the same number of steps and make the same calls",
+    )
+
+
+def late(names: Names, ranks: Sequence[int], deadline_s: float, where: str) -> RoundTimeout:
+    """They are not there."""
+    return RoundTimeout(
+        f"{listed(names, ranks)} did not arrive within {deadline_s:g} s",
+        ranks=tuple(ranks),
+        where=where,
+        fix="it is stuck, stopped or very slow; a longer deadline is round_timeout_s",
+    )
+
+
+def listed(names: Names, ranks: Sequence[int]) -> str:
+    """Several workers in a sentence."""
+    return ", ".join(names[rank] for rank in ranks) or "a worker"
