@@ -112,7 +112,7 @@ def main() -> None:
             t["session with record"] / t["plain"] for t in turns
         ),
         "recording a step [us]": record_s * 1e6,
-        "recording / plain step": record_s / plain_s,
+        "recording / plain step [%]": 100 * record_s / plain_s,
     }
     if asked.json:
         print(json.dumps(result))
