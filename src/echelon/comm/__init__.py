@@ -18,8 +18,13 @@ handshake.py   a peer proves that it knows the run's secret
 frames.py      how a message looks on the wire
 connection.py  frames to and from one peer
 loop.py        the thread that moves bytes
+operation.py   something that a group does together, as the loop sees it
 exchange.py    one worker's schedule, carried out
+notices.py     what workers tell each other beside the payload
+roll_call.py   who is to blame when a deadline has passed (pure)
+blame.py       how it is said (pure)
 shm.py         reduction in shared memory
+segment.py     memory that processes share, without a name
 
 buckets.py     which gradients travel together (pure)
 reducer.py     reduces gradients while backward goes on
