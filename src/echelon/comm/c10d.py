@@ -7,6 +7,7 @@ default group is used and left alone at the end.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ class C10dGroup(Group):
         self._deadline_s = deadline_s
         self._owns = owns
         self._forks: list[C10dGroup] = []
+        self._under_way: list[dist.Work] = []
 
     @classmethod
     def connect(cls, meeting: Meeting, place: Place, *, deadline_s: float) -> C10dGroup:
@@ -60,6 +62,8 @@ class C10dGroup(Group):
         with self._explained():
             work = dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True)
         assert work is not None
+        self._under_way = [one for one in self._under_way if not one.is_completed()]
+        self._under_way.append(work)
 
         def wait() -> Tensor:
             with self._explained():
@@ -95,10 +99,16 @@ class C10dGroup(Group):
         """Take down what `connect` and `fork` set up.
 
         A process group lives as long as anybody refers to it, and the others notice that this worker has
-        left when its connections close: so nothing may be kept here.
+        left when its connections close: so nothing may be kept here. But if somebody does (a traceback,
+        say), Gloo's threads outlive the interpreter, and one that lets go of a tensor then ends the
+        process with SIGABRT: so they must never be the last to hold what is still under way.
         """
         while self._forks:
             self._forks.pop().close()
+        for work in self._under_way:
+            if not work.is_completed():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+        self._under_way.clear()
         if self._owns and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._owns = False

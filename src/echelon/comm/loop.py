@@ -34,6 +34,7 @@ _TICK_S = 0.1
 _LINGER_S = 1.0
 _LINGER_POLL_S = 0.001
 _ROUNDS = 4
+_SEE_LOG = "see the log of the worker it names"
 _log = logging.getLogger(__name__)
 
 
@@ -264,7 +265,7 @@ class Loop:
 
     def _left(self, rank: int, goodbye: Goodbye) -> WorkerError:
         if goodbye.blamed and not self._mine & set(goodbye.blamed):
-            return PeerLost(goodbye.cause, ranks=goodbye.blamed, where=self._me)
+            return PeerLost(goodbye.cause, ranks=goodbye.blamed, where=self._me, fix=_SEE_LOG)
         if goodbye.cause:
             return blame.failed(self._names, rank, goodbye.cause, self._me)
         return blame.ended(self._names, (rank,), self._me)
@@ -295,10 +296,10 @@ class Loop:
         error: WorkerError
         if self._mine & set(notice.blamed):
             text = f"{self._names[rank]} gave up on this worker: {notice.text}"
-            error = PeerLost(text, ranks=(rank,), where=self._me)
+            error = PeerLost(text, ranks=(rank,), where=self._me, fix=_SEE_LOG)
         else:
             kind = RoundTimeout if notice.late else PeerLost
-            error = kind(notice.text, ranks=notice.blamed, where=self._me)
+            error = kind(notice.text, ranks=notice.blamed, where=self._me, fix=_SEE_LOG)
         operation = self._operations.get(notice.operation)
         if operation is not None and not operation.ended:
             self._end(operation, error, tell=False)

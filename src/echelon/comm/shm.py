@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.cluster.machine import usable_cores
 from echelon.comm import blame
 from echelon.comm.collective import pieces
 from echelon.comm.group import Op
@@ -28,8 +27,8 @@ from echelon.errors import EchelonError
 PIECE_BYTES = 256 * 1024
 _LINE = 8  # int64 numbers per cache line: workers' numbers must not share one
 _SPIN_S = 200e-6
-_NAP_S = 50e-6
-_LONG_NAP_S = 500e-6
+_SHORTEST_NAP_S = 50e-6
+_LONGEST_NAP_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,6 @@ class Team:
         self._pids = pids
         self._gather = gather
         self._check = check
-        self._crowded = self.size > usable_cores()
         self._fence = threading.Lock()
         self._buffers: dict[int, list[Tensor]] = {}
         (board,) = share(2 * self.size * _LINE * 8, rank, pids, [0], gather)
@@ -136,6 +134,10 @@ class Team:
             self._board[(row * self.size + self.rank) * _LINE] = turn
 
     def _await(self, row: int, turn: int, deadline: float, deadline_s: float) -> None:
+        """Wait for everybody's number, and leave the core to those who have something to do meanwhile.
+
+        Naps are a small part of what has been waited, so they neither cost nor delay much.
+        """
         begun = time.perf_counter()
         for rank in range(self.size):
             at = (row * self.size + rank) * _LINE
@@ -143,8 +145,8 @@ class Team:
                 waited = time.perf_counter() - begun
                 if waited > _SPIN_S:
                     self._look(row, turn, deadline, deadline_s)
-                    time.sleep(_NAP_S if waited < 0.02 else _LONG_NAP_S)
-                elif self._crowded:
+                    time.sleep(min(max(waited / 32, _SHORTEST_NAP_S), _LONGEST_NAP_S))
+                else:
                     os.sched_yield()
         with self._fence:
             pass
