@@ -74,6 +74,8 @@ class Wires:
     def kill(self, rank):
         """Let a worker's connections break, as when its process is killed."""
         for connection in self.ends[rank].values():
+            connection.tell = lambda notice: None  # its loop lives on, and must not have the last word
+        for connection in self.ends[rank].values():
             connection.sock.shutdown(socket.SHUT_RDWR)
 
 

@@ -219,6 +219,11 @@ class Connection:
         """Whether enough is kept aside. Where something is awaited, it may be behind what is not."""
         return self._aside_bytes > self._most_aside_bytes and not self._expected
 
+    def has(self, key: Key) -> bool:
+        """Whether all of a message has come before anybody waited for it."""
+        aside = self._aside.get(key)
+        return aside is not None and aside.received >= aside.size_bytes
+
     def expect(self, key: Key, sink: Sink) -> None:
         """Say where a message is to go; what came early goes there now.
 

@@ -106,7 +106,8 @@ class _Add(Sink):
 
     def finished(self) -> None:
         if not self.move.length:
-            self._exchange.received(self.move)
+            self._exchange.in_place()
+        self._exchange.arrived(self.move)
 
     def _may_add(self, stop: int) -> bool:
         return not self.sends and all(other.added >= min(stop, other.move.stop) for other in self._before)
@@ -115,7 +116,7 @@ class _Add(Sink):
         self._exchange.combine(self.added, stop, data, self.move.peer < self._exchange.rank)
         self.added = stop
         if stop == self.move.stop:
-            self._exchange.count(self.move)
+            self._exchange.in_place()
 
 
 class _Keep(Sink):
@@ -134,7 +135,8 @@ class _Keep(Sink):
         self.memory[offset : offset + len(data)] = data
 
     def finished(self) -> None:
-        self._exchange.received(self._move)
+        self._exchange.in_place()
+        self._exchange.arrived(self._move)
 
 
 class Exchange(Operation):
@@ -176,11 +178,17 @@ class Exchange(Operation):
         self._connections = connections
         self._proceed()
 
-    def peers(self) -> set[int]:
-        """Those that the current step, or any later one, needs."""
-        now = {rank for rank, count in (*self._sending.items(), *self._receiving.items()) if count}
+    def needs(self, rank: int) -> bool:
+        """Whether the current step, or any later one, lacks something of that peer."""
+        if self._sending.get(rank) or self._receiving.get(rank):
+            return True
         rest = self._schedule[self._at + 1 :]
-        return now | {m.peer for step in rest for m in (*step.sends, *step.adds, *step.takes)}
+        if any(move.peer == rank for step in rest for move in step.sends):
+            return True
+        count = sum(move.peer == rank for step in rest for move in (*step.adds, *step.takes))
+        first = self._in.get(rank, -1) + 1
+        early = self._connections[rank]
+        return not all(early.has((self.tag, number)) for number in range(first, first + count))
 
     def awaited(self) -> set[int]:
         """Those from whom the current step needs something; else those who do not take what it sends."""
@@ -192,16 +200,14 @@ class Exchange(Operation):
         if len(self._adds) > 1:
             for later in self._adds[self._adds.index(add) + 1 :]:
                 later.catch_up()
-        self._proceed()
 
-    def count(self, move: Move) -> None:
-        """All of a message is there, and in place."""
-        self._receiving[move.peer] -= 1
+    def in_place(self) -> None:
+        """All of a message is where it belongs."""
         self._open -= 1
 
-    def received(self, move: Move) -> None:
-        """All of a message is there, and in place: go on if that was the last."""
-        self.count(move)
+    def arrived(self, move: Move) -> None:
+        """All of a message has come; it may still wait for its turn."""
+        self._receiving[move.peer] -= 1
         self._proceed()
 
     def _sent(self, move: Move) -> None:

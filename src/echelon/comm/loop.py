@@ -200,7 +200,7 @@ class Loop:
         self._settle()
         # Only now: a peer that has left may have sent before all that is wanted of it.
         if self._lost and not operation.ended:
-            gone = [rank for rank in self._lost if rank in operation.peers()]
+            gone = [rank for rank in self._lost if operation.needs(rank)]
             if gone:
                 self._end(operation, self._lost[gone[0]])
 
@@ -253,7 +253,7 @@ class Loop:
         self._loss = self._dead or self._loss or error
         self._reasons.append(error)
         for operation in list(self._operations.values()):
-            if not operation.ended and (self._dead or rank in operation.peers()):
+            if not operation.ended and (self._dead or operation.needs(rank)):
                 self._end(operation, self._dead or error)
         if error is cause:  # it is there, and should know why it is no longer listened to
             connection.tell(Goodbye(shortened(error.message), (rank,)))

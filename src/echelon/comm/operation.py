@@ -28,8 +28,8 @@ class Operation(ABC):
         """Queue the first messages."""
 
     @abstractmethod
-    def peers(self) -> set[int]:
-        """Those from whom something is still awaited, or to whom something is still to go."""
+    def needs(self, rank: int) -> bool:
+        """Whether anything is still to go to that peer, or to come from it that has not come already."""
 
     @abstractmethod
     def awaited(self) -> set[int]:

@@ -77,6 +77,11 @@ def pump(*connections):
             connection.read()
 
 
+def pump_out(connection):
+    while connection.wants_to_write:
+        connection.write()
+
+
 def wire(*messages, **options):
     """The bytes of some messages as they go over the wire."""
     with two(**options) as (sender, receiver):
@@ -170,6 +175,21 @@ def test_notices_overtake_everything_and_are_no_payload():
         pump(sender, receiver)
         assert receiver.notices == [Asked(9), Goodbye("done")]
         assert bytes(sink.memory) == content(50_000)
+
+
+def test_one_turn_of_a_connection_is_short_however_much_there_is():
+    """Others want their turn too."""
+    with two() as (sender, receiver):
+        for n in range(200):
+            send(sender, (1, n), b"x")
+        sender.write()
+        assert sender.wants_to_write
+        assert sender.progressed, "there would be room"
+        pump_out(sender)
+        receiver.read()
+        assert 0 < receiver.received_bytes < sender.sent_bytes / 4
+        pump(sender, receiver)
+        assert receiver.received_bytes == sender.sent_bytes == 200 * (HEADER_BYTES + 1)
 
 
 # What nobody waits for yet -----------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_who_leaves_because_of_another_has_that_one_named():
         wires.ends[2][0].sock.shutdown(2)  # rank 0 alone sees rank 2 die
         error = failure(first)
         wires.loops[0].close(f"PeerLost: {error}")
-        later = wires.start(1, torch.ones(10), deadline_s=600)
+        later = wires.start(1, torch.ones(10), number=2, deadline_s=600)
         told = failure(later)
         assert told.ranks == (2,)
         assert told.message == error.message
@@ -171,6 +171,23 @@ def test_an_operation_that_no_longer_needs_who_left_goes_on():
         wires.loops[1].submit(wires.make(1, values(1, 10), [Step(sends=(Move(0, 0, 10),))]))
         late.wait()
         assert torch.equal(flat, values(1, 10) + values(2, 10))
+
+
+def test_a_worker_that_lags_behind_does_not_miss_one_that_has_sent_it_all_and_left():
+    """What is still to be taken of it in later steps has come already."""
+    with Wires(3) as wires:
+        early = wires.make(2, values(2, 10), [Step(sends=(Move(0, 0, 4),)), Step(sends=(Move(0, 4, 10),))])
+        flat = torch.zeros(10)
+        steps = [Step(takes=(Move(2, 0, 4),)), Step(adds=(Move(1, 0, 4),)), Step(takes=(Move(2, 4, 10),))]
+        late = wires.make(0, flat, steps)
+        wires.loops[0].submit(late)
+        wires.loops[2].submit(early)
+        early.wait()
+        wires.loops[2].close()
+        wait_until(lambda: _raises(wires.loops[0].check))
+        wires.loops[1].submit(wires.make(1, values(1, 4), [Step(sends=(Move(0, 0, 4),))]))
+        late.wait()
+        assert torch.equal(flat, values(2, 10) + torch.cat([values(1, 4), torch.zeros(6)]))
 
 
 # A peer is late ----------------------------------------------------------------------------------
@@ -237,6 +254,14 @@ def test_a_peer_that_sends_junk_is_named_by_all_and_hears_why():
         assert wires.ends[1][3].refused == 1
 
 
+def test_a_loss_that_one_alone_has_seen_ends_the_next_operation_of_all():
+    with Wires(4) as wires:
+        wires.ends[3][1].sock.send(bytes(100))
+        wait_until(lambda: _raises(wires.loops[1].check))
+        waiting = [wires.start(rank, torch.ones(10), "ring", deadline_s=600) for rank in range(3)]
+        assert [failure(exchange).ranks for exchange in waiting] == [(3,)] * 3
+
+
 def test_buffers_of_different_sizes_are_refused_with_the_peer_named():
     with Wires(2) as wires:
         small = wires.start(0, torch.ones(10), deadline_s=600)
@@ -264,8 +289,8 @@ class Odd(Operation):
     def begin(self, connections):
         raise KeyError("mistake")
 
-    def peers(self):
-        return set()
+    def needs(self, rank):
+        return False
 
     def awaited(self):
         return set()

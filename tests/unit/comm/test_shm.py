@@ -382,21 +382,23 @@ def test_a_worker_that_dies_in_a_reduction_ends_it_for_the_others():
 def test_a_worker_that_was_through_before_it_left_is_not_missed():
     """Its numbers are on the board; that it has gone since does not matter."""
     crew = Crew(2)
-    through = threading.Event()
+    waiting, through = threading.Event(), threading.Event()
 
     def work(rank):
         team = crew.team(rank)
         buffer = team.buffer(100, torch.float32).fill_(1)
+        turn = team.begin(buffer, "sum")
         if rank == 1:
-            team.finish(team.begin(buffer, "sum"), 20)
+            waiting.wait(20)
+            team.finish(turn, 20)
             crew.lost = PeerLost("rank 1 is gone", ranks=(1,))
             through.set()
             return buffer[0].item()
-        turn = team.begin(buffer, "sum")
         whole = team._check
 
         def look():
-            through.wait(0.01)
+            waiting.set()
+            through.wait(20)
             whole()
 
         team._check = look
