@@ -114,7 +114,8 @@ class Loop:
         over: WorkerError = PeerLost("this worker has left the group", where=self._me)
         try:
             while not self._closing:
-                for fd, event in self._poll.poll(_TICK_S):
+                events = self._poll.poll(_TICK_S)
+                for fd, event in events or self._overdue():
                     self._serve(fd, event)
                 self._settle()
                 while self._inbox:
@@ -129,6 +130,14 @@ class Loop:
             self._shut(over)
 
     # Bytes ---------------------------------------------------------------------------------------
+
+    def _overdue(self) -> list[tuple[int, int]]:
+        """Nothing woke us: look whether the kernel has some of a frame, though less than we asked for."""
+        return [
+            (connection.sock.fileno(), select.EPOLLIN)
+            for connection in self._live.values()
+            if connection.in_a_frame and not connection.paused
+        ]
 
     def _serve(self, fd: int, event: int) -> None:
         if fd == self._wake_in.fileno():
