@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -17,13 +18,13 @@ from echelon.comm import mesh
 from echelon.comm.collective import COLLECTIVES, Collective, Schedule, pieces
 from echelon.comm.connection import Connection
 from echelon.comm.exchange import Exchange
-from echelon.comm.group import Group, Op, Pending
+from echelon.comm.group import Group, Op, Pending, Timing
 from echelon.comm.loop import CHANNEL_BITS, Loop
 from echelon.comm.place import Place
 from echelon.comm.rendezvous import Meeting, interface_address
 from echelon.comm.segment import Handle
 from echelon.comm.shm import Team
-from echelon.comm.spread import broadcast, gather_all
+from echelon.comm.spread import broadcast, gather_all, gather_blocks
 from echelon.errors import LaunchError, RoundTimeout
 
 SECRET_VARIABLE = "ECHELON_SECRET"
@@ -104,7 +105,7 @@ class EngineGroup(Group):
                 lane.wait()
             return tensor
 
-        return Pending(wait, lambda: all(lane.done() for lane in lanes))
+        return Pending(wait, lambda: all(lane.done() for lane in lanes), lambda: _together(lanes))
 
     def _lanes(self, flat: Tensor) -> list[Tensor]:
         """A large buffer goes in several parts at once: while one is between two steps, another moves."""
@@ -121,6 +122,12 @@ class EngineGroup(Group):
             steps = gather_all(self.rank, self.size, length, large=length > _LARGE_BYTES)
             self._start(_as_bytes(parts), steps, "sum", 0).wait()
         return list(parts)
+
+    def gather(self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0) -> Pending:
+        """Blocks go to everybody in the background."""
+        item_bytes = buffer.element_size()
+        steps = gather_blocks(self.rank, [length * item_bytes for length in lengths])
+        return self._start(_as_bytes(buffer), steps, "sum", priority).then(lambda _: buffer)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Everybody gets the source's values."""
@@ -147,7 +154,7 @@ class EngineGroup(Group):
             exchange.wait()
             return flat
 
-        return Pending(wait, lambda: exchange.ended)
+        return Pending(wait, lambda: exchange.ended, lambda: exchange.timing)
 
     def buffer(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer in shared memory, where all members can map it."""
@@ -199,7 +206,7 @@ class EngineGroup(Group):
         return [Handle(*part.tolist()) for part in self.all_gather(torch.tensor(mine))]
 
     def _in_memory(self, team: Team, tensor: Tensor, flat: Tensor, op: Op) -> Pending:
-        turn = team.begin(flat, op)
+        turn, timing = team.begin(flat, op)
 
         def wait() -> Tensor:
             try:
@@ -209,7 +216,7 @@ class EngineGroup(Group):
                 raise
             return tensor
 
-        return Pending(wait, lambda: team.has_finished(turn))
+        return Pending(wait, lambda: team.has_finished(turn), lambda: timing)
 
     def fork(self) -> Group:
         """The same connections, another channel."""
@@ -224,6 +231,17 @@ class EngineGroup(Group):
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as plain bytes: what is only moved may be of any type."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _together(lanes: Sequence[Pending]) -> Timing:
+    """How several parts of one operation went."""
+    parts = [lane.timing() for lane in lanes]
+    return Timing(
+        begun=min(part.begun for part in parts),
+        sent=max(part.sent for part in parts),
+        ended=max(part.ended for part in parts),
+        adding_s=sum(part.adding_s for part in parts),
+    )
 
 
 @lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ on nothing but the buffers and the schedule.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -113,7 +114,9 @@ class _Add(Sink):
         return not self.sends and all(other.added >= min(stop, other.move.stop) for other in self._before)
 
     def _add(self, stop: int, data: memoryview) -> None:
+        begun = time.perf_counter()
         self._exchange.combine(self.added, stop, data, self.move.peer < self._exchange.rank)
+        self._exchange.timing.adding_s += time.perf_counter() - begun
         self.added = stop
         if stop == self.move.stop:
             self._exchange.in_place()
@@ -176,6 +179,7 @@ class Exchange(Operation):
     def begin(self, connections: Mapping[int, Connection]) -> None:
         """Start the first step."""
         self._connections = connections
+        self.timing.begun = time.perf_counter()
         self._proceed()
 
     def needs(self, rank: int) -> bool:
@@ -211,6 +215,7 @@ class Exchange(Operation):
         self._proceed()
 
     def _sent(self, move: Move) -> None:
+        self.timing.sent = time.perf_counter()
         self._sending[move.peer] -= 1
         self._open -= 1
         for add in self._adds:

@@ -8,7 +8,9 @@ that is independent of the first. Every member ends with identical bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -17,12 +19,32 @@ from torch import Tensor
 Op = Literal["sum", "max", "min"]
 
 
+@dataclass(slots=True)
+class Timing:
+    """When an operation was under way, on the performance counter, as far as its group can tell.
+
+    `begun` when its first bytes could move, `sent` when this worker had handed over its last, `ended` when
+    its result was there; `adding_s` is what this worker spent on sums.
+    """
+
+    begun: float = 0.0
+    sent: float = 0.0
+    ended: float = 0.0
+    adding_s: float = 0.0
+
+
 class Pending:
     """An operation under way. `wait` gives its result, or raises what went wrong."""
 
-    def __init__(self, wait: Callable[[], Tensor], done: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        wait: Callable[[], Tensor],
+        done: Callable[[], bool],
+        timing: Callable[[], Timing] = Timing,
+    ) -> None:
         self._wait = wait
         self._done = done
+        self._timing = timing
         self._result: Tensor | None = None
 
     @classmethod
@@ -42,7 +64,11 @@ class Pending:
 
     def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
         """The same operation with a last step on its result, run by whoever waits."""
-        return Pending(lambda: change(self.wait()), self._done)
+        return Pending(lambda: change(self.wait()), self._done, self._timing)
+
+    def timing(self) -> Timing:
+        """How it went, once it is over; zeros where nobody took the time."""
+        return self._timing()
 
 
 class Group(ABC):
@@ -62,6 +88,15 @@ class Group(ABC):
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Give all members the source's values, in place, of a contiguous tensor."""
+
+    def gather(self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0) -> Pending:
+        """Give all members all blocks of a contiguous buffer, in place; block r, which member r has filled,
+        is the r-th and `lengths[r]` elements long.
+        """
+        for source, block in enumerate(blocks(buffer, lengths)):
+            if block.numel():
+                self.broadcast(block, source)
+        return Pending.finished(buffer)
 
     @abstractmethod
     def fork(self) -> Group:
@@ -108,6 +143,12 @@ class Group(ABC):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self
+
+
+def blocks(buffer: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """A flat buffer in parts of the given lengths."""
+    flat = buffer.view(-1)
+    return [flat[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
 def _as_tensor(data: bytes) -> Tensor:

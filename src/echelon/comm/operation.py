@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from echelon.comm.connection import Connection
+from echelon.comm.group import Timing
 from echelon.errors import WorkerError
 
 _MARGIN_S = 8.0
@@ -21,6 +22,7 @@ class Operation(ABC):
         self.deadline_s = deadline_s
         self.deadline = time.monotonic() + deadline_s
         self.error: Exception | None = None
+        self.timing = Timing()
         self._ended = threading.Event()
 
     @abstractmethod
@@ -38,6 +40,7 @@ class Operation(ABC):
     def end(self, error: Exception | None = None) -> None:
         """It is over; what is said first counts."""
         if not self.ended:
+            self.timing.ended = time.perf_counter()
             self.error = error
             self._ended.set()
 

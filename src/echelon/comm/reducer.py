@@ -18,7 +18,9 @@ A worker's own gradients stay as they are until the whole round has succeeded.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -32,6 +34,28 @@ from echelon.errors import ModelError
 NamedParameter = tuple[str, nn.Parameter]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketTimes:
+    """How one bucket's reduction went; instants are on the performance counter.
+
+    `filled_at` when the worker began to put gradients into it, which took `encode_s`; `begun`, `sent` and
+    `ended` as in `group.Timing` (0 if the group does not say); `wait_s` is how long the trainer was
+    blocked for it. `how` says in what form it went.
+    """
+
+    index: int
+    size_bytes: int
+    sent_bytes: int
+    filled_at: float
+    encode_s: float
+    begun: float
+    sent: float
+    ended: float
+    adding_s: float
+    wait_s: float
+    how: str = "dense"
+
+
 class RoundObserver(Protocol):
     """Whoever wants to know how a round went."""
 
@@ -40,6 +64,9 @@ class RoundObserver(Protocol):
 
     def arrived(self) -> None:
         """All of this worker's gradients are there."""
+
+    def bucket(self, times: BucketTimes) -> None:
+        """One bucket has been reduced."""
 
     def reduced(self, sent_bytes: int) -> None:
         """All workers' gradients are there."""
@@ -61,8 +88,10 @@ class _Bucket:
             at += p.numel()
         self.missing = len(parameters)
         self.pending: Pending | None = None
+        self.filled_at = self.encode_s = 0.0
 
     def fill(self, weight: float) -> None:
+        self.filled_at = time.perf_counter()
         used = []
         for p, view in zip(self.parameters, self.views, strict=True):
             if p.grad is None:
@@ -71,6 +100,7 @@ class _Bucket:
                 torch.mul(p.grad, weight, out=view)
             used.append(float(p.grad is not None))
         self.flags.copy_(torch.tensor(used))
+        self.encode_s = time.perf_counter() - self.filled_at
 
     def put_back(self) -> None:
         for p, view, used in zip(self.parameters, self.views, self.flags.tolist(), strict=True):
@@ -184,10 +214,8 @@ class Reducer:
             while self._next < len(self._buckets):
                 self._leave(self._buckets[self._next])
             sent_bytes = 0
-            for bucket in self._buckets:
-                assert bucket.pending is not None
-                bucket.pending.wait()
-                sent_bytes += self._group.sent_bytes(bucket.buffer)
+            for index, bucket in enumerate(self._buckets):
+                sent_bytes += self._await(index, bucket)
             for bucket in self._buckets:
                 bucket.put_back()
             self._observer.reduced(sent_bytes)
@@ -197,6 +225,30 @@ class Reducer:
             self._next = 0
             for bucket in self._buckets:
                 bucket.reset()
+
+    def _await(self, index: int, bucket: _Bucket) -> int:
+        """Wait for one bucket and report it; returns what this worker sent for it."""
+        assert bucket.pending is not None
+        waiting = time.perf_counter()
+        bucket.pending.wait()
+        wait_s = time.perf_counter() - waiting
+        timing = bucket.pending.timing()
+        sent_bytes = self._group.sent_bytes(bucket.buffer)
+        self._observer.bucket(
+            BucketTimes(
+                index=index,
+                size_bytes=bucket.buffer.numel() * bucket.buffer.element_size(),
+                sent_bytes=sent_bytes,
+                filled_at=bucket.filled_at,
+                encode_s=bucket.encode_s,
+                begun=timing.begun,
+                sent=timing.sent,
+                ended=timing.ended,
+                adding_s=timing.adding_s,
+                wait_s=wait_s,
+            )
+        )
+        return sent_bytes
 
     def _name(self, parameter: Tensor) -> str:
         return next((name for name, p in self._named if p is parameter), "?")

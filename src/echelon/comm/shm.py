@@ -20,7 +20,7 @@ from torch import Tensor
 
 from echelon.comm import blame
 from echelon.comm.collective import pieces
-from echelon.comm.group import Op
+from echelon.comm.group import Op, Timing
 from echelon.comm.segment import Gather, share
 from echelon.errors import EchelonError
 
@@ -38,6 +38,7 @@ class _Reduction:
     turn: int
     buffers: list[Tensor]
     op: Op
+    timing: Timing
 
 
 class Team:
@@ -90,12 +91,14 @@ class Team:
         mine = known[self.rank]
         return mine.numel() == tensor.numel() and mine.dtype == tensor.dtype
 
-    def begin(self, tensor: Tensor, op: Op) -> int:
-        """Say that this worker's buffer is filled; returns the turn that `finish` wants."""
+    def begin(self, tensor: Tensor, op: Op) -> tuple[int, Timing]:
+        """Say that this worker's buffer is filled; returns the turn for `finish`, and how it goes."""
         self._turn += 1
-        self._open.append(_Reduction(self._turn, self._buffers[tensor.data_ptr()], op))
+        now = time.perf_counter()
+        timing = Timing(begun=now, sent=now)
+        self._open.append(_Reduction(self._turn, self._buffers[tensor.data_ptr()], op, timing))
         self._tell(0, self._turn)
-        return self._turn
+        return self._turn, timing
 
     def finish(self, turn: int, deadline_s: float) -> None:
         """Sum over the team, in place on every worker, what was begun up to that turn.
@@ -122,10 +125,13 @@ class Team:
         turn, buffers = reduction.turn, reduction.buffers
         self._await(0, turn, deadline, deadline_s)
         start, stop = pieces(0, buffers[0].numel(), self.size)[self.rank]
+        begun = time.perf_counter()
         for low, high in _cache_sized(start, stop, buffers[0].element_size()):
             _sum_piece(buffers, low, high, reduction.op)
+        reduction.timing.adding_s = time.perf_counter() - begun
         self._tell(1, turn)
         self._await(1, turn, deadline, deadline_s)
+        reduction.timing.ended = time.perf_counter()
 
     def _tell(self, row: int, turn: int) -> None:
         with self._fence:  # what was written before must be seen before the number is

@@ -13,6 +13,9 @@ The other spreading operation, reduce-scatter, is the first half of every `Scatt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 from echelon.comm.collective import Move, Schedule, Step, on, pieces, trim
 from echelon.comm.collectives.ring import Ring
 
@@ -47,6 +50,17 @@ def gather_direct(rank: int, size: int, length_each: int) -> Schedule:
     step = Step(
         sends=tuple(Move(peer, *mine) for peer in others),
         takes=tuple(Move(peer, peer * length_each, (peer + 1) * length_each) for peer in others),
+    )
+    return trim([step])
+
+
+def gather_blocks(rank: int, lengths: Sequence[int]) -> Schedule:
+    """Blocks of unequal lengths, everybody's to everybody, in one step."""
+    cuts = list(accumulate(lengths, initial=0))
+    others = [(rank + shift) % len(lengths) for shift in range(1, len(lengths))]
+    step = Step(
+        sends=tuple(Move(peer, cuts[rank], cuts[rank + 1]) for peer in others),
+        takes=tuple(Move(peer, cuts[peer], cuts[peer + 1]) for peer in others),
     )
     return trim([step])
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from echelon.cluster.delay import Delay
 from echelon.cluster.pace import Pace
+from echelon.comm.reducer import BucketTimes
 from echelon.observe.events import StepEnded
 from echelon.observe.recorder import Recorder
 
@@ -121,6 +122,9 @@ class StepClock:
         """This worker has all its gradients and waits for the others'."""
         self._computed()
         self._now.arrival = self._now.handed
+
+    def bucket(self, times: BucketTimes) -> None:
+        """One bucket of the round has been reduced."""
 
     def reduced(self, sent_bytes: int) -> None:
         """The round's result is there. A second backward pass would compute from here on."""

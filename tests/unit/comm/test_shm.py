@@ -99,7 +99,7 @@ def test_teams_of_any_size_sum_buffers_of_any_length_and_type(size):
             buffer = team.buffer(length, dtype)
             assert not buffer.any(), "a new buffer is empty"
             buffer.copy_(values(rank, length, dtype, seed))
-            team.finish(team.begin(buffer, op), 20)
+            team.finish(team.begin(buffer, op)[0], 20)
             out.append(buffer.clone())
             team.release(buffer)
         return out
@@ -122,7 +122,7 @@ def test_all_members_have_the_same_bits_and_every_run_has_them():
         found = []
         for _ in range(3):
             buffer.copy_(noise)
-            team.finish(team.begin(buffer, "sum"), 20)
+            team.finish(team.begin(buffer, "sum")[0], 20)
             found.append(buffer.view(torch.int32).clone())
         return found
 
@@ -138,7 +138,7 @@ def test_halves_are_summed_in_float32():
         team = crew.team(rank)
         buffer = team.buffer(3, torch.float16)
         buffer.fill_(2048 if rank == 0 else 1)
-        team.finish(team.begin(buffer, "sum"), 20)
+        team.finish(team.begin(buffer, "sum")[0], 20)
         return buffer.clone()
 
     assert [r.tolist() for r in right(crew.run(work))] == [[2052.0] * 3] * 4
@@ -152,7 +152,7 @@ def test_round_after_round_nobody_overtakes():
         buffer = team.buffer(1000, torch.int64)
         for turn in range(150):
             buffer.fill_(turn * (rank + 1))
-            team.finish(team.begin(buffer, "sum"), 20)
+            team.finish(team.begin(buffer, "sum")[0], 20)
             if not bool((buffer == turn * 6).all()):
                 return turn
         return None
@@ -170,7 +170,7 @@ def test_several_under_way_may_be_waited_for_in_any_order():
         for turn in range(20):
             for n, buffer in enumerate(buffers):
                 buffer.fill_(rank + n * 10 + turn)
-            turns = [team.begin(buffer, "sum") for buffer in buffers]
+            turns = [team.begin(buffer, "sum")[0] for buffer in buffers]
             for n in orders[(rank + turn) % 3]:
                 team.finish(turns[n], 20)
                 assert team.has_finished(turns[n])
@@ -187,7 +187,7 @@ def test_a_reduction_is_not_finished_before_somebody_waits_for_it():
     def work(rank):
         team = crew.team(rank)
         buffer = team.buffer(4, torch.float32)
-        turn = team.begin(buffer.fill_(1), "sum")
+        turn = team.begin(buffer.fill_(1), "sum")[0]
         before = team.has_finished(turn)
         team.finish(turn, 20)
         team.finish(turn, 20)
@@ -259,7 +259,7 @@ def test_if_one_member_fails_all_are_refused_and_the_team_lives_on(monkeypatch, 
         error = refusal(lambda: team.buffer(100, torch.float32))
         unlucky.now = False
         buffer = team.buffer(100, torch.float32).fill_(1)
-        team.finish(team.begin(buffer, "sum"), 20)
+        team.finish(team.begin(buffer, "sum")[0], 20)
         return error, buffer[0].item()
 
     results = right(crew.run(work))
@@ -295,7 +295,7 @@ def test_a_full_file_system_is_noticed_when_a_buffer_is_asked_for(monkeypatch, t
             team = crew.team(rank)
             error = refusal(lambda: team.buffer(1_000_000, torch.float32))
             buffer = team.buffer(1000, torch.float32).fill_(1)
-            team.finish(team.begin(buffer, "sum"), 20)
+            team.finish(team.begin(buffer, "sum")[0], 20)
             return error, buffer.sum().item()
 
         for error, total in right(crew.run(work)):
@@ -367,7 +367,7 @@ def test_a_worker_that_dies_in_a_reduction_ends_it_for_the_others():
         if rank == 2:
             crew.lost = PeerLost("rank 2 is gone", ranks=(2,))
             return None
-        turn = team.begin(buffer, "sum")
+        turn = team.begin(buffer, "sum")[0]
         errors = []
         for _ in range(2):
             try:
@@ -387,7 +387,7 @@ def test_a_worker_that_was_through_before_it_left_is_not_missed():
     def work(rank):
         team = crew.team(rank)
         buffer = team.buffer(100, torch.float32).fill_(1)
-        turn = team.begin(buffer, "sum")
+        turn = team.begin(buffer, "sum")[0]
         if rank == 1:
             waiting.wait(20)
             team.finish(turn, 20)
@@ -422,7 +422,7 @@ def test_who_is_late_is_named_at_the_deadline(phase):
             over.wait()
             return None
         try:
-            team.finish(team.begin(buffer, "sum"), 0.1)
+            team.finish(team.begin(buffer, "sum")[0], 0.1)
         except RoundTimeout as error:
             return error
         finally:
