@@ -1,25 +1,21 @@
 """Reduces a model's gradients while backward goes on, so that `backward()` returns with them reduced.
 
-Each parameter reports when its gradient is there; a bucket whose gradients are all there, and whose
+Each parameter reports when its gradient is there; a parcel whose gradients are all there, and whose
 predecessors have left, leaves at once. When backward ends, what is still missing is filled in, and the
-results are awaited and put in place.
+results are awaited and put in place; or, if somebody takes care of that, handed over while on their way.
 
 The combined gradient is sum_i w_i g_i with weights that sum to one. A gradient that was reduced
 before (several backward passes in one step) is the same on all workers, so reducing it again with the
 new part leaves it as it is. Where a sum is wanted instead, each gradient is multiplied by the number of
 workers before it is added to what is there, and the mean of those is the sum.
 
-Each bucket carries a flag per parameter: one that no worker used keeps the gradient it had, which is
-none, just as in a single process.
-
-Reduced gradients live in the buckets, which the group places where it reduces best: nothing is copied back.
 A worker's own gradients stay as they are until the whole round has succeeded.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from echelon.comm.buckets import Item, assign
-from echelon.comm.group import Group, Pending
+from echelon.comm.buckets import BUCKET_BYTES, FIRST_BYTES, Item, assign
+from echelon.comm.group import Group
+from echelon.comm.parcels import Bucket, Landed, Parcel
 from echelon.errors import ModelError
 
 NamedParameter = tuple[str, nn.Parameter]
@@ -36,7 +33,7 @@ NamedParameter = tuple[str, nn.Parameter]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketTimes:
-    """How one bucket's reduction went; instants are on the performance counter.
+    """How one parcel's reduction went; instants are on the performance counter.
 
     `filled_at` when the worker began to put gradients into it, which took `encode_s`; `begun`, `sent` and
     `ended` as in `group.Timing` (0 if the group does not say); `wait_s` is how long the trainer was
@@ -66,50 +63,23 @@ class RoundObserver(Protocol):
         """All of this worker's gradients are there."""
 
     def bucket(self, times: BucketTimes) -> None:
-        """One bucket has been reduced."""
+        """One parcel has been reduced."""
 
     def reduced(self, sent_bytes: int) -> None:
-        """All workers' gradients are there."""
+        """All workers' gradients are there, or on their way to whoever will wait for them."""
+
+    def waited(self, wait_s: float) -> None:
+        """The trainer was blocked for gradients that were on their way after the round."""
 
 
-class _Bucket:
-    """Parameters that travel together, and the buffer they travel in: gradients, then flags."""
+class Receiver(Protocol):
+    """Takes parcels that are still on their way when backward ends."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Group) -> None:
-        first = parameters[0]
-        self.parameters = list(parameters)
-        length = sum(p.numel() for p in parameters)
-        self.buffer = group.buffer(length + len(parameters), first.dtype, first.device)
-        self.flags = self.buffer[length:]
-        self.views: list[Tensor] = []
-        at = 0
-        for p in parameters:
-            self.views.append(self.buffer[at : at + p.numel()].view(p.shape))
-            at += p.numel()
-        self.missing = len(parameters)
-        self.pending: Pending | None = None
-        self.filled_at = self.encode_s = 0.0
+    def take(self, reducer: Reducer, parcels: Sequence[Parcel]) -> None:
+        """Wait for each when it is needed, with `reducer.receive`."""
 
-    def fill(self, weight: float) -> None:
-        self.filled_at = time.perf_counter()
-        used = []
-        for p, view in zip(self.parameters, self.views, strict=True):
-            if p.grad is None:
-                view.zero_()
-            else:
-                torch.mul(p.grad, weight, out=view)
-            used.append(float(p.grad is not None))
-        self.flags.copy_(torch.tensor(used))
-        self.encode_s = time.perf_counter() - self.filled_at
-
-    def put_back(self) -> None:
-        for p, view, used in zip(self.parameters, self.views, self.flags.tolist(), strict=True):
-            if used:
-                p.grad = view
-
-    def reset(self) -> None:
-        self.missing = len(self.parameters)
-        self.pending = None
+    def settle(self) -> None:
+        """Wait for all that was taken, now: another round begins."""
 
 
 class Reducer:
@@ -123,50 +93,91 @@ class Reducer:
         observer: RoundObserver,
         *,
         summed: bool = False,
+        receiver: Receiver | None = None,
+        bucket_bytes: tuple[int, int] | None = None,
     ) -> None:
         self._named = list(parameters)
         self._group = group
         self._weight = weight
         self._observer = observer
         self._summed = summed
+        self._receiver = receiver
+        self._bucket_bytes = bucket_bytes
         self._handles: list[RemovableHandle] = []
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[int, _Bucket] = {}
-        self._trainable: list[bool] = []
+        self._parcels: list[Parcel] = []
+        self._parcel_of: dict[int, Parcel] = {}
+        self._factored: dict[int, Callable[[], Parcel]] = {}
+        self._signature: list[Hashable] = []
         self._next = 0
         self._in_backward = False
         self.active = True
         self.unreduced = False
+        self.rounds = 0
         self.refresh()
 
+    @property
+    def group(self) -> Group:
+        """Those who reduce together."""
+        return self._group
+
+    @property
+    def weight(self) -> float:
+        """What this worker's gradients count now; a sum counts every worker's whole."""
+        return 1.0 if self._summed else self._weight()
+
     def refresh(self) -> None:
-        """Take note of parameters that were frozen or thawed. All workers must agree on which."""
-        trainable = [p.requires_grad for _, p in self._named]
-        if trainable == self._trainable:
-            return
+        """Take note of parameters that were frozen, thawed or changed. All workers must agree on which."""
+        signature = [_signature(p) for _, p in self._named]
+        if signature != self._signature:
+            self._signature = signature
+            self._pack()
+
+    def factor(self, made: dict[int, Callable[[], Parcel]]) -> None:
+        """From the next round on, these parameters (by id) travel in parcels of their own."""
+        self._factored = made
+        self._pack()
+
+    def _pack(self) -> None:
+        """Assign every trainable parameter to a parcel, in the order in which backward reaches them."""
+        if self._receiver is not None:
+            self._receiver.settle()
         self.detach()
-        self._trainable = trainable
-        wanted = [p for (_, p) in self._named if p.requires_grad]
-        items = [Item(size_bytes=p.numel() * p.element_size(), kind=(p.dtype, p.device)) for p in wanted]
-        self._buckets = [
-            _Bucket([wanted[index] for index in bucket], self._group) for bucket in assign(items)
+        wanted = [p for _, p in self._named if p.requires_grad]
+        dense = [index for index, p in enumerate(wanted) if id(p) not in self._factored]
+        items = [_item(wanted[index]) for index in dense]
+        first, rest = self._bucket_bytes or (FIRST_BYTES, BUCKET_BYTES)
+        packed = assign(items, first_bytes=first, bucket_bytes=rest)
+        # A parcel's turn comes when backward has passed its last parameter, which is the lowest.
+        made: list[tuple[int, Parcel]] = []
+        for part in packed:
+            places = [dense[index] for index in part]
+            made.append((min(places), Bucket([wanted[place] for place in places], self._group)))
+        made += [
+            (place, self._factored[id(p)]()) for place, p in enumerate(wanted) if id(p) in self._factored
         ]
-        for bucket in self._buckets:
-            for p in bucket.parameters:
-                self._bucket_of[id(p)] = bucket
-                self._handles.append(p.register_post_accumulate_grad_hook(self._ready))
-                if self._summed:
-                    self._handles.append(p.register_hook(self._times_workers))
+        self._parcels = [parcel for _, parcel in sorted(made, key=lambda pair: -pair[0])]
+        for parcel in self._parcels:
+            for p in parcel.parameters:
+                self._parcel_of[id(p)] = parcel
+                if id(p) not in self._factored:
+                    self._listen(p)
+
+    def _listen(self, p: nn.Parameter) -> None:
+        self._handles.append(p.register_post_accumulate_grad_hook(self._ready))
+        if self._summed:
+            self._handles.append(p.register_hook(self._times_workers))
+        if self._receiver is not None:
+            self._handles.append(p.register_hook(self._before_gradient))
 
     def detach(self) -> None:
         """Leave the parameters alone."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._bucket_of.clear()
-        for bucket in self._buckets:
-            self._group.release(bucket.buffer)
-        self._buckets = []
+        self._parcel_of.clear()
+        for parcel in self._parcels:
+            parcel.release()
+        self._parcels = []
 
     def touches(self, parameter_ids: set[int]) -> bool:
         """Whether any of these parameters is this reducer's."""
@@ -177,78 +188,131 @@ class Reducer:
         if self._summed:
             return
         for _, p in self._named:
-            if p.grad is not None:
+            if p.grad is not None and id(p) not in self._factored:
                 p.grad.mul_(factor)
 
     def _times_workers(self, grad: Tensor) -> Tensor:
         return grad * self._group.size
+
+    def _before_gradient(self, grad: Tensor) -> None:
+        """A gradient is about to be added to what is there: that must have landed."""
+        if not self._in_backward and self._receiver is not None:
+            self._receiver.settle()
 
     def _ready(self, parameter: Tensor) -> None:
         self._observer.computing()
         self.unreduced = True  # until the round is over; for good, if this pass fails in the middle
         if not self.active:
             return
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise ModelError(
-                f"parameter {self._name(parameter)} has a sparse gradient, which cannot be reduced yet",
-                fix="build the embedding with sparse=False",
-            )
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        bucket = self._bucket_of[id(parameter)]
-        bucket.missing -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
-            self._leave(self._buckets[self._next])
+        self._refuse(parameter)
+        self.ready(parameter)
 
-    def _leave(self, bucket: _Bucket) -> None:
+    def ready(self, parameter: Tensor) -> None:
+        """This worker's part of a parameter's gradient is there."""
+        if not self._in_backward:
+            self._begin()
+        self._parcel_of[id(parameter)].missing -= 1
+        while self._next < len(self._parcels) and self._parcels[self._next].missing <= 0:
+            self._leave()
+
+    def keep(self) -> bool:
+        """A factored layer's rows are there; whether they stay for a later round."""
+        self._observer.computing()
+        self.unreduced = True
+        return not self.active
+
+    def _begin(self) -> None:
+        if self._receiver is not None:
+            self._receiver.settle()
+        self.refresh()
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _leave(self) -> None:
+        parcel = self._parcels[self._next]
         self._next += 1
-        if self._next == len(self._buckets):
+        if self._next == len(self._parcels):
             self._observer.arrived()
-        bucket.fill(self._weight())
-        bucket.pending = self._group.all_reduce(bucket.buffer, priority=-self._next)
+        parcel.leave(self._weight(), -self._next)
 
     def _finish(self) -> None:
         """Backward is over: send what is left, wait for all, put the results in place."""
         try:
-            while self._next < len(self._buckets):
-                self._leave(self._buckets[self._next])
-            sent_bytes = 0
-            for index, bucket in enumerate(self._buckets):
-                sent_bytes += self._await(index, bucket)
-            for bucket in self._buckets:
-                bucket.put_back()
-            self._observer.reduced(sent_bytes)
+            while self._next < len(self._parcels):
+                self._leave()
+            self.rounds += 1
+            if self._receiver is not None:
+                self._receiver.take(self, self._parcels)
+            else:
+                landed = [self.receive(parcel) for parcel in self._parcels]
+                for parcel in landed:
+                    for p, gradient in parcel:
+                        if gradient is not None:
+                            p.grad = gradient
+                self._reset()
+            self._observer.reduced(sum(parcel.sent_bytes() for parcel in self._parcels))
             self.unreduced = False
+        except BaseException:
+            self._reset()
+            raise
         finally:
             self._in_backward = False
             self._next = 0
-            for bucket in self._buckets:
-                bucket.reset()
 
-    def _await(self, index: int, bucket: _Bucket) -> int:
-        """Wait for one bucket and report it; returns what this worker sent for it."""
-        assert bucket.pending is not None
+    def _reset(self) -> None:
+        for parcel in self._parcels:
+            parcel.reset()
+
+    def receive(self, parcel: Parcel) -> Landed:
+        """Wait for one parcel and report it."""
+        assert parcel.pending is not None
         waiting = time.perf_counter()
-        bucket.pending.wait()
+        parcel.pending.wait()
         wait_s = time.perf_counter() - waiting
-        timing = bucket.pending.timing()
-        sent_bytes = self._group.sent_bytes(bucket.buffer)
+        if self._receiver is not None:
+            self._observer.waited(wait_s)
+        timing = parcel.pending.timing()
+        landed = parcel.landed()
         self._observer.bucket(
             BucketTimes(
-                index=index,
-                size_bytes=bucket.buffer.numel() * bucket.buffer.element_size(),
-                sent_bytes=sent_bytes,
-                filled_at=bucket.filled_at,
-                encode_s=bucket.encode_s,
+                index=self._parcels.index(parcel),
+                size_bytes=parcel.size_bytes,
+                sent_bytes=parcel.sent_bytes(),
+                filled_at=parcel.filled_at,
+                encode_s=parcel.encode_s,
                 begun=timing.begun,
                 sent=timing.sent,
                 ended=timing.ended,
                 adding_s=timing.adding_s,
                 wait_s=wait_s,
+                how=parcel.how,
             )
         )
-        return sent_bytes
+        return landed
+
+    def _refuse(self, parameter: Tensor) -> None:
+        """What cannot be reduced is refused with a reason."""
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            raise ModelError(
+                f"parameter {self._name(parameter)} has a sparse gradient, which cannot be reduced yet",
+                fix="build the embedding with sparse=False",
+            )
+        if gradient is not None and gradient.requires_grad:
+            raise ModelError(
+                f"the gradient of parameter {self._name(parameter)} has a graph of its own, "
+                "which ends at this worker",
+                where="backward(create_graph=True)",
+                fix="use torch.autograd.grad(..., create_graph=True) for the inner gradient",
+            )
 
     def _name(self, parameter: Tensor) -> str:
         return next((name for name, p in self._named if p is parameter), "?")
+
+
+def _signature(p: nn.Parameter) -> Hashable:
+    return p.requires_grad, p.dtype, p.device, p.shape
+
+
+def _item(p: nn.Parameter) -> Item:
+    return Item(size_bytes=p.numel() * p.element_size(), kind=(p.dtype, p.device))

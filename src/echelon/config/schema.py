@@ -39,6 +39,13 @@ class RunSettings:
         "auto", "How bytes move: shared memory on one machine, TCP between machines, or torch.distributed."
     )
     collective: str = _setting("auto", "How gradients are summed: see `echelon list collective`.")
+    overlap: Literal["backward", "step"] = _setting(
+        "backward",
+        "What hides communication: backward, or also the optimizer and the next forward pass (step).",
+    )
+    factors: Literal["auto", "always", "never"] = _setting(
+        "auto", "Send the factors of linear layers' gradients in their place: where cheaper, or as said."
+    )
     threads: int | None = _setting(None, "Threads per worker. Default: the usable cores over the workers.")
     port: int | None = _setting(None, "The port where workers meet. Default: a free one.")
     seed: int = _setting(0, "Fixes the order of the data and, in `echelon train`, the initial weights.")

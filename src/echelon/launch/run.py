@@ -149,6 +149,8 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
         delayed=settings.delayed,
         transport=settings.transport,
         collective=settings.collective,
+        overlap=settings.overlap,
+        factors=settings.factors,
         threads=settings.threads or (1 if spec else None),
         seed=settings.seed,
         join_timeout_s=settings.join_timeout_s,

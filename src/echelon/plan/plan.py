@@ -36,6 +36,8 @@ class Plan:
     workers: tuple[WorkerPlan, ...]
     transport: str = "auto"
     collective: str = "auto"
+    overlap: str = "backward"
+    factors: str = "auto"
     sync: str = "full"
     codec: str = "none"
     seed: int = 0
@@ -81,6 +83,8 @@ class Asked:
     delayed: float = 0.5
     transport: str = "auto"
     collective: str = "auto"
+    overlap: str = "backward"
+    factors: str = "auto"
     threads: int | None = None
     seed: int = 0
     join_timeout_s: float = 60.0
@@ -127,6 +131,8 @@ def make_plan(
         ),
         transport=asked.transport,
         collective=asked.collective,
+        overlap=asked.overlap,
+        factors=asked.factors,
         seed=asked.seed,
         join_timeout_s=asked.join_timeout_s,
         round_timeout_s=asked.round_timeout_s,

@@ -49,6 +49,8 @@ def join(
     round_timeout_s: float | None = None,
     transport: str | None = None,
     collective: str | None = None,
+    overlap: str | None = None,
+    factors: str | None = None,
     runs: str | Path = "runs",
     record: bool = True,
 ) -> Session:
@@ -61,6 +63,8 @@ def join(
     round_timeout_s  how long a worker may keep the others waiting at a round
     transport        how bytes move: auto, shm, tcp or c10d
     collective       how gradients are summed, by name; auto otherwise
+    overlap          what hides communication: backward, or step (see `Session.prepare`)
+    factors          whether linear layers send factors of their gradients: auto, always or never
     runs             where the run's folder is made
     record           whether there is a record at all
     """
@@ -72,6 +76,8 @@ def join(
         seed=seed or 0,
         transport=transport or (launched.transport if launched else "auto"),
         collective=collective or (launched.collective if launched else "auto"),
+        overlap=overlap or (launched.overlap if launched else "backward"),
+        factors=factors or (launched.factors if launched else "auto"),
         join_timeout_s=timeout_s or (launched.join_timeout_s if launched else 60.0),
         round_timeout_s=round_timeout_s or (launched.round_timeout_s if launched else 300.0),
     )
@@ -87,8 +93,8 @@ def join(
         asked,
         cores=usable_cores(),
     )
-    if launched and (seed is not None or shares is not None):
-        plan = _overrule(launched, seed, shares)
+    if launched:
+        plan = _overrule(launched, seed, shares, asked)
     _check_plan(plan, group)
     recorder = Recorder(folder.events_of(group.rank) if folder else None)
     if folder and group.rank == 0 and not given:
@@ -150,12 +156,20 @@ def _folder(group: Group, given: str | None, name: str | None, root: Path) -> Ru
     return RunFolder(Path(group.broadcast_bytes(path.encode()).decode())).with_subfolders()
 
 
-def _overrule(launched: Plan, seed: int | None, shares: Sequence[float] | None) -> Plan:
+def _overrule(launched: Plan, seed: int | None, shares: Sequence[float] | None, asked: Asked) -> Plan:
     """What the script says in `join` counts more than what the launcher planned."""
     workers = launched.workers
     if shares is not None and len(shares) == len(workers):
         workers = tuple(replace(w, weight=float(s)) for w, s in zip(workers, shares, strict=True))
-    return replace(launched, workers=workers, seed=launched.seed if seed is None else seed)
+    return replace(
+        launched,
+        workers=workers,
+        seed=launched.seed if seed is None else seed,
+        transport=asked.transport,
+        collective=asked.collective,
+        overlap=asked.overlap,
+        factors=asked.factors,
+    )
 
 
 def _check_plan(plan: Plan, group: Group) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from echelon.comm.group import Group
-from echelon.comm.reducer import Reducer
 from echelon.comm.rendezvous import Meeting
 from echelon.errors import ConfigError, ModelError
 from echelon.observe.events import (
@@ -46,8 +45,9 @@ from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.plan.shares import Slice
-from echelon.train import agree, batchnorm, resume
+from echelon.train import agree, resume
 from echelon.train.clock import StepClock
+from echelon.train.in_step import InStep, Overlap, Rules
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
 from echelon.train.talk import Talk, check_choice
 
@@ -75,9 +75,8 @@ class Session(Talk):
         self.folder = folder
         self.device = device
         self._prepared = resume.Prepared()
-        self._reducers: list[Reducer] = []
+        self._in_step = InStep(group, clock)
         self._sharing: Sharing | None = None
-        self._weight = 1.0 / group.size  # until a prepared loader says otherwise: the mean, as in DDP
         self._current: SharedLoader | None = None
         self._first_epoch = 0
         self._closed = False
@@ -110,24 +109,31 @@ class Session(Talk):
         batch: BatchMeaning = "global",
         batchnorm: Literal["global", "local"] = "global",
         loss: Literal["mean", "sum"] = "mean",
+        overlap: Overlap | None = None,
     ) -> Any:
         """Make models, optimizers, loaders and schedulers, in any number and order, part of the run.
 
         batch      what a loader's batch_size means: the batch of all workers, or each worker's
         batchnorm  statistics over all workers' samples (exact), or over each worker's own
         loss       whether the script's loss is the mean or the sum over its samples
+        overlap    backward: gradients are there when `backward()` returns; step: it and the optimizer's
+                   `step()` return at once, and whoever uses a parameter or a gradient waits for that one
+                   (same results, more is hidden); as the run was started otherwise
         """
         check_choice("batch", batch, ("global", "per-worker"))
         check_choice("batchnorm", batchnorm, ("global", "local"))
         check_choice("loss", loss, ("mean", "sum"))
+        late = overlap or self._plan.overlap
+        check_choice("overlap", late, ("backward", "step"))
+        rules = Rules(batchnorm=batchnorm, loss=loss, overlap=cast(Overlap, late))
         facts: list[agree.Fact] = []
         out: list[Any] = []
         models: list[nn.Module] = []
         for position, thing in enumerate(things):
-            out.append(self._take(thing, position, batch, models, facts))
+            out.append(self._take(thing, position, batch, rules, models, facts))
         agree.check(self._group, facts, [worker.node for worker in self._plan.workers])
         for model in models:
-            self._keep_in_step(model, batchnorm, loss)
+            self._in_step.add(model, rules)
         return out[0] if len(out) == 1 else tuple(out)
 
     def _take(
@@ -135,6 +141,7 @@ class Session(Talk):
         thing: Any,
         position: int,
         batch: BatchMeaning,
+        rules: Rules,
         models: list[nn.Module],
         facts: list[agree.Fact],
     ) -> Any:
@@ -155,8 +162,12 @@ class Session(Talk):
             facts += agree.describe_optimizer(thing, len(kept.optimizers))
             kept.optimizers.append(thing)
             self._clock.optimizers += 1
-            thing.register_step_pre_hook(self._before_step)
-            thing.register_step_post_hook(self._after_step)
+            self._in_step.adopt(
+                thing,
+                rules.overlap,
+                before=lambda: self._before_step(thing),
+                after=lambda: self._clock.applied(id(thing)),
+            )
             return thing
         if isinstance(thing, DataLoader):
             loader = SharedLoader(thing, len(kept.loaders), self._data_sharing(), batch)
@@ -172,23 +183,6 @@ class Session(Talk):
             f"prepare does not know what to do with a {type(thing).__name__}",
             where=f"prepare, argument {position + 1}",
             fix="give it models, optimizers, DataLoaders and learning-rate schedulers",
-        )
-
-    def _keep_in_step(
-        self, model: nn.Module, rule: Literal["global", "local"], loss: Literal["mean", "sum"]
-    ) -> None:
-        if self.world_size == 1:
-            return
-
-        def weight() -> float:
-            return self._weight if loss == "mean" else 1.0 / self.world_size
-
-        agree.share_state(self._group, model)
-        if rule == "global" and batchnorm.layers(model):
-            batchnorm.make_global(model, self._group.fork(), weight)
-        parameters = list(model.named_parameters())
-        self._reducers.append(
-            Reducer(parameters, self._group.fork(), weight, self._clock, summed=loss == "sum")
         )
 
     def _data_sharing(self) -> Sharing:
@@ -211,6 +205,7 @@ class Session(Talk):
         for epoch in range(self._first_epoch, count):
             self._clock.epoch = epoch
             yield epoch
+            self._in_step.settle()
             self._clock.close()
             self._first_epoch = epoch + 1
             self._recorder.emit(
@@ -227,14 +222,12 @@ class Session(Talk):
         if not active:
             yield
             return
-        for reducer in self._reducers:
-            reducer.active = False
+        self._in_step.keep(True)
         try:
             yield
             self._clock.kept()
         finally:
-            for reducer in self._reducers:
-                reducer.active = True
+            self._in_step.keep(False)
 
     def weigh(self, count: float) -> None:
         """Say how much this worker's loss counts, where that is not its number of samples.
@@ -250,7 +243,7 @@ class Session(Talk):
                 where="session.weigh",
                 fix="give the number of targets that count, at least one",
             )
-        self._set_weight(float(count) / float(total))
+        self._in_step.weigh(float(count) / float(total))
 
     def log(self, *, loss: Tensor | float | None = None, **values: Tensor | float) -> None:
         """Record the loss of this step, and any other numbers, for the report."""
@@ -292,45 +285,17 @@ class Session(Talk):
         self._recorder.emit(Noted(t=time.time(), rank=self.rank, text=text))
 
     def _on_pass(self, loader: SharedLoader) -> None:
-        """A pass over the data begins or ends: take note of thawed layers, and agree on buffers."""
-        for reducer in self._reducers:
-            reducer.refresh()
-        if self.world_size > 1:
-            for model in self._prepared.models:
-                buffers = list(model.buffers())
-                if buffers:
-                    agree.share_tensors(self._group, buffers)
+        self._in_step.refresh()
 
     def _on_batch(self, loader: SharedLoader, part: Slice) -> None:
         self._current = loader
-        self._set_weight(part.share / part.batch)
+        self._in_step.weigh(part.share / part.batch)
 
-    def _set_weight(self, weight: float) -> None:
-        if weight != self._weight:
-            for reducer in self._reducers:
-                if reducer.unreduced:
-                    reducer.rescale(self._weight / weight)
-        self._weight = weight
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(reducer.unreduced for reducer in self._reducers):
-            self._refuse_unreduced(optimizer)
+    def _before_step(self, optimizer: Optimizer) -> None:
+        self._in_step.check(optimizer, f"step {self._clock.step}, rank {self.rank}")
         if self._current is not None:
             self._current.trains = True
         self._clock.applying(id(optimizer))
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._clock.applied(id(optimizer))
-
-    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for reducer in self._reducers:
-            if reducer.unreduced and reducer.touches(held):
-                raise ModelError(
-                    "optimizer.step() would apply gradients that the other workers do not have",
-                    where=f"step {self._clock.step}, rank {self.rank}",
-                    fix="leave accumulate() for the last backward pass before each step, and let that end",
-                )
 
     # Checkpoints ---------------------------------------------------------------------------------
 
@@ -340,6 +305,7 @@ class Session(Talk):
         All workers call it; the leader writes. The last `keep` checkpoints stay in the folder.
         """
         begun = time.perf_counter()
+        self._in_step.settle()
         state = resume.gather(
             self._prepared, self._group, step=self.step, epoch=self.epoch, extra=extra or {}
         )
@@ -362,6 +328,7 @@ class Session(Talk):
         A damaged one, or one of another model, is passed over for the one before it, and said so. With
         required=False, a folder without any checkpoint is a fresh start, and None is returned.
         """
+        self._in_step.settle()
         found = resume.read(Path(path), self._group, self._prepared, required=required)
         if found is None:
             return None
@@ -391,14 +358,13 @@ class Session(Talk):
         if self._closed:
             return
         self._closed = True
+        if not cause:
+            self._in_step.settle()
         self._clock.close()
         self._recorder.close()
         if self._meeting is not None:
             self._meeting.say_goodbye(cause)
-        for reducer in self._reducers:
-            reducer.detach()
-        for model in self._prepared.models:
-            batchnorm.make_local(model)
+        self._in_step.close()
         self._group.close()
         if self._meeting is not None:
             self._meeting.linger()

@@ -1,0 +1,138 @@
+"""Keeps models the same on all workers: their reducers, and what goes with them.
+
+Made by the session for every model that is prepared. It knows nothing of data, records or checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.comm.group import Group
+from echelon.comm.reducer import Reducer, RoundObserver
+from echelon.errors import ModelError
+from echelon.train import agree, batchnorm
+from echelon.train.late import LateSteps
+
+Overlap = Literal["backward", "step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How a model is kept in step; see `Session.prepare`."""
+
+    batchnorm: Literal["global", "local"] = "global"
+    loss: Literal["mean", "sum"] = "mean"
+    overlap: Overlap = "backward"
+
+
+class InStep:
+    """All models of a run, on one worker."""
+
+    def __init__(self, group: Group, observer: RoundObserver) -> None:
+        self._group = group
+        self._observer = observer
+        self._reducers: list[Reducer] = []
+        self._models: list[nn.Module] = []
+        self._late = LateSteps()
+        self.weight = 1.0 / group.size  # until a prepared loader says otherwise: the mean, as in DDP
+
+    def add(self, model: nn.Module, rules: Rules) -> None:
+        """Keep a model in step from now on."""
+        if self._group.size == 1:
+            return
+
+        def weight() -> float:
+            return self.weight if rules.loss == "mean" else 1.0 / self._group.size
+
+        late = rules.overlap == "step"
+        if late:
+            _refuse_compiled(model)
+        agree.share_state(self._group, model)
+        self._models.append(model)
+        if rules.batchnorm == "global" and batchnorm.layers(model):
+            batchnorm.make_global(model, self._group.fork(), weight)
+        self._reducers.append(
+            Reducer(
+                list(model.named_parameters()),
+                self._group.fork(),
+                weight,
+                self._observer,
+                summed=rules.loss == "sum",
+                receiver=self._late if late else None,
+            )
+        )
+
+    def adopt(
+        self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        """Call back once before and once after every step of an optimizer, late or not."""
+        if overlap == "step" and self._group.size > 1:
+            self._late.adopt(optimizer, before, after)
+            return
+        optimizer.register_step_pre_hook(lambda *_: before())
+        optimizer.register_step_post_hook(lambda *_: after())
+
+    def keep(self, active: bool) -> None:
+        """Whether gradients stay on this worker for now."""
+        for reducer in self._reducers:
+            reducer.active = not active
+
+    def refresh(self) -> None:
+        """A pass over the data begins or ends: take note of thawed layers, and agree on buffers."""
+        self.settle()
+        for reducer in self._reducers:
+            reducer.refresh()
+        for model in self._models:
+            buffers = list(model.buffers())
+            if buffers:
+                agree.share_tensors(self._group, buffers)
+
+    def weigh(self, weight: float) -> None:
+        """What this worker's loss counts from now on; gradients kept from before keep their weight."""
+        if weight != self.weight:
+            for reducer in self._reducers:
+                if reducer.unreduced:
+                    reducer.rescale(self.weight / weight)
+        self.weight = weight
+
+    def check(self, optimizer: Optimizer, where: str) -> None:
+        """Refuse a step on gradients that the other workers do not have."""
+        if not any(reducer.unreduced for reducer in self._reducers):
+            return
+        held = {id(p) for p in _parameters(optimizer)}
+        if any(reducer.unreduced and reducer.touches(held) for reducer in self._reducers):
+            raise ModelError(
+                "optimizer.step() would apply gradients that the other workers do not have",
+                where=where,
+                fix="leave accumulate() for the last backward pass before each step, and let that end",
+            )
+
+    def settle(self) -> None:
+        """Let everything that is on its way land and be applied."""
+        self._late.settle()
+
+    def close(self) -> None:
+        """Leave the models alone."""
+        for reducer in self._reducers:
+            reducer.detach()
+        for model in self._models:
+            batchnorm.make_local(model)
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+        raise ModelError(
+            "a compiled module reads its parameters where nobody can wait for them",
+            where='prepare(overlap="step")',
+            fix='prepare with overlap="backward", or without torch.compile',
+        )

@@ -1,0 +1,187 @@
+"""overlap="step": updates that wait until somebody needs them give the very same results."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.data import DataLoader
+
+import echelon
+from echelon.comm import reducer
+from echelon.errors import ConfigError, ModelError
+from echelon.train.late import LateGradient, LateParameter
+from plain import assert_identical, assert_same, examples, in_session, network, plainly, seed_weights
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adam-foreach": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+
+
+@contextmanager
+def many_buckets():
+    """A bucket for nearly every parameter, so that some are late and others are not."""
+    kept = reducer.FIRST_BYTES, reducer.BUCKET_BYTES
+    reducer.FIRST_BYTES = reducer.BUCKET_BYTES = 64
+    try:
+        yield
+    finally:
+        reducer.FIRST_BYTES, reducer.BUCKET_BYTES = kept
+
+
+def train(session, journal, overlap, kind="sgd", habit="plain"):
+    """Seven epochs in the way that the habit says."""
+    with many_buckets():
+        model = network(session)
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        loader = DataLoader(examples(), batch_size=12)
+        model, optimizer, loader = session.prepare(model, optimizer, loader, overlap=overlap)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+        average = copy.deepcopy(model)
+        for _ in session.epochs(7):
+            for x, y in loader:
+                loss = F.cross_entropy(model(x), y)
+                if habit == "zero in place":
+                    optimizer.zero_grad(set_to_none=False)
+                elif habit != "zero late":
+                    optimizer.zero_grad()
+                if habit == "twice":
+                    loss.backward(retain_graph=True)
+                loss.backward()
+                if habit == "clip":
+                    journal.note_figure(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+                optimizer.step()
+                if habit == "zero late":
+                    optimizer.zero_grad()
+                if habit == "average":
+                    with torch.no_grad():
+                        for mean, now in zip(average.parameters(), model.parameters(), strict=True):
+                            mean.lerp_(now, 0.1)
+                if habit == "state":
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                if habit == "grow":
+                    optimizer.param_groups[0]["lr"] *= 1.01
+                journal.note(loss, len(x))
+            scheduler.step()
+        return [model, average]
+
+
+def test_parameters_are_late_between_the_step_and_their_use(warm_pool):
+    assert warm_pool.run(2, lateness) == [(True, True, True, [False] * 4)] * 2
+
+
+def lateness():
+    with many_buckets(), echelon.join(record=False, round_timeout_s=20) as session:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = session.prepare(model, optimizer, overlap="step")
+        model(torch.ones(3, 4)).sum().backward()
+        gradients = all(type(p.grad) is LateGradient for p in model.parameters())
+        optimizer.step()
+        late = all(type(p) is LateParameter for p in model.parameters())
+        same = (
+            model.state_dict().keys()
+            == nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).state_dict().keys()
+        )
+        model(torch.ones(3, 4))
+        return gradients, late, same, [type(p) is LateParameter for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+def test_every_optimizer_of_torch_gives_the_same_bits_late_or_not(warm_pool, kind):
+    options = {"shares": (3, 1)}
+    late = warm_pool.run(2, in_session, train, options, "step", kind)
+    prompt = warm_pool.run(2, in_session, train, options, "backward", kind)
+    assert_same(plainly(train, "step", kind), late, rtol=1e-7)
+    assert_identical(late[0], prompt[0])
+
+
+@pytest.mark.parametrize(
+    "habit", ["zero in place", "zero late", "twice", "clip", "average", "state", "grow"]
+)
+def test_whatever_a_script_does_between_steps_sees_what_it_would_see_alone(warm_pool, habit):
+    late = warm_pool.run(2, in_session, train, {"transport": "tcp"}, "step", "adamw", habit)
+    assert_same(plainly(train, "step", "adamw", habit), late, rtol=1e-6)
+
+
+def parted(session, journal, overlap):
+    """A model whose halves have an optimizer each, one of which steps every other time; micro-batches."""
+    with many_buckets():
+        seed_weights(session)
+        body, head = nn.Linear(8, 16).double(), nn.Linear(16, 3).double()
+        model = nn.Sequential(body, nn.Tanh(), head)
+        one = torch.optim.SGD(body.parameters(), lr=0.2)
+        two = torch.optim.AdamW(head.parameters(), lr=0.02)
+        loader = DataLoader(examples(), batch_size=12)
+        model, one, two, loader = session.prepare(model, one, two, loader, overlap=overlap)
+        for _ in session.epochs(7):
+            for turn, (x, y) in enumerate(loader):
+                model.zero_grad()
+                half = max(1, len(x) // 2)
+                with session.accumulate():
+                    (F.cross_entropy(model(x[:half]), y[:half], reduction="sum") / len(x)).backward()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                two.step()
+                if turn % 2:
+                    one.step()
+                journal.note(loss, len(x))
+        return model
+
+
+def test_two_optimizers_and_accumulation_give_the_same_as_without(warm_pool):
+    late = warm_pool.run(2, in_session, parted, {}, "step")
+    prompt = warm_pool.run(2, in_session, parted, {}, "backward")
+    assert_identical(late[0], prompt[0])
+    assert_identical(late[0], late[1])
+
+
+class Foreign(torch.optim.SGD):
+    """Somebody's own optimizer."""
+
+
+def refused():
+    said = []
+    with echelon.join(record=False, round_timeout_s=20) as session:
+        model = nn.Linear(2, 2)
+        for make in (
+            lambda: torch.optim.LBFGS(model.parameters()),
+            lambda: Foreign(model.parameters(), lr=0.1),
+        ):
+            with pytest.raises(ConfigError) as error:
+                session.prepare(make(), overlap="step")
+            said.append(str(error.value))
+        hooked = torch.optim.SGD(model.parameters(), lr=0.1)
+        hooked.register_step_post_hook(lambda *_: None)
+        with pytest.raises(ModelError) as wrong:
+            session.prepare(hooked, overlap="step")
+        said.append(str(wrong.value))
+        plain = session.prepare(torch.optim.SGD(model.parameters(), lr=0.1), overlap="step")
+        with pytest.raises(ConfigError) as error:
+            plain.step(lambda: 0.0)
+        said.append(str(error.value))
+        with pytest.raises(ModelError) as wrong:
+            session.prepare(torch.compile(nn.Linear(2, 2), backend="eager"), overlap="step")
+        said.append(str(wrong.value))
+    return said
+
+
+def test_what_cannot_be_late_is_refused_with_a_way_out(warm_pool):
+    for said in warm_pool.run(2, refused):
+        assert len(said) == 5
+        assert all('overlap="backward"' in text for text in said), said
