@@ -39,9 +39,7 @@ def compiled(session, journal):
 
 def test_a_compiled_model_trains_as_one_that_is_not(warm_pool):
     with warnings.catch_warnings():
-        assert_same(
-            plainly(compiled), warm_pool.run(2, in_session, compiled, {"shares": (3, 1)}), rtol=1e-6
-        )
+        assert_same(plainly(compiled), warm_pool.run(2, work, "compiled", {"shares": (3, 1)}), rtol=1e-6)
 
 
 def penalised(session, journal):

@@ -33,6 +33,10 @@ OPTIMIZERS = {
 }
 
 
+def work(name, options, *args):
+    return in_session(globals()[name], options, *args)
+
+
 @contextmanager
 def many_buckets():
     """A bucket for nearly every parameter, so that some are late and others are not."""
@@ -105,8 +109,8 @@ def lateness():
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_every_optimizer_of_torch_gives_the_same_bits_late_or_not(warm_pool, kind):
     options = {"shares": (3, 1)}
-    late = warm_pool.run(2, in_session, train, options, "step", kind)
-    prompt = warm_pool.run(2, in_session, train, options, "backward", kind)
+    late = warm_pool.run(2, work, "train", options, "step", kind)
+    prompt = warm_pool.run(2, work, "train", options, "backward", kind)
     assert_same(plainly(train, "step", kind), late, rtol=1e-7)
     assert_identical(late[0], prompt[0])
 
@@ -115,7 +119,7 @@ def test_every_optimizer_of_torch_gives_the_same_bits_late_or_not(warm_pool, kin
     "habit", ["zero in place", "zero late", "twice", "clip", "average", "state", "grow"]
 )
 def test_whatever_a_script_does_between_steps_sees_what_it_would_see_alone(warm_pool, habit):
-    late = warm_pool.run(2, in_session, train, {"transport": "tcp"}, "step", "adamw", habit)
+    late = warm_pool.run(2, work, "train", {"transport": "tcp"}, "step", "adamw", habit)
     assert_same(plainly(train, "step", "adamw", habit), late, rtol=1e-6)
 
 
@@ -145,8 +149,8 @@ def parted(session, journal, overlap):
 
 
 def test_two_optimizers_and_accumulation_give_the_same_as_without(warm_pool):
-    late = warm_pool.run(2, in_session, parted, {}, "step")
-    prompt = warm_pool.run(2, in_session, parted, {}, "backward")
+    late = warm_pool.run(2, work, "parted", {}, "step")
+    prompt = warm_pool.run(2, work, "parted", {}, "backward")
     assert_identical(late[0], prompt[0])
     assert_identical(late[0], late[1])
 

@@ -73,6 +73,11 @@ def describe_machine(root: Path = _ROOT) -> Machine:
     )
 
 
+def processor_name(root: Path = _ROOT) -> str:
+    """What the processor calls itself."""
+    return _cpu_model(root)
+
+
 def usable_cores(root: Path = _ROOT) -> int:
     """How many cores this process may keep busy: what a launcher divides among its workers' threads."""
     return _usable(_cores_allowed(), cpu_quota(root))

@@ -15,7 +15,7 @@ A worker's own gradients stay as they are until the whole round has succeeded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -106,7 +106,7 @@ class Reducer:
         self._handles: list[RemovableHandle] = []
         self._parcels: list[Parcel] = []
         self._parcel_of: dict[int, Parcel] = {}
-        self._factored: dict[int, Callable[[], Parcel]] = {}
+        self._factored: Mapping[int, Callable[[], Parcel]] = {}
         self._signature: list[Hashable] = []
         self._next = 0
         self._in_backward = False
@@ -132,7 +132,7 @@ class Reducer:
             self._signature = signature
             self._pack()
 
-    def factor(self, made: dict[int, Callable[[], Parcel]]) -> None:
+    def factor(self, made: Mapping[int, Callable[[], Parcel]]) -> None:
         """From the next round on, these parameters (by id) travel in parcels of their own."""
         self._factored = made
         self._pack()

@@ -5,6 +5,7 @@ run_folder.py  where a run leaves its traces
 recorder.py    writes one worker's events, cheaply
 follow.py      reads the events of a run while it goes on
 arrival.py     who kept the others waiting, judged by arrival
+hiding.py      how much of communication was hidden, and what limits a step
 spans.py       when each part of a step took place
 summary.py     the figures of a run, from its events
 verdict.py     what the figures mean, in a sentence

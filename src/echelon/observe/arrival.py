@@ -24,15 +24,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from echelon.observe.events import StepEnded
+from echelon.observe.events import BucketReduced, StepEnded
 
 Basis: TypeAlias = Literal["arrival", "wait"]
 
 _CLOCK_TOLERANCE_S = 1e-3
+_BUCKET_INSTANTS = ("t", "start", "begun", "sent", "ended")  # 0: not known
+_Timed = TypeVar("_Timed", bound=StepEnded | BucketReduced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +111,14 @@ def clock_offsets(rounds: Sequence[Round]) -> dict[int, float]:
     return {rank: median(ahead_s[rank]) for rank in sorted(ahead_s)}
 
 
-def same_clock(step: StepEnded, offsets: Mapping[int, float]) -> StepEnded:
-    """The step with its times on the common clock, for drawing workers beside each other."""
-    ahead_s = offsets.get(step.rank, 0.0)
+def same_clock(event: _Timed, offsets: Mapping[int, float]) -> _Timed:
+    """The event with its times on the common clock, for drawing workers beside each other."""
+    ahead_s = offsets.get(event.rank, 0.0)
     if not ahead_s:
-        return step
-    return msgspec.structs.replace(
-        step, t=step.t - ahead_s, start=step.start - ahead_s, arrival=step.arrival - ahead_s
-    )
+        return event
+    instants = ("t", "start", "arrival") if isinstance(event, StepEnded) else _BUCKET_INSTANTS
+    known = {name: at for name in instants if (at := getattr(event, name))}
+    return msgspec.structs.replace(event, **{name: at - ahead_s for name, at in known.items()})
 
 
 def basis(contradictions: int, rounds: int, hosts: int) -> Basis:

@@ -74,6 +74,37 @@ class StepEnded(Event, frozen=True, kw_only=True, tag="step"):
     delay_s: float = 0.0
 
 
+class BucketReduced(Event, frozen=True, kw_only=True, tag="bucket"):
+    """One bucket of gradients has been reduced, within the step that the worker's next StepEnded tells of.
+
+    `start` is when the worker began to fill it, which took `encode_s`. From `begun` on its bytes could
+    move, at `sent` this worker had handed over its last, at `ended` the result was there; 0 where the
+    group does not say. `adding_s` is what this worker spent on sums, `wait_s` how long its trainer stood
+    still for this bucket. `how` says in what form it went. With several rounds in a step, indices repeat.
+    """
+
+    step: int
+    index: int
+    size_bytes: int
+    sent_bytes: int
+    start: float
+    encode_s: float
+    begun: float
+    sent: float
+    ended: float
+    adding_s: float
+    wait_s: float
+    how: str = "dense"
+
+
+class LinkMeasured(Event, frozen=True, kw_only=True, tag="link"):
+    """What the link from this worker to rank `peer` can carry; shared memory is no link."""
+
+    peer: int
+    latency_s: float
+    bytes_per_s: float
+
+
 class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
     """The model was measured on held-out data; the figures are those of all workers together."""
 
@@ -149,6 +180,8 @@ AnyEvent: TypeAlias = (
     | WorkerJoined
     | StepsExpected
     | StepEnded
+    | BucketReduced
+    | LinkMeasured
     | Evaluated
     | EpochEnded
     | Noted

@@ -31,7 +31,7 @@ from echelon.observe.events import (
     StepsExpected,
 )
 from echelon.observe.summary import Summary, Tally, WorkerSummary
-from echelon.observe.verdict import verdict
+from echelon.observe.verdict import verdict, wire_verdict
 
 _REDRAW_EVERY_S = 0.1
 _LINE_EVERY_S = 10.0
@@ -294,7 +294,7 @@ def closing_table(summary: Summary) -> RenderableType:
         table.add_row(*map(Text, cells))
     rate, *quality = _figures(summary, None)
     lines = [f"{summary.steps:,} steps in {show_seconds(summary.seconds)}, {rate}", ", ".join(quality)]
-    lines.append(verdict(summary))
+    lines += [verdict(summary), wire_verdict(summary)]
     return Group(table, *(Text(line) for line in lines if line))
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from echelon.config.units import show_seconds
 from echelon.errors import ConfigError
-from echelon.observe.events import LAUNCHER, StepEnded
+from echelon.observe.events import LAUNCHER, BucketReduced, StepEnded
 from echelon.observe.follow import read_run
 from echelon.observe.page.markup import about, safe, section, table
-from echelon.observe.page.sections import close_up, learning, speed, time_split, waiting
+from echelon.observe.page.sections import close_up, communication, learning, speed, time_split, waiting
 from echelon.observe.page.story import Happening, Story, middle_steps, tell
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.summary import Summary
@@ -38,7 +38,7 @@ def write_report(folder: RunFolder, out: Path) -> Path:
         )
     # Long runs are read twice rather than kept in memory.
     wanted = set(middle_steps(story.rounds))
-    sample = [e for e in read_run(folder) if isinstance(e, StepEnded) and e.step in wanted]
+    sample = [e for e in read_run(folder) if isinstance(e, (StepEnded, BucketReduced)) and e.step in wanted]
     quoted = {"Configuration": _quote(folder.config), "Plan": _quote(folder.plan)}
     page = page_html(story, sample, title=folder.name, quoted=quoted)
     write_whole(out, page.encode("utf-8"))
@@ -52,12 +52,20 @@ def _quote(file: Path) -> str:
         return ""
 
 
-def page_html(story: Story, sample: Sequence[StepEnded], *, title: str, quoted: Mapping[str, str]) -> str:
+def page_html(
+    story: Story,
+    sample: Sequence[StepEnded | BucketReduced],
+    *,
+    title: str,
+    quoted: Mapping[str, str],
+) -> str:
     """The whole page; `sample` has the steps to draw one by one, `quoted` the files to show as they are."""
+    steps = [event for event in sample if isinstance(event, StepEnded)]
+    buckets = [event for event in sample if isinstance(event, BucketReduced)]
     parts = [_header(story, title), _tiles(story.summary)]
     if story.summary.steps:
         parts += [waiting(story), learning(story), speed(story), time_split(story.summary)]
-        parts.append(close_up(sample, story.summary))
+        parts += [communication(story.summary), close_up(steps, story.summary, buckets)]
     else:
         parts.append(section("No steps", "<p>No step was recorded, so there is nothing to draw.</p>"))
     parts += [_happenings(story.happenings), _logged(story), _appendix(quoted)]

@@ -16,8 +16,10 @@ from echelon.observe.arrival import Basis, Gathering, Judgement, Round, basis, c
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
+    BucketReduced,
     EpochEnded,
     Evaluated,
+    LinkMeasured,
     RunEnded,
     RunStarted,
     StepEnded,
@@ -25,6 +27,7 @@ from echelon.observe.events import (
     WorkerJoined,
 )
 from echelon.observe.follow import read_run
+from echelon.observe.hiding import Communication, Traffics
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.spans import end_of, length_s, other_s
 from echelon.observe.write import write_whole
@@ -70,6 +73,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     `rounds` is the number of steps that all of several workers reported, the only ones judged by
     arrival; `spread_s` sums their spreads. `judged_by` is "wait" where the workers' clocks disagree.
     `outcome` is completed, failed, interrupted, or unfinished as long as nobody wrote the end.
+    `communication` is None where no bucket was reported; hiding.py has the definitions.
     """
 
     world_size: int
@@ -87,6 +91,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     failure: str
     workers: tuple[WorkerSummary, ...]
+    communication: Communication | None = None
 
 
 @dataclass(slots=True)
@@ -197,7 +202,8 @@ class _RecentLoss:
 class Tally:
     """Takes events one by one, workers in any order; `summary()` gives the figures so far.
 
-    `limit` bounds how many incomplete rounds are remembered, for watching a run without end.
+    `limit` bounds how many incomplete rounds are remembered, for watching a run without end; then
+    communication, whose medians take long to find, is left out.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -205,6 +211,7 @@ class Tally:
         self._declared: int | None = None
         self._gathering = Gathering(limit)
         self._rounds = _Rounds()
+        self._traffics = Traffics() if limit is None else None
         self._hosts: set[str] = set()
         self._loss = _RecentLoss()
         self._epochs: set[int] = set()
@@ -219,6 +226,10 @@ class Tally:
         match event:
             case StepEnded():
                 self._step(event)
+            case BucketReduced() if self._traffics is not None:
+                self._traffics.bucket(event)
+            case LinkMeasured() if self._traffics is not None:
+                self._traffics.link(event)
             case WorkerJoined():
                 self._worker(event.rank).node = event.node
                 self._hosts.add(event.host)
@@ -249,9 +260,13 @@ class Tally:
         self._loss.add(event)
         self._first_start = min(self._first_start, event.start)
         self._last_end = max(self._last_end, end_of(event))
+        if self._traffics is not None:
+            self._traffics.step(event)
         complete = self._gathering.add(event, self._declared)
         if complete is not None and len(complete.workers) > 1:
             self._rounds.add(complete)
+            if self._traffics is not None:
+                self._traffics.round(complete)
 
     def summary(self) -> Summary:
         """The figures of the events so far."""
@@ -284,6 +299,7 @@ class Tally:
             workers=tuple(
                 _worker_summary(rank, self._workers[rank], lateness) for rank in sorted(self._workers)
             ),
+            communication=self._traffics.communication(by, late_rounds) if self._traffics else None,
         )
 
     def _outcome(self) -> str:

@@ -3,6 +3,8 @@
 One process per worker with one lane per activity; one process for the run with its loss and
 throughput; faults, failures, checkpoints and evaluations as instants. Every slice carries its step,
 so a round can be followed, and an arrow leads from the last to arrive to the one who waited longest.
+Under its activities each worker has its buckets: from being filled (encode) to being reduced, and within
+that the time until its own bytes were sent. Buckets under way together lie in rows below each other.
 
 Times are whole microseconds since the run began, never negative. Within a lane slices follow each
 other; where a clock was set back, the later one is cut. Pieces shorter than a microsecond are left
@@ -19,11 +21,13 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from echelon.config.units import show_bytes
 from echelon.errors import ConfigError
 from echelon.observe.arrival import Gathering, Round, basis, clock_offsets, contradicts, same_clock
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
+    BucketReduced,
     CheckpointLoaded,
     CheckpointSaved,
     Evaluated,
@@ -44,6 +48,9 @@ TraceEvent: TypeAlias = dict[str, Any]
 
 _RUN_PID = 1
 _INSTANTS_TID = 9
+_BUCKETS_SORT = 5  # after the four activities
+_ROW_TIDS = 1_000_000_000  # far above the other lanes' ids
+_ROWS_PER_WORKER = 10_000
 
 
 def chrome_trace(events: Iterable[AnyEvent]) -> dict[str, Any]:
@@ -51,14 +58,22 @@ def chrome_trace(events: Iterable[AnyEvent]) -> dict[str, Any]:
     kept = list(events)
     offsets = _offsets(kept)
     if offsets:
-        kept = [same_clock(event, offsets) if isinstance(event, StepEnded) else event for event in kept]
+        kept = [
+            same_clock(event, offsets) if isinstance(event, (StepEnded, BucketReduced)) else event
+            for event in kept
+        ]
     start = min((_begin(event) for event in kept), default=0.0)
     steps = sorted((e for e in kept if isinstance(e, StepEnded)), key=lambda e: (e.start, e.rank))
     rounds = _rounds(steps)
     lanes = _Lanes(start)
     for step in steps:
         lanes.add(step)
-    traced = _names(kept) + lanes.slices
+    rows = _BucketRows(start)
+    for bucket in sorted(
+        (e for e in kept if isinstance(e, BucketReduced)), key=lambda e: (e.start, e.rank)
+    ):
+        rows.add(bucket)
+    traced = _names(kept) + lanes.slices + rows.names + rows.slices
     for round_ in rounds:
         traced += _counters(round_, start) + lanes.arrow(round_)
     traced += [mark for event in kept if (mark := _instant(event, start)) is not None]
@@ -80,7 +95,7 @@ def write_trace(folder: RunFolder, out: Path) -> Path:
 
 
 def _begin(event: AnyEvent) -> float:
-    return min(event.start, event.t) if isinstance(event, StepEnded) else event.t
+    return min(event.start, event.t) if isinstance(event, (StepEnded, BucketReduced)) else event.t
 
 
 def _us(seconds: float) -> int:
@@ -193,6 +208,55 @@ class _Lanes:
             {"ph": "s", **flow, "pid": last["pid"], "tid": last["tid"], "ts": last["ts"]},
             {"ph": "f", "bp": "e", **flow, "pid": first["pid"], "tid": first["tid"], "ts": arrives},
         ]
+
+
+class _BucketRows:
+    """Places each bucket in its worker's first row that is free."""
+
+    def __init__(self, start: float) -> None:
+        self.slices: list[TraceEvent] = []
+        self.names: list[TraceEvent] = []
+        self._start = start
+        self._free_from: dict[int, list[int]] = {}
+
+    def add(self, bucket: BucketReduced) -> None:
+        filled = _us(bucket.start - self._start)
+        encoded = max(filled, _us(bucket.start + bucket.encode_s - self._start))
+        # What is not known has no length; nothing begins before what comes before it.
+        begun = max(encoded, _us(bucket.begun - self._start))
+        sent = max(begun, _us(bucket.sent - self._start))
+        ended = max(sent, _us(bucket.ended - self._start))
+        if not bucket.begun:
+            begun = sent = ended = encoded
+        if ended <= filled:
+            return
+        name = f"bucket {bucket.index} ({show_bytes(bucket.size_bytes)})"
+        args = {
+            "step": bucket.step,
+            "sent_bytes": bucket.sent_bytes,
+            "adding_s": bucket.adding_s,
+            "wait_s": bucket.wait_s,
+            "how": bucket.how,
+        }
+        tid = self._row(bucket.rank, filled, ended)
+        parts = ((name, filled, ended), ("encode", filled, encoded))
+        for part, begin, end in (*parts, ("reduce and receive", begun, ended), ("send", begun, sent)):
+            if end <= begin:
+                continue
+            placed: TraceEvent = {"ph": "X", "name": part, "cat": "bucket", "ts": begin, "dur": end - begin}
+            self.slices.append(placed | {"pid": _pid(bucket.rank), "tid": tid, "args": args})
+
+    def _row(self, rank: int, begin: int, end: int) -> int:
+        free_from = self._free_from.setdefault(rank, [])
+        row = next((at for at, free in enumerate(free_from) if free <= begin), len(free_from))
+        tid = _ROW_TIDS + _ROWS_PER_WORKER * rank + row
+        if row == len(free_from):
+            free_from.append(0)
+            name = "buckets" if row == 0 else f"buckets, row {row + 1}"
+            self.names.append(_name("thread_name", _pid(rank), tid, name))
+            self.names.append(_sort("thread_sort_index", _pid(rank), tid, _BUCKETS_SORT + row))
+        free_from[row] = end
+        return tid
 
 
 def _counters(round_: Round, start: float) -> list[TraceEvent]:

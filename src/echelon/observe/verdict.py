@@ -1,4 +1,4 @@
-"""In a sentence or two: who kept the others waiting, and what to do about it.
+"""In a sentence or two: who kept the others waiting and what to do about it, and what limits a step.
 
 Worded from the summary alone. The advice on shares follows the measured speeds: samples per second
 of getting data and computing, without the waiting that makes all workers look alike.
@@ -6,7 +6,8 @@ of getting data and computing, without the waiting that makes all workers look a
 
 from __future__ import annotations
 
-from echelon.config.units import show_seconds
+from echelon.config.units import show_bytes, show_seconds
+from echelon.observe.hiding import Communication
 from echelon.observe.summary import Summary, WorkerSummary
 
 _NEGLIGIBLE = 0.05  # of the run: below this, waiting for late workers is not worth a remedy
@@ -14,6 +15,7 @@ _STANDS_OUT = 0.5  # of the spread: above this, one worker is the reason; of two
 _STANDS_OUT_OF_TWO = 0.75
 _FEW_ROUNDS = 20
 _MISFIT = 0.9  # of the present share: above this, another share would not change much
+_BELOW_LIMIT = 0.95  # of the limit: below this, the limit cannot be right
 _CLEAR_MISFIT = 0.8  # of the present share: below this, shares are the first thing to change
 
 
@@ -44,6 +46,40 @@ def verdict(summary: Summary) -> str:
         return "No step was reported by all workers, so their arrivals cannot be compared."
     few = f" These were only {summary.rounds} rounds." if summary.rounds < _FEW_ROUNDS else ""
     return _finding(summary) + few + _clock_note(summary)
+
+
+def _rank_name(rank: int, summary: Summary) -> str:
+    known = {worker.rank: worker for worker in summary.workers}
+    return worker_name(known[rank]) if rank in known else f"rank {rank}"
+
+
+def wire_verdict(summary: Summary) -> str:
+    """How far steps are from their limit, who sets it, and what was hidden; empty if that is not known."""
+    went = summary.communication
+    if went is None:
+        return ""
+    said = []
+    if went.distance is not None:
+        said.append(f"A step took {went.distance:.2f} times its limit, set by {_limiter(went, summary)}.")
+        if went.limited_by == "link" and went.distance < _BELOW_LIMIT:
+            said.append("So the link carried more than was measured at the start.")
+    if went.hidden is not None:
+        said.append(f"{100 * went.hidden:.0f} % of communication was hidden behind computation.")
+    return " ".join(said)
+
+
+def _limiter(went: Communication, summary: Summary) -> str:
+    blamed = next(worker for worker in went.workers if worker.rank == went.rank)
+    name = _rank_name(blamed.rank, summary)
+    if went.limited_by == "compute":
+        return f"{name}, which computed for {show_seconds(blamed.compute_s)}"
+    assert blamed.peer is not None
+    assert blamed.bytes_per_s is not None
+    assert blamed.wire_limit_s is not None
+    return (
+        f"the link from {name} to {_rank_name(blamed.peer, summary)}: {show_bytes(blamed.sent_bytes)} "
+        f"at {show_bytes(blamed.bytes_per_s)}/s are {show_seconds(blamed.wire_limit_s)}"
+    )
 
 
 def _finding(summary: Summary) -> str:

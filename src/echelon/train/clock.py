@@ -16,7 +16,7 @@ from torch import Tensor
 from echelon.cluster.delay import Delay
 from echelon.cluster.pace import Pace
 from echelon.comm.reducer import BucketTimes
-from echelon.observe.events import StepEnded
+from echelon.observe.events import BucketReduced, StepEnded
 from echelon.observe.recorder import Recorder
 
 
@@ -125,6 +125,26 @@ class StepClock:
 
     def bucket(self, times: BucketTimes) -> None:
         """One bucket of the round has been reduced."""
+        offset = self._offset
+        self._recorder.emit(
+            BucketReduced(
+                t=offset + time.perf_counter(),
+                rank=self._rank,
+                # The step is counted when its first optimizer is done; a later one may have a round too.
+                step=self.step - 1 if self._now.by else self.step,
+                index=times.index,
+                size_bytes=times.size_bytes,
+                sent_bytes=times.sent_bytes,
+                start=offset + times.filled_at,
+                encode_s=times.encode_s,
+                begun=offset + times.begun if times.begun else 0.0,
+                sent=offset + times.sent if times.sent else 0.0,
+                ended=offset + times.ended if times.ended else 0.0,
+                adding_s=times.adding_s,
+                wait_s=times.wait_s,
+                how=times.how,
+            )
+        )
 
     def reduced(self, sent_bytes: int) -> None:
         """The round's result is there. A second backward pass would compute from here on."""
@@ -133,6 +153,11 @@ class StepClock:
         step.wait_s += step.handed - step.arrival
         step.sent_bytes += sent_bytes
         step.rounds += 1
+
+    def waited(self, wait_s: float) -> None:
+        """The trainer was blocked for gradients of the round before: that is no computing."""
+        self._now.wait_s += wait_s
+        self._now.handed += wait_s
 
     def kept(self) -> None:
         """Backward ended without a round: its gradients wait for a later one."""

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
+from echelon.comm.cost import Link
+from echelon.comm.factors import Rule
 from echelon.comm.group import Group
 from echelon.comm.reducer import Reducer, RoundObserver
 from echelon.errors import ModelError
-from echelon.train import agree, batchnorm
+from echelon.train import agree, batchnorm, linear
+from echelon.train.factoring import Factoring
 from echelon.train.late import LateSteps
 
 Overlap = Literal["backward", "step"]
@@ -28,14 +32,29 @@ class Rules:
     batchnorm: Literal["global", "local"] = "global"
     loss: Literal["mean", "sum"] = "mean"
     overlap: Overlap = "backward"
+    factors: Rule = "auto"
 
 
 class InStep:
-    """All models of a run, on one worker."""
+    """All models of a run, on one worker.
 
-    def __init__(self, group: Group, observer: RoundObserver) -> None:
+    `link` is the slowest one between the workers, None if nothing is known or nothing is sent; `explain`
+    is told what was decided about a topic, and why.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        observer: RoundObserver,
+        *,
+        link: Link | None = None,
+        explain: Callable[[str, str], None] = lambda topic, why: None,
+    ) -> None:
         self._group = group
         self._observer = observer
+        self._link = link
+        self._explain = explain
+        self._factorings: list[Factoring] = []
         self._reducers: list[Reducer] = []
         self._models: list[nn.Module] = []
         self._late = LateSteps()
@@ -56,16 +75,30 @@ class InStep:
         self._models.append(model)
         if rules.batchnorm == "global" and batchnorm.layers(model):
             batchnorm.make_global(model, self._group.fork(), weight)
-        self._reducers.append(
-            Reducer(
-                list(model.named_parameters()),
-                self._group.fork(),
-                weight,
-                self._observer,
-                summed=rules.loss == "sum",
-                receiver=self._late if late else None,
-            )
+        factoring = self._watch(model, rules.factors)
+        reducer = Reducer(
+            list(model.named_parameters()),
+            self._group.fork(),
+            weight,
+            self._observer,
+            summed=rules.loss == "sum",
+            receiver=self._late if late else None,
         )
+        self._reducers.append(reducer)
+        if factoring is not None:
+            factoring.serve(reducer)
+            self._factorings.append(factoring)
+
+    def _watch(self, model: nn.Module, rule: Rule) -> Factoring | None:
+        """Prepare to decide about factors, unless that is clear already."""
+        if rule == "never" or (rule == "auto" and self._link is None):
+            return None
+        layers = linear.eligible(model)
+        if not layers:
+            return None
+        factoring = Factoring(layers, rule=rule, link=self._link, explain=partial(self._explain, "factors"))
+        factoring.attach()
+        return factoring
 
     def adopt(
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
@@ -100,8 +133,13 @@ class InStep:
                     reducer.rescale(self.weight / weight)
         self.weight = weight
 
-    def check(self, optimizer: Optimizer, where: str) -> None:
-        """Refuse a step on gradients that the other workers do not have."""
+    def before_step(self, optimizer: Optimizer, where: str) -> None:
+        """Refuse a step on gradients that others do not have; decide what the first round has shown."""
+        self._check(optimizer, where)
+        for factoring in self._factorings:
+            factoring.consider()
+
+    def _check(self, optimizer: Optimizer, where: str) -> None:
         if not any(reducer.unreduced for reducer in self._reducers):
             return
         held = {id(p) for p in _parameters(optimizer)}
@@ -122,6 +160,7 @@ class InStep:
             reducer.detach()
         for model in self._models:
             batchnorm.make_local(model)
+            linear.detach(model)
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:

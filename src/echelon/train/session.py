@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, cast
@@ -29,6 +30,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from echelon.comm.cost import Link
+from echelon.comm.factors import Rule
 from echelon.comm.group import Group
 from echelon.comm.rendezvous import Meeting
 from echelon.errors import ConfigError, ModelError
@@ -66,6 +69,7 @@ class Session(Talk):
         recorder: Recorder,
         folder: RunFolder | None,
         device: torch.device,
+        link: Link | None = None,
     ) -> None:
         super().__init__(group, [worker.node for worker in plan.workers])
         self._meeting = meeting
@@ -75,7 +79,7 @@ class Session(Talk):
         self.folder = folder
         self.device = device
         self._prepared = resume.Prepared()
-        self._in_step = InStep(group, clock)
+        self._in_step = InStep(group, clock, link=link, explain=self.explain)
         self._sharing: Sharing | None = None
         self._current: SharedLoader | None = None
         self._first_epoch = 0
@@ -110,6 +114,7 @@ class Session(Talk):
         batchnorm: Literal["global", "local"] = "global",
         loss: Literal["mean", "sum"] = "mean",
         overlap: Overlap | None = None,
+        factors: Rule | None = None,
     ) -> Any:
         """Make models, optimizers, loaders and schedulers, in any number and order, part of the run.
 
@@ -119,13 +124,17 @@ class Session(Talk):
         overlap    backward: gradients are there when `backward()` returns; step: it and the optimizer's
                    `step()` return at once, and whoever uses a parameter or a gradient waits for that one
                    (same results, more is hidden); as the run was started otherwise
+        factors    whether linear layers send the factors of their weights' gradients in place of these:
+                   auto (where it is cheaper), always, never; as the run was started otherwise
         """
         check_choice("batch", batch, ("global", "per-worker"))
         check_choice("batchnorm", batchnorm, ("global", "local"))
         check_choice("loss", loss, ("mean", "sum"))
         late = overlap or self._plan.overlap
         check_choice("overlap", late, ("backward", "step"))
-        rules = Rules(batchnorm=batchnorm, loss=loss, overlap=cast(Overlap, late))
+        rule = factors or self._plan.factors
+        check_choice("factors", rule, ("auto", "always", "never"))
+        rules = Rules(batchnorm=batchnorm, loss=loss, overlap=cast(Overlap, late), factors=cast(Rule, rule))
         facts: list[agree.Fact] = []
         out: list[Any] = []
         models: list[nn.Module] = []
@@ -284,6 +293,14 @@ class Session(Talk):
         _log.info(text)
         self._recorder.emit(Noted(t=time.time(), rank=self.rank, text=text))
 
+    def explain(self, topic: str, why: str) -> None:
+        """Record a decision that was taken at run time, in the plan and for the report."""
+        if self.is_leader:
+            self._plan = replace(self._plan, reasons={**self._plan.reasons, topic: why})
+            if self.folder is not None:
+                self.folder.plan.write_text(self._plan.to_toml())
+            self.note(why)
+
     def _on_pass(self, loader: SharedLoader) -> None:
         self._in_step.refresh()
 
@@ -292,7 +309,7 @@ class Session(Talk):
         self._in_step.weigh(part.share / part.batch)
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        self._in_step.check(optimizer, f"step {self._clock.step}, rank {self.rank}")
+        self._in_step.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
         if self._current is not None:
             self._current.trains = True
         self._clock.applying(id(optimizer))

@@ -12,10 +12,12 @@ import pytest
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
+    BucketReduced,
     CheckpointSaved,
     EpochEnded,
     Evaluated,
     FaultInjected,
+    LinkMeasured,
     Noted,
     RunEnded,
     RunStarted,
@@ -45,6 +47,9 @@ class Plan:
     dies: tuple[int, int] | None = None  # rank, at step
     gaps: tuple[int, ...] = ()  # steps that the last rank did not report
     skew_s: Sequence[float] = ()  # by how much each worker's clock is ahead
+    buckets: int = 0
+    timed: bool = True  # whether the group says when buckets were under way
+    links: Sequence[tuple[int, int, float]] = ()  # from rank, to rank, bytes per second
 
 
 def imagine(plan: Plan | None = None) -> list[AnyEvent]:
@@ -68,6 +73,10 @@ def imagine(plan: Plan | None = None) -> list[AnyEvent]:
         )
         for rank in range(world)
     ]
+    events += [
+        LinkMeasured(t=BEGIN + 0.7, rank=rank, peer=peer, latency_s=1e-4, bytes_per_s=rate)
+        for rank, peer, rate in plan.links
+    ]
     now = [BEGIN + 1.0] * world
     for step in range(plan.epochs * plan.steps_per_epoch):
         epoch = step // plan.steps_per_epoch
@@ -87,6 +96,9 @@ def imagine(plan: Plan | None = None) -> list[AnyEvent]:
             end = result + apply_s + 0.0005
             loss = 2.3 * 0.98**step + chance.uniform(0, 0.15) if plan.losses else None
             if not (rank == world - 1 and step in plan.gaps):
+                events += _reduced(
+                    plan, rank, step, arrivals[rank] + skew[rank], compute[rank], result + skew[rank]
+                )
                 events.append(
                     StepEnded(
                         t=end + skew[rank],
@@ -133,6 +145,39 @@ def imagine(plan: Plan | None = None) -> list[AnyEvent]:
     outcome = "failed" if plan.dies is not None else "completed"
     events.append(RunEnded(t=over + 0.1, rank=LAUNCHER, outcome=outcome))
     return sorted(events, key=lambda event: event.t)
+
+
+def _reduced(
+    plan: Plan, rank: int, step: int, arrival: float, compute_s: float, result: float
+) -> list[BucketReduced]:
+    """Buckets that leave evenly over the second half of compute, the last at the arrival.
+
+    All but the last are under way until the next leaves, and a little longer; the last has the result.
+    """
+    gap_s = compute_s / 2 / max(1, plan.buckets)
+    made = []
+    for index in range(plan.buckets):
+        is_last = index == plan.buckets - 1
+        begun = arrival - (plan.buckets - 1 - index) * gap_s
+        ended = result if is_last else begun + 1.2 * gap_s
+        made.append(
+            BucketReduced(
+                t=result,
+                rank=rank,
+                step=step,
+                index=index,
+                size_bytes=8_000_000,
+                sent_bytes=180_000 // plan.buckets,
+                start=begun - 0.1 * gap_s,
+                encode_s=0.1 * gap_s,
+                begun=begun if plan.timed else 0.0,
+                sent=(begun + ended) / 2 if plan.timed else 0.0,
+                ended=ended if plan.timed else 0.0,
+                adding_s=0.001,
+                wait_s=result - arrival if is_last else 0.0,
+            )
+        )
+    return made
 
 
 def _checked(now: float, epoch: int, step: int) -> list[AnyEvent]:

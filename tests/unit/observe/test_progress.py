@@ -232,3 +232,9 @@ def test_the_closing_table_leaves_out_what_is_not_known(imagined, a_plan, situat
 
 def test_no_events_at_all_give_a_sentence():
     assert _closing(summarise([])) == "No step was recorded.\n"
+
+
+def test_the_closing_table_says_what_limits_a_step_where_buckets_were_reported(imagined, a_plan):
+    told = _closing(summarise(imagined(a_plan(buckets=4))), width=200)
+    assert "times its limit, set by rank 3 (node-d), which computed for " in told
+    assert "times its limit" not in _closing(summarise(imagined()), width=200)

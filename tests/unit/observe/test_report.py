@@ -64,6 +64,7 @@ _HEADINGS = (
     "Learning",
     "Throughput",
     "Where the time went",
+    "Communication",
     "A few steps close up",
     "What happened",
 )
@@ -80,7 +81,7 @@ def page_of(folder, imagined, a_plan, written, tmp_path):
 
 def test_the_page_has_all_its_parts(page_of):
     page = page_of(faults=True)
-    assert page.headings() == list(_HEADINGS)
+    assert page.headings() == [heading for heading in _HEADINGS if heading != "Communication"]
     assert page.charts() == [
         "how long each worker kept the others waiting",
         "spread of arrivals over time",
@@ -119,6 +120,10 @@ def test_the_page_needs_nothing_from_elsewhere(page_of, tmp_path):
         {"skew_s": (0.0, 5.0, -3.0, 1.0)},
         {"epochs": 1, "steps_per_epoch": 1},
         {"epochs": 0},
+        {"buckets": 1, "epochs": 1, "steps_per_epoch": 1},
+        {"buckets": 4, "timed": False},
+        {"buckets": 4, "skew_s": (0.0, 5.0, -3.0, 1.0), "links": ((0, 1, 1e7), (3, 9, 1e6))},
+        {"buckets": 4, "dies": (2, 0)},
         {
             "speeds": (800.0,) * 25,
             "shares": (8,) * 25,
@@ -133,6 +138,38 @@ def test_any_run_has_a_whole_page_without_impossible_numbers(page_of, situation,
     drawn = html[html.index("<main>") : html.index("</main>")]
     assert not re.search(r"\b(nan|inf|None)\b", drawn)
     assert not re.search(r'(?:width|height)="-', drawn)
+
+
+def test_communication_has_a_sentence_and_a_row_per_worker(page_of):
+    page = page_of(buckets=4, links=((0, 1, 180e4), (1, 0, 360e4)))
+    assert page.headings() == list(_HEADINGS)
+    assert "times its limit, set by the link from rank 0 (node-a) to rank 1 (node-b)" in page.text
+    assert "180.0 kB at 1.8 MB/s are 100.0 ms." in page.text
+    assert "100.0 ms" in page.texts
+    assert "50.0 ms" in page.texts
+    assert "1.8 MB/s to rank 1" in page.texts
+    assert "% of communication was hidden" in page.text
+
+
+def test_a_run_without_links_blames_the_worker_that_computes_longest(page_of):
+    page = page_of(buckets=4)
+    assert "set by rank 3 (node-d), which computed for" in page.text
+    assert "the link from" not in page.text
+
+
+def test_the_close_up_shows_when_buckets_were_under_way(page_of):
+    page = page_of(buckets=4)
+    lane = [attrs for tag, attrs in page.tags if tag == "rect" and attrs["class"] == "fill wire"]
+    assert len(lane) == 16, "of four workers in four steps; buckets that overlap are one piece"
+    assert all(attrs["height"] == "4" for attrs in lane)
+    assert all("4 buckets under way: " in attrs["data-tip"] for attrs in lane)
+    assert "buckets under way" in page.texts
+
+
+def test_old_runs_without_buckets_say_nothing_of_communication(page_of):
+    page = page_of()
+    assert "hidden" not in page.text
+    assert "buckets" not in page.text
 
 
 def test_a_failed_run_opens_with_its_reason(page_of):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ConfigError
-from echelon.observe.events import Evaluated, FaultInjected, Noted, StepEnded
+from echelon.observe.events import BucketReduced, Evaluated, FaultInjected, Noted, StepEnded
 from echelon.observe.trace import chrome_trace, write_trace
 
 
@@ -20,6 +20,11 @@ def _check_structure(trace) -> None:
     json.loads(json.dumps(trace, allow_nan=False))
     lanes = defaultdict(list)
     named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    rows = {
+        e["tid"]
+        for e in trace["traceEvents"]
+        if e["name"] == "thread_name" and e["args"]["name"].startswith("buckets")
+    }
     flows = defaultdict(dict)
     for event in trace["traceEvents"]:
         assert event["ph"] in "MXiCsf"
@@ -38,14 +43,27 @@ def _check_structure(trace) -> None:
             assert (event["pid"], event["tid"]) in named
         if event["ph"] in "sf":
             flows[event["id"]][event["ph"]] = event
-    for spans in lanes.values():
-        assert all(one[1] <= other[0] for one, other in pairwise(spans))
+    for (_, tid), spans in lanes.items():
+        if tid in rows:
+            _check_nested(spans)
+        else:
+            assert all(one[1] <= other[0] for one, other in pairwise(spans))
     for flow in flows.values():
         assert set(flow) == {"s", "f"}
         assert flow["s"]["ts"] <= flow["f"]["ts"]
         for end in flow.values():
             lane = lanes[end["pid"], end["tid"]]
             assert any(begin <= end["ts"] < over for begin, over in lane)
+
+
+def _check_nested(spans) -> None:
+    """Slices of one row lie beside each other or within each other, never across."""
+    over = []
+    for begin, end in spans:
+        while over and over[-1] <= begin:
+            over.pop()
+        assert not over or end <= over[-1]
+        over.append(end)
 
 
 def _slices(trace, name=None):
@@ -63,6 +81,9 @@ def _slices(trace, name=None):
         {"speeds": (800.0,), "shares": (32,), "nodes": ("laptop",)},
         {"skew_s": (0.0, 5.0, -3.0, 1.0)},
         {"epochs": 0},
+        {"buckets": 5},
+        {"buckets": 5, "timed": False, "dies": (2, 50)},
+        {"buckets": 3, "skew_s": (0.0, 5.0, -3.0, 1.0)},
     ],
 )
 def test_the_trace_of_any_run_is_well_formed(imagined, a_plan, situation):
@@ -135,6 +156,50 @@ def test_workers_whose_clocks_disagree_are_drawn_on_one(imagined, a_plan):
     assert arrivals(skewed) == pytest.approx(arrivals(straight), abs=5)
 
 
+def test_buckets_have_rows_of_their_own_with_what_became_of_them(imagined, a_plan):
+    trace = chrome_trace(imagined(a_plan(buckets=5)))
+    rows = {
+        e["args"]["name"]: e["tid"]
+        for e in trace["traceEvents"]
+        if e["name"] == "thread_name" and e["pid"] == 110 and "buckets" in e["args"]["name"]
+    }
+    assert set(rows) == {"buckets", "buckets, row 2"}, "each is under way a little longer than alone"
+    of_step = [
+        e
+        for e in _slices(trace)
+        if e["pid"] == 110 and e["tid"] in rows.values() and e["args"]["step"] == 17
+    ]
+    named = [e["name"] for e in of_step]
+    assert [name for name in named if name.startswith("bucket")] == [
+        f"bucket {i} (8.0 MB)" for i in range(5)
+    ]
+    assert {named.count(name) for name in ("encode", "send", "reduce and receive")} == {5}
+    outer, encode, reduce, send = of_step[:4]
+    assert outer["ts"] == encode["ts"]
+    assert encode["ts"] + encode["dur"] == reduce["ts"] == send["ts"]
+    assert outer["ts"] + outer["dur"] == reduce["ts"] + reduce["dur"] > send["ts"] + send["dur"]
+    (compute,) = (e for e in _slices(trace, "compute") if e["pid"] == 110 and e["args"]["step"] == 17)
+    assert compute["ts"] < outer["ts"] < outer["ts"] + outer["dur"] < compute["ts"] + compute["dur"]
+
+
+def test_buckets_of_a_group_that_tells_no_times_show_their_encoding_only(imagined, a_plan):
+    trace = chrome_trace(imagined(a_plan(buckets=2, timed=False)))
+    names = {e["name"] for e in _slices(trace) if e["cat"] == "bucket"}
+    assert names == {"bucket 0 (8.0 MB)", "bucket 1 (8.0 MB)", "encode"}
+
+
+def test_buckets_follow_their_worker_onto_the_common_clock(imagined, a_plan):
+    straight = chrome_trace(imagined(a_plan(buckets=2)))
+    skewed = chrome_trace(imagined(a_plan(buckets=2, skew_s=(0.0, 5.0, -3.0, 1.0))))
+
+    def after_arrival(trace):
+        waits = {e["pid"]: e["ts"] for e in _slices(trace, "wait") if e["args"]["step"] == 17}
+        lasts = [e for e in _slices(trace, "bucket 1 (8.0 MB)") if e["args"]["step"] == 17]
+        return [e["ts"] - waits[e["pid"]] for e in lasts]
+
+    assert after_arrival(skewed) == pytest.approx(after_arrival(straight), abs=5)
+
+
 def _step(rank: int, number: int, times: tuple[float, ...]) -> StepEnded:
     t, start, arrival, data_s, compute_s, wait_s, apply_s = times
     return StepEnded(
@@ -150,7 +215,16 @@ def _step(rank: int, number: int, times: tuple[float, ...]) -> StepEnded:
     )
 )
 def test_nonsense_times_still_give_a_well_formed_trace(steps):
-    _check_structure(msgspec.to_builtins(_without_nan(chrome_trace([_step(*step) for step in steps]))))
+    events = [event for step in steps for event in (_bucket(*step), _step(*step))]
+    _check_structure(msgspec.to_builtins(_without_nan(chrome_trace(events))))
+
+
+def _bucket(rank: int, number: int, times: tuple[float, ...]) -> BucketReduced:
+    t, start, encode_s, begun, sent, ended, wait_s = times
+    return BucketReduced(
+        t=t, rank=rank, step=number, index=0, size_bytes=1, sent_bytes=1, start=start, encode_s=encode_s,
+        begun=begun, sent=sent, ended=ended, adding_s=0.0, wait_s=wait_s,
+    )  # fmt: skip
 
 
 def _without_nan(trace):

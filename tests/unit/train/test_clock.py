@@ -9,6 +9,8 @@ import torch
 
 from echelon.cluster.delay import Delay
 from echelon.cluster.pace import Pace
+from echelon.comm.reducer import BucketTimes
+from echelon.observe.events import BucketReduced
 from echelon.train.clock import StepClock
 
 
@@ -247,3 +249,62 @@ def test_closing_twice_or_without_a_step_records_nothing(clock, watch, kept):
     clock.close()
     assert kept.steps == []
     assert clock.step == 0
+
+
+def report_bucket(clock, watch, index=0, **known):
+    clock.bucket(
+        BucketTimes(
+            index=index, size_bytes=64, sent_bytes=32, filled_at=watch.now - 2.0, encode_s=0.25,
+            adding_s=0.125, wait_s=0.5, **{"begun": 0.0, "sent": 0.0, "ended": 0.0, **known},
+        )
+    )  # fmt: skip
+
+
+def test_a_bucket_is_recorded_in_unix_time_and_what_is_not_known_is_zero(clock, watch, kept):
+    batch(clock, watch)
+    clock.arrived()
+    now = watch.now
+    report_bucket(clock, watch, index=4, begun=now - 1.75, sent=now - 1.0, ended=now - 0.5, how="factors")
+    report_bucket(clock, watch, index=5)
+    known, unknown = kept.steps
+    unix = now + 1e6
+    assert (known.t, known.start, known.begun) == (unix, unix - 2.0, unix - 1.75)
+    assert (known.sent, known.ended) == (unix - 1.0, unix - 0.5)
+    assert (known.rank, known.index, known.size_bytes, known.sent_bytes, known.how) == (
+        3,
+        4,
+        64,
+        32,
+        "factors",
+    )
+    assert (known.encode_s, known.adding_s, known.wait_s) == (0.25, 0.125, 0.5)
+    assert (unknown.index, unknown.begun, unknown.sent, unknown.ended) == (5, 0.0, 0.0, 0.0)
+    assert unknown.how == "dense"
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("steps_per_batch", [1, 3])
+def test_a_bucket_has_the_number_of_the_step_that_is_written_down_after_it(
+    clock, watch, kept, optimizers, steps_per_batch
+):
+    clock.optimizers = optimizers
+    for _ in range(2):
+        batch(clock, watch)
+        for _ in range(steps_per_batch):
+            for optimizer in range(optimizers):
+                clock.computing()
+                clock.arrived()
+                report_bucket(clock, watch)
+                clock.reduced(32)
+                apply(clock, watch, optimizer=optimizer)
+    clock.close()
+    waiting = []
+    for event in kept.steps:
+        if isinstance(event, BucketReduced):
+            waiting.append(event.step)
+        else:
+            assert waiting == [event.step] * optimizers
+            assert event.sent_bytes == 32 * optimizers
+            waiting = []
+    assert clock.step == 2 * steps_per_batch
+    assert waiting == []

@@ -18,6 +18,7 @@ _WIDTH = 918
 _LEFT_PX = 54  # the same for all curves, so that charts below each other line up
 _ROW_PX = 26
 _BAR_PX = 16
+_UNDER_PX = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +42,12 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """One worker's row: its label, its segments, and a word at the end."""
+    """One worker's row: its label, its segments, a word at the end, and what goes on `under` the bar."""
 
     label: str
     segments: Sequence[Segment]
     note: str = ""
+    under: Sequence[Segment] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,9 +102,11 @@ def row_chart(
         y = top + _ROW_PX * row + (_ROW_PX - _BAR_PX) / 2
         text_y = y + _BAR_PX / 2
         parts.append(_text(left - 8, text_y, name, "label", anchor="end", middle=True, tip=bar.label))
-        for piece in bar.segments:
-            begin, end = x.place(piece.begin, left, right), x.place(piece.end, left, right)
-            parts.append(_segment(piece, begin, end, y))
+        lanes = ((bar.segments, y, _BAR_PX), (bar.under, y + _BAR_PX + 1, _UNDER_PX))
+        for pieces, lane_y, height in lanes:
+            for piece in pieces:
+                begin, end = x.place(piece.begin, left, right), x.place(piece.end, left, right)
+                parts.append(_segment(piece, begin, end, lane_y, height))
         if bar.note:
             parts.append(_text(right + 10, text_y, bar.note, "note", middle=True))
     for at in uprights:
@@ -111,18 +115,18 @@ def row_chart(
     return _svg(parts, width, bottom + 40, label)
 
 
-def _segment(piece: Segment, begin: float, end: float, y: float) -> str:
+def _segment(piece: Segment, begin: float, end: float, y: float, height: int) -> str:
     if end <= begin:
         return ""
     # A sliver is still there to be seen.
     width = max(end - begin, 0.7)
     drawn = (
         f'<rect class="fill {piece.look}" x="{begin:.1f}" y="{y:.1f}" width="{width:.1f}" '
-        f'height="{_BAR_PX}" data-tip="{safe(piece.tip)}"/>'
+        f'height="{height}" data-tip="{safe(piece.tip)}"/>'
     )
     if piece.text and width > len(piece.text) * _CHAR_PX + 8:
         inside = f"inside on-{piece.look}"
-        drawn += _text((begin + end) / 2, y + _BAR_PX / 2, piece.text, inside, anchor="middle", middle=True)
+        drawn += _text((begin + end) / 2, y + height / 2, piece.text, inside, anchor="middle", middle=True)
     return drawn
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from echelon.config.units import show_bytes, show_seconds
 from echelon.observe.arrival import Gathering, Round, clock_offsets, judge, same_clock
-from echelon.observe.events import StepEnded
+from echelon.observe.events import BucketReduced, StepEnded
+from echelon.observe.hiding import WorkerCommunication, under_way
 from echelon.observe.page.charts import Bar, Mark, Segment, Series, line_chart, row_chart
 from echelon.observe.page.markup import about, figure, legend, safe, section, table
 from echelon.observe.page.scale import (
@@ -22,7 +23,7 @@ from echelon.observe.page.scale import (
 from echelon.observe.page.story import Story, throughput
 from echelon.observe.spans import end_of, spans
 from echelon.observe.summary import Summary, WorkerSummary
-from echelon.observe.verdict import fitting_shares, verdict, worker_name
+from echelon.observe.verdict import fitting_shares, verdict, wire_verdict, worker_name
 
 _ACTIVITIES = {
     "data": "data",
@@ -31,6 +32,7 @@ _ACTIVITIES = {
     "exchange": "exchange",
     "apply": "apply",
     "other": "other",
+    "wire": "buckets under way",
 }
 _SINCE = "time since the run began"
 
@@ -194,7 +196,7 @@ def _split_bar(worker: WorkerSummary, scale: float) -> Bar:
 
 
 def _legend_of(bars: Sequence[Bar]) -> str:
-    drawn = {piece.look for bar in bars for piece in bar.segments}
+    drawn = {piece.look for bar in bars for piece in (*bar.segments, *bar.under)}
     return legend({look: name for look, name in _ACTIVITIES.items() if look in drawn})
 
 
@@ -221,12 +223,52 @@ def _worker_table(summary: Summary) -> str:
     return drawn + (about(remark) if len(fitting) > 1 else "")
 
 
-def close_up(steps: Sequence[StepEnded], summary: Summary) -> str:
+def communication(summary: Summary) -> str:
+    """How much of it was hidden, and what limits a step: a sentence and a row per worker."""
+    went = summary.communication
+    if went is None:
+        return ""
+    said = wire_verdict(summary)
+    remark = about(
+        "Medians of a step. Under way: the time in which buckets were. Exposed: for how much of it the "
+        "trainer stood still. Late: waiting for late workers, part of neither. Wire limit: the bytes sent, "
+        "at the rate of the worker's slowest link. A step's limit is the largest compute time or wire "
+        "limit of all workers."
+    )
+    rows = [_communication_row(worker, summary) for worker in went.workers]
+    drawn = table(list(rows[0]), [list(row.values()) for row in rows], words={1, 10})
+    return section(
+        "Communication", (f'<p class="verdict">{safe(said)}</p>' if said else "") + remark + drawn
+    )
+
+
+def _communication_row(worker: WorkerCommunication, summary: Summary) -> dict[str, str]:
+    nodes = {known.rank: known.node for known in summary.workers}
+    link = "–"
+    if worker.peer is not None and worker.bytes_per_s is not None:
+        link = f"{show_bytes(worker.bytes_per_s)}/s to rank {worker.peer}"
+    return {
+        "rank": str(worker.rank),
+        "node": nodes.get(worker.rank, ""),
+        "under way": show_seconds(worker.communication_s) if worker.hidden is not None else "–",
+        "exposed": show_seconds(worker.exposed_s),
+        "late": show_seconds(worker.late_s),
+        "hidden": f"{100 * worker.hidden:.0f} %" if worker.hidden is not None else "–",
+        "sent": show_bytes(worker.sent_bytes),
+        "compute": show_seconds(worker.compute_s),
+        "wire limit": show_seconds(worker.wire_limit_s) if worker.wire_limit_s is not None else "–",
+        "step / limit": f"{worker.distance:.2f}" if worker.distance is not None else "–",
+        "slowest link": link,
+    }
+
+
+def close_up(steps: Sequence[StepEnded], summary: Summary, buckets: Sequence[BucketReduced] = ()) -> str:
     """A few steps, worker by worker: where everyone was when the last one arrived."""
     if not steps:
         return ""
     offsets = clock_offsets(_rounds(steps)) if summary.judged_by == "wait" else {}
     steps = [same_clock(step, offsets) for step in steps]
+    buckets = [same_clock(bucket, offsets) for bucket in buckets]
     begin = min(step.start for step in steps)
     end = max(end_of(step) for step in steps)
     last_arrivals = {
@@ -238,7 +280,8 @@ def close_up(steps: Sequence[StepEnded], summary: Summary) -> str:
     for worker in summary.workers:
         own = sorted((step for step in steps if step.rank == worker.rank), key=lambda step: step.start)
         pieces = [piece for step in own for piece in _pieces(step, begin, last_arrivals.get(step.step))]
-        bars.append(Bar(label=worker_name(worker), segments=pieces))
+        under = _under_way([b for b in buckets if b.rank == worker.rank], begin, end)
+        bars.append(Bar(label=worker_name(worker), segments=pieces, under=under))
     chart = row_chart(
         bars,
         time_axis(0.0, end - begin, "time"),
@@ -251,6 +294,19 @@ def close_up(steps: Sequence[StepEnded], summary: Summary) -> str:
     clocks = " The workers' clocks disagree and were put right for this drawing." if offsets else ""
     body = about(f"{which}, from the middle of the run.{dotted}{clocks}") + _legend_of(bars) + figure(chart)
     return section("A few steps close up", body)
+
+
+def _under_way(buckets: Sequence[BucketReduced], begin: float, end: float) -> list[Segment]:
+    """One worker's thin line: when its buckets were under way, within what is drawn."""
+    pieces = []
+    for since, until in under_way(buckets):
+        count = sum(since <= bucket.begun < until for bucket in buckets)
+        named = "1 bucket" if count == 1 else f"{count} buckets"
+        tip = f"rank {buckets[0].rank}\n{named} under way: {show_seconds(until - since)}"
+        pieces.append(
+            Segment(begin=max(0.0, since - begin), end=min(until, end) - begin, look="wire", tip=tip)
+        )
+    return pieces
 
 
 def _rounds(steps: Sequence[StepEnded]) -> list[Round]:

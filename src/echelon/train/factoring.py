@@ -1,0 +1,139 @@
+"""When does a model's linear layer send factors instead of its gradient?
+
+Layers are watched for one round. Then the workers tell each other how many rows each layer had and how
+fast they multiply, and decide alike, by cost (`comm/factors.py`), for each layer. Those that are not chosen
+are torch's own again.
+
+Everybody multiplies all rows, so results have the same bits on all workers if their processors are alike;
+where they are not, `auto` stays with dense gradients.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from echelon.cluster.machine import processor_name
+from echelon.comm.cost import Link
+from echelon.comm.factors import Choice, Layer, Rule, decide
+from echelon.comm.parcels import Factors
+from echelon.comm.reducer import Reducer
+from echelon.config.units import show_bytes
+from echelon.train import linear
+
+_UNFIT = -1  # in place of a number of rows
+
+
+class Factoring:
+    """The linear layers of one model."""
+
+    def __init__(
+        self,
+        layers: dict[str, nn.Linear],
+        *,
+        rule: Rule,
+        link: Link | None,
+        explain: Callable[[str], None],
+    ) -> None:
+        self._rule = rule
+        self._link = link or Link(latency_s=0.0, seconds_per_byte=0.0)
+        self._explain = explain
+        self._layers = layers
+        self._reducer: Reducer | None = None
+        self._captures: dict[str, linear.Capture] = {}
+        self._decided = False
+
+    def attach(self) -> None:
+        """Begin to watch; before anybody else hangs hooks on the weights."""
+        self._captures = linear.attach(self._layers, scale=self._scale, on_ready=self._on_ready)
+
+    def serve(self, reducer: Reducer) -> None:
+        """Give the factors to this reducer."""
+        self._reducer = reducer
+
+    def _scale(self) -> float:
+        return self._reducer.weight if self._reducer else 1.0
+
+    def _on_ready(self, capture: linear.Capture) -> None:
+        if self._reducer is not None and not self._reducer.keep():
+            self._reducer.ready(capture.weight)
+
+    def consider(self) -> None:
+        """After the first round, decide; all workers call this at the same point."""
+        if self._decided or self._reducer is None or not self._reducer.rounds:
+            return
+        self._decided = True
+        choices = self._choose(self._reducer)
+        made = {}
+        for name, (choice, rows_of) in choices.items():
+            capture = self._captures[name]
+            if choice.factors:
+                capture.use("factors")
+                made[id(capture.weight)] = partial(Factors, capture, self._reducer.group, rows_of)
+            else:
+                linear.release(self._layers[name])
+        if made:
+            self._reducer.factor(made)
+        self._explain(_told([choice for choice, _ in choices.values()]))
+
+    def _choose(self, reducer: Reducer) -> dict[str, tuple[Choice, tuple[int, ...]]]:
+        captures = self._captures.values()
+        rows = [_UNFIT if capture.obstacle else capture.rows for capture in captures]
+        mine = torch.tensor([_kind_of_processor(), _flops_per_s(), *rows], dtype=torch.float64)
+        all_of = torch.stack(reducer.group.all_gather(mine))
+        alike = len(set(all_of[:, 0].tolist())) == 1
+        flops_per_s = float(all_of[:, 1].min())
+        choices = {}
+        for column, capture in enumerate(captures, start=2):
+            rows_of = tuple(int(count) for count in all_of[:, column])
+            fit = _UNFIT not in rows_of and (alike or self._rule == "always")
+            outputs, inputs = capture.weight.shape
+            layer = Layer(
+                name=capture.name,
+                rows_of=tuple(max(0, count) for count in rows_of),
+                inputs=inputs,
+                outputs=outputs,
+                item_bytes=capture.weight.element_size(),
+            )
+            rule: Rule = self._rule if fit else "never"
+            choice = decide(layer, self._link, flops_per_s=flops_per_s, rule=rule)
+            choices[capture.name] = (choice, layer.rows_of)
+        return choices
+
+
+def _told(choices: list[Choice]) -> str:
+    """One sentence on all layers, and one on each."""
+    chosen = [choice for choice in choices if choice.factors]
+    if not chosen:
+        head = f"factors: none of {len(choices)} linear layers sends them"
+    else:
+        sent, instead = (
+            sum(choice.factor_bytes for choice in chosen),
+            sum(choice.dense_bytes for choice in chosen),
+        )
+        head = (
+            f"factors: {len(chosen)} of {len(choices)} linear layers send them, "
+            f"{show_bytes(sent)} a step instead of {show_bytes(instead)}"
+        )
+    return "; ".join([head, *(choice.reason for choice in choices)])
+
+
+def _kind_of_processor() -> float:
+    kind = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()} {torch.__version__}"
+    return float(zlib.crc32(kind.encode()))
+
+
+def _flops_per_s() -> float:
+    """How fast this worker multiplies now, in operations per second; a few milliseconds."""
+    rows, width = 64, 1024
+    left, right = torch.ones(width, rows), torch.ones(rows, width)
+    left @ right
+    begun = time.perf_counter()
+    for _ in range(3):
+        left @ right
+    return 3 * 2.0 * rows * width * width / max(1e-9, time.perf_counter() - begun)

@@ -1,0 +1,306 @@
+"""Which linear layers can give up their factors, and how are these caught in backward?
+
+The weight gradient of a linear layer is G^T X: G holds the gradients of its outputs, X its inputs, a row
+each for every sample. A layer that is attached is either watched (its gradient is dense, as always; rows
+are counted, and what forbids factors is noted) or gives factors: backward leaves the weight without a
+gradient and keeps (G, X) instead.
+
+All arithmetic in forward, and of the gradients of input and bias, is `F.linear`'s own. The rows are caught
+by a node behind it, which also leads to an anchor: a leaf that belongs to nobody else. Its hook runs once
+in a backward pass that accumulates gradients, when all uses of the layer are through; with
+`torch.autograd.grad` it does not run, and no rows are kept.
+
+The layers' class is swapped, as in `batchnorm.py`: the module, its names and its state_dict stay, and
+copies and pickles of it are plain `nn.Linear`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from echelon.errors import ModelError
+
+Mode = Literal["watch", "factors"]
+
+_FIX = "use factors='never' (--factors never)"
+
+
+class Capture:
+    """One layer's rows. `scale` is asked whenever rows come; `on_ready` is told when a pass is through.
+
+    `rows` counts the rows that came since the last `take()` or `clear()`, in either mode. `obstacle` says
+    what was seen in watch mode that forbids factors; it is empty if nothing was.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weight: Tensor,
+        scale: Callable[[], float],
+        on_ready: Callable[[Capture], None],
+    ) -> None:
+        self.name = name
+        self.weight = weight
+        self.mode: Mode = "watch"
+        self.obstacle = ""
+        self.rows = 0
+        self._scale = scale
+        self._on_ready = on_ready
+        self._dtype = weight.dtype
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._own: dict[
+            int, list[Tensor]
+        ] = {}  # by backward pass: the layer's parts of the weight gradient
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._handles = [
+            self._anchor.register_post_accumulate_grad_hook(self._through),
+            weight.register_hook(self._dense),
+        ]
+
+    def use(self, mode: Mode) -> None:
+        """Change the mode, between two steps."""
+        self.clear()
+        self.mode = mode
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """All rows (G, X) since the last time, each G in units of its own scale; then there are none."""
+        kept = self._kept
+        self.clear()
+        if len(kept) == 1:
+            return kept[0]
+        if not kept:
+            outputs, inputs = self.weight.shape
+            return self.weight.new_empty(0, outputs), self.weight.new_empty(0, inputs)
+        return torch.cat([grads for grads, _ in kept]), torch.cat([inputs for _, inputs in kept])
+
+    def clear(self) -> None:
+        """Forget the rows that came."""
+        self._kept = []
+        self._own = {}
+        self.rows = 0
+
+    def close(self) -> None:
+        """Leave the weight alone. A graph that was built before still gives its dense gradient."""
+        self.use("watch")
+        for handle in self._handles:
+            handle.remove()
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`F.linear` with this layer's weight."""
+        if not torch.is_grad_enabled() or not self.weight.requires_grad:
+            return F.linear(x, self.weight, bias)
+        obstacle = self._obstacle()
+        if self.mode == "watch":
+            self._note(obstacle)
+            return self._watched(x, bias)
+        if obstacle:
+            raise self._refusal(obstacle)
+        out = _linear(x, self.weight.detach(), bias)
+        return _Catch.apply(out, x.detach(), self.weight, self._anchor, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _obstacle(self) -> str:
+        if torch.is_autocast_enabled("cpu"):
+            return "its forward pass runs under autocast"
+        if self.weight.dtype != self._dtype or self.weight.device.type != "cpu":
+            return f"its weight became {self.weight.dtype} on {self.weight.device}"
+        if self.mode == "factors" and len(self.weight._backward_hooks or ()) > 1:
+            return "its weight has a hook, which would not see a gradient"
+        return ""
+
+    def _watched(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        alias = self.weight.view_as(self.weight)  # what comes back through it is the layer's own part
+        alias.register_hook(functools.partial(self._own_part, x.numel() // self.weight.shape[1]))
+        out = F.linear(x, alias, bias)
+        # On the node, and of the base: a tensor's own hook is lost when a view is changed in place.
+        node = (out if out._base is None else out._base).grad_fn
+        if node is not None:
+            node.register_prehook(self._computing)
+        return out
+
+    def _computing(self, _grads: object) -> None:
+        if torch.is_grad_enabled():
+            self._note("backward runs with create_graph=True")
+
+    def _own_part(self, rows: int, grad: Tensor | None) -> None:
+        if grad is None:
+            return
+        self._own.setdefault(torch._C._current_graph_task_id(), []).append(grad.detach())
+        if _asked_for(self.weight) == "accumulate":
+            self.rows += rows
+
+    def _dense(self, grad: Tensor | None) -> None:
+        """A gradient reaches the weight: it is the layer's own, or something else used the weight."""
+        own = self._own.pop(torch._C._current_graph_task_id(), [])
+        if grad is None:
+            return
+        if self.mode == "watch":
+            # The engine adds parts in the order they come, so that the same sum has the same bits.
+            if not own or not torch.equal(functools.reduce(torch.add, own), grad):
+                self._note("its weight is used outside the layer")
+        elif own:
+            raise self._refusal("its forward pass ran before factors were chosen")
+        elif _asked_for(self.weight) == "accumulate":
+            raise self._refusal(
+                "its weight is used outside the layer, in a compiled graph, or in backward(inputs=...)"
+            )
+
+    def _catch(self, grad: Tensor, x: Tensor) -> Tensor | None:
+        """Keep these rows, if this pass accumulates; returns the weight gradient if it is asked for."""
+        if torch.is_grad_enabled():
+            raise self._refusal("backward runs with create_graph=True")
+        if (wanted := _asked_for(self.weight)) == "nothing":
+            return None
+        outputs, inputs = self.weight.shape
+        grads, x = grad.reshape(-1, outputs), x.reshape(-1, inputs)
+        if self.mode == "watch" or wanted == "return" or _asked_for(self._anchor) == "nothing":
+            return grad_from(grads, x)
+        # Copies: once backward is over, the activations are the user's to change.
+        self._kept.append((grads * self._scale(), x.clone(memory_format=torch.contiguous_format)))
+        self.rows += len(x)
+        return None
+
+    def _through(self, anchor: Tensor) -> None:
+        anchor.grad = None
+        if self.mode == "factors" and self.weight.requires_grad:
+            self._on_ready(self)
+
+    def _note(self, obstacle: str) -> None:
+        self.obstacle = self.obstacle or obstacle
+
+    def _refusal(self, why: str) -> ModelError:
+        return ModelError(
+            f"layer {self.name} cannot send factors: {why}", where=f"layer {self.name}", fix=_FIX
+        )
+
+
+class _Catch(torch.autograd.Function):
+    """Passes a layer's output on; in backward hands its gradient and the layer's input to the capture."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, x: Tensor, weight: Tensor, anchor: Tensor, capture: Capture
+    ) -> Tensor:
+        ctx.capture = capture
+        ctx.save_for_backward(x)
+        return out.detach()  # the same memory, but no view: what follows may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grad, None, ctx.capture._catch(grad, x), torch.zeros(()), None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` with the bits that it would have if the weight wanted a gradient."""
+    if x.dim() < 3 or x.is_contiguous():
+        return F.linear(x, weight, bias)
+    # Torch makes rows of a scattered input only if the weight wants a gradient; else it rounds otherwise.
+    out = F.linear(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
+
+
+def _asked_for(leaf: Tensor) -> Literal["accumulate", "return", "nothing"]:
+    """What the backward pass that is under way does with this leaf's gradient."""
+    if not leaf.requires_grad:  # frozen since forward
+        return "nothing"
+    try:
+        wanted = torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:  # how torch says that this is an autograd.grad() of this very leaf
+        return "return"
+    return "accumulate" if wanted else "nothing"
+
+
+class _Captured(nn.Linear):
+    """Takes the place of a layer's class; its state_dict keys stay what they were."""
+
+    echelon_capture: Capture
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As `nn.Linear`, through the capture unless another tensor stands in for the weight."""
+        if torch.compiler.is_compiling() or self.weight is not self.echelon_capture.weight:
+            return super().forward(input)
+        return self.echelon_capture.linear(input, self.bias)
+
+    def _get_name(self) -> str:
+        return "Linear"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Copies and pickles are plain layers: a capture belongs to this process and this weight.
+        state = {key: value for key, value in self.__dict__.items() if key != "echelon_capture"}
+        return nn.Linear.__new__, (nn.Linear,), state
+
+
+def eligible(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers that can give factors, by name. Ask before anything hangs hooks on the weights."""
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    compiled = {
+        id(inner) for module in model.modules() if _is_compiled(module) for inner in module.modules()
+    }
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and id(module) not in compiled and _plain(module, owners)
+    }
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")  # slow to import; not there, nothing is compiled
+    return module._compiled_call_impl is not None or (
+        dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    )
+
+
+def _plain(layer: nn.Linear, owners: Counter[int]) -> bool:
+    """Whether forward is nn.Linear's, on an ordinary trainable weight that is this layer's alone."""
+    weight = layer._parameters.get("weight")
+    return (
+        type(weight) is nn.Parameter
+        and weight.dtype in (torch.float32, torch.float64)
+        and weight.device.type == "cpu"
+        and weight.requires_grad
+        and weight.numel() > 0
+        and owners[id(weight)] == 1
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+        and "forward" not in layer.__dict__
+    )
+
+
+def attach(
+    layers: Mapping[str, nn.Linear], *, scale: Callable[[], float], on_ready: Callable[[Capture], None]
+) -> dict[str, Capture]:
+    """Put a capture, in watch mode, into each of these layers, in place."""
+    captures = {}
+    for name, layer in layers.items():
+        captures[name] = Capture(name, layer.weight, scale, on_ready)
+        layer.echelon_capture = captures[name]  # type: ignore[assignment]
+        layer.__class__ = _Captured
+    return captures
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`: the layers are torch's own again."""
+    for layer in model.modules():
+        release(layer)
+
+
+def release(layer: nn.Module) -> None:
+    """Undo `attach` for one layer, if it is attached."""
+    if isinstance(layer, _Captured):
+        layer.echelon_capture.close()
+        del layer.echelon_capture
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def grad_from(grads: Tensor, inputs: Tensor) -> Tensor:
+    """The weight gradient that these rows stand for."""
+    return grads.t() @ inputs

@@ -1,0 +1,144 @@
+"""Linear layers that send the factors of their weights' gradients train as if they sent these."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.data import DataLoader
+
+import echelon
+from echelon.errors import ModelError
+from echelon.observe.events import BucketReduced, Noted, read_events
+from plain import assert_same, examples, in_session, plainly, seed_weights
+
+
+def work(name, options, *args):
+    return in_session(globals()[name], options, *args)
+
+
+class Reader(nn.Module):
+    """Several inputs per step for one layer, three dimensions, a layer without bias, a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look = nn.Conv1d(1, 2, 3)
+        self.shared = nn.Linear(6, 5)
+        self.tokens = nn.Linear(5, 4, bias=False)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        seen = self.look(x[:, None])  # samples x 2 x 6
+        once = torch.tanh(self.shared(seen))
+        twice = torch.tanh(self.shared(seen.flip(2)))
+        return self.out(self.tokens(once + twice).flatten(1))
+
+
+def train(session, journal, habit="plain", overlap="backward"):
+    seed_weights(session)
+    model = Reader().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    loader = DataLoader(examples(), batch_size=12)
+    loss_of = {"sum": "sum"}.get(habit, "mean")
+    model, optimizer, loader = session.prepare(
+        model, optimizer, loader, factors="always", loss=loss_of, overlap=overlap
+    )
+    for epoch in session.epochs(7):
+        for x, y in loader:
+            if habit == "grow" and epoch % 2:
+                x, y = torch.cat([x, x]), torch.cat([y, y])
+            optimizer.zero_grad(set_to_none=habit != "zero in place")
+            if habit == "pieces":
+                half = max(1, len(x) // 2)
+                with session.accumulate():
+                    (F.cross_entropy(model(x[:half]), y[:half], reduction="sum") / len(x)).backward()
+                (F.cross_entropy(model(x[half:]), y[half:], reduction="sum") / len(x)).backward()
+            loss = F.cross_entropy(model(x), y, reduction=loss_of)
+            if habit == "sum":
+                loss = loss / 12
+            if habit != "pieces":
+                loss.backward(retain_graph=habit == "twice")
+            if habit == "twice":
+                loss.backward()
+            if habit == "clip":
+                journal.note_figure(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
+            optimizer.step()
+            if habit == "sum":
+                journal.note_sum(loss)
+            else:
+                journal.note(loss, len(x))
+    return model
+
+
+@pytest.mark.parametrize("overlap", ["backward", "step"])
+@pytest.mark.parametrize("habit", ["plain", "grow", "pieces", "sum", "twice", "clip", "zero in place"])
+def test_factors_train_as_dense_gradients_do(warm_pool, habit, overlap):
+    workers, options = (4, {"shares": (4, 3, 2, 1)}) if habit == "plain" else (2, {"shares": (3, 1)})
+    found = warm_pool.run(workers, work, "train", options, habit, overlap)
+    assert_same(plainly(train, habit), found, rtol=1e-8)
+
+
+def recorded(rule):
+    with echelon.join(name="factored", transport="tcp", round_timeout_s=20) as session:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = session.prepare(model, optimizer, factors=rule)
+        before = copy.deepcopy(model.state_dict())
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+        assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])
+    return str(session.folder.path), list(read_events(session.folder.events_of(session.rank)))
+
+
+def test_the_choice_and_its_reason_are_in_the_plan_and_in_the_record(warm_pool, tmp_path):
+    (folder, events), (_, others) = warm_pool.run(2, recorded, "always")
+    (said,) = [event.text for event in events if isinstance(event, Noted) and "factors" in event.text]
+    assert "2 of 2 linear layers" in said
+    assert "instead of" in said
+    assert not any(isinstance(event, Noted) for event in others)
+    assert [event.how for event in events if isinstance(event, BucketReduced)].count("factors") == 4
+    assert folder
+
+
+def refused():
+    with echelon.join(record=False, round_timeout_s=20) as session:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = session.prepare(model, optimizer, factors="always")
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ModelError) as error:
+            (model(torch.ones(2, 4)).sum() + model[0].weight.sum()).backward()
+        return str(error.value)
+
+
+def test_a_weight_that_is_also_used_outside_its_layer_is_refused_by_name(warm_pool):
+    for said in warm_pool.run(2, refused):
+        assert "layer 0" in said
+        assert "--factors never" in said
+
+
+def outside_from_the_beginning(session, journal):
+    """A weight that is used outside its layer from the first step on: that layer stays dense."""
+    seed_weights(session)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(examples(), batch_size=12)
+    model, optimizer, loader = session.prepare(model, optimizer, loader, factors="always")
+    for _ in session.epochs(7):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) + 1e-2 * model[0].weight.square().sum()
+            loss.backward()
+            optimizer.step()
+            journal.note(loss, len(x))
+    return model
+
+
+def test_a_layer_that_cannot_send_factors_from_the_first_step_on_stays_dense(warm_pool):
+    found = warm_pool.run(2, work, "outside_from_the_beginning", {})
+    assert_same(plainly(outside_from_the_beginning), found, rtol=1e-8)
