@@ -53,6 +53,27 @@ def reductions(transport):
         return out
 
 
+def parts(transport):
+    with echelon.join(record=False, transport=transport, round_timeout_s=20) as session:
+        rank = session.rank
+        rows = torch.arange(10.0).view(5, 2) * (rank + 1)
+        out = {op: session.reduce_scatter(rows, op) for op in ("sum", "mean", "max")}
+        out["kept"] = rows
+        out["whole"] = session.reduce_scatter(torch.arange(7) + rank)
+        out["one row"] = session.reduce_scatter(torch.ones(1, 3))
+        out["empty"] = session.reduce_scatter(torch.ones(0, 3))
+        out["weighted"] = session.all_reduce(torch.tensor([1.0, 2.0]) * rank, "mean", weight=3.0 * rank + 1)
+        out["refused"] = [
+            attempt(session.reduce_scatter, torch.tensor(1.0)),
+            attempt(session.all_reduce, torch.ones(1), "mean", weight=0.0),
+            attempt(session.all_reduce, torch.ones(1), "mean", weight=-1.0 if rank else 1.0),
+            attempt(session.all_reduce, torch.ones(1), "sum", weight=1.0),
+            attempt(session.all_reduce, torch.ones(1), "mean", weight=1.0 if rank else None),
+        ]
+        out["after"] = session.all_reduce(torch.ones(1))
+        return out
+
+
 def gathers(transport):
     with echelon.join(record=False, transport=transport, round_timeout_s=20) as session:
         rank = session.rank
@@ -147,6 +168,24 @@ def test_reductions_work_in_place_on_any_tensor(warm_pool, transport):
         assert first.tolist() == second.tolist() == [2, 2, 2]
         assert same
         assert torch.equal(out["later"], torch.full((3, 2), 3.0))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums_are_dealt_out_by_rows_and_means_may_be_weighted(warm_pool, transport):
+    found = warm_pool.run(3, parts, transport)
+    rows = torch.arange(10.0).view(5, 2)
+    for rank, out in enumerate(found):
+        mine = torch.tensor_split(rows, 3)[rank]
+        torch.testing.assert_close(out["sum"], mine * 6)
+        torch.testing.assert_close(out["mean"], mine * 2)
+        torch.testing.assert_close(out["max"], mine * 3)
+        assert torch.equal(out["kept"], rows * (rank + 1))
+        assert torch.equal(out["whole"], torch.tensor_split(3 * torch.arange(7) + 3, 3)[rank])
+        assert out["one row"].shape == ((1, 3) if rank == 0 else (0, 3))
+        assert out["empty"].shape == (0, 3)
+        torch.testing.assert_close(out["weighted"], torch.tensor([1.0, 2.0]) * (4 + 2 * 7) / 12)
+        assert all(isinstance(error, ConfigError) for error in out["refused"]), out["refused"]
+        assert out["after"] == 3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

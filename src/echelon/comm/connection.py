@@ -4,19 +4,24 @@ Outgoing messages queue by priority, and a more urgent one overtakes between two
 goes straight to where it belongs if somebody waits for it: into the buffer, or into a cache-sized piece of
 memory from which it is added. What nobody waits for yet is kept aside; beyond a limit, and while nothing is
 awaited, the peer is not read from, and TCP makes it wait.
+
+The socket may be one that speaks TLS (`tls.py`). Then bytes may wait in the socket object where the kernel
+does not see them, so nobody would be woken for them: `read` never leaves any there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import select
 import socket
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from echelon.comm import frames, notices
+from echelon.comm import frames, notices, tls
 from echelon.comm.frames import HEADER_BYTES, NOTICES, Header
 from echelon.comm.notices import Notice
 from echelon.errors import Corrupt, StaleView
@@ -122,6 +127,8 @@ class Connection:
         self._in_place = False
         self._have = 0
         self._wakes_at = 1
+        self._encrypted = isinstance(sock, ssl.SSLSocket)
+        self._pending = sock.pending if isinstance(sock, ssl.SSLSocket) else _nothing
         self.progressed = False
         self.interest = select.EPOLLIN
 
@@ -254,8 +261,8 @@ class Connection:
     def read(self) -> None:
         """Read what the kernel has. Raises ConnectionError when the peer is gone, Corrupt when it errs."""
         try:
-            for _ in range(_FRAMES_AT_ONCE):
-                if self.paused:
+            for count in itertools.count():
+                if (count >= _FRAMES_AT_ONCE or self.paused) and not self._pending():
                     return
                 if self._header is None and not self._read_header():
                     return
@@ -264,6 +271,9 @@ class Connection:
         except (Corrupt, StaleView):
             self.refused += 1
             raise
+        except ssl.SSLError as error:
+            self.refused += 1
+            raise Corrupt(f"TLS with {self.peer} failed: {tls.reason(error)}") from error
 
     def _read_header(self) -> bool:
         try:
@@ -343,8 +353,11 @@ class Connection:
         return True
 
     def _wake_at(self, count: int) -> None:
-        """Ask to be woken when so much is there: in the middle of a frame, a little is of no use."""
-        if count != self._wakes_at:
+        """Ask to be woken when so much is there: in the middle of a frame, a little is of no use.
+
+        Not under TLS: it may have taken the beginning of a record, and only the rest is still to come.
+        """
+        if count != self._wakes_at and not self._encrypted:
             self._wakes_at = count
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
@@ -380,6 +393,11 @@ def _hand_over(sink: Sink, offset: int, data: memoryview) -> None:
         sink.take(offset, data)
     else:
         target[:] = data
+
+
+def _nothing() -> int:
+    """What waits in a plain socket object: all of it is in the kernel."""
+    return 0
 
 
 def _tune(sock: socket.socket) -> None:

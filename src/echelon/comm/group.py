@@ -98,6 +98,13 @@ class Group(ABC):
                 self.broadcast(block, source)
         return Pending.finished(buffer)
 
+    def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Pending:
+        """Combine a contiguous buffer over all members; member r gets block r, `lengths[r]` elements long.
+
+        The result is that block, in place; the rest of the buffer holds nothing of use afterwards.
+        """
+        return self.all_reduce(buffer, op).then(lambda all_of: blocks(all_of, lengths)[self.rank])
+
     @abstractmethod
     def fork(self) -> Group:
         """The same members with an order of operations of their own."""

@@ -2,16 +2,19 @@
 
 Each worker listens on the interface that leads to the others and leaves its address in the store; the
 higher rank of each pair dials. Who cannot prove that it knows the run's secret is turned away. Callers are
-answered side by side, so that one who says nothing holds up nobody.
+answered side by side, so that one who says nothing holds up nobody. With certificates, all of this and all
+that follows is encrypted (`tls.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import secrets
 import selectors
 import socket
+import ssl
 import threading
 import time
 import uuid
@@ -21,8 +24,10 @@ from dataclasses import dataclass, field
 import msgspec
 from torch.distributed import DistError
 
+from echelon.comm import tls
 from echelon.comm.handshake import HungUp, Refused, Turn, conversation, greet
 from echelon.comm.rendezvous import Meeting
+from echelon.comm.tls import Certificates, Contexts
 from echelon.errors import JoinTimeout, LaunchError
 
 _HANDSHAKE_S = 5.0
@@ -30,12 +35,16 @@ _POLL_S = 0.02
 _TICK_S = 0.05
 _ASK_S = 0.2
 _MOST_CALLERS = 256
+_CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # as when a plain connection is: try again
 _log = logging.getLogger(__name__)
 
 
 class _Address(msgspec.Struct, frozen=True):
+    """Where a worker listens, and whether it speaks TLS, so that who does not learns why it fails."""
+
     host: str
     port: int
+    encrypted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +54,7 @@ class Pass:
     view: bytes
     secret: bytes
     rank: int
+    contexts: Contexts | None = None
 
 
 def agree_on_view(meeting: Meeting, secret: bytes | None) -> tuple[bytes, bytes]:
@@ -60,21 +70,32 @@ def agree_on_view(meeting: Meeting, secret: bytes | None) -> tuple[bytes, bytes]
 
 
 def connect(
-    meeting: Meeting, address: str, *, view: bytes, secret: bytes, timeout_s: float
+    meeting: Meeting,
+    address: str,
+    *,
+    view: bytes,
+    secret: bytes,
+    timeout_s: float,
+    certificates: Certificates | None = None,
 ) -> dict[int, socket.socket]:
-    """A connection to every other worker, each proven to belong to this view."""
+    """A connection to every other worker, each proven to belong to this view; encrypted, if so asked.
+
+    `address` is this worker's own. A link-local one names its interface, as in fe80::1%eth0.
+    """
     me, size = meeting.me.rank, len(meeting.members)
     deadline = time.monotonic() + timeout_s
-    own = Pass(view=view, secret=secret, rank=me)
+    contexts = certificates.contexts() if certificates is not None else None
+    own = Pass(view=view, secret=secret, rank=me, contexts=contexts)
     with _listen(address, meeting) as door:
-        here = _Address(*door.getsockname()[:2])
+        host, port = door.getsockname()[:2]
+        here = _Address(host, port, encrypted=contexts is not None)
         answering = _Answering(door, own, size)
         dialled: dict[int, socket.socket] = {}
         try:
             with _store_there(meeting):
                 meeting.store.set(f"address/{view.hex()}/{me}", msgspec.json.encode(here).decode())
                 for rank in range(me):
-                    dialled[rank] = _dial(meeting, rank, own, deadline)
+                    dialled[rank] = _dial(meeting, rank, own, address.partition("%")[2], deadline)
                 while not answering.wait(_ASK_S) and time.monotonic() < deadline:
                     meeting.check_goodbyes()
         except BaseException:
@@ -94,7 +115,7 @@ def _listen(address: str, meeting: Meeting) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     door = socket.socket(family, socket.SOCK_STREAM)
     try:
-        door.bind((address, 0))
+        door.bind(socket.getaddrinfo(address, 0, family, socket.SOCK_STREAM)[0][4])  # knows of zones
         door.listen(_MOST_CALLERS)
     except OSError as error:
         door.close()
@@ -181,12 +202,19 @@ class _Answering:
         self._complete.set()
 
     def _open(self, ready: selectors.BaseSelector) -> None:
+        own = self._own
         try:
             sock, _ = self._door.accept()
         except OSError:
             return
         sock.setblocking(False)
-        own = self._own
+        try:
+            if own.contexts is not None:
+                sock = _encrypted(sock, own.contexts.answering)
+        except OSError:
+            self._strangers += 1
+            sock.close()
+            return
         talk = conversation(view=own.view, rank=own.rank, secret=own.secret, dialled=False)
         caller = _Caller(sock, talk, time.monotonic() + _HANDSHAKE_S)
         caller.awaits = next(talk).awaits
@@ -194,6 +222,7 @@ class _Answering:
             self._turn_away(ready, next(iter(self._callers.values())))
         self._callers[sock.fileno()] = caller
         ready.register(sock, selectors.EVENT_READ)
+        self._hear(ready, caller)  # under TLS it is we who begin
 
     def _hear(self, ready: selectors.BaseSelector, caller: _Caller) -> None:
         try:
@@ -238,23 +267,39 @@ class _Answering:
             self._turn_away(ready, caller)
 
 
+def _encrypted(sock: socket.socket, context: ssl.SSLContext) -> socket.socket:
+    """A caller's socket, behind TLS. Reading from it shakes hands first, as far as bytes are there."""
+    sock.getpeername()  # raises if it has hung up already, which wrapping does not bear well
+    return context.wrap_socket(sock, do_handshake_on_connect=False)
+
+
 # Dialling ----------------------------------------------------------------------------------------
 
 
-def _dial(meeting: Meeting, rank: int, own: Pass, deadline: float) -> socket.socket:
+def _dial(meeting: Meeting, rank: int, own: Pass, zone: str, deadline: float) -> socket.socket:
     """Connect with a worker that listens. One that does not answer is tried again, until the deadline."""
     address = _address_of(meeting, rank, own.view, deadline)
+    peer, here = str(meeting.members[rank]), str(meeting.me)
+    if address.encrypted != (own.contexts is not None):
+        which = "was given TLS certificates, this worker was not"
+        if not address.encrypted:
+            which = "was not given TLS certificates, this worker was"
+        raise Refused(f"{peer} {which}", ranks=(rank,), where=here, fix=tls.ALL_OR_NONE)
+    if zone and ipaddress.ip_address(address.host).is_link_local:
+        address = msgspec.structs.replace(address, host=f"{address.host}%{zone}")
     while True:
         try:
             return _try(address, rank, own, deadline)
         except (OSError, HungUp) as error:
+            if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
+                raise tls.refusal(error, peer=peer, rank=rank, where=here) from error
             meeting.check_goodbyes()
             if time.monotonic() > deadline:
                 raise JoinTimeout(
-                    f"{meeting.members[rank]} cannot be reached at {address.host} port {address.port}: "
+                    f"{peer} cannot be reached at {address.host} port {address.port}: "
                     f"{error.message if isinstance(error, HungUp) else error}",
                     ranks=(rank,),
-                    where=str(meeting.me),
+                    where=here,
                     fix="check the network and firewalls between the two",
                 ) from error
             time.sleep(_POLL_S)
@@ -263,14 +308,18 @@ def _dial(meeting: Meeting, rank: int, own: Pass, deadline: float) -> socket.soc
 def _try(address: _Address, rank: int, own: Pass, deadline: float) -> socket.socket:
     left = max(0.1, deadline - time.monotonic())
     peer = socket.create_connection((address.host, address.port), timeout=left)
+    until = time.monotonic() + min(_HANDSHAKE_S, left)
     try:
+        if own.contexts is not None:
+            peer.settimeout(until - time.monotonic())
+            peer = own.contexts.dialling.wrap_socket(peer, server_side=True)
         answered = greet(
             peer,
             view=own.view,
             rank=own.rank,
             secret=own.secret,
             dialled=True,
-            timeout_s=min(_HANDSHAKE_S, left),
+            timeout_s=until - time.monotonic(),
         )
         if answered != rank:
             raise Refused(f"rank {answered} answered where rank {rank} was expected", ranks=(rank,))

@@ -6,6 +6,7 @@ that is given different shapes ends the process, or hangs.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, overload
 
 import msgspec
@@ -49,41 +50,69 @@ class Talk:
         return self._group.size
 
     @overload
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, wait: Literal[True] = True) -> Tensor: ...
+    def all_reduce(
+        self, tensor: Tensor, op: Op = "sum", *, weight: float | None = None, wait: Literal[True] = True
+    ) -> Tensor: ...
     @overload
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, wait: Literal[False]) -> Pending: ...
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, wait: bool = True) -> Tensor | Pending:
-        """Combine a tensor over all workers, in place. With wait=False, returns a future of it."""
-        check_choice("op", op, ("sum", "mean", "max", "min"))
-        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ConfigError(
-                f"a mean of {tensor.dtype} is not a whole number",
-                where="session.all_reduce",
-                fix="use op='sum', or convert the tensor to a floating-point type",
-            )
-        if tensor.dtype not in _REDUCIBLE[op]:
-            raise ConfigError(
-                f"{tensor.dtype} has no {op} over workers",
-                where="session.all_reduce",
-                fix="convert the tensor to one of the usual number types first",
-            )
-        self._check_same("all_reduce", op, tensor)
+    def all_reduce(
+        self, tensor: Tensor, op: Op = "sum", *, weight: float | None = None, wait: Literal[False]
+    ) -> Pending: ...
+    def all_reduce(
+        self, tensor: Tensor, op: Op = "sum", *, weight: float | None = None, wait: bool = True
+    ) -> Tensor | Pending:
+        """Combine a tensor over all workers, in place. With wait=False, returns a future of it.
+
+        A mean may be weighted: each worker gives the weight of its own tensor, such as its samples.
+        """
+        _check_reducible("all_reduce", tensor, op)
+        self._check_same("all_reduce", op if weight is None else f"{op} weighted", tensor)
+        part = self._part(op, weight)
         if self.world_size == 1 or not tensor.numel():
             pending = Pending.finished(tensor)
         else:
             # A copy: if the reduction fails in the middle, what was handed in is as it was.
             flat = tensor.detach().clone(memory_format=torch.contiguous_format)
+            if part is not None:
+                flat.mul_(part)
             pending = self._group.all_reduce(flat, "sum" if op == "mean" else op).then(
-                lambda _: self._put(tensor, flat, op)
+                lambda _: _put(tensor, flat)
             )
         return pending.wait() if wait else pending
 
-    def _put(self, tensor: Tensor, result: Tensor, op: Op) -> Tensor:
-        with torch.no_grad():
-            if op == "mean":
-                result.div_(self.world_size)
-            tensor.copy_(result)
-        return tensor
+    def _part(self, op: Op, weight: float | None) -> float | None:
+        """The part that this worker's tensor has in a mean; None for other operations."""
+        if weight is None:
+            return 1.0 / self.world_size if op == "mean" else None
+        told = torch.tensor([float(weight) if op == "mean" and 0 <= weight < math.inf else math.nan])
+        weights = torch.cat(self._group.all_gather(told.double()))
+        if not float(weights.sum()) > 0:  # told to all, so that all refuse
+            raise ConfigError(
+                f"weights {[round(w, 6) for w in weights.tolist()]} of op={op!r} make no weighted mean",
+                where="session.all_reduce",
+                fix="give op='mean' and weights of 0 or more, not all 0",
+            )
+        return float(weights[self.rank] / weights.sum())
+
+    def reduce_scatter(self, tensor: Tensor, op: Op = "sum") -> Tensor:
+        """Combine a tensor over all workers and give each its part of the first dimension, by rank.
+
+        The parts are nearly equal, as `torch.tensor_split` makes them; what was handed in stays as it was.
+        """
+        _check_reducible("reduce_scatter", tensor, op)
+        if not tensor.dim():
+            raise ConfigError(
+                "a tensor without dimensions has no parts",
+                where="session.reduce_scatter",
+                fix="use all_reduce",
+            )
+        self._check_same("reduce_scatter", op, tensor)
+        flat = tensor.detach().clone(memory_format=torch.contiguous_format)
+        parts = torch.tensor_split(flat, self.world_size)
+        lengths = [part.numel() for part in parts]
+        if flat.numel():
+            self._group.reduce_scatter(flat, lengths, "sum" if op == "mean" else op).wait()
+        own = parts[self.rank].clone()
+        return own.div_(self.world_size) if op == "mean" else own
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensor, by rank. Shapes may differ, types may not."""
@@ -140,6 +169,27 @@ class Talk:
                     where=f"rank {rank} on {self._nodes[rank]}",
                     fix="all workers must make the same calls with tensors of the same shape and type",
                 )
+
+
+def _check_reducible(call: str, tensor: Tensor, op: Op) -> None:
+    check_choice("op", op, ("sum", "mean", "max", "min"))
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigError(
+            f"a mean of {tensor.dtype} is not a whole number",
+            where=f"session.{call}",
+            fix="use op='sum', or convert the tensor to a floating-point type",
+        )
+    if tensor.dtype not in _REDUCIBLE[op]:
+        raise ConfigError(
+            f"{tensor.dtype} has no {op} over workers",
+            where=f"session.{call}",
+            fix="convert the tensor to one of the usual number types first",
+        )
+
+
+@torch.no_grad()
+def _put(tensor: Tensor, result: Tensor) -> Tensor:
+    return tensor.copy_(result)
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -6,14 +6,16 @@ import logging
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import msgspec
 import pytest
 from torch.distributed import HashStore
 
+from echelon.cluster.interfaces import interfaces
 from echelon.comm import mesh
-from echelon.comm.handshake import Refused
+from echelon.comm.handshake import HungUp, Refused, greet
 from echelon.comm.rendezvous import Meeting, Member
 from echelon.errors import JoinTimeout, LaunchError, PeerLost
 
@@ -25,7 +27,7 @@ def meeting(store, rank, size):
     return Meeting(store, members[rank], members)
 
 
-def connect_all(size, *, address="127.0.0.1", secrets=None, timeout_s=20.0, first=None):
+def connect_all(size, *, address="127.0.0.1", secrets=None, timeout_s=20.0, first=None, view=VIEW):
     """What became of each worker; `first` is done when rank 0 listens, before anybody dials it."""
     store = HashStore()
     found = [None] * size
@@ -37,7 +39,7 @@ def connect_all(size, *, address="127.0.0.1", secrets=None, timeout_s=20.0, firs
         place = meeting(store, rank, size)
         secret = secrets[rank] if secrets else b"secret"
         try:
-            found[rank] = mesh.connect(place, address, view=VIEW, secret=secret, timeout_s=timeout_s)
+            found[rank] = mesh.connect(place, address, view=view, secret=secret, timeout_s=timeout_s)
         except Exception as error:  # noqa: BLE001 - the test looks at it
             found[rank] = error
             place.say_goodbye(f"{type(error).__name__}: {error}")
@@ -81,9 +83,43 @@ def assert_connected(found):
                 assert sock.recv(2) == bytes([peer, rank])
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def link_local_addresses():
+    """Such as this machine has: each is good on its own link only, which it names."""
+    found = [entry.address for entry in interfaces() if entry.up and entry.address.startswith("fe80")]
+    return found[:1]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", *link_local_addresses()])
 def test_every_worker_is_connected_with_every_other(address):
     assert_connected(connect_all(5, address=address))
+
+
+def test_an_address_is_told_without_the_name_of_the_link():
+    """Each machine has its own name for it."""
+    told = []
+    for address in ("127.0.0.1", "::1", *link_local_addresses()):
+        assert_connected(connect_all(2, address=address, first=told.append))
+        assert told.pop()[0] == address.partition("%")[0]
+
+
+def test_two_runs_on_one_machine_do_not_meet():
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(connect_all, 3, view=bytes([n]) * 16) for n in range(2)]
+        found = [run.result() for run in runs]
+    ports = [{sock.getsockname() for own in run for sock in own.values()} for run in found]
+    assert not ports[0] & ports[1]
+    for run in found:
+        assert_connected(run)
+
+
+def test_a_worker_of_another_run_is_turned_away(caplog):
+    def lost(address):
+        with socket.create_connection(address) as sock, pytest.raises(HungUp):
+            greet(sock, view=bytes(16), rank=1, secret=b"secret", dialled=True, timeout_s=10)
+
+    with caplog.at_level(logging.WARNING):
+        assert_connected(connect_all(2, first=lost))
+    assert "1 connections of strangers were refused" in caplog.text
 
 
 def test_fifty_callers_who_say_nothing_hold_up_nobody():
