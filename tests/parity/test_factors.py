@@ -37,6 +37,18 @@ class Reader(nn.Module):
         return self.out(self.tokens(once + twice).flatten(1))
 
 
+class _Failing(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError
+
+
 def train(session, journal, habit="plain", overlap="backward"):
     seed_weights(session)
     model = Reader().double()
@@ -51,6 +63,10 @@ def train(session, journal, habit="plain", overlap="backward"):
             if habit == "grow" and epoch % 2:
                 x, y = torch.cat([x, x]), torch.cat([y, y])
             optimizer.zero_grad(set_to_none=habit != "zero in place")
+            if habit == "discards":
+                with session.accumulate():
+                    F.cross_entropy(model(x * 2), y).backward()
+                optimizer.zero_grad(set_to_none=epoch % 2 == 0)
             if habit == "pieces":
                 half = max(1, len(x) // 2)
                 with session.accumulate():
@@ -74,11 +90,38 @@ def train(session, journal, habit="plain", overlap="backward"):
 
 
 @pytest.mark.parametrize("overlap", ["backward", "step"])
-@pytest.mark.parametrize("habit", ["plain", "grow", "pieces", "sum", "twice", "clip", "zero in place"])
+@pytest.mark.parametrize(
+    "habit", ["plain", "grow", "pieces", "sum", "twice", "clip", "zero in place", "discards"]
+)
 def test_factors_train_as_dense_gradients_do(warm_pool, habit, overlap):
     workers, options = (4, {"shares": (4, 3, 2, 1)}) if habit == "plain" else (2, {"shares": (3, 1)})
     found = warm_pool.run(workers, work, "train", options, habit, overlap)
     assert_same(plainly(train, habit), found, rtol=1e-8)
+
+
+def forgets():
+    """What a backward pass that failed has left behind."""
+    with echelon.join(record=False, round_timeout_s=20) as session:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optimizer = session.prepare(model, optimizer, factors="always")
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ZeroDivisionError), session.accumulate():
+            model[1](_Failing.apply(model[0](torch.full((2, 4), 100.0)))).sum().backward()
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+
+def test_rows_of_a_backward_pass_that_failed_are_forgotten_with_its_gradients(warm_pool):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model(torch.ones(2, 4)).sum().backward()
+    for gradients in warm_pool.run(2, forgets):
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(gradient, p.grad)
 
 
 def recorded(rule):

@@ -49,16 +49,17 @@ class Choice:
     reason: str
 
 
-def decide(layer: Layer, link: Link, *, flops_per_s: float, rule: Rule) -> Choice:
+def decide(layer: Layer, link: Link, *, flops_per_s: float, rule: Rule, obstacle: str = "") -> Choice:
     """Factors or the dense gradient for this layer; `flops_per_s` is the slowest worker's.
 
     A layer that cannot gain (one worker only), or that must not be sent as factors (neither float32 nor
-    float64), stays dense by any rule; one without rows stays dense unless factors are asked for.
+    float64, or for the reason given as `obstacle`), stays dense by any rule; one without rows stays dense
+    unless factors are asked for.
     """
     dense, factors = _dense_work(layer), _factor_work(layer)
     dense_s = dense.seconds(link, 0.0)
     factor_s = factors.seconds(link, 0.0) + _extra_flops(layer) / flops_per_s
-    obstacle = _obstacle(layer, rule)
+    obstacle = obstacle or _obstacle(layer, rule)
     chosen = not obstacle and (rule == "always" or (rule == "auto" and factor_s < dense_s))
     if obstacle:
         reason = f"dense, {obstacle}"
@@ -69,7 +70,7 @@ def decide(layer: Layer, link: Link, *, flops_per_s: float, rule: Rule) -> Choic
             f"{verb} {show_bytes(mine.wire_bytes)} instead of {show_bytes(other.wire_bytes)}, "
             f"{show_seconds(mine_s)} instead of {show_seconds(other_s)}"
         )
-    asked = "" if rule == "auto" else f" ({rule} factors, as asked)"
+    asked = "" if obstacle or rule == "auto" else f" ({rule} factors, as asked)"
     return Choice(
         factors=chosen,
         dense_bytes=dense.wire_bytes,

@@ -263,7 +263,9 @@ def interface_of(meeting: Meeting, place: Place) -> str:
 
 def interface_address(meeting: Meeting, place: Place) -> str:
     """This worker's own address on the network interface towards the others."""
-    return _interface(meeting, place).address
+    choice = _interface(meeting, place)
+    link_local = choice.address.lower().startswith("fe80:")  # means something only with its interface
+    return f"{choice.address}%{choice.name}" if link_local else choice.address
 
 
 def _interface(meeting: Meeting, place: Place) -> interfaces.Choice:

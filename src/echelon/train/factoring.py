@@ -60,7 +60,10 @@ class Factoring:
         return self._reducer.weight if self._reducer else 1.0
 
     def _on_ready(self, capture: linear.Capture) -> None:
-        if self._reducer is not None and not self._reducer.keep():
+        assert self._reducer is not None
+        if self._reducer.keep():
+            capture.keep()
+        else:
             self._reducer.ready(capture.weight)
 
     def consider(self) -> None:
@@ -83,7 +86,7 @@ class Factoring:
 
     def _choose(self, reducer: Reducer) -> dict[str, tuple[Choice, tuple[int, ...]]]:
         captures = self._captures.values()
-        rows = [_UNFIT if capture.obstacle else capture.rows for capture in captures]
+        rows = [_UNFIT if capture.obstacle else -(-capture.rows // reducer.rounds) for capture in captures]
         mine = torch.tensor([_kind_of_processor(), _flops_per_s(), *rows], dtype=torch.float64)
         all_of = torch.stack(reducer.group.all_gather(mine))
         alike = len(set(all_of[:, 0].tolist())) == 1
@@ -91,7 +94,11 @@ class Factoring:
         choices = {}
         for column, capture in enumerate(captures, start=2):
             rows_of = tuple(int(count) for count in all_of[:, column])
-            fit = _UNFIT not in rows_of and (alike or self._rule == "always")
+            obstacle = ""
+            if _UNFIT in rows_of:
+                obstacle = capture.obstacle or f"rank {rows_of.index(_UNFIT)} cannot send factors"
+            elif not alike and self._rule == "auto":
+                obstacle = "processors differ, so products would differ in their last bits"
             outputs, inputs = capture.weight.shape
             layer = Layer(
                 name=capture.name,
@@ -100,8 +107,7 @@ class Factoring:
                 outputs=outputs,
                 item_bytes=capture.weight.element_size(),
             )
-            rule: Rule = self._rule if fit else "never"
-            choice = decide(layer, self._link, flops_per_s=flops_per_s, rule=rule)
+            choice = decide(layer, self._link, flops_per_s=flops_per_s, rule=self._rule, obstacle=obstacle)
             choices[capture.name] = (choice, layer.rows_of)
         return choices
 

@@ -44,7 +44,7 @@ class Capture:
     def __init__(
         self,
         name: str,
-        weight: Tensor,
+        weight: nn.Parameter,
         scale: Callable[[], float],
         on_ready: Callable[[Capture], None],
     ) -> None:
@@ -56,10 +56,9 @@ class Capture:
         self._scale = scale
         self._on_ready = on_ready
         self._dtype = weight.dtype
-        self._kept: list[tuple[Tensor, Tensor]] = []
-        self._own: dict[
-            int, list[Tensor]
-        ] = {}  # by backward pass: the layer's parts of the weight gradient
+        self._kept: list[tuple[int, Tensor, Tensor]] = []  # backward pass, G, X
+        self._marker: tuple[Tensor, int] | None = None
+        self._own: dict[int, list[Tensor]] = {}  # the layer's parts of the gradient, by backward pass
         self._anchor = torch.zeros((), requires_grad=True)
         self._handles = [
             self._anchor.register_post_accumulate_grad_hook(self._through),
@@ -71,20 +70,38 @@ class Capture:
         self.clear()
         self.mode = mode
 
+    def keep(self) -> None:
+        """The rows of the pass under way stay for a later one, as long as nobody zeroes gradients."""
+        self._forget_stale()
+        if self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight)
+        self._marker = (self.weight.grad, self.weight.grad._version)
+
     def take(self) -> tuple[Tensor, Tensor]:
         """All rows (G, X) since the last time, each G in units of its own scale; then there are none."""
+        self._forget_stale()
         kept = self._kept
         self.clear()
-        if len(kept) == 1:
-            return kept[0]
         if not kept:
             outputs, inputs = self.weight.shape
             return self.weight.new_empty(0, outputs), self.weight.new_empty(0, inputs)
-        return torch.cat([grads for grads, _ in kept]), torch.cat([inputs for _, inputs in kept])
+        if len(kept) == 1:
+            return kept[0][1:]
+        return torch.cat([grads for _, grads, _ in kept]), torch.cat([inputs for *_, inputs in kept])
+
+    def _forget_stale(self) -> None:
+        """Drop rows of earlier passes, unless they were kept and `zero_grad()` was not called since."""
+        kept_on = self._marker is not None and (
+            self.weight.grad is self._marker[0] and self.weight.grad._version == self._marker[1]
+        )
+        if not kept_on:
+            now = torch._C._current_graph_task_id()
+            self._kept = [entry for entry in self._kept if entry[0] == now]
 
     def clear(self) -> None:
         """Forget the rows that came."""
         self._kept = []
+        self._marker = None
         self._own = {}
         self.rows = 0
 
@@ -157,14 +174,15 @@ class Capture:
         """Keep these rows, if this pass accumulates; returns the weight gradient if it is asked for."""
         if torch.is_grad_enabled():
             raise self._refusal("backward runs with create_graph=True")
-        if (wanted := _asked_for(self.weight)) == "nothing":
+        if _asked_for(self.weight) == "nothing":
             return None
         outputs, inputs = self.weight.shape
         grads, x = grad.reshape(-1, outputs), x.reshape(-1, inputs)
-        if self.mode == "watch" or wanted == "return" or _asked_for(self._anchor) == "nothing":
+        if self.mode == "watch" or _asked_for(self._anchor) == "nothing":
             return grad_from(grads, x)
         # Copies: once backward is over, the activations are the user's to change.
-        self._kept.append((grads * self._scale(), x.clone(memory_format=torch.contiguous_format)))
+        inputs_kept = x.clone(memory_format=torch.contiguous_format)
+        self._kept.append((torch._C._current_graph_task_id(), grads * self._scale(), inputs_kept))
         self.rows += len(x)
         return None
 
@@ -281,7 +299,7 @@ def attach(
     """Put a capture, in watch mode, into each of these layers, in place."""
     captures = {}
     for name, layer in layers.items():
-        captures[name] = Capture(name, layer.weight, scale, on_ready)
+        captures[name] = Capture(name, layer.get_parameter("weight"), scale, on_ready)
         layer.echelon_capture = captures[name]  # type: ignore[assignment]
         layer.__class__ = _Captured
     return captures

@@ -129,7 +129,7 @@ def test_a_collective_that_would_hang_is_refused(kind, reason):
     ("size", "length_bytes", "reason"),
     [
         (8, 4_000, "butterfly: 8 workers, 4.0 kB: 3 steps of latency beat 14"),
-        (2, 4_000, "butterfly: 2 workers, 4.0 kB: 1 step of latency beats 2"),
+        (2, 4_000, "direct: 2 workers, 4.0 kB: adding 2.0 kB beats 4.0 kB"),
         (8, 64_000_000, "ring: 8 workers, 64.0 MB: 112.0 MB on the wire beat 192.0 MB"),
         (
             8,
@@ -163,7 +163,13 @@ def test_blocks_are_chosen_where_the_number_of_workers_is_no_power_of_two():
     assert costs["binary-blocks"] < costs["halving-doubling"]
 
 
-@given(st.integers(1, 12), st.integers(0, 200), links, st.floats(0, 1e-8))
+@given(st.integers(0, 10_000_000), links, st.floats(0, 1e-8))
+@settings(max_examples=60, deadline=None)
+def test_two_workers_always_exchange_directly(length_bytes, link, add_s):
+    assert choose(2, length_bytes, link, add_s)[0] == "direct"
+
+
+@given(st.integers(3, 12), st.integers(0, 200), links, st.floats(0, 1e-8))
 @settings(max_examples=60, deadline=None)
 def test_no_collective_is_much_cheaper_than_the_chosen_one(size, part, link, add_s):
     power = 1 << (size.bit_length() - 1)
