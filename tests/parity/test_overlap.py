@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import echelon
-from echelon.comm import reducer
+from echelon.comm import buckets
 from echelon.errors import ConfigError, ModelError
 from echelon.train.late import LateGradient, LateParameter
 from plain import assert_identical, assert_same, examples, in_session, network, plainly, seed_weights
@@ -40,12 +40,12 @@ def work(name, options, *args):
 @contextmanager
 def many_buckets():
     """A bucket for nearly every parameter, so that some are late and others are not."""
-    kept = reducer.FIRST_BYTES, reducer.BUCKET_BYTES
-    reducer.FIRST_BYTES = reducer.BUCKET_BYTES = 64
+    kept = buckets.FIRST_BYTES, buckets.BUCKET_BYTES
+    buckets.FIRST_BYTES = buckets.BUCKET_BYTES = 64
     try:
         yield
     finally:
-        reducer.FIRST_BYTES, reducer.BUCKET_BYTES = kept
+        buckets.FIRST_BYTES, buckets.BUCKET_BYTES = kept
 
 
 def train(session, journal, overlap, kind="sgd", habit="plain"):

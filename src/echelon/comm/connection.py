@@ -261,13 +261,9 @@ class Connection:
     def read(self) -> None:
         """Read what the kernel has. Raises ConnectionError when the peer is gone, Corrupt when it errs."""
         try:
-            for count in itertools.count():
-                if (count >= _FRAMES_AT_ONCE or self.paused) and not self._pending():
-                    return
-                if self._header is None and not self._read_header():
-                    return
-                if not self._read_payload():
-                    return
+            self._read_frames()
+            if self._header is None:  # between two frames, anything is worth waking for
+                self._wake_at(1)
         except (Corrupt, StaleView):
             self.refused += 1
             raise
@@ -275,11 +271,19 @@ class Connection:
             self.refused += 1
             raise Corrupt(f"TLS with {self.peer} failed: {tls.reason(error)}") from error
 
+    def _read_frames(self) -> None:
+        for count in itertools.count():
+            if (count >= _FRAMES_AT_ONCE or self.paused) and not self._pending():
+                return
+            if self._header is None and not self._read_header():
+                return
+            if not self._read_payload():
+                return
+
     def _read_header(self) -> bool:
         try:
             count = self.sock.recv_into(memoryview(self._header_bytes)[self._have :])
         except BlockingIOError:
-            self._wake_at(1)
             return False
         if not count:
             raise ConnectionResetError("the peer closed the connection")

@@ -1,7 +1,11 @@
-"""A group on Echelon's own transports: schedules over TCP between hosts, shared memory within one.
+"""A group on Echelon's own transports: schedules over TCP between machines, shared memory within one.
 
 The collective is chosen by name and its schedule is made once for every length. Groups that are forked from
 each other share connections and keep their messages apart by channel.
+
+Buffers that the group has made are in shared memory wherever workers share a machine: on one machine that
+is all there is (`shm.py`); on several, one worker or more of each talks across (`rails.py`). All other
+tensors go over TCP, as they do between machines of one worker each.
 """
 
 from __future__ import annotations
@@ -10,22 +14,29 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from echelon.cluster import probe
 from echelon.comm import mesh
 from echelon.comm.collective import COLLECTIVES, Collective, Schedule, pieces
+from echelon.comm.collectives.auto import Auto
+from echelon.comm.collectives.direct import to_owners
 from echelon.comm.connection import Connection
 from echelon.comm.exchange import Exchange
-from echelon.comm.group import Group, Op, Pending, Timing
+from echelon.comm.group import Group, Op, Pending, Timing, blocks
+from echelon.comm.links import Links, measure
 from echelon.comm.loop import CHANNEL_BITS, Loop
 from echelon.comm.place import Place
+from echelon.comm.rails import TAGS, Layout, Rails, machines
 from echelon.comm.rendezvous import Meeting, interface_address
 from echelon.comm.segment import Handle
 from echelon.comm.shm import Team
 from echelon.comm.spread import broadcast, gather_all, gather_blocks
-from echelon.errors import LaunchError, RoundTimeout
+from echelon.comm.tls import Certificates
+from echelon.errors import ConfigError, LaunchError, RoundTimeout
 
 SECRET_VARIABLE = "ECHELON_SECRET"
 _LARGE_BYTES = 64 * 1024  # from here on, spreading in few bytes beats spreading in few steps
@@ -46,6 +57,8 @@ class Engine:
         self.view = view
         self.channels = 0
         self.shared_memory = shared_memory
+        self.rails: list[Rails] = []
+        self.piece_bytes = 0  # not known yet
 
     @classmethod
     def connect(
@@ -55,7 +68,10 @@ class Engine:
         given = os.environ.get(SECRET_VARIABLE)
         view, secret = mesh.agree_on_view(meeting, given.encode() if given else None)
         address = interface_address(meeting, place)
-        sockets = mesh.connect(meeting, address, view=view, secret=secret, timeout_s=timeout_s)
+        certificates = Certificates.from_environment(os.environ)
+        sockets = mesh.connect(
+            meeting, address, view=view, secret=secret, timeout_s=timeout_s, certificates=certificates
+        )
         names = {member.rank: str(member) for member in meeting.members}
         connections = {
             rank: Connection(sock, view=view, peer=names[rank]) for rank, sock in sockets.items()
@@ -66,6 +82,8 @@ class Engine:
     def close(self) -> None:
         """Leave; the others learn why, if this worker has said it."""
         self.loop.close(self.meeting.last_words[-1] if self.meeting.last_words else "")
+        for rails in self.rails:
+            rails.close()
 
     def next_channel(self) -> int:
         """Channels are opened by all workers in the same order, so their numbers agree."""
@@ -81,36 +99,33 @@ class EngineGroup(Group):
         self.size = len(engine.meeting.members)
         self._engine = engine
         self._owns = owns
-        self._text = collective
-        self._collective: Collective = COLLECTIVES.build(collective, where="--collective")
-        self._collective.check(self.size)
+        self._text: str
+        self._collective: Collective
+        self._choose(collective)
         self._channel = engine.next_channel()
         self._count = 0
         self._team: Team | None = None
+        self._rails: Rails | None = None
         if engine.shared_memory:
-            self._team = self._gather_team()
+            self._share_memory(machines(engine.meeting.members))
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
         """Combine in place, in the background; in shared memory, by whoever waits."""
         flat = tensor.detach().view(-1)
-        if self._team is not None and self._team.holds(flat):
+        if self._team is None or not self._team.holds(flat):
+            return _joined(tensor, [self._over_tcp(flat[a:b], op, priority) for a, b in _lanes(flat)])
+        if self._rails is None:
             return self._in_memory(self._team, tensor, flat, op)
+        parts = self._team.everybodys(flat)
         lanes = [
-            self._start(lane, _schedule(self._collective, self.rank, self.size, lane.numel()), op, priority)
-            for lane in self._lanes(flat)
+            self._rails.start(self._next_tag(TAGS), [part[a:b] for part in parts], op, priority)
+            for a, b in _lanes(flat)
         ]
+        return _joined(tensor, lanes)
 
-        def wait() -> Tensor:
-            for lane in lanes:
-                lane.wait()
-            return tensor
-
-        return Pending(wait, lambda: all(lane.done() for lane in lanes), lambda: _together(lanes))
-
-    def _lanes(self, flat: Tensor) -> list[Tensor]:
-        """A large buffer goes in several parts at once: while one is between two steps, another moves."""
-        count = min(_MOST_LANES, max(1, flat.numel() * flat.element_size() // _LANE_BYTES))
-        return [flat[start:stop] for start, stop in pieces(0, flat.numel(), count)]
+    def _over_tcp(self, lane: Tensor, op: Op, priority: int) -> Pending:
+        steps = _schedule(self._collective, self.rank, self.size, lane.numel())
+        return self._start(lane, steps, op, priority)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensor, by rank."""
@@ -129,6 +144,36 @@ class EngineGroup(Group):
         steps = gather_blocks(self.rank, [length * item_bytes for length in lengths])
         return self._start(_as_bytes(buffer), steps, "sum", priority).then(lambda _: buffer)
 
+    def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Pending:
+        """Everybody's block r goes to member r, who adds them up."""
+        flat = buffer.detach().view(-1)
+        steps = to_owners(self.rank, list(pairwise(accumulate(lengths, initial=0))))
+        return self._start(flat, steps, op, 0).then(lambda _: blocks(flat, lengths)[self.rank])
+
+    def exchange(self, flat: Tensor, schedule: Schedule, *, priority: int = 0) -> Pending:
+        """This member's part of any schedule, which sums, on a flat buffer, in the background."""
+        return self._start(flat, schedule, "sum", priority)
+
+    def measure_links(self) -> Links | None:
+        """How fast the links between machines are, and the group uses it; None if all is on one machine."""
+        if len(machines(self._engine.meeting.members)) == 1:
+            return None
+        links = measure(self)
+        if self._text == Auto.name:
+            self._choose(str(Auto.measured(links.slowest)))
+        return links
+
+    def reason(self, length_bytes: int) -> str:
+        """Why buffers of this length are reduced as they are."""
+        if isinstance(self._collective, Auto):
+            return self._collective.reason(self.size, length_bytes)
+        return f"{self._text}, as asked"
+
+    def _choose(self, collective: str) -> None:
+        self._text = collective
+        self._collective = COLLECTIVES.build(collective, where="--collective")
+        self._collective.check(self.size)
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Everybody gets the source's values."""
         if tensor.numel():
@@ -138,9 +183,8 @@ class EngineGroup(Group):
             self._start(flat, steps, "sum", 0).wait()
 
     def _start(self, flat: Tensor, schedule: Schedule, op: Op, priority: int) -> Pending:
-        self._count += 1
         exchange = Exchange(
-            self._channel << CHANNEL_BITS | self._count,
+            self._next_tag(),
             flat,
             schedule,
             rank=self.rank,
@@ -156,6 +200,12 @@ class EngineGroup(Group):
 
         return Pending(wait, lambda: exchange.ended, lambda: exchange.timing)
 
+    def _next_tag(self, count: int = 1) -> int:
+        """The first of `count` tags. All members count alike, also who takes no part."""
+        first = self._count + 1
+        self._count += count
+        return self._channel << CHANNEL_BITS | first
+
     def buffer(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer in shared memory, where all members can map it."""
         if self._team is not None and device.type == "cpu" and length:
@@ -166,14 +216,20 @@ class EngineGroup(Group):
         return super().buffer(length, dtype, device)
 
     def sent_bytes(self, tensor: Tensor) -> int:
-        """What this member gives to others: as its schedule says, or as it writes to their memory."""
+        """What this member gives to others: as its schedule says, or as it writes to their memory.
+
+        Of a shared buffer on several machines, only what this member sends to other machines: nothing, if
+        others of its machine carry it.
+        """
         flat = tensor.view(-1)
-        if self._team is not None and self._team.holds(flat):
+        lengths = [stop - start for start, stop in _lanes(flat)]
+        if self._team is None or not self._team.holds(flat):
+            schedules = [_schedule(self._collective, self.rank, self.size, length) for length in lengths]
+            moved = sum(move.length for steps in schedules for step in steps for move in step.sends)
+        elif self._rails is not None:
+            moved = sum(self._rails.sent_elements(length) for length in lengths)
+        else:
             return (self.size - 1) * flat.numel() * flat.element_size() // self.size
-        schedules = [
-            _schedule(self._collective, self.rank, self.size, lane.numel()) for lane in self._lanes(flat)
-        ]
-        moved = sum(move.length for steps in schedules for step in steps for move in step.sends)
         return moved * flat.element_size()
 
     def release(self, buffer: Tensor) -> None:
@@ -181,29 +237,56 @@ class EngineGroup(Group):
         if self._team is not None:
             self._team.release(buffer)
 
-    def _gather_team(self) -> Team | None:
-        """The members as users of one shared memory; None on all of them if it fails on any."""
+    def _share_memory(self, machines: list[list[int]]) -> None:
+        """Where workers share machines, let each machine's workers share memory; none, if any cannot."""
+        if len(machines) == self.size > 1:
+            return
         try:
-            members = self._engine.meeting.members
-            return Team(
-                self.rank,
-                self._engine.meeting.names,
-                [member.pid for member in members],
-                gather=self._gather_handles,
-                check=self._engine.loop.check,
-            )
-        except LaunchError as error:
+            if len(machines) > 1:
+                self._collective.check(len(machines))
+            layout = Layout(machines, self.rank)
+            self._team = self._gather_team(layout)
+        except (LaunchError, ConfigError) as error:
             self._engine.shared_memory = False  # the forks need not try again
-            self._warn(error, "workers of this machine use TCP instead")
-            return None
+            self._warn(error, "workers of one machine use TCP instead")
+            return
+        self._team.piece_bytes = self._piece_bytes(layout)
+        if len(machines) > 1:
+            loop, deadline_s = self._engine.loop, self._engine.deadline_s
+            self._rails = Rails(
+                self._team, layout, self._collective, loop, rank=self.rank, deadline_s=deadline_s
+            )
+            self._engine.rails.append(self._rails)
 
-    def _warn(self, error: LaunchError, instead: str) -> None:
+    def _piece_bytes(self, layout: Layout) -> int:
+        """The piece that this machine sums fastest: one of its workers asks, and tells the others."""
+        if not self._engine.piece_bytes:
+            mine = torch.tensor([probe.piece_bytes() if layout.position == 0 else 0])
+            said = self.all_gather(mine)
+            self._engine.piece_bytes = int(said[layout.mates[0]])
+        return self._engine.piece_bytes
+
+    def _gather_team(self, layout: Layout) -> Team:
+        """The workers of this machine. All members ask for memory together, and all get it, or none."""
+        members = self._engine.meeting.members
+        first = [*layout.mates, *(rank for rank in range(self.size) if rank not in layout.mates)]
+
+        def gather(mine: Handle) -> list[Handle]:
+            said = [Handle(*part.tolist()) for part in self.all_gather(torch.tensor(mine))]
+            return [said[rank] for rank in first]
+
+        return Team(
+            layout.position,
+            [str(members[rank]) for rank in layout.mates],
+            [members[rank].pid for rank in layout.mates],
+            gather=gather,
+            check=self._engine.loop.check,
+        )
+
+    def _warn(self, error: LaunchError | ConfigError, instead: str) -> None:
         """By those who know the reason, and by the leader."""
         if self.rank == 0 or error.__cause__ is not None:
             _log.warning("%s; %s", error.message, instead)
-
-    def _gather_handles(self, mine: Handle) -> list[Handle]:
-        return [Handle(*part.tolist()) for part in self.all_gather(torch.tensor(mine))]
 
     def _in_memory(self, team: Team, tensor: Tensor, flat: Tensor, op: Op) -> Pending:
         turn, timing = team.begin(flat, op)
@@ -226,11 +309,30 @@ class EngineGroup(Group):
         """Leave; peers that still need us notice at once. A fork leaves nothing: its connections go on."""
         if self._owns:
             self._engine.close()
+        elif self._rails is not None:
+            self._rails.close()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as plain bytes: what is only moved may be of any type."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _lanes(flat: Tensor) -> list[tuple[int, int]]:
+    """A large buffer goes in several parts at once: while one is between two steps, another moves."""
+    count = min(_MOST_LANES, max(1, flat.numel() * flat.element_size() // _LANE_BYTES))
+    return pieces(0, flat.numel(), count)
+
+
+def _joined(tensor: Tensor, lanes: Sequence[Pending]) -> Pending:
+    """Several parts of one operation as one."""
+
+    def wait() -> Tensor:
+        for lane in lanes:
+            lane.wait()
+        return tensor
+
+    return Pending(wait, lambda: all(lane.done() for lane in lanes), lambda: _together(lanes))
 
 
 def _together(lanes: Sequence[Pending]) -> Timing:

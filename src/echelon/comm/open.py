@@ -1,6 +1,6 @@
 """Which way a group's bytes go: shared memory within a machine, TCP between machines, or torch.distributed.
 
-auto  shm where all workers are on one machine, tcp otherwise; c10d where there are GPUs
+auto  for each pair of workers: shm on one machine, tcp between machines; c10d where there are GPUs
 shm   shared memory, for workers of one machine only
 tcp   plain sockets, also within a machine
 c10d  torch.distributed with what it finds: Gloo, NCCL, MPI
@@ -16,6 +16,7 @@ from echelon.comm.c10d import C10dGroup
 from echelon.comm.engine import Engine, EngineGroup
 from echelon.comm.group import Group
 from echelon.comm.place import Place
+from echelon.comm.rails import machines
 from echelon.comm.rendezvous import Meeting
 from echelon.errors import ConfigError
 
@@ -40,8 +41,7 @@ def open_group(
         )
     if transport == "c10d" or (transport == "auto" and torch.cuda.is_available()):
         return C10dGroup.connect(meeting, place, deadline_s=deadline_s)
-    one_machine = len({(member.host, member.node) for member in meeting.members}) == 1
-    if transport == "shm" and not one_machine:
+    if transport == "shm" and len(machines(meeting.members)) > 1:
         raise ConfigError(
             "shared memory was asked for, but the workers are on different machines",
             where="--transport",
@@ -50,7 +50,7 @@ def open_group(
     engine = Engine.connect(
         meeting,
         place,
-        shared_memory=one_machine and transport != "tcp",
+        shared_memory=transport != "tcp",
         deadline_s=deadline_s,
         timeout_s=timeout_s,
     )

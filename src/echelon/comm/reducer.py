@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from echelon.comm.buckets import BUCKET_BYTES, FIRST_BYTES, Item, assign
+from echelon.comm.buckets import Item, assign, sizes
+from echelon.comm.cost import Link
 from echelon.comm.group import Group
 from echelon.comm.parcels import Bucket, Landed, Parcel
 from echelon.errors import ModelError
@@ -94,7 +95,7 @@ class Reducer:
         *,
         summed: bool = False,
         receiver: Receiver | None = None,
-        bucket_bytes: tuple[int, int] | None = None,
+        link: Link | None = None,
     ) -> None:
         self._named = list(parameters)
         self._group = group
@@ -102,7 +103,7 @@ class Reducer:
         self._observer = observer
         self._summed = summed
         self._receiver = receiver
-        self._bucket_bytes = bucket_bytes
+        self._link = link
         self._handles: list[RemovableHandle] = []
         self._parcels: list[Parcel] = []
         self._parcel_of: dict[int, Parcel] = {}
@@ -145,7 +146,8 @@ class Reducer:
         wanted = [p for _, p in self._named if p.requires_grad]
         dense = [index for index, p in enumerate(wanted) if id(p) not in self._factored]
         items = [_item(wanted[index]) for index in dense]
-        first, rest = self._bucket_bytes or (FIRST_BYTES, BUCKET_BYTES)
+        total_bytes = sum(item.size_bytes for item in items)
+        first, rest = sizes(self._link, self._group.size, total_bytes=total_bytes)
         packed = assign(items, first_bytes=first, bucket_bytes=rest)
         # A parcel's turn comes when backward has passed its last parameter, which is the lowest.
         made: list[tuple[int, Parcel]] = []

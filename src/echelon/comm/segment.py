@@ -38,7 +38,8 @@ def share(
 ) -> list[Tensor]:
     """One segment of each maker, as bytes, in everybody's memory. Either all workers get them, or none.
 
-    `gather` gives everybody what each one said. All call this together.
+    `gather` gives everybody what each one said, those of this machine first, by the ranks used here. If it
+    asks other machines too, all of them get theirs, or none. All call this together.
     """
     own: int | None = None
     failure: LaunchError | None = None
@@ -49,13 +50,14 @@ def share(
             except OSError as error:
                 failure = _no_room(size_bytes, error)
         said = gather(_NONE if own is None else _handle(own))
+        found: list[Tensor] = []
         if all(said[maker] != _NONE for maker in makers):
             try:
                 found = [_map(pids[maker], said[maker], size_bytes) for maker in makers]
             except (OSError, RuntimeError) as error:
                 failure = _no_room(size_bytes, error)
-            if _NONE not in gather(_FINE if failure is None else _NONE):
-                return found
+        if _NONE not in gather(_FINE if len(found) == len(makers) else _NONE):
+            return found
     finally:
         if own is not None:
             os.close(own)

@@ -83,6 +83,7 @@ class InStep:
             self._observer,
             summed=rules.loss == "sum",
             receiver=self._late if late else None,
+            link=self._link,
         )
         self._reducers.append(reducer)
         if factoring is not None:

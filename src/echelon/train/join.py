@@ -24,12 +24,16 @@ from echelon.cluster.delay import DELAYS
 from echelon.cluster.machine import usable_cores
 from echelon.cluster.pace import Pace
 from echelon.comm.alone import Alone
+from echelon.comm.buckets import sizes
+from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
+from echelon.comm.links import Links
 from echelon.comm.open import open_group
 from echelon.comm.place import Place
 from echelon.comm.rendezvous import Meeting, meet
+from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError, EchelonError
-from echelon.observe.events import RunStarted, WorkerJoined
+from echelon.observe.events import LinkMeasured, RunStarted, WorkerJoined
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Asked, Plan, make_plan
@@ -86,6 +90,7 @@ def join(
     host = socket.gethostname()
     node = launched.workers[place.rank].node if launched and place.rank < len(launched.workers) else host
     group, meeting = _connect(place, node, host, asked)
+    links = group.measure_links() if isinstance(group, EngineGroup) else None
     folder = _folder(group, given, name, Path(runs)) if record else None
     plan = launched or make_plan(
         folder.name if folder else "unrecorded",
@@ -122,7 +127,10 @@ def join(
         delay=DELAYS.build(mine.delay) if mine.delay else None,
         seed=plan.seed,
     )
-    session = Session(group, meeting, plan, clock, recorder, folder, device)
+    link = links.slowest if links else None
+    session = Session(group, meeting, plan, clock, recorder, folder, device, link)
+    if isinstance(group, EngineGroup) and links is not None:
+        _tell_links(session, links, recorder, group)
     _leave_at_exit(session)
     return session
 
@@ -145,6 +153,30 @@ def _connect(place: Place, node: str, host: str, asked: Asked) -> tuple[Group, M
         meeting.linger()
         raise
     return group, meeting
+
+
+def _tell_links(session: Session, links: Links, recorder: Recorder, group: EngineGroup) -> None:
+    for (rank, peer), bytes_per_s in links.bytes_per_s.items():
+        if rank == group.rank:
+            latency_s = links.latency_s[rank, peer]
+            recorder.emit(
+                LinkMeasured(
+                    t=time.time(), rank=rank, peer=peer, latency_s=latency_s, bytes_per_s=bytes_per_s
+                )
+            )
+    slowest = links.slowest
+    first_bytes, bucket_bytes = sizes(slowest, group.size)
+    session.explain(
+        "links",
+        f"links: the slowest one carries {show_bytes(1 / slowest.seconds_per_byte)} a second "
+        f"with {show_seconds(slowest.latency_s)} of latency",
+    )
+    session.explain(
+        "buckets",
+        f"buckets: {show_bytes(bucket_bytes)}, the first {show_bytes(first_bytes)}, "
+        "so that latency stays below a twentieth of their time on the wire",
+    )
+    session.explain("collective", f"collective: {group.reason(bucket_bytes)}")
 
 
 def _folder(group: Group, given: str | None, name: str | None, root: Path) -> RunFolder:
