@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from echelon.cluster.lab.lab import Lab
 from echelon.cluster.lab.spec import LabSpec, parse_lab
+from echelon.plan.plan import Asked, make_plan
 
 _DEADLINE_S = 560.0
 
@@ -40,9 +42,12 @@ def nodes(count: int, link: str, cpu: float | None = None) -> LabSpec:
 def measure(script: str, workers: int, *args: str, lab: LabSpec | None = None) -> Any:
     """Run the script in every worker; returns the JSON that rank 0 printed last."""
     with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         seats = stack.enter_context(Lab.up(lab, uuid.uuid4().hex)).seats if lab else []
         address = seats[0].address if seats else "127.0.0.1"
         port = 29500 if seats else _free_port()
+        names = [seats[rank].node if seats else "here" for rank in range(workers)]
+        (Path(folder) / "plan.toml").write_text(make_plan("benchmark", names, Asked(), cores=1).to_toml())
         processes = []
         for rank in range(workers):
             env = {
@@ -53,7 +58,8 @@ def measure(script: str, workers: int, *args: str, lab: LabSpec | None = None) -
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
-                "BENCH_NODE": seats[rank].node if seats else "here",
+                "BENCH_NODE": names[rank],
+                "ECHELON_RUN": folder,  # so that a session knows which machine it is on
             }
             if seats:
                 env["GLOO_SOCKET_IFNAME"] = seats[rank].interface

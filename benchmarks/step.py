@@ -79,13 +79,15 @@ def work(kind: str, turns: int, steps: int) -> None:
 
     add("compute", lambda model, optimizer: (model, optimizer))
     add("ddp", lambda model, optimizer: (nn.parallel.DistributedDataParallel(model), optimizer))
-    for name, options in {
-        "backward": {"overlap": "backward", "factors": "never"},
-        "step": {"overlap": "step", "factors": "never"},
-        "factors": {"overlap": "step", "factors": "auto"},
-    }.items():
-        if kind != "alexnet" or name != "factors":
-            add(name, lambda model, optimizer, o=options: session.prepare(model, optimizer, **o))
+    whole = "auto" if kind == "alexnet" else "never"  # on one machine, auto sends no factors
+    ways = {
+        "backward": {"overlap": "backward", "factors": whole},
+        "step": {"overlap": "step", "factors": whole},
+    }
+    if kind == "mlp":
+        ways["factors"] = {"overlap": "step", "factors": "auto"}
+    for name, options in ways.items():
+        add(name, lambda model, optimizer, o=options: session.prepare(model, optimizer, **o))
     times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(turns + 1):
         for name, step in list(variants.items())[:: 1 if turn % 2 else -1]:

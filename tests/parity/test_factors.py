@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import echelon
 from echelon.errors import ModelError
 from echelon.observe.events import BucketReduced, Noted, read_events
+from echelon.train import factoring
 from plain import assert_same, examples, in_session, plainly, seed_weights
 
 
@@ -49,14 +50,22 @@ class _Failing(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def train(session, journal, habit="plain", overlap="backward"):
+class Wide(nn.Sequential):
+    """Layers that are large against the batch, so that their gradients are computed in place."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 200), nn.Tanh(), nn.Linear(200, 200), nn.Tanh(), nn.Linear(200, 3))
+
+
+def train(session, journal, habit="plain", overlap="backward", way="always"):
+    factoring._LARGE = 1000 if way == "auto" else 1 << 18
     seed_weights(session)
-    model = Reader().double()
+    model = (Wide() if way == "auto" else Reader()).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     loader = DataLoader(examples(), batch_size=12)
     loss_of = {"sum": "sum"}.get(habit, "mean")
     model, optimizer, loader = session.prepare(
-        model, optimizer, loader, factors="always", loss=loss_of, overlap=overlap
+        model, optimizer, loader, factors=way, loss=loss_of, overlap=overlap
     )
     for epoch in session.epochs(7):
         for x, y in loader:
@@ -86,17 +95,20 @@ def train(session, journal, habit="plain", overlap="backward"):
                 journal.note_sum(loss)
             else:
                 journal.note(loss, len(x))
+    if way == "auto" and session.world_size > 1:
+        assert type(model[2]) is not nn.Linear, "not computed in place"
     return model
 
 
+@pytest.mark.parametrize("way", ["always", "auto"])
 @pytest.mark.parametrize("overlap", ["backward", "step"])
 @pytest.mark.parametrize(
     "habit", ["plain", "grow", "pieces", "sum", "twice", "clip", "zero in place", "discards"]
 )
-def test_factors_train_as_dense_gradients_do(warm_pool, habit, overlap):
+def test_factors_and_gradients_in_place_train_as_dense_gradients_do(warm_pool, habit, overlap, way):
     workers, options = (4, {"shares": (4, 3, 2, 1)}) if habit == "plain" else (2, {"shares": (3, 1)})
-    found = warm_pool.run(workers, work, "train", options, habit, overlap)
-    assert_same(plainly(train, habit), found, rtol=1e-8)
+    found = warm_pool.run(workers, work, "train", options, habit, overlap, way)
+    assert_same(plainly(train, habit, "backward", way), found, rtol=1e-7)
 
 
 def forgets():

@@ -141,6 +141,57 @@ class Capture(Protocol):
         """The weighted output gradients and the inputs since the last call, one row each per sample."""
 
 
+class Direct(Parcel):
+    """A linear layer's weight gradient, computed where it is reduced: G^T X goes straight into the buffer.
+
+    So a large gradient is neither allocated nor copied. The last element is the flag.
+    """
+
+    how = "dense"
+
+    def __init__(self, capture: Capture, group: Group) -> None:
+        super().__init__([capture.weight], 1)
+        self._capture = capture
+        self._group = group
+        length = capture.weight.numel()
+        self._buffer = group.buffer(length + 1, capture.weight.dtype, capture.weight.device)
+        self._view = self._buffer[:length].view(capture.weight.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """The gradient and its flag."""
+        return self._buffer.numel() * self._buffer.element_size()
+
+    def sent_bytes(self) -> int:
+        """As the group reduces."""
+        return self._group.sent_bytes(self._buffer)
+
+    def landed(self) -> Landed:
+        """The buffer."""
+        return [(self.parameters[0], self._view if float(self._buffer[-1]) else None)]
+
+    def room(self) -> list[Tensor]:
+        """The buffer."""
+        return [self._view]
+
+    def release(self) -> None:
+        """Let the group forget the buffer."""
+        self._group.release(self._buffer)
+
+    @torch.no_grad()
+    def _fill(self, weight: float) -> None:
+        rows, inputs = self._capture.take()
+        before = self.parameters[0].grad  # of an earlier backward pass in the same step
+        if before is not None:
+            torch.addmm(before, rows.t(), inputs, beta=weight, out=self._view)
+        else:
+            torch.mm(rows.t(), inputs, out=self._view)
+        self._buffer[-1] = float(len(rows) > 0 or before is not None)
+
+    def _start(self, priority: int) -> Pending:
+        return self._group.all_reduce(self._buffer, priority=priority)
+
+
 class Factors(Parcel):
     """A linear layer's weight gradient as its factors: G^T X, of all workers' rows; sent by a gather.
 

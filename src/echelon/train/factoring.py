@@ -1,8 +1,9 @@
 """When does a model's linear layer send factors instead of its gradient?
 
 Layers are watched for one round. Then the workers tell each other how many rows each layer had and how
-fast they multiply, and decide alike, by cost (`comm/factors.py`), for each layer. Those that are not chosen
-are torch's own again.
+fast they multiply, and decide alike, by cost (`comm/factors.py`), for each layer. A large one that stays
+dense has its gradient computed straight into the buffer in which it is reduced; small ones are torch's own
+again.
 
 Everybody multiplies all rows, so results have the same bits on all workers if their processors are alike;
 where they are not, `auto` stays with dense gradients.
@@ -16,17 +17,18 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.cluster.machine import processor_name
 from echelon.comm.cost import Link
 from echelon.comm.factors import Choice, Layer, Rule, decide
-from echelon.comm.parcels import Factors
+from echelon.comm.parcels import Direct, Factors, Parcel
 from echelon.comm.reducer import Reducer
 from echelon.config.units import show_bytes
 from echelon.train import linear
 
 _UNFIT = -1  # in place of a number of rows
+_LARGE = 1 << 18  # elements: below this, a copy costs less than the care that it takes to avoid it
 
 
 class Factoring:
@@ -71,15 +73,19 @@ class Factoring:
         if self._decided or self._reducer is None or not self._reducer.rounds:
             return
         self._decided = True
+        group = self._reducer.group
         choices = self._choose(self._reducer)
-        made = {}
+        made: dict[int, Callable[[], Parcel]] = {}
         for name, (choice, rows_of) in choices.items():
             capture = self._captures[name]
             if choice.factors:
-                capture.use("factors")
-                made[id(capture.weight)] = partial(Factors, capture, self._reducer.group, rows_of)
+                made[id(capture.weight)] = partial(Factors, capture, group, rows_of)
+            elif _worth_it(capture.weight, rows_of):
+                made[id(capture.weight)] = partial(Direct, capture, group)
             else:
                 linear.release(self._layers[name])
+                continue
+            capture.use("factors")
         if made:
             self._reducer.factor(made)
         self._explain(_told([choice for choice, _ in choices.values()]))
@@ -108,8 +114,15 @@ class Factoring:
                 item_bytes=capture.weight.element_size(),
             )
             choice = decide(layer, self._link, flops_per_s=flops_per_s, rule=self._rule, obstacle=obstacle)
-            choices[capture.name] = (choice, layer.rows_of)
+            choices[capture.name] = (choice, () if obstacle else layer.rows_of)
         return choices
+
+
+def _worth_it(weight: Tensor, rows_of: tuple[int, ...]) -> bool:
+    """Whether keeping rows costs much less than a gradient, and the gradient is large enough to matter."""
+    outputs, inputs = weight.shape
+    least = weight.numel() >= _LARGE and any(rows_of)
+    return least and 4 * max(rows_of) * (outputs + inputs) <= outputs * inputs
 
 
 def _told(choices: list[Choice]) -> str:

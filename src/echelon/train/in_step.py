@@ -92,7 +92,7 @@ class InStep:
 
     def _watch(self, model: nn.Module, rule: Rule) -> Factoring | None:
         """Prepare to decide about factors, unless that is clear already."""
-        if rule == "never" or (rule == "auto" and self._link is None):
+        if rule == "never":
             return None
         layers = linear.eligible(model)
         if not layers:
