@@ -71,9 +71,11 @@ def work(kind: str, turns: int, steps: int) -> None:
         world_size=place.world_size,
     )
     variants: dict[str, Step] = {}
+    models: dict[str, nn.Module] = {}
 
     def add(name: str, wrap: Callable[[nn.Module, torch.optim.Optimizer], tuple[Any, Any]]) -> None:
         model, x, y = model_of(kind)
+        models[name] = model
         model, optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=1e-3))
         variants[name] = stepping(model, optimizer, x, y)
 
@@ -95,7 +97,9 @@ def work(kind: str, turns: int, steps: int) -> None:
             begun = time.perf_counter()
             for _ in range(steps):
                 step()
-            dist.barrier()  # late updates are waited for by the next step: the last one's are not counted
+            for p in models[name].parameters():
+                p.detach()  # late updates count
+            dist.barrier()
             if turn:
                 times[name].append((time.perf_counter() - begun) / steps)
     found: dict[str, Any] = {name: statistics.median(values) for name, values in times.items()}

@@ -29,8 +29,9 @@ from echelon.errors import Corrupt, StaleView
 _ASIDE_BYTES = 64 << 20
 _FRAMES_AT_ONCE = 16
 _MOST_NOTICE_BYTES = 64 << 10
-_WORTH_WAKING_BYTES = 128 << 10
-_UNSENT_BYTES = 128 << 10
+_WORTH_WAKING_BYTES = 512 << 10
+_FRAME_S = 4e-3  # an urgent message waits for so much of another at most
+_LEAST_FRAME_BYTES = 64 << 10
 _TCP_NOTSENT_LOWAT = 25  # Linux; the socket module names it from 3.12 on
 _FIRST = -(1 << 62)  # the priority of notices
 
@@ -100,7 +101,7 @@ class Connection:
         _tune(sock)
         self.sock = sock
         self.peer = peer
-        self.frame_bytes = frame_bytes
+        self._cut(frame_bytes)
         self.sent_bytes = 0
         self.received_bytes = 0
         self.refused = 0
@@ -131,6 +132,19 @@ class Connection:
         self._pending = sock.pending if isinstance(sock, ssl.SSLSocket) else _nothing
         self.progressed = False
         self.interest = select.EPOLLIN
+
+    def fit(self, bytes_per_s: float) -> None:
+        """Cut messages so that an urgent one waits a few milliseconds at most on a link of this rate."""
+        wanted = int(_FRAME_S * bytes_per_s)
+        self._cut(min(max(_LEAST_FRAME_BYTES, 1 << max(0, wanted.bit_length() - 1)), frames.FRAME_BYTES))
+
+    def _cut(self, frame_bytes: int) -> None:
+        """Little waits unsent in the kernel: urgent messages overtake it, and it is still in the cache."""
+        self.frame_bytes = frame_bytes
+        if self.sock.family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError):  # where the system lets us
+                unsent_bytes = max(_LEAST_FRAME_BYTES, frame_bytes // 2)
+                self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_bytes)
 
     def forget(self, operation: int) -> None:
         """Drop all that belongs to an operation that was given up, also what is still to come.
@@ -405,16 +419,13 @@ def _nothing() -> int:
 
 
 def _tune(sock: socket.socket) -> None:
-    """Settings for bursts of large messages that others may overtake.
+    """Settings for bursts of large messages.
 
-    Little waits unsent in the kernel: an urgent message overtakes it, and what is copied is still in the
-    cache. Congestion control is cubic, for BBR paces by the rate it has seen lately, and a collective's
-    pauses between steps look to it like a slow link: a ring of four at 1 Gb/s lost 5 % to that.
+    Congestion control is cubic, for BBR paces by the rate it has seen lately, and a collective's pauses
+    between steps look to it like a slow link: a ring of four at 1 Gb/s lost 5 % to that.
     """
     sock.setblocking(False)
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with contextlib.suppress(OSError):  # where the system lets us
-            sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")

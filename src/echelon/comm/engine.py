@@ -159,6 +159,9 @@ class EngineGroup(Group):
         if len(machines(self._engine.meeting.members)) == 1:
             return None
         links = measure(self)
+        for peer, connection in self._engine.loop.connections.items():
+            rate = links.bytes_per_s.get((self.rank, peer), 1 / links.slowest.seconds_per_byte)
+            connection.fit(rate)
         if self._text == Auto.name:
             self._choose(str(Auto.measured(links.slowest)))
         return links

@@ -185,23 +185,16 @@ def test_spreading_gives_all_members_the_same(large):
         for source in range(size):
             number += 1
             flats = [values(rank, 50) for rank in range(size)]
-            for rank in range(size):
-                wires.loops[rank].submit(
-                    exchange := wires.make(
-                        rank, flats[rank], broadcast(rank, size, 50, source, large=large), number=number
-                    )
-                )
-            exchange.wait()
-            _all_over(wires)
+            schedules = [broadcast(rank, size, 50, source, large=large) for rank in range(size)]
+            _carry_out(wires, flats, schedules, number)
             assert all(torch.equal(flat, values(source, 50)) for flat in flats)
         whole = torch.stack([values(rank, 50) for rank in range(size)])
         flats = []
         for rank in range(size):
             flats.append(torch.zeros(size * 50))
             flats[rank][rank * 50 : rank * 50 + 50] = whole[rank]
-            steps = gather_all(rank, size, 50, large=large)
-            wires.loops[rank].submit(wires.make(rank, flats[rank], steps, number=number + 1))
-        _all_over(wires)
+        schedules = [gather_all(rank, size, 50, large=large) for rank in range(size)]
+        _carry_out(wires, flats, schedules, number + 1)
         assert all(torch.equal(flat, whole.view(-1)) for flat in flats)
 
 
@@ -228,16 +221,12 @@ def test_operations_at_once_submitted_in_another_order_by_each_all_come_right(co
                 assert torch.equal(flats[rank, n], expected)
 
 
-def _all_over(wires):
-    """A small all-reduce on a channel of its own: what was submitted before is over, or nearly so."""
-    _all_over.count += 1
-    flats = [torch.ones(1) for _ in range(wires.size)]
-    parts = [wires.start(r, flats[r], channel=99, number=_all_over.count) for r in range(wires.size)]
+def _carry_out(wires, flats, schedules, number):
+    parts = [wires.make(r, flats[r], schedules[r], number=number) for r in range(wires.size)]
+    for rank, part in enumerate(parts):
+        wires.loops[rank].submit(part)
     for part in parts:
         part.wait()
-
-
-_all_over.count = 0
 
 
 class _Peer:
