@@ -16,6 +16,7 @@ import logging
 import select
 import socket
 import struct
+import sys
 import termios
 import threading
 import time
@@ -31,6 +32,7 @@ from echelon.errors import Corrupt, PeerLost, RoundTimeout, StaleView, WorkerErr
 
 CHANNEL_BITS = 40  # of a tag: below them is its number on its channel, in the order of submission
 _TICK_S = 0.1
+_SWITCH_S = 5e-4
 _LINGER_S = 1.0
 _LINGER_POLL_S = 0.001
 _ROUNDS = 4
@@ -75,6 +77,9 @@ class Loop:
         for rank, connection in self.connections.items():
             self._by_fd[connection.sock.fileno()] = rank
             self._poll.register(connection.sock.fileno(), select.EPOLLIN)
+        # A trainer that runs plain Python lets go of the interpreter lock only so often (benchmarks/lock.py).
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
         self._thread = threading.Thread(target=self._run, name="echelon-wire", daemon=True)
         self._thread.start()
 
@@ -103,6 +108,7 @@ class Loop:
         if not self._closing:
             self._cause = cause
             self._closing = True
+            sys.setswitchinterval(self._switch_s)
             self._wake()
         self._thread.join(timeout=5.0)
 
