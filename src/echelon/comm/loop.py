@@ -77,7 +77,7 @@ class Loop:
         for rank, connection in self.connections.items():
             self._by_fd[connection.sock.fileno()] = rank
             self._poll.register(connection.sock.fileno(), select.EPOLLIN)
-        # A trainer that runs plain Python lets go of the interpreter lock only so often (benchmarks/lock.py).
+        # Plain Python lets go of the interpreter lock only so often (benchmarks/lock.py).
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
         self._thread = threading.Thread(target=self._run, name="echelon-wire", daemon=True)
