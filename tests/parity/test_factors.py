@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tomllib
 
 import pytest
 import torch
@@ -146,17 +147,18 @@ def recorded(rule):
             model(torch.ones(2, 64)).sum().backward()
             optimizer.step()
         assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])
-    return str(session.folder.path), list(read_events(session.folder.events_of(session.rank)))
+    plan = tomllib.loads(session.folder.plan.read_text())
+    return plan, list(read_events(session.folder.events_of(session.rank)))
 
 
-def test_the_choice_and_its_reason_are_in_the_plan_and_in_the_record(warm_pool, tmp_path):
-    (folder, events), (_, others) = warm_pool.run(2, recorded, "always")
+def test_the_choice_and_its_reason_are_in_the_plan_and_in_the_record(warm_pool):
+    (plan, events), (_, others) = warm_pool.run(2, recorded, "always")
     (said,) = [event.text for event in events if isinstance(event, Noted) and "factors" in event.text]
     assert "2 of 2 linear layers" in said
     assert "instead of" in said
+    assert "64x64" in plan["reasons"]["factors"]
     assert not any(isinstance(event, Noted) for event in others)
     assert [event.how for event in events if isinstance(event, BucketReduced)].count("factors") == 4
-    assert folder
 
 
 def refused():

@@ -40,7 +40,7 @@ class Factoring:
         *,
         rule: Rule,
         link: Link | None,
-        explain: Callable[[str], None],
+        explain: Callable[[str, str], None],
     ) -> None:
         self._rule = rule
         self._link = link or Link(latency_s=0.0, seconds_per_byte=0.0)
@@ -88,7 +88,10 @@ class Factoring:
             capture.use("factors")
         if made:
             self._reducer.factor(made)
-        self._explain(_told([choice for choice, _ in choices.values()]))
+        told = [choice for choice, _ in choices.values()]
+        head = _head(told)
+        tell = f"factors: {head}" if any(choice.factors for choice in told) else ""
+        self._explain("; ".join([head, *(choice.reason for choice in told)]), tell)
 
     def _choose(self, reducer: Reducer) -> dict[str, tuple[Choice, tuple[int, ...]]]:
         captures = self._captures.values()
@@ -125,21 +128,17 @@ def _worth_it(weight: Tensor, rows_of: tuple[int, ...]) -> bool:
     return least and 4 * max(rows_of) * (outputs + inputs) <= outputs * inputs
 
 
-def _told(choices: list[Choice]) -> str:
-    """One sentence on all layers, and one on each."""
+def _head(choices: list[Choice]) -> str:
+    """One sentence on all layers."""
     chosen = [choice for choice in choices if choice.factors]
     if not chosen:
-        head = f"factors: none of {len(choices)} linear layers sends them"
-    else:
-        sent, instead = (
-            sum(choice.factor_bytes for choice in chosen),
-            sum(choice.dense_bytes for choice in chosen),
-        )
-        head = (
-            f"factors: {len(chosen)} of {len(choices)} linear layers send them, "
-            f"{show_bytes(sent)} a step instead of {show_bytes(instead)}"
-        )
-    return "; ".join([head, *(choice.reason for choice in choices)])
+        return f"none of {len(choices)} linear layers sends factors"
+    sent = sum(choice.factor_bytes for choice in chosen)
+    instead = sum(choice.dense_bytes for choice in chosen)
+    return (
+        f"{len(chosen)} of {len(choices)} linear layers send factors, "
+        f"{show_bytes(sent)} a step instead of {show_bytes(instead)}"
+    )
 
 
 def _kind_of_processor() -> float:

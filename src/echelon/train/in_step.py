@@ -23,6 +23,7 @@ from echelon.train.factoring import Factoring
 from echelon.train.late import LateSteps
 
 Overlap = Literal["backward", "step"]
+Explain = Callable[[str, str, str], None]  # topic, why, what to tell the user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class InStep:
         observer: RoundObserver,
         *,
         link: Link | None = None,
-        explain: Callable[[str, str], None] = lambda topic, why: None,
+        explain: Explain = lambda topic, why, tell: None,
     ) -> None:
         self._group = group
         self._observer = observer

@@ -166,17 +166,18 @@ def _tell_links(session: Session, links: Links, recorder: Recorder, group: Engin
             )
     slowest = links.slowest
     first_bytes, bucket_bytes = sizes(slowest, group.size)
+    rate = f"{show_bytes(1 / slowest.seconds_per_byte)}/s and {show_seconds(slowest.latency_s)} of latency"
     session.explain(
         "links",
-        f"links: the slowest one carries {show_bytes(1 / slowest.seconds_per_byte)} a second "
-        f"with {show_seconds(slowest.latency_s)} of latency",
+        f"measured between neighbours; the slowest one has {rate}",
+        tell=f"links were measured: the slowest one has {rate}; the plan says what follows from it",
     )
     session.explain(
         "buckets",
-        f"buckets: {show_bytes(bucket_bytes)}, the first {show_bytes(first_bytes)}, "
-        "so that latency stays below a twentieth of their time on the wire",
+        f"{show_bytes(bucket_bytes)}, the first {show_bytes(first_bytes)}: "
+        "latency stays below a twentieth of their time on the wire",
     )
-    session.explain("collective", f"collective: {group.reason(bucket_bytes)}")
+    session.explain("collective", group.reason(bucket_bytes))
 
 
 def _folder(group: Group, given: str | None, name: str | None, root: Path) -> RunFolder:
