@@ -155,6 +155,30 @@ def test_two_optimizers_and_accumulation_give_the_same_as_without(warm_pool):
     assert_identical(late[0], late[1])
 
 
+def left_alone():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step = optimizer.step
+    with echelon.join(record=False, round_timeout_s=20) as session:
+        model, optimizer = session.prepare(model, optimizer, overlap="step")
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.step is not step
+    assert [type(p) for p in model.parameters()] == [nn.Parameter] * 2
+    before = model.bias.clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer.step == step, (before - model.bias).tolist()
+
+
+def test_an_optimizer_has_its_own_step_again_when_the_session_is_over(warm_pool):
+    for same, moved in warm_pool.run(2, left_alone):
+        assert same
+        assert moved == pytest.approx([0.1, 0.1])  # 0.05 for each of two gradients of one
+
+
 class Foreign(torch.optim.SGD):
     """Somebody's own optimizer."""
 

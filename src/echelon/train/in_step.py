@@ -157,7 +157,8 @@ class InStep:
         self._late.settle()
 
     def close(self) -> None:
-        """Leave the models alone."""
+        """Leave models and optimizers alone."""
+        self._late.close()
         for reducer in self._reducers:
             reducer.detach()
         for model in self._models:

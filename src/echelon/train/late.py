@@ -102,6 +102,7 @@ class LateSteps:
     def __init__(self) -> None:
         self._parcels: list[_OnItsWay] = []
         self._of: dict[int, _OnItsWay] = {}
+        self._undo: list[Callable[[], None]] = []
 
     # From the reducer ----------------------------------------------------------------------------
 
@@ -160,8 +161,22 @@ class LateSteps:
     def adopt(self, optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Let this optimizer's `step` be late; `before` and `after` are called once for each."""
         stepping = _Stepping(optimizer, self, before, after)
-        optimizer.step = stepping  # type: ignore[method-assign,assignment]
-        optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+        own = vars(optimizer).get("step")  # a scheduler's, perhaps
+        handle = optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+        vars(optimizer)["step"] = stepping
+
+        def undo() -> None:
+            handle.remove()
+            del vars(optimizer)["step"]
+            if own is not None:
+                vars(optimizer)["step"] = own
+
+        self._undo.append(undo)
+
+    def close(self) -> None:
+        """Give optimizers their own step back."""
+        while self._undo:
+            self._undo.pop()()
 
     def settle_due(self, stepping: _Stepping) -> None:
         """Let land what this optimizer still has to apply."""
