@@ -161,21 +161,60 @@ def test_the_choice_and_its_reason_are_in_the_plan_and_in_the_record(warm_pool):
     assert [event.how for event in events if isinstance(event, BucketReduced)].count("factors") == 4
 
 
-def refused():
+def surprising(session, journal, way, overlap):
+    """From the third epoch on, things happen that a layer's factors do not show."""
+    factoring._LARGE = 1000 if way == "auto" else 1 << 18
+    seed_weights(session)
+    model = Wide().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = DataLoader(examples(), batch_size=12)
+    model, optimizer, loader = session.prepare(model, optimizer, loader, factors=way, overlap=overlap)
+    handle = None
+    for epoch in session.epochs(7):
+        for turn, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            if epoch == 4 and handle is None:  # somebody wants to see a gradient, and changes it
+                handle = model[2].weight.register_hook(lambda grad: 2 * grad)
+            loss = F.cross_entropy(model(x), y)
+            if epoch == 2:  # a penalty on a weight
+                loss = loss + 1e-2 * model[2].weight.square().sum()
+            if epoch == 3:  # in some steps only, and in micro-batches
+                with session.accumulate():
+                    (
+                        F.cross_entropy(model(x), y) + 1e-2 * (turn % 2) * model[0].weight.abs().sum()
+                    ).backward()
+            if epoch == 5 and handle is not None:
+                handle.remove()
+                loss = loss + F.linear(torch.tanh(model[0](x)), model[2].weight).square().mean()
+            loss.backward()
+            optimizer.step()
+            journal.note(loss, len(x))
+    return model
+
+
+@pytest.mark.parametrize("overlap", ["backward", "step"])
+@pytest.mark.parametrize("way", ["always", "auto"])
+def test_what_a_layers_factors_do_not_show_is_summed_all_the_same(warm_pool, way, overlap):
+    found = warm_pool.run(2, work, "surprising", {"shares": (3, 1)}, way, overlap)
+    assert_same(plainly(surprising, way, overlap), found, rtol=1e-7)
+
+
+def doubled():
     with echelon.join(record=False, round_timeout_s=20) as session:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = session.prepare(model, optimizer, factors="always")
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+        x = torch.ones(2, 4, requires_grad=True)
         with pytest.raises(ModelError) as error:
-            (model(torch.ones(2, 4)).sum() + model[0].weight.sum()).backward()
+            torch.autograd.grad(model(x).sum(), x, create_graph=True)
         return str(error.value)
 
 
-def test_a_weight_that_is_also_used_outside_its_layer_is_refused_by_name(warm_pool):
-    for said in warm_pool.run(2, refused):
-        assert "layer 0" in said
+def test_gradients_of_gradients_that_begin_later_are_refused_by_name(warm_pool):
+    for said in warm_pool.run(2, doubled):
+        assert "layer 1" in said
         assert "--factors never" in said
 
 

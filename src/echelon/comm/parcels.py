@@ -21,9 +21,14 @@ Landed = list[tuple[nn.Parameter, Tensor | None]]
 
 
 class Parcel(ABC):
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients travel together.
+
+    `how` says in what form. One that does not land alone may need the others when it lands: all workers
+    must let such parcels land in the same order.
+    """
 
     how: str
+    lands_alone = True
 
     def __init__(self, parameters: Sequence[nn.Parameter], missing: int) -> None:
         self.parameters = list(parameters)
@@ -133,12 +138,15 @@ class Bucket(Parcel):
 
 
 class Capture(Protocol):
-    """A linear layer that keeps its inputs and output gradients in place of its weight's gradient."""
+    """A linear layer that keeps its inputs and output gradients in place of its weight's gradient.
+
+    The weight may have a gradient besides: of an earlier pass, or because something else uses it too.
+    """
 
     weight: nn.Parameter
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """The weighted output gradients and the inputs since the last call, one row each per sample."""
+        """The weighted output gradients and the inputs of this pass, one row each per sample."""
 
 
 class Direct(Parcel):
@@ -181,7 +189,7 @@ class Direct(Parcel):
     @torch.no_grad()
     def _fill(self, weight: float) -> None:
         rows, inputs = self._capture.take()
-        before = self.parameters[0].grad  # of an earlier backward pass in the same step
+        before = self.parameters[0].grad
         if before is not None:
             torch.addmm(before, rows.t(), inputs, beta=weight, out=self._view)
         else:
@@ -196,11 +204,13 @@ class Factors(Parcel):
     """A linear layer's weight gradient as its factors: G^T X, of all workers' rows; sent by a gather.
 
     Each worker's block has room for as many rows as it had before: [count | G | X]. If one has more, its
-    count says so to all, and they gather once more with more room. All workers multiply the same rows in
-    the same order.
+    count says so to all, and they gather once more with more room. If one has a gradient besides, its count
+    says that too (-1), and all sum whole gradients this time. All workers multiply the same rows in the
+    same order.
     """
 
     how = "factors"
+    lands_alone = False
 
     def __init__(self, capture: Capture, group: Group, rows_of: Sequence[int]) -> None:
         super().__init__([capture.weight], 1)
@@ -210,6 +220,8 @@ class Factors(Parcel):
         self._outputs, self._inputs = capture.weight.shape
         self._grad = torch.zeros_like(capture.weight, requires_grad=False)
         self._own: tuple[Tensor, Tensor] = (self._grad[:0], self._grad[:0])
+        self._before: Tensor | None = None
+        self._weight = 1.0
         self._buffer = self._grad[:0]
         self._make_room()
 
@@ -223,25 +235,35 @@ class Factors(Parcel):
         block = self._lengths[self._group.rank] * self._buffer.element_size()
         return (self._group.size - 1) * block
 
+    @torch.no_grad()
     def landed(self) -> Landed:
-        """The product of all workers' rows, added to the gradient that is there."""
+        """The product of all workers' rows."""
+        (weight,) = self.parameters
         counts = self._counts()
+        if min(counts) < 0:
+            return [(weight, self._sum_whole())]
         if any(count > room for count, room in zip(counts, self._room_of, strict=True)):
             self._room_of = [max(pair) for pair in zip(counts, self._room_of, strict=True)]
             self._make_room()
             self._write_block()
             self._group.gather(self._buffer, self._lengths).wait()
-        (weight,) = self.parameters
         if not sum(counts):
-            return [(weight, weight.grad)]
+            return [(weight, None)]
         parts = [self._parts(block, k) for block, k in zip(self._blocks, counts, strict=True)]
         rows = torch.cat([rows for rows, _ in parts])
         inputs = torch.cat([inputs for _, inputs in parts])
-        if weight.grad is None:
-            torch.mm(rows.t(), inputs, out=self._grad)
-        else:  # of an earlier backward pass in the same step: the same on all workers
-            torch.addmm(weight.grad.detach(), rows.t(), inputs, out=self._grad)
+        torch.mm(rows.t(), inputs, out=self._grad)
         return [(weight, self._grad)]
+
+    def _sum_whole(self) -> Tensor:
+        """Somebody has a gradient besides: what it has, and all rows, are summed as whole gradients."""
+        rows, inputs = self._own
+        if self._before is None:
+            torch.mm(rows.t(), inputs, out=self._grad)
+        else:
+            torch.addmm(self._before, rows.t(), inputs, beta=self._weight, out=self._grad)
+        self._group.all_reduce(self._grad.view(-1)).wait()
+        return self._grad
 
     def room(self) -> list[Tensor]:
         """A tensor of its own."""
@@ -249,6 +271,8 @@ class Factors(Parcel):
 
     def _fill(self, weight: float) -> None:
         self._own = self._capture.take()
+        self._before = self.parameters[0].grad
+        self._weight = weight
         self._write_block()
 
     def _start(self, priority: int) -> Pending:
@@ -263,8 +287,8 @@ class Factors(Parcel):
         rows, inputs = self._own
         block = self._blocks[self._group.rank]
         count = rows.shape[0]
-        block[0] = count
-        if count <= self._room_of[self._group.rank]:
+        block[0] = count if self._before is None else -1
+        if self._before is None and count <= self._room_of[self._group.rank]:
             mine, ours = self._parts(block, count)
             mine.copy_(rows)
             ours.copy_(inputs)

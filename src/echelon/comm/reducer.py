@@ -122,8 +122,13 @@ class Reducer:
         return self._group
 
     @property
+    def unit(self) -> float:
+        """What gradients are multiplied by when they leave."""
+        return self._weight()
+
+    @property
     def weight(self) -> float:
-        """What this worker's gradients count now; a sum counts every worker's whole."""
+        """What this worker's part of a gradient counts now; a sum counts every worker's whole."""
         return 1.0 if self._summed else self._weight()
 
     def refresh(self) -> None:
@@ -161,8 +166,7 @@ class Reducer:
         for parcel in self._parcels:
             for p in parcel.parameters:
                 self._parcel_of[id(p)] = parcel
-                if id(p) not in self._factored:
-                    self._listen(p)
+                self._listen(p)
 
     def _listen(self, p: nn.Parameter) -> None:
         self._handles.append(p.register_post_accumulate_grad_hook(self._ready))
@@ -190,13 +194,13 @@ class Reducer:
         if self._summed:
             return
         for _, p in self._named:
-            if p.grad is not None and id(p) not in self._factored:
+            if p.grad is not None:
                 p.grad.mul_(factor)
 
-    def _times_workers(self, grad: Tensor) -> Tensor:
-        return grad * self._group.size
+    def _times_workers(self, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else grad * self._group.size  # a factored weight may get none
 
-    def _before_gradient(self, grad: Tensor) -> None:
+    def _before_gradient(self, grad: Tensor | None) -> None:
         """A gradient is about to be added to what is there: that must have landed."""
         if not self._in_backward and self._receiver is not None:
             self._receiver.settle()
@@ -207,21 +211,11 @@ class Reducer:
         if not self.active:
             return
         self._refuse(parameter)
-        self.ready(parameter)
-
-    def ready(self, parameter: Tensor) -> None:
-        """This worker's part of a parameter's gradient is there."""
         if not self._in_backward:
             self._begin()
         self._parcel_of[id(parameter)].missing -= 1
         while self._next < len(self._parcels) and self._parcels[self._next].missing <= 0:
             self._leave()
-
-    def keep(self) -> bool:
-        """A factored layer's rows are there; whether they stay for a later round."""
-        self._observer.computing()
-        self.unreduced = True
-        return not self.active
 
     def _begin(self) -> None:
         if self._receiver is not None:

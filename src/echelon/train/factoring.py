@@ -62,11 +62,10 @@ class Factoring:
         return self._reducer.weight if self._reducer else 1.0
 
     def _on_ready(self, capture: linear.Capture) -> None:
+        """A layer's rows are there. If they are to stay here for now, its weight gets their gradient."""
         assert self._reducer is not None
-        if self._reducer.keep():
-            capture.keep()
-        else:
-            self._reducer.ready(capture.weight)
+        if not self._reducer.active:
+            capture.fold(self._reducer.unit)
 
     def consider(self) -> None:
         """After the first round, decide; all workers call this at the same point."""

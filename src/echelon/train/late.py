@@ -128,7 +128,7 @@ class LateSteps:
         if late not in self._parcels:
             return
         for other in list(self._parcels):
-            if other is late:
+            if other is late or not other.parcel.lands_alone:
                 continue
             if late.parcel.pending is not None and late.parcel.pending.done():
                 break

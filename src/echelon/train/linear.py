@@ -57,7 +57,6 @@ class Capture:
         self._on_ready = on_ready
         self._dtype = weight.dtype
         self._kept: list[tuple[int, Tensor, Tensor]] = []  # backward pass, G, X
-        self._marker: tuple[Tensor, int] | None = None
         self._own: dict[int, list[Tensor]] = {}  # the layer's parts of the gradient, by backward pass
         self._anchor = torch.zeros((), requires_grad=True)
         self._handles = [
@@ -70,38 +69,30 @@ class Capture:
         self.clear()
         self.mode = mode
 
-    def keep(self) -> None:
-        """The rows of the pass under way stay for a later one, as long as nobody zeroes gradients."""
-        self._forget_stale()
-        if self.weight.grad is None:
-            self.weight.grad = torch.zeros_like(self.weight)
-        self._marker = (self.weight.grad, self.weight.grad._version)
-
     def take(self) -> tuple[Tensor, Tensor]:
-        """All rows (G, X) since the last time, each G in units of its own scale; then there are none."""
-        self._forget_stale()
-        kept = self._kept
+        """The rows (G, X) of the pass under way, each G in units of its own scale; then there are none."""
+        now = torch._C._current_graph_task_id()
+        kept = [entry[1:] for entry in self._kept if entry[0] == now]  # others are of a pass that failed
         self.clear()
         if not kept:
             outputs, inputs = self.weight.shape
             return self.weight.new_empty(0, outputs), self.weight.new_empty(0, inputs)
         if len(kept) == 1:
-            return kept[0][1:]
-        return torch.cat([grads for _, grads, _ in kept]), torch.cat([inputs for *_, inputs in kept])
+            return kept[0]
+        return torch.cat([grads for grads, _ in kept]), torch.cat([inputs for _, inputs in kept])
 
-    def _forget_stale(self) -> None:
-        """Drop rows of earlier passes, unless they were kept and `zero_grad()` was not called since."""
-        kept_on = self._marker is not None and (
-            self.weight.grad is self._marker[0] and self.weight.grad._version == self._marker[1]
-        )
-        if not kept_on:
-            now = torch._C._current_graph_task_id()
-            self._kept = [entry for entry in self._kept if entry[0] == now]
+    @torch.no_grad()
+    def fold(self, unit: float) -> None:
+        """Add what the rows of the pass under way stand for to the weight's gradient, in these units."""
+        grads, inputs = self.take()
+        if not len(grads):
+            return
+        part = grad_from(grads / unit, inputs)
+        self.weight.grad = part if self.weight.grad is None else self.weight.grad.add_(part)
 
     def clear(self) -> None:
         """Forget the rows that came."""
         self._kept = []
-        self._marker = None
         self._own = {}
         self.rows = 0
 
@@ -119,8 +110,8 @@ class Capture:
         if self.mode == "watch":
             self._note(obstacle)
             return self._watched(x, bias)
-        if obstacle:
-            raise self._refusal(obstacle)
+        if obstacle:  # this time, the weight gets a gradient as always
+            return F.linear(x, self.weight, bias)
         out = _linear(x, self.weight.detach(), bias)
         return _Catch.apply(out, x.detach(), self.weight, self._anchor, self)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -129,7 +120,7 @@ class Capture:
             return "its forward pass runs under autocast"
         if self.weight.dtype != self._dtype or self.weight.device.type != "cpu":
             return f"its weight became {self.weight.dtype} on {self.weight.device}"
-        if self.mode == "factors" and len(self.weight._backward_hooks or ()) > 1:
+        if self.mode == "factors" and _has_hooks_of_others(self.weight):
             return "its weight has a hook, which would not see a gradient"
         return ""
 
@@ -151,24 +142,18 @@ class Capture:
         if grad is None:
             return
         self._own.setdefault(torch._C._current_graph_task_id(), []).append(grad.detach())
-        if _asked_for(self.weight) == "accumulate":
+        if self.mode == "watch" and _asked_for(self.weight) == "accumulate":
             self.rows += rows
 
     def _dense(self, grad: Tensor | None) -> None:
-        """A gradient reaches the weight: it is the layer's own, or something else used the weight."""
+        """A gradient reaches the weight: it is the layer's own, or something else used the weight too."""
         own = self._own.pop(torch._C._current_graph_task_id(), [])
         if grad is None:
             return
-        if self.mode == "watch":
-            # The engine adds parts in the order they come, so that the same sum has the same bits.
-            if not own or not torch.equal(functools.reduce(torch.add, own), grad):
-                self._note("its weight is used outside the layer")
-        elif own:
-            raise self._refusal("its forward pass ran before factors were chosen")
-        elif _asked_for(self.weight) == "accumulate":
-            raise self._refusal(
-                "its weight is used outside the layer, in a compiled graph, or in backward(inputs=...)"
-            )
+        # The engine adds parts in the order they come, so that the same sum has the same bits.
+        alone = own and torch.equal(functools.reduce(torch.add, own), grad)
+        if self.mode == "watch" and not alone:
+            self._note("its weight is used outside the layer")
 
     def _catch(self, grad: Tensor, x: Tensor) -> Tensor | None:
         """Keep these rows, if this pass accumulates; returns the weight gradient if it is asked for."""
@@ -196,7 +181,9 @@ class Capture:
 
     def _refusal(self, why: str) -> ModelError:
         return ModelError(
-            f"layer {self.name} cannot send factors: {why}", where=f"layer {self.name}", fix=_FIX
+            f"layer {self.name} keeps the factors of its gradient, but {why}",
+            where=f"layer {self.name}",
+            fix=_FIX,
         )
 
 
@@ -224,6 +211,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # Torch makes rows of a scattered input only if the weight wants a gradient; else it rounds otherwise.
     out = F.linear(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias
+
+
+def _has_hooks_of_others(weight: Tensor) -> bool:
+    """Whether anybody but us wants to see the weight's gradient."""
+    hooks = (weight._backward_hooks or {}).values()
+    return any(
+        not type(getattr(hook, "__self__", None)).__module__.startswith("echelon.") for hook in hooks
+    )
 
 
 def _asked_for(leaf: Tensor) -> Literal["accumulate", "return", "nothing"]:
