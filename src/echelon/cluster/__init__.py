@@ -2,6 +2,7 @@
 
 interfaces.py  which network interface leads to a peer, and why
 machine.py     facts about this machine: cores, memory, versions
+probe.py       the piece size at which this machine sums fastest, measured once
 checkup/       is this machine ready, and if not, what would help
 delay.py       pauses drawn from a distribution, injected into a worker's computation
 delays/        the distributions, one file each

@@ -12,8 +12,10 @@ collective.py  what a collective is: steps of sends and receives (pure); collect
 fold.py        surplus workers of algorithms for powers of two (pure)
 spread.py      broadcast and all-gather as steps (pure)
 cost.py        what a schedule costs (pure)
+links.py       how fast the links between workers are, measured
 
 mesh.py        every worker connected with every other one
+tls.py         connections that others cannot read, on request
 handshake.py   a peer proves that it knows the run's secret
 frames.py      how a message looks on the wire
 connection.py  frames to and from one peer
@@ -25,7 +27,10 @@ roll_call.py   who is to blame when a deadline has passed (pure)
 blame.py       how it is said (pure)
 shm.py         reduction in shared memory
 segment.py     memory that processes share, without a name
+rails.py       several machines of several workers: shared memory inside, TCP across
 
 buckets.py     which gradients travel together (pure)
+parcels.py     what gradients travel in
+factors.py     is it cheaper to send a gradient's factors? (pure)
 reducer.py     reduces gradients while backward goes on
 """

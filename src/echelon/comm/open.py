@@ -8,6 +8,7 @@ c10d  torch.distributed with what it finds: Gloo, NCCL, MPI
 
 from __future__ import annotations
 
+import os
 from typing import Literal, get_args
 
 import torch
@@ -18,6 +19,7 @@ from echelon.comm.group import Group
 from echelon.comm.place import Place
 from echelon.comm.rails import machines
 from echelon.comm.rendezvous import Meeting
+from echelon.comm.tls import CERTIFICATE_VARIABLE, Certificates
 from echelon.errors import ConfigError
 
 Transport = Literal["auto", "shm", "tcp", "c10d"]
@@ -40,6 +42,12 @@ def open_group(
             fix=f"use one of {', '.join(get_args(Transport))}",
         )
     if transport == "c10d" or (transport == "auto" and torch.cuda.is_available()):
+        if Certificates.from_environment(os.environ) is not None:
+            raise ConfigError(
+                "TLS was asked for, but torch.distributed does not encrypt",
+                where="--transport",
+                fix=f"use --transport tcp, or unset {CERTIFICATE_VARIABLE} and its like",
+            )
         return C10dGroup.connect(meeting, place, deadline_s=deadline_s)
     if transport == "shm" and len(machines(meeting.members)) > 1:
         raise ConfigError(

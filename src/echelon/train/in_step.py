@@ -98,7 +98,8 @@ class InStep:
         layers = linear.eligible(model)
         if not layers:
             return None
-        factoring = Factoring(layers, rule=rule, link=self._link, explain=partial(self._explain, "factors"))
+        topic = f"factors of model {len(self._models)}" if len(self._models) > 1 else "factors"
+        factoring = Factoring(layers, rule=rule, link=self._link, explain=partial(self._explain, topic))
         factoring.attach()
         return factoring
 

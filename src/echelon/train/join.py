@@ -174,8 +174,8 @@ def _tell_links(session: Session, links: Links, recorder: Recorder, group: Engin
     )
     session.explain(
         "buckets",
-        f"{show_bytes(bucket_bytes)}, the first {show_bytes(first_bytes)}: "
-        "latency stays below a twentieth of their time on the wire",
+        f"at most {show_bytes(bucket_bytes)}, the first {show_bytes(first_bytes)}: latency stays below a "
+        "twentieth of their time on the wire; smaller ones for a small model, so that there are several",
     )
     session.explain("collective", group.reason(bucket_bytes))
 

@@ -1,0 +1,250 @@
+"""What a review of the engine found: situations that went wrong without a word, or for no reason."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import socket
+import time
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import echelon
+from echelon.comm import buckets, shm
+from echelon.comm.open import open_group
+from echelon.comm.place import Place
+from echelon.comm.rendezvous import meet
+from echelon.errors import ModelError
+
+WORKERS = 2
+
+
+def rows(seed, count=8, width=16):
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def learn(model, optimizer, x):
+    optimizer.zero_grad()
+    model(x).square().sum(1).mean().backward()
+    optimizer.step()
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_all_same(outcomes):
+    for other in outcomes[1:]:
+        for ours, theirs in zip(outcomes[0], other, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def one_reads(overlap):
+    with echelon.join(record=False, round_timeout_s=4, overlap=overlap) as session:
+        model = nn.Linear(16, 16)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            learn(model, optimizer, rows(step + session.rank))
+            if session.rank == 0:
+                float(model.weight.norm())
+            session.all_reduce(torch.ones(1))
+        return weights(model)
+
+
+def test_one_worker_may_read_a_late_parameter_before_all_meet(warm_pool):
+    assert_all_same(warm_pool.run(WORKERS, one_reads, "step"))
+
+
+def other_order():
+    """Batches grow, so that factors must be gathered again; workers look at layers in another order."""
+    with echelon.join(
+        record=False, round_timeout_s=8, overlap="step", factors="always", transport="tcp"
+    ) as session:
+        model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(3):
+            learn(model, optimizer, rows(10 * step + session.rank, 4 * (step + 1)))
+            for layer in model if session.rank else reversed(model):
+                layer.weight.sum()
+        return weights(model)
+
+
+def test_late_factors_land_right_in_whatever_order_they_are_used(warm_pool):
+    assert_all_same(warm_pool.run(WORKERS, other_order))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.head, self.unused = nn.Linear(width, 4), nn.Linear(width, 2)
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for layer in (self.first, self.second):
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.head(x)
+
+
+def checkpointed(width, factors):
+    with echelon.join(record=False, round_timeout_s=8, factors=factors) as session:
+        model = Checkpointed(width)
+        alone = copy.deepcopy(model)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        for step in range(2):
+            learn(model, optimizer, rows(step + session.rank, width=width))
+        x = torch.cat([rows(1 + rank, width=width) for rank in range(session.world_size)])
+        alone(x).square().sum(1).mean().backward()
+        for (name, p), reference in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert (p.grad is None) == (reference.grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, reference.grad, msg=name)
+
+
+@pytest.mark.parametrize(("width", "factors"), [(512, "auto"), (16, "always")])
+def test_nested_backward_passes_lose_no_gradient_of_a_linear_layer(warm_pool, width, factors):
+    warm_pool.run(WORKERS, checkpointed, width, factors)
+
+
+def twice_checkpointed():
+    kept = buckets.FIRST_BYTES, buckets.BUCKET_BYTES
+    buckets.FIRST_BYTES = buckets.BUCKET_BYTES = 64
+    try:
+        with echelon.join(record=False, round_timeout_s=8, factors="never") as session:
+            model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+            alone = copy.deepcopy(model)
+            model = session.prepare(model)
+            for one, x in (
+                (model, rows(session.rank)),
+                (alone, torch.cat([rows(0), rows(1)])),
+            ):
+                x = x.requires_grad_()
+                for _ in range(2):
+                    x = checkpoint(one[0], x, use_reentrant=True)
+                try:
+                    one[1](x).square().sum(1).mean().backward()
+                except ModelError:
+                    return
+            torch.testing.assert_close(model[0].weight.grad, alone[0].weight.grad)
+    finally:
+        buckets.FIRST_BYTES, buckets.BUCKET_BYTES = kept
+
+
+def test_a_gradient_that_comes_in_two_parts_is_summed_whole_or_refused(warm_pool):
+    warm_pool.run(WORKERS, twice_checkpointed)
+
+
+def interrupted_start():
+    """The trainer loses the interpreter lock just when it has said that it is ready."""
+    place = Place.from_environment(os.environ)
+    meeting = meet(
+        place, node=f"machine-{place.rank // 2}", host=socket.gethostname(), pid=os.getpid(), timeout_s=20
+    )
+    group = open_group(meeting, place, transport="auto", collective="auto", deadline_s=5, timeout_s=20)
+    tell = shm.Board.tell
+
+    def slowly(board, row, turn):
+        tell(board, row, turn)
+        if row == shm.READY and place.rank == 0:
+            time.sleep(0.05)
+
+    shm.Board.tell = slowly
+    try:
+        buffer = group.buffer(1000, torch.float32, torch.device("cpu"))
+        buffer.fill_(place.rank)
+        group.all_reduce(buffer).wait()
+        return float(buffer[0])
+    finally:
+        shm.Board.tell = tell
+        meeting.say_goodbye("")
+        group.close()
+        meeting.linger()
+
+
+def test_a_reduction_over_rails_may_be_ready_before_its_trainer_goes_on(warm_pool):
+    assert warm_pool.run(4, interrupted_start) == [6.0] * 4
+
+
+def swapped():
+    with echelon.join(record=False, round_timeout_s=8) as session:
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+        model[0].requires_grad_(False)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        learn(model, optimizer, rows(session.rank))
+        model[0].requires_grad_(True)
+        model[1].requires_grad_(False)
+        try:
+            learn(model, optimizer, rows(10 + session.rank))
+        except ModelError:
+            pass
+        return weights(model)
+
+
+def test_layers_that_are_thawed_while_all_others_are_frozen_do_not_diverge(warm_pool):
+    assert_all_same(warm_pool.run(WORKERS, swapped))
+
+
+def sharing(overlap, loss):
+    with echelon.join(record=False, round_timeout_s=8, overlap=overlap, factors="never") as session:
+        shared = nn.Linear(16, 16)
+        one, other = nn.Sequential(shared, nn.Linear(16, 4)), nn.Sequential(shared, nn.Linear(16, 4))
+        alone = copy.deepcopy((one, other))
+        try:
+            one, other = session.prepare(one, other, loss=loss)
+        except ModelError:
+            return
+        for models, x in (((one, other), rows(session.rank)), (alone, torch.cat([rows(0), rows(1)]))):
+            total = sum(model(x).square().sum(1) for model in models)
+            (total.mean() if loss == "mean" else total.sum()).backward()
+        torch.testing.assert_close(shared.weight.grad + 0, alone[0][0].weight.grad)
+
+
+@pytest.mark.parametrize(("overlap", "loss"), [("backward", "sum"), ("step", "mean")])
+def test_models_that_share_a_layer_are_right_or_refused(warm_pool, overlap, loss):
+    warm_pool.run(WORKERS, sharing, overlap, loss)
+
+
+def used_while_late(what):
+    with echelon.join(record=False, round_timeout_s=8, overlap="step", factors="never") as session:
+        model = nn.Linear(16, 16)
+        model, optimizer = session.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
+        learn(model, optimizer, rows(0))
+        if what == "pickle":
+            pickle.dumps(model)
+        else:
+            with torch.inference_mode():
+                model(rows(0))
+        learn(model, optimizer, rows(1))
+        pickle.dumps(model)
+        return weights(model)
+
+
+@pytest.mark.parametrize("what", ["pickle", "inference"])
+def test_a_late_model_can_be_pickled_and_used_in_inference_mode(warm_pool, what):
+    assert_all_same(warm_pool.run(WORKERS, used_while_late, what))
+
+
+def scripted(overlap):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)))
+    with echelon.join(record=False, round_timeout_s=8, factors="never") as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            model, optimizer = session.prepare(model, optimizer, overlap=overlap)
+        except ModelError:
+            return None
+        for step in range(3):
+            learn(model, optimizer, rows(10 * step + session.rank))
+        return weights(model)
+
+
+def test_a_scripted_model_gives_the_same_when_late_or_is_refused(warm_pool):
+    late, prompt = (warm_pool.run(WORKERS, scripted, overlap) for overlap in ("step", "backward"))
+    if late[0] is not None:
+        assert_all_same([late[0], prompt[0]])
