@@ -58,6 +58,7 @@ class Engine:
         self.channels = 0
         self.shared_memory = shared_memory
         self.rails: list[Rails] = []
+        self.teams: list[Team] = []  # whose sums are done by whoever waits
         self.piece_bytes = 0  # not known yet
 
     @classmethod
@@ -198,6 +199,9 @@ class EngineGroup(Group):
         self._engine.loop.submit(exchange)
 
         def wait() -> Tensor:
+            if not exchange.ended:  # others may wait for this worker's part in a sum in shared memory
+                for team in self._engine.teams:
+                    team.finish_all(self._engine.deadline_s)
             exchange.wait()
             return flat
 
@@ -260,6 +264,8 @@ class EngineGroup(Group):
                 self._team, layout, self._collective, loop, rank=self.rank, deadline_s=deadline_s
             )
             self._engine.rails.append(self._rails)
+        else:
+            self._engine.teams.append(self._team)
 
     def _piece_bytes(self, layout: Layout) -> int:
         """The piece that this machine sums fastest: one of its workers asks, and tells the others."""

@@ -24,6 +24,7 @@ class Operation(ABC):
         self.error: Exception | None = None
         self.timing = Timing()
         self._ended = threading.Event()
+        self._ending = threading.Lock()
 
     @abstractmethod
     def begin(self, connections: Mapping[int, Connection]) -> None:
@@ -39,10 +40,11 @@ class Operation(ABC):
 
     def end(self, error: Exception | None = None) -> None:
         """It is over; what is said first counts."""
-        if not self.ended:
-            self.timing.ended = time.perf_counter()
-            self.error = error
-            self._ended.set()
+        with self._ending:
+            if not self.ended:
+                self.timing.ended = time.perf_counter()
+                self.error = error
+                self._ended.set()
 
     @property
     def ended(self) -> bool:

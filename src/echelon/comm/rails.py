@@ -227,8 +227,8 @@ class Rails:
         if self._broken is not None:
             haul.end(self._broken)
         else:
+            self._loop.submit(haul)  # first, for whoever sees that all are ready submits what follows it
             self._team.board.tell(READY, haul.turn)
-            self._loop.submit(haul)
             self._wake.set()
 
         def wait() -> Tensor:

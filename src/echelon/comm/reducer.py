@@ -110,6 +110,7 @@ class Reducer:
         self._factored: Mapping[int, Callable[[], Parcel]] = {}
         self._signature: list[Hashable] = []
         self._next = 0
+        self._reported: set[int] = set()
         self._in_backward = False
         self.active = True
         self.unreduced = False
@@ -189,6 +190,14 @@ class Reducer:
         """Whether any of these parameters is this reducer's."""
         return any(id(p) in parameter_ids for _, p in self._named)
 
+    def missed(self, parameter_ids: set[int]) -> str:
+        """A parameter among these that has a gradient which no round has seen, by name."""
+        for name, p in self._named:
+            unseen = p.requires_grad and id(p) not in self._parcel_of and p.grad is not None
+            if unseen and id(p) in parameter_ids:
+                return name
+        return ""
+
     def rescale(self, factor: float) -> None:
         """Gradients kept locally are in units of the current weight: convert them to the next one."""
         if self._summed:
@@ -213,7 +222,12 @@ class Reducer:
         self._refuse(parameter)
         if not self._in_backward:
             self._begin()
-        self._parcel_of[id(parameter)].missing -= 1
+        parcel = self._parcel_of[id(parameter)]
+        if id(parameter) in self._reported:
+            self._refuse_parts(parameter, parcel)
+            return
+        self._reported.add(id(parameter))
+        parcel.missing -= 1
         while self._next < len(self._parcels) and self._parcels[self._next].missing <= 0:
             self._leave()
 
@@ -221,6 +235,7 @@ class Reducer:
         if self._receiver is not None:
             self._receiver.settle()
         self.refresh()
+        self._reported.clear()
         self._in_backward = True
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
@@ -300,6 +315,16 @@ class Reducer:
                 "which ends at this worker",
                 where="backward(create_graph=True)",
                 fix="use torch.autograd.grad(..., create_graph=True) for the inner gradient",
+            )
+
+    def _refuse_parts(self, parameter: Tensor, parcel: Parcel) -> None:
+        """A gradient may come in parts, from several reentrant checkpoints, as long as it has not left."""
+        if parcel.pending is not None:
+            raise ModelError(
+                f"the gradient of parameter {self._name(parameter)} came in two parts, "
+                "the second after the first was sent",
+                where="torch.utils.checkpoint with use_reentrant=True",
+                fix="use use_reentrant=False",
             )
 
     def _name(self, parameter: Tensor) -> str:

@@ -153,6 +153,10 @@ class Team:
                     raise
                 self._open.popleft()
 
+    def finish_all(self, deadline_s: float) -> None:
+        """The same for all that was begun."""
+        self.finish(self._turn, deadline_s)
+
     def has_finished(self, turn: int) -> bool:
         """Whether `finish` would return at once."""
         return not self._open or self._open[0].turn > turn

@@ -87,6 +87,12 @@ class _Global(_BatchNorm):
             return out
         return (out * _along(self.weight, out) + _along(self.bias, out)).to(input.dtype)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Copies and pickles are torch's own layers: a group belongs to this process.
+        own = next(own for own, wide in _GLOBAL.items() if type(self) is wide)
+        state = {name: value for name, value in self.__dict__.items() if not name.startswith("echelon_")}
+        return own.__new__, (own,), state
+
     @torch.no_grad()
     def _note(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:

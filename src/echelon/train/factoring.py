@@ -141,7 +141,8 @@ def _head(choices: list[Choice]) -> str:
 
 
 def _kind_of_processor() -> float:
-    kind = f"{processor_name()} {torch.backends.cpu.get_cpu_capability()} {torch.__version__}"
+    how = f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} {torch.__version__}"
+    kind = f"{processor_name()} {how}"
     return float(zlib.crc32(kind.encode()))
 
 

@@ -72,6 +72,8 @@ class InStep:
         late = rules.overlap == "step"
         if late:
             _refuse_compiled(model)
+        if late or rules.loss == "sum":
+            self._refuse_shared(model)
         agree.share_state(self._group, model)
         self._models.append(model)
         if rules.batchnorm == "global" and batchnorm.layers(model):
@@ -90,6 +92,15 @@ class InStep:
         if factoring is not None:
             factoring.serve(reducer)
             self._factorings.append(factoring)
+
+    def _refuse_shared(self, model: nn.Module) -> None:
+        held = {id(p) for p in model.parameters()}
+        if any(reducer.touches(held) for reducer in self._reducers):
+            raise ModelError(
+                "this model shares parameters with one that was prepared before",
+                where='prepare(overlap="step") or prepare(loss="sum")',
+                fix="prepare one module that holds both models",
+            )
 
     def _watch(self, model: nn.Module, rule: Rule) -> Factoring | None:
         """Prepare to decide about factors, unless that is clear already."""
@@ -143,9 +154,17 @@ class InStep:
             factoring.consider()
 
     def _check(self, optimizer: Optimizer, where: str) -> None:
+        held = {id(p) for p in _parameters(optimizer)}
+        for reducer in self._reducers:
+            missed = reducer.missed(held)
+            if missed:
+                raise ModelError(
+                    f"parameter {missed} was thawed, and its gradient is this worker's only",
+                    where=where,
+                    fix="thaw it before the loop over the data begins, or before another backward pass",
+                )
         if not any(reducer.unreduced for reducer in self._reducers):
             return
-        held = {id(p) for p in _parameters(optimizer)}
         if any(reducer.unreduced and reducer.touches(held) for reducer in self._reducers):
             raise ModelError(
                 "optimizer.step() would apply gradients that the other workers do not have",
@@ -173,7 +192,9 @@ def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+    compiled = ("OptimizedModule", "ScriptModule")
+    kinds = [kind.__name__ for module in model.modules() for kind in type(module).__mro__]
+    if any(name in compiled for name in kinds):
         raise ModelError(
             "a compiled module reads its parameters where nobody can wait for them",
             where='prepare(overlap="step")',

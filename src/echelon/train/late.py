@@ -49,6 +49,10 @@ class LateParameter(nn.Parameter):
                 leaf._echelon_settle()
         return func(*args, **(kwargs or {}))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._echelon_settle()
+        return self.__reduce_ex__(protocol)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._echelon_settle()
         return copy.deepcopy(self, memo)
@@ -127,6 +131,10 @@ class LateSteps:
         """Let one parcel land, and meanwhile apply those that have landed already."""
         if late not in self._parcels:
             return
+        if not late.parcel.lands_alone:  # in the same order on all workers, whichever is used first
+            for other in self._parcels[: self._parcels.index(late)]:
+                if not other.parcel.lands_alone:
+                    self._apply(other)
         for other in list(self._parcels):
             if other is late or not other.parcel.lands_alone:
                 continue
@@ -136,14 +144,14 @@ class LateSteps:
                 self._apply(other)
         self._apply(late)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _apply(self, late: _OnItsWay) -> None:
         self._parcels.remove(late)
         replaced: list[tuple[nn.Parameter, Tensor | None]] = []  # by zero_grad() for example
         for p in late.parcel.parameters:
             del self._of[id(p)]
-            if type(p) is LateParameter:
-                p.__class__ = nn.Parameter  # type: ignore[assignment]
+            _restore(p)
             if p.grad is not late.gradients[id(p)]:
                 replaced.append((p, p.grad))
             p.grad = late.before[id(p)]
@@ -162,11 +170,15 @@ class LateSteps:
         """Let this optimizer's `step` be late; `before` and `after` are called once for each."""
         stepping = _Stepping(optimizer, self, before, after)
         own = vars(optimizer).get("step")  # a scheduler's, perhaps
-        handle = optimizer.register_state_dict_pre_hook(lambda _: self.settle())
+        handles = [
+            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
+        ]
         vars(optimizer)["step"] = stepping
 
         def undo() -> None:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             del vars(optimizer)["step"]
             if own is not None:
                 vars(optimizer)["step"] = own
@@ -174,7 +186,14 @@ class LateSteps:
         self._undo.append(undo)
 
     def close(self) -> None:
-        """Give optimizers their own step back."""
+        """Give optimizers their own step back; what is still on its way never lands."""
+        while self._parcels:
+            late = self._parcels.pop()
+            for p in late.parcel.parameters:
+                self._of.pop(id(p), None)
+                _restore(p)
+                if p.grad is late.gradients[id(p)]:
+                    p.grad = late.before[id(p)]
         while self._undo:
             self._undo.pop()()
 
@@ -226,6 +245,7 @@ class _Stepping:
                 where='overlap="step"',
                 fix='prepare with overlap="backward"',
             )
+        _refuse(self._optimizer)
         self._before()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         settings = [
@@ -249,10 +269,19 @@ class _Stepping:
         wanted = {id(p) for p in parameters}
         groups = self._optimizer.param_groups
         with _restored(groups):
+            for added in groups[len(settings) :]:
+                added["params"] = []
             for group, then in zip(groups, settings, strict=False):
                 group.update(then)
                 group["params"] = [p for p in group["params"] if id(p) in wanted]
             self._step(self._optimizer)
+
+
+def _restore(p: nn.Parameter) -> None:
+    """Make a late parameter an ordinary one."""
+    if type(p) is LateParameter:
+        del p._echelon_settle
+        p.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 @contextmanager

@@ -57,6 +57,7 @@ class Capture:
         self._on_ready = on_ready
         self._dtype = weight.dtype
         self._kept: list[tuple[int, Tensor, Tensor]] = []  # backward pass, G, X
+        self._through_with: set[int] = set()  # backward passes; a reentrant one is within another
         self._own: dict[int, list[Tensor]] = {}  # the layer's parts of the gradient, by backward pass
         self._anchor = torch.zeros((), requires_grad=True)
         self._handles = [
@@ -70,9 +71,12 @@ class Capture:
         self.mode = mode
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """The rows (G, X) of the pass under way, each G in units of its own scale; then there are none."""
-        now = torch._C._current_graph_task_id()
-        kept = [entry[1:] for entry in self._kept if entry[0] == now]  # others are of a pass that failed
+        """All rows (G, X), each G in units of its own scale; then there are none.
+
+        Rows of a pass that failed before it was through with this layer are forgotten.
+        """
+        valid = {*self._through_with, torch._C._current_graph_task_id()}
+        kept = [entry[1:] for entry in self._kept if entry[0] in valid]
         self.clear()
         if not kept:
             outputs, inputs = self.weight.shape
@@ -93,6 +97,7 @@ class Capture:
     def clear(self) -> None:
         """Forget the rows that came."""
         self._kept = []
+        self._through_with = set()
         self._own = {}
         self.rows = 0
 
@@ -174,6 +179,7 @@ class Capture:
     def _through(self, anchor: Tensor) -> None:
         anchor.grad = None
         if self.mode == "factors" and self.weight.requires_grad:
+            self._through_with.add(torch._C._current_graph_task_id())
             self._on_ready(self)
 
     def _note(self, obstacle: str) -> None:

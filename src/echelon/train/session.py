@@ -34,7 +34,7 @@ from echelon.comm.cost import Link
 from echelon.comm.factors import Rule
 from echelon.comm.group import Group
 from echelon.comm.rendezvous import Meeting
-from echelon.errors import ConfigError, ModelError
+from echelon.errors import ConfigError, EchelonError, ModelError
 from echelon.observe.events import (
     CheckpointLoaded,
     CheckpointSaved,
@@ -379,8 +379,17 @@ class Session(Talk):
         if self._closed:
             return
         self._closed = True
-        if not cause:
+        if cause:
+            self._leave(cause)
+            return
+        try:
             self._in_step.settle()
+        except EchelonError as error:
+            self._leave(f"{type(error).__name__}: {error.message}")
+            raise
+        self._leave("")
+
+    def _leave(self, cause: str) -> None:
         self._clock.close()
         self._recorder.close()
         if self._meeting is not None:

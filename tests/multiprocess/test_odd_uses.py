@@ -1,7 +1,8 @@
-"""What a review of the engine found: situations that went wrong without a word, or for no reason."""
+"""Uses of late and factored models that are rare, and must be right or refused all the same."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -51,7 +52,7 @@ def one_reads(overlap):
         for step in range(2):
             learn(model, optimizer, rows(step + session.rank))
             if session.rank == 0:
-                float(model.weight.norm())
+                float(model.weight.detach().norm())
             session.all_reduce(torch.ones(1))
         return weights(model)
 
@@ -178,10 +179,8 @@ def swapped():
         learn(model, optimizer, rows(session.rank))
         model[0].requires_grad_(True)
         model[1].requires_grad_(False)
-        try:
+        with contextlib.suppress(ModelError):
             learn(model, optimizer, rows(10 + session.rank))
-        except ModelError:
-            pass
         return weights(model)
 
 
@@ -248,3 +247,75 @@ def test_a_scripted_model_gives_the_same_when_late_or_is_refused(warm_pool):
     late, prompt = (warm_pool.run(WORKERS, scripted, overlap) for overlap in ("step", "backward"))
     if late[0] is not None:
         assert_all_same([late[0], prompt[0]])
+
+
+def changed_while_late(what, overlap):
+    """The optimizer is reset, or gets another group, right after a step."""
+    with echelon.join(record=False, round_timeout_s=8, factors="never") as session:
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+        extra = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        fresh = copy.deepcopy(optimizer.state_dict())
+        model, optimizer = session.prepare(model, optimizer, overlap=overlap)
+        for step in range(3):
+            learn(model, optimizer, rows(10 * step + session.rank))
+            if what == "reset":
+                optimizer.load_state_dict(copy.deepcopy(fresh))
+            elif step == 1:
+                extra.grad = torch.ones(3)
+                optimizer.add_param_group({"params": [extra]})
+                model(rows(0))
+                extra.grad = None
+        return [*weights(model), extra.detach().clone()]
+
+
+@pytest.mark.parametrize("what", ["reset", "group"])
+def test_an_optimizer_may_be_changed_while_its_updates_are_due(warm_pool, what):
+    late, prompt = (warm_pool.run(WORKERS, changed_while_late, what, way) for way in ("step", "backward"))
+    assert_all_same([late[0], late[1], prompt[0]])
+
+
+def hooked_later():
+    with echelon.join(record=False, round_timeout_s=8) as session:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = session.prepare(model, optimizer, overlap="step")
+        learn(model, optimizer, rows(0, width=4))
+        optimizer.register_step_post_hook(lambda *_: None)
+        with pytest.raises(ModelError) as error:
+            learn(model, optimizer, rows(1, width=4))
+        return str(error.value)
+
+
+def test_step_hooks_that_come_later_are_refused_too(warm_pool):
+    for said in warm_pool.run(WORKERS, hooked_later):
+        assert "step hooks" in said
+
+
+def closed_while_late():
+    """A session that ends for a reason while updates are due: the model is torch's own, without them."""
+    model = nn.Linear(4, 4)
+    session = echelon.join(record=False, round_timeout_s=8)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap="step")
+    before = weights(model)
+    learn(model, optimizer, rows(session.rank, width=4))
+    session.barrier()
+    session.close("enough")
+    model.state_dict()
+    return [type(p) is nn.Parameter for p in model.parameters()], assert_all_same([before, weights(model)])
+
+
+def test_a_model_is_torchs_own_when_a_session_ends_for_a_reason_while_it_is_late(warm_pool):
+    assert warm_pool.run(WORKERS, closed_while_late) == [([True, True], None)] * WORKERS
+
+
+def pickled_norm():
+    with echelon.join(record=False, round_timeout_s=8) as session:
+        model = session.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        model(rows(session.rank, width=4)).sum().backward()
+        copied = pickle.loads(pickle.dumps(model))
+        return type(copied[1]) is nn.BatchNorm1d, torch.equal(copied[1].running_mean, model[1].running_mean)
+
+
+def test_a_model_with_batch_normalisation_can_be_pickled_in_a_session(warm_pool):
+    assert warm_pool.run(WORKERS, pickled_norm) == [(True, True)] * WORKERS
