@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from echelon.comm.collective import COLLECTIVES, Scattering
 from echelon.comm.collectives.binary_blocks import blocks
+from echelon.comm.collectives.ps import served
 from echelon.comm.cost import Link, critical_work
 from schedules import execute, sent_elements
 
@@ -234,6 +235,21 @@ def test_halving_exchanges_the_most_with_the_nearest_worker(size):
         schedule = COLLECTIVES.build("halving-doubling").schedule(rank, size, 8 * size)
         sent = {move.peer: move.length for step in schedule for move in step.sends if step.adds}
         assert sorted(sent, key=sent.__getitem__, reverse=True) == sorted(sent, key=lambda p: p ^ rank)
+
+
+@given(
+    workers=st.integers(2, 6),
+    servers=st.integers(1, 4),
+    length=st.integers(0, 12),
+    hold=st.booleans(),
+)
+def test_servers_of_their_own_sum_what_workers_have_and_nothing_else(workers, servers, length, hold):
+    everybody = workers + servers
+    schedules = [served(rank, workers, servers, length) for rank in range(everybody)]
+    buffers = [[10**rank * (at + 1) for at in range(length)] for rank in range(everybody)]
+    found = execute(schedules, buffers, hold=hold)
+    expected = [sum(10**rank for rank in range(workers)) * (at + 1) for at in range(length)]
+    assert found[:workers] == [expected] * workers
 
 
 @given(st.integers(2, 17), st.integers(1, 3))

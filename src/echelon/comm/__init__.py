@@ -27,6 +27,7 @@ roll_call.py   who is to blame when a deadline has passed (pure)
 blame.py       how it is said (pure)
 shm.py         reduction in shared memory
 segment.py     memory that processes share, without a name
+serving.py     servers that only sum, in processes of their own
 rails.py       several machines of several workers: shared memory inside, TCP across
 
 buckets.py     which gradients travel together (pure)

@@ -10,6 +10,7 @@ tensors go over TCP, as they do between machines of one worker each.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -33,10 +34,11 @@ from echelon.comm.place import Place
 from echelon.comm.rails import TAGS, Layout, Rails, machines
 from echelon.comm.rendezvous import Meeting, interface_address
 from echelon.comm.segment import Handle
+from echelon.comm.serving import Servers
 from echelon.comm.shm import Team
 from echelon.comm.spread import broadcast, gather_all, gather_blocks
 from echelon.comm.tls import Certificates
-from echelon.errors import ConfigError, LaunchError, RoundTimeout
+from echelon.errors import ConfigError, LaunchError, RoundTimeout, WorkerError
 
 SECRET_VARIABLE = "ECHELON_SECRET"
 _LARGE_BYTES = 64 * 1024  # from here on, spreading in few bytes beats spreading in few steps
@@ -49,14 +51,26 @@ class Engine:
     """A worker's connections, shared by all groups that are forked from one."""
 
     def __init__(
-        self, meeting: Meeting, loop: Loop, view: bytes, *, shared_memory: bool, deadline_s: float
+        self,
+        meeting: Meeting,
+        loop: Loop,
+        view: bytes,
+        *,
+        shared_memory: bool,
+        deadline_s: float,
+        servers: int = 0,
     ) -> None:
         self.meeting = meeting
         self.loop = loop
         self.deadline_s = deadline_s
         self.view = view
         self.channels = 0
-        self.shared_memory = shared_memory
+        self.workers = meeting.members[: len(meeting.members) - servers]
+        self.shared_memory = shared_memory and not servers
+        self.servers: Servers | None = None
+        if servers:
+            me = meeting.me.rank
+            self.servers = Servers(loop, rank=me, workers=len(self.workers), servers=servers)
         self.rails: list[Rails] = []
         self.teams: list[Team] = []  # whose sums are done by whoever waits
         self.piece_bytes = 0  # not known yet
@@ -78,10 +92,20 @@ class Engine:
             rank: Connection(sock, view=view, peer=names[rank]) for rank, sock in sockets.items()
         }
         loop = Loop(connections, names, me=names[meeting.me.rank])
-        return cls(meeting, loop, view, shared_memory=shared_memory, deadline_s=deadline_s)
+        return cls(
+            meeting,
+            loop,
+            view,
+            shared_memory=shared_memory,
+            deadline_s=deadline_s,
+            servers=place.servers,
+        )
 
     def close(self) -> None:
         """Leave; the others learn why, if this worker has said it."""
+        if self.servers is not None and not any(self.meeting.last_words):
+            with contextlib.suppress(WorkerError):  # then they know already
+                self.servers.dismiss()
         self.loop.close(self.meeting.last_words[-1] if self.meeting.last_words else "")
         for rails in self.rails:
             rails.close()
@@ -97,7 +121,7 @@ class EngineGroup(Group):
 
     def __init__(self, engine: Engine, collective: str, *, owns: bool = True) -> None:
         self.rank = engine.meeting.me.rank
-        self.size = len(engine.meeting.members)
+        self.size = len(engine.workers)
         self._engine = engine
         self._owns = owns
         self._text: str
@@ -108,7 +132,7 @@ class EngineGroup(Group):
         self._team: Team | None = None
         self._rails: Rails | None = None
         if engine.shared_memory:
-            self._share_memory(machines(engine.meeting.members))
+            self._share_memory(machines(engine.workers))
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
         """Combine in place, in the background; in shared memory, by whoever waits."""
@@ -125,8 +149,16 @@ class EngineGroup(Group):
         return _joined(tensor, lanes)
 
     def _over_tcp(self, lane: Tensor, op: Op, priority: int) -> Pending:
-        steps = _schedule(self._collective, self.rank, self.size, lane.numel())
-        return self._start(lane, steps, op, priority)
+        servers = self._engine.servers
+        if servers is None:
+            return self._start(lane, self._schedule(lane.numel()), op, priority)
+        servers.announce(self._channel << CHANNEL_BITS | (self._count + 1), lane, op)
+        return self._start(lane, self._schedule(lane.numel()), op, priority)
+
+    def _schedule(self, length: int) -> Schedule:
+        if self._engine.servers is not None:
+            return self._engine.servers.schedule(length)
+        return _schedule(self._collective, self.rank, self.size, length)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensor, by rank."""
@@ -157,7 +189,7 @@ class EngineGroup(Group):
 
     def measure_links(self) -> Links | None:
         """How fast the links between machines are, and the group uses it; None if all is on one machine."""
-        if len(machines(self._engine.meeting.members)) == 1:
+        if len(machines(self._engine.workers)) == 1:
             return None
         links = measure(self)
         for peer, connection in self._engine.loop.connections.items():
@@ -169,6 +201,8 @@ class EngineGroup(Group):
 
     def reason(self, length_bytes: int) -> str:
         """Why buffers of this length are reduced as they are."""
+        if self._engine.servers is not None:
+            return f"ps, as asked: {self._engine.servers.count} servers of their own sum"
         if isinstance(self._collective, Auto):
             return self._collective.reason(self.size, length_bytes)
         return f"{self._text}, as asked"
@@ -231,7 +265,7 @@ class EngineGroup(Group):
         flat = tensor.view(-1)
         lengths = [stop - start for start, stop in _lanes(flat)]
         if self._team is None or not self._team.holds(flat):
-            schedules = [_schedule(self._collective, self.rank, self.size, length) for length in lengths]
+            schedules = [self._schedule(length) for length in lengths]
             moved = sum(move.length for steps in schedules for step in steps for move in step.sends)
         elif self._rails is not None:
             moved = sum(self._rails.sent_elements(length) for length in lengths)

@@ -41,6 +41,14 @@ def open_group(
             where="--transport",
             fix=f"use one of {', '.join(get_args(Transport))}",
         )
+    if place.servers and (transport in ("c10d", "shm") or collective not in ("auto", "ps")):
+        raise ConfigError(
+            f"servers of their own sum over TCP as collective ps, not {transport} and {collective}",
+            where="--servers",
+            fix="leave --transport and --collective at auto, or start no servers",
+        )
+    if place.servers:
+        transport = "tcp"
     if transport == "c10d" or (transport == "auto" and torch.cuda.is_available()):
         if Certificates.from_environment(os.environ) is not None:
             raise ConfigError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from echelon.errors import ConfigError
 
+SERVERS_VARIABLE = "ECHELON_SERVERS"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -23,10 +24,17 @@ class Place:
     local_rank: int = 0
     address: str = ""
     port: int = 0
+    servers: int = 0
+    """Processes beyond the workers that only sum; their ranks follow those of the workers."""
     hosted: bool = False
     """The launcher keeps the meeting point itself (torchrun does)."""
     attempt: str = "0"
     """Tells restarts of one job apart, so that none reads what another left behind."""
+
+    @property
+    def everybody(self) -> int:
+        """Workers and servers."""
+        return self.world_size + self.servers
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Place:
@@ -48,10 +56,11 @@ class Place:
             local_rank=_number(env, "LOCAL_RANK") if env.get("LOCAL_RANK") else 0,
             address=env["MASTER_ADDR"],
             port=_number(env, "MASTER_PORT"),
+            servers=_number(env, SERVERS_VARIABLE) if env.get(SERVERS_VARIABLE) else 0,
             hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
-        if not 0 <= place.rank < place.world_size:
+        if not 0 <= place.rank < place.everybody:
             raise ConfigError(
                 f"RANK is {place.rank} in a world of {place.world_size}",
                 where="environment",

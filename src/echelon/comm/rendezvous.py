@@ -164,7 +164,7 @@ def meet(place: Place, *, node: str, host: str, pid: int, timeout_s: float) -> M
     leader = _address_of(place)
     me = Member(rank=place.rank, node=node, host=host, pid=pid, leader_address=leader)
     deadline = time.monotonic() + timeout_s
-    missing = set(range(place.world_size))
+    missing = set(range(place.everybody))
     try:
         _put(store, f"joined/{place.rank}", me)
         while missing:
@@ -173,7 +173,7 @@ def meet(place: Place, *, node: str, host: str, pid: int, timeout_s: float) -> M
                 raise _missing(place, missing, f"did not join within {timeout_s:g} s")
             if missing:
                 time.sleep(_POLL_S)
-        keys = [f"joined/{rank}" for rank in range(place.world_size)]
+        keys = [f"joined/{rank}" for rank in range(place.everybody)]
         members = tuple(msgspec.json.decode(store.get(key), type=Member) for key in keys)
     except (DistError, RuntimeError) as error:  # the store went with the leader
         raise _missing(place, missing or {0}, "had not joined when rank 0 left") from error
@@ -188,7 +188,7 @@ def _missing(place: Place, missing: set[int], what: str) -> JoinTimeout:
     names = ", ".join(str(rank) for rank in sorted(missing))
     plural = "ranks" if len(missing) > 1 else "rank"
     return JoinTimeout(
-        f"{plural} {names} of {place.world_size} {what}",
+        f"{plural} {names} of {place.everybody} {what}",
         ranks=tuple(sorted(missing)),
         where=f"rank {place.rank}, meeting at {place.address}:{place.port}",
         fix=f"see the log of {plural} {names}; a longer wait is join(timeout_s=...) or --join-timeout-s",

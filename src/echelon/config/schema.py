@@ -39,6 +39,9 @@ class RunSettings:
         "auto", "How bytes move: shared memory on one machine, TCP between machines, or torch.distributed."
     )
     collective: str = _setting("auto", "How gradients are summed: see `echelon list collective`.")
+    servers: int = _setting(
+        0, "Parameter servers: processes besides the workers that only sum; in a lab, on its last nodes."
+    )
     overlap: Literal["backward", "step"] = _setting(
         "backward",
         "What hides communication: backward, or also the optimizer and the next forward pass (step).",
@@ -55,6 +58,13 @@ class RunSettings:
     def __post_init__(self) -> None:
         _at_least(self, "workers", 1)
         _at_least(self, "threads", 1)
+        _at_least(self, "servers", 0)
+        if self.servers and (self.transport in ("shm", "c10d") or self.collective not in ("auto", "ps")):
+            raise ConfigError(
+                f"servers sum over TCP as collective ps, not {self.transport} and {self.collective}",
+                where="--servers",
+                fix="leave --transport and --collective at auto, or start no servers",
+            )
         if not 0 <= self.seed < _SEEDS:
             raise ConfigError(f"seed is {self.seed}", where="--seed", fix=f"give 0 to {_SEEDS - 1}")
         _above(self, "join_timeout_s", 0)

@@ -27,6 +27,7 @@ from echelon.cluster.lab.faults import FaultClock
 from echelon.cluster.lab.lab import Lab, Seat
 from echelon.cluster.lab.spec import LabSpec, read_lab
 from echelon.cluster.machine import usable_cores
+from echelon.comm.place import SERVERS_VARIABLE
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_bytes
@@ -48,7 +49,7 @@ from echelon.observe.follow import Follower
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.summary import Summary, write_summary
-from echelon.plan.plan import Asked, Plan, make_plan
+from echelon.plan.plan import Asked, Plan, WorkerPlan, make_plan
 
 _LOOK_EVERY_S = 0.05
 _INTERRUPT_GRACE_S = 5.0
@@ -124,7 +125,7 @@ def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Ou
         code=code,
         summary=write_summary(folder),
         failure=failure,
-        node=plan.workers[failure.rank].node if failure else "",
+        node=[*(worker.node for worker in plan.workers), *plan.servers][failure.rank] if failure else "",
         log_tail=tail.decode(errors="replace"),
     )
 
@@ -133,15 +134,22 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
     if settings.delay:
         DELAYS.build(settings.delay, where="--delay")
     host = socket.gethostname()
-    count = settings.workers or len(settings.speeds) or (len(spec.nodes) if spec else 1)
+    in_lab = max(1, len(spec.nodes) - settings.servers) if spec else 1
+    count = settings.workers or len(settings.speeds) or in_lab
     if isinstance(settings, TrainSettings) and count > settings.batch:
         raise ConfigError(
             f"a batch of {settings.batch} cannot be shared by {count} workers",
             where="--batch",
             fix=f"use a batch of at least {count}, or fewer workers",
         )
-    _check_memory(count)
-    seats = [spec.nodes[rank % len(spec.nodes)] for rank in range(count)] if spec else []
+    if settings.servers and count == 1:
+        raise ConfigError(
+            "there is nothing to sum for one worker", where="--servers", fix="start several workers"
+        )
+    everybody = count + settings.servers
+    _check_memory(everybody)
+    places = [spec.nodes[rank % len(spec.nodes)] for rank in range(everybody)] if spec else []
+    seats = places[:count]
     asked = Asked(
         shares=settings.shares,
         speeds=settings.speeds,
@@ -156,13 +164,15 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
         join_timeout_s=settings.join_timeout_s,
         round_timeout_s=settings.round_timeout_s,
     )
-    return make_plan(
+    plan = make_plan(
         "",
         [node.name for node in seats] or [host] * count,
         asked,
         cores=usable_cores(),
         rated=[node.cpu or 1.0 for node in seats],
     )
+    names = [node.name for node in places[count:]] or [host] * settings.servers
+    return replace(plan, servers=tuple(names))
 
 
 def _commands(
@@ -173,12 +183,17 @@ def _commands(
     port = settings.port or (_LAB_PORT if lab else _free_port())
     on_node: dict[str, int] = {}
     commands = []
-    for worker in plan.workers:
+    first = len(plan.workers)
+    serving = [
+        WorkerPlan(rank=rank, node=node, threads=1) for rank, node in enumerate(plan.servers, start=first)
+    ]
+    for worker in (*plan.workers, *serving):
         local_rank = on_node.get(worker.node, 0)
         on_node[worker.node] = local_rank + 1
         seat = seats.get(worker.node)
         env = {
             **os.environ,
+            SERVERS_VARIABLE: str(len(serving)),
             "RANK": str(worker.rank),
             "WORLD_SIZE": str(len(plan.workers)),
             "LOCAL_RANK": str(local_rank),
@@ -193,7 +208,8 @@ def _commands(
         if seat is not None:
             env["GLOO_SOCKET_IFNAME"] = seat.interface
         prefix = seat.prefix if seat else ()
-        argv = [*prefix, sys.executable, "-m", "echelon.launch.worker", *target.argv]
+        what = ["-m", "echelon.launch.server"] if worker in serving else target.argv
+        argv = [*prefix, sys.executable, "-m", "echelon.launch.worker", *what]
         commands.append(WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env))
     return commands
 

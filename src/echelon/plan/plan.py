@@ -30,10 +30,11 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Who does how much, and how they talk."""
+    """Who does how much, and how they talk. `servers` are the nodes of those who only sum, if any."""
 
     run: str
     workers: tuple[WorkerPlan, ...]
+    servers: tuple[str, ...] = ()
     transport: str = "auto"
     collective: str = "auto"
     overlap: str = "backward"

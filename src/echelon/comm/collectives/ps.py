@@ -3,6 +3,8 @@
 Two steps. A worker sends n elements and gets n; a server gets (P-1) n/s for its shard and sends as many
 back, so one server is right for few workers or small buffers only. The first workers are the servers; with
 as many servers as workers this is `direct`.
+
+Servers may also be members of their own that have nothing to add (`served`): `echelon run --servers 2`.
 """
 
 from __future__ import annotations
@@ -10,9 +12,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from echelon.comm.collective import Scattering, Schedule, pieces
+from echelon.comm.collective import Move, Scattering, Schedule, Step, pieces, trim
 from echelon.comm.collectives.direct import to_owners
 from echelon.errors import ConfigError
+
+
+def served(rank: int, workers: int, servers: int, length: int) -> Schedule:
+    """What a worker or, behind the workers, a server does so that the workers' buffers are summed.
+
+    A server's own buffer counts for nothing: the first worker's shard overwrites it.
+    """
+    shards = pieces(0, length, servers)
+    if rank < workers:
+        moves = tuple(Move(workers + at, *shard) for at, shard in enumerate(shards))
+        return trim([Step(sends=moves), Step(takes=moves)])
+    shard = shards[rank - workers]
+    everybody = tuple(Move(worker, *shard) for worker in range(workers))
+    return trim([Step(takes=everybody[:1]), Step(adds=everybody[1:]), Step(sends=everybody)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
