@@ -3,7 +3,8 @@
     python benchmarks/allreduce.py [--quick] [--json] [--only shm|tcp|lab|small]
 
 shm    workers of one machine, buffers in shared memory, 2 and 4 workers
-tcp    two workers over loopback
+tcp    two workers over loopback; also the bare exchange of the same bytes over one plain socket, without
+       sums, frames or checksums, which is what the kernel's copying takes
 lab    four emulated nodes at 1 Gb/s (root): also as part of the wire limit, 2(P-1)/P of the bytes at
        the rate that one plain TCP stream reaches there, measured in the same run
 small  4 kB among 8 workers: the chosen collective against the ring
@@ -12,8 +13,10 @@ small  4 kB among 8 workers: the chosen collective against the ring
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import select
 import socket
 import statistics
 import sys
@@ -44,6 +47,9 @@ def work(kind: str, sizes: list[float], repeats: int) -> None:
     peer: Group = EngineGroup(engine, "ring") if kind == "small" else gloo
     rows = [compare(ours, peer, size, repeats) for size in sizes]
     found: dict[str, Any] = {"rows": rows}
+    if kind == "tcp":
+        for row in rows:
+            row["bare"] = bare(meeting, place, int(row["MB"] * 1e6), repeats)
     if kind == "lab":
         found["stream_bytes_per_s"] = stream(meeting, place)
     if place.rank == 0:
@@ -94,6 +100,44 @@ def stream(meeting: Meeting, place: Place) -> float:
             sock.sendall(bytes(count))
             meeting.store.get("streamed")
     return 0.0
+
+
+def bare(meeting: Meeting, place: Place, count: int, repeats: int) -> float:
+    """Median seconds in which two workers send each other so many bytes at once, and nothing else."""
+    key = f"bare/{count}"
+    if place.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            meeting.store.set(key, str(door.getsockname()[1]))
+            sock, _ = door.accept()
+    else:
+        sock = socket.create_connection(("127.0.0.1", int(meeting.store.get(key))))
+    out, into = memoryview(bytearray(count)), memoryview(bytearray(count))
+    times = []
+    with sock:
+        for _ in range(repeats):
+            sock.setblocking(True)
+            sock.sendall(b"x")
+            sock.recv(1)
+            begun = time.perf_counter()
+            _both_ways(sock, out, into)
+            times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def _both_ways(sock: socket.socket, out: memoryview, into: memoryview) -> None:
+    sock.setblocking(False)
+    poll = select.poll()
+    sent = got = 0
+    while sent < len(out) or got < len(into):
+        wanted = (select.POLLOUT if sent < len(out) else 0) | (select.POLLIN if got < len(into) else 0)
+        poll.register(sock, wanted)
+        ((_, event),) = poll.poll()
+        with contextlib.suppress(BlockingIOError):
+            if event & select.POLLIN:
+                got += sock.recv_into(into[got : got + (1 << 20)])
+        with contextlib.suppress(BlockingIOError):
+            if event & select.POLLOUT:
+                sent += sock.send(out[sent : sent + (1 << 20)])
 
 
 def main() -> None:
@@ -147,6 +191,8 @@ def show(row: dict[str, Any]) -> None:
         line += f" (target {row['target']:.2f})"
     if "of the limit" in row:
         line += f"; of the wire limit: ours {row['of the limit']:.3f}, peer {row['peer of the limit']:.3f}"
+    if "bare" in row:
+        line += f"; bare exchange {row['bare'] * 1e3:.3f} ms, {row['peer'] / row['bare']:.2f} x"
     if row["what"] == "small":
         line += f"; ours is {Auto().choose(row['workers'], int(row['MB'] * 1e6 / 4))}, the peer our ring"
     print(line, flush=True)

@@ -127,7 +127,7 @@ def main() -> None:
     if "mlp" in asked.only:
         for workers in (2, 4):
             lab = cluster.nodes(workers, "1gbit")
-            found = cluster.measure(__file__, workers, "mlp", "3" if asked.quick else "9", "6", lab=lab)
+            found = cluster.measure(__file__, workers, "mlp", "3" if asked.quick else "5", "15", lab=lab)
             whole = 4 * 1024 * 1025 * 4
             wire = 2 * (workers - 1) / workers * whole / found["stream_bytes_per_s"]
             rows.append({"what": "mlp", "workers": workers, **found, "wire": wire})
