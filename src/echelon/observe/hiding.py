@@ -37,6 +37,7 @@ Interval: TypeAlias = tuple[float, float]
 
 _LAST_ROUNDS = 1000  # so that a run's length does not decide how much is kept
 _WARM_UP_ABOVE = 3
+_SHORTEST_S = 1e-9
 
 
 class WorkerCommunication(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,7 +230,8 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def _ratio(value: float, by: float) -> float | None:
-    return value / by if by > 0 else None
+    """How many times as long; None if there is no duration to compare with, or none that a clock can tell."""
+    return value / by if by > _SHORTEST_S else None
 
 
 class Traffics:

@@ -102,7 +102,9 @@ def test_links_only_raise_the_limit_and_computing_alone_is_never_beaten(round_, 
     if distance(without) is not None:
         assert distance(without) >= 1 - 1e-9
         assert distance(with_links) <= distance(without)
-    if limit_s:
+    else:
+        assert round_limit_s(without) <= 1e-9
+    if limit_s > 1e-9:
         longest_s = max(worker.length_s for worker in with_links.values())
         assert distance(with_links) * limit_s == pytest.approx(longest_s)
 
@@ -114,6 +116,13 @@ def test_who_sets_the_limit_needs_at_least_as_much_as_any_other(many, known):
     blamed = next(worker for worker in result.workers if worker.rank == result.rank)
     needed_s = blamed.compute_s if result.limited_by == "compute" else blamed.wire_limit_s
     assert needed_s == max(max(w.compute_s, w.wire_limit_s or 0.0) for w in result.workers)
+
+
+def test_a_step_that_computed_for_less_than_a_clock_can_tell_has_no_distance():
+    assert (
+        distance(figures(a_round(step(0, compute_s=5e-324, wait_s=1.0, sent_bytes=0, start=0.0)), {}, {}))
+        is None
+    )
 
 
 def test_overlapping_buckets_count_once_and_those_without_times_not_at_all():
