@@ -230,7 +230,7 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def _ratio(value: float, by: float) -> float | None:
-    """How many times as long; None if there is no duration to compare with, or none that a clock can tell."""
+    """How many times as long; None without a duration to compare with that a clock can tell."""
     return value / by if by > _SHORTEST_S else None
 
 
