@@ -149,10 +149,8 @@ class EngineGroup(Group):
         return _joined(tensor, lanes)
 
     def _over_tcp(self, lane: Tensor, op: Op, priority: int) -> Pending:
-        servers = self._engine.servers
-        if servers is None:
-            return self._start(lane, self._schedule(lane.numel()), op, priority)
-        servers.announce(self._channel << CHANNEL_BITS | (self._count + 1), lane, op)
+        if self._engine.servers is not None:
+            self._engine.servers.announce(self._channel << CHANNEL_BITS | (self._count + 1), lane, op)
         return self._start(lane, self._schedule(lane.numel()), op, priority)
 
     def _schedule(self, length: int) -> Schedule:

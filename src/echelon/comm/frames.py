@@ -23,7 +23,7 @@ _HEADER = struct.Struct("<4s16sQQIQQIQ")
 _CHECK = struct.Struct("<I")
 _MAGIC = b"ECH1"
 HEADER_BYTES = _HEADER.size + _CHECK.size
-FRAME_BYTES = 512 * 1024  # fits the cache of a core; half as much took half as much processor time again
+FRAME_BYTES = 512 * 1024  # fits the cache of a core, and is few enough frames for Python
 MOST_FRAME_BYTES = 16 * 1024 * 1024
 NOTICES = 0  # the operation that no group ever has
 

@@ -154,6 +154,8 @@ class InStep:
             factoring.consider()
 
     def _check(self, optimizer: Optimizer, where: str) -> None:
+        if not self._reducers:
+            return
         held = {id(p) for p in _parameters(optimizer)}
         for reducer in self._reducers:
             missed = reducer.missed(held)
@@ -163,8 +165,6 @@ class InStep:
                     where=where,
                     fix="thaw it before the loop over the data begins, or before another backward pass",
                 )
-        if not any(reducer.unreduced for reducer in self._reducers):
-            return
         if any(reducer.unreduced and reducer.touches(held) for reducer in self._reducers):
             raise ModelError(
                 "optimizer.step() would apply gradients that the other workers do not have",

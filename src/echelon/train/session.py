@@ -79,7 +79,7 @@ class Session(Talk):
         self.folder = folder
         self.device = device
         self._prepared = resume.Prepared()
-        self._in_step = InStep(group, clock, link=link, explain=self._explain)
+        self._in_step = InStep(group, clock, link=link, explain=self.explain)
         self._sharing: Sharing | None = None
         self._current: SharedLoader | None = None
         self._first_epoch = 0
@@ -293,7 +293,7 @@ class Session(Talk):
         _log.info(text)
         self._recorder.emit(Noted(t=time.time(), rank=self.rank, text=text))
 
-    def explain(self, topic: str, why: str, *, tell: str = "") -> None:
+    def explain(self, topic: str, why: str, tell: str = "") -> None:
         """Record in the plan why something was decided at run time; `tell` is for the report as well."""
         if self.is_leader:
             self._plan = replace(self._plan, reasons={**self._plan.reasons, topic: why})
@@ -301,9 +301,6 @@ class Session(Talk):
                 self.folder.plan.write_text(self._plan.to_toml())
             if tell:
                 self.note(tell)
-
-    def _explain(self, topic: str, why: str, tell: str) -> None:
-        self.explain(topic, why, tell=tell)
 
     def _on_pass(self, loader: SharedLoader) -> None:
         self._in_step.refresh()
