@@ -152,6 +152,42 @@ class CheckpointLoaded(Event, frozen=True, kw_only=True, tag="checkpoint-loaded"
     rejected: dict[str, str]
 
 
+class Arrived(Event, frozen=True, kw_only=True, tag="arrival"):
+    """A server's coordinator was told something; `rank` is the server's.
+
+    Kind: gradient, delta, weights or ask (see `sync/served.py`), or leave, join and tick, which have no
+    step. `version` is that of the weights when it came, `read` of those that it was computed on.
+    """
+
+    worker: int
+    kind: str
+    step: int = -1
+    version: int = 0
+    read: int = 0
+    samples: float = 0.0
+    compute_s: float = 0.0
+    transfer_s: float = 0.0
+    square: float = 0.0
+    dot: float = 0.0
+
+
+class Decided(Event, frozen=True, kw_only=True, tag="decision"):
+    """What the sync policy made of the arrival before it: apply, drop, release, invite or wake.
+
+    `parts` of an update are (worker, step, weight); `version` is that of the weights after it.
+    """
+
+    what: str
+    version: int
+    worker: int = -1
+    step: int = -1
+    parts: list[tuple[int, int, float]] = []
+    fresh: bool = True
+    ask: bool = False
+    at: float = 0.0
+    reason: str = ""
+
+
 class FaultInjected(Event, frozen=True, kw_only=True, tag="fault-injected"):
     """The lab did something to the cluster on purpose."""
 
@@ -188,6 +224,8 @@ AnyEvent: TypeAlias = (
     | Logged
     | CheckpointSaved
     | CheckpointLoaded
+    | Arrived
+    | Decided
     | FaultInjected
     | WorkerFailed
     | RunEnded
