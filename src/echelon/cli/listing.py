@@ -15,11 +15,16 @@ from echelon.cluster.lab.spec import shipped_labs
 from echelon.comm.collective import COLLECTIVES
 from echelon.config.registry import Description, Registry
 from echelon.errors import UnknownName
+from echelon.sync.detector import DETECTORS
+from echelon.sync.graph import GRAPHS
+from echelon.sync.policy import POLICIES
+from echelon.sync.threshold import THRESHOLDS
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 
 KINDS: dict[str, Registry[Any]] = {
-    registry.kind: registry for registry in (MODELS, DATASETS, COLLECTIVES, DELAYS)
+    registry.kind: registry
+    for registry in (MODELS, DATASETS, POLICIES, COLLECTIVES, DELAYS, DETECTORS, THRESHOLDS, GRAPHS)
 }
 
 

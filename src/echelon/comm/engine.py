@@ -22,7 +22,7 @@ from torch import Tensor
 
 from echelon.cluster import probe
 from echelon.comm import mesh
-from echelon.comm.collective import COLLECTIVES, Collective, Schedule, pieces
+from echelon.comm.collective import COLLECTIVES, Collective, Move, Schedule, Step, pieces
 from echelon.comm.collectives.auto import Auto
 from echelon.comm.collectives.direct import to_owners
 from echelon.comm.connection import Connection
@@ -32,7 +32,7 @@ from echelon.comm.links import Links, measure
 from echelon.comm.loop import CHANNEL_BITS, Loop
 from echelon.comm.place import Place
 from echelon.comm.rails import TAGS, Layout, Rails, machines
-from echelon.comm.rendezvous import Meeting, interface_address
+from echelon.comm.rendezvous import Meeting, Member, interface_address
 from echelon.comm.segment import Handle
 from echelon.comm.serving import Servers
 from echelon.comm.shm import Team
@@ -59,6 +59,7 @@ class Engine:
         shared_memory: bool,
         deadline_s: float,
         servers: int = 0,
+        sums: bool = True,
     ) -> None:
         self.meeting = meeting
         self.loop = loop
@@ -66,9 +67,9 @@ class Engine:
         self.view = view
         self.channels = 0
         self.workers = meeting.members[: len(meeting.members) - servers]
-        self.shared_memory = shared_memory and not servers
+        self.shared_memory = shared_memory and not (servers and sums)
         self.servers: Servers | None = None
-        if servers:
+        if servers and sums:
             me = meeting.me.rank
             self.servers = Servers(loop, rank=me, workers=len(self.workers), servers=servers)
         self.rails: list[Rails] = []
@@ -77,9 +78,16 @@ class Engine:
 
     @classmethod
     def connect(
-        cls, meeting: Meeting, place: Place, *, shared_memory: bool, deadline_s: float, timeout_s: float
+        cls,
+        meeting: Meeting,
+        place: Place,
+        *,
+        shared_memory: bool,
+        deadline_s: float,
+        timeout_s: float,
+        sums: bool = True,
     ) -> Engine:
-        """Connect workers that have met."""
+        """Connect workers that have met, and servers: those that sum for them, or parameter servers."""
         given = os.environ.get(SECRET_VARIABLE)
         view, secret = mesh.agree_on_view(meeting, given.encode() if given else None)
         address = interface_address(meeting, place)
@@ -99,6 +107,7 @@ class Engine:
             shared_memory=shared_memory,
             deadline_s=deadline_s,
             servers=place.servers,
+            sums=sums,
         )
 
     def close(self) -> None:
@@ -117,11 +126,20 @@ class Engine:
 
 
 class EngineGroup(Group):
-    """All workers of a view, on one channel."""
+    """All workers of a view, or some of them (`among`), on one channel."""
 
-    def __init__(self, engine: Engine, collective: str, *, owns: bool = True) -> None:
-        self.rank = engine.meeting.me.rank
-        self.size = len(engine.workers)
+    def __init__(
+        self,
+        engine: Engine,
+        collective: str,
+        *,
+        owns: bool = True,
+        among: tuple[int, ...] = (),
+    ) -> None:
+        me = engine.meeting.me.rank
+        self.rank = among.index(me) if among else me
+        self.size = len(among) or len(engine.workers)
+        self._among = among
         self._engine = engine
         self._owns = owns
         self._text: str
@@ -131,8 +149,30 @@ class EngineGroup(Group):
         self._count = 0
         self._team: Team | None = None
         self._rails: Rails | None = None
-        if engine.shared_memory:
+        if engine.shared_memory and not among:
             self._share_memory(machines(engine.workers))
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All of the view: the workers, and the servers after them."""
+        return self._engine.meeting.members
+
+    @property
+    def loop(self) -> Loop:
+        """What moves the bytes."""
+        return self._engine.loop
+
+    @property
+    def deadline_s(self) -> float:
+        """How long anybody is waited for."""
+        return self._engine.deadline_s
+
+    def among(self, members: Sequence[int]) -> EngineGroup | None:
+        """Some workers as a group of their own, over TCP; None for who is not among them. All call this."""
+        if self.rank not in members:
+            self._engine.next_channel()
+            return None
+        return EngineGroup(self._engine, Auto.name, owns=False, among=tuple(members))
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
         """Combine in place, in the background; in shared memory, by whoever waits."""
@@ -219,11 +259,13 @@ class EngineGroup(Group):
             self._start(flat, steps, "sum", 0).wait()
 
     def _start(self, flat: Tensor, schedule: Schedule, op: Op, priority: int) -> Pending:
+        if self._among:
+            schedule = [_renamed(step, self._among) for step in schedule]
         exchange = Exchange(
             self._next_tag(),
             flat,
             schedule,
-            rank=self.rank,
+            rank=self._engine.meeting.me.rank,
             op=op,
             deadline_s=self._engine.deadline_s,
             priority=priority,
@@ -390,3 +432,12 @@ def _together(lanes: Sequence[Pending]) -> Timing:
 @lru_cache(maxsize=256)
 def _schedule(collective: Collective, rank: int, size: int, length: int) -> Schedule:
     return collective.schedule(rank, size, length)
+
+
+def _renamed(step: Step, ranks: Sequence[int]) -> Step:
+    """A step whose peers are counted within a group, with the ranks that they have in the view."""
+
+    def named(moves: Sequence[Move]) -> tuple[Move, ...]:
+        return tuple(Move(ranks[move.peer], move.start, move.stop) for move in moves)
+
+    return Step(sends=named(step.sends), adds=named(step.adds), takes=named(step.takes))

@@ -33,22 +33,29 @@ def open_group(
     collective: str,
     deadline_s: float,
     timeout_s: float,
+    sums: bool = True,
 ) -> Group:
-    """Connect workers that have met."""
+    """Connect workers that have met. `sums`: servers, if there are any, sum for the collectives."""
     if transport not in get_args(Transport):
         raise ConfigError(
             f"there is no transport {transport!r}",
             where="--transport",
             fix=f"use one of {', '.join(get_args(Transport))}",
         )
-    if place.servers and (transport in ("c10d", "shm") or collective not in ("auto", "ps")):
+    if place.servers and transport == "c10d":
+        raise ConfigError(
+            "servers use Echelon's own transports, not torch.distributed",
+            where="--servers",
+            fix="leave --transport at auto, or start no servers",
+        )
+    if place.servers and sums and (transport in ("c10d", "shm") or collective not in ("auto", "ps")):
         raise ConfigError(
             f"servers of their own sum over TCP as collective ps, not {transport} and {collective}",
             where="--servers",
             fix="leave --transport and --collective at auto, or start no servers",
         )
     if place.servers:
-        transport = "tcp"
+        transport = "tcp" if sums or transport == "tcp" else "shm-or-tcp"
     if transport == "c10d" or (transport == "auto" and torch.cuda.is_available()):
         if Certificates.from_environment(os.environ) is not None:
             raise ConfigError(
@@ -69,5 +76,6 @@ def open_group(
         shared_memory=transport != "tcp",
         deadline_s=deadline_s,
         timeout_s=timeout_s,
+        sums=sums,
     )
     return EngineGroup(engine, collective)

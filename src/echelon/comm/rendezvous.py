@@ -69,6 +69,18 @@ class Meeting:
         """How errors call each worker, by rank."""
         return [str(member) for member in self.members]
 
+    def tell(self, what: str, value: str) -> None:
+        """Leave word for those who ask."""
+        self.store.set(f"told/{what}", value)
+
+    def told(self, what: str) -> str:
+        """What somebody has left word of, when it is there."""
+        try:
+            said: str = self.store.get(f"told/{what}").decode()
+        except (DistError, RuntimeError) as error:
+            raise PeerLost(f"the leader never said {what!r}", where=str(self.me)) from error
+        return said
+
     def say_goodbye(self, cause: str = "") -> None:
         """Leave word of why this worker goes; best effort, since the store may be gone."""
         self.last_words.append(cause)

@@ -16,6 +16,8 @@ from echelon.comm.exchange import Exchange
 from echelon.comm.group import Op
 from echelon.comm.loop import Loop
 
+SERVERS_DO = "what servers do"  # the leader's word in the meeting: SUM, or KEEP parameters
+SUM, KEEP = "sum", "keep"
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,

@@ -39,9 +39,16 @@ class RunSettings:
         "auto", "How bytes move: shared memory on one machine, TCP between machines, or torch.distributed."
     )
     collective: str = _setting("auto", "How gradients are summed: see `echelon list collective`.")
-    servers: int = _setting(
-        0, "Parameter servers: processes besides the workers that only sum; in a lab, on its last nodes."
+    sync: str = _setting("full", "When workers agree: see `echelon list sync`.")
+    groups: str | None = _setting(
+        None,
+        "Groups of workers, for policies with levels: sizes 4,4, or ranks 0,1;2,3. Default: a lab's sites.",
     )
+    servers: int = _setting(
+        0, "Parameter servers: processes besides the workers; in a lab, on its last nodes."
+    )
+    beside: bool = _setting(False, "Put the servers on the workers' nodes, from the first on, instead.")
+    replicas: int = _setting(0, "Other servers that keep a copy of each server's part, with every update.")
     overlap: Literal["backward", "step"] = _setting(
         "backward",
         "What hides communication: backward, or also the optimizer and the next forward pass (step).",
@@ -59,7 +66,21 @@ class RunSettings:
         _at_least(self, "workers", 1)
         _at_least(self, "threads", 1)
         _at_least(self, "servers", 0)
-        if self.servers and (self.transport in ("shm", "c10d") or self.collective not in ("auto", "ps")):
+        _at_least(self, "replicas", 0)
+        if self.replicas and self.replicas >= self.servers:
+            raise ConfigError(
+                f"{self.replicas} replicas of each part need more servers than {self.servers}",
+                where="--replicas",
+                fix=f"start at least --servers {self.replicas + 1}",
+            )
+        sums = self.sync == "full"
+        if self.servers and self.transport == "c10d":
+            raise ConfigError(
+                "servers use Echelon's own transports, not torch.distributed",
+                where="--servers",
+                fix="leave --transport at auto, or start no servers",
+            )
+        if self.servers and sums and (self.transport == "shm" or self.collective not in ("auto", "ps")):
             raise ConfigError(
                 f"servers sum over TCP as collective ps, not {self.transport} and {self.collective}",
                 where="--servers",

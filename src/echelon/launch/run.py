@@ -49,7 +49,10 @@ from echelon.observe.follow import Follower
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.summary import Summary, write_summary
+from echelon.plan.groups import by_site, parse_groups
 from echelon.plan.plan import Asked, Plan, WorkerPlan, make_plan
+from echelon.sync.policy import POLICIES
+from echelon.sync.policy import Crew as SyncCrew
 
 _LOOK_EVERY_S = 0.05
 _INTERRUPT_GRACE_S = 5.0
@@ -134,7 +137,8 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
     if settings.delay:
         DELAYS.build(settings.delay, where="--delay")
     host = socket.gethostname()
-    in_lab = max(1, len(spec.nodes) - settings.servers) if spec else 1
+    apart = 0 if settings.beside else settings.servers
+    in_lab = max(1, len(spec.nodes) - apart) if spec else 1
     count = settings.workers or len(settings.speeds) or in_lab
     if isinstance(settings, TrainSettings) and count > settings.batch:
         raise ConfigError(
@@ -144,12 +148,18 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
         )
     if settings.servers and count == 1:
         raise ConfigError(
-            "there is nothing to sum for one worker", where="--servers", fix="start several workers"
+            "there is nothing to serve with one worker", where="--servers", fix="start several workers"
         )
     everybody = count + settings.servers
     _check_memory(everybody)
     places = [spec.nodes[rank % len(spec.nodes)] for rank in range(everybody)] if spec else []
     seats = places[:count]
+    if settings.beside and spec:
+        places = [*seats, *(seats[server % count] for server in range(settings.servers))]
+    if settings.groups:
+        groups = parse_groups(settings.groups, count)
+    else:
+        groups = by_site([node.site for node in seats])
     asked = Asked(
         shares=settings.shares,
         speeds=settings.speeds,
@@ -159,6 +169,9 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
         collective=settings.collective,
         overlap=settings.overlap,
         factors=settings.factors,
+        sync=settings.sync,
+        groups=groups,
+        replicas=settings.replicas,
         threads=settings.threads or (1 if spec else None),
         seed=settings.seed,
         join_timeout_s=settings.join_timeout_s,
@@ -172,7 +185,32 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
         rated=[node.cpu or 1.0 for node in seats],
     )
     names = [node.name for node in places[count:]] or [host] * settings.servers
-    return replace(plan, servers=tuple(names))
+    plan = replace(plan, servers=tuple(names))
+    _check_sync(plan, settings)
+    return plan
+
+
+def _check_sync(plan: Plan, settings: RunSettings) -> None:
+    """Refuse, before anything is started, a policy that cannot work."""
+    policy = POLICIES.build(settings.sync, where="--sync").resolved()
+    count = len(plan.workers)
+    nodes = {worker.node for worker in plan.workers}
+    if count > 1:
+        policy.check(
+            SyncCrew(
+                workers=count,
+                servers=len(plan.servers),
+                machines=len(nodes),
+                groups=plan.groups,
+                shares=tuple(plan.weights),
+                speeds=tuple(worker.speed for worker in plan.workers),
+                links=(1.0,) * count if len(nodes) > 1 else (),  # measured when they have met
+                lr=settings.lr if isinstance(settings, TrainSettings) else 1.0,
+                seed=plan.seed,
+            )
+        )
+    if plan.servers and policy.family not in ("reduce", "serve"):
+        raise ConfigError(f"sync {policy.name} has no use for servers", where="--servers", fix="start none")
 
 
 def _commands(
@@ -281,7 +319,7 @@ class _Watch:
                 self._joined.add(event.rank)
             elif isinstance(event, StepEnded) and event.rank == 0:
                 self._step = event.step
-        if self._joined_at is None and len(self._joined) == crew.size:
+        if self._joined_at is None and len(self._joined) == len(self._plan.workers):
             self._joined_at = time.monotonic()
             if self._lab:
                 self._lab.apply_quotas()

@@ -1,8 +1,9 @@
-"""A process that only sums for the workers: `echelon run --servers N` starts some.
+"""A server's process: `echelon run --servers N` starts some.
 
     python -m echelon.launch.worker -m echelon.launch.server
 
-It meets the workers, serves until the leader has left, and ends.
+It meets the workers, serves until they have left, and ends. The leader says in the meeting what is wanted:
+sums of gradients for the collectives (sync full), or a parameter server.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from pathlib import Path
 
 from echelon.comm.engine import Engine
 from echelon.comm.place import Place
+from echelon.comm.post import Post
 from echelon.comm.rendezvous import meet
-from echelon.comm.serving import serve
+from echelon.comm.serving import SERVERS_DO, SUM, serve
+from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
+from echelon.train.served.keeper import Keeper
+from echelon.train.served.protocol import Kind
 
 
 def main() -> None:
@@ -37,16 +42,31 @@ def main() -> None:
         deadline_s=plan.round_timeout_s,
         timeout_s=plan.join_timeout_s,
     )
-    try:
-        serve(
-            engine.loop,
-            rank=place.rank,
-            workers=place.world_size,
-            servers=place.servers,
-            deadline_s=plan.round_timeout_s,
-        )
-    finally:
-        engine.loop.close()
+    folder = RunFolder(Path(os.environ["ECHELON_RUN"]))
+    with Recorder(folder.events_of(place.rank)) as recorder:
+        try:
+            if meeting.told(SERVERS_DO) == SUM:
+                serve(
+                    engine.loop,
+                    rank=place.rank,
+                    workers=place.world_size,
+                    servers=place.servers,
+                    deadline_s=plan.round_timeout_s,
+                )
+            else:
+                _keep(engine, place, recorder)
+        finally:
+            engine.loop.close()
+
+
+def _keep(engine: Engine, place: Place, recorder: Recorder) -> None:
+    """Be a parameter server."""
+    workers, everybody = range(place.world_size), range(place.everybody)
+    keeper = Keeper(
+        rank=place.rank, servers=everybody[place.world_size :], workers=workers, recorder=recorder
+    )
+    others = set(everybody) - {place.rank}
+    keeper.run(Post(engine.loop, others, place=keeper.place, farewell=Kind.BYE))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ class Plan:
     overlap: str = "backward"
     factors: str = "auto"
     sync: str = "full"
+    groups: tuple[tuple[int, ...], ...] = ()
+    replicas: int = 0
     codec: str = "none"
     seed: int = 0
     join_timeout_s: float = 60.0
@@ -86,6 +88,9 @@ class Asked:
     collective: str = "auto"
     overlap: str = "backward"
     factors: str = "auto"
+    sync: str = "full"
+    groups: tuple[tuple[int, ...], ...] = ()
+    replicas: int = 0
     threads: int | None = None
     seed: int = 0
     join_timeout_s: float = 60.0
@@ -134,6 +139,9 @@ def make_plan(
         collective=asked.collective,
         overlap=asked.overlap,
         factors=asked.factors,
+        sync=asked.sync,
+        groups=asked.groups,
+        replicas=asked.replicas,
         seed=asked.seed,
         join_timeout_s=asked.join_timeout_s,
         round_timeout_s=asked.round_timeout_s,

@@ -3,6 +3,7 @@
     policy.py     what a policy is, what it may know about the cluster, how it is found by name
     served.py     policies that a server carries out: arrivals in, decisions out
     ledger.py     what a server holds, and how decisions change it
+    elastic.py    the two forms of elastic averaging
     mixed.py      policies that workers carry out among themselves, by schedule
     detector.py   is a worker slower than it should be? one file per rule in `detectors/`
     threshold.py  how many gradients make an update, as training goes on; one file each in `thresholds/`

@@ -30,10 +30,20 @@ class Push:
 
 
 class Ledger:
-    """One shard's books. `step` makes one step of its optimizer with the gradients in `parameters`."""
+    """One shard's books.
+
+    `step` makes one step of its optimizer with the gradients in `parameters`; as many pushes' memory as
+    `spare` says is kept to be used again.
+    """
 
     def __init__(
-        self, policy: Served, flat: Tensor, parameters: Sequence[Tensor], step: Callable[[], None]
+        self,
+        policy: Served,
+        flat: Tensor,
+        parameters: Sequence[Tensor],
+        step: Callable[[], None],
+        *,
+        spare: int = 0,
     ) -> None:
         self.flat = flat
         self.parameters = list(parameters)
@@ -45,6 +55,9 @@ class Ledger:
         self._replies: dict[int, Tensor] = {}
         self._memory: dict[str, Tensor] = {}
         self._last: Tensor | None = None
+        self._spare = spare
+        self._free: list[Tensor] = []
+        self._snapshot: tuple[int, Tensor] | None = None
         self._bounds: list[tuple[int, int]] = []
         at = 0
         for parameter in self.parameters:
@@ -83,6 +96,8 @@ class Ledger:
             elif push.kind == "weights":
                 self._replies[part.worker] = self._policy.meet(self.flat, push.flat)
         self.version += 1
+        for _, push in taken:
+            self._recycle(push.flat)
 
     def _apply_gradients(self, taken: Sequence[tuple[Part, Push]]) -> None:
         if not taken:
@@ -96,6 +111,8 @@ class Ledger:
         for parameter, (start, stop), is_used in zip(self.parameters, self._bounds, used, strict=True):
             parameter.grad = total[start:stop].view(parameter.shape) if is_used else None
         self._step()
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def _amended(self, part: Part, push: Push) -> Tensor:
         if not self._policy.amends or part.worker not in self._read:
@@ -104,7 +121,9 @@ class Ledger:
 
     def drop(self, worker: int, step: int) -> None:
         """Forget a push without applying it."""
-        self._pushes.pop((worker, step), None)
+        push = self._pushes.pop((worker, step), None)
+        if push is not None:
+            self._recycle(push.flat)
 
     def read(self, worker: int) -> Tensor:
         """What the worker gets when it is released: the weights, or what it is to make of its own."""
@@ -115,3 +134,22 @@ class Ledger:
         if self._policy.amends:
             self._read[worker] = handed
         return handed
+
+    def snapshot(self, worker: int) -> Tensor:
+        """As `read`, but of one memory for all who get the same version: nobody may change it."""
+        if worker in self._replies:
+            return self._replies.pop(worker)
+        if self._snapshot is None or self._snapshot[0] != self.version:
+            self._snapshot = (self.version, self.flat.clone())
+        handed = self._snapshot[1]
+        if self._policy.amends:
+            self._read[worker] = handed
+        return handed
+
+    def room(self) -> Tensor:
+        """Memory for a push: one that is no longer needed, if there is any, for new memory costs time."""
+        return self._free.pop() if self._free else self.flat.new_empty(self.flat.shape)
+
+    def _recycle(self, flat: Tensor) -> None:
+        if len(self._free) < self._spare and flat is not self._last:
+            self._free.append(flat)

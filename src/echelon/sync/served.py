@@ -120,7 +120,7 @@ class Rule(ABC):
         return []
 
     def join(self, worker: int, t: float) -> list[Decision]:
-        """A worker that had left takes part again. All take part at first."""
+        """A worker that had left takes part again, with fresh weights. All take part at first."""
         return []
 
     def tick(self, t: float) -> list[Decision]:

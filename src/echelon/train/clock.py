@@ -159,6 +159,10 @@ class StepClock:
         self._now.wait_s += wait_s
         self._now.handed += wait_s
 
+    def met(self, sent_bytes: int) -> None:
+        """Weights were averaged with others'."""
+        self._now.sent_bytes += sent_bytes
+
     def kept(self) -> None:
         """Backward ended without a round: its gradients wait for a later one."""
         self._computed()

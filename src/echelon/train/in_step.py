@@ -6,9 +6,7 @@ Made by the session for every model that is prepared. It knows nothing of data, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,24 +17,12 @@ from echelon.comm.group import Group
 from echelon.comm.reducer import Reducer, RoundObserver
 from echelon.errors import ModelError
 from echelon.train import agree, batchnorm, linear
+from echelon.train.agreement import Agreement, Explain, Overlap, Rules
 from echelon.train.factoring import Factoring
 from echelon.train.late import LateSteps
 
-Overlap = Literal["backward", "step"]
-Explain = Callable[[str, str, str], None]  # topic, why, what to tell the user
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """How a model is kept in step; see `Session.prepare`."""
-
-    batchnorm: Literal["global", "local"] = "global"
-    loss: Literal["mean", "sum"] = "mean"
-    overlap: Overlap = "backward"
-    factors: Rule = "auto"
-
-
-class InStep:
+class InStep(Agreement):
     """All models of a run, on one worker.
 
     `link` is the slowest one between the workers, None if nothing is known or nothing is sent; `explain`
@@ -129,7 +115,7 @@ class InStep:
         for reducer in self._reducers:
             reducer.active = not active
 
-    def refresh(self) -> None:
+    def refresh(self, *, ended: bool) -> None:
         """A pass over the data begins or ends: take note of thawed layers, and agree on buffers."""
         self.settle()
         for reducer in self._reducers:

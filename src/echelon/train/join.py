@@ -31,12 +31,14 @@ from echelon.comm.links import Links
 from echelon.comm.open import open_group
 from echelon.comm.place import Place
 from echelon.comm.rendezvous import Meeting, meet
+from echelon.comm.serving import KEEP, SERVERS_DO, SUM
 from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError, EchelonError
 from echelon.observe.events import LinkMeasured, RunStarted, WorkerJoined
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Asked, Plan, make_plan
+from echelon.sync.policy import POLICIES
 from echelon.train.clock import StepClock
 from echelon.train.session import Session
 
@@ -55,6 +57,7 @@ def join(
     collective: str | None = None,
     overlap: str | None = None,
     factors: str | None = None,
+    sync: str | None = None,
     runs: str | Path = "runs",
     record: bool = True,
 ) -> Session:
@@ -69,6 +72,7 @@ def join(
     collective       how gradients are summed, by name; auto otherwise
     overlap          what hides communication: backward, or step (see `Session.prepare`)
     factors          whether linear layers send factors of their gradients: auto, always or never
+    sync             when workers agree: a policy by name, see `echelon list sync`; full otherwise
     runs             where the run's folder is made
     record           whether there is a record at all
     """
@@ -82,6 +86,7 @@ def join(
         collective=collective or (launched.collective if launched else "auto"),
         overlap=overlap or (launched.overlap if launched else "backward"),
         factors=factors or (launched.factors if launched else "auto"),
+        sync=sync or (launched.sync if launched else "full"),
         join_timeout_s=timeout_s or (launched.join_timeout_s if launched else 60.0),
         round_timeout_s=round_timeout_s or (launched.round_timeout_s if launched else 300.0),
     )
@@ -89,7 +94,8 @@ def join(
         make_plan("", [""] * place.world_size, asked, cores=1)
     host = socket.gethostname()
     node = launched.workers[place.rank].node if launched and place.rank < len(launched.workers) else host
-    group, meeting = _connect(place, node, host, asked)
+    policy = POLICIES.build(asked.sync, where="sync").resolved()
+    group, meeting = _connect(place, node, host, asked, sums=policy.family != "serve")
     links = group.measure_links() if isinstance(group, EngineGroup) else None
     folder = _folder(group, given, name, Path(runs)) if record else None
     plan = launched or make_plan(
@@ -127,19 +133,22 @@ def join(
         delay=DELAYS.build(mine.delay) if mine.delay else None,
         seed=plan.seed,
     )
-    link = links.slowest if links else None
-    session = Session(group, meeting, plan, clock, recorder, folder, device, link)
+    session = Session(group, meeting, plan, clock, recorder, folder, device, links)
     if isinstance(group, EngineGroup) and links is not None:
         _tell_links(session, links, recorder, group)
     _leave_at_exit(session)
     return session
 
 
-def _connect(place: Place, node: str, host: str, asked: Asked) -> tuple[Group, Meeting | None]:
+def _connect(
+    place: Place, node: str, host: str, asked: Asked, *, sums: bool
+) -> tuple[Group, Meeting | None]:
     if place.world_size == 1:
         return Alone(), None
     meeting = meet(place, node=node, host=host, pid=os.getpid(), timeout_s=asked.join_timeout_s)
     try:
+        if place.rank == 0 and place.servers:
+            meeting.tell(SERVERS_DO, SUM if sums else KEEP)
         group = open_group(
             meeting,
             place,
@@ -147,6 +156,7 @@ def _connect(place: Place, node: str, host: str, asked: Asked) -> tuple[Group, M
             collective=asked.collective,
             deadline_s=asked.round_timeout_s,
             timeout_s=asked.join_timeout_s,
+            sums=sums,
         )
     except EchelonError as error:
         meeting.say_goodbye(f"{type(error).__name__}: {error.message}")
@@ -202,6 +212,7 @@ def _overrule(launched: Plan, seed: int | None, shares: Sequence[float] | None, 
         collective=asked.collective,
         overlap=asked.overlap,
         factors=asked.factors,
+        sync=asked.sync,
     )
 
 

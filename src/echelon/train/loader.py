@@ -15,6 +15,7 @@ per pass. A pass can be taken up in the middle: the position is counted in sampl
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,6 +50,7 @@ class Sharing:
     seed: int
     clock: StepClock
     device: torch.device
+    claim: Callable[[str, int], int] | None
     on_pass: Callable[[SharedLoader], None]
     on_batch: Callable[[SharedLoader, Slice], None]
 
@@ -59,8 +61,10 @@ class _Batches:
     def __init__(self) -> None:
         self.indices: list[list[int]] = []
 
+        self.claimed: Iterator[list[int]] | None = None
+
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.indices)
+        return iter(self.indices) if self.claimed is None else self.claimed
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -93,6 +97,7 @@ class SharedLoader:
         self.trains = False
         self._resuming = False
         self._drawn: list[Any] | None = None
+        self._claimed_to: Callable[[], int] | None = None
         self._generator = _generator_of(self._batch_sampler, self._sampler)
         self._check()
 
@@ -181,13 +186,15 @@ class SharedLoader:
         self._seeds.manual_seed(self._seed_of_pass(f"/{self._sharing.group.rank}"))
         clock = self._sharing.clock
         parts = self._from_stream() if self.streams else self._from_order()
+        counts = self._claimed_to is None
         while True:
             clock.data_asked()
             try:
                 part, data = next(parts)
             except StopIteration:
                 break
-            self.position += 1 if self._own_batches else part.batch
+            if counts:
+                self.position += 1 if self._own_batches else part.batch
             self._sharing.on_batch(self, part)
             clock.data_handed(part.share, part.batch)
             yield _to_device(data, self._sharing.device)
@@ -196,6 +203,8 @@ class SharedLoader:
 
     def state(self) -> dict[str, Any]:
         """Where in the data this loader is; an order that only the sampler knows is kept with it."""
+        if self._claimed_to is not None and not self.finished:
+            self.position = self._claimed_to()
         drawn = None if self.finished or self._drawn is None else msgspec.json.encode(self._drawn)
         return {
             "pass": self.pass_index,
@@ -221,6 +230,8 @@ class SharedLoader:
             self.pass_index -= 1
 
     def _from_order(self) -> Iterator[tuple[Slice, Any]]:
+        if self._claims:
+            return self._from_claims()
         parts = self._plan_batches() if self._own_batches else self._plan_order()
         return zip(parts, self._inner, strict=True)
 
@@ -235,6 +246,37 @@ class SharedLoader:
         parts = slices(sizes, self._sharing.weights, group.rank, start=self.position)
         self._batches.indices = [list(order[part.start : part.stop]) for part in parts]
         return parts
+
+    @property
+    def _claims(self) -> bool:
+        """Whether workers take parts of batches as they need them: of shuffled data, in equal parts."""
+        shuffled = type(self._sampler) is not SequentialSampler
+        equal = len(set(self._sharing.weights)) == 1
+        return self._sharing.claim is not None and shuffled and equal and not self._own_batches
+
+    def _from_claims(self) -> Iterator[tuple[Slice, Any]]:
+        """Whoever is first takes the next part; every part is taken once."""
+        sharing = self._sharing
+        order, begin, size = self._order(), self.position, sharing.group.size
+        sizes = batch_sizes(len(order) - begin, self.global_batch_size, size, drop_last=self.drop_last)
+        taken: deque[Slice] = deque()
+        what = f"{self._index}/{self.pass_index}/{begin}"
+        claim = sharing.claim
+        assert claim is not None
+
+        def claims() -> Iterator[list[int]]:
+            while (ticket := claim(what, 1)) < len(sizes) * size:
+                batch, part = divmod(ticket, size)
+                start = begin + sum(sizes[:batch])
+                taken.append(slices([sizes[batch]], sharing.weights, part, start=start)[0])
+                yield list(order[taken[-1].start : taken[-1].stop])
+
+        self._claimed_to = lambda: begin + sum(sizes[: min(claim(what, 0) // size, len(sizes))])
+        self._batches.claimed = claims()
+        for data in self._inner:
+            yield taken.popleft(), data
+        self._batches.claimed = None
+        self._claimed_to = None
 
     def _plan_batches(self) -> list[Slice]:
         """Batches of the leader's batch sampler, each cut into shares."""

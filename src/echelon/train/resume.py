@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-import safetensors.torch
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -42,8 +41,7 @@ def gather(
     prepared: Prepared, group: Group, *, step: int, epoch: int, extra: dict[str, Any]
 ) -> dict[str, Any] | None:
     """The state of the whole run, on the leader; None elsewhere."""
-    tree, tensors = state_tree.flatten(_random_state())
-    packed = group.all_gather_bytes(_pack(tree, tensors))
+    packed = group.all_gather_bytes(state_tree.pack(_random_state()))
     if group.rank != 0:
         return None
     return {
@@ -53,7 +51,7 @@ def gather(
         "optimizers": [optimizer.state_dict() for optimizer in prepared.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in prepared.schedulers],
         "loaders": [loader.state() for loader in prepared.loaders],
-        "random": [_unpack(data) for data in packed],
+        "random": [state_tree.unpack(data) for data in packed],
         "extra": extra,
     }
 
@@ -83,12 +81,12 @@ def read(root: Path, group: Group, prepared: Prepared, *, required: bool) -> che
             "rejected": found.rejected,
             "state": found.state,
         }
-        return _pack(*state_tree.flatten(whole))
+        return state_tree.pack(whole)
 
     data = group.broadcast_bytes(_on_leader(group, act) or b"")
     if not data:
         return None
-    whole = _unpack(data)
+    whole = state_tree.unpack(data)
     return checkpoint.Found(
         path=Path(whole["path"]), step=whole["step"], state=whole["state"], rejected=whole["rejected"]
     )
@@ -160,15 +158,6 @@ def _on_leader(group: Group, act: Callable[[], T]) -> T | None:
     if told:
         raise CheckpointError(told["message"], where=told["where"], fix=told["fix"])
     return result
-
-
-def _pack(tree: bytes, tensors: dict[str, torch.Tensor]) -> bytes:
-    return len(tree).to_bytes(8, "little") + tree + safetensors.torch.save(tensors)
-
-
-def _unpack(data: bytes) -> Any:
-    length = int.from_bytes(data[:8], "little")
-    return state_tree.restore(data[8 : 8 + length], safetensors.torch.load(data[8 + length :]))
 
 
 def _random_state() -> dict[str, Any]:

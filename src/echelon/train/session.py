@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from echelon.comm.cost import Link
 from echelon.comm.factors import Rule
 from echelon.comm.group import Group
+from echelon.comm.links import Links
 from echelon.comm.rendezvous import Meeting
 from echelon.errors import ConfigError, EchelonError, ModelError
 from echelon.observe.events import (
@@ -49,8 +49,9 @@ from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.plan.shares import Slice
 from echelon.train import agree, resume
+from echelon.train.agreement import Agreement, Overlap, Rules
+from echelon.train.choose import choose
 from echelon.train.clock import StepClock
-from echelon.train.in_step import InStep, Overlap, Rules
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
 from echelon.train.talk import Talk, check_choice
 
@@ -69,7 +70,7 @@ class Session(Talk):
         recorder: Recorder,
         folder: RunFolder | None,
         device: torch.device,
-        link: Link | None = None,
+        links: Links | None = None,
     ) -> None:
         super().__init__(group, [worker.node for worker in plan.workers])
         self._meeting = meeting
@@ -79,7 +80,7 @@ class Session(Talk):
         self.folder = folder
         self.device = device
         self._prepared = resume.Prepared()
-        self._in_step = InStep(group, clock, link=link, explain=self.explain)
+        self._agreement: Agreement = choose(plan, group, clock, links, self.explain)
         self._sharing: Sharing | None = None
         self._current: SharedLoader | None = None
         self._first_epoch = 0
@@ -142,7 +143,8 @@ class Session(Talk):
             out.append(self._take(thing, position, batch, rules, models, facts))
         agree.check(self._group, facts, [worker.node for worker in self._plan.workers])
         for model in models:
-            self._in_step.add(model, rules)
+            self._agreement.add(model, rules)
+        self._agreement.begin()
         return out[0] if len(out) == 1 else tuple(out)
 
     def _take(
@@ -171,7 +173,7 @@ class Session(Talk):
             facts += agree.describe_optimizer(thing, len(kept.optimizers))
             kept.optimizers.append(thing)
             self._clock.optimizers += 1
-            self._in_step.adopt(
+            self._agreement.adopt(
                 thing,
                 rules.overlap,
                 before=lambda: self._before_step(thing),
@@ -202,6 +204,7 @@ class Session(Talk):
                 seed=self._plan.seed,
                 clock=self._clock,
                 device=self.device,
+                claim=self._claim if self._agreement.claims else None,
                 on_pass=self._on_pass,
                 on_batch=self._on_batch,
             )
@@ -214,12 +217,13 @@ class Session(Talk):
         for epoch in range(self._first_epoch, count):
             self._clock.epoch = epoch
             yield epoch
-            self._in_step.settle()
+            self._agreement.settle()
             self._clock.close()
             self._first_epoch = epoch + 1
             self._recorder.emit(
                 EpochEnded(t=time.time(), rank=self.rank, epoch=epoch, step=self._clock.step)
             )
+        self._agreement.finish()
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
@@ -231,12 +235,12 @@ class Session(Talk):
         if not active:
             yield
             return
-        self._in_step.keep(True)
+        self._agreement.keep(True)
         try:
             yield
             self._clock.kept()
         finally:
-            self._in_step.keep(False)
+            self._agreement.keep(False)
 
     def weigh(self, count: float) -> None:
         """Say how much this worker's loss counts, where that is not its number of samples.
@@ -252,7 +256,7 @@ class Session(Talk):
                 where="session.weigh",
                 fix="give the number of targets that count, at least one",
             )
-        self._in_step.weigh(float(count) / float(total))
+        self._agreement.weigh(float(count) / float(total))
 
     def log(self, *, loss: Tensor | float | None = None, **values: Tensor | float) -> None:
         """Record the loss of this step, and any other numbers, for the report."""
@@ -302,15 +306,20 @@ class Session(Talk):
             if tell:
                 self.note(tell)
 
+    def _claim(self, what: str, count: int) -> int:
+        """Add to a number that all workers share; returns what it was before."""
+        assert self._meeting is not None
+        return int(self._meeting.store.add(f"claim/{what}", count)) - count
+
     def _on_pass(self, loader: SharedLoader) -> None:
-        self._in_step.refresh()
+        self._agreement.refresh(ended=loader.finished)
 
     def _on_batch(self, loader: SharedLoader, part: Slice) -> None:
         self._current = loader
-        self._in_step.weigh(part.share / part.batch)
+        self._agreement.weigh(part.share / part.batch)
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        self._in_step.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
+        self._agreement.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
         if self._current is not None:
             self._current.trains = True
         self._clock.applying(id(optimizer))
@@ -323,7 +332,7 @@ class Session(Talk):
         All workers call it; the leader writes. The last `keep` checkpoints stay in the folder.
         """
         begun = time.perf_counter()
-        self._in_step.settle()
+        self._agreement.before_save()
         state = resume.gather(
             self._prepared, self._group, step=self.step, epoch=self.epoch, extra=extra or {}
         )
@@ -346,7 +355,7 @@ class Session(Talk):
         A damaged one, or one of another model, is passed over for the one before it, and said so. With
         required=False, a folder without any checkpoint is a fresh start, and None is returned.
         """
-        self._in_step.settle()
+        self._agreement.settle()
         found = resume.read(Path(path), self._group, self._prepared, required=required)
         if found is None:
             return None
@@ -355,6 +364,7 @@ class Session(Talk):
             if self.is_leader:
                 _log.warning("checkpoint %s was passed over: %s", name, reason)
         self._first_epoch = resume.restore(self._prepared, self._group, found.state)
+        self._agreement.loaded()
         self._clock.step = found.step
         self._clock.epoch = self._first_epoch
         self._recorder.emit(
@@ -380,7 +390,7 @@ class Session(Talk):
             self._leave(cause)
             return
         try:
-            self._in_step.settle()
+            self._agreement.settle()
         except EchelonError as error:
             self._leave(f"{type(error).__name__}: {error.message}")
             raise
@@ -391,7 +401,7 @@ class Session(Talk):
         self._recorder.close()
         if self._meeting is not None:
             self._meeting.say_goodbye(cause)
-        self._in_step.close()
+        self._agreement.close()
         self._group.close()
         if self._meeting is not None:
             self._meeting.linger()

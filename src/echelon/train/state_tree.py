@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -87,6 +88,18 @@ def restore(tree_json: bytes, tensors: Mapping[str, Tensor]) -> Any:
             f"the state's tree cannot be read: {type(error).__name__}: {error}",
             fix="use another checkpoint; this one was not written by Echelon, or is damaged",
         ) from error
+
+
+def pack(state: Any) -> bytes:
+    """A state as one run of bytes."""
+    tree, tensors = flatten(state)
+    return len(tree).to_bytes(8, "little") + tree + safetensors.torch.save(tensors)
+
+
+def unpack(data: bytes) -> Any:
+    """The state that `pack` wrote."""
+    length = int.from_bytes(data[:8], "little")
+    return restore(data[8 : 8 + length], safetensors.torch.load(data[8 + length :]))
 
 
 class _Writer:

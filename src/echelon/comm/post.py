@@ -1,0 +1,175 @@
+"""Letters between two members of a view, at any time, in the order in which they were sent.
+
+Collectives are operations that all members begin together. A parameter server is talked to by whoever
+happens to be ready: each pair of members has a stream of letters each way, over the connection that they
+have anyway, with its frames, checksums and deadlines of death. A letter is a head of fixed size and, if it
+says so, a payload, which goes straight to where `place` wants it.
+
+All methods but `send`, `receive` and `close` run in the loop's thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from echelon.comm.connection import Connection, Sink
+from echelon.comm.loop import CHANNEL_BITS, Loop
+from echelon.comm.operation import Operation
+
+POST_CHANNEL = 1 << 20  # beyond any that groups open
+_HEAD = struct.Struct("<HHHHqqQ")
+_EVER_S = 1e9
+
+
+class Head(NamedTuple):
+    """What a letter says before its payload. The meaning of the fields is the writer's and the reader's."""
+
+    kind: int
+    table: int = 0
+    shard: int = 0
+    flags: int = 0
+    step: int = 0
+    start: int = 0
+
+
+class Letter(NamedTuple):
+    """A letter that has arrived; the payload is empty if it went to where `place` said."""
+
+    peer: int
+    head: Head
+    payload: memoryview
+
+
+Place = Callable[[int, Head, int], memoryview | None]  # peer, head, bytes of payload
+_NOTHING = memoryview(b"")
+
+
+class _Whole(Sink):
+    """Takes a message into given memory and says when it is there."""
+
+    def __init__(self, memory: memoryview, done: Callable[[], None]) -> None:
+        self.size_bytes = len(memory)
+        self._memory = memory
+        self._done = done
+
+    def place(self, offset: int, length: int) -> memoryview | None:
+        return self._memory[offset : offset + length]
+
+    def take(self, offset: int, data: memoryview) -> None:
+        self._memory[offset : offset + len(data)] = data
+
+    def finished(self) -> None:
+        self._done()
+
+
+class Post(Operation):
+    """A member's letters to and from others; one for each member of a view.
+
+    A peer that leaves in peace while its letters are still wanted (`wanted` says whose) ends the post, as
+    does one that dies. They are wanted until it sends a letter of the kind `farewell`.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        peers: set[int],
+        *,
+        place: Place = lambda peer, head, length: None,
+        farewell: int = -1,
+    ) -> None:
+        super().__init__(POST_CHANNEL << CHANNEL_BITS | 1, _EVER_S)
+        self.wanted = set(peers)
+        self._loop = loop
+        self._peers = set(peers)
+        self._place = place
+        self._farewell = farewell
+        self._outbox: deque[tuple[int, Head, memoryview, Callable[[], None]]] = deque()
+        self._inbox: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
+        self._connections: Mapping[int, Connection] = {}
+        self._out = dict.fromkeys(peers, -1)
+        self._in = dict.fromkeys(peers, -1)
+        loop.submit(self)
+
+    def send(
+        self, peer: int, head: Head, payload: memoryview = _NOTHING, sent: Callable[[], None] | None = None
+    ) -> None:
+        """Queue a letter. The payload's memory must stay as it is until `sent`, or until it is answered."""
+        self._outbox.append((peer, head, payload, sent or _nothing))
+        self._loop.submit(self)
+
+    def receive(self, timeout_s: float) -> Letter | None:
+        """The next letter of anybody; None if there is none in time. Raises what ended the post."""
+        try:
+            letter = self._inbox.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            letter = None
+        if letter is None and self.error is not None:
+            raise self.error
+        return letter
+
+    # In the loop's thread ------------------------------------------------------------------------
+
+    def begin(self, connections: Mapping[int, Connection]) -> None:
+        """Listen, the first time; send what is in the outbox, every time."""
+        if not self._connections:
+            self._connections = connections
+            for peer in self._peers:
+                self._listen(peer)
+        while self._outbox:
+            peer, head, payload, sent = self._outbox.popleft()
+            packed = memoryview(_HEAD.pack(*head, len(payload)))
+            self._send(peer, packed, sent if not len(payload) else _nothing)
+            if len(payload):
+                self._send(peer, payload, sent)
+
+    def needs(self, rank: int) -> bool:
+        """Whether letters of that peer are still wanted."""
+        return rank in self.wanted
+
+    def awaited(self) -> set[int]:
+        """Nobody in particular: a post never ends by itself."""
+        return set()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Wake whoever waits."""
+        super().end(error)
+        self._inbox.put(None)
+
+    def _send(self, peer: int, data: memoryview, sent: Callable[[], None]) -> None:
+        self._out[peer] += 1
+        self._connections[peer].send((self.tag, self._out[peer]), data, 0, sent)
+
+    def _listen(self, peer: int) -> None:
+        raw = bytearray(_HEAD.size)
+        self._expect(peer, memoryview(raw), lambda: self._headed(peer, raw))
+
+    def _headed(self, peer: int, raw: bytearray) -> None:
+        *fields, length = _HEAD.unpack(raw)
+        head = Head(*fields)
+        if head.kind == self._farewell:  # noted here, for the connection may end right behind it
+            self.wanted.discard(peer)
+        if not length:
+            self._inbox.put(Letter(peer, head, _NOTHING))
+            self._listen(peer)
+            return
+        placed = self._place(peer, head, length)
+        memory = memoryview(bytearray(length)) if placed is None else placed
+        payload = memory if placed is None else _NOTHING
+
+        def arrived() -> None:
+            self._inbox.put(Letter(peer, head, payload))
+            self._listen(peer)
+
+        self._expect(peer, memory, arrived)
+
+    def _expect(self, peer: int, memory: memoryview, done: Callable[[], None]) -> None:
+        self._in[peer] += 1
+        self._connections[peer].expect((self.tag, self._in[peer]), _Whole(memory, done))
+
+
+def _nothing() -> None:
+    return

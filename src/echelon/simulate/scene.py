@@ -1,0 +1,176 @@
+"""What every run has: virtual workers with their pace and links, the data's order, counts and a curve.
+
+A worker's cycle: it takes the next batch, computes for compute_s / speed plus a delay drawn from its own
+generator, and then does whatever the policy's family has it do. Which workers are delayed is planned as
+for a real cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from echelon.cluster.delay import DELAYS, Delay
+from echelon.errors import ConfigError
+from echelon.observe.events import AnyEvent, Evaluated
+from echelon.plan.plan import Asked, make_plan
+from echelon.simulate.clock import Clock
+from echelon.simulate.learner import Figures, Learner
+from echelon.simulate.order import Order
+from echelon.simulate.outcome import Point, Totals
+from echelon.simulate.profile import Profile
+from echelon.simulate.setting import Setting
+from echelon.sync.policy import Crew
+
+Listener = Callable[[AnyEvent], None]
+
+
+class Scene:
+    """One run's stage; runners of the policy families play on it."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        profile: Profile,
+        learner: Learner,
+        order: Order,
+        seed: int,
+        listener: Listener | None = None,
+    ) -> None:
+        self.setting = setting
+        self.profile = profile
+        self.learner = learner
+        self.crew = crew_of(setting, seed)
+        self.clock = Clock()
+        self.tell = listener
+        self.counts = Counts()
+        self.curve: list[Point] = []
+        self._order = order
+        self._compute_s, self._delays = _paces(setting, profile)
+        self._draws = [random.Random(f"{seed}/{rank}") for rank in range(setting.workers)]
+
+    def begin(self, rank: int) -> tuple[Tensor, float]:
+        """A worker begins a step: its samples, and how long it will compute."""
+        delay = self._delays[rank]
+        compute_s = self._compute_s[rank] + (delay.sample(self._draws[rank]) if delay else 0.0)
+        self.counts.busy_s += min(compute_s, self.setting.seconds - self.clock.now)
+        return self._order.take(self.setting.batch), compute_s
+
+    def gradient(self, weights: Tensor, indices: Tensor) -> Tensor:
+        """A gradient, which counts as computed."""
+        self.counts.gradients += 1
+        return self.learner.gradient_at(weights, indices)[0]
+
+    def transfer_s(self, rank: int) -> float:
+        """How long a model's worth of bytes takes between a worker and the server."""
+        return self.latency_s + self.learner.size_bytes / self.bytes_per_s(rank)
+
+    def bytes_per_s(self, rank: int) -> float:
+        """What the worker's link carries."""
+        return self.setting.links[rank] if self.setting.links else self.profile.link.bytes_per_s
+
+    @property
+    def latency_s(self) -> float:
+        """How long the smallest message takes."""
+        return self.profile.link.latency_s
+
+    def play(self, shown: Callable[[], Sequence[Tensor]]) -> None:
+        """Let virtual time pass. `shown` gives the weights to look at; of several, figures are averaged."""
+        *during, end = self.setting.evaluations
+        for t in during:
+            self.clock.at(t, lambda: self._look(shown()), aside=True)
+        if not self.clock.run(end):
+            raise ConfigError(
+                f"after {self.clock.now:g} s all workers wait and nobody will let them go on",
+                where="simulation",
+                fix="repair the policy: every arrival is answered, and members of a meeting agree on it",
+            )
+        self._look(shown())
+
+    def _look(self, weights: Sequence[Tensor]) -> None:
+        found = [self.learner.evaluate(flat) for flat in weights]
+        point = Point(
+            t=self.clock.now,
+            gradients=self.counts.gradients,
+            updates=self.counts.updates,
+            train_loss=_mean([figures.train_loss for figures in found]),
+            test_loss=_mean([figures.test_loss for figures in found]),
+            test_accuracy=_mean([figures.test_accuracy for figures in found]),
+        )
+        self.curve.append(point)
+        if self.tell is not None and point.test_loss is not None:
+            self.tell(self._evaluated(point, found[0]))
+
+    def _evaluated(self, point: Point, figures: Figures) -> Evaluated:
+        return Evaluated(
+            t=point.t,
+            rank=0,
+            epoch=self._order.passes,
+            step=point.updates,
+            loss=point.test_loss or 0.0,
+            accuracy=point.test_accuracy,
+            samples=figures.samples,
+        )
+
+    def totals(self) -> Totals:
+        """What was done, when all is over."""
+        counts = self.counts
+        return Totals(
+            gradients=counts.gradients,
+            applied=counts.applied,
+            dropped=counts.dropped,
+            updates=counts.updates,
+            samples=counts.applied * self.setting.batch,
+            staleness_mean=counts.stale / counts.pushes if counts.pushes else 0.0,
+            staleness_max=counts.stale_most,
+            waiting_share=max(0.0, 1 - counts.busy_s / (self.setting.workers * self.setting.seconds)),
+        )
+
+
+def crew_of(setting: Setting, seed: int) -> Crew:
+    """What a policy knows in the run of that seed."""
+    return dataclasses.replace(setting.crew, seed=seed)
+
+
+class Counts:
+    """What a run counts as it goes on."""
+
+    def __init__(self) -> None:
+        self.gradients = self.applied = self.dropped = self.updates = 0
+        self.pushes = self.stale = self.stale_most = 0
+        self.busy_s = 0.0
+
+    def used(self, gradients: int, staleness: int) -> None:
+        """A push of so many gradients has been applied, that many updates after its weights were read."""
+        self.applied += gradients
+        self.pushes += 1
+        self.stale += staleness
+        self.stale_most = max(self.stale_most, staleness)
+
+
+def _paces(setting: Setting, profile: Profile) -> tuple[list[float], list[Delay | None]]:
+    asked = Asked(speeds=setting.speeds, delay=setting.delay, delayed=setting.delayed)
+    plan = make_plan("simulated", ["virtual"] * setting.workers, asked, cores=1)
+    delay = DELAYS.build(setting.delay, where="--delay") if setting.delay else None
+    return (
+        [profile.compute_s / worker.speed for worker in plan.workers],
+        [delay if worker.delay else None for worker in plan.workers],
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def mean_of(weights: Sequence[Tensor]) -> Tensor:
+    """The mean of flat tensors, added in their order."""
+    total = weights[0].clone()
+    with torch.no_grad():
+        for flat in weights[1:]:
+            total.add_(flat)
+        return total.div_(len(weights))

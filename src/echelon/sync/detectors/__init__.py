@@ -1,0 +1,1 @@
+"""Detectors of slow workers, one file each; `echelon.sync.detector.DETECTORS` finds them by name."""

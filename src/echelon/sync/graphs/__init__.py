@@ -1,0 +1,1 @@
+"""Graphs of neighbours, one file each; `echelon.sync.graph.GRAPHS` finds them by name."""

@@ -1,0 +1,98 @@
+"""Bounded delay: nobody gets far ahead, so nobody reads weights that are too old.
+
+Stale synchronous parallel (Ho et al. 2013). A worker that has made c steps may begin the next one when
+every worker that takes part has made at least c - bound; until then it is held. Gradients that have
+arrived are applied together right before somebody reads. So when a worker reads weights for its step s
+(from 0), they contain the gradients of all steps up to s - 1 - bound of every worker that takes part.
+
+A gradient's weight is its samples divided by those of one step of all workers: the sum of each worker's
+latest, where those that have not been heard of yet count as the mean of the others. With bound=0 these are
+the weights n_i / N of full synchronisation, whatever the optimizer. scale=sum applies gradients whole.
+
+A worker that joins counts as being where the slowest is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from echelon.errors import ConfigError
+from echelon.sync.policy import Crew
+from echelon.sync.served import Apply, Arrival, Decision, Part, Release, Rule, Served, needs_server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundedDelay(Served):
+    """Like async, but nobody is more than `bound` steps ahead of the slowest (stale synchronous)."""
+
+    name: ClassVar[str] = "bounded-delay"
+    bound: int
+    scale: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        if self.bound < 0:
+            raise ConfigError(
+                f"a worker cannot be at most {self.bound} steps ahead of the slowest",
+                where="sync bounded-delay, bound",
+                fix="give 0 to wait for all workers in every step, or more to wait less",
+            )
+
+    def check(self, crew: Crew) -> None:
+        """Needs a server."""
+        needs_server(self, crew)
+
+    def rule(self, crew: Crew) -> Rule:
+        """Counts everybody's steps."""
+        return _Bounded(self, crew.workers)
+
+
+class _Bounded(Rule):
+    """`made` are the steps of those who take part; all that is pending was pushed by held workers."""
+
+    def __init__(self, options: BoundedDelay, workers: int) -> None:
+        self._options = options
+        self._made = dict.fromkeys(range(workers), 0)
+        self._samples: dict[int, float] = {}
+        self._held: list[int] = []
+        self._pending: list[Arrival] = []
+
+    def arrive(self, arrival: Arrival) -> list[Decision]:
+        self._made[arrival.worker] += 1
+        self._samples[arrival.worker] = arrival.samples
+        self._held.append(arrival.worker)
+        self._pending.append(arrival)
+        return self._let_go()
+
+    def leave(self, worker: int, t: float) -> list[Decision]:
+        self._made.pop(worker, None)
+        return self._let_go()
+
+    def join(self, worker: int, t: float) -> list[Decision]:
+        self._made[worker] = min(self._made.values(), default=0)
+        return []
+
+    def state(self) -> dict[str, float]:
+        made = self._made.values()
+        return {"held": len(self._held), "ahead": max(made, default=0) - min(made, default=0)}
+
+    def _let_go(self) -> list[Decision]:
+        furthest = min(self._made.values(), default=0) + self._options.bound
+        free = [worker for worker in self._held if self._made[worker] <= furthest]
+        if not free:
+            return []
+        self._held = [worker for worker in self._held if worker not in free]
+        return [*self._update(), *(Release(worker) for worker in free)]
+
+    def _update(self) -> list[Decision]:
+        pending, self._pending = self._pending, []
+        if not pending:  # it was applied when somebody else read
+            return []
+        if self._options.scale == "sum":
+            return [Apply(tuple(Part(a.worker, a.step, 1.0) for a in pending))]
+        total = self._one_step()
+        return [Apply(tuple(Part(a.worker, a.step, a.samples / total) for a in pending))]
+
+    def _one_step(self) -> float:
+        known = [self._samples[worker] for worker in sorted(self._made) if worker in self._samples]
+        return sum(known) * len(self._made) / len(known)

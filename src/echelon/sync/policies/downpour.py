@@ -1,0 +1,52 @@
+"""Downpour: workers push every few steps and pull every few, and take steps of their own in between.
+
+Dean et al. (2012), "Large Scale Distributed Deep Networks". What a worker pushes is the sum of its
+gradients since its last push, and the server's optimizer applies it on arrival. Between pulls a worker
+moves its own weights by its own optimizer. downpour(1, 1) is async.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from echelon.errors import ConfigError
+from echelon.sync.policies.asynchronous import Async
+from echelon.sync.policy import Crew
+from echelon.sync.served import Rule, Served, needs_server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Downpour(Served):
+    """Like async, but workers push only every `push` steps and take weights every `pull` steps."""
+
+    name: ClassVar[str] = "downpour"
+    push: int = 4
+    pull: int = 4
+
+    def __post_init__(self) -> None:
+        for option, steps in (("push", self.push), ("pull", self.pull)):
+            if steps < 1:
+                raise ConfigError(
+                    f"a worker cannot {option} every {steps} steps",
+                    where=f"sync downpour, {option}",
+                    fix=f"give 1 to {option} in every step, or more",
+                )
+
+    def check(self, crew: Crew) -> None:
+        """Needs a server."""
+        needs_server(self, crew)
+
+    def rule(self, crew: Crew) -> Rule:
+        """Decides as async does, whenever something arrives."""
+        return Async().rule(crew)
+
+    @property
+    def push_every(self) -> int:
+        """Every `push` steps."""
+        return self.push
+
+    @property
+    def pull_every(self) -> int:
+        """Every `pull` steps."""
+        return self.pull

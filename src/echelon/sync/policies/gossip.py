@@ -1,0 +1,68 @@
+"""Gossip: each worker averages its weights with those of its neighbours on a graph; there is no server.
+
+After every `period` steps x_i becomes sum_j W_ij x_j (Lian and others, 2017), with weights W by the
+degrees of both (`echelon.sync.graph`). The mean of all workers stays what it was, and workers come closer
+to it at least at the rate of the graph's spectral gap. W does not depend on shares of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+from echelon.errors import ConfigError
+from echelon.sync.graph import GRAPHS, Graph, Neighbourhood, metropolis_row, reachable
+from echelon.sync.mixed import Meeting, Mixed, Neighbours
+from echelon.sync.policy import Crew
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gossip(Mixed):
+    """Averages with neighbours on a graph, after every `period` steps; no server.
+
+    `graph` is one of `echelon list graph` with its options: `gossip(torus(rows=2))`.
+    """
+
+    name: ClassVar[str] = "gossip"
+    graph: str = "ring"
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        _built(self.graph)
+        if self.period < 1:
+            raise ConfigError(
+                f"workers cannot meet every {self.period} steps", where="period", fix="give 1 or more"
+            )
+
+    def check(self, crew: Crew) -> None:
+        """The graph has to fit the workers and to connect them."""
+        neighbours = _neighbours(self.graph, crew.workers, 0)
+        if not _built(self.graph).lasting:
+            return
+        lost = sorted(set(range(crew.workers)) - reachable(neighbours))
+        if lost:
+            raise ConfigError(
+                f"worker {lost[0]} cannot be reached from worker 0 on the graph {self.graph}",
+                where="--sync gossip, graph",
+                fix=f"connect all {crew.workers} workers: add the pair 0-{lost[0]}, or use ring",
+            )
+
+    def meeting(self, step: int, rank: int, crew: Crew) -> Meeting | None:
+        """Its neighbours, if it has any."""
+        if (step + 1) % self.period:
+            return None
+        turn = 0 if _built(self.graph).lasting else step // self.period
+        neighbours = _neighbours(self.graph, crew.workers, turn)
+        return Neighbours(metropolis_row(neighbours, rank)) if neighbours[rank] else None
+
+
+# Both are kept, for every worker asks at every step.
+@lru_cache(maxsize=64)
+def _built(text: str) -> Graph:
+    return GRAPHS.build(text, where="graph")
+
+
+@lru_cache(maxsize=64)
+def _neighbours(text: str, workers: int, turn: int) -> Neighbourhood:
+    return _built(text).neighbours(workers, turn)

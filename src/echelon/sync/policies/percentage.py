@@ -1,0 +1,156 @@
+"""Percentage: a worker takes part in a share of the rounds, and goes on alone in between.
+
+Worker w with share p takes part in round r, from 0, iff floor((r + 1) p) > floor(r p): evenly spread, and
+of any R rounds from the first on in exactly floor(R p). Shares are taken as exact fractions: 0.2 is every
+fifth round. Before round 0 there is a first one of everybody, for nobody has been told yet when to come.
+
+A round ends when all its members are there; the update is the mean over their samples, and they get the
+new weights. A worker that was alone brings how its weights have changed since it got some, and this delta,
+times its part of the samples like a gradient, is added: newer weights are never overwritten. A round that
+nobody has to take part in is over when every worker has gone on alone once. With a share of 1.0 for all
+this is `full`, carried out by a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+from echelon.errors import ConfigError
+from echelon.sync.policy import Crew
+from echelon.sync.served import Arrival, Decision, Invite, Release, Rule, Served, mean, needs_server
+
+_FINEST = 10**6  # no share is taken for less than one round in so many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Percentage(Served):
+    """A worker takes part in a share of the rounds and goes on alone in between.
+
+    `share` is that of all workers, `shares` gives one per worker, or one per group. Workers take part less
+    often `by` how slowly they compute (speed) or communicate (link), relative to the fastest.
+    """
+
+    name: ClassVar[str] = "percentage"
+    share: float = 0.5
+    shares: tuple[float, ...] | None = None
+    by: Literal["given", "speed", "link"] = "given"
+
+    def __post_init__(self) -> None:
+        given = {"share": (self.share,), "shares": self.shares or ()}
+        for option, values in given.items():
+            for value in values:
+                if not 0 < value <= 1:
+                    raise ConfigError(
+                        f"{value:g} is not a share of the rounds",
+                        where=option,
+                        fix="give shares above 0, up to 1.0 for every round",
+                    )
+        if self.shares is not None and self.by != "given":
+            raise ConfigError(
+                f"shares are given and are to follow from by={self.by}",
+                where="shares, by",
+                fix="give one of the two",
+            )
+
+    def check(self, crew: Crew) -> None:
+        """Needs a server, as many shares as workers or groups, and whatever the shares follow from."""
+        needs_server(self, crew)
+        self._shares(crew)
+
+    def rule(self, crew: Crew) -> Rule:
+        """Rounds of those whose turn it is."""
+        shares = [Fraction(share).limit_denominator(_FINEST) for share in self._shares(crew)]
+        return _Turns([max(share, Fraction(1, _FINEST)) for share in shares])
+
+    def _shares(self, crew: Crew) -> Sequence[float]:
+        """Each worker's."""
+        if self.by == "speed":
+            return self._relative(crew.speeds, crew, "how fast workers compute", "--speed")
+        if self.by == "link":
+            return self._relative(crew.links, crew, "how fast workers' links are", "--lab")
+        if self.shares is None:
+            return [self.share] * crew.workers
+        if len(self.shares) == crew.workers:
+            return self.shares
+        if crew.groups and len(self.shares) == len(crew.groups):
+            of = {w: share for group, share in zip(crew.groups, self.shares, strict=True) for w in group}
+            return [of[worker] for worker in range(crew.workers)]
+        groups = f" and {len(crew.groups)} groups" if crew.groups else ""
+        raise ConfigError(
+            f"{len(self.shares)} shares are given, but there are {crew.workers} workers{groups}",
+            where=f"{self.name}, shares",
+            fix="give one share per worker, or one per group",
+        )
+
+    def _relative(self, known: Sequence[float], crew: Crew, what: str, source: str) -> Sequence[float]:
+        if len(known) != crew.workers or not all(value > 0 for value in known):
+            raise ConfigError(
+                f"by={self.by} needs to know {what}, and it is not known",
+                where=f"{self.name}, by",
+                fix=f"say it with {source}, or give shares=[...]",
+            )
+        return [value / max(known) for value in known]
+
+
+class _Turns(Rule):
+    """The rounds of one run; `_round` is -1 for the first, in which everybody takes part."""
+
+    def __init__(self, shares: Sequence[Fraction]) -> None:
+        self._ratios = [share.as_integer_ratio() for share in shares]
+        self._active = set(range(len(shares)))
+        self._arrived: dict[int, Arrival] = {}
+        self._alone: set[int] = set()
+        self._round = -1
+        self._missing = set(self._active)
+
+    def arrive(self, arrival: Arrival) -> list[Decision]:
+        worker = arrival.worker
+        if arrival.kind != "ask":  # also from one that is no member: nothing that was pushed is lost
+            self._arrived[worker] = arrival
+            self._missing.discard(worker)
+            return self._settle()
+        if worker in self._missing:
+            return [Invite(worker)]
+        self._alone.add(worker)
+        return [Release(worker, fresh=False, ask=True), *self._settle()]
+
+    def leave(self, worker: int, t: float) -> list[Decision]:
+        self._active.discard(worker)
+        self._missing.discard(worker)
+        return self._settle()
+
+    def join(self, worker: int, t: float) -> list[Decision]:
+        self._active.add(worker)
+        if self._has_turn(worker, self._round):
+            self._missing.add(worker)
+        return []
+
+    def state(self) -> dict[str, float]:
+        return {"round": self._round, "taking_part": len(self._missing) + len(self._arrived)}
+
+    def _has_turn(self, worker: int, number: int) -> bool:
+        parts, rounds = self._ratios[worker]
+        return (number + 1) * parts // rounds > number * parts // rounds  # 0 > -1 for round -1: everybody
+
+    def _settle(self) -> list[Decision]:
+        """Go on to the next round if this one is over."""
+        if self._missing:
+            return []
+        if not self._arrived:
+            if self._active and self._active <= self._alone:
+                self._open()
+            return []
+        arrivals = [self._arrived[worker] for worker in sorted(self._arrived)]
+        self._open()
+        return [
+            mean(arrivals),
+            *(Release(a.worker, ask=not self._has_turn(a.worker, self._round)) for a in arrivals),
+        ]
+
+    def _open(self) -> None:
+        self._round += 1
+        self._arrived, self._alone = {}, set()
+        self._missing = {worker for worker in self._active if self._has_turn(worker, self._round)}

@@ -1,0 +1,1 @@
+"""Thresholds, one file each; `echelon.sync.threshold.THRESHOLDS` finds them by name."""

@@ -1,0 +1,27 @@
+"""Slow at first, then ever faster: K = 2 ** (n / doubling)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from echelon.sync.threshold import Curve, check_above
+
+_LARGEST_EXPONENT = 1_000.0  # 2 to the power of 1024 is no number any more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exponential(Curve):
+    """Doubles with every `doubling` gradients."""
+
+    name: ClassVar[str] = "exponential"
+    doubling: float
+
+    def __post_init__(self) -> None:
+        check_above(self, "doubling", 0)
+
+    def at(self, gradients: int, workers: int) -> float:
+        """1 at first, 2 after `doubling` gradients, then 4."""
+        exponent = gradients / self.doubling
+        return math.inf if exponent > _LARGEST_EXPONENT else math.pow(2.0, exponent)

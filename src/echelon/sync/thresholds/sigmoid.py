@@ -1,0 +1,33 @@
+"""From one gradient to those of all workers, around a given moment.
+
+K = 1 + (N - 1) / (1 + exp((middle - n) / width)),
+rounded to the nearest whole number, so that K reaches N: when the curve is half a gradient below it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from echelon.sync.threshold import Curve, check_above
+
+_FAR = 500.0  # exp of more is large enough to be infinite, and soon no number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sigmoid(Curve):
+    """Grows from 1 to all workers in an S around `middle` gradients, most of it within 2 `width`."""
+
+    name: ClassVar[str] = "sigmoid"
+    middle: float
+    width: float
+
+    def __post_init__(self) -> None:
+        check_above(self, "middle", 0, or_equal=True)
+        check_above(self, "width", 0)
+
+    def at(self, gradients: int, workers: int) -> float:
+        """Half of the way at `middle`."""
+        away = min(_FAR, max(-_FAR, (self.middle - gradients) / self.width))
+        return math.floor(1.5 + (workers - 1) / (1 + math.exp(away)))

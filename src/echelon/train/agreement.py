@@ -1,0 +1,163 @@
+"""How a worker's models come to agree with the others': what the session asks of every sync policy.
+
+One subclass for each family of policies: `in_step.py` (gradients are reduced in backward), `by_server.py`
+(a parameter server), `by_mixing.py` (averages of weights), `one_memory.py` (hogwild). The session calls
+these in the same order on all workers and knows nothing of how it is done.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.comm.factors import Rule
+from echelon.comm.group import Group
+from echelon.errors import ConfigError
+from echelon.train import agree, batchnorm
+
+Overlap = Literal["backward", "step"]
+Explain = Callable[[str, str, str], None]  # topic, why, what to tell the user
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How a model is kept in step; see `Session.prepare`."""
+
+    batchnorm: Literal["global", "local"] = "global"
+    loss: Literal["mean", "sum"] = "mean"
+    overlap: Overlap = "backward"
+    factors: Rule = "auto"
+
+
+class Agreement(ABC):
+    """All models and optimizers of a run, on one worker."""
+
+    claims = False
+    """Whether workers take their next batch from a common order, whoever is first, as they need it."""
+
+    @abstractmethod
+    def add(self, model: nn.Module, rules: Rules) -> None:
+        """Look after a model from now on."""
+
+    @abstractmethod
+    def adopt(
+        self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        """Look after an optimizer; call back once before and once after every step of it."""
+
+    def begin(self) -> None:
+        """All that was given to one call of `prepare` has been added."""
+        return
+
+    def keep(self, active: bool) -> None:
+        """Whether gradients stay on this worker for now."""
+        return
+
+    def weigh(self, weight: float) -> None:
+        """What this worker's loss counts from now on."""
+        return
+
+    @abstractmethod
+    def refresh(self, *, ended: bool) -> None:
+        """A pass over the data begins or has ended; all workers are here."""
+
+    def before_step(self, optimizer: Optimizer, where: str) -> None:
+        """Refuse a step that would do wrong."""
+        return
+
+    def settle(self) -> None:
+        """Let everything that is on its way land and be applied."""
+        return
+
+    def before_save(self) -> None:
+        """Everything that is to be in a checkpoint must be on the leader."""
+        self.settle()
+
+    def loaded(self) -> None:
+        """Weights and states were replaced by a checkpoint's, on all workers."""
+        return
+
+    def finish(self) -> None:
+        """The last epoch is over; all workers are here."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave models and optimizers alone."""
+
+
+class Apart(Agreement):
+    """Workers whose weights may differ between two meetings: what all such policies have in common."""
+
+    def __init__(self, group: Group, name: str, explain: Explain) -> None:
+        self._group = group
+        self._name = name
+        self._explain = explain
+        self._models: list[nn.Module] = []
+
+    def add(self, model: nn.Module, rules: Rules) -> None:
+        """Begin with the leader's weights. Statistics of batch norm are each worker's own."""
+        if rules.loss == "sum":
+            raise ConfigError(
+                f"sync {self._name} weighs gradients by samples, so the loss must be a mean over them",
+                where='prepare(loss="sum")',
+                fix="use a mean, or sync full",
+            )
+        agree.share_state(self._group, model)
+        self._models.append(model)
+        if rules.batchnorm == "global" and batchnorm.layers(model):
+            self._explain(
+                "batchnorm",
+                f"each worker's own: with sync {self._name} workers do not compute at the same time",
+                "",
+            )
+
+    def _share_buffers(self) -> None:
+        for model in self._models:
+            buffers = list(model.buffers())
+            if buffers:
+                agree.share_tensors(self._group, buffers)
+
+
+def replace_step(optimizer: Optimizer, step: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
+    """Let `step` stand in for the optimizer's own, which it is given; returns how to undo that."""
+    own = vars(optimizer).get("step")  # a scheduler's, perhaps
+    inner = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+    vars(optimizer)["step"] = _Step(optimizer, step, lambda: inner(optimizer))
+
+    def undo() -> None:
+        del vars(optimizer)["step"]
+        if own is not None:
+            vars(optimizer)["step"] = own
+
+    return undo
+
+
+class _Step:
+    """Stands in for an optimizer's `step`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        step: Callable[[Callable[[], None]], None],
+        own: Callable[[], None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._step = step
+        self._own = own
+        self._wrapped_by_lr_sched = True  # schedulers ask for it: what they would note is noted below
+
+    def __call__(self, closure: object = None) -> None:
+        if closure is not None:
+            raise ConfigError(
+                "a step with a closure computes gradients of its own, which no server can apply",
+                where="optimizer.step",
+                fix="compute the gradients before the step, or use sync full",
+            )
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._step(self._own)

@@ -1,0 +1,142 @@
+"""Workers agree through a parameter server: each step is a push and a pull, when the policy says so.
+
+Every optimizer's parameters are a table on the servers. During a pass over the data a worker takes part;
+between passes it does not, and all have the same weights: the server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch.optim import Optimizer
+
+from echelon.comm.engine import EngineGroup
+from echelon.comm.post import Post
+from echelon.comm.reducer import RoundObserver
+from echelon.sync.policy import Crew
+from echelon.sync.served import Served
+from echelon.train.agreement import Apart, Explain, Overlap, replace_step
+from echelon.train.served.client import Line, Table
+
+
+class ByServer(Apart):
+    """One worker's tables."""
+
+    claims = True
+
+    def __init__(
+        self,
+        group: EngineGroup,
+        observer: RoundObserver,
+        policy: Served,
+        text: str,
+        crew: Crew,
+        *,
+        replicas: int,
+        explain: Explain,
+    ) -> None:
+        super().__init__(group, policy.name, explain)
+        self._observer = observer
+        self._policy = policy
+        self._text = text
+        self._crew = crew
+        self._replicas = replicas
+        members = group.members
+        servers = range(group.size, len(members))
+        self._line = Line(
+            group.deadline_s,
+            servers,
+            {member.rank: str(member) for member in members},
+            str(members[group.rank]),
+        )
+        self._line.post = Post(group.loop, set(servers), place=self._line.place)
+        self._undo: list[Callable[[], None]] = []
+        self._tables: list[Table] = []
+        self._new: list[tuple[Optimizer, Overlap, Callable[[], None], Callable[[], None]]] = []
+
+    def adopt(
+        self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        """Its steps are the server's from now on; opened by `begin`, when models have their weights."""
+        self._new.append((optimizer, overlap, before, after))
+
+    def begin(self) -> None:
+        """Let the leader tell the servers what they keep."""
+        for optimizer, overlap, before, after in self._new:
+            table = Table(self._line, optimizer, self._policy, self._observer, late=overlap == "step")
+            self._tables.append(table)
+            self._open(table, optimizer)
+            self._undo.append(replace_step(optimizer, _stepping(table, before, after)))
+        self._new = []
+
+    def _open(self, table: Table, optimizer: Optimizer) -> None:
+        lr = optimizer.param_groups[0].get("lr")
+        crew = replace(self._crew, lr=None if lr is None else float(lr))
+        self._policy.check(crew)
+        if self._group.rank == 0:
+            table.open(self._text, crew, range(self._group.size), replicas=self._replicas)
+        self._group.barrier()
+        table.begin()
+
+    def keep(self, active: bool) -> None:
+        """Whether gradients stay on this worker for now."""
+        for table in self._tables:
+            table.active = not active
+
+    def weigh(self, weight: float) -> None:
+        """What this worker's gradients count beside others'."""
+        for table in self._tables:
+            table.samples = weight
+
+    def refresh(self, *, ended: bool) -> None:
+        """Take part in a pass; after it, have the server's weights."""
+        for table in self._tables:
+            if ended:
+                table.merge()
+                table.leave()
+            else:
+                table.join()
+        self._group.barrier()
+        if ended:
+            for table in self._tables:
+                table.pull()
+        self._share_buffers()
+
+    def settle(self) -> None:
+        """Let late weights land."""
+        for table in self._tables:
+            table.settle()
+
+    def before_save(self) -> None:
+        """Everybody takes the server's weights; the leader's optimizers take the servers' states."""
+        self.settle()
+        for table in self._tables:
+            table.pull()
+            if self._group.rank == 0:
+                table.fetch_state()
+        self._group.barrier()
+
+    def loaded(self) -> None:
+        """Tell the servers what was loaded."""
+        for table in self._tables:
+            self._open(table, table.optimizer)
+
+    def close(self) -> None:
+        """Say goodbye to the servers; give optimizers their own step back."""
+        for table in self._tables:
+            table.detach()
+        while self._undo:
+            self._undo.pop()()
+        self._line.close()
+
+
+def _stepping(
+    table: Table, before: Callable[[], None], after: Callable[[], None]
+) -> Callable[[Callable[[], None]], None]:
+    def step(own_step: Callable[[], None]) -> None:
+        table.step(own_step)
+        before()
+        after()
+
+    return step

@@ -1,0 +1,75 @@
+"""Which way of agreeing a sync policy asks for, and what it is told about the crew."""
+
+from __future__ import annotations
+
+from echelon.comm.alone import Alone
+from echelon.comm.cost import Link
+from echelon.comm.engine import EngineGroup
+from echelon.comm.group import Group
+from echelon.comm.links import Links
+from echelon.comm.rails import machines
+from echelon.errors import ConfigError
+from echelon.plan.plan import Plan
+from echelon.sync.mixed import Mixed
+from echelon.sync.policy import POLICIES, Crew, Policy
+from echelon.sync.served import Served
+from echelon.train.agreement import Agreement, Explain
+from echelon.train.by_mixing import ByMixing
+from echelon.train.by_server import ByServer
+from echelon.train.clock import StepClock
+from echelon.train.in_step import InStep
+from echelon.train.one_memory import OneMemory
+
+
+def crew_of(plan: Plan, group: Group, links: Links | None) -> Crew:
+    """What policies may know of a run."""
+    places = machines(group.members[: group.size]) if isinstance(group, EngineGroup) else [[]]
+    servers = len(group.members) - group.size if isinstance(group, EngineGroup) else 0
+    return Crew(
+        workers=group.size,
+        servers=servers,
+        machines=len(places),
+        groups=plan.groups,
+        shares=tuple(plan.weights),
+        speeds=tuple(worker.speed for worker in plan.workers),
+        links=_rates(links, group.size),
+        seed=plan.seed,
+    )
+
+
+def _rates(links: Links | None, workers: int) -> tuple[float, ...]:
+    """Each worker's best measured rate; nothing if anybody's is unknown."""
+    if links is None:
+        return ()
+    best = [
+        max((rate for (rank, _), rate in links.bytes_per_s.items() if rank == worker), default=0.0)
+        for worker in range(workers)
+    ]
+    return tuple(best) if all(best) else ()
+
+
+def choose(plan: Plan, group: Group, clock: StepClock, links: Links | None, explain: Explain) -> Agreement:
+    """How this run's workers agree."""
+    policy = POLICIES.build(plan.sync, where="--sync").resolved()
+    link: Link | None = links.slowest if links else None
+    if isinstance(group, Alone) or policy.family == "reduce":
+        return InStep(group, clock, link=link, explain=explain)
+    crew = crew_of(plan, group, links)
+    if policy.family != "serve":
+        policy.check(crew)
+    if isinstance(policy, Mixed):
+        return ByMixing(group, clock, policy, crew, explain=explain)
+    own = _own_transport(group, policy)
+    if isinstance(policy, Served):
+        return ByServer(own, clock, policy, plan.sync, crew, replicas=plan.replicas, explain=explain)
+    return OneMemory(own, clock, explain=explain)
+
+
+def _own_transport(group: Group, policy: Policy) -> EngineGroup:
+    if isinstance(group, EngineGroup):
+        return group
+    raise ConfigError(
+        f"sync {policy.name} works on Echelon's own transports, not on torch.distributed",
+        where="--transport",
+        fix="use auto, shm or tcp",
+    )

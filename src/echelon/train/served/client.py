@@ -1,0 +1,578 @@
+"""A worker's side of a parameter server: pushes while backward goes on, and takes weights in return.
+
+Gradients leave piece by piece, the last layer's first, as soon as backward has them. `optimizer.step()`
+says that this is all, and waits for the policy to let the worker go on; the weights it is given then are the
+result of the step. With overlap="step" it does not wait: parameters are late (`train/late.py`), and whoever
+uses one waits for that one, so the pull hides behind the next forward pass.
+
+If the script changes gradients after backward (clipping, unscaling), what had left too early is sent again;
+and if it keeps doing so, pieces leave in `step()` from then on.
+
+A worker that is told to go on alone takes a step with its own optimizer. What it then pushes, when its turn
+comes, is how its weights have changed since it last got some.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from echelon.comm import shards
+from echelon.comm.exchange import as_bytes
+from echelon.comm.post import Head, Letter, Post
+from echelon.comm.reducer import RoundObserver
+from echelon.errors import ConfigError, RoundTimeout, WorkerError
+from echelon.sync.policy import Crew
+from echelon.sync.served import Served
+from echelon.train import state_tree
+from echelon.train.served import recipe
+from echelon.train.served.protocol import (
+    ASKING,
+    FRESH,
+    Done,
+    Kind,
+    Opening,
+    Released,
+    decode,
+    encode,
+    head,
+)
+
+_NOTHING = memoryview(b"")
+_ANSWER_S = 5.0
+_PATIENCE = 3  # how often pieces may be sent in vain before they wait for step()
+
+
+class Line:
+    """A worker's post to the servers, shared by its tables. `servers` and `names` are by rank."""
+
+    def __init__(self, deadline_s: float, servers: Sequence[int], names: dict[int, str], me: str) -> None:
+        self.servers = list(servers)
+        self.deadline_s = deadline_s
+        self.names = names
+        self.me = me
+        self.tables: list[Table] = []
+        self.post: Post | None = None
+
+    @property
+    def coordinator(self) -> int:
+        """The server that decides."""
+        return self.servers[0]
+
+    def place(self, peer: int, letter: Head, length: int) -> memoryview | None:
+        """Weights go straight to where they are taken from. Runs in the loop's thread."""
+        return self.tables[letter.table].place(letter, length) if letter.kind == Kind.WEIGHTS else None
+
+    def send(self, server: int, what: Head, payload: memoryview = _NOTHING) -> None:
+        """Queue a letter to a server."""
+        assert self.post is not None
+        self.post.send(server, what, payload)
+
+    def until(self, there: Callable[[], bool], table: int) -> float:
+        """Take in letters until something is there; returns how long that took."""
+        assert self.post is not None
+        begun = time.perf_counter()
+        while not there():
+            left = self.deadline_s - (time.perf_counter() - begun)
+            letter = self.post.receive(left) if left > 0 else None
+            if letter is not None:
+                self.tables[letter.head.table].hear(letter)
+            elif time.perf_counter() - begun >= self.deadline_s:
+                raise self._late(table)
+        return time.perf_counter() - begun
+
+    def _late(self, table: int) -> WorkerError:
+        """Ask the coordinator whom it waits for."""
+        assert self.post is not None
+        self.send(self.coordinator, head(Kind.WHO, table))
+        until = time.perf_counter() + _ANSWER_S
+        awaited: list[int] = []
+        named = False
+        while not named and time.perf_counter() < until:
+            letter = self.post.receive(until - time.perf_counter())
+            if letter is not None and letter.head.kind == Kind.AWAITED:
+                awaited, named = decode(letter.payload, list[int]), True
+        ranks = tuple(awaited) if named else (self.coordinator,)
+        who = ", ".join(self.names[rank] for rank in ranks) or "nobody: this is a defect of the policy"
+        return RoundTimeout(
+            f"no answer from the server within {self.deadline_s:g} s; it waits for {who}",
+            ranks=ranks,
+            where=self.me,
+            fix="see that worker's log, raise --round-timeout-s, or use a policy that does not wait",
+        )
+
+    def close(self) -> None:
+        """Say goodbye to the servers."""
+        if self.post is None or self.post.error is not None:
+            return
+        for server in self.servers:
+            self.post.wanted.discard(server)
+            self.post.send(server, head(Kind.BYE))
+
+
+class Table:
+    """One optimizer's parameters, which servers keep."""
+
+    def __init__(
+        self,
+        line: Line,
+        optimizer: Optimizer,
+        policy: Served,
+        observer: RoundObserver,
+        *,
+        late: bool = False,
+    ) -> None:
+        self._line = line
+        self._number = len(line.tables)
+        self.optimizer = optimizer
+        self._policy = policy
+        self._observer = observer
+        self._late = late
+        self._recipe = recipe.describe(optimizer)
+        self._settings = recipe.settings(optimizer)
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._group_of = [
+            index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]
+        ]
+        self._dtype = _one_type(self._parameters)
+        self._whole = not recipe.cuts_anywhere(self._recipe)
+        lengths = [p.numel() for p in self._parameters]
+        item_bytes = self._dtype.itemsize
+        self._shards = shards.shard(lengths, len(line.servers), item_bytes=item_bytes, whole=self._whole)
+        self._pieces = shards.pieces(self._shards, item_bytes=item_bytes)
+        self._rooms = [torch.zeros(shard.length, dtype=self._dtype) for shard in self._shards]
+        self._outgoing = [torch.zeros(shard.length, dtype=self._dtype) for shard in self._shards]
+        self._pieces_of: dict[int, list[int]] = {}
+        for number, piece in enumerate(self._pieces):
+            for part in piece.parts:
+                self._pieces_of.setdefault(part.parameter, []).append(number)
+        self._place_of = {id(p): index for index, p in enumerate(self._parameters)}
+        self._handles = [p.register_post_accumulate_grad_hook(self._ready) for p in self._parameters]
+        self.active = True
+        self.early = policy.pushes == "gradient" and policy.push_every == policy.pull_every == 1
+        self.samples = 1.0
+        self.steps = 0
+        self._step = 0  # as the server counts
+        self._read = 0
+        self._transfer_s = self._compute_s = self._arrived_at = 0.0
+        self._ask = self._alone = False
+        self._vain = 0
+        self._begin_round()
+        self._sum: list[Tensor] | None = None
+        self._answer: Letter | None = None
+        self._landed: set[tuple[int, int]] = set()
+        self._noted = False
+        self._opened: dict[int, str] = {}
+        self._states: dict[int, bytes] = {}
+        self._released_at = time.perf_counter()
+        line.tables.append(self)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that servers keep."""
+        return list(self._parameters)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a push takes."""
+        return sum(room.numel() * room.element_size() for room in self._rooms)
+
+    # Opening -------------------------------------------------------------------------------------
+
+    def open(self, policy: str, crew: Crew, workers: Sequence[int], *, replicas: int = 0) -> None:
+        """By the leader: tell the servers what they keep, and the weights to begin with."""
+        told = {name: getattr(crew, name) for name in Crew.__dataclass_fields__}
+        opening = Opening(
+            policy=policy,
+            crew=told,
+            workers=list(workers),
+            shapes=[list(p.shape) for p in self._parameters],
+            dtype=str(self._dtype).removeprefix("torch."),
+            recipe=self._recipe,
+            groups=self._group_of,
+            replicas=replicas,
+            whole=self._whole,
+        )
+        self._opened.clear()
+        for server in self._line.servers:
+            self._line.send(server, head(Kind.OPEN, self._number), memoryview(encode(opening)))
+        self._line.until(lambda: len(self._opened) == len(self._line.servers), self._number)
+        problem = next((text for text in self._opened.values() if text), "")
+        if problem:
+            raise ConfigError(problem, where="--sync")
+        self._seed(replicas)
+
+    @torch.no_grad()
+    def _seed(self, replicas: int) -> None:
+        states = self._cut_state()
+        self._gather(self._outgoing, [p.detach() for p in self._parameters])
+        for index, flat in enumerate(self._outgoing):
+            if not flat.numel():
+                continue
+            for copy in range(replicas + 1):
+                server = self._line.servers[(index + copy) % len(self._line.servers)]
+                what = head(Kind.SEED, self._number, shard=index)
+                self._line.send(server, what, as_bytes(flat.clone()))
+                if states:
+                    what = head(Kind.SEED, self._number, shard=index, flags=1)
+                    self._line.send(server, what, memoryview(state_tree.pack({"parts": states[index]})))
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """By everybody, when the servers have the weights that all workers have."""
+        self._gather(self._rooms, [p.detach() for p in self._parameters])
+        self._released_at = time.perf_counter()
+
+    # Backward ------------------------------------------------------------------------------------
+
+    def _ready(self, parameter: Tensor) -> None:
+        self._observer.computing()
+        if not self.active or not self.early or self._ask:
+            return
+        self.settle()
+        self._waiting.discard(self._place_of[id(parameter)])
+        while self._next < len(self._pieces):
+            piece = self._pieces[self._next]
+            if any(part.parameter in self._waiting for part in piece.parts):
+                return
+            self._push(self._next)
+            self._next += 1
+
+    def _begin_round(self) -> None:
+        self._next = 0
+        self._waiting = set(range(len(self._parameters)))
+        self._sent: dict[int, tuple[int, int]] = {}
+
+    @torch.no_grad()
+    def _push(self, number: int) -> None:
+        """Send a piece of the gradients as they are now."""
+        piece = self._pieces[number]
+        flat = self._outgoing[piece.shard]
+        for part in piece.parts:
+            gradient = self._parameters[part.parameter].grad
+            target = flat[part.at : part.at + part.length]
+            if gradient is None:
+                target.zero_()
+            else:
+                target.copy_(gradient.reshape(-1)[part.start : part.stop])
+                self._sent[part.parameter] = (id(gradient), gradient._version)
+        self._send_piece(piece, flat)
+
+    def _send_piece(self, piece: shards.Piece, flat: Tensor) -> None:
+        item_bytes = flat.element_size()
+        memory = as_bytes(flat)[piece.start * item_bytes : piece.stop * item_bytes]
+        what = head(Kind.PUSH, self._number, shard=piece.shard, step=self._step, start=piece.start)
+        self._line.send(self._line.servers[piece.shard], what, memory)
+
+    # The step ------------------------------------------------------------------------------------
+
+    def step(self, own_step: Callable[[], None]) -> None:
+        """Take a step by the servers, or alone by the worker's own optimizer."""
+        self.steps += 1
+        self._arrived_at = time.perf_counter()
+        self._compute_s = compute_s = self._arrived_at - self._released_at
+        self._observer.arrived()
+        policy = self._policy
+        pushes = self.steps % policy.push_every == 0
+        pulls = self.steps % policy.pull_every == 0
+        if policy.pushes == "weights" or policy.push_every > 1 or policy.pull_every > 1:
+            self._step_locally(own_step, compute_s, pushes, pulls)
+        else:
+            self._step_by_server(own_step, compute_s)
+
+    def _step_by_server(self, own_step: Callable[[], None], compute_s: float) -> None:
+        if self._ask:
+            self._send_done(Kind.ASK, "delta", compute_s)
+            self._await_release()
+            if self._answer is not None and self._answer.head.kind == Kind.INVITE:
+                self._answer = None
+                if self._alone:
+                    own_step()
+                    self._push_tensors(self._delta())
+                    self._finish_push("delta", compute_s, [True] * len(self._parameters))
+                else:
+                    self._push_gradients()
+                    self._finish_push("gradient", compute_s, self._used())
+                self._await_release()
+        else:
+            self._push_gradients()
+            self._finish_push("gradient", compute_s, self._used())
+            self._await_release()
+        self._take_answer(own_step)
+
+    def _step_locally(
+        self, own_step: Callable[[], None], compute_s: float, pushes: bool, pulls: bool
+    ) -> None:
+        """Steps of its own; in between, pushes of summed gradients or of weights, and pulls."""
+        by_weights = self._policy.pushes == "weights"
+        if not by_weights:
+            self._add_up()
+        own_step()
+        if pushes:
+            if by_weights:
+                self._push_tensors([p.detach() for p in self._parameters])
+                self._finish_push("weights", compute_s, [True] * len(self._parameters), pull=pulls)
+            else:
+                assert self._sum is not None
+                self._push_tensors(self._sum)
+                self._finish_push("gradient", compute_s, [True] * len(self._parameters), pull=pulls)
+                self._sum = None
+            self._await_release()
+            self._take_answer(lambda: None)
+        elif pulls:
+            self.pull()
+        self._observer.reduced(self.sent_bytes if pushes else 0)
+        self._released_at = time.perf_counter()
+
+    @torch.no_grad()
+    def _add_up(self) -> None:
+        if self._sum is None:
+            self._sum = [torch.zeros_like(p) for p in self._parameters]
+        for total, p in zip(self._sum, self._parameters, strict=True):
+            if p.grad is not None:
+                total.add_(p.grad)
+
+    def _push_gradients(self) -> None:
+        """Send what backward has not, and again what has changed since."""
+        changed = [
+            number
+            for number, piece in enumerate(self._pieces[: self._next])
+            if any(self._changed(part.parameter) for part in piece.parts)
+        ]
+        if changed:
+            self._vain += 1
+            self.early = self._vain < _PATIENCE
+        for number in [*changed, *range(self._next, len(self._pieces))]:
+            self._push(number)
+
+    def _changed(self, place: int) -> bool:
+        gradient = self._parameters[place].grad
+        now = None if gradient is None else (id(gradient), gradient._version)
+        return now != self._sent.get(place)
+
+    @torch.no_grad()
+    def _push_tensors(self, tensors: Sequence[Tensor]) -> None:
+        self._gather(self._outgoing, tensors)
+        for piece in self._pieces:
+            self._send_piece(piece, self._outgoing[piece.shard])
+
+    def _gather(self, flats: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        for shard, flat in zip(self._shards, flats, strict=True):
+            for part in shard.parts:
+                given = tensors[part.parameter].reshape(-1)[part.start : part.stop]
+                flat[part.at : part.at + part.length].copy_(given)
+
+    @torch.no_grad()
+    def _delta(self) -> list[Tensor]:
+        """How the weights have changed since this worker was given some."""
+        return [p - old for p, old in zip(self._parameters, self._given(), strict=True)]
+
+    def _given(self) -> list[Tensor]:
+        out = [torch.empty_like(p) for p in self._parameters]
+        for shard, flat in zip(self._shards, self._rooms, strict=True):
+            for part in shard.parts:
+                part_of = out[part.parameter].view(-1)[part.start : part.stop]
+                part_of.copy_(flat[part.at : part.at + part.length])
+        return out
+
+    def _used(self) -> list[bool]:
+        return [p.grad is not None for p in self._parameters]
+
+    def _finish_push(self, kind: str, compute_s: float, used: list[bool], *, pull: bool = True) -> None:
+        self._send_done(Kind.DONE, kind, compute_s, used, pull=pull)
+        self._begin_round()
+
+    def _send_done(
+        self, what: Kind, kind: str, compute_s: float, used: Sequence[bool] = (), *, pull: bool = True
+    ) -> None:
+        settings = recipe.settings(self.optimizer)
+        changed = settings if settings != self._settings else None
+        for index, shard in enumerate(self._shards if what == Kind.DONE else self._shards[:1]):
+            if not shard.length:
+                continue
+            done = Done(
+                kind=kind,
+                read=self._read,
+                samples=self.samples,
+                compute_s=compute_s,
+                transfer_s=self._transfer_s,
+                pull=pull,
+                used=bytes(used[part.parameter] for part in shard.parts) if used else b"",
+                settings=changed if what == Kind.DONE else None,
+            )
+            letter = head(what, self._number, shard=index, step=self._step)
+            self._line.send(self._line.servers[index], letter, memoryview(encode(done)))
+        self._landed.clear()
+        if what == Kind.DONE:
+            self._settings = settings
+            self._step += 1
+
+    # Answers -------------------------------------------------------------------------------------
+
+    def place(self, letter: Head, length: int) -> memoryview:
+        """Where handed weights go."""
+        room = self._rooms[letter.shard]
+        at = letter.start * room.element_size()
+        return as_bytes(room)[at : at + length]
+
+    def hear(self, letter: Letter) -> None:
+        """A letter for this table."""
+        match Kind(letter.head.kind):
+            case Kind.RELEASE | Kind.INVITE:
+                self._answer = letter
+            case Kind.WEIGHTS:
+                self._landed.add((letter.head.shard, letter.head.start))
+                self._read = letter.head.step
+            case Kind.NOTED:
+                self._noted = True
+            case Kind.OPENED:
+                self._opened[letter.peer] = bytes(letter.payload).decode().strip("\0")
+            case Kind.STATES:
+                self._states[letter.head.shard] = bytes(letter.payload)
+            case _:
+                pass  # an answer that came too late
+
+    def _await_release(self) -> None:
+        self._line.until(lambda: self._answer is not None, self._number)
+
+    def _take_answer(self, own_step: Callable[[], None]) -> None:
+        """Do as the coordinator says: take the weights that come, or a step alone."""
+        assert self._answer is not None
+        answer, self._answer = self._answer, None
+        self._ask = bool(answer.head.flags & ASKING)
+        if answer.head.flags & FRESH:
+            self._line.until(self._all_landed, self._number)
+            self._put_in_place()
+            self._alone = False
+            held_s = decode(answer.payload, Released).held_s
+            self._transfer_s = max(0.0, time.perf_counter() - self._arrived_at - held_s)
+        elif self._policy.pull_every == 1 and self._policy.push_every == 1:
+            own_step()
+            self._alone = True
+        if self._policy.push_every == self._policy.pull_every == 1 and self._policy.pushes == "gradient":
+            self._observer.reduced(self.sent_bytes)
+        self._released_at = time.perf_counter()
+
+    def _all_landed(self) -> bool:
+        return len(self._landed) == len(self._pieces)
+
+    @torch.no_grad()
+    def _put_in_place(self) -> None:
+        for shard, flat in zip(self._shards, self._rooms, strict=True):
+            for part in shard.parts:
+                target = self._parameters[part.parameter].detach().view(-1)[part.start : part.stop]
+                target.copy_(flat[part.at : part.at + part.length])
+
+    def settle(self) -> None:
+        """Let everything land."""
+        return
+
+    # Between passes ------------------------------------------------------------------------------
+
+    def pull(self) -> None:
+        """Take the weights as they are now."""
+        self._landed.clear()
+        self._line.send(self._line.coordinator, head(Kind.PULL, self._number))
+        self._line.until(self._all_landed, self._number)
+        self._put_in_place()
+        self._alone = False
+
+    def merge(self) -> None:
+        """Push what this worker has done alone, if it has, so that nothing of it is lost."""
+        if not self._alone:
+            return
+        self._arrived_at = time.perf_counter()
+        self._push_tensors(self._delta())
+        self._finish_push("delta", self._compute_s, [True] * len(self._parameters))
+        self._await_release()
+        self._take_answer(lambda: None)
+
+    def join(self) -> None:
+        """Take part, from now on."""
+        self._note(Kind.JOIN)
+        self._released_at = time.perf_counter()
+
+    def leave(self) -> None:
+        """Take no part, for now."""
+        self._note(Kind.LEAVE)
+
+    def _note(self, kind: Kind) -> None:
+        self._noted = False
+        self._line.send(self._line.coordinator, head(kind, self._number))
+        self._line.until(lambda: self._noted, self._number)
+
+    def detach(self) -> None:
+        """Leave the parameters alone."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # The optimizer's state -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fetch_state(self) -> None:
+        """Give the worker's own optimizer the state that the servers' have."""
+        self._states.clear()
+        kept = [index for index, shard in enumerate(self._shards) if shard.length]
+        for index in kept:
+            self._line.send(self._line.servers[index], head(Kind.STATE, self._number))
+        self._line.until(lambda: len(self._states) == len(kept), self._number)
+        whole: dict[int, dict[str, Any]] = {}
+        for index in kept:
+            parts = state_tree.unpack(self._states[index])["parts"]
+            for part, state in zip(self._shards[index].parts, parts, strict=True):
+                p = self._parameters[part.parameter]
+                for name, value in state.items():
+                    _fill(whole.setdefault(part.parameter, {}), name, value, part, p)
+        for place, state in whole.items():
+            self.optimizer.state[self._parameters[place]] = state
+
+    def _cut_state(self) -> list[list[dict[str, Any]]]:
+        """The state of the worker's own optimizer, as the servers need it; nothing if it has none."""
+        if not any(self.optimizer.state.get(p) for p in self._parameters):
+            return []
+        return [[self._cut(part) for part in shard.parts] for shard in self._shards]
+
+    def _cut(self, part: shards.Part) -> dict[str, Any]:
+        p = self._parameters[part.parameter]
+        return _cut(self.optimizer.state.get(p, {}), part, p)
+
+
+def _fill(whole: dict[str, Any], name: str, value: Any, part: shards.Part, p: nn.Parameter) -> None:
+    """Put a part's state into that of the whole parameter."""
+    if isinstance(value, Tensor) and value.numel() == part.length and value.dim():
+        if name not in whole:
+            whole[name] = torch.zeros(p.shape, dtype=value.dtype)
+        with contextlib.suppress(RuntimeError):
+            whole[name].view(-1)[part.start : part.stop].copy_(value.reshape(-1))
+    else:
+        whole[name] = value
+
+
+def _cut(state: dict[str, Any], part: shards.Part, p: nn.Parameter) -> dict[str, Any]:
+    whole = part.length == p.numel()
+    return {
+        name: value.reshape(-1)[part.start : part.stop].clone()
+        if isinstance(value, Tensor) and value.shape == p.shape and not whole
+        else value.clone()
+        if isinstance(value, Tensor)
+        else value
+        for name, value in state.items()
+    }
+
+
+def _one_type(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+    kinds = {p.dtype for p in parameters}
+    if len(kinds) != 1:
+        raise ConfigError(
+            f"a parameter server keeps one type of numbers, and these are {sorted(map(str, kinds))}",
+            where="--sync",
+            fix="convert the model to one type, give each type an optimizer of its own, or use --sync full",
+        )
+    return kinds.pop()

@@ -1,0 +1,374 @@
+"""One server process: it keeps shards of the parameters and applies what the policy decides.
+
+Letters come in one by one and are handled by one thread, so there is nothing to lock; several servers work
+side by side. The first server is also the coordinator: it alone asks the policy, and tells the others in
+orders, which every server carries out in the same sequence. Nothing of a push is applied before all servers
+have all of it.
+
+A replica of shard i is kept by the server after i. It is sent every push by the server that got it, counts
+as a holder of it, and carries out the same orders, so it has every applied update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.comm import shards
+from echelon.comm.exchange import as_bytes
+from echelon.comm.post import Head, Letter, Post
+from echelon.errors import EchelonError, PeerLost
+from echelon.observe.recorder import Recorder
+from echelon.sync.ledger import Ledger, Push
+from echelon.sync.policy import POLICIES, Crew
+from echelon.sync.served import Apply, Drop, Invite, Part, Served
+from echelon.train import state_tree
+from echelon.train.served import recipe
+from echelon.train.served.coordinator import Coordinator, Freed, Hand, Order
+from echelon.train.served.protocol import (
+    ASKING,
+    FRESH,
+    Done,
+    Kind,
+    Opening,
+    Released,
+    decode,
+    encode,
+    head,
+)
+
+_SPARE_PUSHES = 2
+_LOOK_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class _Shard:
+    """A shard that this server keeps, its own or another's replica."""
+
+    index: int
+    ledger: Ledger
+    optimizer: torch.optim.Optimizer
+    pieces: tuple[shards.Piece, ...]
+
+
+class _Table:
+    """One optimizer's parameters, as far as this server keeps them."""
+
+    def __init__(self, opening: Opening, server: int, servers: int) -> None:
+        policy = POLICIES.build(opening.policy).resolved()
+        assert isinstance(policy, Served)
+        self.opening = opening
+        self.policy = policy
+        self.dtype: torch.dtype = getattr(torch, opening.dtype)
+        lengths = [torch.Size(shape).numel() for shape in opening.shapes]
+        self.layout = shards.shard(lengths, servers, item_bytes=self.dtype.itemsize, whole=opening.whole)
+        self.pieces = shards.pieces(self.layout, item_bytes=self.dtype.itemsize)
+        held = [(server - copy) % servers for copy in range(opening.replicas + 1)]
+        self.own = server
+        self.kept = {index: self._keep(index) for index in held if self.layout[index].length}
+        self.coordinator: Coordinator | None = None
+
+    def _keep(self, index: int) -> _Shard:
+        parts = self.layout[index].parts
+        flat = torch.zeros(self.layout[index].length, dtype=self.dtype)
+        views = [self._view(flat, part) for part in parts]
+        groups = [self.opening.groups[part.parameter] for part in parts]
+        optimizer = recipe.build(self.opening.recipe, views, groups)
+        ledger = Ledger(self.policy, flat, views, optimizer.step, spare=_SPARE_PUSHES)
+        mine = tuple(piece for piece in self.pieces if piece.shard == index)
+        return _Shard(index, ledger, optimizer, mine)
+
+    def _view(self, flat: Tensor, part: shards.Part) -> Tensor:
+        view = flat[part.at : part.at + part.length]
+        shape = self.opening.shapes[part.parameter]
+        whole = part.length == torch.Size(shape).numel()
+        return (view.view(shape) if whole else view).requires_grad_(True)
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of this server's own shard, part by part."""
+        kept = self.kept[self.own]
+        return {"parts": [dict(kept.optimizer.state[p]) for p in kept.ledger.parameters]}
+
+    def set_state(self, index: int, state: dict[str, Any]) -> None:
+        """Take over what `state` of another run said."""
+        kept = self.kept[index]
+        for p, saved in zip(kept.ledger.parameters, state["parts"], strict=True):
+            if saved:
+                kept.optimizer.state[p] = saved
+
+
+class Keeper:
+    """A server at work. `servers` and `workers` are ranks of the view, in their order."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        servers: Sequence[int],
+        workers: Sequence[int],
+        recorder: Recorder,
+    ) -> None:
+        self._post: Post
+        self._rank = rank
+        self._servers = list(servers)
+        self._index = self._servers.index(rank)
+        self._workers = set(workers)
+        self._recorder = recorder
+        self._tables: dict[int, _Table] = {}
+        self._arriving: dict[tuple[int, int, int, int], Tensor] = {}
+        offset = time.time() - time.perf_counter()
+        self._now = lambda: offset + time.perf_counter()
+        self.applied = 0
+
+    @torch.no_grad()
+    def run(self, post: Post) -> None:
+        """Serve until every worker has said goodbye."""
+        self._post = post
+        leaving = set(self._workers)
+        while leaving:
+            letter = self._post.receive(self._patience_s())
+            if letter is not None and letter.head.kind == Kind.BYE:
+                leaving.discard(letter.peer)
+                self._leave_all(letter.peer)
+            elif letter is not None:
+                self._handle(letter)
+            self._tick()
+
+    def _patience_s(self) -> float:
+        wakes = [
+            table.coordinator.next_wake_s
+            for table in self._tables.values()
+            if table.coordinator is not None
+        ]
+        return min([_LOOK_EVERY_S, *(wake for wake in wakes if wake is not None)])
+
+    def place(self, peer: int, letter: Head, length: int) -> memoryview | None:
+        """Where a piece goes: straight into the memory of its push. Runs in the loop's thread."""
+        if letter.kind == Kind.PUSH:
+            flat, at = self._arriving_in(peer, letter), letter.start
+        elif letter.kind == Kind.FORWARD:
+            flat, at = self._arriving_in(letter.start, letter), 0
+        else:
+            return None
+        item_bytes = flat.element_size()
+        return as_bytes(flat)[at * item_bytes : at * item_bytes + length]
+
+    def _arriving_in(self, worker: int, letter: Head) -> Tensor:
+        key = (letter.table, letter.shard, worker, letter.step)
+        if key not in self._arriving:
+            self._arriving[key] = self._tables[letter.table].kept[letter.shard].ledger.room()
+        return self._arriving[key]
+
+    def _handle(self, letter: Letter) -> None:
+        kind, table = Kind(letter.head.kind), letter.head.table
+        match kind:
+            case Kind.PUSH | Kind.FORWARD:
+                pass  # in place; DONE or FORWARDED follows
+            case Kind.OPEN:
+                self._open(letter)
+            case Kind.SEED:
+                self._seed(letter)
+            case Kind.DONE:
+                self._take(letter, letter.peer, decode(letter.payload, Done))
+            case Kind.FORWARDED:
+                self._take(letter, letter.head.start, decode(letter.payload, Done))
+            case Kind.HAVE:
+                square, dot = decode(letter.payload, tuple[float, float])
+                step, worker = letter.head.step, letter.head.start
+                self._give(table, self._coordinator(table).have(worker, step, square, dot))
+            case Kind.ORDERS:
+                self._obey(table, [_read_order(told) for told in decode(letter.payload, list[list[Any]])])
+            case Kind.ASK:
+                done = decode(letter.payload, Done)
+                self._give(table, self._coordinator(table).ask(letter.peer, letter.head.step, done))
+            case Kind.JOIN:
+                self._give(table, self._coordinator(table).join(letter.peer))
+                self._post.send(letter.peer, head(Kind.NOTED, table))
+            case Kind.LEAVE:
+                self._give(table, self._coordinator(table).leave(letter.peer))
+                self._post.send(letter.peer, head(Kind.NOTED, table))
+            case Kind.PULL:
+                self._give(table, [Hand(letter.peer)])
+            case Kind.STATE:
+                packed = memoryview(state_tree.pack(self._tables[table].state()))
+                self._post.send(letter.peer, head(Kind.STATES, table, shard=self._index), packed)
+            case Kind.WHO:
+                awaited = memoryview(encode(self._coordinator(table).awaited()))
+                self._post.send(letter.peer, head(Kind.AWAITED, table), awaited)
+            case _:
+                raise PeerLost(f"rank {letter.peer} sent a {kind.name} to a server", ranks=(letter.peer,))
+
+    # Opening -------------------------------------------------------------------------------------
+
+    def _open(self, letter: Letter) -> None:
+        opening = decode(letter.payload, Opening)
+        problem = ""
+        try:
+            table = _Table(opening, self._index, len(self._servers))
+            if self._index == 0:
+                table.coordinator = self._coordinate(table)
+            self._tables[letter.head.table] = table
+        except EchelonError as error:
+            problem = error.message
+        answer = memoryview(problem.encode() or b"\0")
+        self._post.send(letter.peer, head(Kind.OPENED, letter.head.table, shard=self._index), answer)
+
+    def _coordinate(self, table: _Table) -> Coordinator:
+        opening = table.opening
+        facts = {name: _tuples(value) for name, value in opening.crew.items()}
+        kept = sum(bool(part.length) for part in table.layout)
+        return Coordinator(
+            table.policy.rule(Crew(**facts)),
+            workers=opening.workers,
+            holders=kept * (opening.replicas + 1),
+            now=self._now,
+            recorder=self._recorder,
+            rank=self._rank,
+        )
+
+    def _seed(self, letter: Letter) -> None:
+        """The weights of a shard, or the state of its optimizer."""
+        table = self._tables[letter.head.table]
+        if letter.head.flags:
+            table.set_state(letter.head.shard, state_tree.unpack(bytes(letter.payload)))
+            return
+        given = torch.frombuffer(bytearray(letter.payload), dtype=table.dtype)
+        table.kept[letter.head.shard].ledger.flat.copy_(given)
+
+    def _coordinator(self, table: int) -> Coordinator:
+        found = self._tables[table].coordinator
+        assert found is not None
+        return found
+
+    # Pushes --------------------------------------------------------------------------------------
+
+    def _take(self, letter: Letter, worker: int, done: Done) -> None:
+        """All of a push to a shard is here: keep it, tell the coordinator, send it to the replica."""
+        number, index, step = letter.head.table, letter.head.shard, letter.head.step
+        table = self._tables[number]
+        shard = table.kept[index]
+        key = (number, index, worker, step)
+        flat = self._arriving.pop(key)
+        if done.settings is not None:
+            recipe.update(shard.optimizer, done.settings)
+        push = Push(done.kind, flat, list(map(bool, done.used)))  # type: ignore[arg-type]
+        square, dot = shard.ledger.push(worker, step, push)
+        if table.opening.replicas and letter.head.kind == Kind.DONE:
+            self._forward(letter, flat)
+        if self._index == 0:
+            coordinator = self._coordinator(number)
+            orders = coordinator.have(worker, step, square, dot)
+            if letter.head.kind == Kind.DONE:
+                orders += coordinator.done(worker, step, done)
+            self._give(number, orders)
+            return
+        told = memoryview(encode((square, dot)))
+        self._post.send(
+            self._servers[0], head(Kind.HAVE, number, shard=index, step=step, start=worker), told
+        )
+
+    def _forward(self, letter: Letter, flat: Tensor) -> None:
+        number, index, step = letter.head.table, letter.head.shard, letter.head.step
+        replicas = self._tables[number].opening.replicas
+        for copy in range(1, replicas + 1):
+            peer = self._servers[(self._index + copy) % len(self._servers)]
+            fields = {"shard": index, "step": step, "start": letter.peer}
+            self._post.send(peer, head(Kind.FORWARD, number, **fields), as_bytes(flat.clone()))
+            self._post.send(peer, head(Kind.FORWARDED, number, **fields), letter.payload)
+
+    # Orders --------------------------------------------------------------------------------------
+
+    def _give(self, table: int, orders: list[Order]) -> None:
+        """Tell the other servers, and do it here."""
+        if not orders:
+            return
+        told = memoryview(encode([_write_order(order) for order in orders]))
+        for peer in self._servers[1:]:
+            self._post.send(peer, head(Kind.ORDERS, table), told)
+        self._obey(table, orders)
+
+    def _obey(self, number: int, orders: Sequence[Order]) -> None:
+        table = self._tables[number]
+        for order in orders:
+            match order:
+                case Apply(parts):
+                    for shard in table.kept.values():
+                        shard.ledger.apply(parts)
+                    self.applied += 1
+                case Drop(worker, step):
+                    for shard in table.kept.values():
+                        shard.ledger.drop(worker, step)
+                case Freed(worker, pull, ask, version, held_s):
+                    if self._index == 0:
+                        flags = FRESH * pull | ASKING * ask
+                        told = memoryview(encode(Released(version=version, held_s=held_s)))
+                        self._post.send(worker, head(Kind.RELEASE, number, flags=flags), told)
+                    if pull:
+                        self._hand_out(number, worker)
+                case Hand(worker):
+                    self._hand_out(number, worker)
+                case Invite(worker):
+                    if self._index == 0:
+                        self._post.send(worker, head(Kind.INVITE, number))
+
+    def _hand_out(self, number: int, worker: int) -> None:
+        """Send the weights of this server's own shard, the first layers first; replicas take note of it."""
+        table = self._tables[number]
+        handed = {index: shard.ledger.snapshot(worker) for index, shard in table.kept.items()}
+        if self._index not in handed:
+            return
+        shard, memory = table.kept[self._index], as_bytes(handed[self._index])
+        version = shard.ledger.version
+        item_bytes = table.dtype.itemsize
+        for piece in reversed(shard.pieces):
+            part = memory[piece.start * item_bytes : piece.stop * item_bytes]
+            self._post.send(
+                worker, head(Kind.WEIGHTS, number, shard=self._index, step=version, start=piece.start), part
+            )
+
+    def _leave_all(self, worker: int) -> None:
+        for number, table in self._tables.items():
+            if table.coordinator is not None:
+                self._give(number, table.coordinator.leave(worker))
+
+    def _tick(self) -> None:
+        for number, table in self._tables.items():
+            if table.coordinator is not None:
+                self._give(number, table.coordinator.tick())
+
+
+def _write_order(order: Order) -> list[Any]:
+    match order:
+        case Apply(parts):
+            return ["apply", [[p.worker, p.step, p.weight] for p in parts]]
+        case Drop(worker, step, reason):
+            return ["drop", worker, step, reason]
+        case Freed(worker, pull, ask, version, held_s):
+            return ["release", worker, pull, ask, version, held_s]
+        case Hand(worker):
+            return ["hand", worker]
+        case Invite(worker):
+            return ["invite", worker]
+
+
+def _read_order(told: list[Any]) -> Order:
+    match told:
+        case ["apply", parts]:
+            return Apply(tuple(Part(*part) for part in parts))
+        case ["drop", worker, step, reason]:
+            return Drop(worker, step, reason)
+        case ["release", worker, pull, ask, version, held_s]:
+            return Freed(worker, pull, ask, version, held_s)
+        case ["hand", worker]:
+            return Hand(worker)
+        case _:
+            return Invite(told[1])
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,52 @@
+import pytest
+
+from echelon.simulate.clock import Clock
+
+
+def test_what_is_due_first_is_done_first_whatever_was_asked_first():
+    clock, done = Clock(), []
+    for t in (3.0, 1.0, 2.0):
+        clock.at(t, lambda t=t: done.append((t, clock.now)))
+    clock.run(2.5)
+    assert done == [(1.0, 1.0), (2.0, 2.0)]
+
+
+def test_what_is_due_at_once_is_done_in_the_order_of_asking():
+    clock, done = Clock(), []
+    for name in "abc":
+        clock.at(1.0, lambda name=name: done.append(name))
+    clock.run(2.0)
+    assert done == ["a", "b", "c"]
+
+
+def test_an_action_may_ask_for_another_at_the_same_time():
+    clock, done = Clock(), []
+    clock.at(1.0, lambda: clock.after(0.0, lambda: done.append(clock.now)))
+    clock.run(2.0)
+    assert done == [1.0]
+
+
+def test_what_is_due_at_the_end_is_not_done_any_more():
+    clock, done = Clock(), []
+    clock.at(2.0, lambda: done.append("late"))
+    assert clock.run(2.0)
+    assert done == []
+    assert clock.now == 2.0
+
+
+def test_a_run_in_which_nothing_goes_on_any_more_says_so_even_if_somebody_looks_on():
+    clock = Clock()
+    clock.at(1.0, lambda: None)
+    clock.at(1.5, lambda: None, aside=True)
+    assert not clock.run(9.0)
+    assert clock.now == 1.0
+
+
+@pytest.mark.parametrize("t", [0.5, float("nan")])
+def test_nothing_can_be_asked_for_in_the_past(t):
+    clock = Clock()
+    clock.at(1.0, lambda: None)
+    clock.at(3.0, lambda: None)
+    clock.run(2.0)
+    with pytest.raises(ValueError, match="too late"):
+        clock.at(t, lambda: None)

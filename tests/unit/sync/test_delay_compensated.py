@@ -1,0 +1,81 @@
+"""DC-ASGD against its formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from echelon.errors import ConfigError
+from echelon.sync.ledger import Ledger, Push
+from echelon.sync.policies.delay_compensated import DelayCompensated
+from echelon.sync.policy import POLICIES, Crew
+from echelon.sync.served import Apply, Arrival, Part, Release
+
+LR = 0.1
+
+
+def _ledger(policy, start):
+    flat = start.clone()
+    parameter = torch.nn.Parameter(flat)
+    optimizer = torch.optim.SGD([parameter], lr=LR)
+    return Ledger(policy, parameter.data, [parameter], optimizer.step)
+
+
+def _apply(ledger, worker, step, gradient):
+    ledger.push(worker, step, Push("gradient", gradient, [True]))
+    ledger.apply([Part(worker, step, 1.0)])
+
+
+def test_the_server_moves_by_the_gradient_corrected_for_what_changed_since_it_was_read():
+    torch.manual_seed(1)
+    w, first, second = torch.randn(7), torch.randn(7), torch.randn(7)
+    ledger = _ledger(DelayCompensated(strength=0.5), w)
+    ledger.read(0), ledger.read(1)
+    _apply(ledger, 0, 0, first.clone())
+    now = w - LR * first
+    torch.testing.assert_close(ledger.flat, now)
+    _apply(ledger, 1, 0, second.clone())
+    torch.testing.assert_close(ledger.flat, now - LR * (second + 0.5 * second * second * (now - w)))
+
+
+def test_adaptive_strength_is_divided_by_the_root_of_the_average_square():
+    torch.manual_seed(2)
+    policy = DelayCompensated(strength=2.0, adaptive=True, decay=0.9)
+    w, read = torch.randn(5), torch.randn(5)
+    memory, square = {}, torch.zeros(5)
+    for _ in range(4):
+        g = torch.randn(5)
+        square = 0.9 * square + 0.1 * g * g
+        expected = g + 2.0 / torch.sqrt(square + 1e-7) * g * g * (w - read)
+        torch.testing.assert_close(policy.amend(g.clone(), w, read, memory), expected)
+    torch.testing.assert_close(memory["square"], square)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_correction_changes_neither_the_gradient_nor_the_weights_that_it_is_given(adaptive):
+    g, w, read = torch.ones(3), torch.full((3,), 2.0), torch.zeros(3)
+    DelayCompensated(adaptive=adaptive).amend(g, w, read, {})
+    assert (g.tolist(), w.tolist(), read.tolist()) == ([1] * 3, [2] * 3, [0] * 3)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_gradient_without_delay_stays_as_it_is(adaptive):
+    g, w = torch.randn(4), torch.randn(4)
+    assert torch.equal(DelayCompensated(adaptive=adaptive).amend(g, w, w.clone(), {}), g)
+
+
+def test_every_gradient_is_applied_on_arrival():
+    policy = DelayCompensated()
+    rule = policy.rule(Crew(workers=2, servers=1))
+    arrival = Arrival(worker=1, step=3, t=0.0)
+    assert rule.arrive(arrival) == [Apply((Part(1, 3, 1.0),)), Release(1)]
+    assert policy.amends
+
+
+@pytest.mark.parametrize(
+    "options", ["strength=-1", "strength=nan", "strength=inf", "decay=1", "decay=-0.1"]
+)
+def test_options_out_of_range_are_refused_with_a_remedy(options):
+    with pytest.raises(ConfigError, match=r"it has to be") as caught:
+        POLICIES.build(f"delay-compensated({options})")
+    assert caught.value.fix

@@ -1,0 +1,334 @@
+"""Who is left out, when, and how it comes back."""
+
+from __future__ import annotations
+
+import pytest
+
+from arrivals import Away, Told, decided, play
+from echelon.errors import ConfigError
+from echelon.sync.policy import POLICIES, Crew
+from echelon.sync.served import Apply, Arrival, Decision, Drop, Invite, Kind, Part, Release, Rule, Wake
+
+CREW = Crew(workers=4, servers=1)
+
+
+class Cluster:
+    """Three or more workers that need 1 s for a step and 0.1 s for its transfer, unless told otherwise."""
+
+    def __init__(self, text: str = "flexible", workers: int = 4) -> None:
+        self.rule: Rule = POLICIES.build(text).rule(Crew(workers=workers, servers=1))
+        self.workers = range(workers)
+        self.steps = [0] * workers
+        self.t = 0.0
+
+    def round(self, *workers: int, **slow: float) -> list[Decision]:
+        """All of these arrive 1.1 s from now; returns what the last arrival has led to."""
+        self.t += 1.1
+        return [self.push(worker, **slow) for worker in workers or self.workers][-1]
+
+    def push(
+        self, worker: int, *, kind: Kind = "gradient", compute_s: float = 1.0, transfer_s: float = 0.1
+    ) -> list[Decision]:
+        arrival = Arrival(
+            worker=worker,
+            step=self.steps[worker],
+            t=self.t,
+            kind=kind,
+            compute_s=compute_s,
+            transfer_s=transfer_s,
+        )
+        decisions = self.rule.arrive(arrival)
+        self.steps[worker] += Invite(worker) not in decisions
+        return decisions
+
+    def leave_out_the_last(self, **slow: float) -> None:
+        """After four rounds with everybody, the last of which the last worker was slow in."""
+        for _ in range(3):
+            self.round()
+        self.t += 1.1
+        for worker in self.workers[:-1]:
+            self.push(worker)
+        assert Release(self.workers[-1], ask=True) in self.push(self.workers[-1], **slow)
+        assert self.left_out == 1
+
+    @property
+    def left_out(self) -> int:
+        return int(self.rule.state()["left_out"])
+
+
+def _parts(decisions: list[Decision]) -> list[int]:
+    return [part.worker for decision in decisions if isinstance(decision, Apply) for part in decision.parts]
+
+
+def _members(story: list[Told]) -> list[list[int]]:
+    return [[part.worker for part in update.parts] for update in decided(story, Apply)]
+
+
+def test_normal_workers_are_in_every_round_and_push_without_asking():
+    cluster = Cluster()
+    for step in range(20):
+        assert cluster.round() == [
+            Apply(tuple(Part(worker, step, 0.25) for worker in range(4))),
+            *(Release(worker) for worker in range(4)),
+        ]
+
+
+def test_a_worker_that_is_slow_from_the_start_is_left_out_within_a_few_rounds():
+    story = play(POLICIES.build("flexible"), CREW, [[1.0] * 60] * 3 + [[5.0] * 13])
+    members = _members(story)
+    assert members[:3] == [[0, 1, 2, 3]] * 3
+    assert members[5:] == [[0, 1, 2]] * (len(members) - 5)
+
+
+def _left_out(story: list[Told]) -> list[int]:
+    """The rounds without worker 3, as long as it takes part."""
+    members = _members(story)
+    last = max(number for number, workers in enumerate(members) if 3 in workers)
+    return [number for number in range(last) if 3 not in members[number]]
+
+
+def test_a_worker_that_is_normal_again_comes_back_and_stays():
+    story = play(POLICIES.build("flexible"), CREW, [[1.0] * 100] * 3 + [[1.0] * 5 + [5.0] * 5 + [1.0] * 60])
+    out = _left_out(story)
+    assert out == list(range(5, out[-1] + 1))  # five slow steps take 25 s, and rounds of the others 1 s
+    assert 20 <= len(out) <= 27
+    assert decided(story, Invite) == [Invite(3)]
+
+
+@pytest.mark.parametrize("detector", ["running-average", "sliding-window(5, threshold=1)"])
+def test_a_worker_that_differs_from_itself_is_left_out_for_a_while(detector):
+    policy = POLICIES.build(f'flexible(detector="{detector}")')
+    story = play(policy, CREW, [[1.0] * 60] * 3 + [[1.0] * 10 + [9.0] + [1.0] * 30])
+    out = _left_out(story)
+    assert out == list(range(10, out[-1] + 1))
+    assert 7 <= len(out) <= 10  # the slow step takes 9 s
+
+
+def test_workers_that_always_differ_from_each_other_are_normal_by_their_own_average():
+    policy = POLICIES.build("flexible(detector=running-average)")
+    story = play(policy, CREW, [[1.0] * 20] * 3 + [[5.0] * 20])
+    assert _members(story) == [[0, 1, 2, 3]] * 20
+
+
+def test_a_member_that_is_late_is_left_out_of_the_round_at_once():
+    cluster = Cluster()
+    for _ in range(3):
+        cluster.round()
+    released = cluster.t
+    wakes = [decision for decision in cluster.round(0) if isinstance(decision, Wake)]
+    assert cluster.push(1) == cluster.push(2) == []
+    # 1 s and 0.1 s are usual, half as much again is normal
+    assert wakes == [Wake(pytest.approx(released + 1.65))]
+    assert cluster.rule.tick(released + 1.6) == [Wake(wakes[0].t)]
+    decisions = cluster.rule.tick(wakes[0].t)
+    assert _parts(decisions) == [0, 1, 2]
+    assert decisions[1:] == [Release(0), Release(1), Release(2)]
+    assert cluster.left_out == 1
+
+
+def test_a_late_member_whose_round_is_still_open_counts_in_it():
+    policy = POLICIES.build("flexible(detector=running-average)")
+    story = play(policy, CREW, [[1.0] * 8, [1.0] * 8, [5.0] * 8, [1.0] * 5 + [3.0] + [1.0] * 2])
+    out = [told.state["left_out"] for told in story if told.what == "tick"]
+    assert max(out) == 1
+    assert _members(story)[5] == [0, 1, 2, 3]
+    assert decided(story, Drop) == []
+
+
+def test_a_gradient_that_comes_after_its_round_stays_with_its_worker():
+    cluster = Cluster()
+    for _ in range(3):
+        cluster.round()
+    cluster.round(0, 1, 2)
+    cluster.rule.tick(cluster.t + 5)
+    cluster.t += 5
+    assert cluster.push(3, compute_s=5.0) == [
+        Drop(3, 3, "left out of round 3"),
+        Release(3, fresh=False, ask=True),
+    ]
+    assert cluster.push(3, kind="ask", compute_s=5.0) == [Release(3, fresh=False, ask=True)]
+    assert cluster.push(3, kind="ask") == [Invite(3)]
+
+
+def test_a_slow_member_counts_in_its_round_and_is_left_out_of_the_next():
+    cluster = Cluster()
+    for _ in range(3):
+        cluster.round()
+    cluster.t += 0.5
+    for worker in range(3):
+        cluster.push(worker)
+    decisions = cluster.push(3, compute_s=2.0)
+    assert _parts(decisions) == [0, 1, 2, 3]
+    assert decisions[-1] == Release(3, ask=True)
+    assert _parts(cluster.round(0, 1, 2)) == [0, 1, 2]
+
+
+def test_what_it_did_alone_is_added_as_a_delta_when_it_comes_back():
+    cluster = Cluster()
+    cluster.leave_out_the_last(compute_s=5.0)
+    assert cluster.push(3, kind="ask", compute_s=5.0) == [Release(3, fresh=False, ask=True)]
+    assert cluster.push(3, kind="ask") == [Invite(3)]
+    assert cluster.left_out == 0
+    assert cluster.round(0, 1, 2) == []
+    decisions = cluster.push(3, kind="delta")
+    assert decisions[0] == Apply((Part(0, 4, 0.25), Part(1, 4, 0.25), Part(2, 4, 0.25), Part(3, 5, 0.25)))
+    assert decisions[-1] == Release(3)
+
+
+@pytest.mark.parametrize(("transfer_s", "slow"), [(0.1, False), (5.0, True)])
+def test_a_delta_that_is_late_goes_into_the_round_that_is_open(transfer_s, slow):
+    cluster = Cluster()
+    cluster.leave_out_the_last(compute_s=5.0)
+    cluster.push(3, kind="ask", compute_s=5.0)
+    assert cluster.push(3, kind="ask") == [Invite(3)]
+    cluster.round(0, 1, 2)
+    assert _parts(cluster.rule.tick(cluster.t + 1.0)) == [0, 1, 2]
+    assert not _parts(cluster.push(3, kind="delta", transfer_s=transfer_s))
+    decisions = cluster.round(0, 1, 2)
+    assert _parts(decisions) == [0, 1, 2, 3]
+    assert decisions[-1] == Release(3, ask=slow)
+
+
+def test_a_worker_that_is_normal_at_its_first_question_brings_its_gradient():
+    cluster = Cluster()
+    cluster.leave_out_the_last(compute_s=5.0)
+    cluster.round(0, 1, 2)
+    assert cluster.push(3, kind="ask") == [Invite(3)]
+    cluster.push(3)
+    assert _parts(cluster.round(0, 1, 2)) == [0, 1, 2, 3]
+
+
+def test_one_that_is_invited_while_others_wait_is_waited_for_until_it_is_late():
+    cluster = Cluster()
+    cluster.leave_out_the_last(compute_s=5.0)
+    (wake,) = cluster.round(0)
+    assert cluster.push(3, kind="ask") == [Invite(3)]  # to be called earlier, for the others, is enough
+    assert cluster.push(1) == cluster.push(2) == []
+    assert cluster.rule.tick(wake.t) == [Wake(pytest.approx(cluster.t + 1.65))]
+    assert _parts(cluster.rule.tick(cluster.t + 1.7)) == [0, 1, 2]
+
+
+def test_a_step_that_was_asked_about_and_pushed_counts_once():
+    cluster = Cluster("flexible(detector=running-average)")
+    cluster.leave_out_the_last(compute_s=5.0)
+    cluster.round(0, 1, 2)  # the average is 2 s, the limit 3 s
+    assert cluster.push(3, kind="ask", compute_s=2.9) == [Invite(3)]
+    cluster.push(3, compute_s=2.9)
+    cluster.round(0, 1, 2)  # the average is 2.18 s, the limit 3.27 s, and 3.45 s if it counted twice
+    cluster.push(3, compute_s=3.4)
+    assert Release(3, ask=True) in cluster.round(0, 1, 2)
+
+
+def test_a_worker_with_slow_transfers_is_tried_again_after_some_rounds():
+    cluster = Cluster("flexible(retry=3)")
+    cluster.leave_out_the_last(transfer_s=2.0)
+    for _ in range(2):
+        assert cluster.push(3, kind="ask") == [Release(3, fresh=False, ask=True)]
+        cluster.round(0, 1, 2)
+    assert cluster.push(3, kind="ask", compute_s=5.0) == [Release(3, fresh=False, ask=True)]
+    assert cluster.push(3, kind="ask") == [Invite(3)]
+
+
+def test_a_slow_transfer_that_a_quick_computation_makes_up_for_is_no_reason():
+    cluster = Cluster()
+    for _ in range(10):
+        cluster.round(0, 1, 2)
+        assert Release(3) in cluster.push(3, compute_s=0.1, transfer_s=1.0)
+
+
+def test_transfers_have_a_detector_of_their_own():
+    cluster = Cluster('flexible(transfer="running-average(threshold=50)")')
+    for _ in range(3):
+        cluster.round()
+    cluster.round(0, 1, 2)
+    assert Release(3) in cluster.push(3, transfer_s=2.0)
+
+
+def test_if_all_are_slow_at_once_nobody_is():
+    cluster = Cluster()
+    for _ in range(3):
+        cluster.round()
+    cluster.t += 10
+    assert cluster.push(0, compute_s=10.0) == [Wake(pytest.approx(cluster.t + 1.65))]
+    cluster.t += 0.5
+    for worker in (1, 2):
+        assert cluster.push(worker, compute_s=10.5) == []
+    assert cluster.push(3, compute_s=10.5)[1:] == [Release(worker) for worker in range(4)]
+    assert cluster.left_out == 0
+
+
+def test_time_that_always_goes_elsewhere_makes_nobody_late():
+    cluster = Cluster()
+    for _ in range(10):
+        cluster.t += 2.0
+        cluster.round()
+    released = cluster.t
+    cluster.t += 2.0
+    assert cluster.round(0) == [Wake(pytest.approx(released + 1.65 + 2.0))]
+
+
+def test_when_only_workers_that_were_left_out_remain_they_are_taken_back():
+    cluster = Cluster()
+    cluster.leave_out_the_last(compute_s=5.0)
+    for worker in range(3):
+        cluster.rule.leave(worker, cluster.t)
+    assert cluster.left_out == 0
+    assert cluster.push(3, kind="ask", compute_s=5.0) == [Invite(3)]
+    assert _parts(cluster.push(3)) == [3]
+
+
+def test_one_that_is_taken_back_while_it_computes_is_waited_for_anew():
+    cluster = Cluster()
+    for _ in range(3):
+        cluster.round()
+    cluster.round(0, 1, 2)
+    cluster.rule.tick(cluster.t + 1.0)
+    for worker in range(3):
+        cluster.rule.leave(worker, cluster.t)
+    cluster.rule.join(0, cluster.t)
+    late_t = cluster.t + 1.65
+    cluster.round(0)
+    assert isinstance(cluster.push(3, compute_s=2.0)[0], Drop)
+    assert cluster.rule.tick(late_t) == [Wake(pytest.approx(cluster.t + 1.65))]
+    cluster.t += 1.0
+    assert cluster.push(3, kind="ask") == [Invite(3)]
+    assert _parts(cluster.push(3, kind="delta")) == [0, 3]
+
+
+def test_members_do_not_wait_for_one_that_has_left_and_wait_for_one_that_joins():
+    cluster = Cluster()
+    cluster.round()
+    cluster.rule.leave(3, cluster.t)
+    assert _parts(cluster.round(0, 1, 2)) == [0, 1, 2]
+    cluster.rule.join(3, cluster.t)
+    assert cluster.round(0, 1, 2) == []
+    assert _parts(cluster.push(3)) == [0, 1, 2, 3]
+
+
+def test_a_worker_that_was_away_for_long_is_not_late():
+    story = play(
+        POLICIES.build("flexible"), CREW, [[1.0] * 40] * 3 + [[1.0] * 5 + [Away(20.5)] + [1.0] * 9]
+    )
+    assert decided(story, Drop) == []
+    assert decided(story, Invite) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "flexible(retry=0)",
+        "flexible(detector=luck)",
+        "flexible(transfer=luck)",
+        'flexible(detector="median-mad(floor=0)")',
+        'flexible(transfer="sliding-window(0)")',
+    ],
+)
+def test_options_that_make_no_sense_are_refused_with_a_fix(text):
+    with pytest.raises(ConfigError) as refused:
+        POLICIES.build(text)
+    assert refused.value.fix
+
+
+def test_without_a_server_it_is_refused():
+    with pytest.raises(ConfigError, match="there is none"):
+        POLICIES.build("flexible").check(Crew(workers=4))

@@ -1,0 +1,131 @@
+import pytest
+import torch
+
+from echelon.errors import ConfigError
+from echelon.sync.mixed import Average
+from echelon.sync.policy import POLICIES, Crew
+
+SIX = Crew(workers=6, groups=((0, 2, 4), (1, 3), (5,)))
+
+
+def _meetings(text: str, rank: int, crew: Crew, steps: int) -> dict[int, tuple[int, ...]]:
+    policy = POLICIES.build(text)
+    found = {step: policy.meeting(step, rank, crew) for step in range(steps)}
+    return {step: meeting.members for step, meeting in found.items() if meeting is not None}
+
+
+def test_all_average_after_every_eight_steps_by_default():
+    assert _meetings("local", 1, Crew(workers=3), 20) == {7: (0, 1, 2), 15: (0, 1, 2)}
+
+
+def test_groups_average_more_often_than_all_and_give_way_where_both_are_due():
+    everybody = (0, 1, 2, 3, 4, 5)
+    assert _meetings("local(periods=[2, 6])", 3, SIX, 12) == {
+        1: (1, 3),
+        3: (1, 3),
+        5: everybody,
+        7: (1, 3),
+        9: (1, 3),
+        11: everybody,
+    }
+
+
+def test_a_group_of_one_only_meets_all():
+    assert list(_meetings("local(periods=[2, 6])", 5, SIX, 12)) == [5, 11]
+
+
+def test_without_an_outer_step_a_worker_takes_the_mean_and_remembers_nothing():
+    policy, crew, own, memory = POLICIES.build("local(4)"), Crew(workers=2), torch.zeros(3), {}
+    policy.start(own, memory)
+    policy.settle(own, torch.ones(3), memory, Average((0, 1)), crew)
+    assert own.tolist() == [1, 1, 1]
+    assert memory == {}
+    assert policy.shown == "mean"
+
+
+def test_with_an_outer_step_what_it_makes_of_the_mean_is_shown():
+    policy, crew, own, memory = (
+        POLICIES.build("local(4, outer_lr=0.5)"),
+        Crew(workers=2),
+        torch.zeros(3),
+        {},
+    )
+    policy.start(own, memory)
+    own.fill_(3)
+    policy.settle(own, torch.full((3,), 2.0), memory, Average((0, 1)), crew)
+    assert own.tolist() == memory["center"].tolist() == [1, 1, 1]
+    assert policy.shown == "center"
+
+
+def test_inside_a_group_the_mean_is_taken_as_it_is_and_the_center_stays():
+    policy, memory, own = POLICIES.build("local(periods=[2, 6], outer_lr=0.5)"), {}, torch.zeros(3)
+    policy.start(own, memory)
+    policy.settle(own, torch.full((3,), 2.0), memory, Average((1, 3)), SIX)
+    assert own.tolist() == [2, 2, 2]
+    assert memory["center"].tolist() == [0, 0, 0]
+
+
+def test_the_center_is_not_moved_by_the_steps_of_a_worker():
+    policy, memory, own = POLICIES.build("local(2, outer_lr=0.5)"), {}, torch.zeros(3)
+    policy.start(own, memory)
+    policy.settle(own, torch.full((3,), 2.0), memory, Average((0,)), Crew(workers=1))
+    own.fill_(100)
+    assert memory["center"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("text", ["local(1)", "local(period=1, outer_lr=1, outer_momentum=0)"])
+def test_an_average_after_every_step_is_full_synchronisation(text):
+    assert POLICIES.build(text).resolved() == POLICIES.build("full")
+
+
+@pytest.mark.parametrize("text", ["local(2)", "local(1, outer_lr=0.7)", "local(1, outer_momentum=0.5)"])
+def test_anything_else_is_carried_out_as_it_is(text):
+    assert POLICIES.build(text).resolved() == POLICIES.build(text)
+
+
+def test_periods_may_repeat_the_one_of_all():
+    assert POLICIES.build("local(16, periods=[4, 16])").periods == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("local(0)", "every 0 steps"),
+        ("local(-3)", "every -3 steps"),
+        ("local(periods=[4])", "1 periods are given"),
+        ("local(periods=[2, 4, 8])", "3 periods are given"),
+        ("local(periods=[4, 6])", "6 is no multiple of 4"),
+        ("local(periods=[4, 4])", "or not a larger one"),
+        ("local(periods=[0, 4])", "4 is no multiple of 0"),
+        ("local(3, periods=[4, 16])", "both period and periods"),
+        ("local(outer_lr=0)", "outer_lr is 0"),
+        ("local(outer_lr=nan)", "outer_lr is nan"),
+        ("local(outer_lr=inf)", "outer_lr is inf"),
+        ("local(outer_momentum=1)", "outer_momentum is 1"),
+        ("local(outer_momentum=-0.1)", "outer_momentum is -0.1"),
+        ("local(nesterov=true)", "there is none"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        POLICIES.build(text)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ((), "not in groups"),
+        (((0, 1, 2),), "not in groups"),
+        (((0, 1), (1, 2)), r"\[0, 1, 1, 2\]"),
+        (((0,), (1,)), "there are 3"),
+    ],
+)
+def test_two_levels_need_groups_that_hold_each_worker_once(groups, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        POLICIES.build("local(periods=[4, 16])").check(Crew(workers=3, groups=groups))
+    assert caught.value.fix
+
+
+def test_one_level_needs_no_groups():
+    POLICIES.build("local").check(Crew(workers=3))
