@@ -138,7 +138,8 @@ class Served(Policy):
     push_every, pull_every: a worker pushes at every n-th of its steps and takes weights at every m-th; in
     between it takes steps of its own, and what it pushes are its gradients since the last push, summed.
     `pushes` is what a worker sends that has not been on its own (one that was sends its delta). `listens`:
-    arrivals carry `square` and `dot`. `amends`: see `amend`.
+    arrivals carry `square` and `dot`. `amends`: see `amend`. `alone`: a
+    worker may be told to go on by itself (a Release that is not fresh).
     """
 
     __slots__ = ()
@@ -146,6 +147,7 @@ class Served(Policy):
     pushes: ClassVar[Literal["gradient", "weights"]] = "gradient"
     listens: ClassVar[bool] = False
     amends: ClassVar[bool] = False
+    alone: ClassVar[bool] = False
 
     @abstractmethod
     def rule(self, crew: Crew) -> Rule:

@@ -1,8 +1,8 @@
 """Workers take steps of their own and average their weights among each other, as the policy's schedule is.
 
 All weights of an optimizer are one flat buffer for a meeting. Between passes over the data every worker
-shows what is to be evaluated and saved: the mean of all, a center, or its own; when the next pass begins it goes
-on with its own.
+shows what is to be evaluated and saved: the mean of all, a center, or its own; when the next pass begins it
+goes on with its own.
 """
 
 from __future__ import annotations

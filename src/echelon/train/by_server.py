@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from torch import nn
 from torch.optim import Optimizer
 
 from echelon.comm.engine import EngineGroup
@@ -16,7 +17,8 @@ from echelon.comm.post import Post
 from echelon.comm.reducer import RoundObserver
 from echelon.sync.policy import Crew
 from echelon.sync.served import Served
-from echelon.train.agreement import Apart, Explain, Overlap, replace_step
+from echelon.train.agreement import Apart, Explain, Overlap, Rules, replace_step
+from echelon.train.in_step import refuse_compiled
 from echelon.train.served.client import Line, Table
 
 
@@ -54,6 +56,12 @@ class ByServer(Apart):
         self._undo: list[Callable[[], None]] = []
         self._tables: list[Table] = []
         self._new: list[tuple[Optimizer, Overlap, Callable[[], None], Callable[[], None]]] = []
+
+    def add(self, model: nn.Module, rules: Rules) -> None:
+        """As all who are apart; late parameters cannot be those of a compiled module."""
+        if rules.overlap == "step":
+            refuse_compiled(model)
+        super().add(model, rules)
 
     def adopt(
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]

@@ -57,7 +57,7 @@ class InStep(Agreement):
 
         late = rules.overlap == "step"
         if late:
-            _refuse_compiled(model)
+            refuse_compiled(model)
         if late or rules.loss == "sum":
             self._refuse_shared(model)
         agree.share_state(self._group, model)
@@ -177,7 +177,8 @@ def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
         yield from group["params"]
 
 
-def _refuse_compiled(model: nn.Module) -> None:
+def refuse_compiled(model: nn.Module) -> None:
+    """A compiled module's parameters cannot be late."""
     compiled = ("OptimizedModule", "ScriptModule")
     kinds = [kind.__name__ for module in model.modules() for kind in type(module).__mro__]
     if any(name in compiled for name in kinds):

@@ -151,7 +151,7 @@ class LateSteps:
         replaced: list[tuple[nn.Parameter, Tensor | None]] = []  # by zero_grad() for example
         for p in late.parcel.parameters:
             del self._of[id(p)]
-            _restore(p)
+            restore(p)
             if p.grad is not late.gradients[id(p)]:
                 replaced.append((p, p.grad))
             p.grad = late.before[id(p)]
@@ -191,7 +191,7 @@ class LateSteps:
             late = self._parcels.pop()
             for p in late.parcel.parameters:
                 self._of.pop(id(p), None)
-                _restore(p)
+                restore(p)
                 if p.grad is late.gradients[id(p)]:
                     p.grad = late.before[id(p)]
         while self._undo:
@@ -277,7 +277,7 @@ class _Stepping:
             self._step(self._optimizer)
 
 
-def _restore(p: nn.Parameter) -> None:
+def restore(p: nn.Parameter) -> None:
     """Make a late parameter an ordinary one."""
     if type(p) is LateParameter:
         del p._echelon_settle

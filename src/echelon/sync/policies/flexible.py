@@ -57,6 +57,7 @@ class Flexible(Served):
     """
 
     name: ClassVar[str] = "flexible"
+    alone: ClassVar[bool] = True
     detector: str = "median-mad"
     transfer: str = ""
     retry: int = 10

@@ -34,6 +34,7 @@ class Percentage(Served):
     """
 
     name: ClassVar[str] = "percentage"
+    alone: ClassVar[bool] = True
     share: float = 0.5
     shares: tuple[float, ...] | None = None
     by: Literal["given", "speed", "link"] = "given"

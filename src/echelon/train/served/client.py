@@ -1,9 +1,9 @@
 """A worker's side of a parameter server: pushes while backward goes on, and takes weights in return.
 
 Gradients leave piece by piece, the last layer's first, as soon as backward has them. `optimizer.step()`
-says that this is all, and waits for the policy to let the worker go on; the weights it is given then are the
-result of the step. With overlap="step" it does not wait: parameters are late (`train/late.py`), and whoever
-uses one waits for that one, so the pull hides behind the next forward pass.
+says that this is all, and waits for the policy to let the worker go on; the weights it is given then are
+the result of the step. With overlap="step" it does not wait: parameters are late (`train/late.py`), and
+whoever uses one waits for that one, so the pull hides behind the next forward pass.
 
 If the script changes gradients after backward (clipping, unscaling), what had left too early is sent again;
 and if it keeps doing so, pieces leave in `step()` from then on.
@@ -31,6 +31,7 @@ from echelon.errors import ConfigError, RoundTimeout, WorkerError
 from echelon.sync.policy import Crew
 from echelon.sync.served import Served
 from echelon.train import state_tree
+from echelon.train.late import LateParameter, restore
 from echelon.train.served import recipe
 from echelon.train.served.protocol import (
     ASKING,
@@ -133,7 +134,9 @@ class Table:
         self.optimizer = optimizer
         self._policy = policy
         self._observer = observer
-        self._late = late
+        steady = policy.push_every == policy.pull_every == 1 and policy.pushes == "gradient"
+        self._late = late and steady and not policy.alone
+        self._on_its_way: set[int] = set()
         self._recipe = recipe.describe(optimizer)
         self._settings = recipe.settings(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -149,13 +152,15 @@ class Table:
         self._rooms = [torch.zeros(shard.length, dtype=self._dtype) for shard in self._shards]
         self._outgoing = [torch.zeros(shard.length, dtype=self._dtype) for shard in self._shards]
         self._pieces_of: dict[int, list[int]] = {}
+        self._parts_of: dict[int, list[tuple[int, shards.Part]]] = {}
         for number, piece in enumerate(self._pieces):
             for part in piece.parts:
                 self._pieces_of.setdefault(part.parameter, []).append(number)
+                self._parts_of.setdefault(part.parameter, []).append((piece.shard, part))
         self._place_of = {id(p): index for index, p in enumerate(self._parameters)}
         self._handles = [p.register_post_accumulate_grad_hook(self._ready) for p in self._parameters]
         self.active = True
-        self.early = policy.pushes == "gradient" and policy.push_every == policy.pull_every == 1
+        self.early = steady
         self.samples = 1.0
         self.steps = 0
         self._step = 0  # as the server counts
@@ -274,6 +279,7 @@ class Table:
 
     def step(self, own_step: Callable[[], None]) -> None:
         """Take a step by the servers, or alone by the worker's own optimizer."""
+        self.settle()
         self.steps += 1
         self._arrived_at = time.perf_counter()
         self._compute_s = compute_s = self._arrived_at - self._released_at
@@ -303,6 +309,9 @@ class Table:
         else:
             self._push_gradients()
             self._finish_push("gradient", compute_s, self._used())
+            if self._late:
+                self._postpone()
+                return
             self._await_release()
         self._take_answer(own_step)
 
@@ -469,14 +478,53 @@ class Table:
                 target = self._parameters[part.parameter].detach().view(-1)[part.start : part.stop]
                 target.copy_(flat[part.at : part.at + part.length])
 
+    # Late weights --------------------------------------------------------------------------------
+
+    def _postpone(self) -> None:
+        """Let the weights land when they are used."""
+        self._observer.reduced(self.sent_bytes)
+        self._on_its_way = set(range(len(self._parameters)))
+        for place, p in enumerate(self._parameters):
+            if type(p) is nn.Parameter:
+                p.__class__ = LateParameter
+                p._echelon_settle = lambda place=place: self._land(place)  # type: ignore[attr-defined]
+            else:  # somebody else's class: it stays what it is
+                self._land(place)
+        self._released_at = time.perf_counter()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _land(self, place: int) -> None:
+        """Wait for one parameter's weights, and put them in place."""
+        if place not in self._on_its_way:
+            return
+        self._on_its_way.discard(place)
+        wanted = {(self._pieces[n].shard, self._pieces[n].start) for n in self._pieces_of[place]}
+        waited_s = self._line.until(lambda: wanted <= self._landed, self._number)
+        self._observer.waited(waited_s)
+        self._released_at += waited_s
+        p = self._parameters[place]
+        restore(p)
+        for shard, part in self._parts_of[place]:
+            flat = self._rooms[shard][part.at : part.at + part.length]
+            p.detach().view(-1)[part.start : part.stop].copy_(flat)
+        if not self._on_its_way:
+            self._line.until(lambda: self._answer is not None, self._number)
+            assert self._answer is not None
+            held_s = decode(self._answer.payload, Released).held_s
+            self._transfer_s = max(0.0, time.perf_counter() - self._arrived_at - held_s)
+            self._answer = None
+
     def settle(self) -> None:
         """Let everything land."""
-        return
+        for place in sorted(self._on_its_way):
+            self._land(place)
 
     # Between passes ------------------------------------------------------------------------------
 
     def pull(self) -> None:
         """Take the weights as they are now."""
+        self.settle()
         self._landed.clear()
         self._line.send(self._line.coordinator, head(Kind.PULL, self._number))
         self._line.until(self._all_landed, self._number)
@@ -503,6 +551,7 @@ class Table:
         self._note(Kind.LEAVE)
 
     def _note(self, kind: Kind) -> None:
+        self.settle()
         self._noted = False
         self._line.send(self._line.coordinator, head(kind, self._number))
         self._line.until(lambda: self._noted, self._number)
@@ -512,6 +561,9 @@ class Table:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for place in self._on_its_way:  # what is still on its way never lands
+            restore(self._parameters[place])
+        self._on_its_way.clear()
 
     # The optimizer's state -----------------------------------------------------------------------
 

@@ -1,0 +1,113 @@
+"""What a run on the cluster left behind of its server: the policy, the crew, what arrived and was decided.
+
+The crew is put together again from the run's folder: the plan, the links that its workers measured, and the
+learning rate in its settings (a script's own is not recorded, and must be given where a policy asks for it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from echelon.errors import ConfigError
+from echelon.observe.events import AnyEvent, Arrived, Decided, LinkMeasured, read_events
+from echelon.observe.run_folder import RunFolder
+from echelon.plan.plan import Plan
+from echelon.simulate.replay import Mismatch, replay
+from echelon.sync.policy import POLICIES, Crew
+from echelon.sync.served import Served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A run whose server's record was fed to a fresh policy."""
+
+    run: str
+    policy: str
+    arrivals: int
+    decisions: int
+    mismatch: Mismatch | None
+
+    @property
+    def same(self) -> bool:
+        """Whether all decisions were the recorded ones."""
+        return self.mismatch is None
+
+
+def replay_run(folder: RunFolder, lr: float | None = None) -> Replayed:
+    """Feed the record of a run's coordinating server to its policy again."""
+    plan = Plan.read(folder.plan)
+    policy = POLICIES.build(plan.sync, where=str(folder.plan)).resolved()
+    if not isinstance(policy, Served):
+        raise ConfigError(
+            f"sync {plan.sync} is not decided by a server, so there are no decisions to replay",
+            where=str(folder.plan),
+            fix="give a run with a policy that a server carries out, such as async",
+        )
+    crew = crew_of(folder, plan, lr)
+    policy.check(crew)
+    seen = list(_of_server(folder, plan))
+    arrivals = sum(isinstance(event, Arrived) for event in seen)
+    if not arrivals:
+        raise ConfigError(
+            f"run {folder.name} has no record of a server's decisions",
+            where=str(folder.events),
+            fix="give a run that was started with --servers and has made a step",
+        )
+    return Replayed(
+        run=folder.name,
+        policy=plan.sync,
+        arrivals=arrivals,
+        decisions=len(seen) - arrivals,
+        mismatch=replay(seen, policy, crew),
+    )
+
+
+def _of_server(folder: RunFolder, plan: Plan) -> Iterator[AnyEvent]:
+    """What the servers' coordinator, which is the first of them, was told and decided."""
+    file = folder.events_of(len(plan.workers))
+    if file.is_file():
+        yield from (event for event in read_events(file) if isinstance(event, Arrived | Decided))
+
+
+def crew_of(folder: RunFolder, plan: Plan, lr: float | None = None) -> Crew:
+    """What the policy of a run on the cluster was told."""
+    return Crew(
+        workers=len(plan.workers),
+        servers=len(plan.servers),
+        machines=len({worker.node for worker in plan.workers}),
+        groups=plan.groups,
+        shares=tuple(plan.weights),
+        speeds=tuple(worker.speed for worker in plan.workers),
+        links=_links(folder, len(plan.workers)),
+        lr=lr if lr is not None else _learning_rate(folder),
+        seed=plan.seed,
+    )
+
+
+def _links(folder: RunFolder, workers: int) -> tuple[float, ...]:
+    """Each worker's best measured rate; nothing if anybody's is unknown."""
+    best = [0.0] * workers
+    for rank in range(workers):
+        file = folder.events_of(rank)
+        for event in read_events(file) if file.is_file() else ():
+            if isinstance(event, LinkMeasured) and event.rank == rank:
+                best[rank] = max(best[rank], event.bytes_per_s)
+    return tuple(best) if all(best) else ()
+
+
+class _Train(msgspec.Struct):
+    lr: float | None = None
+
+
+class _Settings(msgspec.Struct):
+    train: _Train = msgspec.field(default_factory=_Train)
+
+
+def _learning_rate(folder: RunFolder) -> float | None:
+    try:
+        return msgspec.toml.decode(folder.config.read_bytes(), type=_Settings).train.lr
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
