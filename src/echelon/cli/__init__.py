@@ -6,6 +6,7 @@ config.py    echelon config show
 listing.py   echelon list
 lab.py       echelon lab up | status | exec | down
 look.py      echelon trace, echelon report
+simulate.py  echelon simulate
 doctor.py    echelon doctor
 """
 
@@ -17,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from echelon.cli import config, lab, listing, look, run
+from echelon.cli import config, lab, listing, look, run, simulate
 from echelon.cli.doctor import doctor
 from echelon.errors import EchelonError
 
@@ -32,6 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 run.register(app)
+app.command("simulate")(simulate.simulate)
 app.command("list")(listing.show)
 app.command("trace")(look.trace)
 app.command("report")(look.report)

@@ -158,6 +158,16 @@ class EngineGroup(Group):
         return self._engine.meeting.members
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that its members have in the view."""
+        return self._among or tuple(range(self.size))
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """The ranks of the view's servers."""
+        return tuple(range(len(self._engine.workers), len(self.members)))
+
+    @property
     def loop(self) -> Loop:
         """What moves the bytes."""
         return self._engine.loop

@@ -209,7 +209,7 @@ def _check_sync(plan: Plan, settings: RunSettings) -> None:
                 seed=plan.seed,
             )
         )
-    if plan.servers and policy.family not in ("reduce", "serve"):
+    if plan.servers and policy.family in ("mix", "share"):
         raise ConfigError(f"sync {policy.name} has no use for servers", where="--servers", fix="start none")
 
 

@@ -26,8 +26,12 @@ from echelon.train.served.protocol import Kind
 
 def main() -> None:
     """Serve the run that ECHELON_RUN names."""
-    place = Place.from_environment(os.environ)
-    plan = Plan.read(RunFolder(Path(os.environ["ECHELON_RUN"])).plan)
+    serve_run(Place.from_environment(os.environ), RunFolder(Path(os.environ["ECHELON_RUN"])))
+
+
+def serve_run(place: Place, folder: RunFolder) -> Keeper | None:
+    """Be the server at `place` until all workers have left; returns what it kept, if it kept parameters."""
+    plan = Plan.read(folder.plan)
     meeting = meet(
         place,
         node=plan.servers[place.rank - place.world_size],
@@ -42,24 +46,23 @@ def main() -> None:
         deadline_s=plan.round_timeout_s,
         timeout_s=plan.join_timeout_s,
     )
-    folder = RunFolder(Path(os.environ["ECHELON_RUN"]))
     with Recorder(folder.events_of(place.rank)) as recorder:
         try:
-            if meeting.told(SERVERS_DO) == SUM:
-                serve(
-                    engine.loop,
-                    rank=place.rank,
-                    workers=place.world_size,
-                    servers=place.servers,
-                    deadline_s=plan.round_timeout_s,
-                )
-            else:
-                _keep(engine, place, recorder)
+            if meeting.told(SERVERS_DO) != SUM:
+                return _keep(engine, place, recorder)
+            serve(
+                engine.loop,
+                rank=place.rank,
+                workers=place.world_size,
+                servers=place.servers,
+                deadline_s=plan.round_timeout_s,
+            )
+            return None
         finally:
             engine.loop.close()
 
 
-def _keep(engine: Engine, place: Place, recorder: Recorder) -> None:
+def _keep(engine: Engine, place: Place, recorder: Recorder) -> Keeper:
     """Be a parameter server."""
     workers, everybody = range(place.world_size), range(place.everybody)
     keeper = Keeper(
@@ -67,6 +70,7 @@ def _keep(engine: Engine, place: Place, recorder: Recorder) -> None:
     )
     others = set(everybody) - {place.rank}
     keeper.run(Post(engine.loop, others, place=keeper.place, farewell=Kind.BYE))
+    return keeper
 
 
 if __name__ == "__main__":

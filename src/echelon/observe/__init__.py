@@ -6,6 +6,7 @@ recorder.py    writes one worker's events, cheaply
 follow.py      reads the events of a run while it goes on
 arrival.py     who kept the others waiting, judged by arrival
 hiding.py      how much of communication was hidden, and what limits a step
+agreement.py   what a sync policy other than full made of the workers' steps
 spans.py       when each part of a step took place
 summary.py     the figures of a run, from its events
 verdict.py     what the figures mean, in a sentence

@@ -27,11 +27,15 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
-    """A run begins; written once, by the launcher or, without one, by the leader."""
+    """A run begins; written once, by the launcher or, without one, by the leader.
+
+    `sync` is the policy by which workers agree; empty where nobody said.
+    """
 
     run: str
     command: list[str]
     world_size: int
+    sync: str = ""
 
 
 class WorkerJoined(Event, frozen=True, kw_only=True, tag="worker-joined"):

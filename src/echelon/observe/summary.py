@@ -12,11 +12,14 @@ from dataclasses import dataclass
 
 import msgspec
 
+from echelon.observe.agreement import Agreement, Books, Stretch, policy_of, steps_together
 from echelon.observe.arrival import Basis, Gathering, Judgement, Round, basis, contradicts, judge
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
+    Arrived,
     BucketReduced,
+    Decided,
     EpochEnded,
     Evaluated,
     LinkMeasured,
@@ -74,6 +77,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     arrival; `spread_s` sums their spreads. `judged_by` is "wait" where the workers' clocks disagree.
     `outcome` is completed, failed, interrupted, or unfinished as long as nobody wrote the end.
     `communication` is None where no bucket was reported; hiding.py has the definitions.
+
+    By a sync policy other than `full` workers do not step together, so there are no rounds, nobody is
+    last, and `train_loss` is over the last tenth of each worker's own steps. Then, and only then, there
+    is an `agreement`; agreement.py has the definitions.
     """
 
     world_size: int
@@ -92,6 +99,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     failure: str
     workers: tuple[WorkerSummary, ...]
     communication: Communication | None = None
+    agreement: Agreement | None = None
+
+    @property
+    def all_steps(self) -> int:
+        """The steps of all workers together."""
+        return sum(worker.steps for worker in self.workers)
 
 
 @dataclass(slots=True)
@@ -107,9 +120,11 @@ class _Worker:
     other_s: float = 0.0
     delay_s: float = 0.0
     sent_bytes: int = 0
+    exchanges: int = 0
 
     def add(self, event: StepEnded) -> None:
         self.steps += 1
+        self.exchanges += event.sent_bytes > 0
         self.samples += event.share
         self.step_s += length_s(event)
         self.data_s += event.data_s
@@ -189,10 +204,13 @@ class _RecentLoss:
             self._steps = {step: sums for step, sums in self._steps.items() if step >= oldest}
 
     def mean(self) -> float | None:
+        total, samples = self.sums()
+        return total / samples if samples else None
+
+    def sums(self) -> tuple[float, int]:
         oldest = self._oldest()
         recent = [sums for step, sums in self._steps.items() if step >= oldest]
-        samples = sum(count for _, count in recent)
-        return sum(total for total, _ in recent) / samples if samples else None
+        return sum(total for total, _ in recent), sum(count for _, count in recent)
 
     def _oldest(self) -> int:
         made = self._newest - self._first + 1
@@ -203,10 +221,13 @@ class Tally:
     """Takes events one by one, workers in any order; `summary()` gives the figures so far.
 
     `limit` bounds how many incomplete rounds are remembered, for watching a run without end; then
-    communication, whose medians take long to find, is left out.
+    communication, whose medians take long to find, is left out. `policy` is the sync policy, where it is
+    known from elsewhere than from events.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, policy: str = "") -> None:
+        self._policy = policy
+        self._books = Books()
         self._workers: dict[int, _Worker] = {}
         self._declared: int | None = None
         self._gathering = Gathering(limit)
@@ -214,6 +235,7 @@ class Tally:
         self._traffics = Traffics() if limit is None else None
         self._hosts: set[str] = set()
         self._loss = _RecentLoss()
+        self._own_losses: dict[int, _RecentLoss] = {}
         self._epochs: set[int] = set()
         self._first_start = math.inf
         self._last_end = -math.inf
@@ -226,6 +248,10 @@ class Tally:
         match event:
             case StepEnded():
                 self._step(event)
+            case Arrived():
+                self._books.arrived(event)
+            case Decided():
+                self._books.decided(event)
             case BucketReduced() if self._traffics is not None:
                 self._traffics.bucket(event)
             case LinkMeasured() if self._traffics is not None:
@@ -235,6 +261,7 @@ class Tally:
                 self._hosts.add(event.host)
             case RunStarted():
                 self._declared = event.world_size
+                self._policy = event.sync or self._policy
             case EpochEnded():
                 self._epochs.add(event.epoch)
             case Evaluated():
@@ -258,8 +285,13 @@ class Tally:
     def _step(self, event: StepEnded) -> None:
         self._worker(event.rank).add(event)
         self._loss.add(event)
+        if event.rank not in self._own_losses:
+            self._own_losses[event.rank] = _RecentLoss()
+        self._own_losses[event.rank].add(event)
         self._first_start = min(self._first_start, event.start)
         self._last_end = max(self._last_end, end_of(event))
+        if self._apart:
+            return
         if self._traffics is not None:
             self._traffics.step(event)
         complete = self._gathering.add(event, self._declared)
@@ -268,9 +300,25 @@ class Tally:
             if self._traffics is not None:
                 self._traffics.round(complete)
 
+    @property
+    def _apart(self) -> bool:
+        """Whether workers do not step together."""
+        return self._books.served or not steps_together(self._policy)
+
+    @property
+    def policy(self) -> str:
+        """The sync policy, as far as it is known; `full` unless something says otherwise."""
+        return self._policy or ("the server's policy" if self._books.served else "full")
+
+    def course(self) -> tuple[Stretch, ...]:
+        """How agreement went over time, finer than the summary has it."""
+        return self._books.course()
+
     def summary(self) -> Summary:
         """The figures of the events so far."""
         world_size = self._declared if self._declared is not None else len(self._workers)
+        if self._apart:  # a few steps may have come before that was known
+            self._rounds, self._gathering = _Rounds(), Gathering()
         rounds = self._rounds
         late_rounds = [r for r in self._gathering.rest() if len(r.workers) >= max(2, world_size)]
         if late_rounds:  # complete, but the world's size was not known when their last step came
@@ -288,7 +336,7 @@ class Tally:
             samples=samples,
             seconds=seconds,
             samples_per_s=_ratio(samples, seconds),
-            train_loss=self._loss.mean(),
+            train_loss=self._own_loss() if self._apart else self._loss.mean(),
             test_loss=_finite(self._evaluated.loss) if self._evaluated else None,
             accuracy=_finite(self._evaluated.accuracy) if self._evaluated else None,
             rounds=lateness.rounds,
@@ -299,8 +347,26 @@ class Tally:
             workers=tuple(
                 _worker_summary(rank, self._workers[rank], lateness) for rank in sorted(self._workers)
             ),
-            communication=self._traffics.communication(by, late_rounds) if self._traffics else None,
+            communication=self._communication(by, late_rounds),
+            agreement=self._agreement(),
         )
+
+    def _own_loss(self) -> float | None:
+        """The mean over samples of the last tenth of each worker's own steps."""
+        sums = [loss.sums() for _, loss in sorted(self._own_losses.items())]
+        samples = sum(count for _, count in sums)
+        return sum(total for total, _ in sums) / samples if samples else None
+
+    def _communication(self, by: Basis, late_rounds: list[Round]) -> Communication | None:
+        if self._traffics is None or self._apart:
+            return None
+        return self._traffics.communication(by, late_rounds)
+
+    def _agreement(self) -> Agreement | None:
+        if not self._apart:
+            return None
+        exchanges = {rank: worker.exchanges for rank, worker in self._workers.items()}
+        return self._books.agreement(self.policy, exchanges)
 
     def _outcome(self) -> str:
         if self._ended is not None:
@@ -347,9 +413,9 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def summarise(events: Iterable[AnyEvent]) -> Summary:
-    """The figures of these events."""
-    tally = Tally()
+def summarise(events: Iterable[AnyEvent], policy: str = "") -> Summary:
+    """The figures of these events; `policy` is the sync policy, if events do not say it."""
+    tally = Tally(policy=policy)
     for event in events:
         tally.add(event)
     return tally.summary()
@@ -357,7 +423,7 @@ def summarise(events: Iterable[AnyEvent]) -> Summary:
 
 def write_summary(folder: RunFolder) -> Summary:
     """Summarise the run and leave the figures in its folder as `summary.json`."""
-    summary = summarise(read_run(folder))
+    summary = summarise(read_run(folder), policy_of(folder))
     data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_whole(folder.summary, data + b"\n")
     return summary

@@ -150,8 +150,9 @@ def _pace(outcome: Outcome, one: Standing) -> str:
 def _pace_beside(first: Standing, one: Standing) -> str:
     if not first.applied:
         return f"{one.policy} applies {one.applied:,.0f} gradients, {first.policy} none."
+    ratio = one.applied / first.applied
     return (
-        f"{one.policy} applies {one.applied / first.applied:.2f} times as many gradients as {first.policy}; "
+        f"{one.policy} applies {ratio:.2f} times as many gradients as {first.policy}; "
         f"its workers wait for {100 * one.waiting_share:.0f} % of the time."
     )
 

@@ -1,7 +1,7 @@
 """What a run on the cluster left behind of its server: the policy, the crew, what arrived and was decided.
 
-The crew is put together again from the run's folder: the plan, the links that its workers measured, and the
-learning rate in its settings (a script's own is not recorded, and must be given where a policy asks for it).
+The crew is put together again from the run's folder: the plan, the links that its workers measured, and
+the learning rate in its settings (a script's own is not recorded; it is given where a policy needs it).
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ from echelon.simulate.scene import Scene
 from echelon.sync.ledger import Ledger, Push
 from echelon.sync.served import Apply, Arrival, Decision, Drop, Invite, Kind, Release, Served, Wake
 
+_AT_LEAST_S = 1e-6  # until a rule is woken: time has to pass, or a run would never end
+
 
 class _Worker:
     """What a worker holds. `carried` gradients are in its weights or its sum, and not pushed yet."""
@@ -231,7 +233,7 @@ class Serving:
                 invited = self._answered(decision.worker)
                 self._scene.clock.after(spent_s + self._scene.latency_s, partial(self._push, invited))
             elif isinstance(decision, Wake):
-                at = max(decision.t, self._scene.clock.now)
+                at = max(decision.t, self._scene.clock.now + _AT_LEAST_S)
                 self._scene.clock.at(at, partial(self._enqueue, 0.0, self._tick))
             if self._scene.tell is not None:
                 now, version = self._scene.clock.now, self._ledger.version

@@ -1,8 +1,8 @@
 """Runs every policy with every seed, in this process or in several at once; what comes out is the same.
 
 Each run is a function of the setting, the policy and the seed (`run.py`), so it does not matter where it is
-made, or when. Events are written by whoever makes the run, each run's to a file of its own, and put together
-in the order of the runs.
+made, or when. Events are written by whoever makes the run, each run's to a file of its own, and put
+together in the order of the runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from errno import EISDIR
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def simulate_several(
     profile = setting.profile or measure(setting)
     known = replace(setting, profile=profile)
     with ExitStack() as stack:
-        folder = stack.enter_context(_folder_beside(events)) if events is not None else None
+        folder = Path(stack.enter_context(_folder_beside(events))) if events is not None else None
         tasks = _tasks(setting, policies, folder)
         runs: list[Run] = [None] * len(tasks)  # type: ignore[list-item]
         jobs = min(jobs, len(tasks))
@@ -201,10 +202,10 @@ def _apart(
                 if not missing:
                     break
     finally:
-        for connection, process in processes.items():
+        for connection, ended in processes.items():
             connection.close()
-            process.terminate()
-            process.join()
+            ended.terminate()
+            ended.join()
 
 
 _Said = tuple[int, "float | Run"] | EchelonError
@@ -243,14 +244,13 @@ def _work(connection: Connection, setting: Setting, tells: bool) -> None:
 # Events
 
 
-@contextmanager
-def _folder_beside(file: Path) -> Iterator[Path]:
+def _folder_beside(file: Path) -> tempfile.TemporaryDirectory[str]:
+    """On the same disk, so that putting the whole file in its place is one step."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():
-            raise IsADirectoryError(21, "it is a folder")
-        with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as folder:
-            yield Path(folder)
+            raise IsADirectoryError(EISDIR, "it is a folder")
+        return tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent)
     except OSError as error:
         raise ConfigError(
             f"cannot write {file.name}: {error.strerror}",

@@ -1,11 +1,12 @@
 """What a synchronisation policy is, and what it may know.
 
-There are four families, by who carries the policy out:
+There are five families, by who carries the policy out:
 
     reduce  every step's gradients are reduced by a collective; nobody decides anything (full)
     serve   a parameter server is told of every arrival and decides (`served.py`)
     mix     workers take steps of their own and average weights among each other (`mixed.py`)
     share   all workers of a machine update the same memory (hogwild)
+    levels  one policy inside groups, another one between them
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import ClassVar, Literal
 
 from echelon.config.registry import Registry, Strategy
 
-Family = Literal["reduce", "serve", "mix", "share"]
+Family = Literal["reduce", "serve", "mix", "share", "levels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,15 @@ class Agreement(ABC):
     claims = False
     """Whether workers take their next batch from a common order, whoever is first, as they need it."""
 
+    @property
+    def slots(self) -> tuple[int, Callable[[int], int]] | None:
+        """Into how many parts a batch is claimed, and which part that is; every worker's own otherwise."""
+        return None
+
+    def claim(self, ticket: Callable[[], int]) -> int:
+        """Draw the number of the next part."""
+        return ticket()
+
     @abstractmethod
     def add(self, model: nn.Module, rules: Rules) -> None:
         """Look after a model from now on."""
@@ -58,8 +67,8 @@ class Agreement(ABC):
         """Whether gradients stay on this worker for now."""
         return
 
-    def weigh(self, weight: float) -> None:
-        """What this worker's loss counts from now on."""
+    def weigh(self, weight: float, batch: int = 0) -> None:
+        """What this worker's loss counts from now on, as a part of a batch of so many, if that is known."""
         return
 
     @abstractmethod

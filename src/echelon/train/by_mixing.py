@@ -89,17 +89,18 @@ class ByMixing(Apart):
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
         """After every step of this optimizer, meet whom the policy says."""
-        self._new.append(optimizer)
-        held: list[_Weights] = []
+        self.watch(optimizer)
 
         def stepped() -> None:
             after()
-            if not held:
-                held.append(self._of(optimizer))
-            self._meet(held[0])
+            self.meet(optimizer)
 
         self._handles.append(optimizer.register_step_pre_hook(lambda *_: before()).remove)
         self._handles.append(optimizer.register_step_post_hook(lambda *_: stepped()).remove)
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Look after its weights; somebody else says when it has taken a step (`meet`)."""
+        self._new.append(optimizer)
 
     def begin(self) -> None:
         """Remember the weights that all begin with."""
@@ -116,7 +117,9 @@ class ByMixing(Apart):
         first = optimizer.param_groups[0]["params"][0]
         return next(weights for weights in self._weights if weights.parameters[0] is first)
 
-    def _meet(self, weights: _Weights) -> None:
+    def meet(self, optimizer: Optimizer) -> None:
+        """A step is done: meet whom the policy says."""
+        weights = self._of(optimizer)
         meeting = self._policy.meeting(weights.steps, self._group.rank, self._crew)
         weights.steps += 1
         if meeting is None:
@@ -169,6 +172,11 @@ class ByMixing(Apart):
                 weights.put(weights.kept)
                 weights.kept = None
         self._share_buffers()
+
+    def stay(self) -> None:
+        """Go on with what is shown."""
+        for weights in self._weights:
+            weights.kept = None
 
     def _show(self, weights: _Weights) -> None:
         if self._policy.shown == "own" or weights.kept is not None:

@@ -22,6 +22,14 @@ from echelon.train.in_step import refuse_compiled
 from echelon.train.served.client import Line, Table
 
 
+def open_line(group: EngineGroup) -> Line:
+    """A worker's post to the servers."""
+    names = {member.rank: str(member) for member in group.members}
+    line = Line(group.deadline_s, group.servers, names, names[group.ranks[group.rank]])
+    line.post = Post(group.loop, set(group.servers), place=line.place)
+    return line
+
+
 class ByServer(Apart):
     """One worker's tables."""
 
@@ -37,6 +45,7 @@ class ByServer(Apart):
         *,
         replicas: int,
         explain: Explain,
+        after_step: Callable[[Optimizer], None] = lambda optimizer: None,
     ) -> None:
         super().__init__(group, policy.name, explain)
         self._observer = observer
@@ -44,15 +53,9 @@ class ByServer(Apart):
         self._text = text
         self._crew = crew
         self._replicas = replicas
-        members = group.members
-        servers = range(group.size, len(members))
-        self._line = Line(
-            group.deadline_s,
-            servers,
-            {member.rank: str(member) for member in members},
-            str(members[group.rank]),
-        )
-        self._line.post = Post(group.loop, set(servers), place=self._line.place)
+        self._after_step = after_step
+        self._engine_group = group
+        self._line = open_line(group)
         self._undo: list[Callable[[], None]] = []
         self._tables: list[Table] = []
         self._new: list[tuple[Optimizer, Overlap, Callable[[], None], Callable[[], None]]] = []
@@ -75,7 +78,7 @@ class ByServer(Apart):
             table = Table(self._line, optimizer, self._policy, self._observer, late=overlap == "step")
             self._tables.append(table)
             self._open(table, optimizer)
-            self._undo.append(replace_step(optimizer, _stepping(table, before, after)))
+            self._undo.append(replace_step(optimizer, self._stepping(table, before, after)))
         self._new = []
 
     def _open(self, table: Table, optimizer: Optimizer) -> None:
@@ -83,16 +86,32 @@ class ByServer(Apart):
         crew = replace(self._crew, lr=None if lr is None else float(lr))
         self._policy.check(crew)
         if self._group.rank == 0:
-            table.open(self._text, crew, range(self._group.size), replicas=self._replicas)
+            table.open(self._text, crew, self._engine_group.ranks, replicas=self._replicas)
         self._group.barrier()
         table.begin()
+
+    def _stepping(
+        self, table: Table, before: Callable[[], None], after: Callable[[], None]
+    ) -> Callable[[Callable[[], None]], None]:
+        def step(own_step: Callable[[], None]) -> None:
+            table.step(own_step)
+            self._after_step(table.optimizer)
+            before()
+            after()
+
+        return step
+
+    def push_late(self) -> None:
+        """Gradients are final when backward is over, not before: push them in `step()`."""
+        for table in self._tables:
+            table.early = False
 
     def keep(self, active: bool) -> None:
         """Whether gradients stay on this worker for now."""
         for table in self._tables:
             table.active = not active
 
-    def weigh(self, weight: float) -> None:
+    def weigh(self, weight: float, batch: int = 0) -> None:
         """What this worker's gradients count beside others'."""
         for table in self._tables:
             table.samples = weight
@@ -137,14 +156,3 @@ class ByServer(Apart):
         while self._undo:
             self._undo.pop()()
         self._line.close()
-
-
-def _stepping(
-    table: Table, before: Callable[[], None], after: Callable[[], None]
-) -> Callable[[Callable[[], None]], None]:
-    def step(own_step: Callable[[], None]) -> None:
-        table.step(own_step)
-        before()
-        after()
-
-    return step

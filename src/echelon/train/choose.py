@@ -11,9 +11,11 @@ from echelon.comm.rails import machines
 from echelon.errors import ConfigError
 from echelon.plan.plan import Plan
 from echelon.sync.mixed import Mixed
+from echelon.sync.policies.levels import Levels
 from echelon.sync.policy import POLICIES, Crew, Policy
 from echelon.sync.served import Served
 from echelon.train.agreement import Agreement, Explain
+from echelon.train.by_levels import ByLevels
 from echelon.train.by_mixing import ByMixing
 from echelon.train.by_server import ByServer
 from echelon.train.clock import StepClock
@@ -24,7 +26,7 @@ from echelon.train.one_memory import OneMemory
 def crew_of(plan: Plan, group: Group, links: Links | None) -> Crew:
     """What policies may know of a run."""
     places = machines(group.members[: group.size]) if isinstance(group, EngineGroup) else [[]]
-    servers = len(group.members) - group.size if isinstance(group, EngineGroup) else 0
+    servers = len(group.servers) if isinstance(group, EngineGroup) else 0
     return Crew(
         workers=group.size,
         servers=servers,
@@ -60,9 +62,16 @@ def choose(plan: Plan, group: Group, clock: StepClock, links: Links | None, expl
     if isinstance(policy, Mixed):
         return ByMixing(group, clock, policy, crew, explain=explain)
     own = _own_transport(group, policy)
+    if isinstance(policy, Levels):
+        return ByLevels(own, clock, policy, crew, link=link, replicas=plan.replicas, explain=explain)
     if isinstance(policy, Served):
         return ByServer(own, clock, policy, plan.sync, crew, replicas=plan.replicas, explain=explain)
     return OneMemory(own, clock, explain=explain)
+
+
+def needs_keepers(policy: Policy) -> bool:
+    """Whether servers keep parameters, and do not just sum."""
+    return policy.family == "serve" or (isinstance(policy, Levels) and policy.between.family == "serve")
 
 
 def _own_transport(group: Group, policy: Policy) -> EngineGroup:

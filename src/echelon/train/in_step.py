@@ -125,7 +125,7 @@ class InStep(Agreement):
             if buffers:
                 agree.share_tensors(self._group, buffers)
 
-    def weigh(self, weight: float) -> None:
+    def weigh(self, weight: float, batch: int = 0) -> None:
         """What this worker's loss counts from now on; gradients kept from before keep their weight."""
         if weight != self.weight:
             for reducer in self._reducers:

@@ -39,6 +39,7 @@ from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Asked, Plan, make_plan
 from echelon.sync.policy import POLICIES
+from echelon.train.choose import needs_keepers
 from echelon.train.clock import StepClock
 from echelon.train.session import Session
 
@@ -95,7 +96,7 @@ def join(
     host = socket.gethostname()
     node = launched.workers[place.rank].node if launched and place.rank < len(launched.workers) else host
     policy = POLICIES.build(asked.sync, where="sync").resolved()
-    group, meeting = _connect(place, node, host, asked, sums=policy.family != "serve")
+    group, meeting = _connect(place, node, host, asked, sums=not needs_keepers(policy))
     links = group.measure_links() if isinstance(group, EngineGroup) else None
     folder = _folder(group, given, name, Path(runs)) if record else None
     plan = launched or make_plan(

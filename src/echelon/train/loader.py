@@ -51,6 +51,7 @@ class Sharing:
     clock: StepClock
     device: torch.device
     claim: Callable[[str, int], int] | None
+    slots: tuple[int, Callable[[int], int]] | None
     on_pass: Callable[[SharedLoader], None]
     on_batch: Callable[[SharedLoader, Slice], None]
 
@@ -260,18 +261,19 @@ class SharedLoader:
         order, begin, size = self._order(), self.position, sharing.group.size
         sizes = batch_sizes(len(order) - begin, self.global_batch_size, size, drop_last=self.drop_last)
         taken: deque[Slice] = deque()
+        tickets, part_of = sharing.slots or (size, lambda slot: slot)
         what = f"{self._index}/{self.pass_index}/{begin}"
         claim = sharing.claim
         assert claim is not None
 
         def claims() -> Iterator[list[int]]:
-            while (ticket := claim(what, 1)) < len(sizes) * size:
-                batch, part = divmod(ticket, size)
+            while (ticket := claim(what, 1)) < len(sizes) * tickets:
+                batch, slot = divmod(ticket, tickets)
                 start = begin + sum(sizes[:batch])
-                taken.append(slices([sizes[batch]], sharing.weights, part, start=start)[0])
+                taken.append(slices([sizes[batch]], sharing.weights, part_of(slot), start=start)[0])
                 yield list(order[taken[-1].start : taken[-1].stop])
 
-        self._claimed_to = lambda: begin + sum(sizes[: min(claim(what, 0) // size, len(sizes))])
+        self._claimed_to = lambda: begin + sum(sizes[: min(claim(what, 0) // tickets, len(sizes))])
         self._batches.claimed = claims()
         for data in self._inner:
             yield taken.popleft(), data

@@ -205,6 +205,7 @@ class Session(Talk):
                 clock=self._clock,
                 device=self.device,
                 claim=self._claim if self._agreement.claims else None,
+                slots=self._agreement.slots,
                 on_pass=self._on_pass,
                 on_batch=self._on_batch,
             )
@@ -309,14 +310,19 @@ class Session(Talk):
     def _claim(self, what: str, count: int) -> int:
         """Add to a number that all workers share; returns what it was before."""
         assert self._meeting is not None
-        return int(self._meeting.store.add(f"claim/{what}", count)) - count
+        store = self._meeting.store
+
+        def ticket() -> int:
+            return int(store.add(f"claim/{what}", count)) - count
+
+        return self._agreement.claim(ticket) if count else ticket()
 
     def _on_pass(self, loader: SharedLoader) -> None:
         self._agreement.refresh(ended=loader.finished)
 
     def _on_batch(self, loader: SharedLoader, part: Slice) -> None:
         self._current = loader
-        self._agreement.weigh(part.share / part.batch)
+        self._agreement.weigh(part.share / part.batch, part.batch)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self._agreement.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")

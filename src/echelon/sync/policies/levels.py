@@ -1,0 +1,102 @@
+"""Levels: one policy inside groups of workers, another one between the groups.
+
+A group acts as one worker towards the others: inside it the workers compute the gradient of their common
+batch (full), and its first member pushes, pulls or averages on behalf of all. So `full` inside a site and
+`percentage`, `local` or `async` between sites is levels(full, "percentage(0.5)").
+
+Inside may also be a policy of averages (local, gossip, elastic-averaging); then so must be the one between
+groups: before groups meet, each takes the mean of its members.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from echelon.errors import ConfigError
+from echelon.sync.mixed import Mixed
+from echelon.sync.policy import POLICIES, Crew, Family, Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levels(Policy):
+    """One policy inside groups of workers (sites, say), another one between them."""
+
+    name: ClassVar[str] = "levels"
+    family: ClassVar[Family] = "levels"
+    inner: str = "full"
+    outer: str = "local(8)"
+
+    def __post_init__(self) -> None:
+        inside, between = self.inside, self.between
+        if inside.family not in ("reduce", "mix") or between.family not in ("reduce", "mix", "serve"):
+            bad = self.inner if inside.family not in ("reduce", "mix") else self.outer
+            raise ConfigError(
+                f"{bad} cannot be a level",
+                where="sync levels",
+                fix="inside a group use full or a policy of averages; between groups not hogwild or levels",
+            )
+        if isinstance(inside, Mixed) and between.family != "mix":
+            raise ConfigError(
+                f"with {self.inner} inside, groups have weights to average but no gradient for {self.outer}",
+                where="sync levels",
+                fix="use full inside, or local, gossip or elastic-averaging between groups",
+            )
+
+    @property
+    def inside(self) -> Policy:
+        """The policy inside a group."""
+        return POLICIES.build(self.inner, where="levels, inner").resolved()
+
+    @property
+    def between(self) -> Policy:
+        """The policy between groups."""
+        return POLICIES.build(self.outer, where="levels, outer").resolved()
+
+    def resolved(self) -> Policy:
+        """Full inside and full between is full."""
+        return self.between if self.inside.family == self.between.family == "reduce" else self
+
+    def check(self, crew: Crew) -> None:
+        """Needs groups, and both policies must work with theirs."""
+        if len(crew.groups) < 2:
+            raise ConfigError(
+                "levels need two groups of workers or more",
+                where="--sync",
+                fix="say who is in which with --groups, or use a lab with several sites",
+            )
+        for group in crew.groups:
+            self.inside.check(members_of(crew, group))
+        self.between.check(units_of(crew))
+
+
+def members_of(crew: Crew, group: tuple[int, ...]) -> Crew:
+    """One group as a crew of its own."""
+
+    def of(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(values[rank] for rank in group) if values else ()
+
+    return replace(
+        crew,
+        workers=len(group),
+        groups=(),
+        shares=of(crew.shares),
+        speeds=of(crew.speeds),
+        links=of(crew.links),
+    )
+
+
+def units_of(crew: Crew) -> Crew:
+    """The groups as a crew: shares add up, the slowest member sets the pace, the first one talks."""
+    return replace(
+        crew,
+        workers=len(crew.groups),
+        groups=(),
+        shares=tuple(sum(crew.shares[rank] for rank in group) for group in crew.groups)
+        if crew.shares
+        else tuple(float(len(group)) for group in crew.groups),
+        speeds=tuple(min(crew.speeds[rank] for rank in group) for group in crew.groups)
+        if crew.speeds
+        else (),
+        links=tuple(crew.links[group[0]] for group in crew.groups) if crew.links else (),
+    )

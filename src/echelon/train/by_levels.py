@@ -1,0 +1,237 @@
+"""Groups of workers that act as one: a policy inside each group, another one between them.
+
+Inside, gradients are reduced or weights averaged over the group. The group's first member takes part in the
+policy between groups on behalf of all, and gives the others the weights that come of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from echelon.comm.cost import Link
+from echelon.comm.engine import EngineGroup
+from echelon.plan.shares import split
+from echelon.sync.mixed import Mixed
+from echelon.sync.policies.levels import Levels, members_of, units_of
+from echelon.sync.policy import Crew
+from echelon.sync.served import Served
+from echelon.train import agree
+from echelon.train.agreement import Agreement, Apart, Explain, Overlap, Rules, replace_step
+from echelon.train.by_mixing import ByMixing
+from echelon.train.by_server import ByServer, open_line
+from echelon.train.clock import StepClock
+from echelon.train.in_step import InStep
+from echelon.train.served.client import Line
+
+
+class ByLevels(Apart):
+    """One worker's part in both levels."""
+
+    def __init__(
+        self,
+        group: EngineGroup,
+        clock: StepClock,
+        policy: Levels,
+        crew: Crew,
+        *,
+        link: Link | None,
+        replicas: int,
+        explain: Explain,
+    ) -> None:
+        super().__init__(group, policy.name, explain)
+        self._clock = clock
+        self._crew = crew
+        self._units = units_of(crew)
+        self.unit = next(index for index, ranks in enumerate(crew.groups) if group.rank in ranks)
+        self._mates, leaders = _open(group, crew)
+        self._inside: Agreement
+        inside, between = policy.inside, policy.between
+        if isinstance(inside, Mixed):
+            members = members_of(crew, crew.groups[self.unit])
+            self._inside = ByMixing(self._mates, clock, inside, members, explain=explain)
+        else:
+            self._inside = InStep(self._mates, clock, link=link, explain=explain)
+        self._served = isinstance(between, Served)
+        self.claims = self._served and len({len(ranks) for ranks in crew.groups}) == 1
+        self._between: ByServer | ByMixing | None = None
+        self._line: Line | None = None
+        self._plan: Mixed | None = between if isinstance(between, Mixed) else None
+        if leaders is not None and isinstance(between, Served):
+            self._between = ByServer(
+                leaders,
+                clock,
+                between,
+                policy.outer,
+                self._units,
+                replicas=replicas,
+                explain=explain,
+                after_step=lambda optimizer: self._spread(optimizer),
+            )
+        elif leaders is not None and isinstance(between, Mixed):
+            self._between = ByMixing(leaders, clock, between, self._units, explain=explain)
+        elif self._served:
+            self._line = open_line(group)
+        self._optimizers: list[Optimizer] = []
+        self._steps: dict[int, int] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def slots(self) -> tuple[int, Callable[[int], int]]:
+        """How many groups claim parts of a batch, and which part of a group's is this worker's."""
+        size, place = self._mates.size, self._mates.rank
+        return len(self._crew.groups), lambda slot: slot * size + place
+
+    def claim(self, ticket: Callable[[], int]) -> int:
+        """The first member draws for its group."""
+        drawn = torch.tensor([ticket() if self._mates.rank == 0 else 0])
+        self._mates.broadcast(drawn)
+        return int(drawn)
+
+    def add(self, model: nn.Module, rules: Rules) -> None:
+        """All begin with the leader's weights; then each group keeps its own in step."""
+        super().add(model, rules)
+        self._inside.add(model, rules)
+
+    def adopt(
+        self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        """Its steps are the group's."""
+        self._optimizers.append(optimizer)
+        if not self._served:
+            self._inside.adopt(optimizer, "backward", before, after)
+            handle = optimizer.register_step_post_hook(lambda *_: self._meet(optimizer))
+            self._undo.append(handle.remove)
+        if self._between is not None:
+            if self._served:
+                self._between.adopt(optimizer, "backward", before, after)
+            else:
+                self._between.watch(optimizer)  # type: ignore[union-attr]
+        elif self._served:
+            self._undo.append(replace_step(optimizer, lambda own: self._follow(optimizer, before, after)))
+
+    def begin(self) -> None:
+        """Open the level between groups."""
+        self._inside.begin()
+        if self._between is not None:
+            self._between.begin()
+            if isinstance(self._between, ByServer):
+                self._between.push_late()
+        self._group.barrier()
+
+    def _follow(self, optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Take the weights that the first member brings."""
+        self._clock.arrived()
+        self._spread(optimizer)
+        self._clock.reduced(0)
+        before()
+        after()
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        """After a step: if the groups meet now, let the first members do so."""
+        assert self._plan is not None
+        step = self._steps.get(id(optimizer), 0)
+        self._steps[id(optimizer)] = step + 1
+        if self._plan.meeting(step, self.unit, self._units) is None:
+            if isinstance(self._between, ByMixing):
+                self._between.meet(optimizer)
+            return
+        if isinstance(self._inside, ByMixing):
+            self._average(optimizer)
+        if isinstance(self._between, ByMixing):
+            self._between.meet(optimizer)
+        self._spread(optimizer)
+
+    @torch.no_grad()
+    def _average(self, optimizer: Optimizer) -> None:
+        """The members' mean, before the group speaks as one."""
+        for p in _parameters(optimizer):
+            mean = p.detach() / self._mates.size
+            self._mates.all_reduce(mean).wait()
+            p.copy_(mean)
+
+    def _spread(self, optimizer: Optimizer) -> None:
+        """Give the group its first member's weights."""
+        agree.share_tensors(self._mates, [p.data for p in _parameters(optimizer)])
+
+    def keep(self, active: bool) -> None:
+        """Whether gradients stay on this worker for now."""
+        self._inside.keep(active)
+
+    def weigh(self, weight: float, batch: int = 0) -> None:
+        """A worker's part of its group's batch, and the group's part of the whole."""
+        shares: list[float] = list(self._crew.shares) or [1.0] * self._crew.workers
+        mine = self._crew.groups[self.unit]
+        parts = split(batch, shares) if batch else shares
+        whole = sum(parts[rank] for rank in mine) / sum(parts)
+        self._inside.weigh(weight / whole)
+        if self._between is not None:
+            self._between.weigh(whole)
+
+    def refresh(self, *, ended: bool) -> None:
+        """Both levels. Where members differ, they go on from what was shown: a group has one state."""
+        if isinstance(self._inside, ByMixing) and isinstance(self._between, ByMixing) and not ended:
+            self._between.stay()
+        if isinstance(self._inside, ByMixing) and not ended:
+            self._inside.stay()
+        self._inside.refresh(ended=ended)
+        if self._between is not None:
+            self._between.refresh(ended=ended)
+        for optimizer in self._optimizers:
+            self._spread(optimizer)
+        self._group.barrier()
+        self._share_buffers()
+
+    def before_step(self, optimizer: Optimizer, where: str) -> None:
+        """As inside."""
+        self._inside.before_step(optimizer, where)
+
+    def settle(self) -> None:
+        """As inside."""
+        self._inside.settle()
+
+    def before_save(self) -> None:
+        """What is shown is what is saved."""
+        if self._between is not None:
+            self._between.before_save()
+        for optimizer in self._optimizers:
+            self._spread(optimizer)
+
+    def loaded(self) -> None:
+        """All begin anew from what was loaded."""
+        self._inside.loaded()
+        if self._between is not None:
+            self._between.loaded()
+        self._group.barrier()
+
+    def finish(self) -> None:
+        """End with one model."""
+        self._inside.finish()
+        if self._between is not None:
+            self._between.finish()
+        for optimizer in self._optimizers:
+            self._spread(optimizer)
+
+    def close(self) -> None:
+        """Leave models and optimizers alone."""
+        while self._undo:
+            self._undo.pop()()
+        if self._between is not None:
+            self._between.close()
+        if self._line is not None:
+            self._line.close()
+        self._inside.close()
+
+
+def _open(group: EngineGroup, crew: Crew) -> tuple[EngineGroup, EngineGroup | None]:
+    """This worker's group, and that of the first members; all workers open all of them, in this order."""
+    mates = [group.among(ranks) for ranks in crew.groups]
+    own = next(found for found in mates if found is not None)
+    return own, group.among([ranks[0] for ranks in crew.groups])
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,138 @@
+"""Parameter servers for tests that run in warm workers, with a run folder as `echelon run` makes one.
+
+    def work(name, *args):                       # at the top of a test module; runs in the workers
+        return take_part(globals()[name], *args)
+
+    def test_...(warm_pool, tmp_path):
+        crew = Crew(tmp_path, workers=3, servers=2, sync="async")
+        trained, kept = crew.run(warm_pool, work, "script")
+
+Servers are threads of a warm process of their own; with four workers, which is all there are, of the
+leader's. Whatever they do, they do by the function that a server's process runs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from echelon.comm.place import SERVERS_VARIABLE, Place
+from echelon.launch.server import serve_run
+from echelon.observe.events import AnyEvent, Arrived, Decided, read_events
+from echelon.observe.run_folder import RunFolder
+from echelon.plan.plan import Asked, make_plan
+from echelon.train.served.keeper import Keeper
+from warm import WarmPool
+
+_PROCESSES = 4
+_PATIENCE_S = 30.0
+
+
+@dataclass
+class Kept:
+    """What one server had in the end: weights by table and shard, and pushes that nobody decided about."""
+
+    weights: dict[tuple[int, int], Tensor]
+    versions: dict[tuple[int, int], int]
+    waiting: int
+
+
+class Crew:
+    """Workers and servers of one run, whose folder this makes."""
+
+    def __init__(self, folder: Path, *, workers: int, servers: int = 0, sync: str, **asked: Any) -> None:
+        self.workers = workers
+        self.servers = servers
+        self.folder = RunFolder(folder).with_subfolders()
+        told = Asked(sync=sync, round_timeout_s=asked.pop("round_timeout_s", 30.0), **asked)
+        plan = make_plan("test", ["here"] * workers, told, cores=1)
+        self.folder.plan.write_text(replace(plan, servers=("here",) * servers).to_toml())
+
+    def run(
+        self, pool: WarmPool, work: Callable[..., Any], *args: Any, timeout_s: float = 60
+    ) -> tuple[list[Any], list[Kept]]:
+        """What the workers returned, and what the servers had in the end."""
+        apart = self.servers > 0 and self.workers < _PROCESSES
+        outcomes = pool.run(self.workers + apart, work, *args, env=self.environment, timeout_s=timeout_s)
+        if apart:
+            return outcomes[:-1], outcomes[-1]
+        kept = [found for _, found in outcomes if found]
+        return [outcome for outcome, _ in outcomes], kept[0] if kept else []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """On top of what warm workers are told."""
+        return {
+            "WORLD_SIZE": str(self.workers),
+            SERVERS_VARIABLE: str(self.servers),
+            "ECHELON_RUN": str(self.folder.path),
+        }
+
+    def record(self) -> list[AnyEvent]:
+        """What the coordinator was told and decided."""
+        events = read_events(self.folder.events_of(self.workers))
+        return [event for event in events if isinstance(event, Arrived | Decided)]
+
+
+def take_part(work: Callable[..., Any], *args: Any) -> Any:
+    """Be a worker, or all the servers, or both; in a warm process."""
+    place = Place.from_environment(os.environ)
+    if place.rank >= place.world_size:
+        return _Servers(place).ended()
+    if place.world_size < _PROCESSES:
+        return work(*args)
+    servers = _Servers(place) if place.rank == 0 else None
+    outcome = work(*args)
+    return outcome, servers.ended() if servers else []
+
+
+class _Servers:
+    """All servers of a run, each a thread."""
+
+    def __init__(self, place: Place) -> None:
+        self._keepers: dict[int, Keeper] = {}
+        self._errors: list[BaseException] = []
+        folder = RunFolder(Path(os.environ["ECHELON_RUN"]))
+        ranks = range(place.world_size, place.everybody)
+        self._threads = [
+            threading.Thread(target=self._serve, args=(replace(place, rank=rank), folder), daemon=True)
+            for rank in ranks
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self, place: Place, folder: RunFolder) -> None:
+        try:
+            keeper = serve_run(place, folder)
+        except BaseException as error:  # noqa: BLE001 - raised again where it is seen
+            self._errors.append(error)
+        else:
+            assert keeper is not None
+            self._keepers[place.rank] = keeper
+
+    def ended(self) -> list[Kept]:
+        """Wait for all; raises what went wrong."""
+        for thread in self._threads:
+            thread.join(_PATIENCE_S)
+        if self._errors:
+            raise self._errors[0]
+        return [_kept(self._keepers[rank]) for rank in sorted(self._keepers)]
+
+
+def _kept(keeper: Keeper) -> Kept:
+    ledgers = {
+        (number, index): shard.ledger
+        for number, table in keeper._tables.items()
+        for index, shard in table.kept.items()
+    }
+    return Kept(
+        weights={key: ledger.flat.detach().clone() for key, ledger in ledgers.items()},
+        versions={key: ledger.version for key, ledger in ledgers.items()},
+        waiting=sum(ledger.waiting for ledger in ledgers.values()) + len(keeper._arriving),
+    )
