@@ -65,7 +65,8 @@ def train(session, journal, model, optimizer, loader, overlap="backward", after_
 def momentum(session, journal, overlap="backward", shuffled=True):
     model = network(session)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
-    return train(session, journal, model, optimizer, loader_of(examples(), overlap, shuffled=shuffled), overlap)
+    loader = loader_of(examples(), overlap, shuffled=shuffled)
+    return train(session, journal, model, optimizer, loader, overlap)
 
 
 def adamw(session, journal, overlap="backward"):

@@ -9,7 +9,7 @@ import webbrowser
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -29,14 +29,12 @@ from echelon.plan.groups import parse_groups
 from echelon.simulate.compare import Standing, compare, in_words
 from echelon.simulate.outcome import Outcome
 from echelon.simulate.page import page_html, profile_rows, show_reached, show_spread
-from echelon.simulate.profile import Costs, Link, Profile
+from echelon.simulate.profile import Costs, Link, Profile, measure
+from echelon.simulate.recorded import Replayed, replay_run
 from echelon.simulate.setting import Setting
-from echelon.sync.policy import POLICIES
+from echelon.simulate.several import check_policies, simulate_several
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
-
-if TYPE_CHECKING:
-    from echelon.simulate.recorded import Replayed
 
 _CLUSTER, _TRAINING, _TIMES, _OUTPUT = "The cluster", "Training", "How long things take", "Output"
 _PLAIN = (
@@ -218,7 +216,7 @@ def _prepared(given: Mapping[str, Any]) -> tuple[Setting, dict[str, str]]:
     DATASETS.build(setting.data, where="--data")
     if setting.delay:
         DELAYS.build(setting.delay, where="--delay")
-    _check_policies(setting, given["sync"] or ["full"])
+    check_policies(setting, given["sync"] or ["full"])
     profile = _profile(setting, given, rates)
     measured = "measured on this machine"
     return dataclasses.replace(setting, profile=profile), {
@@ -247,12 +245,6 @@ def _check(given: Mapping[str, Any]) -> None:
         raise ConfigError(f"{accuracy:g} is not an accuracy", where="--until-accuracy", fix="give 0 to 1")
 
 
-def _check_policies(setting: Setting, policies: Sequence[str]) -> None:
-    """Before torch is loaded and anything measured."""
-    for text in policies:
-        POLICIES.build(text, where="--sync").resolved().check(setting.crew)
-
-
 def _rates(text: str | None) -> list[float]:
     return [rate_bytes_per_s(part, where="--link") for part in text.split(",")] if text else []
 
@@ -266,8 +258,6 @@ def _profile(setting: Setting, given: Mapping[str, Any], rates: Sequence[float])
     costs = None if given["server_costs"] is None else _costs(given["server_costs"])
     if compute_s is not None and costs is not None:
         return Profile(compute_s=compute_s, costs=costs, link=link)
-    from echelon.simulate.profile import measure
-
     with Console(stderr=True).status("measuring how long a gradient takes"):
         return measure(setting, compute_s=compute_s, costs=costs, link=link)
 
@@ -298,9 +288,6 @@ def _page_name(setting: Setting) -> str:
 
 
 def _carried_out(setting: Setting, policies: Sequence[str], jobs: int, events: Path | None) -> Outcome:
-    # Imported here, so that `echelon --help` does not load torch.
-    from echelon.simulate.several import simulate_several
-
     console = Console(stderr=True)
     if not console.is_terminal:
         return simulate_several(setting, policies, jobs=jobs, events=events)
@@ -323,8 +310,6 @@ def _carried_out(setting: Setting, policies: Sequence[str], jobs: int, events: P
 
 
 def _replay(ctx: typer.Context, folder: RunFolder, lr: float | None, json: bool) -> None:
-    from echelon.simulate.recorded import replay_run
-
     for parameter in ctx.command.params:
         name = parameter.name or ""
         if name not in _REPLAY_TAKES and ctx.params.get(name) not in (parameter.default, [], ()):

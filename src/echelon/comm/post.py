@@ -5,15 +5,17 @@ happens to be ready: each pair of members has a stream of letters each way, over
 have anyway, with its frames, checksums and deadlines of death. A letter is a head of fixed size and, if it
 says so, a payload, which goes straight to where `place` wants it.
 
-All methods but `send`, `receive` and `close` run in the loop's thread.
+All methods but `send`, `receive` and `leave` run in the loop's thread.
 """
 
 from __future__ import annotations
 
 import queue
 import struct
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from echelon.comm.connection import Connection, Sink
@@ -23,6 +25,7 @@ from echelon.comm.operation import Operation
 POST_CHANNEL = 1 << 20  # beyond any that groups open
 _HEAD = struct.Struct("<HHHHqqQ")
 _EVER_S = 1e9
+_LOOK_S = 0.05
 
 
 class Head(NamedTuple):
@@ -110,6 +113,21 @@ class Post(Operation):
         if letter is None and self.error is not None:
             raise self.error
         return letter
+
+    def leave(self, peers: Iterable[int], head: Head, timeout_s: float) -> None:
+        """Send a last letter to these peers, who may go from now on; returns when it is on its way.
+
+        A loop that is closed drops what it still has to send, and a farewell must not be among it.
+        """
+        gone = threading.Semaphore(0)
+        told = list(peers)
+        for peer in told:
+            self.wanted.discard(peer)
+            self.send(peer, head, sent=gone.release)
+        until = time.monotonic() + timeout_s
+        for _ in told:
+            while self.error is None and time.monotonic() < until and not gone.acquire(timeout=_LOOK_S):
+                pass
 
     # In the loop's thread ------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a sync policy other than `full` made of the workers' steps: what was applied, dropped, held, how old.
+"""What a sync policy other than `full` made of the workers' steps: what was applied, dropped, held.
 
 Where a server decides, its first one records every arrival and every decision:
 
@@ -7,6 +7,8 @@ Where a server decides, its first one records every arrival and every decision:
     held        the time from a worker's arrival to its being let go on, as the server saw it
     took part   the share of all updates made while the worker took part in the run that contain its push
     alone       how often a worker was let go on with its own weights
+
+A script with several optimizers has a table at the server for each; what is said here is of the first.
 
 Where workers average weights among each other nobody records decisions; what is known is after which steps
 a worker has exchanged something. Every push that has arrived was applied, was dropped, or is pending.
@@ -18,8 +20,9 @@ two become one, so that a run's length does not decide how much is kept.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -30,11 +33,12 @@ FULL = "full"
 _MOST_CELLS = 120
 _FEW_STRETCHES = 20
 _FIRST_WIDTH_S = 0.01
+_Key = TypeVar("_Key", int, str)
 _NUMBER = re.compile(r"\s*\d+")
 
 
 class WorkerAgreement(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's part. `ages` says how many pushes were applied at which age; `exchanges` counts steps."""
+    """One worker's part. `ages`: how many pushes were applied at which age; `exchanges` counts steps."""
 
     rank: int
     pushed: int
@@ -234,7 +238,7 @@ class Books:
 
     def arrived(self, event: Arrived) -> None:
         """The server was told something."""
-        if event.worker < 0:
+        if event.worker < 0 or event.table:
             return
         part = self._part(event.worker)
         if event.kind == "leave":
@@ -253,6 +257,8 @@ class Books:
 
     def decided(self, event: Decided) -> None:
         """The policy has decided something."""
+        if event.table:
+            return
         if event.what == "apply":
             self._applied(event)
         elif event.what == "drop":
@@ -293,12 +299,12 @@ class Books:
         _count(self._part(event.worker).dropped_for, reason)
         _count(self._course.at(event.t).dropped, event.worker)
 
-    def course(self, most: int = _MOST_CELLS) -> tuple[Stretch, ...]:
-        """How it went, in at most so many stretches of time."""
-        return self._course.stretches(max(self._workers, default=-1) + 1, most)
+    def course(self, most: int = _MOST_CELLS, *, workers: int = 0) -> tuple[Stretch, ...]:
+        """How it went, in at most so many stretches of time; of at least so many workers."""
+        return self._course.stretches(max(workers, max(self._workers, default=-1) + 1), most)
 
     def agreement(self, policy: str, exchanges: Mapping[int, int]) -> Agreement:
-        """The figures so far; `exchanges` says of each worker after how many steps it exchanged something."""
+        """The figures so far; `exchanges`: after how many of its steps each worker exchanged something."""
         ranks = sorted({*self._workers, *exchanges})
         workers = tuple(self._worker(rank, exchanges.get(rank, 0)) for rank in ranks)
         reasons: dict[str, int] = {}
@@ -320,7 +326,7 @@ class Books:
             age_most=max((worker.age_most for worker in workers), default=0),
             held_s=sum(worker.held_s for worker in workers),
             workers=workers,
-            course=self.course(_FEW_STRETCHES),
+            course=self.course(_FEW_STRETCHES, workers=max(ranks, default=-1) + 1),
         )
 
     def _worker(self, rank: int, exchanges: int) -> WorkerAgreement:
@@ -342,17 +348,8 @@ class Books:
         )
 
 
-def middle_window(spans: Sequence[tuple[float, float]], steps: int = 4) -> tuple[float, float]:
-    """A stretch of time in the middle of these steps, as long as some of them are at the median."""
-    begin, end = min(begin for begin, _ in spans), max(end for _, end in spans)
-    lengths = sorted(until - since for since, until in spans)
-    half = steps * lengths[len(lengths) // 2] / 2
-    middle = sorted(since for since, _ in spans)[len(spans) // 2]  # where steps are, not in a pause
-    return max(begin, middle - half), min(end, middle + half)
-
-
-def _count(counts: dict[int, int] | dict[str, int], key: int | str) -> None:
-    counts[key] = counts.get(key, 0) + 1  # type: ignore[index,arg-type,call-overload]
+def _count(counts: dict[_Key, int], key: _Key) -> None:
+    counts[key] = counts.get(key, 0) + 1
 
 
 def _ratio(value: float, by: float) -> float:

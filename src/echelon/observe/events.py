@@ -160,11 +160,12 @@ class Arrived(Event, frozen=True, kw_only=True, tag="arrival"):
     """A server's coordinator was told something; `rank` is the server's.
 
     Kind: gradient, delta, weights or ask (see `sync/served.py`), or leave, join and tick, which have no
-    step. `version` is that of the weights when it came, `read` of those that it was computed on.
+    step. `table` counts optimizers. `version` is that of the weights when it came, `read` of those that it was computed on.
     """
 
     worker: int
     kind: str
+    table: int = 0
     step: int = -1
     version: int = 0
     read: int = 0
@@ -183,6 +184,7 @@ class Decided(Event, frozen=True, kw_only=True, tag="decision"):
 
     what: str
     version: int
+    table: int = 0
     worker: int = -1
     step: int = -1
     parts: list[tuple[int, int, float]] = []

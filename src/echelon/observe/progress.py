@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.config.units import show_bytes, show_seconds
+from echelon.observe.agreement import Agreement
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -45,8 +46,10 @@ class Progress:
     """The display of one run. Call `update` often, also without events: it draws at its own pace.
 
     `total_steps` is the step number at which the run will be over, if known; an event may say it
-    later. Epochs, counted from 0 in events, are shown from 1. Other output goes through `console`, so
-    that it does not tear the display; the launcher's own notes are left to the launcher.
+    later. Where workers do not step together, the steps of all of them are counted, against as many times
+    that number as there are workers: how many each will take is not known. Epochs, counted from 0 in
+    events, are shown from 1. Other output goes through `console`, so that it does not tear the display;
+    the launcher's own notes are left to the launcher.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Progress:
         self._tally = Tally(limit=_PENDING_ROUNDS)
         self._recent: deque[tuple[float, Summary]] = deque()
         self._done = 0
+        self._done_by: dict[int, int] = {}
         self._epoch: int | None = None
         self._ended_epoch: int | None = None
         self._told: set[object] = set()
@@ -107,6 +111,7 @@ class Progress:
 
     def _step(self, event: StepEnded) -> None:
         self._done = max(self._done, event.step + 1)
+        self._done_by[event.rank] = max(self._done_by.get(event.rank, 0), event.step + 1)
         if self._epoch is None or event.epoch > self._epoch:
             self._epoch_line()
             self._epoch = event.epoch
@@ -118,12 +123,23 @@ class Progress:
             parts = [self._top(summary), *_middle(summary, before, self.console)]
             self._live.update(Group(*parts), refresh=True)
         elif summary.steps:
-            self._line(self._position(), summary, before)
+            self._line(self._position(summary), summary, before)
 
-    def _position(self) -> str:
-        of_all = f" of {self._total_steps}" if self._total_steps is not None else ""
+    def _position(self, summary: Summary) -> str:
         in_epoch = f" (epoch {self._epoch + 1})" if self._epoch is not None else ""
-        return f"step {self._done}{of_all}{in_epoch}"
+        done, total = self._way(summary)
+        if summary.agreement is None:
+            of_all = f" of {total}" if total is not None else ""
+            return f"step {done}{of_all}{in_epoch}"
+        about = f" of about {total:,}" if total is not None and done <= total else ""
+        return f"{done:,}{about} steps of {summary.world_size} workers{in_epoch}"
+
+    def _way(self, summary: Summary) -> tuple[int, int | None]:
+        """How far the run is, and of how much; in steps of one worker if all step together, else of all."""
+        if summary.agreement is None:
+            return self._done, self._total_steps
+        total = None if self._total_steps is None else self._total_steps * summary.world_size
+        return sum(self._done_by.values()), total
 
     def _top(self, summary: Summary) -> RenderableType:
         top = Table.grid(padding=(0, 2), expand=True)
@@ -132,11 +148,12 @@ class Progress:
         top.add_column(justify="right", no_wrap=True)
         bar: RenderableType = ""
         left = ""
-        if self._total_steps:
-            bar = ProgressBar(total=self._total_steps, completed=min(self._done, self._total_steps))
-            ahead = max(0, self._total_steps - self._done)
-            left = f"{show_seconds(ahead * summary.seconds / summary.steps)} left" if summary.steps else ""
-        top.add_row(self._position(), bar, left)
+        done, total = self._way(summary)
+        if total:
+            bar = ProgressBar(total=total, completed=min(done, total))
+            made = summary.steps if summary.agreement is None else summary.all_steps
+            left = f"{show_seconds(max(0, total - done) * summary.seconds / made)} left" if made else ""
+        top.add_row(self._position(summary), bar, left)
         return top
 
     def _look_back(self, now: float, summary: Summary) -> Summary | None:
@@ -217,7 +234,8 @@ def _worker_table(summary: Summary, before: Summary | None, console: Console) ->
     table.add_column("share", justify="right")
     table.add_column("samples/s", justify="right")
     table.add_column("compute and wait", width=_BAR_WIDTH, no_wrap=True)
-    table.add_column("last", justify="right")
+    together = summary.agreement is None
+    table.add_column("last" if together else "steps", justify="right")
     earlier = {worker.rank: worker for worker in before.workers} if before is not None else {}
     room = max(1, console.height - _AROUND_TABLE)
     for worker in summary.workers[:room]:
@@ -228,7 +246,7 @@ def _worker_table(summary: Summary, before: Summary | None, console: Console) ->
             f"{worker.mean_share:.0f}",
             f"{_worker_rate(worker, then):,.0f}",
             _activity_bar(worker, then, ascii_only=console.options.ascii_only),
-            _percent(worker.times_last, summary.rounds),
+            _percent(worker.times_last, summary.rounds) if together else f"{worker.steps:,}",
         )
     if len(summary.workers) <= room:
         return table
@@ -261,41 +279,73 @@ def closing_table(summary: Summary) -> RenderableType:
     """The figures of a run that is over; fits 80 columns."""
     if not summary.steps:
         return Text(verdict(summary))
-    together = summary.rounds > 0
     table = Table(box=box.SIMPLE, show_footer=True, padding=(0, 0, 0, 1), footer_style="bold")
-    columns = {
-        "rank": "all",
-        "node": "",
-        "share": f"{sum(worker.mean_share for worker in summary.workers):.0f}",
-        "samples/s": f"{summary.samples_per_s:,.0f}",
-        "compute": "",
-        "wait": "",
-        "sent": show_bytes(sum(worker.sent_bytes for worker in summary.workers)),
-    }
-    if together:
-        columns |= {"last": "", "held up": _seconds(summary.spread_s, summary)}
-    for name, total in columns.items():
+    columns = _columns(summary)
+    for name, (total, *_) in columns.items():
         if name == "node":  # the one column that may fold when the terminal is narrow
             table.add_column(name, total, overflow="fold")
         else:
             table.add_column(name, total, justify="right", no_wrap=True)
-    for worker in summary.workers:
-        cells = [
-            str(worker.rank),
-            worker.node,
-            f"{worker.mean_share:.0f}",
-            f"{worker.samples_per_s:,.0f}",
-            _seconds(worker.compute_s, summary),
-            _seconds(worker.wait_s, summary),
-            show_bytes(worker.sent_bytes),
-        ]
-        if together:
-            cells += [_percent(worker.times_last, summary.rounds), _seconds(worker.held_up_s, summary)]
-        table.add_row(*map(Text, cells))
+    for row in range(len(summary.workers)):
+        table.add_row(*(Text(cells[row + 1]) for cells in columns.values()))
     rate, *quality = _figures(summary, None)
-    lines = [f"{summary.steps:,} steps in {show_seconds(summary.seconds)}, {rate}", ", ".join(quality)]
+    lines = [f"{_made(summary)} in {show_seconds(summary.seconds)}, {rate}", ", ".join(quality)]
     lines += [verdict(summary), wire_verdict(summary)]
     return Group(table, *(Text(line) for line in lines if line))
+
+
+def _made(summary: Summary) -> str:
+    if summary.agreement is None:
+        return f"{summary.steps:,} steps"
+    updates = f" and {summary.agreement.updates:,} updates" if summary.agreement.served else ""
+    return f"{summary.all_steps:,} steps of {len(summary.workers)} workers{updates}"
+
+
+def _columns(summary: Summary) -> dict[str, list[str]]:
+    """The closing table by column: the figure of all workers, then each worker's."""
+    workers = summary.workers
+    columns = {
+        "rank": ["all", *(str(w.rank) for w in workers)],
+        "node": ["", *(w.node for w in workers)],
+    }
+    if summary.agreement is None:
+        batch = sum(w.mean_share for w in workers)
+        columns["share"] = [f"{batch:.0f}", *(f"{w.mean_share:.0f}" for w in workers)]
+    else:
+        columns["steps"] = [f"{summary.all_steps:,}", *(f"{w.steps:,}" for w in workers)]
+    columns |= {
+        "samples/s": [f"{summary.samples_per_s:,.0f}", *(f"{w.samples_per_s:,.0f}" for w in workers)],
+        "compute": ["", *(_seconds(w.compute_s, summary) for w in workers)],
+        "wait": ["", *(_seconds(w.wait_s, summary) for w in workers)],
+    }
+    if not (summary.agreement and summary.agreement.served):  # there it has to make room
+        sent_bytes = [sum(w.sent_bytes for w in workers), *(w.sent_bytes for w in workers)]
+        columns["sent"] = [show_bytes(count) for count in sent_bytes]
+    if summary.rounds > 0:
+        columns |= {
+            "last": ["", *(_percent(w.times_last, summary.rounds) for w in workers)],
+            "held up": [
+                _seconds(summary.spread_s, summary),
+                *(_seconds(w.held_up_s, summary) for w in workers),
+            ],
+        }
+    if summary.agreement is not None and summary.agreement.served:
+        columns |= _agreement_columns(summary, summary.agreement)
+    return columns
+
+
+def _agreement_columns(summary: Summary, agreed: Agreement) -> dict[str, list[str]]:
+    """What became of each worker's pushes; a column of nothing but zeros is left out."""
+    known = {worker.rank: worker for worker in agreed.workers}
+    own = [known.get(worker.rank) for worker in summary.workers]
+    columns = {}
+    if agreed.dropped:
+        columns["dropped"] = [f"{agreed.dropped:,}", *(f"{w.dropped:,}" if w else "" for w in own)]
+    if any(worker.alone for worker in agreed.workers):
+        columns["rounds"] = ["", *(_percent(w.took_part, 1.0) if w else "" for w in own)]
+    if agreed.age_most:
+        columns["age"] = [f"{agreed.age_mean:.1f}", *(f"{w.age_mean:.1f}" if w else "" for w in own)]
+    return columns | {"held": ["", *(_seconds(w.held_s, summary) if w else "" for w in own)]}
 
 
 def _seconds(seconds: float, summary: Summary) -> str:

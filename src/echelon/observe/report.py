@@ -14,12 +14,15 @@ from pathlib import Path
 
 from echelon.config.units import show_seconds
 from echelon.errors import ConfigError
+from echelon.observe.agreement import policy_of
 from echelon.observe.events import LAUNCHER, BucketReduced, StepEnded
 from echelon.observe.follow import read_run
+from echelon.observe.page.agreed import agreed
 from echelon.observe.page.markup import about, safe, section, table
 from echelon.observe.page.sections import close_up, communication, learning, speed, time_split, waiting
-from echelon.observe.page.story import Happening, Story, middle_steps, tell
+from echelon.observe.page.story import Happening, Story, middle_steps, middle_window, tell
 from echelon.observe.run_folder import RunFolder
+from echelon.observe.spans import end_of
 from echelon.observe.summary import Summary
 from echelon.observe.write import write_whole
 
@@ -29,20 +32,30 @@ _OUTCOMES = ("completed", "failed", "interrupted")
 
 def write_report(folder: RunFolder, out: Path) -> Path:
     """Write the run's page; a run without any event has none."""
-    story = tell(read_run(folder))
+    story = tell(read_run(folder), policy_of(folder))
     if story.began is None:
         raise ConfigError(
             "the run has no events yet",
             where=str(folder.events),
             fix="wait for the run to begin, or look at its logs/",
         )
-    # Long runs are read twice rather than kept in memory.
-    wanted = set(middle_steps(story.rounds))
-    sample = [e for e in read_run(folder) if isinstance(e, (StepEnded, BucketReduced)) and e.step in wanted]
+    sample = _sample(folder, story)
     quoted = {"Configuration": _quote(folder.config), "Plan": _quote(folder.plan)}
     page = page_html(story, sample, title=folder.name, quoted=quoted)
     write_whole(out, page.encode("utf-8"))
     return out
+
+
+def _sample(folder: RunFolder, story: Story) -> list[StepEnded | BucketReduced]:
+    """A few steps to draw one by one; long runs are read twice rather than kept in memory."""
+    events = (e for e in read_run(folder) if isinstance(e, (StepEnded, BucketReduced)))
+    if story.together:
+        wanted = set(middle_steps(story.rounds))
+        return [event for event in events if event.step in wanted]
+    if not story.rounds or story.began is None:
+        return []
+    begin, end = (story.began + at_s for at_s in middle_window(story.rounds))
+    return [e for e in events if isinstance(e, StepEnded) and e.start < end and end_of(e) > begin]
 
 
 def _quote(file: Path) -> str:
@@ -64,7 +77,12 @@ def page_html(
     buckets = [event for event in sample if isinstance(event, BucketReduced)]
     parts = [_header(story, title), _tiles(story.summary)]
     if story.summary.steps:
-        parts += [waiting(story), learning(story), speed(story), time_split(story.summary)]
+        parts += [
+            waiting(story) if story.together else agreed(story),
+            learning(story),
+            speed(story),
+            time_split(story.summary),
+        ]
         parts += [communication(story.summary), close_up(steps, story.summary, buckets)]
     else:
         parts.append(section("No steps", "<p>No step was recorded, so there is nothing to draw.</p>"))
@@ -100,7 +118,10 @@ def _header(story: Story, title: str) -> str:
 def _tiles(summary: Summary) -> str:
     tiles = {
         "workers": f"{summary.world_size}",
-        "steps": f"{summary.steps:,}",
+        "steps": f"{summary.steps if summary.agreement is None else summary.all_steps:,}",
+        "updates": f"{summary.agreement.updates:,}"
+        if summary.agreement and summary.agreement.served
+        else "",
         "epochs": f"{summary.epochs:,}" if summary.epochs else "",
         "from first to last step": show_seconds(summary.seconds),
         "samples/s": f"{summary.samples_per_s:,.0f}",

@@ -290,7 +290,7 @@ class Tally:
         self._own_losses[event.rank].add(event)
         self._first_start = min(self._first_start, event.start)
         self._last_end = max(self._last_end, end_of(event))
-        if self._apart:
+        if self.apart:
             return
         if self._traffics is not None:
             self._traffics.step(event)
@@ -301,7 +301,7 @@ class Tally:
                 self._traffics.round(complete)
 
     @property
-    def _apart(self) -> bool:
+    def apart(self) -> bool:
         """Whether workers do not step together."""
         return self._books.served or not steps_together(self._policy)
 
@@ -312,12 +312,12 @@ class Tally:
 
     def course(self) -> tuple[Stretch, ...]:
         """How agreement went over time, finer than the summary has it."""
-        return self._books.course()
+        return self._books.course(workers=max(self._workers, default=-1) + 1)
 
     def summary(self) -> Summary:
         """The figures of the events so far."""
         world_size = self._declared if self._declared is not None else len(self._workers)
-        if self._apart:  # a few steps may have come before that was known
+        if self.apart:  # a few steps may have come before that was known
             self._rounds, self._gathering = _Rounds(), Gathering()
         rounds = self._rounds
         late_rounds = [r for r in self._gathering.rest() if len(r.workers) >= max(2, world_size)]
@@ -336,7 +336,7 @@ class Tally:
             samples=samples,
             seconds=seconds,
             samples_per_s=_ratio(samples, seconds),
-            train_loss=self._own_loss() if self._apart else self._loss.mean(),
+            train_loss=self._own_loss() if self.apart else self._loss.mean(),
             test_loss=_finite(self._evaluated.loss) if self._evaluated else None,
             accuracy=_finite(self._evaluated.accuracy) if self._evaluated else None,
             rounds=lateness.rounds,
@@ -358,12 +358,12 @@ class Tally:
         return sum(total for total, _ in sums) / samples if samples else None
 
     def _communication(self, by: Basis, late_rounds: list[Round]) -> Communication | None:
-        if self._traffics is None or self._apart:
+        if self._traffics is None or self.apart:
             return None
         return self._traffics.communication(by, late_rounds)
 
     def _agreement(self) -> Agreement | None:
-        if not self._apart:
+        if not self.apart:
             return None
         exchanges = {rank: worker.exchanges for rank, worker in self._workers.items()}
         return self._books.agreement(self.policy, exchanges)

@@ -6,6 +6,9 @@ so a round can be followed, and an arrow leads from the last to arrive to the on
 Under its activities each worker has its buckets: from being filled (encode) to being reduced, and within
 that the time until its own bytes were sent. Buckets under way together lie in rows below each other.
 
+Where workers do not step together there are no rounds, so there are no arrows and no throughput; what is
+counted instead is of how many gradients each of the server's updates was made.
+
 Times are whole microseconds since the run began, never negative. Within a lane slices follow each
 other; where a clock was set back, the later one is cut. Pieces shorter than a microsecond are left
 out. Workers whose clocks contradict each other are put on one clock; `otherData` says by how much.
@@ -23,13 +26,16 @@ import msgspec
 
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError
+from echelon.observe.agreement import policy_of, steps_together
 from echelon.observe.arrival import Gathering, Round, basis, clock_offsets, contradicts, same_clock
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
+    Arrived,
     BucketReduced,
     CheckpointLoaded,
     CheckpointSaved,
+    Decided,
     Evaluated,
     FaultInjected,
     Noted,
@@ -53,10 +59,11 @@ _ROW_TIDS = 1_000_000_000  # far above the other lanes' ids
 _ROWS_PER_WORKER = 10_000
 
 
-def chrome_trace(events: Iterable[AnyEvent]) -> dict[str, Any]:
-    """The trace of these events; without events, an empty one."""
+def chrome_trace(events: Iterable[AnyEvent], policy: str = "") -> dict[str, Any]:
+    """The trace of these events; without events, an empty one. `policy`: if events do not say it."""
     kept = list(events)
-    offsets = _offsets(kept)
+    together = _step_together(kept, policy)
+    offsets = _offsets(kept) if together else {}
     if offsets:
         kept = [
             same_clock(event, offsets) if isinstance(event, (StepEnded, BucketReduced)) else event
@@ -64,7 +71,7 @@ def chrome_trace(events: Iterable[AnyEvent]) -> dict[str, Any]:
         ]
     start = min((_begin(event) for event in kept), default=0.0)
     steps = sorted((e for e in kept if isinstance(e, StepEnded)), key=lambda e: (e.start, e.rank))
-    rounds = _rounds(steps)
+    rounds = _rounds(steps) if together else []
     lanes = _Lanes(start)
     for step in steps:
         lanes.add(step)
@@ -76,13 +83,15 @@ def chrome_trace(events: Iterable[AnyEvent]) -> dict[str, Any]:
     traced = _names(kept) + lanes.slices + rows.names + rows.slices
     for round_ in rounds:
         traced += _counters(round_, start) + lanes.arrow(round_)
+    if not together:
+        traced += _losses(steps, start) + _updates(kept, start)
     traced += [mark for event in kept if (mark := _instant(event, start)) is not None]
     return {"traceEvents": traced, "displayTimeUnit": "ms", "otherData": _about(kept, offsets)}
 
 
 def write_trace(folder: RunFolder, out: Path) -> Path:
     """Write the run's trace; an `out` that ends in .gz is compressed, which Perfetto reads as well."""
-    trace = chrome_trace(read_run(folder))
+    trace = chrome_trace(read_run(folder), policy_of(folder))
     if not trace["traceEvents"]:
         raise ConfigError(
             "the run has no events yet",
@@ -122,6 +131,15 @@ def _offsets(events: list[AnyEvent]) -> dict[int, float]:
     return clock_offsets(shared) if by == "wait" else {}
 
 
+def _step_together(events: Iterable[AnyEvent], policy: str) -> bool:
+    for event in events:
+        if isinstance(event, (Arrived, Decided)):
+            return False
+        if isinstance(event, RunStarted):
+            policy = event.sync or policy
+    return steps_together(policy)
+
+
 def _about(events: list[AnyEvent], offsets: dict[int, float]) -> dict[str, Any]:
     about: dict[str, Any] = {}
     if offsets:
@@ -137,13 +155,15 @@ def _names(events: list[AnyEvent]) -> list[TraceEvent]:
         return []
     nodes = {event.rank: event.node for event in events if isinstance(event, WorkerJoined)}
     ranks = sorted({event.rank for event in events} - {LAUNCHER})
+    only_serve = {e.rank for e in events if isinstance(e, (Arrived, Decided))} - nodes.keys()
     named = [_name("process_name", _RUN_PID, 0, "run"), _sort("process_sort_index", _RUN_PID, 0, 0)]
     for rank in ranks:
         node = nodes.get(rank)
         label = f"rank {rank} · {node}" if node else f"rank {rank}"
+        label += " · server" if rank in only_serve else ""
         named.append(_name("process_name", _pid(rank), 0, label))
         named.append(_sort("process_sort_index", _pid(rank), 0, rank + 1))
-        for lane, activity in enumerate(ACTIVITIES, start=1):
+        for lane, activity in enumerate(() if rank in only_serve else ACTIVITIES, start=1):
             named.append(_name("thread_name", _pid(rank), _pid(rank) + lane, activity))
             named.append(_sort("thread_sort_index", _pid(rank), _pid(rank) + lane, lane))
     happened = [_pid(rank) for rank in (LAUNCHER, *ranks)]
@@ -273,6 +293,20 @@ def _counters(round_: Round, start: float) -> list[TraceEvent]:
         loss = sum(share * loss for share, loss in known) / weight
         counters.append(_counter("train loss", ts, {"loss": loss}))
     return counters
+
+
+def _losses(steps: Iterable[StepEnded], start: float) -> list[TraceEvent]:
+    """Each worker's own, at the end of each of its steps."""
+    known = [step for step in steps if step.loss is not None and math.isfinite(step.loss)]
+    return [
+        _counter("train loss", _us(end_of(step) - start), {"loss": step.loss or 0.0})
+        for step in sorted(known, key=end_of)
+    ]
+
+
+def _updates(events: Iterable[AnyEvent], start: float) -> list[TraceEvent]:
+    made = (event for event in events if isinstance(event, Decided) and event.what == "apply")
+    return [_counter("gradients per update", _us(e.t - start), {"gradients": len(e.parts)}) for e in made]
 
 
 def _counter(name: str, ts: int, values: dict[str, float]) -> TraceEvent:

@@ -1,12 +1,19 @@
 """In a sentence or two: who kept the others waiting and what to do about it, and what limits a step.
 
+Where workers do not step together nobody keeps all others waiting; then it is what the sync policy made of
+their steps: how many updates of how many gradients, what was dropped, how old gradients were, who was left
+out.
+
 Worded from the summary alone. The advice on shares follows the measured speeds: samples per second
 of getting data and computing, without the waiting that makes all workers look alike.
 """
 
 from __future__ import annotations
 
+from statistics import median
+
 from echelon.config.units import show_bytes, show_seconds
+from echelon.observe.agreement import Agreement, WorkerAgreement
 from echelon.observe.hiding import Communication
 from echelon.observe.summary import Summary, WorkerSummary
 
@@ -16,6 +23,9 @@ _STANDS_OUT_OF_TWO = 0.75
 _FEW_ROUNDS = 20
 _MISFIT = 0.9  # of the present share: above this, another share would not change much
 _BELOW_LIMIT = 0.95  # of the limit: below this, the limit cannot be right
+_LEFT_OUT = 0.1  # of the updates: from here on it is worth a word that a worker had no part in them
+_UNEQUAL = 0.1  # of the updates, between workers: from here on one of them stands out
+_SLOWER = 1.5  # times as long as the others: from here on that is why
 _CLEAR_MISFIT = 0.8  # of the present share: below this, shares are the first thing to change
 
 
@@ -42,6 +52,9 @@ def verdict(summary: Summary) -> str:
         return "No step was recorded."
     if summary.world_size < 2:
         return "One worker alone: nobody had to wait."
+    if summary.agreement is not None:
+        agreed = summary.agreement
+        return _served(agreed, summary) if agreed.served else _by_themselves(agreed, summary)
     if summary.rounds == 0:
         return "No step was reported by all workers, so their arrivals cannot be compared."
     few = f" These were only {summary.rounds} rounds." if summary.rounds < _FEW_ROUNDS else ""
@@ -51,6 +64,120 @@ def verdict(summary: Summary) -> str:
 def _rank_name(rank: int, summary: Summary) -> str:
     known = {worker.rank: worker for worker in summary.workers}
     return worker_name(known[rank]) if rank in known else f"rank {rank}"
+
+
+def _served(agreed: Agreement, summary: Summary) -> str:
+    if not agreed.updates:
+        return f"{agreed.policy}: {_counted(agreed.pushed, 'push')} arrived, and no update was made."
+    said = [_updates(agreed, summary)]
+    if agreed.dropped:
+        said.append(_drops(agreed, summary))
+    if agreed.age_most:
+        old = f"{agreed.age_mean:.1f}" if agreed.age_mean >= 0.1 else f"{agreed.age_mean:.2f}"
+        said.append(f"gradients were {old} versions old on average, {agreed.age_most:,} at most")
+    said.append(_held(agreed, summary))
+    return f"{agreed.policy}: {'; '.join(said)}.{_left_out(agreed, summary)}"
+
+
+def _updates(agreed: Agreement, summary: Summary) -> str:
+    made = _counted(agreed.updates, "update")
+    usual, times = max(agreed.parts.items(), key=lambda item: item[1])
+    if times >= 0.95 * agreed.updates:
+        each = "one gradient each" if usual == 1 else f"{usual} of {summary.world_size} gradients"
+        return f"{made} of {each}"
+    first = next(stretch.parts for stretch in agreed.course if stretch.updates)
+    most = max(stretch.parts for stretch in agreed.course)
+    mean = agreed.applied / agreed.updates
+    grew = f", {first:.1f} at first and up to {most:.1f} later" if most > 1.2 * first else ""
+    return f"{made} of {mean:.1f} gradients on average{grew}"
+
+
+def _drops(agreed: Agreement, summary: Summary) -> str:
+    most = max(agreed.workers, key=lambda worker: worker.dropped)
+    share = _percent(agreed.dropped, agreed.pushed)
+    whose = f", {most.dropped:,} of them {_rank_name(most.rank, summary)}'s"
+    if most.dropped < 1.5 * agreed.dropped / max(1, len(agreed.workers)):
+        whose = ", of all workers alike"
+    return f"{_counted(agreed.dropped, 'gradient')} dropped ({share}{whose})"
+
+
+def _held(agreed: Agreement, summary: Summary) -> str:
+    in_steps_s = sum(worker.step_s for worker in summary.workers)
+    if agreed.held_s < 0.01 * in_steps_s:
+        return "nobody was made to wait"
+    held = f"workers were held for {_percent(agreed.held_s, in_steps_s)} of their time"
+    slowest = max(summary.workers, key=lambda worker: _times_as_long(worker.rank, summary))
+    times = _times_as_long(slowest.rank, summary)
+    part = next((worker for worker in agreed.workers if worker.rank == slowest.rank), None)
+    if times < _SLOWER or part is None or part.took_part < 1 - _LEFT_OUT:
+        return held
+    return f"{held}, for {worker_name(slowest)} computes {times:.1f} times longer than the others"
+
+
+def _left_out(agreed: Agreement, summary: Summary) -> str:
+    """Who had no part in updates because it was on its own, or too late."""
+    out = [worker for worker in agreed.workers if worker.alone or worker.dropped]
+    if not out:
+        return ""
+    shares = [worker.took_part for worker in agreed.workers]
+    least = min(out, key=lambda worker: worker.took_part)
+    if least.took_part > 1 - _LEFT_OUT:
+        return ""
+    if max(shares) - min(shares) < _UNEQUAL:
+        return f" Each worker took part in {_percent(median(shares), 1.0)} of updates."
+    missed = _percent(1 - least.took_part, 1.0)
+    name = _capital(_rank_name(least.rank, summary))
+    return f" {name} was left out of {missed} of updates{_why(least, summary)}."
+
+
+def _why(least: WorkerAgreement, summary: Summary) -> str:
+    times = _times_as_long(least.rank, summary)
+    return f", because it computes {times:.1f} times longer than the others" if times >= _SLOWER else ""
+
+
+def _times_as_long(rank: int, summary: Summary) -> float:
+    """How many times as long as the others at the median a worker computes for a step; 0: not known."""
+    each_s = {w.rank: w.compute_s / w.steps for w in summary.workers if w.steps}
+    others_s = [each_s[other] for other in each_s if other != rank]
+    usual_s = median(others_s) if others_s else 0.0
+    return each_s.get(rank, 0.0) / usual_s if usual_s > 0 else 0.0
+
+
+def _by_themselves(agreed: Agreement, summary: Summary) -> str:
+    """Without a server: how often something was exchanged, and what the waiting for it came to."""
+    exchanges = sum(worker.exchanges for worker in agreed.workers)
+    if not exchanges:
+        return f"{agreed.policy}: workers sent each other nothing during their steps; {_range(summary)}."
+    of = f"{_percent(exchanges, summary.all_steps)} of their steps"
+    waited_s, in_steps_s = (
+        sum(values) for values in zip(*((w.wait_s, w.step_s) for w in summary.workers), strict=True)
+    )
+    took = _percent(waited_s, in_steps_s)
+    said = (
+        f"{agreed.policy}: workers exchanged weights after {of}, and that took {took} of their time, "
+        "waiting for each other included."
+    )
+    slowest = max(summary.workers, key=lambda worker: _times_as_long(worker.rank, summary))
+    times = _times_as_long(slowest.rank, summary)
+    if times >= _SLOWER:
+        said += f" {_capital(worker_name(slowest))} computes {times:.1f} times longer than the others."
+    return said
+
+
+def _range(summary: Summary) -> str:
+    """Who took how many steps."""
+    fewest = min(summary.workers, key=lambda worker: worker.steps)
+    most = max(summary.workers, key=lambda worker: worker.steps)
+    if fewest.steps == most.steps:
+        return f"each took {_counted(most.steps, 'step')}"
+    return (
+        f"they took from {fewest.steps:,} ({worker_name(fewest)}) to {most.steps:,} ({worker_name(most)})"
+    )
+
+
+def _counted(count: int, thing: str) -> str:
+    plural = f"{thing}es" if thing.endswith("sh") else f"{thing}s"
+    return f"{count:,} {thing if count == 1 else plural}"
 
 
 def wire_verdict(summary: Summary) -> str:

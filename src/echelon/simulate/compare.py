@@ -142,7 +142,7 @@ def _applied(one: Standing) -> float:
 def _pace(outcome: Outcome, one: Standing) -> str:
     rate = one.applied / outcome.setting.seconds
     return (
-        f"{one.policy} applies {rate:,.3g} gradients a second; its workers wait for "
+        f"{one.policy} applies {rate:,.{0 if rate >= 10 else 2}f} gradients a second; its workers wait for "
         f"{100 * one.waiting_share:.0f} % of the time."
     )
 

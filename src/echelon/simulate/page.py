@@ -25,10 +25,10 @@ from echelon.simulate.setting import Setting
 _COLOURS = 8
 _BEYOND = 3.0  # times the largest loss at the beginning: above that a loss is drawn at the top
 _UNKNOWN = "-"
-_CURVES: dict[Metric, str] = {
-    "train_loss": "Train loss",
-    "test_loss": "Test loss",
-    "test_accuracy": "Test accuracy",
+_CURVES: dict[Metric, tuple[str, str]] = {
+    "train_loss": ("Train loss", "loss"),
+    "test_loss": ("Test loss", "loss"),
+    "test_accuracy": ("Test accuracy", "right answers"),
 }
 
 
@@ -97,12 +97,13 @@ def _learning(outcome: Outcome) -> str:
         else "One seed."
     )
     body += _legend(outcome)
-    for metric, title in _CURVES.items():
-        body += _curves(outcome, metric, title)
+    for metric in _CURVES:
+        body += _curves(outcome, metric)
     return section("Learning", body)
 
 
-def _curves(outcome: Outcome, metric: Metric, title: str) -> str:
+def _curves(outcome: Outcome, metric: Metric) -> str:
+    title, unit = _CURVES[metric]
     bundles = [_bundle(outcome, policy, metric) for policy in outcome.policies]
     values = [value for bundle in bundles for _, found in bundle for value in found]
     if not values:
@@ -111,9 +112,9 @@ def _curves(outcome: Outcome, metric: Metric, title: str) -> str:
     if metric != "test_accuracy":
         top = _BEYOND * max(value for bundle in bundles for _, found in bundle[:1] for value in found)
     axis = (
-        percent_axis(values, title)
+        percent_axis(values, unit)
         if metric == "test_accuracy"
-        else value_axis([min(value, top) for value in values], title)
+        else value_axis([min(value, top) for value in values], unit)
     )
     chart = _chart(outcome, bundles, axis, title, percent=metric == "test_accuracy", top=top)
     return chart + (about(f"Losses above {top:.3g} are drawn there.") if max(values) > top else "")
@@ -213,7 +214,9 @@ def _figures(setting: Setting, standings: Sequence[Standing], until_accuracy: fl
             f"{standings[0].policy}" + ("; ± is the spread over the seeds." if setting.seeds > 1 else ".")
         )
         head = ["policy", "", "at the end", "on average", "difference"]
-        body += table(head, [row for one in standings for row in _metric_rows(one)], words={0, 1})
+        body += table(
+            head, [row for one in standings for row in _metric_rows(one, one is standings[0])], words={0, 1}
+        )
     head = ["policy", "gradients", "applied", "dropped", "updates", "staleness", "most", "waiting"]
     rows = [
         [
@@ -236,9 +239,9 @@ def _figures(setting: Setting, standings: Sequence[Standing], until_accuracy: fl
     return section("Figures", body)
 
 
-def _metric_rows(one: Standing) -> list[list[str]]:
+def _metric_rows(one: Standing, first: bool) -> list[list[str]]:
     kinds: list[tuple[str, Figures, bool]] = [
-        ("test accuracy", one.test_accuracy, True),
+        ("test accuracy %", one.test_accuracy, True),
         ("test loss", one.test_loss, False),
         ("train loss", one.train_loss, False),
     ]
@@ -248,7 +251,7 @@ def _metric_rows(one: Standing) -> list[list[str]]:
             name,
             show_spread(found.end, percent=percent),
             show_spread(found.average, percent=percent),
-            show_spread(found.difference, percent=percent, sign=True),
+            "" if first else show_spread(found.difference, percent=percent, sign=True),
         ]
         for index, (name, found, percent) in enumerate(kinds)
     ]

@@ -17,18 +17,21 @@ from dataclasses import dataclass, replace
 from errno import EISDIR
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from echelon.errors import ConfigError, EchelonError, LaunchError
 from echelon.observe.events import AnyEvent, encode
-from echelon.simulate.learner import Problem
 from echelon.simulate.outcome import Outcome, Run
 from echelon.simulate.profile import measure
-from echelon.simulate.run import run_policy
-from echelon.simulate.scene import Listener
 from echelon.simulate.setting import Setting
 from echelon.sync.policy import POLICIES
+
+# What needs torch is imported where it is used: mistakes are told without waiting for it.
+if TYPE_CHECKING:
+    from echelon.simulate.learner import Problem
+    from echelon.simulate.scene import Listener
 
 Progress = Callable[[int, float], None]
 _TOLD_TIMES = 100  # how often a run tells how far it is
@@ -61,14 +64,11 @@ def simulate_several(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(_folder_beside(events))) if events is not None else None
         tasks = _tasks(setting, policies, folder)
-        runs: list[Run] = [None] * len(tasks)  # type: ignore[list-item]
         jobs = min(jobs, len(tasks))
-        made = _here(known, tasks, progress) if jobs == 1 else _apart(known, tasks, jobs, progress)
-        for number, run in made:
-            runs[number] = run
+        made = dict(_here(known, tasks, progress) if jobs == 1 else _apart(known, tasks, jobs, progress))
         if events is not None:
             _join((task.events for task in tasks if task.events is not None), events)
-    return Outcome(setting=setting, profile=profile, runs=tuple(runs))
+    return Outcome(setting=setting, profile=profile, runs=tuple(made[task.number] for task in tasks))
 
 
 def check_policies(setting: Setting, policies: Sequence[str]) -> None:
@@ -99,6 +99,8 @@ def _tasks(setting: Setting, policies: Sequence[str], folder: Path | None) -> li
 
 
 def _make(setting: Setting, problem: Problem, task: _Task, progress: Progress | None) -> Run:
+    from echelon.simulate.run import run_policy
+
     assert setting.profile is not None
     policy = POLICIES.build(task.policy, where="--sync").resolved()
     with _listeners(setting, task, progress) as listeners:
@@ -162,6 +164,8 @@ def _all(listeners: Sequence[Listener]) -> Listener | None:
 
 
 def _here(setting: Setting, tasks: Sequence[_Task], progress: Progress | None) -> Iterator[tuple[int, Run]]:
+    from echelon.simulate.learner import Problem
+
     problem = Problem(setting)
     for task in tasks:
         yield task.number, _make(setting, problem, task, progress)
@@ -227,6 +231,7 @@ def _heard(connection: Connection, process: multiprocessing.process.BaseProcess)
 def _work(connection: Connection, setting: Setting, tells: bool) -> None:
     """A process: makes one run after the other, until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it will end it
+    from echelon.simulate.learner import Problem
 
     def progress(number: int, seconds: float) -> None:
         connection.send((number, seconds))

@@ -58,6 +58,7 @@ class Ledger:
         self._spare = spare
         self._free: list[Tensor] = []
         self._snapshot: tuple[int, Tensor] | None = None
+        self._idle = False
         self._bounds: list[tuple[int, int]] = []
         at = 0
         for parameter in self.parameters:
@@ -140,14 +141,26 @@ class Ledger:
         if worker in self._replies:
             return self._replies.pop(worker)
         if self._snapshot is None or self._snapshot[0] != self.version:
-            self._snapshot = (self.version, self.flat.clone())
+            if self._snapshot is not None and self._idle:
+                self._recycle(self._snapshot[1])
+            self._idle = False
+            self._snapshot = (self.version, self.room().copy_(self.flat))
         handed = self._snapshot[1]
         if self._policy.amends:
             self._read[worker] = handed
         return handed
 
+    def lent(self, snapshot: Tensor, *, back: bool) -> None:
+        """Somebody reads a snapshot, or (back) nobody does any more: then its memory may be used again."""
+        if self._policy.amends or self._policy.pushes == "weights":
+            return
+        if self._snapshot is not None and self._snapshot[1] is snapshot:
+            self._idle = back
+        elif back:
+            self._recycle(snapshot)
+
     def room(self) -> Tensor:
-        """Memory for a push: one that is no longer needed, if there is any, for new memory costs time."""
+        """Memory that is no longer needed, if there is any, for new memory costs time."""
         return self._free.pop() if self._free else self.flat.new_empty(self.flat.shape)
 
     def _recycle(self, flat: Tensor) -> None:

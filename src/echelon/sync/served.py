@@ -16,7 +16,8 @@ that it is there (an arrival of kind "ask"), and the rule lets it go on alone or
 
 Every arrival of another kind than "ask" is settled exactly once: it is part of an Apply, or it is dropped.
 Every arrival is answered exactly once, by a Release or an Invite, now or later, before the worker arrives
-again; except that an Invite is followed by that worker's push of the same step.
+again; except that an Invite is followed by that worker's push of the same step. A Release that is not fresh
+answers an ask or a push that was dropped, never one that was applied: the worker makes a step of its own.
 """
 
 from __future__ import annotations

@@ -75,6 +75,10 @@ class Agreement(ABC):
     def refresh(self, *, ended: bool) -> None:
         """A pass over the data begins or has ended; all workers are here."""
 
+    def depart(self) -> None:
+        """This worker takes no step for a while, on its own: no other is here."""
+        return
+
     def before_step(self, optimizer: Optimizer, where: str) -> None:
         """Refuse a step that would do wrong."""
         return

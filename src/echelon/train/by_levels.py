@@ -185,6 +185,11 @@ class ByLevels(Apart):
         self._group.barrier()
         self._share_buffers()
 
+    def depart(self) -> None:
+        """On behalf of the group, whose members leave a loop together."""
+        if self._between is not None:
+            self._between.depart()
+
     def before_step(self, optimizer: Optimizer, where: str) -> None:
         """As inside."""
         self._inside.before_step(optimizer, where)

@@ -117,18 +117,22 @@ class ByServer(Apart):
             table.samples = weight
 
     def refresh(self, *, ended: bool) -> None:
-        """Take part in a pass; after it, have the server's weights."""
-        for table in self._tables:
-            if ended:
-                table.merge()
-                table.leave()
-            else:
-                table.join()
-        self._group.barrier()
+        """Take part in a pass; before and after it, have the server's weights."""
         if ended:
-            for table in self._tables:
-                table.pull()
+            self.depart()
+        self._group.barrier()
+        for table in self._tables:
+            if not ended:
+                table.join()
+            table.pull()
         self._share_buffers()
+        self._group.barrier()  # nobody takes a step before all take part
+
+    def depart(self) -> None:
+        """Merge what was done alone; nobody waits for this worker from now on."""
+        for table in self._tables:
+            table.merge()
+            table.leave()
 
     def settle(self) -> None:
         """Let late weights land."""

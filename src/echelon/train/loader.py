@@ -50,10 +50,11 @@ class Sharing:
     seed: int
     clock: StepClock
     device: torch.device
-    claim: Callable[[str, int], int] | None
-    slots: tuple[int, Callable[[int], int]] | None
     on_pass: Callable[[SharedLoader], None]
     on_batch: Callable[[SharedLoader, Slice], None]
+    on_break: Callable[[], None] = lambda: None
+    claim: Callable[[str, int], int] | None = None
+    slots: tuple[int, Callable[[int], int]] | None = None
 
 
 class _Batches:
@@ -187,18 +188,22 @@ class SharedLoader:
         self._seeds.manual_seed(self._seed_of_pass(f"/{self._sharing.group.rank}"))
         clock = self._sharing.clock
         parts = self._from_stream() if self.streams else self._from_order()
-        counts = self._claimed_to is None
-        while True:
-            clock.data_asked()
-            try:
-                part, data = next(parts)
-            except StopIteration:
-                break
-            if counts:
-                self.position += 1 if self._own_batches else part.batch
-            self._sharing.on_batch(self, part)
-            clock.data_handed(part.share, part.batch)
-            yield _to_device(data, self._sharing.device)
+        counts = not self._claims
+        try:
+            while True:
+                clock.data_asked()
+                try:
+                    part, data = next(parts)
+                except StopIteration:
+                    break
+                if counts:
+                    self.position += 1 if self._own_batches else part.batch
+                self._sharing.on_batch(self, part)
+                clock.data_handed(part.share, part.batch)
+                yield _to_device(data, self._sharing.device)
+        except GeneratorExit:  # the loop was left: others need not wait for this worker's next step
+            self._sharing.on_break()
+            raise
         self.finished = True
         self._sharing.on_pass(self)
 

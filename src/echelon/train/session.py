@@ -208,6 +208,7 @@ class Session(Talk):
                 slots=self._agreement.slots,
                 on_pass=self._on_pass,
                 on_batch=self._on_batch,
+                on_break=self._agreement.depart,
             )
         return self._sharing
 
@@ -258,6 +259,14 @@ class Session(Talk):
                 fix="give the number of targets that count, at least one",
             )
         self._agreement.weigh(float(count) / float(total))
+
+    def rest(self) -> None:
+        """Say that this worker takes no step until its next pass over the data: nobody waits for it.
+
+        Needed only where a sync policy lets workers take different numbers of steps and a script goes
+        through data of its own: a prepared loader says this by itself when a loop over it ends.
+        """
+        self._agreement.depart()
 
     def log(self, *, loss: Tensor | float | None = None, **values: Tensor | float) -> None:
         """Record the loss of this step, and any other numbers, for the report."""

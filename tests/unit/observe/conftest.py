@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
+    Arrived,
     BucketReduced,
     CheckpointSaved,
+    Decided,
     EpochEnded,
     Evaluated,
     FaultInjected,
@@ -22,6 +26,7 @@ from echelon.observe.events import (
     RunEnded,
     RunStarted,
     StepEnded,
+    StepsExpected,
     WorkerFailed,
     WorkerJoined,
     encode,
@@ -147,6 +152,90 @@ def imagine(plan: Plan | None = None) -> list[AnyEvent]:
     return sorted(events, key=lambda event: event.t)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServedPlan:
+    """A run with a server that makes an update of `need` gradients; with `rounds` it drops stale ones."""
+
+    step_s: Sequence[float] = (0.01, 0.011, 0.012, 0.06)
+    need: int = 3
+    rounds: bool = True
+    steps: int = 200  # of all workers
+    sync: str = "backup(1)"
+
+
+def imagine_served(plan: ServedPlan | None = None) -> list[AnyEvent]:
+    """The events of such a run; the server is the rank after the workers'."""
+    plan = plan or ServedPlan()
+    world = server = len(plan.step_s)
+    events: list[AnyEvent] = [
+        RunStarted(
+            t=BEGIN, rank=LAUNCHER, run="demo", command=["echelon"], world_size=world, sync=plan.sync
+        ),
+        StepsExpected(t=BEGIN, rank=0, steps=plan.steps // world),
+    ]
+    for rank in range(world):
+        joined = WorkerJoined(t=BEGIN, rank=rank, node=f"n{rank}", host="h", pid=1, threads=1, device="cpu")
+        events.append(joined)
+    version, read, own = 0, [0] * world, [0] * world
+    began = [BEGIN + 1.0] * world
+    waiting: list[tuple[int, float]] = []
+    due = [(BEGIN + 1.0 + step_s, rank) for rank, step_s in enumerate(plan.step_s)]
+    heapq.heapify(due)
+
+    def end_step(rank: int, came: float, t: float) -> None:
+        step = StepEnded(
+            t=t,
+            rank=rank,
+            step=own[rank],
+            epoch=0,
+            start=began[rank],
+            data_s=0.0,
+            compute_s=plan.step_s[rank],
+            arrival=came,
+            wait_s=t - came,
+            apply_s=0.0,
+            share=8,
+            batch=32,
+            sent_bytes=1000,
+            loss=1.0 + rank,
+        )
+        events.append(Decided(t=t, rank=server, what="release", version=version, worker=rank))
+        events.append(step)
+        own[rank], read[rank], began[rank] = own[rank] + 1, version, t
+        heapq.heappush(due, (t + plan.step_s[rank], rank))
+
+    for _ in range(plan.steps):
+        t, rank = heapq.heappop(due)
+        events.append(
+            Arrived(
+                t=t,
+                rank=server,
+                worker=rank,
+                kind="gradient",
+                step=own[rank],
+                version=version,
+                read=read[rank],
+                compute_s=plan.step_s[rank],
+            )
+        )
+        if plan.rounds and read[rank] < version:
+            reason = f"its round is over: computed on version {read[rank]}, now {version}"
+            dropped = Decided(t=t, rank=server, what="drop", version=version, worker=rank, step=own[rank])
+            events.append(msgspec.structs.replace(dropped, reason=reason))
+            end_step(rank, t, t)
+            continue
+        waiting.append((rank, t))
+        if len(waiting) == plan.need:
+            version += 1
+            parts = [(one, own[one], 1 / plan.need) for one, _ in waiting]
+            events.append(Decided(t=t, rank=server, what="apply", version=version, parts=parts))
+            for one, came in waiting:
+                end_step(one, came, t)
+            waiting = []
+    events.append(RunEnded(t=max(began) + 1.0, rank=LAUNCHER, outcome="completed"))
+    return sorted(events, key=lambda event: event.t)
+
+
 def _reduced(
     plan: Plan, rank: int, step: int, arrival: float, compute_s: float, result: float
 ) -> list[BucketReduced]:
@@ -209,6 +298,16 @@ def a_plan() -> type[Plan]:
 @pytest.fixture(scope="session")
 def imagined():
     return imagine
+
+
+@pytest.fixture(scope="session")
+def a_served_plan() -> type[ServedPlan]:
+    return ServedPlan
+
+
+@pytest.fixture(scope="session")
+def imagined_served():
+    return imagine_served
 
 
 @pytest.fixture(scope="session")

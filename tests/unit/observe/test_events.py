@@ -28,7 +28,9 @@ VALUES = {
     float: 1.5,
     int: 3,
     str: 'text, "quoted"\nand more',
+    bool: True,
     list[str]: ["a", "b c"],
+    list[tuple[int, int, float]]: [(0, 7, 0.5), (2, 6, 0.5)],
     dict[str, str]: {"step-1": "damaged"},
     dict[str, float]: {"lr": 0.1},
 }

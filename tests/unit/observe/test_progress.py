@@ -238,3 +238,43 @@ def test_the_closing_table_says_what_limits_a_step_where_buckets_were_reported(i
     told = _closing(summarise(imagined(a_plan(buckets=4))), width=200)
     assert "times its limit, set by rank 3 (node-d), which computed for " in told
     assert "times its limit" not in _closing(summarise(imagined()), width=200)
+
+
+def test_where_workers_step_by_themselves_all_steps_are_counted(imagined_served, a_served_plan):
+    events = imagined_served(a_served_plan(need=1, rounds=False, sync="async"))
+    lines = _plain(events, pace_s=1.0)
+    assert lines[0].split(",")[0].endswith("of about 200 steps of 4 workers (epoch 1)")
+    for line in lines:
+        done, total = int(line.split(" of ")[0]), int(line.split("about ")[1].split(" ")[0])
+        assert done <= total
+    assert not any(line.startswith("step ") for line in lines)
+
+
+def test_more_steps_than_expected_are_not_set_against_them(imagined_served, a_served_plan):
+    events = [
+        StepsExpected(t=e.t, rank=0, steps=10) if isinstance(e, StepsExpected) else e
+        for e in imagined_served(a_served_plan(need=1, rounds=False, sync="async"))
+    ]
+    assert _plain(events, pace_s=1.0)[-1].split(",")[0].endswith(" steps of 4 workers (epoch 1)")
+    assert "about" not in _plain(events, pace_s=1.0)[-1]
+    assert "about 40 steps" in _plain(events, pace_s=1.0)[0]
+
+
+def test_the_closing_table_of_a_served_run_has_its_drops_and_no_arrivals(imagined_served):
+    summary = summarise(imagined_served())
+    text = _closing(summary)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    header = next(line for line in text.splitlines() if "rank" in line)
+    assert " ".join(header.split()) == "rank node steps samples/s compute wait dropped held"
+    assert f"{summary.all_steps} steps of 4 workers and 6" in text
+    assert "held up" not in text
+
+
+def test_the_display_of_a_served_run_counts_each_workers_steps(imagined_served):
+    console, clock = _console(terminal=True), Clock()
+    with Progress(console=console, clock=clock) as progress:
+        clock.now += 1
+        progress.update(imagined_served())
+        shown = _text(console)
+    assert "of about 200 steps of 4 workers" in shown
+    assert "last" not in shown

@@ -60,6 +60,7 @@ class Page(HTMLParser):
 
 
 _HEADINGS = (
+    "How workers agreed",
     "Who kept the others waiting",
     "Learning",
     "Throughput",
@@ -81,7 +82,7 @@ def page_of(folder, imagined, a_plan, written, tmp_path):
 
 def test_the_page_has_all_its_parts(page_of):
     page = page_of(faults=True)
-    assert page.headings() == [heading for heading in _HEADINGS if heading != "Communication"]
+    assert page.headings() == [h for h in _HEADINGS if h not in ("How workers agreed", "Communication")]
     assert page.charts() == [
         "how long each worker kept the others waiting",
         "spread of arrivals over time",
@@ -142,7 +143,7 @@ def test_any_run_has_a_whole_page_without_impossible_numbers(page_of, situation,
 
 def test_communication_has_a_sentence_and_a_row_per_worker(page_of):
     page = page_of(buckets=4, links=((0, 1, 180e4), (1, 0, 360e4)))
-    assert page.headings() == list(_HEADINGS)
+    assert page.headings() == list(_HEADINGS[1:])
     assert "times its limit, set by the link from rank 0 (node-a) to rank 1 (node-b)" in page.text
     assert "180.0 kB at 1.8 MB/s are 100.0 ms." in page.text
     assert "100.0 ms" in page.texts
@@ -356,3 +357,62 @@ def test_what_the_page_tells_comes_from_events_only(imagined, a_plan):
     assert [evaluation.epoch for evaluation in story.evaluations] == [0, 1, 2]
     assert [happening.kind for happening in story.happenings] == ["note", "fault", "checkpoint", "end"]
     assert story.happenings[2].text == "3 saved, the last at step 120: ck/120"
+
+
+@pytest.mark.parametrize(
+    ("plan", "charts"),
+    [
+        ({}, ["what became of each worker's pushes over time"]),
+        (
+            {"need": 1, "rounds": False, "sync": "async"},
+            ["what became of each worker's pushes over time", "age of gradients over time"],
+        ),
+        (
+            {"step_s": (0.01,) * 60, "need": 60, "steps": 120},
+            ["what became of each worker's pushes over time"],
+        ),
+        ({"steps": 1}, []),
+    ],
+)
+def test_a_served_run_has_pictures_of_its_updates(
+    folder, imagined_served, a_served_plan, written, tmp_path, plan, charts
+):
+    written(folder, imagined_served(a_served_plan(**plan)))
+    html = write_report(folder, tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Page(html)
+    assert "Who kept the others waiting" not in page.headings()
+    assert [chart for chart in page.charts() if "pushes" in chart or "gradients" in chart] == charts
+    drawn = html[html.index("<main>") : html.index("</main>")]
+    assert not re.search(r"\b(nan|inf|None)\b", drawn)
+    assert not re.search(r'(?:width|height)="-', drawn)
+    assert "arrived last" not in page.text
+
+
+def test_learning_is_drawn_over_time_where_workers_count_their_own_steps(
+    folder, imagined_served, written, tmp_path
+):
+    written(folder, imagined_served())
+    page = Page(write_report(folder, tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "How workers agreed" in page.headings()
+    assert "A few steps close up" in page.headings()
+    assert "loss over time" in page.charts()
+    assert "loss by step" not in page.charts()
+    assert "its round is over" in page.texts
+    assert "by speed" not in page.texts
+
+
+def test_a_run_without_a_server_and_without_rounds_has_its_exchanges(folder, page_of):
+    folder.plan.write_text('sync = "local(4)"\n')
+    page = page_of()
+    assert "local(4): workers exchanged weights after 100 % of their steps" in page.text
+    assert "exchanges" in page.texts
+    assert "spread of arrivals over time" not in page.charts()
+
+
+def test_the_throughput_of_workers_by_themselves_holds_exactly_their_samples(
+    imagined_served, a_served_plan
+):
+    story = tell(imagined_served(a_served_plan(need=1, rounds=False, sync="async")))
+    curve = throughput(story.rounds)
+    width = curve[1][0] - curve[0][0]
+    assert sum(rate * width for _, rate in curve) == pytest.approx(story.summary.samples)

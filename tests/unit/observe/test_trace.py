@@ -259,3 +259,20 @@ def test_a_run_without_events_is_refused_with_its_place(folder, tmp_path):
         write_trace(folder, tmp_path / "trace.json")
     assert caught.value.where == str(folder.events)
     assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_served_run_has_its_updates_and_no_rounds(imagined_served):
+    trace = chrome_trace(imagined_served())
+    _check_structure(trace)
+    counters = {e["name"] for e in trace["traceEvents"] if e["ph"] == "C"}
+    assert counters == {"train loss", "gradients per update"}
+    assert not any(e["ph"] in "sf" for e in trace["traceEvents"])
+    assert "rank 4 · server" in [
+        e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"
+    ]
+
+
+def test_workers_that_average_by_schedule_have_no_rounds_in_their_trace(imagined):
+    trace = chrome_trace(imagined(), "local(4)")
+    _check_structure(trace)
+    assert not any(e["ph"] in "sf" for e in trace["traceEvents"])

@@ -64,6 +64,13 @@ def test_members_of_an_average_wait_for_the_slowest_and_for_the_ring(with_profil
     assert torch.equal(played.weights[0], played.weights[1])
 
 
+def test_a_round_of_all_lasts_as_long_as_the_slowest_and_the_ring(with_profile, free, problem, play):
+    link = Link(latency_s=0.1, bytes_per_s=Learner(problem, 0).size_bytes)
+    setting = with_profile(replace(free, link=link), workers=2, speeds=(1.0, 0.5), seconds=6.5)
+    played = play(replace(setting, evaluate_every_s=6.3), "full")
+    assert [point.updates for point in played.curve] == [0, 1, 2]  # at 3.2 and 6.4 s
+
+
 def test_groups_meet_without_the_others(with_profile, free, play):
     policy = Scheduled(meets=lambda step, rank: Average((0, 1) if rank < 2 else (2, 3)))
     setting = with_profile(free, workers=4, speeds=(1.0, 1.0, 0.5, 0.5), seconds=8.5)
@@ -100,3 +107,4 @@ def test_hogwild_applies_what_was_computed_on_older_weights(with_profile, free, 
     flat = flat - setting.lr * slow  # by an optimizer of its own, whose momentum is new
     assert torch.allclose(played.weights[0], flat, atol=1e-6)
     assert played.totals.staleness_max == 2
+    assert played.totals.staleness_mean == pytest.approx(2 / 3)

@@ -5,6 +5,7 @@ scale.py     from values to positions: ticks, units, fewer points
 charts.py    curves and rows of bars as SVG text
 markup.py    sections, tables and legends as HTML text
 sections.py  the page's sections: charts with the words around them
+agreed.py    the section on runs in which workers do not step together
 style.css    colours for light, dark and paper
 hover.js     the tooltip
 """

@@ -52,13 +52,15 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A piece from `begin` to `end` on the value axis."""
+    """A piece from `begin` to `end` on the value axis, and from `low` to `high` of the bar's height."""
 
     begin: float
     end: float
     look: str
     tip: str
     text: str = ""
+    low: float = 0.0
+    high: float = 1.0
 
 
 def line_chart(
@@ -115,14 +117,15 @@ def row_chart(
     return _svg(parts, width, bottom + 40, label)
 
 
-def _segment(piece: Segment, begin: float, end: float, y: float, height: int) -> str:
+def _segment(piece: Segment, begin: float, end: float, y: float, height: float) -> str:
     if end <= begin:
         return ""
     # A sliver is still there to be seen.
     width = max(end - begin, 0.7)
+    y, height = y + height * (1 - piece.high), height * (piece.high - piece.low)
     drawn = (
         f'<rect class="fill {piece.look}" x="{begin:.1f}" y="{y:.1f}" width="{width:.1f}" '
-        f'height="{height}" data-tip="{safe(piece.tip)}"/>'
+        f'height="{height:.4g}" data-tip="{safe(piece.tip)}"/>'
     )
     if piece.text and width > len(piece.text) * _CHAR_PX + 8:
         inside = f"inside on-{piece.look}"

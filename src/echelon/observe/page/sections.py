@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from echelon.config.units import show_bytes, show_seconds
 from echelon.observe.arrival import Gathering, Round, clock_offsets, judge, same_clock
@@ -11,6 +11,7 @@ from echelon.observe.hiding import WorkerCommunication, under_way
 from echelon.observe.page.charts import Bar, Mark, Segment, Series, line_chart, row_chart
 from echelon.observe.page.markup import about, figure, legend, safe, section, table
 from echelon.observe.page.scale import (
+    Axis,
     Point,
     count_axis,
     percent_axis,
@@ -29,12 +30,13 @@ _ACTIVITIES = {
     "data": "data",
     "compute": "compute",
     "late": "wait for late workers",
+    "held": "held by the policy",
     "exchange": "exchange",
     "apply": "apply",
     "other": "other",
     "wire": "buckets under way",
 }
-_SINCE = "time since the run began"
+SINCE = "time since the run began"
 
 
 def waiting(story: Story) -> str:
@@ -75,57 +77,89 @@ def _spread(story: Story) -> str:
     tips = [f"step {known[x][0].step:,}: {y:.3g} {unit}, last rank {known[x][0].last}" for x, y in points]
     chart = line_chart(
         [Series(look="spread", points=points, tips=tips, area=True)],
-        time_axis(*_time_range(story), _SINCE),
+        time_axis(*time_range(story), SINCE),
         value_axis([y for _, y in points], f"first to last arrival [{unit}]", about=4),
         label="spread of arrivals over time",
-        marks=_fault_marks(story),
+        marks=fault_marks(story),
         height=200,
     )
     return figure(chart, "Spread of arrivals over time")
 
 
-def _time_range(story: Story) -> tuple[float, float]:
+def time_range(story: Story) -> tuple[float, float]:
+    """From the first step to the last, in seconds since the run began."""
     return min(p.begin_s for p in story.rounds), max(p.end_s for p in story.rounds)
 
 
-def _fault_marks(story: Story) -> list[Mark]:
+def fault_marks(story: Story) -> list[Mark]:
+    """When something went wrong."""
     return [Mark(at=h.at_s, text=h.text) for h in story.happenings if h.kind in ("fault", "failure")]
 
 
 def learning(story: Story) -> str:
-    """Train and test loss by step, and the accuracy below, over the same steps."""
+    """Train and test loss by step, and the accuracy below, over the same steps.
+
+    Over time instead of by step where workers count their steps each for itself.
+    """
+    if not story.together:
+        return _learning_over_time(story)
     train = [(float(p.step), p.loss) for p in story.rounds if p.loss is not None]
     test = [(float(e.step), e.loss) for e in story.evaluations]
     accuracy = [(float(e.step), e.accuracy) for e in story.evaluations if e.accuracy is not None]
+    steps = _steps_axis([*train, *test])
+    return _learning(train, test, accuracy, steps, "by step", lambda x: f"step {x:,.0f}")
+
+
+def _steps_axis(points: Sequence[Point]) -> Axis:
+    xs = [int(x) for x, _ in points] or [0]
+    return count_axis(min(xs), max(xs), "step")
+
+
+def _learning_over_time(story: Story) -> str:
+    began = story.began or 0.0
+    train = [(p.end_s, p.loss) for p in story.rounds if p.loss is not None]
+    test = [(e.t - began, e.loss) for e in story.evaluations]
+    accuracy = [(e.t - began, e.accuracy) for e in story.evaluations if e.accuracy is not None]
+    xs = [x for x, _ in [*train, *test]] or [0.0]
+    axis = time_axis(min(xs), max(xs), SINCE)
+    return _learning(train, test, accuracy, axis, "over time", lambda x: f"after {show_seconds(x)}")
+
+
+def _learning(
+    train: Sequence[Point],
+    test: Sequence[Point],
+    accuracy: Sequence[Point],
+    axis: Axis,
+    how: str,
+    at: Callable[[float], str],
+) -> str:
     if not train and not test:
         return section("Learning", "<p>No loss was reported.</p>")
-    xs = [x for x, _ in [*train, *test]]
-    steps = count_axis(int(min(xs)), int(max(xs)), "step")
     losses = line_chart(
-        _train_series(train) + _test_series(test),
-        steps,
+        _train_series(train, at) + _test_series(test, at),
+        axis,
         value_axis([y for _, y in [*train, *test]], "loss"),
-        label="loss by step",
+        label=f"loss {how}",
     )
     names = {"train": "train loss, all workers"} if train else {}
     body = legend(names | ({"test": "test loss"} if test else {})) + figure(losses)
     if accuracy:
         shown = thin(accuracy)
-        tips = [f"step {x:,.0f}: {100 * y:.2f} %" for x, y in shown]
+        tips = [f"{at(x)}: {100 * y:.2f} %" for x, y in shown]
         curve = line_chart(
             [Series(look="accuracy", points=shown, tips=tips, dots=len(shown) <= 50)],
-            steps,
+            axis,
             percent_axis([y for _, y in shown], "test accuracy"),
-            label="test accuracy by step",
+            label=f"test accuracy {how}",
             height=190,
         )
         body += figure(curve)
     return section("Learning", body)
 
 
-def _train_series(points: Sequence[Point]) -> list[Series]:
+def _train_series(points: Sequence[Point], at: Callable[[float], str]) -> list[Series]:
     shown = thin(points)
-    tips = [f"step {x:,.0f}: train loss {y:.4g}" for x, y in shown]
+    tips = [f"{at(x)}: train loss {y:.4g}" for x, y in shown]
     if len(points) <= 60:
         return [Series(look="train", points=shown, tips=tips)] if points else []
     return [
@@ -134,9 +168,9 @@ def _train_series(points: Sequence[Point]) -> list[Series]:
     ]
 
 
-def _test_series(points: Sequence[Point]) -> list[Series]:
+def _test_series(points: Sequence[Point], at: Callable[[float], str]) -> list[Series]:
     shown = thin(points)
-    tips = [f"step {x:,.0f}: test loss {y:.4g}" for x, y in shown]
+    tips = [f"{at(x)}: test loss {y:.4g}" for x, y in shown]
     return [Series(look="test", points=shown, tips=tips, dots=len(shown) <= 50)] if points else []
 
 
@@ -145,15 +179,15 @@ def speed(story: Story) -> str:
     points = throughput(story.rounds)
     if not points:
         return ""
-    begin, end = _time_range(story)
+    begin, end = time_range(story)
     points = [(begin, points[0][1]), *points, (end, points[-1][1])]
     tips = [f"after {show_seconds(x)}: {y:,.0f} samples/s" for x, y in points]
     chart = line_chart(
         [Series(look="rate", points=points, tips=tips, area=True)],
-        time_axis(*_time_range(story), _SINCE),
+        time_axis(*time_range(story), SINCE),
         value_axis([y for _, y in points], "samples/s", about=4),
         label="throughput over time",
-        marks=_fault_marks(story),
+        marks=fault_marks(story),
         height=200,
     )
     return section("Throughput", about("All workers together, evaluations included.") + figure(chart))
@@ -162,23 +196,32 @@ def speed(story: Story) -> str:
 def time_split(summary: Summary) -> str:
     """Where each worker's time went: a stacked bar per worker, and the figures."""
     scale, unit = time_unit(max(worker.step_s for worker in summary.workers))
-    bars = [_split_bar(worker, scale) for worker in summary.workers]
+    held_s = {w.rank: w.held_s for w in summary.agreement.workers} if summary.agreement else {}
+    bars = [_split_bar(worker, scale, held_s.get(worker.rank, 0.0)) for worker in summary.workers]
     axis = value_axis([worker.step_s / scale for worker in summary.workers], f"time in steps [{unit}]")
     chart = row_chart(bars, axis, label="where each worker's time went")
-    remark = about(
-        "Waiting is divided at the last arrival: before it a worker waits for late workers, after it for "
-        "the exchange itself. Other is the script's own code between the parts of a step."
-    )
-    body = remark + _legend_of(bars) + figure(chart) + _worker_table(summary)
+    other = "Other is the script's own code between the parts of a step."
+    if summary.agreement is None:
+        remark = (
+            "Waiting is divided at the last arrival: before it a worker waits for late workers, after it "
+            "for the exchange itself."
+        )
+    elif summary.agreement.served:
+        remark = "Exchange: waiting for the server, as far as the policy did not hold the worker."
+    else:
+        remark = "Exchange: waiting for others and exchanging weights with them."
+    body = about(f"{remark} {other}") + _legend_of(bars) + figure(chart) + _worker_table(summary)
     return section("Where the time went", body)
 
 
-def _split_bar(worker: WorkerSummary, scale: float) -> Bar:
+def _split_bar(worker: WorkerSummary, scale: float, held_s: float) -> Bar:
+    held_s = min(held_s, worker.wait_s)
     seconds = {
         "data": worker.data_s,
         "compute": worker.compute_s,
         "late": worker.late_s,
-        "exchange": max(0.0, worker.wait_s - worker.late_s),
+        "held": held_s,
+        "exchange": max(0.0, worker.wait_s - worker.late_s - held_s),
         "apply": worker.apply_s,
         "other": worker.other_s,
     }
@@ -201,7 +244,7 @@ def _legend_of(bars: Sequence[Bar]) -> str:
 
 
 def _worker_table(summary: Summary) -> str:
-    fitting = fitting_shares(summary)
+    fitting = fitting_shares(summary) if summary.agreement is None else {}
     rows = []
     for worker in summary.workers:
         row = {
@@ -273,7 +316,7 @@ def close_up(steps: Sequence[StepEnded], summary: Summary, buckets: Sequence[Buc
     end = max(end_of(step) for step in steps)
     last_arrivals = {
         round_.step: round_.workers[judge(round_, summary.judged_by).last].arrival
-        for round_ in _rounds(steps)
+        for round_ in (_rounds(steps) if summary.agreement is None else [])
         if len(round_.workers) > 1
     }
     bars = []
@@ -290,6 +333,8 @@ def close_up(steps: Sequence[StepEnded], summary: Summary, buckets: Sequence[Buc
     )
     first, last = min(step.step for step in steps), max(step.step for step in steps)
     which = f"Step {first:,}" if first == last else f"Steps {first:,} to {last:,}"
+    if summary.agreement is not None:
+        which = "A few steps of each worker, which counts them for itself"
     dotted = " Dotted: the last arrival of each round." if last_arrivals else ""
     clocks = " The workers' clocks disagree and were put right for this drawing." if offsets else ""
     body = about(f"{which}, from the middle of the run.{dotted}{clocks}") + _legend_of(bars) + figure(chart)

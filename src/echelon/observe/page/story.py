@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from echelon.observe.agreement import Stretch
 from echelon.observe.arrival import Gathering, Round, judge
 from echelon.observe.events import (
     AnyEvent,
@@ -30,7 +31,10 @@ from echelon.observe.summary import Summary, Tally
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundPoint:
-    """One step of the run; spread and last are unknown unless all of several workers reported it."""
+    """One step of the run; spread and last are unknown unless all of several workers reported it.
+
+    Where workers do not step together it is one worker's step.
+    """
 
     step: int
     epoch: int
@@ -74,11 +78,18 @@ class Story:
     evaluations: list[Evaluated] = field(default_factory=list)
     happenings: list[Happening] = field(default_factory=list)
     logged: dict[str, LoggedValue] = field(default_factory=dict)
+    course: tuple[Stretch, ...] = ()
+
+    @property
+    def together(self) -> bool:
+        """Whether all workers take every step together."""
+        return self.summary.agreement is None
 
 
 class _Teller:
-    def __init__(self) -> None:
-        self.tally = Tally()
+    def __init__(self, policy: str) -> None:
+        self.tally = Tally(policy=policy)
+        self.steps: list[RoundPoint] = []  # one by one, in case workers do not step together
         self.gathering = Gathering()
         self.world_size: int | None = None
         self.began = math.inf
@@ -94,6 +105,9 @@ class _Teller:
         self.began = min(self.began, event.start if isinstance(event, StepEnded) else event.t)
         match event:
             case StepEnded():
+                if self.tally.apart:
+                    self.steps.append(_point(Round(event.step, {event.rank: event})))
+                    return
                 complete = self.gathering.add(event, self.world_size)
                 if complete is not None:
                     self._round(complete, judged=len(complete.workers) > 1)
@@ -148,32 +162,44 @@ class _Teller:
 
     def story(self) -> Story:
         summary = self.tally.summary()
-        everyone = max(2, summary.world_size)
-        for round_ in self.gathering.rest():
-            self._round(round_, judged=len(round_.workers) >= everyone)
-        points = [one if summary.judged_by == "arrival" else other for one, other in self.rounds]
         began = self.began
         return Story(
             summary=summary,
             began=began if math.isfinite(began) else None,
             run=self.started.run if self.started else "",
             command=" ".join(self.started.command) if self.started else "",
-            rounds=sorted(
-                (replace(p, begin_s=p.begin_s - began, end_s=p.end_s - began) for p in points),
-                key=lambda p: (p.step, p.end_s),
-            ),
+            rounds=self._points(summary),
             evaluations=[self.evaluations[key] for key in sorted(self.evaluations)],
             happenings=sorted(
                 (replace(h, at_s=h.at_s - began) for h in [*self.told.values(), *self._saved()]),
                 key=lambda h: h.at_s,
             ),
             logged=self.logged,
+            course=self.tally.course(),
         )
 
+    def _points(self, summary: Summary) -> list[RoundPoint]:
+        if summary.agreement is not None:
+            # A few steps may have come before that was known.
+            early = [r for r in self.gathering.rest() for r in _one_by_one(r)]
+            points = sorted([*map(_point, early), *self.steps], key=lambda p: p.end_s)
+        else:
+            everyone = max(2, summary.world_size)
+            for round_ in self.gathering.rest():
+                self._round(round_, judged=len(round_.workers) >= everyone)
+            points = [one if summary.judged_by == "arrival" else other for one, other in self.rounds]
+            points.sort(key=lambda p: (p.step, p.end_s))
+        began = self.began
+        return [replace(p, begin_s=p.begin_s - began, end_s=p.end_s - began) for p in points]
 
-def tell(events: Iterable[AnyEvent]) -> Story:
-    """Gather what the page shows."""
-    teller = _Teller()
+
+def _one_by_one(round_: Round) -> list[Round]:
+    return [Round(round_.step, {rank: step}) for rank, step in round_.workers.items()]
+
+
+def tell(events: Iterable[AnyEvent], policy: str = "") -> Story:
+    """Gather what the page shows; `policy` is the sync policy, if events do not say it."""
+    teller = _Teller(policy)
     for event in events:
         teller.add(event)
     return teller.story()
@@ -258,3 +284,11 @@ def middle_steps(rounds: Sequence[RoundPoint], count: int = 4) -> tuple[int, ...
             best = min(whole, key=lambda w: abs((w[0].step + w[-1].step) / 2 - middle))
             return tuple(point.step for point in best)
     return ()
+
+
+def middle_window(steps: Sequence[RoundPoint], count: int = 4) -> tuple[float, float]:
+    """A stretch of time as long as a few steps, around when half of all steps have begun."""
+    lengths = sorted(point.end_s - point.begin_s for point in steps)
+    middle = sorted(point.begin_s for point in steps)[len(steps) // 2]
+    half_s = count * lengths[len(lengths) // 2] / 2
+    return middle - half_s, middle + half_s

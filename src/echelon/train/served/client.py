@@ -112,9 +112,7 @@ class Line:
         """Say goodbye to the servers."""
         if self.post is None or self.post.error is not None:
             return
-        for server in self.servers:
-            self.post.wanted.discard(server)
-            self.post.send(server, head(Kind.BYE))
+        self.post.leave(self.servers, head(Kind.BYE), _ANSWER_S)
 
 
 class Table:
@@ -158,7 +156,9 @@ class Table:
                 self._pieces_of.setdefault(part.parameter, []).append(number)
                 self._parts_of.setdefault(part.parameter, []).append((piece.shard, part))
         self._place_of = {id(p): index for index, p in enumerate(self._parameters)}
-        self._handles = [p.register_post_accumulate_grad_hook(self._ready) for p in self._parameters]
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._ready) for p in self._parameters if p.requires_grad
+        ]
         self.active = True
         self.early = steady
         self.samples = 1.0
@@ -251,7 +251,7 @@ class Table:
 
     def _begin_round(self) -> None:
         self._next = 0
-        self._waiting = set(range(len(self._parameters)))
+        self._waiting = {place for place, p in enumerate(self._parameters) if p.requires_grad}
         self._sent: dict[int, tuple[int, int]] = {}
 
     @torch.no_grad()
@@ -306,6 +306,8 @@ class Table:
                     self._push_gradients()
                     self._finish_push("gradient", compute_s, self._used())
                 self._await_release()
+            else:
+                self._step += 1  # an ask is an arrival as well
         else:
             self._push_gradients()
             self._finish_push("gradient", compute_s, self._used())
@@ -337,7 +339,6 @@ class Table:
         elif pulls:
             self.pull()
         self._observer.reduced(self.sent_bytes if pushes else 0)
-        self._released_at = time.perf_counter()
 
     @torch.no_grad()
     def _add_up(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -73,12 +73,14 @@ class Coordinator:
         now: Callable[[], float],
         recorder: Recorder,
         rank: int,
+        table: int = 0,
     ) -> None:
         self._rule = rule
         self._holders = holders
         self._now = now
         self._recorder = recorder
         self._rank = rank
+        self._table = table
         self._number = {worker: index for index, worker in enumerate(workers)}  # as the policy counts
         self._worker = list(workers)
         self._pushes: dict[tuple[int, int], _Push] = {}
@@ -141,6 +143,7 @@ class Coordinator:
                 rank=self._rank,
                 worker=arrival.worker,
                 kind=done.kind,
+                table=self._table,
                 step=step,
                 version=self.version,
                 read=done.read,
@@ -218,9 +221,12 @@ class Coordinator:
     # The record ----------------------------------------------------------------------------------
 
     def _hear(self, kind: str, number: int, t: float) -> None:
-        self._recorder.emit(Arrived(t=t, rank=self._rank, worker=number, kind=kind, version=self.version))
-
-    def _say(self, what: str, **facts: object) -> None:
         self._recorder.emit(
-            Decided(t=self._now(), rank=self._rank, what=what, version=self.version, **facts)  # type: ignore[arg-type]
+            Arrived(t=t, rank=self._rank, worker=number, kind=kind, table=self._table, version=self.version)
+        )
+
+    def _say(self, what: str, **facts: Any) -> None:
+        t, version = self._now(), self.version
+        self._recorder.emit(
+            Decided(t=t, rank=self._rank, what=what, table=self._table, version=version, **facts)
         )

@@ -11,9 +11,12 @@ as a holder of it, and carries out the same orders, so it has every applied upda
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from echelon.comm import shards
 from echelon.comm.exchange import as_bytes
 from echelon.comm.post import Head, Letter, Post
 from echelon.errors import EchelonError, PeerLost
+from echelon.observe.events import Logged
 from echelon.observe.recorder import Recorder
 from echelon.sync.ledger import Ledger, Push
 from echelon.sync.policy import POLICIES, Crew
@@ -42,8 +46,9 @@ from echelon.train.served.protocol import (
     head,
 )
 
-_SPARE_PUSHES = 2
+_SPARE_PUSHES = 4
 _LOOK_EVERY_S = 1.0
+_FAREWELL_S = 5.0
 
 
 @dataclass(slots=True)
@@ -123,7 +128,10 @@ class Keeper:
         self._arriving: dict[tuple[int, int, int, int], Tensor] = {}
         offset = time.time() - time.perf_counter()
         self._now = lambda: offset + time.perf_counter()
-        self.applied = 0
+        self._lent: dict[int, int] = {}  # pieces of snapshots, by id, that are not sent yet
+        self._lending = threading.Lock()
+        self._spent_s = {"queue_s": 0.0, "apply_s": 0.0, "hand_s": 0.0}
+        self._count = dict.fromkeys(self._spent_s, 0)
 
     @torch.no_grad()
     def run(self, post: Post) -> None:
@@ -138,6 +146,21 @@ class Keeper:
             elif letter is not None:
                 self._handle(letter)
             self._tick()
+        self._report()
+
+    def _report(self) -> None:
+        """Record what keeping a gradient, applying an update and handing out weights took on average."""
+        mean = {name: spent_s / max(1, self._count[name]) for name, spent_s in self._spent_s.items()}
+        self._recorder.emit(Logged(t=time.time(), rank=self._rank, step=-1, values=mean))
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._spent_s[what] += time.perf_counter() - begun
+        self._count[what] += 1
+        others = [server for server in self._servers if server != self._rank]
+        self._post.leave(others, head(Kind.BYE), _FAREWELL_S)  # some workers' may be on its way to them
 
     def _patience_s(self) -> float:
         wakes = [
@@ -211,14 +234,14 @@ class Keeper:
         try:
             table = _Table(opening, self._index, len(self._servers))
             if self._index == 0:
-                table.coordinator = self._coordinate(table)
+                table.coordinator = self._coordinate(table, letter.head.table)
             self._tables[letter.head.table] = table
         except EchelonError as error:
             problem = error.message
         answer = memoryview(problem.encode() or b"\0")
         self._post.send(letter.peer, head(Kind.OPENED, letter.head.table, shard=self._index), answer)
 
-    def _coordinate(self, table: _Table) -> Coordinator:
+    def _coordinate(self, table: _Table, number: int) -> Coordinator:
         opening = table.opening
         facts = {name: _tuples(value) for name, value in opening.crew.items()}
         kept = sum(bool(part.length) for part in table.layout)
@@ -229,6 +252,7 @@ class Keeper:
             now=self._now,
             recorder=self._recorder,
             rank=self._rank,
+            table=number,
         )
 
     def _seed(self, letter: Letter) -> None:
@@ -257,7 +281,8 @@ class Keeper:
         if done.settings is not None:
             recipe.update(shard.optimizer, done.settings)
         push = Push(done.kind, flat, list(map(bool, done.used)))  # type: ignore[arg-type]
-        square, dot = shard.ledger.push(worker, step, push)
+        with self._timed("queue_s"):
+            square, dot = shard.ledger.push(worker, step, push)
         if table.opening.replicas and letter.head.kind == Kind.DONE:
             self._forward(letter, flat)
         if self._index == 0:
@@ -297,9 +322,9 @@ class Keeper:
         for order in orders:
             match order:
                 case Apply(parts):
-                    for shard in table.kept.values():
-                        shard.ledger.apply(parts)
-                    self.applied += 1
+                    with self._timed("apply_s"):
+                        for shard in table.kept.values():
+                            shard.ledger.apply(parts)
                 case Drop(worker, step):
                     for shard in table.kept.values():
                         shard.ledger.drop(worker, step)
@@ -319,17 +344,33 @@ class Keeper:
     def _hand_out(self, number: int, worker: int) -> None:
         """Send the weights of this server's own shard, the first layers first; replicas take note of it."""
         table = self._tables[number]
-        handed = {index: shard.ledger.snapshot(worker) for index, shard in table.kept.items()}
+        with self._timed("hand_s"):
+            handed = {index: shard.ledger.snapshot(worker) for index, shard in table.kept.items()}
         if self._index not in handed:
             return
         shard, memory = table.kept[self._index], as_bytes(handed[self._index])
         version = shard.ledger.version
+        snapshot = handed[self._index]
+        self._lend(shard.ledger, snapshot, len(shard.pieces))
+        sent = partial(self._sent, shard.ledger, snapshot)
         item_bytes = table.dtype.itemsize
         for piece in reversed(shard.pieces):
             part = memory[piece.start * item_bytes : piece.stop * item_bytes]
-            self._post.send(
-                worker, head(Kind.WEIGHTS, number, shard=self._index, step=version, start=piece.start), part
-            )
+            what = head(Kind.WEIGHTS, number, shard=self._index, step=version, start=piece.start)
+            self._post.send(worker, what, part, sent)
+
+    def _lend(self, ledger: Ledger, snapshot: Tensor, pieces: int) -> None:
+        with self._lending:
+            self._lent[id(snapshot)] = self._lent.get(id(snapshot), 0) + pieces
+            ledger.lent(snapshot, back=False)
+
+    def _sent(self, ledger: Ledger, snapshot: Tensor) -> None:
+        """A piece of a snapshot is with the kernel. Runs in the loop's thread."""
+        with self._lending:
+            self._lent[id(snapshot)] -= 1
+            if not self._lent[id(snapshot)]:
+                del self._lent[id(snapshot)]
+                ledger.lent(snapshot, back=True)
 
     def _leave_all(self, worker: int) -> None:
         for number, table in self._tables.items():
