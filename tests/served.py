@@ -62,6 +62,8 @@ class Crew:
         outcomes = pool.run(self.workers + apart, work, *args, env=self.environment, timeout_s=timeout_s)
         if apart:
             return outcomes[:-1], outcomes[-1]
+        if self.workers < _PROCESSES:
+            return outcomes, []
         kept = [found for _, found in outcomes if found]
         return [outcome for outcome, _ in outcomes], kept[0] if kept else []
 

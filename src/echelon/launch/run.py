@@ -114,6 +114,7 @@ def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Ou
                 run=folder.name,
                 command=[os.fsencode(word).decode(errors="backslashreplace") for word in sys.argv],
                 world_size=len(plan.workers),
+                sync=plan.sync,
             )
         )
         stopped = stack.enter_context(_signals())

@@ -160,7 +160,8 @@ class Arrived(Event, frozen=True, kw_only=True, tag="arrival"):
     """A server's coordinator was told something; `rank` is the server's.
 
     Kind: gradient, delta, weights or ask (see `sync/served.py`), or leave, join and tick, which have no
-    step. `table` counts optimizers. `version` is that of the weights when it came, `read` of those that it was computed on.
+    step. `table` counts optimizers. `version` is that of the weights when it came, `read` of those that it
+    was computed on.
     """
 
     worker: int

@@ -112,7 +112,14 @@ def join(
     if folder and group.rank == 0 and not given:
         folder.plan.write_text(plan.to_toml())
         recorder.emit(
-            RunStarted(t=time.time(), rank=0, run=folder.name, command=sys.argv, world_size=group.size)
+            RunStarted(
+                t=time.time(),
+                rank=0,
+                run=folder.name,
+                command=sys.argv,
+                world_size=group.size,
+                sync=plan.sync,
+            )
         )
     device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     recorder.emit(

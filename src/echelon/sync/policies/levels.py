@@ -38,7 +38,7 @@ class Levels(Policy):
             )
         if isinstance(inside, Mixed) and between.family != "mix":
             raise ConfigError(
-                f"with {self.inner} inside, groups have weights to average but no gradient for {self.outer}",
+                f"with {self.inner} inside, groups have weights to average, no gradient for {self.outer}",
                 where="sync levels",
                 fix="use full inside, or local, gossip or elastic-averaging between groups",
             )
