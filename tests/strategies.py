@@ -27,7 +27,7 @@ _TRIED: dict[Any, tuple[Any, ...]] = {
     bool: (False, True),
     int: (1, 2, 8),
     float: (0.25, 1.0, 3.0),
-    str: ("somewhere", "1"),
+    str: ("somewhere", "1", "math:sqrt"),
 }
 
 

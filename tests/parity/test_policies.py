@@ -270,15 +270,14 @@ def test_replicas_have_the_same_bits_as_their_originals(warm_pool, tmp_path, scr
         assert one.versions[0, index] == original.versions[0, index] > 30
 
 
-def whole(session, journal, kind):
-    """Optimizers that look at a parameter as a whole, one that would be cut for others."""
+def whole(session, journal):
+    """An optimizer that looks at a parameter as a whole, one that would be cut for others."""
     torch.manual_seed(3 + 100 * session.rank)
-    model = nn.Sequential(nn.Linear(8, 96, bias=False), nn.Tanh(), nn.Linear(96, 256, bias=False))
-    model.extend([nn.Tanh(), nn.Linear(256, 3, bias=False)]).double()
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.02)
+    model = nn.Sequential(nn.Linear(8, 96), nn.Tanh(), nn.Linear(96, 256), nn.Tanh(), nn.Linear(256, 3))
+    model.double()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.02)
     return train(session, journal, model, optimizer, loader_of(examples()))
 
 
-@pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
-def test_optimizers_of_whole_parameters_train_as_in_one_process(warm_pool, tmp_path, kind):
-    check(warm_pool, tmp_path, "backup(0)", whole, kind, servers=3, rtol=1e-4)
+def test_an_optimizer_of_whole_parameters_trains_as_in_one_process(warm_pool, tmp_path):
+    check(warm_pool, tmp_path, "backup(0)", whole, servers=3)

@@ -10,7 +10,8 @@
     mixed.py     runs policies of averages between workers
     together.py  runs `full`: one gradient of all, every step
     shared.py    runs `hogwild`: all workers write to one memory
-    ring.py      how long an average takes
+    levels.py    groups that act as one, and averages on two levels
+    ring.py      how long an average takes, and giving a group new weights
     run.py       `simulate`: several policies from the same start, on the same data
     outcome.py   what came out: curves, totals, and comparisons
     record.py    a server's arrivals and decisions as events

@@ -7,27 +7,33 @@ in: it goes on when the last of them has come to the same step and has sent, one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
 
 from echelon.simulate.learner import optimizer_for
 from echelon.simulate.ring import ring_s
-from echelon.simulate.scene import Scene, mean_of
+from echelon.simulate.scene import Stage, mean_of
 from echelon.sync.mixed import Average, Mixed, Neighbours
+from echelon.sync.policy import Crew
 
 _LOOKED_AT = 4  # workers whose own weights are evaluated, where each has its own
 
 
-class _Worker:
-    """Its weights, what it remembers, and how many steps it has taken."""
+class Worker:
+    """Its weights, and how many steps it has taken."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Stage) -> None:
         self.weights = scene.learner.initial()
         self.optimizer = optimizer_for(scene.setting, self.weights) if scene.setting.gradients else None
-        self.memory: dict[str, Tensor] = {}
         self.steps = 0
+
+    def step(self, gradient: Tensor) -> None:
+        """One more, by its own optimizer."""
+        self.weights.grad = gradient
+        if self.optimizer is not None:
+            self.optimizer.step()
 
 
 class _Step:
@@ -40,111 +46,151 @@ class _Step:
         self.wanted_by: dict[int, list[int]] = {}
 
 
-class Mixing:
-    """A run of a policy of averages."""
+class Meetings:
+    """Who waits for whom after a step, and what comes of it.
 
-    def __init__(self, policy: Mixed, scene: Scene) -> None:
+    `ranks` says who of the scene has each place in the crew. The weights are changed in place; `go_on` is
+    told who may go on after a step, and whether that one has met anybody.
+    """
+
+    def __init__(
+        self,
+        policy: Mixed,
+        scene: Stage,
+        crew: Crew,
+        ranks: Sequence[int],
+        weights: Sequence[Tensor],
+        go_on: Callable[[int, bool], None],
+    ) -> None:
         self._policy = policy
         self._scene = scene
-        self._workers = [_Worker(scene) for _ in range(scene.setting.workers)]
-        self._meetings: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+        self._crew = crew
+        self._ranks = ranks
+        self._weights = weights
+        self._go_on = go_on
+        self._memories: list[dict[str, Tensor]] = [{} for _ in weights]
+        self._waiting: dict[tuple[int, tuple[int, ...]], set[int]] = {}
         self._neighbours: dict[int, _Step] = {}
         self._ring_s: dict[tuple[int, ...], float] = {}
         self._passed: dict[int, int] = {}
-        for worker in self._workers:
-            policy.start(worker.weights, worker.memory)
+        for own, memory in zip(weights, self._memories, strict=True):
+            policy.start(own, memory)
 
-    def start(self) -> None:
-        """All begin at once."""
-        for rank in range(len(self._workers)):
-            self._begin(rank)
-
-    def shown(self) -> Sequence[Tensor]:
-        """The mean of all, the center, or some workers' own, as the policy says."""
-        if self._policy.shown == "center":
-            return [self._workers[0].memory["center"]]
-        if self._policy.shown == "mean":
-            return [mean_of([worker.weights for worker in self._workers])]
-        count = min(_LOOKED_AT, len(self._workers))
-        return [self._workers[index * len(self._workers) // count].weights for index in range(count)]
-
-    def _begin(self, rank: int) -> None:
-        indices, compute_s = self._scene.begin(rank)
-        self._scene.clock.after(compute_s, partial(self._computed, rank, indices))
-
-    def _computed(self, rank: int, indices: Tensor) -> None:
-        worker = self._workers[rank]
-        worker.weights.grad = self._scene.gradient(worker.weights, indices)
-        if worker.optimizer is not None:
-            worker.optimizer.step()
-        self._scene.counts.used(1, 0)
-        meeting = self._policy.meeting(worker.steps, rank, self._scene.crew)
+    def come(self, place: int, number: int) -> None:
+        """A step has been taken, of that number: meet whom the policy says."""
+        meeting = self._policy.meeting(number, place, self._crew)
         if isinstance(meeting, Average):
-            self._meet(rank, worker.steps, meeting)
+            self._meet(place, number, meeting)
         elif isinstance(meeting, Neighbours):
-            self._mix(rank, worker.steps, meeting)
+            self._mix(place, number, meeting)
         else:
-            self._go_on(rank)
+            self.skip(place, number)
+            self._go_on(place, False)
 
-    def _go_on(self, rank: int) -> None:
-        worker = self._workers[rank]
-        passed = self._passed.pop(worker.steps, 0) + 1
-        if passed == len(self._workers):
-            self._neighbours.pop(worker.steps, None)
+    def skip(self, place: int, number: int) -> None:
+        """There is nobody to meet after this step."""
+        passed = self._passed.pop(number, 0) + 1
+        if passed == len(self._weights):
+            self._neighbours.pop(number, None)
         else:
-            self._passed[worker.steps] = passed
-        worker.steps += 1
-        self._begin(rank)
+            self._passed[number] = passed
 
-    def _meet(self, rank: int, step: int, meeting: Average) -> None:
+    def shown(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The mean of all, the center, or some of their own, as the policy says."""
+        if self._policy.shown == "center":
+            return [self._memories[0]["center"]]
+        if self._policy.shown == "mean":
+            return [mean_of(weights, self._crew.shares)]
+        count = min(_LOOKED_AT, len(weights))
+        return [weights[index * len(weights) // count] for index in range(count)]
+
+    def _over(self, place: int, number: int) -> None:
+        self.skip(place, number)
+        self._go_on(place, True)
+
+    def _meet(self, place: int, number: int, meeting: Average) -> None:
         """The last who comes sets the average off."""
         members = meeting.members
-        here = self._meetings.setdefault((step, members), set())
-        here.add(rank)
+        here = self._waiting.setdefault((number, members), set())
+        here.add(place)
         if len(here) < len(members):
             return
-        del self._meetings[step, members]
+        del self._waiting[number, members]
         if members not in self._ring_s:
-            self._ring_s[members] = ring_s(self._scene, members)
-        self._scene.clock.after(self._ring_s[members], partial(self._settle, meeting))
+            self._ring_s[members] = ring_s(self._scene, [self._ranks[member] for member in members])
+        self._scene.clock.after(self._ring_s[members], partial(self._settle, number, meeting))
 
-    def _settle(self, meeting: Average) -> None:
-        mean = mean_of([self._workers[rank].weights for rank in meeting.members])
-        for rank in meeting.members:
-            worker = self._workers[rank]
-            self._policy.settle(worker.weights, mean, worker.memory, meeting, self._scene.crew)
+    def _settle(self, number: int, meeting: Average) -> None:
+        shares = [self._crew.shares[member] for member in meeting.members] if self._crew.shares else ()
+        mean = mean_of([self._weights[member] for member in meeting.members], shares)
+        for member in meeting.members:
+            self._policy.settle(self._weights[member], mean, self._memories[member], meeting, self._crew)
         self._scene.counts.updates += 1
-        for rank in meeting.members:
-            self._go_on(rank)
+        for member in meeting.members:
+            self._over(member, number)
 
-    def _mix(self, rank: int, number: int, meeting: Neighbours) -> None:
+    def _mix(self, place: int, number: int, meeting: Neighbours) -> None:
         """Show the others these weights, and wait for theirs."""
         step = self._neighbours.setdefault(number, _Step())
-        step.here[rank] = self._workers[rank].weights.clone()
+        step.here[place] = self._weights[place].clone()
         missing = {other for other in meeting.weights if other not in step.here}
         for other in missing:
-            step.wanted_by.setdefault(other, []).append(rank)
-        step.missing[rank], step.meetings[rank] = missing, meeting
-        ready = [] if missing else [rank]
-        for waiting in step.wanted_by.pop(rank, []):
-            step.missing[waiting].discard(rank)
+            step.wanted_by.setdefault(other, []).append(place)
+        step.missing[place], step.meetings[place] = missing, meeting
+        ready = [] if missing else [place]
+        for waiting in step.wanted_by.pop(place, []):
+            step.missing[waiting].discard(place)
             if not step.missing[waiting]:
                 ready.append(waiting)
         for one in ready:
             sending_s = self._sending_s(one, step.meetings[one])
-            self._scene.clock.after(sending_s, partial(self._mixed, one, step))
+            self._scene.clock.after(sending_s, partial(self._mixed, one, number, step))
 
-    def _sending_s(self, rank: int, meeting: Neighbours) -> float:
-        others = [other for other in meeting.weights if other != rank]
+    def _sending_s(self, place: int, meeting: Neighbours) -> float:
+        others = [other for other in meeting.weights if other != place]
         if not others:
             return 0.0
-        slowest = min(self._scene.bytes_per_s(one) for one in (rank, *others))
+        slowest = min(self._scene.bytes_per_s(self._ranks[one]) for one in (place, *others))
         return self._scene.latency_s + len(others) * self._scene.learner.size_bytes / slowest
 
-    def _mixed(self, rank: int, step: _Step) -> None:
-        own = self._workers[rank].weights
+    def _mixed(self, place: int, number: int, step: _Step) -> None:
+        own = self._weights[place]
         own.zero_()
-        for other, weight in step.meetings[rank].weights.items():
+        for other, weight in step.meetings[place].weights.items():
             own.add_(step.here[other], alpha=weight)
         self._scene.counts.updates += 1
-        self._go_on(rank)
+        self._over(place, number)
+
+
+class Mixing:
+    """A run of a policy of averages."""
+
+    def __init__(self, policy: Mixed, scene: Stage) -> None:
+        self._scene = scene
+        everybody = range(scene.crew.workers)
+        self._workers = [Worker(scene) for _ in everybody]
+        self._weights = [worker.weights for worker in self._workers]
+        self._meetings = Meetings(policy, scene, scene.crew, everybody, self._weights, self._go_on)
+
+    def start(self) -> None:
+        """All begin at once."""
+        for rank in range(len(self._workers)):
+            self._begin(rank, 0.0)
+
+    def shown(self) -> Sequence[Tensor]:
+        """The mean of all, the center, or some workers' own, as the policy says."""
+        return self._meetings.shown(self._weights)
+
+    def _begin(self, rank: int, late_s: float) -> None:
+        indices, compute_s = self._scene.begin(rank)
+        self._scene.clock.after(late_s + compute_s, partial(self._computed, rank, indices))
+
+    def _computed(self, rank: int, indices: Tensor) -> None:
+        worker = self._workers[rank]
+        worker.step(self._scene.gradient(worker.weights, indices))
+        self._scene.counts.used(self._scene.size_of(rank), 0)
+        self._meetings.come(rank, worker.steps)
+
+    def _go_on(self, rank: int, met: bool) -> None:
+        self._workers[rank].steps += 1
+        self._begin(rank, self._scene.spread_s(rank) if met else 0.0)

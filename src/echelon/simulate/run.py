@@ -17,16 +17,18 @@ from torch import Tensor
 from echelon.errors import ConfigError
 from echelon.observe.events import AnyEvent
 from echelon.simulate.learner import Idle, Learner, Problem
+from echelon.simulate.levels import Grouped, Nested
 from echelon.simulate.mixed import Mixing
 from echelon.simulate.order import Order
 from echelon.simulate.outcome import Outcome, Run
 from echelon.simulate.profile import Profile, measure
-from echelon.simulate.scene import Listener, Scene
+from echelon.simulate.scene import Listener, Scene, Stage
 from echelon.simulate.served import Serving
 from echelon.simulate.setting import Setting
 from echelon.simulate.shared import Shared
 from echelon.simulate.together import Together
 from echelon.sync.mixed import Mixed
+from echelon.sync.policies.levels import Levels
 from echelon.sync.policy import POLICIES, Policy
 from echelon.sync.served import Served
 
@@ -83,10 +85,16 @@ def run_policy(
 
 def runner_of(policy: Policy, scene: Scene) -> Runner:
     """How this policy is run."""
+    stage: Stage = scene
+    if isinstance(policy, Levels):
+        inside, between = policy.inside, policy.between
+        if isinstance(inside, Mixed) and isinstance(between, Mixed):
+            return Nested(inside, between, scene)
+        policy, stage = between, Grouped(scene)
     if isinstance(policy, Served):
-        return Serving(policy, scene)
+        return Serving(policy, stage)
     if isinstance(policy, Mixed):
-        return Mixing(policy, scene)
+        return Mixing(policy, stage)
     if policy.family == "reduce":
         return Together(scene)
     if policy.family == "share":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,8 +30,42 @@ from echelon.sync.policy import Crew
 Listener = Callable[[AnyEvent], None]
 
 
+class Stage(Protocol):
+    """What runners of the policy families need. Who acts is a worker, or a group of them as one."""
+
+    setting: Setting
+    profile: Profile
+    learner: Learner
+    clock: Clock
+    counts: Counts
+    crew: Crew
+    tell: Listener | None
+
+    def begin(self, rank: int) -> tuple[Tensor, float]:
+        """Somebody begins a step: the samples, and how long it takes until their gradient is there."""
+
+    def gradient(self, weights: Tensor, indices: Tensor) -> Tensor:
+        """The gradient of these samples, which counts as computed."""
+
+    def size_of(self, rank: int) -> int:
+        """How many workers act as this one."""
+
+    def spread_s(self, rank: int) -> float:
+        """How long it takes until all of them have new weights that one of them has got."""
+
+    def transfer_s(self, rank: int) -> float:
+        """How long a model's worth of bytes takes to the server or back."""
+
+    def bytes_per_s(self, rank: int) -> float:
+        """What the link to others carries."""
+
+    @property
+    def latency_s(self) -> float:
+        """How long the smallest message takes."""
+
+
 class Scene:
-    """One run's stage; runners of the policy families play on it."""
+    """One run of single workers."""
 
     def __init__(
         self,
@@ -64,6 +99,14 @@ class Scene:
         """A gradient, which counts as computed."""
         self.counts.gradients += 1
         return self.learner.gradient_at(weights, indices)[0]
+
+    def size_of(self, rank: int) -> int:
+        """A worker is one."""
+        return 1
+
+    def spread_s(self, rank: int) -> float:
+        """There is nobody else to get its weights."""
+        return 0.0
 
     def transfer_s(self, rank: int) -> float:
         """How long a model's worth of bytes takes between a worker and the server."""
@@ -167,10 +210,15 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def mean_of(weights: Sequence[Tensor]) -> Tensor:
-    """The mean of flat tensors, added in their order."""
+def mean_of(weights: Sequence[Tensor], shares: Sequence[float] = ()) -> Tensor:
+    """The mean of flat tensors, by their shares if these differ, added in their order."""
     total = weights[0].clone()
     with torch.no_grad():
+        if len(set(shares)) > 1:
+            total.zero_()
+            for flat, share in zip(weights, shares, strict=True):
+                total.add_(flat, alpha=share / sum(shares))
+            return total
         for flat in weights[1:]:
             total.add_(flat)
         return total.div_(len(weights))

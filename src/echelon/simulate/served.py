@@ -22,7 +22,7 @@ from echelon.errors import ConfigError
 from echelon.observe.events import Arrived
 from echelon.simulate.learner import optimizer_for
 from echelon.simulate.record import arrived, decided
-from echelon.simulate.scene import Scene
+from echelon.simulate.scene import Stage
 from echelon.sync.ledger import Ledger, Push
 from echelon.sync.served import Apply, Arrival, Decision, Drop, Invite, Kind, Release, Served, Wake
 
@@ -52,7 +52,7 @@ class _Worker:
 class Serving:
     """A run of a served policy."""
 
-    def __init__(self, policy: Served, scene: Scene) -> None:
+    def __init__(self, policy: Served, scene: Stage) -> None:
         self._policy = policy
         self._scene = scene
         self._costs = scene.profile.costs
@@ -65,7 +65,9 @@ class Serving:
         self._push_every, self._pull_every = policy.push_every, policy.pull_every
         self._sums = policy.pushes == "gradient"
         self._explores = not self._sums or self._push_every > 1 or self._pull_every > 1
-        self._workers = [_Worker(rank, self._ledger.snapshot(rank)) for rank in range(self._rank)]
+        self._workers = [_Worker(rank, self._ledger.snapshot(rank)) for rank in range(scene.crew.workers)]
+        # Of one step: a sum of several counts as it is.
+        self._samples = [scene.setting.batch * scene.size_of(worker.rank) for worker in self._workers]
         self._queue: deque[tuple[float, Callable[[], float]]] = deque()
         self._busy = False
         self._unsettled: dict[tuple[int, int], tuple[int, int]] = {}  # version read, gradients in it
@@ -83,13 +85,15 @@ class Serving:
 
     def _begin(self, worker: _Worker) -> None:
         indices, compute_s = self._scene.begin(worker.rank)
+        if worker.steps:  # before the first, all members have the same weights anyway
+            compute_s += self._scene.spread_s(worker.rank)
         worker.compute_s += compute_s
         self._scene.clock.after(compute_s, partial(self._computed, worker, indices))
 
     def _computed(self, worker: _Worker, indices: Tensor) -> None:
         worker.gradient = self._scene.gradient(worker.weights, indices)
         worker.steps += 1
-        worker.carried += 1
+        worker.carried += self._scene.size_of(worker.rank)
         if self._sums:
             worker.sum = worker.gradient if worker.sum is None else worker.sum + worker.gradient
         if self._explores:
@@ -202,7 +206,7 @@ class Serving:
             t=self._scene.clock.now,
             kind=push.kind if push is not None else "ask",
             read=worker.read,
-            samples=float(self._scene.setting.batch),  # of one step: a sum of several counts as it is
+            samples=float(self._samples[worker.rank]),
             compute_s=worker.compute_s,
             transfer_s=worker.push_s + worker.pull_s,
             square=square,

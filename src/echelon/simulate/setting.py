@@ -19,10 +19,11 @@ class Setting:
     """A virtual cluster and what it trains.
 
     `batch` is per worker. `speeds` (1 is full speed) and `links` (bytes per second, in place of the
-    profile's) are per worker, or empty. `delay` holds up the highest ranks, the fraction `delayed` of all.
-    There is one run for each of `seeds` seeds, from `seed` on. Without `gradients` nothing is learned,
-    and only the times are of interest. `profile` is measured if it is not given. Of the test data
-    `test_samples` are used, all if that is 0; the training loss is that of `train_samples` fixed samples.
+    profile's) are per worker, or empty. `groups`, if any, hold each worker once. `delay` holds up the
+    highest ranks, the fraction `delayed` of all. There is one run for each of `seeds` seeds, from `seed`
+    on. Without `gradients` nothing is learned, and only the times are of interest. `profile` is measured if
+    it is not given. Of the test data `test_samples` are used, all if that is 0; the training loss is that
+    of `train_samples` fixed samples.
     """
 
     workers: int = 4
@@ -62,6 +63,13 @@ class Setting:
                 f"{len(self.links)} links for {self.workers} workers",
                 where="links",
                 fix="give one for each",
+            )
+        members = sorted(rank for group in self.groups for rank in group)
+        if self.groups and (members != list(range(self.workers)) or not all(self.groups)):
+            raise ConfigError(
+                f"the groups {self.groups} do not hold each of {self.workers} workers exactly once",
+                where="groups",
+                fix="put each worker in one group",
             )
         for link in self.links:
             _require("links", link, 0 < link < math.inf, "bytes per second above 0")

@@ -8,9 +8,11 @@ together in the order of the runs.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -231,6 +233,7 @@ def _heard(connection: Connection, process: multiprocessing.process.BaseProcess)
 def _work(connection: Connection, setting: Setting, tells: bool) -> None:
     """A process: makes one run after the other, until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it will end it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     from echelon.simulate.learner import Problem
 
     def progress(number: int, seconds: float) -> None:
@@ -244,6 +247,14 @@ def _work(connection: Connection, setting: Setting, tells: bool) -> None:
                 connection.send((task.number, _make(setting, problem, task, progress if tells else None)))
         except EchelonError as error:
             connection.send(error)
+
+
+def _end_with_parent() -> None:
+    """One that was killed cannot end others; nobody would want their runs."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 # Events

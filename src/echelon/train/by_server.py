@@ -75,6 +75,7 @@ class ByServer(Apart):
     def begin(self) -> None:
         """Let the leader tell the servers what they keep."""
         for optimizer, overlap, before, after in self._new:
+            self._checked(optimizer)
             table = Table(self._line, optimizer, self._policy, self._observer, late=overlap == "step")
             self._tables.append(table)
             self._open(table, optimizer)
@@ -82,13 +83,18 @@ class ByServer(Apart):
         self._new = []
 
     def _open(self, table: Table, optimizer: Optimizer) -> None:
-        lr = optimizer.param_groups[0].get("lr")
-        crew = replace(self._crew, lr=None if lr is None else float(lr))
-        self._policy.check(crew)
+        crew = self._checked(optimizer)
         if self._group.rank == 0:
             table.open(self._text, crew, self._engine_group.ranks, replicas=self._replicas)
         self._group.barrier()
         table.begin()
+
+    def _checked(self, optimizer: Optimizer) -> Crew:
+        """What the policy may know with this optimizer, if it can work with that."""
+        lr = optimizer.param_groups[0].get("lr")
+        crew = replace(self._crew, lr=None if lr is None else float(lr))
+        self._policy.check(crew)
+        return crew
 
     def _stepping(
         self, table: Table, before: Callable[[], None], after: Callable[[], None]

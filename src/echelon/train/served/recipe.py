@@ -1,11 +1,12 @@
 """An optimizer as a description from which another process builds it. Nothing is pickled.
 
-What travels is the class, by module and name, and the options of every parameter group.
+What travels is the class, by module and name, its defaults, and the options of every parameter group.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,12 @@ def describe(optimizer: Optimizer) -> dict[str, Any]:
             where=_WHERE,
             fix="put it in a module of its own",
         )
-    return {"module": kind.__module__, "name": kind.__qualname__, "groups": settings(optimizer)}
+    return {
+        "module": kind.__module__,
+        "name": kind.__qualname__,
+        "defaults": {name: _plain(name, value) for name, value in optimizer.defaults.items()},
+        "groups": settings(optimizer),
+    }
 
 
 def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -66,7 +72,17 @@ def build(recipe: dict[str, Any], parameters: Sequence[Tensor], group_of: Sequen
     for index, options in enumerate(recipe["groups"]):
         held = [p for p, group in zip(parameters, group_of, strict=True) if group == index]
         groups.append({**_read(options), "params": held})
-    made: Optimizer = kind(groups)
+    # Some are read by the constructor only, or are wanted by it: not all classes have defaults of their own.
+    wanted = inspect.signature(kind).parameters
+    defaults = {name: value for name, value in _read(recipe["defaults"]).items() if name in wanted}
+    try:
+        made: Optimizer = kind(groups, **defaults)
+    except TypeError as error:
+        raise ConfigError(
+            f"the server cannot build optimizer {recipe['name']}: {error}",
+            where=_WHERE,
+            fix="let its constructor take parameter groups and the options that are in its defaults",
+        ) from error
     return made
 
 
