@@ -103,7 +103,9 @@ def clipped(session, journal, overlap="backward"):
     def clip():
         journal.note_figure(nn.utils.clip_grad_norm_(model.parameters(), 0.2))
 
-    trained = train(session, journal, model, optimizer, loader_of(repeated(), shuffled=False), overlap, clip)
+    trained = train(
+        session, journal, model, optimizer, loader_of(repeated(), shuffled=False), overlap, clip
+    )
     assert min(journal.figures) < 0.2 < max(journal.figures), "some gradients are clipped, some are not"
     return trained
 
@@ -189,7 +191,9 @@ def zeroed(session, journal, overlap="backward"):
     """Gradients are kept and set to zero, before the first backward and after every step."""
     model = network(session)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    model, optimizer, loader = session.prepare(model, optimizer, loader_of(examples(), overlap), overlap=overlap)
+    model, optimizer, loader = session.prepare(
+        model, optimizer, loader_of(examples(), overlap), overlap=overlap
+    )
     for _ in session.epochs(EPOCHS):
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import msgspec
 
 from echelon.errors import ConfigError
-from echelon.observe.events import AnyEvent, Arrived, Decided, LinkMeasured, read_events
+from echelon.observe.events import Arrived, Decided, LinkMeasured, read_events
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.simulate.replay import Mismatch, replay
+from echelon.sync.policies.levels import Levels, units_of
 from echelon.sync.policy import POLICIES, Crew
 from echelon.sync.served import Served
 
@@ -40,13 +41,15 @@ def replay_run(folder: RunFolder, lr: float | None = None) -> Replayed:
     """Feed the record of a run's coordinating server to its policy again."""
     plan = Plan.read(folder.plan)
     policy = POLICIES.build(plan.sync, where=str(folder.plan)).resolved()
+    crew = crew_of(folder, plan, lr)
+    if isinstance(policy, Levels):
+        policy, crew = policy.between, units_of(crew)
     if not isinstance(policy, Served):
         raise ConfigError(
             f"sync {plan.sync} is not decided by a server, so there are no decisions to replay",
             where=str(folder.plan),
             fix="give a run with a policy that a server carries out, such as async",
         )
-    crew = crew_of(folder, plan, lr)
     policy.check(crew)
     seen = list(_of_server(folder, plan))
     arrivals = sum(isinstance(event, Arrived) for event in seen)
@@ -61,11 +64,20 @@ def replay_run(folder: RunFolder, lr: float | None = None) -> Replayed:
         policy=plan.sync,
         arrivals=arrivals,
         decisions=len(seen) - arrivals,
-        mismatch=replay(seen, policy, crew),
+        mismatch=_replay_tables(seen, policy, crew),
     )
 
 
-def _of_server(folder: RunFolder, plan: Plan) -> Iterator[AnyEvent]:
+def _replay_tables(seen: list[Arrived | Decided], policy: Served, crew: Crew) -> Mismatch | None:
+    """Every optimizer has a rule of its own."""
+    for table in sorted({event.table for event in seen}):
+        mismatch = replay([event for event in seen if event.table == table], policy, crew)
+        if mismatch is not None:
+            return mismatch
+    return None
+
+
+def _of_server(folder: RunFolder, plan: Plan) -> Iterator[Arrived | Decided]:
     """What the servers' coordinator, which is the first of them, was told and decided."""
     file = folder.events_of(len(plan.workers))
     if file.is_file():

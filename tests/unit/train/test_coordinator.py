@@ -80,10 +80,14 @@ class Stage:
 
 
 def done(**facts):
-    return Done(**{"kind": "gradient", "read": 3, "samples": 2.0, "compute_s": 0.5, "transfer_s": 0.1, **facts})
+    return Done(
+        **{"kind": "gradient", "read": 3, "samples": 2.0, "compute_s": 0.5, "transfer_s": 0.1, **facts}
+    )
 
 
-@pytest.mark.parametrize("order", [("done", "have", "have"), ("have", "done", "have"), ("have", "have", "done")])
+@pytest.mark.parametrize(
+    "order", [("done", "have", "have"), ("have", "done", "have"), ("have", "have", "done")]
+)
 def test_the_rule_hears_of_a_push_when_every_holder_has_it_and_all_was_said_about_it(stage, order):
     stage.rule.next = [Apply((Part(1, 4, 1.0),))]
     for number, what in enumerate(order):
@@ -94,7 +98,15 @@ def test_the_rule_hears_of_a_push_when_every_holder_has_it_and_all_was_said_abou
         assert bool(orders) == bool(stage.rule.heard) == (number == 2)
     assert stage.rule.heard == [
         Arrival(
-            worker=1, step=4, t=1000.0, read=3, samples=2.0, compute_s=0.5, transfer_s=0.1, square=3.0, dot=0.5
+            worker=1,
+            step=4,
+            t=1000.0,
+            read=3,
+            samples=2.0,
+            compute_s=0.5,
+            transfer_s=0.1,
+            square=3.0,
+            dot=0.5,
         )
     ]
     assert orders == [Apply((Part(2, 4, 1.0),))], "by rank, not by the policy's number"

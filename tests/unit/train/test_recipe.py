@@ -81,7 +81,9 @@ def test_for_those_a_step_of_parts_is_a_part_of_the_step(name):
     """What the server does when a parameter is cut."""
     options = MADE[name]
     (whole,) = weights()[:1]
-    parts = [part.detach().clone().requires_grad_() for part in whole.detach().reshape(-1).split([5, 12, 7])]
+    parts = [
+        part.detach().clone().requires_grad_() for part in whole.detach().reshape(-1).split([5, 12, 7])
+    ]
     kind = getattr(torch.optim, name)
     one, other = kind([whole], **options), kind(parts, **options)
     for step in range(5):
@@ -115,9 +117,15 @@ def test_what_a_server_could_not_import_is_refused():
 
 def test_what_is_not_there_on_the_server_is_said():
     with pytest.raises(ConfigError, match=r"cannot import optimizer no_such_module\.Mine"):
-        recipe.build({"module": "no_such_module", "name": "Mine", "defaults": {}, "groups": [{}]}, weights(), [0, 0, 0])
+        recipe.build(
+            {"module": "no_such_module", "name": "Mine", "defaults": {}, "groups": [{}]},
+            weights(),
+            [0, 0, 0],
+        )
     with pytest.raises(ConfigError, match=r"cannot import optimizer torch\.optim\.Mine"):
-        recipe.build({"module": "torch.optim", "name": "Mine", "defaults": {}, "groups": [{}]}, weights(), [0, 0, 0])
+        recipe.build(
+            {"module": "torch.optim", "name": "Mine", "defaults": {}, "groups": [{}]}, weights(), [0, 0, 0]
+        )
 
 
 class Wants(torch.optim.SGD):
