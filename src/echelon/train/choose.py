@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from echelon.comm.alone import Alone
 from echelon.comm.cost import Link
 from echelon.comm.engine import EngineGroup
@@ -57,8 +59,7 @@ def choose(plan: Plan, group: Group, clock: StepClock, links: Links | None, expl
     if isinstance(group, Alone) or policy.family == "reduce":
         return InStep(group, clock, link=link, explain=explain)
     crew = crew_of(plan, group, links)
-    if policy.family != "serve":
-        policy.check(crew)
+    policy.check(replace(crew, lr=1.0))  # again with the real one when the optimizer is there
     if isinstance(policy, Mixed):
         return ByMixing(group, clock, policy, crew, explain=explain)
     own = _own_transport(group, policy)

@@ -250,15 +250,12 @@ class Session(Talk):
         For a mean over targets that are not all valid (padding, ignore_index), call it with the number
         of valid ones before `backward()`. All workers call it, or none.
         """
+        if self._agreement.claims:  # workers take steps at different times: there is no total to agree on
+            self._agreement.weigh(_counts(count, count, self.rank))
+            return
         total = torch.tensor([float(count)], dtype=torch.float64)
         self._group.all_reduce(total).wait()
-        if not count > 0 or not float(total) > 0:
-            raise ConfigError(
-                f"weigh({count:g}) leaves rank {self.rank} without weight",
-                where="session.weigh",
-                fix="give the number of targets that count, at least one",
-            )
-        self._agreement.weigh(float(count) / float(total))
+        self._agreement.weigh(_counts(count, float(total), self.rank) / float(total))
 
     def rest(self) -> None:
         """Say that this worker takes no step until its next pass over the data: nobody waits for it.
@@ -432,6 +429,17 @@ class Session(Talk):
 
     def __repr__(self) -> str:
         return f"<Session rank {self.rank} of {self.world_size} on {self.node}, pid {os.getpid()}>"
+
+
+def _counts(count: float, total: float, rank: int) -> float:
+    """A worker's number of targets, if that is one."""
+    if not count > 0 or not total > 0:
+        raise ConfigError(
+            f"weigh({count:g}) leaves rank {rank} without weight",
+            where="session.weigh",
+            fix="give the number of targets that count, at least one",
+        )
+    return float(count)
 
 
 def _refuse(model: nn.Module) -> None:

@@ -384,7 +384,7 @@ class Table:
         return [p - old for p, old in zip(self._parameters, self._given(), strict=True)]
 
     def _given(self) -> list[Tensor]:
-        out = [torch.empty_like(p) for p in self._parameters]
+        out = [torch.empty(p.shape, dtype=p.dtype) for p in self._parameters]
         for shard, flat in zip(self._shards, self._rooms, strict=True):
             for part in shard.parts:
                 part_of = out[part.parameter].view(-1)[part.start : part.stop]
@@ -474,10 +474,18 @@ class Table:
 
     @torch.no_grad()
     def _put_in_place(self) -> None:
-        for shard, flat in zip(self._shards, self._rooms, strict=True):
-            for part in shard.parts:
-                target = self._parameters[part.parameter].detach().view(-1)[part.start : part.stop]
-                target.copy_(flat[part.at : part.at + part.length])
+        for place in range(len(self._parameters)):
+            self._fill(place)
+
+    def _fill(self, place: int) -> None:
+        """Copy what was handed out for one parameter to where it belongs."""
+        p = self._parameters[place]
+        whole = p.detach() if p.is_contiguous() else torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        for shard, part in self._parts_of[place]:
+            given = self._rooms[shard][part.at : part.at + part.length]
+            whole.view(-1)[part.start : part.stop].copy_(given)
+        if not p.is_contiguous():
+            p.copy_(whole)
 
     # Late weights --------------------------------------------------------------------------------
 
@@ -506,9 +514,7 @@ class Table:
         self._released_at += waited_s
         p = self._parameters[place]
         restore(p)
-        for shard, part in self._parts_of[place]:
-            flat = self._rooms[shard][part.at : part.at + part.length]
-            p.detach().view(-1)[part.start : part.stop].copy_(flat)
+        self._fill(place)
         if not self._on_its_way:
             self._line.until(lambda: self._answer is not None, self._number)
             assert self._answer is not None
