@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import echelon
 from echelon.observe.events import Arrived, Decided, Noted, read_events
@@ -293,7 +293,7 @@ def one_memory():
 def test_with_hogwild_all_workers_have_one_memory_until_the_session_ends(warm_pool, tmp_path):
     crew = Crew(tmp_path, workers=3, sync="hogwild")
     seen = crew.run(warm_pool, work, "one_memory")[0]
-    for weight, bias, own in seen:
+    for weight, bias, _ in seen:
         assert weight[0].tolist() == [10, 11, 12]
         assert torch.equal(bias, seen[0][1])
     assert [own for _, _, own in seen] == [0.0, 1.0, 2.0]
@@ -334,3 +334,30 @@ def test_a_slow_worker_draws_less_and_the_record_replays(warm_pool, tmp_path, sy
     assert torch.equal(first[1], second[1])
     assert replay_run(crew.folder, lr=0.05).mismatch is None
     assert [one.waiting for one in kept] == [0, 0]
+
+
+def evaluated():
+    with echelon.join(record=False) as session:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = TensorDataset(torch.randn(24, 3, generator=torch.Generator().manual_seed(1)))
+        train, test = DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=8)
+        model, optimizer, train, test = session.prepare(model, optimizer, train, test)
+        seen = []
+        for _ in session.epochs(2):
+            for (x,) in train:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            seen.append(flat(model))
+            for (_,) in test:
+                seen.append(flat(model))
+        return torch.stack(seen)
+
+
+@pytest.mark.parametrize("sync", ["local(4)", "elastic-averaging", "gossip(period=2)"])
+def test_what_is_evaluated_is_what_is_shown_after_a_pass(warm_pool, tmp_path, sync):
+    seen = Crew(tmp_path, workers=2, sync=sync).run(warm_pool, work, "evaluated")[0]
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0][1], seen[0][0])
+    assert not torch.equal(seen[0][-1], seen[0][0])

@@ -43,9 +43,8 @@ class InOrder(torch.utils.data.Sampler):
         return len(self._order)
 
 
-def loader_of(data, overlap="backward", *, batch=BATCH, shuffled=True):
-    """Claimed batches are rounds as long as a step ends with its round, so not with overlap=step."""
-    shuffled = shuffled and overlap == "backward"
+def loader_of(data, *, batch=BATCH, shuffled=True):
+    """In an order of its own parts of batches are claimed, otherwise they are shared out."""
     return DataLoader(data, batch_size=batch, sampler=InOrder(len(data)) if shuffled else None)
 
 
@@ -65,7 +64,7 @@ def train(session, journal, model, optimizer, loader, overlap="backward", after_
 def momentum(session, journal, overlap="backward", shuffled=True):
     model = network(session)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
-    loader = loader_of(examples(), overlap, shuffled=shuffled)
+    loader = loader_of(examples(), shuffled=shuffled)
     return train(session, journal, model, optimizer, loader, overlap)
 
 
@@ -77,7 +76,7 @@ def adamw(session, journal, overlap="backward"):
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 0.02},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
-    return train(session, journal, model, optimizer, loader_of(examples(), overlap), overlap)
+    return train(session, journal, model, optimizer, loader_of(examples()), overlap)
 
 
 def cut(session, journal, overlap="backward"):
@@ -86,7 +85,7 @@ def cut(session, journal, overlap="backward"):
     model = nn.Sequential(nn.Linear(8, 96), nn.Tanh(), nn.Linear(96, 2100), nn.Tanh(), nn.Linear(2100, 96))
     model.append(nn.Linear(96, 3)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
-    return train(session, journal, model, optimizer, loader_of(examples(), overlap), overlap)
+    return train(session, journal, model, optimizer, loader_of(examples()), overlap)
 
 
 def repeated():
@@ -119,7 +118,7 @@ def scaled(session, journal, overlap="backward"):
         model[0].weight.grad.mul_(0.125)
         model[2].weight.grad = model[2].weight.grad * 0.25
 
-    return train(session, journal, model, optimizer, loader_of(examples(), overlap), overlap, change)
+    return train(session, journal, model, optimizer, loader_of(examples()), overlap, change)
 
 
 def accumulated(session, journal, overlap="backward"):
@@ -147,7 +146,7 @@ def scheduled(session, journal, overlap="backward"):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     by_epoch = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     model, optimizer, by_epoch, loader = session.prepare(
-        model, optimizer, by_epoch, loader_of(examples(), overlap), overlap=overlap
+        model, optimizer, by_epoch, loader_of(examples()), overlap=overlap
     )
     by_step = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 3))
     for _ in session.epochs(EPOCHS):
@@ -184,16 +183,14 @@ def forked(session, journal, overlap="backward"):
     torch.manual_seed(3 + 100 * session.rank)
     model = Forked().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    return train(session, journal, model, optimizer, loader_of(examples(), overlap), overlap)
+    return train(session, journal, model, optimizer, loader_of(examples()), overlap)
 
 
 def zeroed(session, journal, overlap="backward"):
     """Gradients are kept and set to zero, before the first backward and after every step."""
     model = network(session)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    model, optimizer, loader = session.prepare(
-        model, optimizer, loader_of(examples(), overlap), overlap=overlap
-    )
+    model, optimizer, loader = session.prepare(model, optimizer, loader_of(examples()), overlap=overlap)
     for _ in session.epochs(EPOCHS):
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)
@@ -210,7 +207,7 @@ def two_optimizers(session, journal, overlap="backward"):
     first = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
     second = torch.optim.AdamW(model[2].parameters(), lr=0.02)
     model, first, second, loader = session.prepare(
-        model, first, second, loader_of(examples(), overlap), overlap=overlap
+        model, first, second, loader_of(examples()), overlap=overlap
     )
     for _ in session.epochs(EPOCHS):
         for x, y in loader:

@@ -72,8 +72,8 @@ class Agreement(ABC):
         return
 
     @abstractmethod
-    def refresh(self, *, ended: bool) -> None:
-        """A pass over the data begins or has ended; all workers are here."""
+    def refresh(self, *, ended: bool, trains: bool) -> None:
+        """A pass over the data begins or has ended; `trains`, as far as is known; all workers are here."""
 
     def depart(self) -> None:
         """This worker takes no step for a while, on its own: no other is here."""

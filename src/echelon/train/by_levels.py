@@ -171,15 +171,15 @@ class ByLevels(Apart):
         if self._between is not None:
             self._between.weigh(whole)
 
-    def refresh(self, *, ended: bool) -> None:
+    def refresh(self, *, ended: bool, trains: bool) -> None:
         """Both levels. Where members differ, they go on from what was shown: a group has one state."""
-        if isinstance(self._inside, ByMixing) and isinstance(self._between, ByMixing) and not ended:
+        if isinstance(self._inside, ByMixing) and isinstance(self._between, ByMixing) and trains:
             self._between.stay()
-        if isinstance(self._inside, ByMixing) and not ended:
+        if isinstance(self._inside, ByMixing) and trains and not ended:
             self._inside.stay()
-        self._inside.refresh(ended=ended)
+        self._inside.refresh(ended=ended, trains=trains)
         if self._between is not None:
-            self._between.refresh(ended=ended)
+            self._between.refresh(ended=ended, trains=trains)
         for optimizer in self._optimizers:
             self._spread(optimizer)
         self._group.barrier()

@@ -120,6 +120,7 @@ class ByMixing(Apart):
     def meet(self, optimizer: Optimizer) -> None:
         """A step is done: meet whom the policy says."""
         weights = self._of(optimizer)
+        weights.kept = None  # trained without a prepared loader: what was shown is what goes on
         meeting = self._policy.meeting(weights.steps, self._group.rank, self._crew)
         weights.steps += 1
         if meeting is None:
@@ -163,12 +164,12 @@ class ByMixing(Apart):
             if level is not None:
                 self._levels[tuple(members)] = level
 
-    def refresh(self, *, ended: bool) -> None:
-        """After a pass show what is evaluated; before one, go on with one's own weights."""
+    def refresh(self, *, ended: bool, trains: bool) -> None:
+        """After a pass show what is evaluated; before one that trains, go on with one's own weights."""
         for weights in self._weights:
             if ended:
                 self._show(weights)
-            elif weights.kept is not None:
+            elif trains and weights.kept is not None:
                 weights.put(weights.kept)
                 weights.kept = None
         self._share_buffers()

@@ -112,6 +112,12 @@ class ByServer(Apart):
         for table in self._tables:
             table.early = False
 
+    def claim(self, ticket: Callable[[], int]) -> int:
+        """Draw when the policy has let this worker go on, so that a round is of one batch."""
+        for table in self._tables:
+            table.await_answer()
+        return ticket()
+
     def keep(self, active: bool) -> None:
         """Whether gradients stay on this worker for now."""
         for table in self._tables:
@@ -122,7 +128,7 @@ class ByServer(Apart):
         for table in self._tables:
             table.samples = weight
 
-    def refresh(self, *, ended: bool) -> None:
+    def refresh(self, *, ended: bool, trains: bool) -> None:
         """Take part in a pass; before and after it, have the server's weights."""
         if ended:
             self.depart()

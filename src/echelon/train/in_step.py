@@ -115,7 +115,7 @@ class InStep(Agreement):
         for reducer in self._reducers:
             reducer.active = not active
 
-    def refresh(self, *, ended: bool) -> None:
+    def refresh(self, *, ended: bool, trains: bool) -> None:
         """A pass over the data begins or ends: take note of thawed layers, and agree on buffers."""
         self.settle()
         for reducer in self._reducers:

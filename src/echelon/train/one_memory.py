@@ -60,7 +60,7 @@ class OneMemory(Apart):
         self._handles.append(optimizer.register_step_pre_hook(lambda *_: before()).remove)
         self._handles.append(optimizer.register_step_post_hook(lambda *_: after()).remove)
 
-    def refresh(self, *, ended: bool) -> None:
+    def refresh(self, *, ended: bool, trains: bool) -> None:
         """Wait until nobody writes any more."""
         self._group.barrier()
         self._share_buffers()

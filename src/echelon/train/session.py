@@ -324,7 +324,7 @@ class Session(Talk):
         return self._agreement.claim(ticket) if count else ticket()
 
     def _on_pass(self, loader: SharedLoader) -> None:
-        self._agreement.refresh(ended=loader.finished)
+        self._agreement.refresh(ended=loader.finished, trains=loader.trains)
 
     def _on_batch(self, loader: SharedLoader, part: Slice) -> None:
         self._current = loader

@@ -65,6 +65,13 @@ class Levels(Policy):
                 where="--sync",
                 fix="say who is in which with --groups, or use a lab with several sites",
             )
+        members = sorted(rank for group in crew.groups for rank in group)
+        if members != list(range(crew.workers)):
+            raise ConfigError(
+                f"groups {list(map(list, crew.groups))} do not hold each of {crew.workers} workers once",
+                where="--groups",
+                fix="put every worker into exactly one group",
+            )
         for group in crew.groups:
             self.inside.check(members_of(crew, group))
         self.between.check(units_of(crew))

@@ -522,6 +522,13 @@ class Table:
             self._transfer_s = max(0.0, time.perf_counter() - self._arrived_at - held_s)
             self._answer = None
 
+    def await_answer(self) -> None:
+        """If weights are on their way, wait until the policy has let them go."""
+        if self._on_its_way:
+            waited_s = self._line.until(lambda: self._answer is not None, self._number)
+            self._observer.waited(waited_s)
+            self._released_at += waited_s
+
     def settle(self) -> None:
         """Let everything land."""
         for place in sorted(self._on_its_way):

@@ -283,6 +283,8 @@ class Keeper:
         push = Push(done.kind, flat, list(map(bool, done.used)))  # type: ignore[arg-type]
         with self._timed("queue_s"):
             square, dot = shard.ledger.push(worker, step, push)
+        if letter.head.kind == Kind.FORWARDED:
+            square = dot = 0.0  # those of a replica are its original's
         if table.opening.replicas and letter.head.kind == Kind.DONE:
             self._forward(letter, flat)
         if self._index == 0:

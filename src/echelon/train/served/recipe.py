@@ -72,7 +72,7 @@ def build(recipe: dict[str, Any], parameters: Sequence[Tensor], group_of: Sequen
     for index, options in enumerate(recipe["groups"]):
         held = [p for p, group in zip(parameters, group_of, strict=True) if group == index]
         groups.append({**_read(options), "params": held})
-    # Some are read by the constructor only, or are wanted by it: not all classes have defaults of their own.
+    # Some options are read by the constructor only, and some constructors do not do without them.
     wanted = inspect.signature(kind).parameters
     defaults = {name: value for name, value in _read(recipe["defaults"]).items() if name in wanted}
     try:
