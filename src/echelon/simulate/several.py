@@ -191,8 +191,9 @@ def _apart(
             processes[ours] = process
             ours.send(left.pop())
         missing = len(tasks)
+        busy = set(processes)
         while missing:
-            for ready in wait(list(processes)):
+            for ready in wait(busy):
                 assert isinstance(ready, Connection)
                 said = _heard(ready, processes[ready])
                 if isinstance(said, EchelonError):
@@ -205,8 +206,8 @@ def _apart(
                 yield number, what
                 missing -= 1
                 ready.send(left.pop() if left else None)
-                if not missing:
-                    break
+                if len(busy) > missing:  # it was sent home: its end of the line is no failure
+                    busy.discard(ready)
     finally:
         for connection, ended in processes.items():
             connection.close()

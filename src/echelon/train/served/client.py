@@ -546,12 +546,14 @@ class Table:
         self._alone = False
 
     def merge(self) -> None:
-        """Push what this worker has done alone, if it has, so that nothing of it is lost."""
-        if not self._alone:
+        """Push what this worker has done by itself and not pushed yet, so that nothing of it is lost."""
+        if not self._alone and self._sum is None:
             return
         self._arrived_at = time.perf_counter()
-        self._push_tensors(self._delta())
-        self._finish_push("delta", self._compute_s, [True] * len(self._parameters))
+        self._push_tensors(self._delta() if self._sum is None else self._sum)
+        kind = "delta" if self._sum is None else "gradient"
+        self._finish_push(kind, self._compute_s, [True] * len(self._parameters))
+        self._sum = None
         self._await_release()
         self._take_answer(lambda: None)
 

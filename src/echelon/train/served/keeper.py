@@ -147,6 +147,8 @@ class Keeper:
                 self._handle(letter)
             self._tick()
         self._report()
+        others = [server for server in self._servers if server != self._rank]
+        self._post.leave(others, head(Kind.BYE), _FAREWELL_S)  # some workers' may be on its way to them
 
     def _report(self) -> None:
         """Record what keeping a gradient, applying an update and handing out weights took on average."""
@@ -159,8 +161,6 @@ class Keeper:
         yield
         self._spent_s[what] += time.perf_counter() - begun
         self._count[what] += 1
-        others = [server for server in self._servers if server != self._rank]
-        self._post.leave(others, head(Kind.BYE), _FAREWELL_S)  # some workers' may be on its way to them
 
     def _patience_s(self) -> float:
         wakes = [
