@@ -3,9 +3,9 @@
     python benchmarks/server.py [--workers 1,2,4,8] [--megabytes 0.5,4,16] [--seconds 3] [--rounds 3]
 
 Workers do nothing but push a gradient and take the weights (async, plain SGD), as fast as the server lets
-them. The limit is a loop of numpy adds on the same number of bytes, w += g, in one thread. Both are measured
-in turns. At the end it prints what one gradient costs the server, as `echelon simulate --server-costs` wants
-it: keeping a gradient, applying an update, handing out weights.
+them. The limit is a loop of numpy adds on the same number of bytes, w += g, in one thread. Both are
+measured in turns. Beside it stands what the server's own work on one gradient takes: keeping it, applying
+an update, handing out weights.
 """
 
 from __future__ import annotations
@@ -104,9 +104,8 @@ def main() -> None:
     if args.work:
         work(int(args.work[0]), float(args.work[1]))
         return
-    print(
-        f"{'MB':>5s} {'workers':>8s} {'gradients/s':>12s} {'adds/s':>9s} {'of the limit':>13s}   queue, apply, hand [ms]"
-    )
+    columns = f"{'MB':>5s} {'workers':>8s} {'gradients/s':>12s} {'adds/s':>9s} {'of the limit':>13s}"
+    print(f"{columns}   queue, apply, hand [ms]")
     for size in map(float, args.megabytes.split(",")):
         elements = int(size * 1e6 / 4) // 4 * 4
         for workers in map(int, args.workers.split(",")):

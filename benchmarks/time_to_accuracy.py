@@ -3,8 +3,8 @@
     ECHELON_DATA=... python benchmarks/time_to_accuracy.py [--rounds 3] [--only full,async] [--json FILE]
 
 An emulated cluster (root needed): processors of 0.5, 0.35, 0.25 and 0.15 of a core, 1 Gb/s; the two slower
-nodes pause max(0, normal(0, 0.25)) seconds in every step; servers run on a node of their own. Batches of 64.
-Policies that apply every gradient whole use a quarter of the learning rate, for four gradients are applied
+nodes pause max(0, normal(0, 0.25)) seconds in every step; servers run on a node of their own. Batches of
+64. Policies that apply every gradient whole use a quarter of the learning rate, for four are applied
 where `full` applies their mean. After every 4,800 samples the model is evaluated on 2,000 test images; the
 time is that from the first step to the evaluation that reaches 95 %, evaluations included. Policies take
 turns.
@@ -79,8 +79,8 @@ def work(lr: float) -> None:
     model = MODELS.build("lenet").build(splits.spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     sampler = RandomSampler(splits.train, num_samples=4800, generator=torch.Generator().manual_seed(0))
-    loader = DataLoader(splits.train, batch_size=64, sampler=sampler)
-    test = DataLoader(Subset(splits.test, range(2000)), batch_size=500)
+    loader = DataLoader(splits.train, batch_size=64, sampler=sampler, collate_fn=splits.collate)
+    test = DataLoader(Subset(splits.test, range(2000)), batch_size=500, collate_fn=splits.collate)
     model, optimizer, loader, test = session.prepare(model, optimizer, loader, test)
     loss_fn = torch.nn.functional.cross_entropy
     begun = time.perf_counter()

@@ -15,6 +15,12 @@ def test_what_comes_out_is_what_one_after_the_other_gives(setting):
     assert simulate_several(two, POLICIES) == simulate(two, POLICIES)
 
 
+def test_processes_that_have_nothing_left_to_do_end_before_the_others(setting):
+    # Three runs for two processes: one of them is sent home while the other still works.
+    policies = ["full", "async", "hogwild"]
+    assert simulate_several(setting, policies, jobs=2) == simulate(setting, policies)
+
+
 def test_progress_tells_how_far_each_run_is(setting):
     heard = []
     simulate_several(
