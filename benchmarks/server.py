@@ -1,11 +1,11 @@
 """How many gradients does a parameter server apply per second, beside the memory's limit?
 
-    python benchmarks/server.py [--workers 1,2,4,8] [--megabytes 0.5,4,16] [--seconds 3] [--rounds 3]
+    python benchmarks/server.py [--workers 2,4,8] [--megabytes 0.5,4,16] [--seconds 3] [--rounds 3]
 
 Workers do nothing but push a gradient and take the weights (async, plain SGD), as fast as the server lets
 them. The limit is a loop of numpy adds on the same number of bytes, w += g, in one thread. Both are
 measured in turns. Beside it stands what the server's own work on one gradient takes: keeping it, applying
-an update, handing out weights.
+an update, handing out weights. One worker needs no server, so there are two or more.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
 
 Every worker's gradient takes 30 ms, one worker's 150 ms, give or take 40 %. They wait that long, as for an
 accelerator, so that the figures do not depend on how many cores this machine has. Counted are samples whose
-gradients (or deltas) were applied, over the time; dropped ones are not. Each policy is compared with `full`
-and with the same cluster without the straggler, also per useful worker: those whose gradients count.
-Policies take turns; the medians of their ratios are printed.
+gradients (or deltas) were applied, over the time; dropped ones are not. What a worker does alone counts,
+for it is merged later. Each policy is compared with `full` and with the same cluster without the straggler; per
+useful worker means: of the three others, without what the straggler adds. Policies take turns; the medians
+of their ratios are printed.
 """
 
 from __future__ import annotations
@@ -100,8 +101,7 @@ def run(policy: str, workers: int, seconds: float) -> dict[str, float]:
         per_s = json.loads(line)["steps_per_s"]
         kept = _kept(Path(folder), workers)
     counted = [rate * share for rate, share in zip(per_s, kept, strict=True)]
-    useful = sum(share > 0.5 for share in kept)
-    return {"samples_per_s": sum(counted) * _BATCH, "useful": useful, "per_s": counted}
+    return {"samples_per_s": sum(counted) * _BATCH, "per_s": counted}
 
 
 def _kept(folder: Path, workers: int) -> list[float]:

@@ -158,6 +158,11 @@ class EngineGroup(Group):
         return self._engine.meeting.members
 
     @property
+    def _summing(self) -> Servers | None:
+        """The servers that sum for all workers; some of them sum among themselves."""
+        return None if self._among else self._engine.servers
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that its members have in the view."""
         return self._among or tuple(range(self.size))
@@ -199,13 +204,13 @@ class EngineGroup(Group):
         return _joined(tensor, lanes)
 
     def _over_tcp(self, lane: Tensor, op: Op, priority: int) -> Pending:
-        if self._engine.servers is not None:
-            self._engine.servers.announce(self._channel << CHANNEL_BITS | (self._count + 1), lane, op)
+        if self._summing is not None:
+            self._summing.announce(self._channel << CHANNEL_BITS | (self._count + 1), lane, op)
         return self._start(lane, self._schedule(lane.numel()), op, priority)
 
     def _schedule(self, length: int) -> Schedule:
-        if self._engine.servers is not None:
-            return self._engine.servers.schedule(length)
+        if self._summing is not None:
+            return self._summing.schedule(length)
         return _schedule(self._collective, self.rank, self.size, length)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -396,7 +401,7 @@ class EngineGroup(Group):
 
     def fork(self) -> Group:
         """The same connections, another channel."""
-        return EngineGroup(self._engine, self._text, owns=False)
+        return EngineGroup(self._engine, self._text, owns=False, among=self._among)
 
     def close(self) -> None:
         """Leave; peers that still need us notice at once. A fork leaves nothing: its connections go on."""

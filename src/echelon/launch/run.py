@@ -51,6 +51,7 @@ from echelon.observe.run_folder import RunFolder
 from echelon.observe.summary import Summary, write_summary
 from echelon.plan.groups import by_site, parse_groups
 from echelon.plan.plan import Asked, Plan, WorkerPlan, make_plan
+from echelon.sync.policies.levels import Levels
 from echelon.sync.policy import POLICIES
 from echelon.sync.policy import Crew as SyncCrew
 
@@ -210,7 +211,8 @@ def _check_sync(plan: Plan, settings: RunSettings) -> None:
                 seed=plan.seed,
             )
         )
-    if plan.servers and policy.family in ("mix", "share"):
+    between = policy.between if isinstance(policy, Levels) else policy
+    if plan.servers and between.family in ("mix", "share"):
         raise ConfigError(f"sync {policy.name} has no use for servers", where="--servers", fix="start none")
 
 

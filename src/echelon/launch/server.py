@@ -46,6 +46,7 @@ def serve_run(place: Place, folder: RunFolder) -> Keeper | None:
         deadline_s=plan.round_timeout_s,
         timeout_s=plan.join_timeout_s,
     )
+    cause = ""
     with Recorder(folder.events_of(place.rank)) as recorder:
         try:
             if meeting.told(SERVERS_DO) != SUM:
@@ -58,8 +59,11 @@ def serve_run(place: Place, folder: RunFolder) -> Keeper | None:
                 deadline_s=plan.round_timeout_s,
             )
             return None
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise
         finally:
-            engine.loop.close()
+            engine.loop.close(cause)
 
 
 def _keep(engine: Engine, place: Place, recorder: Recorder) -> Keeper:

@@ -33,6 +33,7 @@ class SynchronousElastic(Mixed):
 
     name: ClassVar[str] = "elastic-averaging"
     shown: ClassVar[Literal["mean", "own", "center"]] = "center"
+    weighs: ClassVar[bool] = False
     alpha: float | None
     period: int
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echelon.errors import ConfigError
 from echelon.sync.served import Kind, Part, Served
@@ -22,18 +22,22 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Push:
-    """What a worker has sent for one of its steps; `used` says which parameters have a gradient at all."""
+    """What a worker has sent for one of its steps; `used` says which parameters have a gradient at all.
+
+    `settings` are the optimizer's, as the worker has them; they hold for the update that it is part of.
+    """
 
     kind: Kind
     flat: Tensor
     used: Sequence[bool]
+    settings: Any = None
 
 
 class Ledger:
     """One shard's books.
 
     `step` makes one step of its optimizer with the gradients in `parameters`; as many pushes' memory as
-    `spare` says is kept to be used again.
+    `spare` says is kept to be used again; `configure` gives the optimizer a push's settings.
     """
 
     def __init__(
@@ -44,12 +48,14 @@ class Ledger:
         step: Callable[[], None],
         *,
         spare: int = 0,
+        configure: Callable[[Any], None] = lambda settings: None,
     ) -> None:
         self.flat = flat
         self.parameters = list(parameters)
         self.version = 0
         self._policy = policy
         self._step = step
+        self._configure = configure
         self._pushes: dict[tuple[int, int], Push] = {}
         self._read: dict[int, Tensor] = {}
         self._replies: dict[int, Tensor] = {}
@@ -69,6 +75,11 @@ class Ledger:
     def waiting(self) -> int:
         """How many pushes wait for a decision."""
         return len(self._pushes)
+
+    def seed(self, flat: Tensor) -> None:
+        """Begin with these weights."""
+        self.flat.copy_(flat)
+        self._snapshot = None
 
     def push(self, worker: int, step: int, push: Push) -> tuple[float, float]:
         """Keep a push; returns its squared norm and its product with the one before, for who listens."""
@@ -90,6 +101,9 @@ class Ledger:
                     fix="a policy settles every push exactly once: see echelon/sync/served.py",
                 )
         taken = [(part, self._pushes.pop((part.worker, part.step))) for part in parts]
+        for _, push in taken:
+            if push.settings is not None:
+                self._configure(push.settings)
         self._apply_gradients([(part, push) for part, push in taken if push.kind == "gradient"])
         for part, push in taken:
             if push.kind == "delta":

@@ -39,11 +39,13 @@ class Mixed(Policy):
     """A policy of averages between workers.
 
     `shown` is what is evaluated and saved after a pass over the data: the mean of all workers' weights,
-    each worker's own, or what is kept in memory under "center" (the same on all workers).
+    each worker's own, or what is kept in memory under "center" (the same on all workers). `weighs`: means
+    are by the workers' shares of the samples; plain ones otherwise.
     """
 
     __slots__ = ()
     family: ClassVar[Family] = "mix"
+    weighs: ClassVar[bool] = True
     shown: ClassVar[Literal["mean", "own", "center"]] = "mean"
 
     @abstractmethod

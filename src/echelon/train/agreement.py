@@ -75,6 +75,10 @@ class Agreement(ABC):
     def refresh(self, *, ended: bool, trains: bool) -> None:
         """A pass over the data begins or has ended; `trains`, as far as is known; all workers are here."""
 
+    def left(self) -> None:
+        """A loop over a loader was left in the middle, by this worker alone."""
+        return
+
     def depart(self) -> None:
         """This worker takes no step for a while, on its own: no other is here."""
         return
@@ -90,6 +94,10 @@ class Agreement(ABC):
     def before_save(self) -> None:
         """Everything that is to be in a checkpoint must be on the leader."""
         self.settle()
+
+    def after_save(self) -> None:
+        """The checkpoint has been written."""
+        return
 
     def loaded(self) -> None:
         """Weights and states were replaced by a checkpoint's, on all workers."""
@@ -172,5 +180,10 @@ class _Step:
                 where="optimizer.step",
                 fix="compute the gradients before the step, or use sync full",
             )
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        optimizer = self._optimizer
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        for before in optimizer._optimizer_step_pre_hooks.values():
+            before(optimizer, (), {})
         self._step(self._own)
+        for after in optimizer._optimizer_step_post_hooks.values():
+            after(optimizer, (), {})

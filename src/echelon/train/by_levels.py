@@ -147,9 +147,11 @@ class ByLevels(Apart):
 
     @torch.no_grad()
     def _average(self, optimizer: Optimizer) -> None:
-        """The members' mean, before the group speaks as one."""
+        """The members' mean, by shares, before the group speaks as one."""
+        shares = members_of(self._crew, self._crew.groups[self.unit]).shares or (1.0,) * self._mates.size
+        part = shares[self._mates.rank] / sum(shares)
         for p in _parameters(optimizer):
-            mean = p.detach() / self._mates.size
+            mean = p.detach() * part
             self._mates.all_reduce(mean).wait()
             p.copy_(mean)
 
@@ -163,10 +165,13 @@ class ByLevels(Apart):
 
     def weigh(self, weight: float, batch: int = 0) -> None:
         """A worker's part of its group's batch, and the group's part of the whole."""
-        shares: list[float] = list(self._crew.shares) or [1.0] * self._crew.workers
-        mine = self._crew.groups[self.unit]
-        parts = split(batch, shares) if batch else shares
-        whole = sum(parts[rank] for rank in mine) / sum(parts)
+        if batch:
+            shares: list[float] = list(self._crew.shares) or [1.0] * self._crew.workers
+            parts = split(batch, shares)
+            whole = sum(parts[rank] for rank in self._crew.groups[self.unit]) / batch
+        else:  # as the script says
+            total = torch.tensor([weight], dtype=torch.float64)
+            whole = float(self._mates.all_reduce(total).wait())
         self._inside.weigh(weight / whole)
         if self._between is not None:
             self._between.weigh(whole)
@@ -185,6 +190,11 @@ class ByLevels(Apart):
         self._group.barrier()
         self._share_buffers()
 
+    def left(self) -> None:
+        """On behalf of the group, whose members leave a loop together."""
+        if self._between is not None:
+            self._between.left()
+
     def depart(self) -> None:
         """On behalf of the group, whose members leave a loop together."""
         if self._between is not None:
@@ -202,6 +212,13 @@ class ByLevels(Apart):
         """What is shown is what is saved."""
         if self._between is not None:
             self._between.before_save()
+        for optimizer in self._optimizers:
+            self._spread(optimizer)
+
+    def after_save(self) -> None:
+        """Go on with what was there."""
+        if self._between is not None:
+            self._between.after_save()
         for optimizer in self._optimizers:
             self._spread(optimizer)
 

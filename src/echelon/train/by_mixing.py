@@ -82,8 +82,8 @@ class ByMixing(Apart):
         self._weights: list[_Weights] = []
         self._new: list[Optimizer] = []
         self._handles: list[Callable[[], None]] = []
+        self._borrowed: list[_Weights] = []
         self._levels: dict[tuple[int, ...], Group] = {}
-        self._share = crew.shares[group.rank] if crew.shares else 1.0
 
     def adopt(
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
@@ -138,10 +138,11 @@ class ByMixing(Apart):
         self._observer.met(own.numel() * own.element_size())
 
     def _mean(self, own: Tensor, members: Sequence[int]) -> Tensor:
-        shares = self._crew.shares or (1.0,) * self._group.size
+        equal = (1.0,) * self._group.size
+        shares = self._crew.shares or equal if self._policy.weighs else equal
         total = sum(shares[rank] for rank in members)
         group = self._among(tuple(members))
-        flat = own * (self._share / total)
+        flat = own * (shares[self._group.rank] / total)
         return group.all_reduce(flat).wait()
 
     def _among(self, members: tuple[int, ...]) -> Group:
@@ -172,7 +173,8 @@ class ByMixing(Apart):
             elif trains and weights.kept is not None:
                 weights.put(weights.kept)
                 weights.kept = None
-        self._share_buffers()
+        if self._policy.shown != "own":
+            self._share_buffers()
 
     def stay(self) -> None:
         """Go on with what is shown."""
@@ -191,8 +193,17 @@ class ByMixing(Apart):
 
     def before_save(self) -> None:
         """What is shown is what is saved."""
+        self._borrowed = [weights for weights in self._weights if weights.kept is None]
         for weights in self._weights:
             self._show(weights)
+
+    def after_save(self) -> None:
+        """Go on as before."""
+        for weights in self._borrowed:
+            if weights.kept is not None:
+                weights.put(weights.kept)
+                weights.kept = None
+        self._borrowed = []
 
     def loaded(self) -> None:
         """All begin anew from what was loaded."""
@@ -204,15 +215,16 @@ class ByMixing(Apart):
     def finish(self) -> None:
         """End with one model."""
         for weights in self._weights:
-            if weights.kept is None:
+            if self._policy.shown != "own":
+                self._show(weights)
+            else:
                 weights.put(self._mean(weights.flat(), range(self._group.size)))
-                if self._policy.shown == "own":
-                    self._explain(
-                        "average",
-                        "the workers never met: their weights were averaged once, at the end",
-                        f"sync {self._name}: the weights of {self._group.size} workers that never met "
-                        "were averaged at the end; evaluations before that are each worker's own",
-                    )
+                self._explain(
+                    "average",
+                    "the workers never met: their weights were averaged once, at the end",
+                    f"sync {self._name}: the weights of {self._group.size} workers that never met "
+                    "were averaged at the end; evaluations before that are each worker's own",
+                )
             weights.kept = None
 
     def close(self) -> None:

@@ -57,7 +57,9 @@ class ByServer(Apart):
         self._engine_group = group
         self._line = open_line(group)
         self._undo: list[Callable[[], None]] = []
+        self._back: list[Callable[[], None]] = []
         self._tables: list[Table] = []
+        self._passes: dict[int, list[tuple[bool, int]]] = {}  # open ones: present before, steps before
         self._new: list[tuple[Optimizer, Overlap, Callable[[], None], Callable[[], None]]] = []
 
     def add(self, model: nn.Module, rules: Rules) -> None:
@@ -131,14 +133,27 @@ class ByServer(Apart):
     def refresh(self, *, ended: bool, trains: bool) -> None:
         """Take part in a pass; before and after it, have the server's weights."""
         if ended:
-            self.depart()
+            self._end_pass()
         self._group.barrier()
         for table in self._tables:
+            table.follow()
             if not ended:
+                self._passes.setdefault(id(table), []).append((table.present, table.steps))
                 table.join()
-            table.pull()
         self._share_buffers()
         self._group.barrier()  # nobody takes a step before all take part
+
+    def left(self) -> None:
+        """A loop over a loader was left in the middle."""
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        """Whoever has trained in this pass takes no part from now on; others are where they were before."""
+        for table in self._tables:
+            present, steps = self._passes[id(table)].pop()
+            if table.steps != steps or not present:
+                table.merge()
+                table.leave()
 
     def depart(self) -> None:
         """Merge what was done alone; nobody waits for this worker from now on."""
@@ -152,13 +167,17 @@ class ByServer(Apart):
             table.settle()
 
     def before_save(self) -> None:
-        """Everybody takes the server's weights; the leader's optimizers take the servers' states."""
+        """The leader takes the server's weights and states, for the moment."""
         self.settle()
-        for table in self._tables:
-            table.pull()
-            if self._group.rank == 0:
-                table.fetch_state()
+        self._group.barrier()  # nobody pushes while the leader looks
+        if self._group.rank == 0:
+            self._back = [table.borrow() for table in self._tables]
         self._group.barrier()
+
+    def after_save(self) -> None:
+        """The leader goes on with what it had."""
+        while self._back:
+            self._back.pop()()
 
     def loaded(self) -> None:
         """Tell the servers what was loaded."""

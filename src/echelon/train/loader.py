@@ -100,6 +100,7 @@ class SharedLoader:
         self._resuming = False
         self._drawn: list[Any] | None = None
         self._claimed_to: Callable[[], int] | None = None
+        self._restored = 0
         self._generator = _generator_of(self._batch_sampler, self._sampler)
         self._check()
 
@@ -223,6 +224,7 @@ class SharedLoader:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` says; a pass that only evaluated begins anew."""
+        self._restored += 1  # what was claimed before is to be claimed again
         self.pass_index = state["pass"]
         self.position = state["position"]
         self.finished = state["finished"]
@@ -267,7 +269,7 @@ class SharedLoader:
         sizes = batch_sizes(len(order) - begin, self.global_batch_size, size, drop_last=self.drop_last)
         taken: deque[Slice] = deque()
         tickets, part_of = sharing.slots or (size, lambda slot: slot)
-        what = f"{self._index}/{self.pass_index}/{begin}"
+        what = f"{self._index}/{self.pass_index}/{begin}/{self._restored}"
         claim = sharing.claim
         assert claim is not None
 

@@ -208,7 +208,7 @@ class Session(Talk):
                 slots=self._agreement.slots,
                 on_pass=self._on_pass,
                 on_batch=self._on_batch,
-                on_break=self._agreement.depart,
+                on_break=self._agreement.left,
             )
         return self._sharing
 
@@ -348,6 +348,7 @@ class Session(Talk):
         state = resume.gather(
             self._prepared, self._group, step=self.step, epoch=self.epoch, extra=extra or {}
         )
+        self._agreement.after_save()
         written = resume.write(Path(path), self._group, state, keep=keep)
         if written is not None:
             self._recorder.emit(

@@ -4,8 +4,7 @@ A group acts as one worker towards the others: inside it the workers compute the
 batch (full), and its first member pushes, pulls or averages on behalf of all. So `full` inside a site and
 `percentage`, `local` or `async` between sites is levels(full, "percentage(0.5)").
 
-Inside may also be a policy of averages (local, gossip, elastic-averaging); then so must be the one between
-groups: before groups meet, each takes the mean of its members.
+Inside may also be a policy of averages (local, gossip); then so must be the one between groups: before groups meet, each takes the mean of its members.
 """
 
 from __future__ import annotations
@@ -35,6 +34,12 @@ class Levels(Policy):
                 f"{bad} cannot be a level",
                 where="sync levels",
                 fix="inside a group use full or a policy of averages; between groups not hogwild or levels",
+            )
+        if isinstance(inside, Mixed) and inside.shown == "center":
+            raise ConfigError(
+                f"{self.inner} keeps a center, which groups that meet would not know of",
+                where="sync levels",
+                fix="use full, gossip or local without an outer step inside",
             )
         if isinstance(inside, Mixed) and between.family != "mix":
             raise ConfigError(

@@ -133,10 +133,10 @@ class Table:
         self._policy = policy
         self._observer = observer
         steady = policy.push_every == policy.pull_every == 1 and policy.pushes == "gradient"
+        self._steady = steady
         self._late = late and steady and not policy.alone
         self._on_its_way: set[int] = set()
         self._recipe = recipe.describe(optimizer)
-        self._settings = recipe.settings(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._group_of = [
             index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]
@@ -155,6 +155,7 @@ class Table:
             for part in piece.parts:
                 self._pieces_of.setdefault(part.parameter, []).append(number)
                 self._parts_of.setdefault(part.parameter, []).append((piece.shard, part))
+        self.present = True
         self._place_of = {id(p): index for index, p in enumerate(self._parameters)}
         self._handles = [
             p.register_post_accumulate_grad_hook(self._ready) for p in self._parameters if p.requires_grad
@@ -173,6 +174,7 @@ class Table:
         self._answer: Letter | None = None
         self._landed: set[tuple[int, int]] = set()
         self._noted = False
+        self._seeded = 0
         self._opened: dict[int, str] = {}
         self._states: dict[int, bytes] = {}
         self._released_at = time.perf_counter()
@@ -216,6 +218,7 @@ class Table:
     @torch.no_grad()
     def _seed(self, replicas: int) -> None:
         states = self._cut_state()
+        self._seeded, sent = 0, 0
         self._gather(self._outgoing, [p.detach() for p in self._parameters])
         for index, flat in enumerate(self._outgoing):
             if not flat.numel():
@@ -224,9 +227,11 @@ class Table:
                 server = self._line.servers[(index + copy) % len(self._line.servers)]
                 what = head(Kind.SEED, self._number, shard=index)
                 self._line.send(server, what, as_bytes(flat.clone()))
+                sent += 1 + bool(states)
                 if states:
                     what = head(Kind.SEED, self._number, shard=index, flags=1)
                     self._line.send(server, what, memoryview(state_tree.pack({"parts": states[index]})))
+        self._line.until(lambda: self._seeded == sent, self._number)  # or others would be handed zeros
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -252,7 +257,6 @@ class Table:
     def _begin_round(self) -> None:
         self._next = 0
         self._waiting = {place for place, p in enumerate(self._parameters) if p.requires_grad}
-        self._sent: dict[int, tuple[int, int]] = {}
 
     @torch.no_grad()
     def _push(self, number: int) -> None:
@@ -266,7 +270,6 @@ class Table:
                 target.zero_()
             else:
                 target.copy_(gradient.reshape(-1)[part.start : part.stop])
-                self._sent[part.parameter] = (id(gradient), gradient._version)
         self._send_piece(piece, flat)
 
     def _send_piece(self, piece: shards.Piece, flat: Tensor) -> None:
@@ -280,6 +283,9 @@ class Table:
     def step(self, own_step: Callable[[], None]) -> None:
         """Take a step by the servers, or alone by the worker's own optimizer."""
         self.settle()
+        self._refuse_added()
+        if not self.present:
+            self.join()
         self.steps += 1
         self._arrived_at = time.perf_counter()
         self._compute_s = compute_s = self._arrived_at - self._released_at
@@ -291,6 +297,15 @@ class Table:
             self._step_locally(own_step, compute_s, pushes, pulls)
         else:
             self._step_by_server(own_step, compute_s)
+
+    def _refuse_added(self) -> None:
+        now = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if now != len(self._parameters):
+            raise ConfigError(
+                f"the optimizer has {now} parameters, but the servers keep {len(self._parameters)}",
+                where="optimizer.add_param_group",
+                fix="give the optimizer all its parameters before prepare",
+            )
 
     def _step_by_server(self, own_step: Callable[[], None], compute_s: float) -> None:
         if self._ask:
@@ -351,20 +366,28 @@ class Table:
     def _push_gradients(self) -> None:
         """Send what backward has not, and again what has changed since."""
         changed = [
-            number
-            for number, piece in enumerate(self._pieces[: self._next])
-            if any(self._changed(part.parameter) for part in piece.parts)
+            number for number, piece in enumerate(self._pieces[: self._next]) if self._changed(piece)
         ]
         if changed:
+            for shard in {self._pieces[number].shard for number in changed}:
+                self._outgoing[shard] = self._outgoing[shard].clone()  # the old one may still be on its way
             self._vain += 1
             self.early = self._vain < _PATIENCE
         for number in [*changed, *range(self._next, len(self._pieces))]:
             self._push(number)
 
-    def _changed(self, place: int) -> bool:
-        gradient = self._parameters[place].grad
-        now = None if gradient is None else (id(gradient), gradient._version)
-        return now != self._sent.get(place)
+    def _changed(self, piece: shards.Piece) -> bool:
+        """Whether a gradient is no longer what was sent. By its values: there are many ways to change it."""
+        flat = self._outgoing[piece.shard]
+        for part in piece.parts:
+            gradient = self._parameters[part.parameter].grad
+            sent = flat[part.at : part.at + part.length]
+            if gradient is None:
+                if bool(sent.any()):
+                    return True
+            elif not torch.equal(gradient.reshape(-1)[part.start : part.stop], sent):
+                return True
+        return False
 
     @torch.no_grad()
     def _push_tensors(self, tensors: Sequence[Tensor]) -> None:
@@ -402,7 +425,6 @@ class Table:
         self, what: Kind, kind: str, compute_s: float, used: Sequence[bool] = (), *, pull: bool = True
     ) -> None:
         settings = recipe.settings(self.optimizer)
-        changed = settings if settings != self._settings else None
         for index, shard in enumerate(self._shards if what == Kind.DONE else self._shards[:1]):
             if not shard.length:
                 continue
@@ -414,13 +436,12 @@ class Table:
                 transfer_s=self._transfer_s,
                 pull=pull,
                 used=bytes(used[part.parameter] for part in shard.parts) if used else b"",
-                settings=changed if what == Kind.DONE else None,
+                settings=settings if what == Kind.DONE else None,
             )
             letter = head(what, self._number, shard=index, step=self._step)
             self._line.send(self._line.servers[index], letter, memoryview(encode(done)))
         self._landed.clear()
         if what == Kind.DONE:
-            self._settings = settings
             self._step += 1
 
     # Answers -------------------------------------------------------------------------------------
@@ -441,6 +462,8 @@ class Table:
                 self._read = letter.head.step
             case Kind.NOTED:
                 self._noted = True
+            case Kind.SEEDED:
+                self._seeded += 1
             case Kind.OPENED:
                 self._opened[letter.peer] = bytes(letter.payload).decode().strip("\0")
             case Kind.STATES:
@@ -557,14 +580,42 @@ class Table:
         self._await_release()
         self._take_answer(lambda: None)
 
+    def follow(self) -> None:
+        """Have the server's weights, unless this worker is in the middle of training with its own."""
+        in_training = self.present and self.steps > 0
+        if not (in_training and (self._alone or not self._steady)):
+            self.pull()
+
+    @torch.no_grad()
+    def borrow(self) -> Callable[[], None]:
+        """Have the server's weights and states for a moment; returns how to go back."""
+        own = [p.detach().clone() for p in self._parameters]
+        rooms, read, alone = [room.clone() for room in self._rooms], self._read, self._alone
+        self.pull()
+        self.fetch_state()
+
+        def back() -> None:
+            self._read, self._alone = read, alone
+            for room, kept in zip(self._rooms, rooms, strict=True):
+                room.copy_(kept)
+            for p, kept in zip(self._parameters, own, strict=True):
+                p.data.copy_(kept)
+
+        return back
+
     def join(self) -> None:
         """Take part, from now on."""
+        if self.present:
+            return
+        self.present = True
         self._note(Kind.JOIN)
         self._released_at = time.perf_counter()
 
     def leave(self) -> None:
         """Take no part, for now."""
-        self._note(Kind.LEAVE)
+        if self.present:
+            self.present = False
+            self._note(Kind.LEAVE)
 
     def _note(self, kind: Kind) -> None:
         self.settle()

@@ -123,6 +123,7 @@ class Coordinator:
         return self._arrive(worker, step, msgspec.structs.replace(done, kind="ask"), 0.0, 0.0)
 
     def _arrive(self, worker: int, step: int, done: Done, square: float, dot: float) -> list[Order]:
+        joined = self.join(worker)  # one that had left and steps again without a word
         t = self._now()
         self._arrived[worker] = (t, done)
         arrival = Arrival(
@@ -154,7 +155,7 @@ class Coordinator:
                 dot=dot,
             )
         )
-        return self._carry_out(self._rule.arrive(arrival))
+        return joined + self._carry_out(self._rule.arrive(arrival))
 
     def leave(self, worker: int) -> list[Order]:
         """A worker takes no part for now."""

@@ -84,7 +84,14 @@ class _Table:
         views = [self._view(flat, part) for part in parts]
         groups = [self.opening.groups[part.parameter] for part in parts]
         optimizer = recipe.build(self.opening.recipe, views, groups)
-        ledger = Ledger(self.policy, flat, views, optimizer.step, spare=_SPARE_PUSHES)
+        ledger = Ledger(
+            self.policy,
+            flat,
+            views,
+            optimizer.step,
+            spare=_SPARE_PUSHES,
+            configure=partial(recipe.update, optimizer),
+        )
         mine = tuple(piece for piece in self.pieces if piece.shard == index)
         return _Shard(index, ledger, optimizer, mine)
 
@@ -260,9 +267,10 @@ class Keeper:
         table = self._tables[letter.head.table]
         if letter.head.flags:
             table.set_state(letter.head.shard, state_tree.unpack(bytes(letter.payload)))
-            return
-        given = torch.frombuffer(bytearray(letter.payload), dtype=table.dtype)
-        table.kept[letter.head.shard].ledger.flat.copy_(given)
+        else:
+            given = torch.frombuffer(bytearray(letter.payload), dtype=table.dtype)
+            table.kept[letter.head.shard].ledger.seed(given)
+        self._post.send(letter.peer, head(Kind.SEEDED, letter.head.table))
 
     def _coordinator(self, table: int) -> Coordinator:
         found = self._tables[table].coordinator
@@ -278,9 +286,8 @@ class Keeper:
         shard = table.kept[index]
         key = (number, index, worker, step)
         flat = self._arriving.pop(key)
-        if done.settings is not None:
-            recipe.update(shard.optimizer, done.settings)
-        push = Push(done.kind, flat, list(map(bool, done.used)))  # type: ignore[arg-type]
+        used = list(map(bool, done.used))
+        push = Push(done.kind, flat, used, done.settings)  # type: ignore[arg-type]
         with self._timed("queue_s"):
             square, dot = shard.ledger.push(worker, step, push)
         if letter.head.kind == Kind.FORWARDED:

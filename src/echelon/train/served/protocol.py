@@ -38,6 +38,7 @@ class Kind(IntEnum):
     HAVE = 19  # server to coordinator: a push is here; `start` is the worker; payload square and dot
     ORDERS = 20  # coordinator to servers: what to do; payload list of orders
     FORWARD = 21  # server to replica: a push, `start` is the worker; payload the shard's elements
+    SEEDED = 23  # server to leader: a shard's weights, or states, are here
     FORWARDED = 22  # server to replica: all about it; payload Done
 
 

@@ -97,7 +97,9 @@ def _plain(name: str, value: Any) -> Any:
         return float(value)
     if isinstance(value, (tuple, list)):
         return [_plain(name, item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, float):
+        return float(value)  # also numpy's
+    if value is None or isinstance(value, (bool, int, str)):
         return value
     raise ConfigError(
         f"option {name} of the optimizer is a {type(value).__name__}, which cannot be told to a server",
