@@ -4,7 +4,8 @@ A group acts as one worker towards the others: inside it the workers compute the
 batch (full), and its first member pushes, pulls or averages on behalf of all. So `full` inside a site and
 `percentage`, `local` or `async` between sites is levels(full, "percentage(0.5)").
 
-Inside may also be a policy of averages (local, gossip); then so must be the one between groups: before groups meet, each takes the mean of its members.
+Inside may also be a policy of averages (local, gossip); then so must be the one between groups: before they
+meet, each takes the mean of its members.
 """
 
 from __future__ import annotations

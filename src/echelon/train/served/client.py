@@ -377,7 +377,7 @@ class Table:
             self._push(number)
 
     def _changed(self, piece: shards.Piece) -> bool:
-        """Whether a gradient is no longer what was sent. By its values: there are many ways to change it."""
+        """Whether a gradient is no longer what was sent; by its values, for it can be changed in many ways."""
         flat = self._outgoing[piece.shard]
         for part in piece.parts:
             gradient = self._parameters[part.parameter].grad
