@@ -29,18 +29,19 @@ _FINEST = 10**6  # no share is taken for less than one round in so many
 class Percentage(Served):
     """A worker takes part in a share of the rounds and goes on alone in between.
 
-    `share` is that of all workers, `shares` gives one per worker, or one per group. Workers take part less
-    often `by` how slowly they compute (speed) or communicate (link), relative to the fastest.
+    `share` is that of all workers (0.5 if nothing is said); `shares` gives one per worker, or one per group.
+    `by`: workers take part less often the slower they compute (speed) or communicate (link), relative to the
+    fastest.
     """
 
     name: ClassVar[str] = "percentage"
     alone: ClassVar[bool] = True
-    share: float = 0.5
+    share: float | None = None
     shares: tuple[float, ...] | None = None
     by: Literal["given", "speed", "link"] = "given"
 
     def __post_init__(self) -> None:
-        given = {"share": (self.share,), "shares": self.shares or ()}
+        given = {"share": (0.5 if self.share is None else self.share,), "shares": self.shares or ()}
         for option, values in given.items():
             for value in values:
                 if not 0 < value <= 1:
@@ -49,6 +50,12 @@ class Percentage(Served):
                         where=option,
                         fix="give shares above 0, up to 1.0 for every round",
                     )
+        if self.share is not None and (self.shares is not None or self.by != "given"):
+            raise ConfigError(
+                f"one share for all, {self.share:g}, is given, and others besides",
+                where="share, shares, by",
+                fix="give one of them",
+            )
         if self.shares is not None and self.by != "given":
             raise ConfigError(
                 f"shares are given and are to follow from by={self.by}",
@@ -73,7 +80,7 @@ class Percentage(Served):
         if self.by == "link":
             return self._relative(crew.links, crew, "how fast workers' links are", "--lab")
         if self.shares is None:
-            return [self.share] * crew.workers
+            return [0.5 if self.share is None else self.share] * crew.workers
         if len(self.shares) == crew.workers:
             return self.shares
         if crew.groups and len(self.shares) == len(crew.groups):

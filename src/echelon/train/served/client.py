@@ -75,8 +75,14 @@ class Line:
         assert self.post is not None
         self.post.send(server, what, payload)
 
-    def until(self, there: Callable[[], bool], table: int) -> float:
-        """Take in letters until something is there; returns how long that took."""
+    def until(
+        self, there: Callable[[], bool], table: int, silent: Callable[[], list[int]] | None = None
+    ) -> float:
+        """Take in letters until something is there; returns how long that took.
+
+        `silent` names the servers whose letters are missing; where none is given, the coordinator is
+        asked whom it waits for.
+        """
         assert self.post is not None
         begun = time.perf_counter()
         while not there():
@@ -85,25 +91,27 @@ class Line:
             if letter is not None:
                 self.tables[letter.head.table].hear(letter)
             elif time.perf_counter() - begun >= self.deadline_s:
-                raise self._late(table)
+                raise self._late(self._awaited(table) if silent is None else silent())
         return time.perf_counter() - begun
 
-    def _late(self, table: int) -> WorkerError:
-        """Ask the coordinator whom it waits for."""
+    def _awaited(self, table: int) -> list[int]:
+        """Those whom the coordinator waits for; itself, if it does not say."""
         assert self.post is not None
         self.send(self.coordinator, head(Kind.WHO, table))
         until = time.perf_counter() + _ANSWER_S
-        awaited: list[int] = []
-        named = False
-        while not named and time.perf_counter() < until:
+        while time.perf_counter() < until:
             letter = self.post.receive(until - time.perf_counter())
             if letter is not None and letter.head.kind == Kind.AWAITED:
-                awaited, named = decode(letter.payload, list[int]), True
-        ranks = tuple(awaited) if named else (self.coordinator,)
+                return decode(letter.payload, list[int])
+        return [self.coordinator]
+
+    def _late(self, ranks: list[int]) -> WorkerError:
         who = ", ".join(self.names[rank] for rank in ranks) or "nobody: this is a defect of the policy"
+        servers = set(ranks) <= set(self.servers)
+        told = f"{who} did not answer" if servers else f"no answer from the server, which waits for {who},"
         return RoundTimeout(
-            f"no answer from the server within {self.deadline_s:g} s; it waits for {who}",
-            ranks=ranks,
+            f"{told} within {self.deadline_s:g} s",
+            ranks=tuple(ranks),
             where=self.me,
             fix="see that worker's log, raise --round-timeout-s, or use a policy that does not wait",
         )
@@ -209,7 +217,11 @@ class Table:
         self._opened.clear()
         for server in self._line.servers:
             self._line.send(server, head(Kind.OPEN, self._number), memoryview(encode(opening)))
-        self._line.until(lambda: len(self._opened) == len(self._line.servers), self._number)
+        self._line.until(
+            lambda: len(self._opened) == len(self._line.servers),
+            self._number,
+            lambda: [server for server in self._line.servers if server not in self._opened],
+        )
         problem = next((text for text in self._opened.values() if text), "")
         if problem:
             raise ConfigError(problem, where="--sync")
@@ -231,7 +243,8 @@ class Table:
                 if states:
                     what = head(Kind.SEED, self._number, shard=index, flags=1)
                     self._line.send(server, what, memoryview(state_tree.pack({"parts": states[index]})))
-        self._line.until(lambda: self._seeded == sent, self._number)  # or others would be handed zeros
+        # Or others would be handed zeros.
+        self._line.until(lambda: self._seeded == sent, self._number, lambda: self._line.servers)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -377,7 +390,7 @@ class Table:
             self._push(number)
 
     def _changed(self, piece: shards.Piece) -> bool:
-        """Whether a gradient is no longer what was sent; by its values, for it can be changed in many ways."""
+        """Whether a gradient is not what was sent; by its values, for it can be changed in many ways."""
         flat = self._outgoing[piece.shard]
         for part in piece.parts:
             gradient = self._parameters[part.parameter].grad
@@ -480,7 +493,7 @@ class Table:
         answer, self._answer = self._answer, None
         self._ask = bool(answer.head.flags & ASKING)
         if answer.head.flags & FRESH:
-            self._line.until(self._all_landed, self._number)
+            self._line.until(self._all_landed, self._number, self._silent)
             self._put_in_place()
             self._alone = False
             held_s = decode(answer.payload, Released).held_s
@@ -494,6 +507,11 @@ class Table:
 
     def _all_landed(self) -> bool:
         return len(self._landed) == len(self._pieces)
+
+    def _silent(self) -> list[int]:
+        """The servers whose weights have not come."""
+        missing = {piece.shard for piece in self._pieces if (piece.shard, piece.start) not in self._landed}
+        return [self._line.servers[shard] for shard in sorted(missing)]
 
     @torch.no_grad()
     def _put_in_place(self) -> None:
@@ -564,7 +582,7 @@ class Table:
         self.settle()
         self._landed.clear()
         self._line.send(self._line.coordinator, head(Kind.PULL, self._number))
-        self._line.until(self._all_landed, self._number)
+        self._line.until(self._all_landed, self._number, self._silent)
         self._put_in_place()
         self._alone = False
 
@@ -621,7 +639,7 @@ class Table:
         self.settle()
         self._noted = False
         self._line.send(self._line.coordinator, head(kind, self._number))
-        self._line.until(lambda: self._noted, self._number)
+        self._line.until(lambda: self._noted, self._number, lambda: [self._line.coordinator])
 
     def detach(self) -> None:
         """Leave the parameters alone."""
@@ -641,7 +659,11 @@ class Table:
         kept = [index for index, shard in enumerate(self._shards) if shard.length]
         for index in kept:
             self._line.send(self._line.servers[index], head(Kind.STATE, self._number))
-        self._line.until(lambda: len(self._states) == len(kept), self._number)
+        self._line.until(
+            lambda: len(self._states) == len(kept),
+            self._number,
+            lambda: [self._line.servers[index] for index in kept if index not in self._states],
+        )
         whole: dict[int, dict[str, Any]] = {}
         for index in kept:
             parts = state_tree.unpack(self._states[index])["parts"]

@@ -94,9 +94,9 @@ class Coordinator:
         """When the rule wants to be asked again, from now."""
         return max(0.0, self._wakes[0] - self._now()) if self._wakes else None
 
-    def awaited(self) -> list[int]:
-        """Those who take part and are not here."""
-        return sorted(self._present - set(self._arrived))
+    def awaited(self, asker: int = -1) -> list[int]:
+        """Those who take part and are not here, but for the one who asks."""
+        return sorted(self._present - set(self._arrived) - {asker})
 
     def done(self, worker: int, step: int, done: Done) -> list[Order]:
         """A worker has sent all of a push."""

@@ -228,8 +228,10 @@ class Keeper:
                 packed = memoryview(state_tree.pack(self._tables[table].state()))
                 self._post.send(letter.peer, head(Kind.STATES, table, shard=self._index), packed)
             case Kind.WHO:
-                awaited = memoryview(encode(self._coordinator(table).awaited()))
-                self._post.send(letter.peer, head(Kind.AWAITED, table), awaited)
+                # If it is nobody, then a part of what the asker has pushed is not with all servers.
+                awaited = self._coordinator(table).awaited(letter.peer) or self._servers
+                told = memoryview(encode(awaited))
+                self._post.send(letter.peer, head(Kind.AWAITED, table), told)
             case _:
                 raise PeerLost(f"rank {letter.peer} sent a {kind.name} to a server", ranks=(letter.peer,))
 
