@@ -8,6 +8,9 @@ Where a server decides, its first one records every arrival and every decision:
     took part   the share of all updates made while the worker took part in the run that contain its push
     alone       how often a worker was let go on with its own weights
 
+With `levels` groups agree, and the server's record has their numbers. What it says of a group is said here
+of its first rank, which pushes on behalf of all; the others have no figures of their own.
+
 A script with several optimizers has a table at the server for each; what is said here is of the first.
 
 Where workers average weights among each other nobody records decisions; what is known is after which steps
@@ -20,9 +23,9 @@ two become one, so that a run's length does not decide how much is kept.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,6 +33,7 @@ from echelon.observe.events import Arrived, Decided
 from echelon.observe.run_folder import RunFolder
 
 FULL = "full"
+_LEVELS = "levels"
 _MOST_CELLS = 120
 _FEW_STRETCHES = 20
 _FIRST_WIDTH_S = 0.01
@@ -94,17 +98,36 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
 
 def policy_of(folder: RunFolder) -> str:
     """The sync policy that the run's plan names; empty if there is no plan that can be read."""
-    try:
-        plan = msgspec.toml.decode(folder.plan.read_bytes())
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return ""
-    sync = plan.get("sync", "")
+    sync = _plan_of(folder).get("sync", "")
     return sync if isinstance(sync, str) else ""
+
+
+def firsts_of(folder: RunFolder) -> tuple[int, ...]:
+    """With `levels`, the first rank of each group, by the group's number; otherwise nothing."""
+    if _name(policy_of(folder)) != _LEVELS:
+        return ()
+    try:
+        groups = msgspec.convert(_plan_of(folder).get("groups", ()), tuple[tuple[int, ...], ...])
+    except msgspec.ValidationError:
+        return ()
+    return tuple(group[0] for group in groups) if all(groups) else ()
+
+
+def _plan_of(folder: RunFolder) -> dict[str, Any]:
+    try:
+        plan: dict[str, Any] = msgspec.toml.decode(folder.plan.read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return plan
 
 
 def steps_together(policy: str) -> bool:
     """Whether all workers take every step together by this policy; one that is not known does not say."""
-    return policy.partition("(")[0].strip() in ("", FULL)
+    return _name(policy) in ("", FULL)
+
+
+def _name(policy: str) -> str:
+    return policy.partition("(")[0].strip()
 
 
 @dataclass(slots=True)
@@ -210,9 +233,13 @@ def _stretch(cell: _Cell, begin_s: float, width_s: float, workers: int) -> Stret
 
 
 class Books:
-    """Takes a server's events one by one, in its order, and can be asked at any time."""
+    """Takes a server's events one by one, in its order, and can be asked at any time.
 
-    def __init__(self) -> None:
+    Where groups agree, `firsts` has the first rank of each; then nobody else has a part.
+    """
+
+    def __init__(self, firsts: Sequence[int] = ()) -> None:
+        self._firsts = tuple(firsts)
         self._workers: dict[int, _Part] = {}
         self._read: dict[tuple[int, int], int] = {}  # of what is pending
         self._since: dict[int, float] = {}  # when who is waiting came
@@ -236,10 +263,16 @@ class Books:
             part = self._workers[worker] = _Part()
         return part
 
+    def _rank(self, worker: int) -> int:
+        """Who is meant by a number in the record."""
+        return self._firsts[worker] if 0 <= worker < len(self._firsts) else worker
+
     def arrived(self, event: Arrived) -> None:
         """The server was told something."""
         if event.worker < 0 or event.table:
             return
+        if self._firsts:
+            event = msgspec.structs.replace(event, worker=self._rank(event.worker))
         part = self._part(event.worker)
         if event.kind == "leave":
             part.gone_at = self._updates
@@ -259,6 +292,9 @@ class Books:
         """The policy has decided something."""
         if event.table:
             return
+        if self._firsts:
+            parts = [(self._rank(worker), step, weight) for worker, step, weight in event.parts]
+            event = msgspec.structs.replace(event, worker=self._rank(event.worker), parts=parts)
         if event.what == "apply":
             self._applied(event)
         elif event.what == "drop":
@@ -306,6 +342,8 @@ class Books:
     def agreement(self, policy: str, exchanges: Mapping[int, int]) -> Agreement:
         """The figures so far; `exchanges`: after how many of its steps each worker exchanged something."""
         ranks = sorted({*self._workers, *exchanges})
+        if self._firsts and self.served:
+            ranks = [rank for rank in ranks if rank in self._workers or rank in self._firsts]
         workers = tuple(self._worker(rank, exchanges.get(rank, 0)) for rank in ranks)
         reasons: dict[str, int] = {}
         for worker in workers:

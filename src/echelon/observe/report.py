@@ -14,7 +14,7 @@ from pathlib import Path
 
 from echelon.config.units import show_seconds
 from echelon.errors import ConfigError
-from echelon.observe.agreement import policy_of
+from echelon.observe.agreement import firsts_of, policy_of
 from echelon.observe.events import LAUNCHER, BucketReduced, StepEnded
 from echelon.observe.follow import read_run
 from echelon.observe.page.agreed import agreed
@@ -32,7 +32,7 @@ _OUTCOMES = ("completed", "failed", "interrupted")
 
 def write_report(folder: RunFolder, out: Path) -> Path:
     """Write the run's page; a run without any event has none."""
-    story = tell(read_run(folder), policy_of(folder))
+    story = tell(read_run(folder), policy_of(folder), firsts_of(folder))
     if story.began is None:
         raise ConfigError(
             "the run has no events yet",

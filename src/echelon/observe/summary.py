@@ -7,12 +7,12 @@ takes them one by one and can be asked at any time; `summarise` takes them all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from echelon.observe.agreement import Agreement, Books, Stretch, policy_of, steps_together
+from echelon.observe.agreement import Agreement, Books, Stretch, firsts_of, policy_of, steps_together
 from echelon.observe.arrival import Basis, Gathering, Judgement, Round, basis, contradicts, judge
 from echelon.observe.events import (
     LAUNCHER,
@@ -222,12 +222,12 @@ class Tally:
 
     `limit` bounds how many incomplete rounds are remembered, for watching a run without end; then
     communication, whose medians take long to find, is left out. `policy` is the sync policy, where it is
-    known from elsewhere than from events.
+    known from elsewhere than from events, and `firsts` the first rank of each group, if groups agree.
     """
 
-    def __init__(self, limit: int | None = None, policy: str = "") -> None:
+    def __init__(self, limit: int | None = None, policy: str = "", firsts: Sequence[int] = ()) -> None:
         self._policy = policy
-        self._books = Books()
+        self._books = Books(firsts)
         self._workers: dict[int, _Worker] = {}
         self._declared: int | None = None
         self._gathering = Gathering(limit)
@@ -413,9 +413,9 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def summarise(events: Iterable[AnyEvent], policy: str = "") -> Summary:
-    """The figures of these events; `policy` is the sync policy, if events do not say it."""
-    tally = Tally(policy=policy)
+def summarise(events: Iterable[AnyEvent], policy: str = "", firsts: Sequence[int] = ()) -> Summary:
+    """The figures of these events; `policy` and `firsts` are what events do not say, as for `Tally`."""
+    tally = Tally(policy=policy, firsts=firsts)
     for event in events:
         tally.add(event)
     return tally.summary()
@@ -423,7 +423,7 @@ def summarise(events: Iterable[AnyEvent], policy: str = "") -> Summary:
 
 def write_summary(folder: RunFolder) -> Summary:
     """Summarise the run and leave the figures in its folder as `summary.json`."""
-    summary = summarise(read_run(folder), policy_of(folder))
+    summary = summarise(read_run(folder), policy_of(folder), firsts_of(folder))
     data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_whole(folder.summary, data + b"\n")
     return summary

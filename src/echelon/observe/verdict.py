@@ -83,7 +83,10 @@ def _updates(agreed: Agreement, summary: Summary) -> str:
     made = _counted(agreed.updates, "update")
     usual, times = max(agreed.parts.items(), key=lambda item: item[1])
     if times >= 0.95 * agreed.updates:
-        each = "one gradient each" if usual == 1 else f"{usual} of {summary.world_size} gradients"
+        # Where groups agree, only the first rank of each has a part.
+        grouped = len(agreed.workers) < len(summary.workers)
+        whole = len(agreed.workers) if grouped else summary.world_size
+        each = "one gradient each" if usual == 1 else f"{usual} of {whole} gradients"
         return f"{made} of {each}"
     first = next(stretch.parts for stretch in agreed.course if stretch.updates)
     most = max(stretch.parts for stretch in agreed.course)
@@ -102,7 +105,8 @@ def _drops(agreed: Agreement, summary: Summary) -> str:
 
 
 def _held(agreed: Agreement, summary: Summary) -> str:
-    in_steps_s = sum(worker.step_s for worker in summary.workers)
+    known = {worker.rank for worker in agreed.workers}
+    in_steps_s = sum(worker.step_s for worker in summary.workers if worker.rank in known)
     if agreed.held_s < 0.01 * in_steps_s:
         return "nobody was made to wait"
     held = f"workers were held for {_percent(agreed.held_s, in_steps_s)} of their time"

@@ -36,7 +36,7 @@ def _pictures(story: Story, agreement: Agreement) -> str:
     course = [(ahead_s + stretch.begin_s, stretch) for stretch in story.course]
     low, high = time_range(story)
     axis = time_axis(min(low, ahead_s), max(high, course[-1][0] + course[-1][1].seconds), SINCE)
-    drawn = _rows(story.summary, course, axis)
+    drawn = _rows(story.summary, agreement, course, axis)
     made = [(at_s + s.seconds / 2, s) for at_s, s in course if s.updates]
     if len(agreement.parts) > 1:
         drawn += figure(_parts(story, made, axis), "Gradients per update over time")
@@ -48,12 +48,15 @@ def _pictures(story: Story, agreement: Agreement) -> str:
     return drawn
 
 
-def _rows(summary: Summary, course: Sequence[tuple[float, Stretch]], axis: Axis) -> str:
+def _rows(
+    summary: Summary, agreement: Agreement, course: Sequence[tuple[float, Stretch]], axis: Axis
+) -> str:
     names = {worker.rank: worker_name(worker) for worker in summary.workers}
-    count = len(course[0][1].applied)
+    ranks = [worker.rank for worker in agreement.workers]
+    count = len(ranks)
     bars = [
         Bar(label=names.get(rank, f"rank {rank}"), segments=_cells(rank, course))
-        for rank in range(min(count, _MOST_ROWS))
+        for rank in ranks[:_MOST_ROWS]
     ]
     looks = {piece.look for bar in bars for piece in bar.segments}
     remark = "Each worker's pushes over time, and the steps that it was let take alone; by their shares."

@@ -87,8 +87,8 @@ class Story:
 
 
 class _Teller:
-    def __init__(self, policy: str) -> None:
-        self.tally = Tally(policy=policy)
+    def __init__(self, policy: str, firsts: Sequence[int]) -> None:
+        self.tally = Tally(policy=policy, firsts=firsts)
         self.steps: list[RoundPoint] = []  # one by one, in case workers do not step together
         self.gathering = Gathering()
         self.world_size: int | None = None
@@ -197,9 +197,9 @@ def _one_by_one(round_: Round) -> list[Round]:
     return [Round(round_.step, {rank: step}) for rank, step in round_.workers.items()]
 
 
-def tell(events: Iterable[AnyEvent], policy: str = "") -> Story:
-    """Gather what the page shows; `policy` is the sync policy, if events do not say it."""
-    teller = _Teller(policy)
+def tell(events: Iterable[AnyEvent], policy: str = "", firsts: Sequence[int] = ()) -> Story:
+    """Gather what the page shows; `policy` and `firsts` are what events do not say, as for `Tally`."""
+    teller = _Teller(policy, firsts)
     for event in events:
         teller.add(event)
     return teller.story()

@@ -29,9 +29,9 @@ _FINEST = 10**6  # no share is taken for less than one round in so many
 class Percentage(Served):
     """A worker takes part in a share of the rounds and goes on alone in between.
 
-    `share` is that of all workers (0.5 if nothing is said); `shares` gives one per worker, or one per group.
-    `by`: workers take part less often the slower they compute (speed) or communicate (link), relative to the
-    fastest.
+    `share` is that of all workers, 0.5 if nothing is said; `shares` gives one per worker, or one per
+    group. `by`: workers take part less often the slower they compute (speed) or communicate (link),
+    relative to the fastest.
     """
 
     name: ClassVar[str] = "percentage"
