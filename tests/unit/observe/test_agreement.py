@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.observe.agreement import Books, policy_of, steps_together
-from echelon.observe.events import Arrived, Decided, StepEnded
+from echelon.observe.agreement import Books, firsts_of, policy_of, steps_together
+from echelon.observe.events import Arrived, Decided, RunStarted, StepEnded, WorkerJoined
+from echelon.observe.page.agreed import agreed as agreed_section
+from echelon.observe.page.story import tell
+from echelon.observe.progress import closing_table
+from echelon.observe.report import write_report
 from echelon.observe.summary import Summary, Tally, summarise, write_summary
 from echelon.observe.verdict import verdict
 
@@ -246,3 +250,117 @@ def test_without_a_server_the_exchanges_are_told(imagined, sent_bytes, said):
         for event in imagined()
     ]
     assert verdict(summarise(events, "none")).startswith(said)
+
+
+# Groups that agree ---------------------------------------------------------------------------------
+
+PAIRS = ((0, 1), (2, 3))
+
+
+@pytest.fixture
+def grouped(imagined_served, a_served_plan):
+    """Events of pairs of workers of which the second is slow; the server knows pairs by their numbers."""
+
+    def made(need=1, sync="levels(full, backup(1))", groups=PAIRS):
+        events = []
+        for event in imagined_served(a_served_plan(step_s=(0.01, 0.06), need=need, sync=sync)):
+            if isinstance(event, RunStarted):
+                events.append(msgspec.structs.replace(event, world_size=4))
+            elif isinstance(event, (Arrived, Decided)):
+                events.append(msgspec.structs.replace(event, rank=4))
+            elif isinstance(event, WorkerJoined):
+                events += [
+                    msgspec.structs.replace(event, rank=rank, node=f"n{rank}")
+                    for rank in groups[event.rank]
+                ]
+            elif isinstance(event, StepEnded):
+                events += [msgspec.structs.replace(event, rank=rank) for rank in groups[event.rank]]
+            else:
+                events.append(event)
+        return events
+
+    return made
+
+
+def _plan(folder, sync, groups=PAIRS):
+    folder.plan.write_text(f'sync = "{sync}"\ngroups = {[list(group) for group in groups]}\n')
+
+
+@pytest.mark.parametrize("groups", [PAIRS, ((0, 3), (1, 2)), ((3, 1), (0, 2))])
+def test_what_a_group_did_is_told_of_its_first_rank(folder, grouped, written, groups):
+    _plan(folder, "levels(full, backup(1))", groups)
+    written(folder, grouped(groups=groups))
+    agreed = write_summary(folder).agreement
+    assert agreed is not None
+    workers = {worker.rank: worker for worker in agreed.workers}
+    fast, slow = groups[0][0], groups[1][0]
+    assert workers.keys() == {fast, slow}
+    assert (workers[fast].dropped, workers[slow].applied) == (0, 0)
+    assert workers[slow].dropped == workers[slow].pushed > 10
+    assert workers[fast].pushed == workers[fast].applied == agreed.updates
+    for stretch in agreed.course:
+        assert sum(stretch.applied) == stretch.applied[fast]
+        assert sum(stretch.dropped) == stretch.dropped[slow]
+
+
+def test_the_verdict_names_the_slow_groups_first_rank_and_counts_groups(grouped):
+    text = verdict(summarise(grouped(), firsts=(0, 2)))
+    assert "of them rank 2 (n2)'s" in text
+    assert "Rank 2 (n2) was left out of 100 % of updates, because it computes 6.0 times longer" in text
+    together = verdict(summarise(grouped(need=2, sync="levels(full, percentage(1.0))"), firsts=(0, 2)))
+    assert "updates of 2 of 2 gradients; workers were held for" in together
+
+
+def test_the_held_share_is_of_the_time_of_those_who_push(grouped, imagined_served, a_served_plan):
+    """A group's other members wait too, unseen by the server; they must not halve the share."""
+    plan = a_served_plan(step_s=(0.01, 0.06), need=2, sync="levels(full, percentage(1.0))")
+    held = [
+        verdict(summary).partition("held for ")[2].partition(" %")[0]
+        for summary in (
+            summarise(grouped(need=2, sync=plan.sync), firsts=(0, 2)),
+            summarise(imagined_served(plan)),
+        )
+    ]
+    assert held[0] == held[1] != ""
+
+
+def test_ranks_that_never_push_have_empty_cells(grouped):
+    columns = {
+        str(column.header): [str(cell) for cell in column.cells]
+        for column in _table(closing_table(summarise(grouped(), firsts=(0, 2)))).columns
+    }
+    fast, mate, slow, other = columns["dropped"]
+    assert (fast, mate, other) == ("0", "", "")
+    assert int(slow) > 10
+    assert [bool(cell) for cell in columns["held"]] == [True, False, True, False]
+
+
+def _table(drawn):
+    return next(part for part in getattr(drawn, "renderables", [drawn]) if hasattr(part, "columns"))
+
+
+def test_the_page_draws_a_row_for_each_group_only(folder, grouped, written):
+    section = agreed_section(tell(grouped(), firsts=(0, 2)))
+    assert "rank 2 (n2)" in section
+    assert "rank 1" not in section
+    assert "rank 3" not in section
+    _plan(folder, "levels(full, backup(1))")
+    written(folder, grouped())
+    page = write_report(folder, folder.path / "page.html").read_text()
+    assert "of them rank 2 (n2)" in page
+
+
+@pytest.mark.parametrize(
+    ("sync", "groups", "firsts"),
+    [
+        ("levels(full, async)", PAIRS, (0, 2)),
+        ("levels", ((3, 1), (0, 2)), (3, 0)),
+        ("local(periods=[2, 4])", PAIRS, ()),
+        ("levels(full, async)", ((0, 1), ()), ()),
+        ("levels(full, async)", (("x",),), ()),
+    ],
+)
+def test_groups_are_those_of_the_plan_and_count_with_levels_only(folder, sync, groups, firsts):
+    assert firsts_of(folder) == ()
+    _plan(folder, sync, groups)
+    assert firsts_of(folder) == firsts
