@@ -141,7 +141,9 @@ def test_a_stopped_worker_is_named_by_those_who_wait_for_it(tmp_path):
     code, said, log = ended(tmp_path, "--sync", "backup(0)", "--round-timeout-s", "6", "script.py", "stop")
     assert code != 0
     assert "rank 1" in said
-    assert re.search(r"RoundTimeout: no answer from the server, which waits for rank 1 on \S+, within 6 s", log), log
+    assert re.search(
+        r"RoundTimeout: no answer from the server, which waits for rank 1 on \S+, within 6 s", log
+    ), log
 
 
 # What cannot work, before anything is started ----------------------------------------------------

@@ -58,6 +58,7 @@ class ByServer(Apart):
         self._line = open_line(group)
         self._undo: list[Callable[[], None]] = []
         self._back: list[Callable[[], None]] = []
+        self._resting: list[Table] = []
         self._tables: list[Table] = []
         self._passes: dict[int, list[tuple[bool, int]]] = {}  # open ones: present before, steps before
         self._new: list[tuple[Optimizer, Overlap, Callable[[], None], Callable[[], None]]] = []
@@ -150,7 +151,8 @@ class ByServer(Apart):
     def _end_pass(self) -> None:
         """Whoever has trained in this pass takes no part from now on; others are where they were before."""
         for table in self._tables:
-            present, steps = self._passes[id(table)].pop()
+            begun = self._passes.get(id(table))  # none, if it was prepared in the middle of a pass
+            present, steps = begun.pop() if begun else (False, 0)
             if table.steps != steps or not present:
                 table.merge()
                 table.leave()
@@ -167,17 +169,26 @@ class ByServer(Apart):
             table.settle()
 
     def before_save(self) -> None:
-        """The leader takes the server's weights and states, for the moment."""
+        """The leader takes the server's weights and states, for the moment.
+
+        Others may be in a round that waits for this worker, on their way here: so it leaves meanwhile.
+        """
         self.settle()
+        self._resting = [table for table in self._tables if table.present]
+        for table in self._resting:
+            table.leave()
         self._group.barrier()  # nobody pushes while the leader looks
         if self._group.rank == 0:
             self._back = [table.borrow() for table in self._tables]
-        self._group.barrier()
 
     def after_save(self) -> None:
-        """The leader goes on with what it had."""
+        """The leader goes on with what it had, and all take part again who did."""
         while self._back:
             self._back.pop()()
+        for table in self._resting:
+            table.join()
+        self._resting = []
+        self._group.barrier()
 
     def loaded(self) -> None:
         """Tell the servers what was loaded."""

@@ -345,11 +345,13 @@ class Session(Talk):
         """
         begun = time.perf_counter()
         self._agreement.before_save()
-        state = resume.gather(
-            self._prepared, self._group, step=self.step, epoch=self.epoch, extra=extra or {}
-        )
-        self._agreement.after_save()
-        written = resume.write(Path(path), self._group, state, keep=keep)
+        try:
+            state = resume.gather(
+                self._prepared, self._group, step=self.step, epoch=self.epoch, extra=extra or {}
+            )
+            written = resume.write(Path(path), self._group, state, keep=keep)
+        finally:
+            self._agreement.after_save()
         if written is not None:
             self._recorder.emit(
                 CheckpointSaved(

@@ -609,11 +609,15 @@ class Table:
         """Have the server's weights and states for a moment; returns how to go back."""
         own = [p.detach().clone() for p in self._parameters]
         rooms, read, alone = [room.clone() for room in self._rooms], self._read, self._alone
+        states = {p: self.optimizer.state[p] for p in self._parameters if p in self.optimizer.state}
         self.pull()
         self.fetch_state()
 
         def back() -> None:
             self._read, self._alone = read, alone
+            for p in self._parameters:
+                self.optimizer.state.pop(p, None)
+            self.optimizer.state.update(states)
             for room, kept in zip(self._rooms, rooms, strict=True):
                 room.copy_(kept)
             for p, kept in zip(self._parameters, own, strict=True):
