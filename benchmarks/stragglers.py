@@ -2,12 +2,12 @@
 
     python benchmarks/stragglers.py [--seconds 6] [--rounds 3] [--json FILE]
 
-Every worker's gradient takes 30 ms, one worker's 150 ms, give or take 40 %. They wait that long, as for an
-accelerator, so that the figures do not depend on how many cores this machine has. Counted are samples whose
-gradients (or deltas) were applied, over the time; dropped ones are not. What a worker does alone counts,
-for it is merged later. Each policy is compared with `full` and with the same cluster without the straggler; per
-useful worker means: of the three others, without what the straggler adds. Policies take turns; the medians
-of their ratios are printed.
+Every worker's gradient takes 30 ms, one worker's 150 ms, give or take 40 %. They wait that long, as for
+an accelerator, so that the figures do not depend on how many cores this machine has. Counted are samples
+whose gradients (or deltas) were applied, over the time; dropped ones are not. What a worker does alone
+counts, for it is merged later. Each policy is compared with `full` and with the same cluster without the
+straggler; per useful worker means: of the three others, without what the straggler adds. Policies take turns;
+the medians of their ratios are printed.
 """
 
 from __future__ import annotations
