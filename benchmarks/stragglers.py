@@ -6,8 +6,8 @@ Every worker's gradient takes 30 ms, one worker's 150 ms, give or take 40 %. The
 an accelerator, so that the figures do not depend on how many cores this machine has. Counted are samples
 whose gradients (or deltas) were applied, over the time; dropped ones are not. What a worker does alone
 counts, for it is merged later. Each policy is compared with `full` and with the same cluster without the
-straggler; per useful worker means: of the three others, without what the straggler adds. Policies take turns;
-the medians of their ratios are printed.
+straggler; per useful worker means: of the three others, without what the straggler adds. Policies take
+turns; the medians of their ratios are printed.
 """
 
 from __future__ import annotations
