@@ -187,7 +187,7 @@ def test_members_get_what_groups_make_of_their_means(with_profile, free, play, p
         "levels(local(2), gossip(ring, period=4))",
         "levels(gossip(random), local(4))",
         "levels(gossip(ring, period=2), gossip(random, period=3))",
-        "levels(elastic-averaging, local(4))",
+        "levels(gossip, elastic-averaging)",
     ],
 )
 def test_levels_learn_and_take_the_same_time_without_gradients(setting, policy):
