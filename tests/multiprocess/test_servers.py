@@ -93,5 +93,5 @@ def test_a_server_that_dies_is_named_and_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"transport": "c10d"}, {"collective": "ring"}, {"transport": "shm"}])
 def test_servers_with_another_way_of_summing_are_refused(options: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="servers (sum over TCP|use Echelon's own transports)"):
+    with pytest.raises(ConfigError, match=r"servers (sum over TCP|use Echelon.s own transports)"):
         RunSettings(workers=2, servers=1, **options)  # type: ignore[arg-type]
