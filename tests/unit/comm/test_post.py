@@ -144,6 +144,8 @@ def test_a_peer_that_dies_is_named_to_whoever_waits():
 def test_what_a_peer_sent_before_it_died_is_received_first():
     with Wires(2) as wires:
         one, other = posts(wires)
+        one.send(1, Head(1, step=6))
+        assert take(other)[0].head.step == 6  # it listens
         sent = threading.Event()
         one.send(1, Head(1, step=7), sent=sent.set)
         assert sent.wait(10)
