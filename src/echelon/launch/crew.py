@@ -23,6 +23,7 @@ from echelon.observe.run_folder import RunFolder
 
 _GRACE_S = 0.3
 _SETTLE_S = 0.4
+_LAST_WORDS_S = 2.0
 _POLL_S = 0.02
 
 
@@ -92,7 +93,8 @@ class Crew:
     def failure(self) -> Failure | None:
         """The failure that the others follow from, once any worker has failed.
 
-        A worker that fails because of another may be the first to end, so the other gets a moment.
+        A worker that fails because of another may be the first to end, so the other gets a moment. All
+        others get one as well, to write in their logs whom they have lost.
         """
         found = self._failures()
         if not found:
@@ -101,6 +103,9 @@ class Crew:
         while all(failure.consequence for failure in found) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             found = self._failures()
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while not self.all_done_so_far() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         return first(found)
 
     def _failures(self) -> list[Failure]:
