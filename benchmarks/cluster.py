@@ -39,7 +39,9 @@ def nodes(count: int, link: str, cpu: float | None = None) -> LabSpec:
     )
 
 
-def measure(script: str, workers: int, *args: str, lab: LabSpec | None = None) -> Any:
+def measure(
+    script: str, workers: int, *args: str, lab: LabSpec | None = None, asked: Asked | None = None
+) -> Any:
     """Run the script in every worker; returns the JSON that rank 0 printed last."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -47,7 +49,8 @@ def measure(script: str, workers: int, *args: str, lab: LabSpec | None = None) -
         address = seats[0].address if seats else "127.0.0.1"
         port = 29500 if seats else _free_port()
         names = [seats[rank].node if seats else "here" for rank in range(workers)]
-        (Path(folder) / "plan.toml").write_text(make_plan("benchmark", names, Asked(), cores=1).to_toml())
+        plan = make_plan("benchmark", names, asked or Asked(), cores=1)
+        (Path(folder) / "plan.toml").write_text(plan.to_toml())
         processes = []
         for rank in range(workers):
             env = {

@@ -13,6 +13,7 @@
         ├── PeerLost       a worker is gone
         ├── RoundTimeout   a worker did not arrive at a round in time
         ├── Corrupt        what a worker sent is not what it meant to send
+        ├── GradientError  a worker's gradient is not a number, or infinite
         └── StaleView      a worker speaks for another membership
 
 Each error prints what is wrong, where, and what would fix it, on three lines. It survives pickling,
@@ -115,6 +116,10 @@ class RoundTimeout(WorkerError):
 
 class Corrupt(WorkerError):
     """What a worker sent is damaged, replayed, too long or no frame at all."""
+
+
+class GradientError(WorkerError):
+    """A worker's gradient holds NaN or infinity, which no codec may write, clip or spread."""
 
 
 class StaleView(WorkerError):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import random
+import threading
 
 import pytest
 import torch
 
 import echelon
+from echelon.comm.alone import Alone
+from echelon.errors import ConfigError
 from wires import values
 
 DTYPES = [
@@ -166,6 +170,210 @@ def kinds(transport):
         buffer = group.buffer(10, torch.float32, CPU)
         team = getattr(group, "_team", None)
         return type(group).__name__, team is not None and team.holds(buffer)
+
+
+def message(sender, receiver, length):
+    """Bytes that are those of no other pair."""
+    made = random.Random(f"{sender} {receiver}").randbytes(length)
+    return torch.frombuffer(bytearray(made), dtype=torch.uint8) if length else torch.empty(0).byte()
+
+
+def arrived(group, parts, length_of):
+    """Whether everybody's message to this member is there, and its own in its place."""
+    rank = group.rank
+    expected = [message(r, rank, length_of(r, rank)) for r in range(group.size)]
+    return len(parts) == group.size and all(map(torch.equal, parts, expected))
+
+
+def outgoing(group, length_of):
+    rank = group.rank
+    return [message(rank, r, length_of(rank, r)) for r in range(group.size)]
+
+
+LENGTHS_OF = {
+    "nothing": lambda sender, receiver: 0,
+    "a byte": lambda sender, receiver: 1,
+    "different": lambda sender, receiver: 10 * sender + receiver,
+    "some": lambda sender, receiver: 0 if (sender + receiver) % 2 else 1000,
+    "large": lambda sender, receiver: 1_300_000 + sender if receiver else 3,
+}
+
+
+def swaps(transport):
+    out = {}
+    with member(transport) as (_, group):
+        rank = group.rank
+        for name, length_of in LENGTHS_OF.items():
+            given = outgoing(group, length_of)
+            swapping = group.swap(given)
+            parts = swapping.parts()
+            out[name] = (arrived(group, parts, length_of), parts[rank] is given[rank], swapping.done())
+            swapping.wait()
+            at_least = sum(part.numel() for r, part in enumerate(given) if r != rank)
+            out[name, "counted"] = at_least <= swapping.sent_bytes
+            out[name, "repeats"] = swapping.repeats
+        same = message(rank, 99, 5000 + rank)
+        parts = group.swap([same] * group.size, priority=3).parts()
+        out["same"] = [torch.equal(part, message(r, 99, 5000 + r)) for r, part in enumerate(parts)]
+        told = [threading.Semaphore(0), 0]
+
+        def tell():
+            told[1] += 1
+            told[0].release()
+
+        swapping = group.swap(outgoing(group, LENGTHS_OF["different"]))
+        out["told"] = (swapping.tell(tell), told[0].acquire(timeout=20), swapping.done())
+        swapping.wait()
+        out["times"] = told[1]
+    return out
+
+
+def swaps_among_others(transport):
+    """Swaps and reductions under way at once, on several forks, used in another order than begun."""
+    out = []
+    with member(transport) as (_, group):
+        fork, rank = group.fork(), group.rank
+        length_of = LENGTHS_OF["large"]
+        for turn in range(3):
+            held = group.buffer(30_000, torch.float32, CPU)
+            held.fill_(rank)
+            tensors = [held, torch.full((400_000,), float(rank)), torch.full((7,), float(rank))]
+            begun = [group.all_reduce(tensors[0])]
+            mine = group.swap(outgoing(group, length_of))
+            begun += [group.all_reduce(tensors[1]), fork.all_reduce(tensors[2])]
+            theirs = fork.swap(outgoing(fork, LENGTHS_OF["some"]), priority=-1)
+            for swapping, lengths in [(mine, length_of), (theirs, LENGTHS_OF["some"])][
+                :: 1 - 2 * (turn % 2)
+            ]:
+                out.append(arrived(group, swapping.parts(), lengths))
+            for pending in begun if rank % 2 else reversed(begun):
+                pending.wait()
+            out += [tensor.unique().tolist() == [sum(range(group.size))] for tensor in tensors]
+    return out
+
+
+def told_of_reductions(transport):
+    """Who is told finds the result; who cannot be told waits."""
+    out = []
+    with member(transport) as (_, group):
+        for length in (10, LARGE):
+            for begin in (
+                group.all_reduce,
+                lambda tensor: group.gather(tensor, _split(group.size, tensor.numel())),
+                lambda tensor: group.reduce_scatter(tensor, _split(group.size, tensor.numel())),
+            ):
+                told = threading.Semaphore(0)
+                pending = begin(torch.ones(length))
+                can = pending.tell(told.release)
+                out.append((can, told.acquire(timeout=20) and pending.done() if can else None))
+                pending.wait()
+                out.append(told.acquire(blocking=False))
+    return out
+
+
+def _split(size, length):
+    return [length // size] * (size - 1) + [length - length // size * (size - 1)]
+
+
+def leaving(transport):
+    """Rank 0 has all it wants long before the others have."""
+    with member(transport) as (_, group):
+        lengths = lambda sender, receiver: 0 if sender else 20_000_000  # noqa: E731
+        parts = group.swap(outgoing(group, lengths)).parts()
+    return arrived(group, parts, lengths)
+
+
+def swaps_of_some(transport):
+    out = []
+    with member(transport) as (_, group):
+        for members in ([0, 2], [3, 1, 2], [1]):
+            some = group.among(members)
+            if some is not None:
+                length_of = LENGTHS_OF["different"]
+                out.append(arrived(some, some.swap(outgoing(some, length_of)).parts(), length_of))
+            out.append(arrived(group, group.swap(outgoing(group, length_of_all)).parts(), length_of_all))
+    return out
+
+
+def length_of_all(sender, receiver):
+    return 100 * sender + receiver
+
+
+def odd_messages(transport):
+    said = []
+    with member(transport) as (_, group):
+        good = torch.zeros(3, dtype=torch.uint8)
+        for given in ([good], [good, torch.zeros(3)], [good, good.view(1, 3)]):
+            with pytest.raises(ConfigError) as caught:
+                group.swap(given)
+            said.append(caught.value.message)
+        spread = torch.arange(20, dtype=torch.uint8)[::2]
+        said.append([part.tolist() for part in group.swap([spread] * 2).parts()])
+    return said
+
+
+@every_transport
+@sizes
+def test_messages_of_any_length_arrive_at_every_member(warm_pool, transport, size):
+    for out in warm_pool.run(size, swaps, transport):
+        for name in LENGTHS_OF:
+            assert out[name] == (True, True, True), name
+            assert out[name, "counted"], name
+            assert out[name, "repeats"] == 0, name
+        assert out["same"] == [True] * size
+        assert out["told"] == (True, True, True)
+        assert out["times"] == 1
+
+
+@every_transport
+def test_swaps_and_reductions_at_once_keep_out_of_each_others_way(warm_pool, transport):
+    for out in warm_pool.run(3, swaps_among_others, transport):
+        assert out == [True] * 15
+
+
+@every_transport
+def test_who_asks_to_be_told_is_told_once_or_must_wait(warm_pool, transport):
+    for out in warm_pool.run(2, told_of_reductions, transport):
+        for (can, found), again in zip(out[::2], out[1::2], strict=True):
+            assert found in ((True,) if can else (None,))
+            assert not again
+        if transport != "c10d":
+            assert all(can for can, _ in out[::2]), "of tensors that are not in shared memory"
+
+
+@every_transport
+def test_a_member_may_leave_as_soon_as_it_has_its_messages(warm_pool, transport):
+    assert warm_pool.run(3, leaving, transport) == [True] * 3
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_some_members_swap_among_themselves(warm_pool, transport):
+    for rank, out in enumerate(warm_pool.run(4, swaps_of_some, transport)):
+        assert out == [True] * (3 + [1, 2, 2, 1][rank])
+
+
+@every_transport
+def test_what_is_no_message_is_refused_before_anything_is_sent(warm_pool, transport):
+    for said in warm_pool.run(2, odd_messages, transport):
+        assert said == [
+            "1 messages for 2 members",
+            "the message for rank 1 is of shape [3] and type float32 on cpu",
+            "the message for rank 1 is of shape [1, 3] and type uint8 on cpu",
+            [list(range(0, 20, 2))] * 2,
+        ]
+
+
+def test_alone_a_swap_is_over_at_once():
+    own = torch.ones(3, dtype=torch.uint8)
+    swapping, told = Alone().swap([own]), []
+    assert swapping.done()
+    assert swapping.tell(lambda: told.append(1))
+    assert told == [1]
+    assert swapping.parts()[0] is own
+    assert swapping.sent_bytes == 0
+    swapping.wait()
+    with pytest.raises(ConfigError, match="2 messages for 1 members"):
+        Alone().swap([own, own])
 
 
 @every_transport

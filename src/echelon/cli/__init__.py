@@ -7,6 +7,7 @@ listing.py   echelon list
 lab.py       echelon lab up | status | exec | down
 look.py      echelon trace, echelon report
 simulate.py  echelon simulate
+bench.py     echelon bench codecs
 doctor.py    echelon doctor
 """
 
@@ -18,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from echelon.cli import config, lab, listing, look, run, simulate
+from echelon.cli import bench, config, lab, listing, look, run, simulate
 from echelon.cli.doctor import doctor
 from echelon.errors import EchelonError
 
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 run.register(app)
 app.command("simulate")(simulate.simulate)
+app.add_typer(bench.app, name="bench")
 app.command("list")(listing.show)
 app.command("trace")(look.trace)
 app.command("report")(look.report)

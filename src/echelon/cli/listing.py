@@ -12,6 +12,7 @@ from rich.text import Text
 
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.lab.spec import shipped_labs
+from echelon.codec.codec import CODECS
 from echelon.comm.collective import COLLECTIVES
 from echelon.config.registry import Description, Registry
 from echelon.errors import UnknownName
@@ -24,7 +25,7 @@ from echelon.zoo.model import MODELS
 
 KINDS: dict[str, Registry[Any]] = {
     registry.kind: registry
-    for registry in (MODELS, DATASETS, POLICIES, COLLECTIVES, DELAYS, DETECTORS, THRESHOLDS, GRAPHS)
+    for registry in (MODELS, DATASETS, POLICIES, COLLECTIVES, CODECS, DELAYS, DETECTORS, THRESHOLDS, GRAPHS)
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from echelon.comm.group import Group, Op, Pending
+from echelon.comm.group import Group, Op, Pending, Swapped, Swapping, check_messages
 
 
 class Alone(Group):
@@ -23,6 +25,11 @@ class Alone(Group):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Nobody to tell."""
+
+    def swap(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Swapping:
+        """Nobody else to hear from."""
+        check_messages(outgoing, self.size)
+        return Swapped(list(outgoing))
 
     def fork(self) -> Group:
         """Nothing has an order here."""

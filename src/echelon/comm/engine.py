@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -26,8 +28,8 @@ from echelon.comm.collective import COLLECTIVES, Collective, Move, Schedule, Ste
 from echelon.comm.collectives.auto import Auto
 from echelon.comm.collectives.direct import to_owners
 from echelon.comm.connection import Connection
-from echelon.comm.exchange import Exchange
-from echelon.comm.group import Group, Op, Pending, Timing, blocks
+from echelon.comm.exchange import Exchange, as_bytes
+from echelon.comm.group import Group, Op, Pending, Swapping, Timing, blocks, check_messages
 from echelon.comm.links import Links, measure
 from echelon.comm.loop import CHANNEL_BITS, Loop
 from echelon.comm.place import Place
@@ -37,6 +39,7 @@ from echelon.comm.segment import Handle
 from echelon.comm.serving import Servers
 from echelon.comm.shm import Team
 from echelon.comm.spread import broadcast, gather_all, gather_blocks
+from echelon.comm.swap import Swap, Underway
 from echelon.comm.tls import Certificates
 from echelon.errors import ConfigError, LaunchError, RoundTimeout, WorkerError
 
@@ -74,6 +77,7 @@ class Engine:
             self.servers = Servers(loop, rank=me, workers=len(self.workers), servers=servers)
         self.rails: list[Rails] = []
         self.teams: list[Team] = []  # whose sums are done by whoever waits
+        self.swaps: deque[Swap] = deque()  # under way, in the order in which they began
         self.piece_bytes = 0  # not known yet
 
     @classmethod
@@ -112,12 +116,28 @@ class Engine:
 
     def close(self) -> None:
         """Leave; the others learn why, if this worker has said it."""
-        if self.servers is not None and not any(self.meeting.last_words):
-            with contextlib.suppress(WorkerError):  # then they know already
-                self.servers.dismiss()
+        if not any(self.meeting.last_words):
+            while self.swaps:  # this worker may have all it wants, and others not yet what they want of it
+                self.swaps.popleft().see_off()
+            if self.servers is not None:
+                with contextlib.suppress(WorkerError):  # then they know already
+                    self.servers.dismiss()
         self.loop.close(self.meeting.last_words[-1] if self.meeting.last_words else "")
         for rails in self.rails:
             rails.close()
+
+    def start(self, swap: Swap) -> None:
+        """Begin a swap, and remember it while it is under way."""
+        self.swaps.append(swap)
+        self.loop.submit(swap)
+        with contextlib.suppress(IndexError):  # several threads may do this at once
+            while self.swaps[0].ended:
+                self.swaps.popleft()
+
+    def work_for_others(self) -> None:
+        """Before blocking: others may wait for this worker's part in a sum in shared memory."""
+        for team in self.teams:
+            team.finish_all(self.deadline_s)
 
     def next_channel(self) -> int:
         """Channels are opened by all workers in the same order, so their numbers agree."""
@@ -236,6 +256,23 @@ class EngineGroup(Group):
         steps = to_owners(self.rank, list(pairwise(accumulate(lengths, initial=0))))
         return self._start(flat, steps, op, 0).then(lambda _: blocks(flat, lengths)[self.rank])
 
+    def swap(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Swapping:
+        """Over TCP, each member to each other one, in the background."""
+        check_messages(outgoing, self.size)
+        memories = {id(message): as_bytes(message.contiguous()) for message in outgoing}
+        swap = Swap(
+            self._next_tag(),
+            {
+                peer: memories[id(message)]
+                for rank, (peer, message) in enumerate(zip(self.ranks, outgoing, strict=True))
+                if rank != self.rank
+            },
+            deadline_s=self._engine.deadline_s,
+            priority=priority,
+        )
+        self._engine.start(swap)
+        return Underway(swap, self.ranks, outgoing[self.rank], self._engine.work_for_others)
+
     def exchange(self, flat: Tensor, schedule: Schedule, *, priority: int = 0) -> Pending:
         """This member's part of any schedule, which sums, on a flat buffer, in the background."""
         return self._start(flat, schedule, "sum", priority)
@@ -288,13 +325,12 @@ class EngineGroup(Group):
         self._engine.loop.submit(exchange)
 
         def wait() -> Tensor:
-            if not exchange.ended:  # others may wait for this worker's part in a sum in shared memory
-                for team in self._engine.teams:
-                    team.finish_all(self._engine.deadline_s)
+            if not exchange.ended:
+                self._engine.work_for_others()
             exchange.wait()
             return flat
 
-        return Pending(wait, lambda: exchange.ended, lambda: exchange.timing)
+        return Pending(wait, lambda: exchange.ended, lambda: exchange.timing, exchange.tell)
 
     def _next_tag(self, count: int = 1) -> int:
         """The first of `count` tags. All members count alike, also who takes no part."""
@@ -430,7 +466,20 @@ def _joined(tensor: Tensor, lanes: Sequence[Pending]) -> Pending:
             lane.wait()
         return tensor
 
-    return Pending(wait, lambda: all(lane.done() for lane in lanes), lambda: _together(lanes))
+    def tell(callback: Callable[[], None]) -> bool:
+        left, door = len(lanes), threading.Lock()
+
+        def one_less() -> None:
+            nonlocal left
+            with door:
+                left -= 1
+                last = not left
+            if last:
+                callback()
+
+        return all(lane.tell(one_less) for lane in lanes)  # if one cannot, the count is never down
+
+    return Pending(wait, lambda: all(lane.done() for lane in lanes), lambda: _together(lanes), tell)
 
 
 def _together(lanes: Sequence[Pending]) -> Timing:

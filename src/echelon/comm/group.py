@@ -13,10 +13,17 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from echelon.comm import frames
+from echelon.errors import ConfigError, Corrupt
+
 Op = Literal["sum", "max", "min"]
+Tell = Callable[[Callable[[], None]], bool]
+_CHECKSUM = (1 << 63) - 1  # as much of a checksum as an int64 holds
 
 
 @dataclass(slots=True)
@@ -41,10 +48,12 @@ class Pending:
         wait: Callable[[], Tensor],
         done: Callable[[], bool],
         timing: Callable[[], Timing] = Timing,
+        tell: Tell | None = None,
     ) -> None:
         self._wait = wait
         self._done = done
         self._timing = timing
+        self._tell = tell
         self._result: Tensor | None = None
 
     @classmethod
@@ -64,11 +73,82 @@ class Pending:
 
     def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
         """The same operation with a last step on its result, run by whoever waits."""
-        return Pending(lambda: change(self.wait()), self._done, self._timing)
+        return Pending(lambda: change(self.wait()), self._done, self._timing, self._tell)
+
+    def tell(self, callback: Callable[[], None]) -> bool:
+        """Call back exactly once when `wait` would return or raise at once; right now if it would.
+
+        The callback may be called in another thread, and must not block. False, and no call ever, where
+        nobody would notice: what whoever waits does himself must be waited for.
+        """
+        if self._tell is not None:
+            return self._tell(callback)
+        over = self.done()
+        if over:
+            callback()
+        return over
 
     def timing(self) -> Timing:
         """How it went, once it is over; zeros where nobody took the time."""
         return self._timing()
+
+
+class Swapping(ABC):
+    """Messages under way between all members of a group.
+
+    What this member has given must stay as it is until `wait` has returned: it may be sent again.
+    """
+
+    @abstractmethod
+    def parts(self) -> list[Tensor]:
+        """Block until everybody's message is here, at most until the group's deadline: all, by rank.
+
+        This member's own is what it has given for itself.
+        """
+
+    def done(self) -> bool:
+        """Whether `parts` would return or raise at once."""
+        return True
+
+    def tell(self, callback: Callable[[], None]) -> bool:
+        """Call back exactly once when `parts` would return or raise at once; see `Pending.tell`."""
+        callback()
+        return True
+
+    def wait(self) -> None:
+        """Block until the others have this member's messages, too."""
+        self.parts()
+
+    def timing(self) -> Timing:
+        """How it went, once the messages are here; zeros where nobody took the time."""
+        return Timing()
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this member gives to others, each message counted once."""
+        return 0
+
+    @property
+    def repeats(self) -> int:
+        """How many messages had to be sent again."""
+        return 0
+
+
+class Swapped(Swapping):
+    """Messages that are here already."""
+
+    def __init__(self, parts: list[Tensor], sent_bytes: int = 0) -> None:
+        self._parts = parts
+        self._sent_bytes = sent_bytes
+
+    def parts(self) -> list[Tensor]:
+        """At once."""
+        return self._parts
+
+    @property
+    def sent_bytes(self) -> int:
+        """As counted before."""
+        return self._sent_bytes
 
 
 class Group(ABC):
@@ -104,6 +184,28 @@ class Group(ABC):
         The result is that block, in place; the rest of the buffer holds nothing of use afterwards.
         """
         return self.all_reduce(buffer, op).then(lambda all_of: blocks(all_of, lengths)[self.rank])
+
+    def swap(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Swapping:
+        """Give member r the message `outgoing[r]`, and get everybody's: flat uint8 tensors of any length.
+
+        They may be one and the same tensor; the own one is only passed on to `parts`. What is damaged on
+        its way is sent again where the group can, and is never given out: Corrupt names who has sent it.
+        """
+        check_messages(outgoing, self.size)
+        block, table = _packed(outgoing, self.rank)
+        tables = self.all_gather(table)
+        lengths = [int((rows[:, 0] + rows[:, 1]).max()) for rows in tables]
+        buffer = torch.empty(sum(lengths), dtype=torch.uint8)
+        blocks(buffer, lengths)[self.rank].copy_(block)
+        self.gather(buffer, lengths, priority=priority).wait()
+        parts = []
+        for source, theirs in enumerate(blocks(buffer, lengths)):
+            start, length, checksum = tables[source][self.rank].tolist()
+            parts.append(theirs[start : start + length])
+            if source != self.rank and _checksum(parts[-1]) != checksum:
+                raise Corrupt(f"rank {source} sent a damaged message", ranks=(source,), where="swap")
+        parts[self.rank] = outgoing[self.rank]
+        return Swapped(parts, (self.size - 1) * (block.numel() + table.numel() * table.element_size()))
 
     @abstractmethod
     def fork(self) -> Group:
@@ -156,6 +258,46 @@ def blocks(buffer: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     """A flat buffer in parts of the given lengths."""
     flat = buffer.view(-1)
     return [flat[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
+
+
+def check_messages(outgoing: Sequence[Tensor], size: int) -> None:
+    """Refuse what `swap` cannot send."""
+    if len(outgoing) != size:
+        raise ConfigError(
+            f"{len(outgoing)} messages for {size} members", where="swap", fix="give one for each member"
+        )
+    for rank, message in enumerate(outgoing):
+        if message.dtype != torch.uint8 or message.dim() != 1 or message.device.type != "cpu":
+            kind = str(message.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"the message for rank {rank} is of shape {list(message.shape)} and type {kind} "
+                f"on {message.device}",
+                where="swap",
+                fix="give flat uint8 tensors on the CPU",
+            )
+
+
+def _packed(outgoing: Sequence[Tensor], own: int) -> tuple[Tensor, Tensor]:
+    """Messages behind each other, each memory once; and a row for each: start, length, checksum."""
+    rows: dict[tuple[int, int, int], list[int]] = {}
+    found: list[Tensor] = []
+    table = torch.zeros(len(outgoing), 3, dtype=torch.int64)
+    at = 0
+    for rank, message in enumerate(outgoing):
+        if rank == own:
+            continue
+        memory = message.data_ptr(), message.numel(), message.stride(0)
+        if memory not in rows:
+            rows[memory] = [at, message.numel(), _checksum(message)]
+            found.append(message)
+            at += message.numel()
+        table[rank] = torch.tensor(rows[memory])
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8), table
+
+
+def _checksum(message: Tensor) -> int:
+    raw: npt.NDArray[np.uint8] = message.contiguous().numpy()
+    return frames.checksum(raw.data) & _CHECKSUM
 
 
 def _as_tensor(data: bytes) -> Tensor:

@@ -29,6 +29,7 @@ class Parcel(ABC):
 
     how: str
     lands_alone = True
+    coded_bytes = 0  # of what this worker sends, how much is encoded
 
     def __init__(self, parameters: Sequence[nn.Parameter], missing: int) -> None:
         self.parameters = list(parameters)

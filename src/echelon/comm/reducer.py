@@ -15,7 +15,7 @@ A worker's own gradients stay as they are until the whole round has succeeded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from echelon.comm.buckets import Item, assign, sizes
+from echelon.comm.coded.coding import Coding, bucket_bytes
+from echelon.comm.coded.parcel import Coded
 from echelon.comm.cost import Link
 from echelon.comm.group import Group
 from echelon.comm.parcels import Bucket, Landed, Parcel
-from echelon.errors import ModelError
+from echelon.errors import GradientError, ModelError
 
 NamedParameter = tuple[str, nn.Parameter]
 
@@ -38,7 +40,7 @@ class BucketTimes:
 
     `filled_at` when the worker began to put gradients into it, which took `encode_s`; `begun`, `sent` and
     `ended` as in `group.Timing` (0 if the group does not say); `wait_s` is how long the trainer was
-    blocked for it. `how` says in what form it went.
+    blocked for it. `how` says in what form it went; `coded_bytes` of what was sent were encoded.
     """
 
     index: int
@@ -52,6 +54,7 @@ class BucketTimes:
     adding_s: float
     wait_s: float
     how: str = "dense"
+    coded_bytes: int = 0
 
 
 class RoundObserver(Protocol):
@@ -96,6 +99,7 @@ class Reducer:
         summed: bool = False,
         receiver: Receiver | None = None,
         link: Link | None = None,
+        coding: Coding | None = None,
     ) -> None:
         self._named = list(parameters)
         self._group = group
@@ -104,6 +108,9 @@ class Reducer:
         self._summed = summed
         self._receiver = receiver
         self._link = link
+        self._coding = coding
+        self._just_landed: set[int] = set()
+        self._carried: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._parcels: list[Parcel] = []
         self._parcel_of: dict[int, Parcel] = {}
@@ -148,9 +155,11 @@ class Reducer:
         """Assign every trainable parameter to a parcel, in the order in which backward reaches them."""
         if self._receiver is not None:
             self._receiver.settle()
+        self._set_all_aside(p for _, p in self._named)
         self.detach()
         wanted = [p for _, p in self._named if p.requires_grad]
-        dense = [index for index, p in enumerate(wanted) if id(p) not in self._factored]
+        coded = {at for at, p in enumerate(wanted) if self._coding is not None and self._coding.fits(p)}
+        dense = [at for at, p in enumerate(wanted) if id(p) not in self._factored and at not in coded]
         items = [_item(wanted[index]) for index in dense]
         total_bytes = sum(item.size_bytes for item in items)
         first, rest = sizes(self._link, self._group.size, total_bytes=total_bytes)
@@ -160,6 +169,7 @@ class Reducer:
         for part in packed:
             places = [dense[index] for index in part]
             made.append((min(places), Bucket([wanted[place] for place in places], self._group)))
+        made += self._encoded(wanted, sorted(coded))
         made += [
             (place, self._factored[id(p)]()) for place, p in enumerate(wanted) if id(p) in self._factored
         ]
@@ -169,12 +179,28 @@ class Reducer:
                 self._parcel_of[id(p)] = parcel
                 self._listen(p)
 
+    def _encoded(self, wanted: Sequence[nn.Parameter], places: Sequence[int]) -> list[tuple[int, Parcel]]:
+        """Parcels of those whose gradients are encoded, each with its lowest place."""
+        if self._coding is None or not places:
+            return []
+        name_of = {id(p): name for name, p in reversed(self._named)}
+        items = [_item(wanted[place]) for place in places]
+        most = bucket_bytes(sum(item.size_bytes for item in items))
+        made: list[tuple[int, Parcel]] = []
+        for part in assign(items, first_bytes=most, bucket_bytes=most):
+            held = [wanted[places[index]] for index in part]
+            parcel = self._coding.parcel([(name_of[id(p)], p) for p in held])
+            made.append((min(places[index] for index in part), parcel))
+        return made
+
     def _listen(self, p: nn.Parameter) -> None:
         self._handles.append(p.register_post_accumulate_grad_hook(self._ready))
         if self._summed:
             self._handles.append(p.register_hook(self._times_workers))
         if self._receiver is not None:
             self._handles.append(p.register_hook(self._before_gradient))
+        if self._coding is not None:
+            self._handles.append(p.register_hook(lambda _: self._set_aside(p)))
 
     def detach(self) -> None:
         """Leave the parameters alone."""
@@ -182,6 +208,7 @@ class Reducer:
             handle.remove()
         self._handles.clear()
         self._parcel_of.clear()
+        self._just_landed.clear()
         for parcel in self._parcels:
             parcel.release()
         self._parcels = []
@@ -202,8 +229,12 @@ class Reducer:
         """Gradients kept locally are in units of the current weight: convert them to the next one."""
         if self._summed:
             return
+        self._set_all_aside(p for _, p in self._named)
         for _, p in self._named:
-            if p.grad is not None:
+            before = self._carried.get(id(p))
+            if p.grad is not None and before is not None:
+                p.grad.sub_(before).mul_(factor).add_(before)
+            elif p.grad is not None:
                 p.grad.mul_(factor)
 
     def _times_workers(self, grad: Tensor | None) -> Tensor | None:
@@ -213,6 +244,29 @@ class Reducer:
         """A gradient is about to be added to what is there: that must have landed."""
         if not self._in_backward and self._receiver is not None:
             self._receiver.settle()
+
+    def _set_aside(self, p: nn.Parameter) -> None:
+        """Before anything is added to a gradient: what a round has put there is not to be encoded again."""
+        gradient = p.grad
+        if gradient is None:
+            self._carried.pop(id(p), None)  # it was dropped since
+        if id(p) not in self._just_landed:
+            return
+        self._just_landed.discard(id(p))
+        parcel = self._parcel_of[id(p)]
+        if (
+            isinstance(parcel, Coded)
+            and gradient is not None
+            and parcel.holds(p, gradient)
+            and gradient.any()
+        ):
+            self._carried[id(p)] = gradient.clone()
+
+    def _set_all_aside(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Also where this worker adds nothing: others may, and all must set aside the same."""
+        if self._coding is not None:
+            for p in parameters:
+                self._set_aside(p)
 
     def _ready(self, parameter: Tensor) -> None:
         self._observer.computing()
@@ -244,6 +298,10 @@ class Reducer:
         self._next += 1
         if self._next == len(self._parcels):
             self._observer.arrived()
+        if isinstance(parcel, Coded):
+            self._set_all_aside(parcel.parameters)
+            ids = [id(p) for p in parcel.parameters]
+            parcel.carried = {key: self._carried.pop(key) for key in ids if key in self._carried}
         parcel.leave(self._weight(), -self._next)
 
     def _finish(self) -> None:
@@ -255,7 +313,7 @@ class Reducer:
             if self._receiver is not None:
                 self._receiver.take(self, self._parcels)
             else:
-                landed = [self.receive(parcel) for parcel in self._parcels]
+                landed = self._receive_all()
                 for parcel in landed:
                     for p, gradient in parcel:
                         if gradient is not None:
@@ -270,6 +328,19 @@ class Reducer:
             self._in_backward = False
             self._next = 0
 
+    def _receive_all(self) -> list[Landed]:
+        """Wait for all parcels; for the others too, if a gradient is not finite: all workers go on then."""
+        landed: list[Landed] = []
+        refused: GradientError | None = None
+        for parcel in self._parcels:
+            try:
+                landed.append(self.receive(parcel))
+            except GradientError as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
+        return landed
+
     def _reset(self) -> None:
         for parcel in self._parcels:
             parcel.reset()
@@ -278,12 +349,17 @@ class Reducer:
         """Wait for one parcel and report it."""
         assert parcel.pending is not None
         waiting = time.perf_counter()
-        parcel.pending.wait()
+        try:
+            parcel.pending.wait()
+        except GradientError:
+            parcel.reset()  # training may go on
+            raise
         wait_s = time.perf_counter() - waiting
         if self._receiver is not None:
             self._observer.waited(wait_s)
         timing = parcel.pending.timing()
         landed = parcel.landed()
+        self._just_landed.update(id(p) for p in parcel.parameters)
         self._observer.bucket(
             BucketTimes(
                 index=self._parcels.index(parcel),
@@ -297,6 +373,7 @@ class Reducer:
                 adding_s=timing.adding_s,
                 wait_s=wait_s,
                 how=parcel.how,
+                coded_bytes=parcel.coded_bytes,
             )
         )
         return landed

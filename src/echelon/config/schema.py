@@ -39,10 +39,11 @@ class RunSettings:
         "auto", "How bytes move: shared memory on one machine, TCP between machines, or torch.distributed."
     )
     collective: str = _setting("auto", "How gradients are summed: see `echelon list collective`.")
+    codec: str = _setting("none", "How gradients are written on the wire: see `echelon list codec`.")
     sync: str = _setting("full", "When workers agree: see `echelon list sync`.")
     groups: str | None = _setting(
         None,
-        "Groups of workers, for policies with levels: sizes 4,4, or ranks 0,1;2,3. Default: a lab's sites.",
+        "Groups of workers, for levels and codecs: sizes 4,4, or ranks 0,1;2,3. Default: a lab's sites.",
     )
     servers: int = _setting(
         0, "Parameter servers: processes besides the workers; in a lab, on its last nodes."

@@ -27,6 +27,16 @@ from echelon.cluster.lab.faults import FaultClock
 from echelon.cluster.lab.lab import Lab, Seat
 from echelon.cluster.lab.spec import LabSpec, read_lab
 from echelon.cluster.machine import usable_cores
+from echelon.codec.codec import CODECS
+from echelon.codec.codecs.between import Between
+from echelon.codec.fitting import (
+    check_sites,
+    refuse_factors,
+    refuse_for_weights,
+    refuse_momentum,
+    refuse_transport,
+    served_codec,
+)
 from echelon.comm.place import SERVERS_VARIABLE
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
@@ -52,7 +62,7 @@ from echelon.observe.summary import Summary, write_summary
 from echelon.plan.groups import by_site, parse_groups
 from echelon.plan.plan import Asked, Plan, WorkerPlan, make_plan
 from echelon.sync.policies.levels import Levels
-from echelon.sync.policy import POLICIES
+from echelon.sync.policy import POLICIES, Policy
 from echelon.sync.policy import Crew as SyncCrew
 
 _LOOK_EVERY_S = 0.05
@@ -174,6 +184,7 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
         sync=settings.sync,
         groups=groups,
         replicas=settings.replicas,
+        codec=settings.codec,
         threads=settings.threads or (1 if spec else None),
         seed=settings.seed,
         join_timeout_s=settings.join_timeout_s,
@@ -211,9 +222,27 @@ def _check_sync(plan: Plan, settings: RunSettings) -> None:
                 seed=plan.seed,
             )
         )
+    _check_codec(plan, policy, settings)
     between = policy.between if isinstance(policy, Levels) else policy
     if plan.servers and between.family in ("mix", "share"):
         raise ConfigError(f"sync {policy.name} has no use for servers", where="--servers", fix="start none")
+
+
+def _check_codec(plan: Plan, policy: Policy, settings: RunSettings) -> None:
+    """Refuse a codec that cannot work with the rest."""
+    codec = CODECS.build(plan.codec, where="--codec")
+    if isinstance(codec, Between):
+        check_sites(plan.groups)
+        refuse_transport(plan.transport)
+    refuse_factors(codec, plan.factors)
+    if isinstance(settings, TrainSettings):
+        adam = settings.optimizer == "adamw"
+        refuse_momentum(codec, 0.9 if adam else settings.momentum, "AdamW" if adam else "SGD")
+    between = policy.between if isinstance(policy, Levels) else policy
+    if policy.family == "serve":
+        served_codec(plan.codec)
+    elif between.family in ("mix", "share"):
+        refuse_for_weights(plan.codec, between.name)
 
 
 def _commands(

@@ -23,7 +23,7 @@ from types import TracebackType
 
 import msgspec
 
-from echelon.errors import EchelonError, WorkerError
+from echelon.errors import EchelonError, GradientError, WorkerError
 from echelon.launch.failure import Failure
 from echelon.observe.run_folder import RunFolder
 
@@ -74,7 +74,7 @@ def _keep_error(kind: type[BaseException], error: BaseException, trace: Tracebac
         kind=kind.__name__,
         message=str(error),
         text=text,
-        consequence=isinstance(error, WorkerError),
+        consequence=isinstance(error, WorkerError) and not _is_own(error, rank),
     )
     path = RunFolder(Path(folder)).error_of(rank)
     try:
@@ -82,6 +82,11 @@ def _keep_error(kind: type[BaseException], error: BaseException, trace: Tracebac
         path.with_suffix(".tmp").rename(path)
     except OSError as problem:
         sys.stderr.write(f"the error could not be kept in {path}: {problem}\n")
+
+
+def _is_own(error: WorkerError, rank: int) -> bool:
+    """Whether an error that all workers raise is about this one."""
+    return isinstance(error, GradientError) and rank in error.ranks
 
 
 def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:

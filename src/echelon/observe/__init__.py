@@ -5,6 +5,7 @@ run_folder.py  where a run leaves its traces
 recorder.py    writes one worker's events, cheaply
 follow.py      reads the events of a run while it goes on
 arrival.py     who kept the others waiting, judged by arrival
+coding.py      how much smaller a codec made what was sent
 hiding.py      how much of communication was hidden, and what limits a step
 agreement.py   what a sync policy other than full made of the workers' steps
 spans.py       when each part of a step took place

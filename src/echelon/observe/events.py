@@ -84,7 +84,8 @@ class BucketReduced(Event, frozen=True, kw_only=True, tag="bucket"):
     `start` is when the worker began to fill it, which took `encode_s`. From `begun` on its bytes could
     move, at `sent` this worker had handed over its last, at `ended` the result was there; 0 where the
     group does not say. `adding_s` is what this worker spent on sums, `wait_s` how long its trainer stood
-    still for this bucket. `how` says in what form it went. With several rounds in a step, indices repeat.
+    still for this bucket. `how` says in what form it went; `coded_bytes` of what was sent were encoded.
+    With several rounds in a step, indices repeat.
     """
 
     step: int
@@ -99,6 +100,7 @@ class BucketReduced(Event, frozen=True, kw_only=True, tag="bucket"):
     adding_s: float
     wait_s: float
     how: str = "dense"
+    coded_bytes: int = 0
 
 
 class LinkMeasured(Event, frozen=True, kw_only=True, tag="link"):

@@ -14,6 +14,7 @@ import msgspec
 
 from echelon.observe.agreement import Agreement, Books, Stretch, firsts_of, policy_of, steps_together
 from echelon.observe.arrival import Basis, Gathering, Judgement, Round, basis, contradicts, judge
+from echelon.observe.coding import Coding, Codings
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -76,7 +77,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     `rounds` is the number of steps that all of several workers reported, the only ones judged by
     arrival; `spread_s` sums their spreads. `judged_by` is "wait" where the workers' clocks disagree.
     `outcome` is completed, failed, interrupted, or unfinished as long as nobody wrote the end.
-    `communication` is None where no bucket was reported; hiding.py has the definitions.
+    `communication` is None where no bucket was reported; hiding.py has the definitions. `coding` is None
+    where nothing was encoded.
 
     By a sync policy other than `full` workers do not step together, so there are no rounds, nobody is
     last, and `train_loss` is over the last tenth of each worker's own steps. Then, and only then, there
@@ -99,6 +101,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     failure: str
     workers: tuple[WorkerSummary, ...]
     communication: Communication | None = None
+    coding: Coding | None = None
     agreement: Agreement | None = None
 
     @property
@@ -233,6 +236,7 @@ class Tally:
         self._gathering = Gathering(limit)
         self._rounds = _Rounds()
         self._traffics = Traffics() if limit is None else None
+        self._codings = Codings()
         self._hosts: set[str] = set()
         self._loss = _RecentLoss()
         self._own_losses: dict[int, _RecentLoss] = {}
@@ -254,6 +258,7 @@ class Tally:
                 self._books.decided(event)
             case BucketReduced() if self._traffics is not None:
                 self._traffics.bucket(event)
+                self._codings.bucket(event)
             case LinkMeasured() if self._traffics is not None:
                 self._traffics.link(event)
             case WorkerJoined():
@@ -348,6 +353,7 @@ class Tally:
                 _worker_summary(rank, self._workers[rank], lateness) for rank in sorted(self._workers)
             ),
             communication=self._communication(by, late_rounds),
+            coding=self._codings.coding(),
             agreement=self._agreement(),
         )
 

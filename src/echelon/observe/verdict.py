@@ -189,7 +189,7 @@ def wire_verdict(summary: Summary) -> str:
     went = summary.communication
     if went is None:
         return ""
-    said = []
+    said = [summary.coding.sentence] if summary.coding is not None else []
     if went.distance is not None:
         said.append(f"A step took {went.distance:.2f} times its limit, set by {_limiter(went, summary)}.")
         if went.limited_by == "link" and went.distance < _BELOW_LIMIT:

@@ -91,6 +91,7 @@ class Asked:
     sync: str = "full"
     groups: tuple[tuple[int, ...], ...] = ()
     replicas: int = 0
+    codec: str = "none"
     threads: int | None = None
     seed: int = 0
     join_timeout_s: float = 60.0
@@ -142,6 +143,7 @@ def make_plan(
         sync=asked.sync,
         groups=asked.groups,
         replicas=asked.replicas,
+        codec=asked.codec,
         seed=asked.seed,
         join_timeout_s=asked.join_timeout_s,
         round_timeout_s=asked.round_timeout_s,

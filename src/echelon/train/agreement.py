@@ -8,9 +8,9 @@ these in the same order on all workers and knows nothing of how it is done.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -32,6 +32,7 @@ class Rules:
     loss: Literal["mean", "sum"] = "mean"
     overlap: Overlap = "backward"
     factors: Rule = "auto"
+    codec: str = ""  # the run's
 
 
 class Agreement(ABC):
@@ -58,6 +59,10 @@ class Agreement(ABC):
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
         """Look after an optimizer; call back once before and once after every step of it."""
+
+    def fits(self, optimizer: Optimizer, rules: Rules) -> None:
+        """Refuse an optimizer that does wrong with what else was asked for."""
+        return
 
     def begin(self) -> None:
         """All that was given to one call of `prepare` has been added."""
@@ -103,6 +108,14 @@ class Agreement(ABC):
         """Weights and states were replaced by a checkpoint's, on all workers."""
         return
 
+    def owed(self) -> dict[str, Any]:
+        """What codecs remember on this worker, for a checkpoint; nothing if there are none."""
+        return {}
+
+    def restore_owed(self, owed: Sequence[dict[str, Any]]) -> None:
+        """Take over what the workers of a checkpoint owed, by rank."""
+        return
+
     def finish(self) -> None:
         """The last epoch is over; all workers are here."""
         return
@@ -123,6 +136,12 @@ class Apart(Agreement):
 
     def add(self, model: nn.Module, rules: Rules) -> None:
         """Begin with the leader's weights. Statistics of batch norm are each worker's own."""
+        if rules.codec:
+            raise ConfigError(
+                f"with sync {self._name} all models of a run have the run's codec",
+                where=f'prepare(codec="{rules.codec}")',
+                fix="give it to join(), or as --codec",
+            )
         if rules.loss == "sum":
             raise ConfigError(
                 f"sync {self._name} weighs gradients by samples, so the loss must be a mean over them",

@@ -1,17 +1,22 @@
 """Groups of workers that act as one: a policy inside each group, another one between them.
 
 Inside, gradients are reduced or weights averaged over the group. The group's first member takes part in the
-policy between groups on behalf of all, and gives the others the weights that come of it.
+policy between groups on behalf of all, and gives the others the weights that come of it. A codec is for
+what it sends to a server; inside a group everything is sent as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from echelon.codec.codec import CODECS
+from echelon.codec.codecs.between import Between
+from echelon.codec.fitting import refuse_for_weights, served_codec
 from echelon.comm.cost import Link
 from echelon.comm.engine import EngineGroup
 from echelon.plan.shares import split
@@ -25,7 +30,7 @@ from echelon.train.by_mixing import ByMixing
 from echelon.train.by_server import ByServer, open_line
 from echelon.train.clock import StepClock
 from echelon.train.in_step import InStep
-from echelon.train.served.client import Line
+from echelon.train.served.line import Line
 
 
 class ByLevels(Apart):
@@ -41,6 +46,7 @@ class ByLevels(Apart):
         link: Link | None,
         replicas: int,
         explain: Explain,
+        codec: str = "none",
     ) -> None:
         super().__init__(group, policy.name, explain)
         self._clock = clock
@@ -56,6 +62,7 @@ class ByLevels(Apart):
         else:
             self._inside = InStep(self._mates, clock, link=link, explain=explain)
         self._served = isinstance(between, Served)
+        codec = self._towards_server(codec)
         self.claims = self._served and len({len(ranks) for ranks in crew.groups}) == 1
         self._between: ByServer | ByMixing | None = None
         self._line: Line | None = None
@@ -69,6 +76,7 @@ class ByLevels(Apart):
                 self._units,
                 replicas=replicas,
                 explain=explain,
+                codec=codec,
                 after_step=lambda optimizer: self._spread(optimizer),
             )
         elif leaders is not None and isinstance(between, Mixed):
@@ -78,6 +86,16 @@ class ByLevels(Apart):
         self._optimizers: list[Optimizer] = []
         self._steps: dict[int, int] = {}
         self._undo: list[Callable[[], None]] = []
+
+    def _towards_server(self, codec: str) -> str:
+        """The codec of first members' letters: groups are sites, so one between sites is meant for them."""
+        if not self._served:
+            refuse_for_weights(codec, self._name)
+            return codec
+        built = CODECS.build(codec, where="--codec")
+        meant = built.codec if isinstance(built, Between) else codec
+        served_codec(meant)
+        return meant
 
     @property
     def slots(self) -> tuple[int, Callable[[int], int]]:
@@ -95,6 +113,8 @@ class ByLevels(Apart):
         """All begin with the leader's weights; then each group keeps its own in step."""
         super().add(model, rules)
         self._inside.add(model, rules)
+        if isinstance(self._between, ByServer):
+            self._between.know(model)
 
     def adopt(
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
@@ -228,6 +248,17 @@ class ByLevels(Apart):
         if self._between is not None:
             self._between.loaded()
         self._group.barrier()
+
+    def owed(self) -> dict[str, Any]:
+        """What the first member's codec has not sent to the server."""
+        return {} if self._between is None else self._between.owed()
+
+    def restore_owed(self, owed: Sequence[dict[str, Any]]) -> None:
+        """First members take over what first members owed."""
+        if self._between is None:
+            return
+        same = len(owed) == self._crew.workers
+        self._between.restore_owed([owed[ranks[0]] for ranks in self._crew.groups] if same else owed)
 
     def finish(self) -> None:
         """End with one model."""

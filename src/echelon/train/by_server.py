@@ -2,30 +2,43 @@
 
 Every optimizer's parameters are a table on the servers. During a pass over the data a worker takes part;
 between passes it does not, and all have the same weights: the server's.
+
+With a codec, gradients and changes of weights travel in fewer bytes during a pass: workers then compute on
+weights that are nearly the server's. Between passes they have them exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from echelon.codec.codec import CODECS
+from echelon.codec.fitting import served_codec
+from echelon.comm.coded.states import Saved, handed_over
 from echelon.comm.engine import EngineGroup
 from echelon.comm.post import Post
 from echelon.comm.reducer import RoundObserver
 from echelon.sync.policy import Crew
 from echelon.sync.served import Served
 from echelon.train.agreement import Apart, Explain, Overlap, Rules, replace_step
+from echelon.train.encoding import check_momentum
 from echelon.train.in_step import refuse_compiled
-from echelon.train.served.client import Line, Table
+from echelon.train.served.client import Table
+from echelon.train.served.line import Line
+
+_log = logging.getLogger(__name__)
 
 
 def open_line(group: EngineGroup) -> Line:
     """A worker's post to the servers."""
     names = {member.rank: str(member) for member in group.members}
-    line = Line(group.deadline_s, group.servers, names, names[group.ranks[group.rank]])
+    line = Line(group.deadline_s, group.servers, names, group.ranks[group.rank])
     line.post = Post(group.loop, set(group.servers), place=line.place)
     return line
 
@@ -45,6 +58,7 @@ class ByServer(Apart):
         *,
         replicas: int,
         explain: Explain,
+        codec: str = "none",
         after_step: Callable[[Optimizer], None] = lambda optimizer: None,
     ) -> None:
         super().__init__(group, policy.name, explain)
@@ -53,6 +67,9 @@ class ByServer(Apart):
         self._text = text
         self._crew = crew
         self._replicas = replicas
+        served_codec(codec)  # refused before anything is opened
+        self._codec = codec
+        self._names: dict[int, str] = {}  # of parameters, by id
         self._after_step = after_step
         self._engine_group = group
         self._line = open_line(group)
@@ -68,22 +85,55 @@ class ByServer(Apart):
         if rules.overlap == "step":
             refuse_compiled(model)
         super().add(model, rules)
+        self.know(model)
+
+    def know(self, model: nn.Module) -> None:
+        """Take down what its parameters are called."""
+        self._names.update((id(p), name) for name, p in model.named_parameters())
 
     def adopt(
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
         """Its steps are the server's from now on; opened by `begin`, when models have their weights."""
+        check_momentum(CODECS.build(self._codec), optimizer)
         self._new.append((optimizer, overlap, before, after))
 
     def begin(self) -> None:
         """Let the leader tell the servers what they keep."""
         for optimizer, overlap, before, after in self._new:
             self._checked(optimizer)
-            table = Table(self._line, optimizer, self._policy, self._observer, late=overlap == "step")
+            table = Table(
+                self._line,
+                optimizer,
+                self._policy,
+                self._observer,
+                late=overlap == "step",
+                codec=self._codec,
+                worker=self._group.rank,
+                name_of=self._name_of,
+            )
             self._tables.append(table)
+            self._explain_codec(table)
             self._open(table, optimizer)
             self._undo.append(replace_step(optimizer, self._stepping(table, before, after)))
         self._new = []
+
+    def _name_of(self, parameter: Tensor) -> str:
+        return self._names.get(id(parameter), "")
+
+    def _explain_codec(self, table: Table) -> None:
+        """If a codec was asked for that has nothing to do here, say so."""
+        if served_codec(self._codec) is None:
+            return
+        kinds = {p.dtype for p in table.parameters}
+        why = ""
+        if kinds != {torch.float32}:
+            names = ", ".join(str(kind).removeprefix("torch.") for kind in kinds)
+            why = f"parameters of type {names} are sent as they are: codecs write float32"
+        elif self._policy.pushes == "weights":
+            why = f"sync {self._name} pushes weights, which are sent as they are: codecs write gradients"
+        if why:
+            self._explain("codec", why, f"codec {self._codec} is not used: {why}")
 
     def _open(self, table: Table, optimizer: Optimizer) -> None:
         crew = self._checked(optimizer)
@@ -191,12 +241,59 @@ class ByServer(Apart):
         self._group.barrier()
 
     def loaded(self) -> None:
-        """Tell the servers what was loaded."""
+        """Tell the servers what was loaded. What codecs remember is of other weights: forget it."""
         for table in self._tables:
+            table.load_codec_state({})
             self._open(table, table.optimizer)
+
+    def owed(self) -> dict[str, Any]:
+        """What the codec has not sent yet, and all else that it remembers."""
+        tables: Saved = {}
+        for table in self._tables:
+            tables |= table.codec_state()
+        return {"codec": self._codec, "tables": tables} if tables else {}
+
+    def restore_owed(self, owed: Sequence[dict[str, Any]]) -> None:
+        """Take over what the workers of a checkpoint owed; another number of them, the same sum."""
+        saved: list[Saved] = [
+            one["tables"] for one in owed if one.get("codec") == self._codec and "tables" in one
+        ]
+        if saved:
+            mine = handed_over(saved, self._group.size)[self._group.rank]
+            for table in self._tables:
+                table.load_codec_state(mine)
+        texts = [text for one in owed for text in one.get("codecs", [one.get("codec", "none")])]
+        had = next((text for text in texts if text != "none"), "none")
+        if had != "none" and not saved:
+            self._explain(
+                "codec residuals",
+                f"the checkpoint's codec was {had}, this run's is {self._codec}, with a server",
+                f"the checkpoint was written with codec {had}: what that had not sent yet is lost",
+            )
+
+    def finish(self) -> None:
+        """Say what did not fit into the codec's range, and what it has not sent: now it may never be."""
+        beyond = sum(table.saturated() for table in self._tables)
+        if beyond:
+            text = f"{beyond} values were beyond the range of codec {self._codec}"
+            self._explain("codec range", text, text)
+        left = self._left_over()
+        if left:
+            self._explain("codec residuals", left, left)
+
+    def _left_over(self) -> str:
+        """What is left of gradients that the codec would have sent later, in words."""
+        most = max((table.left_over() for table in self._tables), default=0.0)
+        if not most:
+            return ""
+        times = f"{most:.2g} times the norm of its last gradient"
+        return f"codec {self._codec}: what {self._line.me} has not sent is {times}"
 
     def close(self) -> None:
         """Say goodbye to the servers; give optimizers their own step back."""
+        left = self._left_over()
+        if left:
+            _log.warning("%s, and never will be", left)
         for table in self._tables:
             table.detach()
         while self._undo:

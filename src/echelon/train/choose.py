@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from echelon.codec.fitting import refuse_for_weights
 from echelon.comm.alone import Alone
 from echelon.comm.cost import Link
 from echelon.comm.engine import EngineGroup
@@ -21,6 +22,7 @@ from echelon.train.by_levels import ByLevels
 from echelon.train.by_mixing import ByMixing
 from echelon.train.by_server import ByServer
 from echelon.train.clock import StepClock
+from echelon.train.encoding import Encoding
 from echelon.train.in_step import InStep
 from echelon.train.one_memory import OneMemory
 
@@ -57,16 +59,37 @@ def choose(plan: Plan, group: Group, clock: StepClock, links: Links | None, expl
     policy = POLICIES.build(plan.sync, where="--sync").resolved()
     link: Link | None = links.slowest if links else None
     if isinstance(group, Alone) or policy.family == "reduce":
-        return InStep(group, clock, link=link, explain=explain)
+        encoding = Encoding(plan.codec, group, links=links, sites=plan.groups, explain=explain)
+        return InStep(group, clock, link=link, encoding=encoding, explain=explain)
     crew = crew_of(plan, group, links)
     policy.check(replace(crew, lr=1.0))  # again with the real one when the optimizer is there
     if isinstance(policy, Mixed):
+        refuse_for_weights(plan.codec, policy.name)
         return ByMixing(group, clock, policy, crew, explain=explain)
     own = _own_transport(group, policy)
     if isinstance(policy, Levels):
-        return ByLevels(own, clock, policy, crew, link=link, replicas=plan.replicas, explain=explain)
+        return ByLevels(
+            own,
+            clock,
+            policy,
+            crew,
+            link=link,
+            replicas=plan.replicas,
+            codec=plan.codec,
+            explain=explain,
+        )
     if isinstance(policy, Served):
-        return ByServer(own, clock, policy, plan.sync, crew, replicas=plan.replicas, explain=explain)
+        return ByServer(
+            own,
+            clock,
+            policy,
+            plan.sync,
+            crew,
+            replicas=plan.replicas,
+            codec=plan.codec,
+            explain=explain,
+        )
+    refuse_for_weights(plan.codec, policy.name)
     return OneMemory(own, clock, explain=explain)
 
 

@@ -143,6 +143,7 @@ class StepClock:
                 adding_s=times.adding_s,
                 wait_s=times.wait_s,
                 how=times.how,
+                coded_bytes=times.coded_bytes,
             )
         )
 

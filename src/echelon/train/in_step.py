@@ -5,12 +5,15 @@ Made by the session for every model that is prepared. It knows nothing of data, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from echelon.codec.fitting import refuse_factors
+from echelon.comm.coded.coding import Coding
 from echelon.comm.cost import Link
 from echelon.comm.factors import Rule
 from echelon.comm.group import Group
@@ -18,6 +21,7 @@ from echelon.comm.reducer import Reducer, RoundObserver
 from echelon.errors import ModelError
 from echelon.train import agree, batchnorm, linear
 from echelon.train.agreement import Agreement, Explain, Overlap, Rules
+from echelon.train.encoding import Encoding
 from echelon.train.factoring import Factoring
 from echelon.train.late import LateSteps
 
@@ -35,9 +39,11 @@ class InStep(Agreement):
         observer: RoundObserver,
         *,
         link: Link | None = None,
+        encoding: Encoding | None = None,
         explain: Explain = lambda topic, why, tell: None,
     ) -> None:
         self._group = group
+        self._encoding = encoding or Encoding("none", group, links=None, sites=(), explain=explain)
         self._observer = observer
         self._link = link
         self._explain = explain
@@ -49,7 +55,7 @@ class InStep(Agreement):
 
     def add(self, model: nn.Module, rules: Rules) -> None:
         """Keep a model in step from now on."""
-        if self._group.size == 1:
+        if self._group.size == 1 and not self._encoding.active(rules.codec):
             return
 
         def weight() -> float:
@@ -64,7 +70,8 @@ class InStep(Agreement):
         self._models.append(model)
         if rules.batchnorm == "global" and batchnorm.layers(model):
             batchnorm.make_global(model, self._group.fork(), weight)
-        factoring = self._watch(model, rules.factors)
+        coding = self._encoding.add(model, rules.codec)
+        factoring = self._watch(model, self._factors(rules, coding))
         reducer = Reducer(
             list(model.named_parameters()),
             self._group.fork(),
@@ -73,11 +80,18 @@ class InStep(Agreement):
             summed=rules.loss == "sum",
             receiver=self._late if late else None,
             link=self._link,
+            coding=coding,
         )
         self._reducers.append(reducer)
         if factoring is not None:
             factoring.serve(reducer)
             self._factorings.append(factoring)
+
+    def _factors(self, rules: Rules, coding: Coding | None) -> Rule:
+        """Gradients that are encoded do not travel as factors."""
+        if coding is not None:
+            refuse_factors(coding.codec, rules.factors)
+        return rules.factors if coding is None else "never"
 
     def _refuse_shared(self, model: nn.Module) -> None:
         held = {id(p) for p in model.parameters()}
@@ -109,6 +123,10 @@ class InStep(Agreement):
             return
         optimizer.register_step_pre_hook(lambda *_: before())
         optimizer.register_step_post_hook(lambda *_: after())
+
+    def fits(self, optimizer: Optimizer, rules: Rules) -> None:
+        """Refuse momentum that a codec applies as well."""
+        self._encoding.check(optimizer, rules.codec)
 
     def keep(self, active: bool) -> None:
         """Whether gradients stay on this worker for now."""
@@ -162,8 +180,21 @@ class InStep(Agreement):
         """Let everything that is on its way land and be applied."""
         self._late.settle()
 
+    def owed(self) -> dict[str, Any]:
+        """What codecs have not sent yet."""
+        return self._encoding.owed()
+
+    def restore_owed(self, owed: Sequence[dict[str, Any]]) -> None:
+        """Take over what workers owed."""
+        self._encoding.restore(owed)
+
+    def finish(self) -> None:
+        """Say what codecs could not write."""
+        self._encoding.report()
+
     def close(self) -> None:
         """Leave models and optimizers alone."""
+        self._encoding.close()
         self._late.close()
         for reducer in self._reducers:
             reducer.detach()

@@ -59,6 +59,7 @@ def join(
     overlap: str | None = None,
     factors: str | None = None,
     sync: str | None = None,
+    codec: str | None = None,
     runs: str | Path = "runs",
     record: bool = True,
 ) -> Session:
@@ -74,6 +75,7 @@ def join(
     overlap          what hides communication: backward, or step (see `Session.prepare`)
     factors          whether linear layers send factors of their gradients: auto, always or never
     sync             when workers agree: a policy by name, see `echelon list sync`; full otherwise
+    codec            how gradients are written: a codec by name, see `echelon list codec`; none otherwise
     runs             where the run's folder is made
     record           whether there is a record at all
     """
@@ -88,6 +90,7 @@ def join(
         overlap=overlap or (launched.overlap if launched else "backward"),
         factors=factors or (launched.factors if launched else "auto"),
         sync=sync or (launched.sync if launched else "full"),
+        codec=codec or (launched.codec if launched else "none"),
         join_timeout_s=timeout_s or (launched.join_timeout_s if launched else 60.0),
         round_timeout_s=round_timeout_s or (launched.round_timeout_s if launched else 300.0),
     )
@@ -221,6 +224,7 @@ def _overrule(launched: Plan, seed: int | None, shares: Sequence[float] | None, 
         overlap=asked.overlap,
         factors=asked.factors,
         sync=asked.sync,
+        codec=asked.codec,
     )
 
 

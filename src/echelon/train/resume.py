@@ -38,12 +38,19 @@ class Prepared:
 
 
 def gather(
-    prepared: Prepared, group: Group, *, step: int, epoch: int, extra: dict[str, Any]
+    prepared: Prepared,
+    group: Group,
+    *,
+    step: int,
+    epoch: int,
+    extra: dict[str, Any],
+    owed: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """The state of the whole run, on the leader; None elsewhere."""
-    packed = group.all_gather_bytes(state_tree.pack(_random_state()))
+    """The state of the whole run, on the leader; None elsewhere. `owed` is what a worker's codecs keep."""
+    packed = _to_leader(group, state_tree.pack({"random": _random_state(), "owed": owed or {}}))
     if group.rank != 0:
         return None
+    told = [state_tree.unpack(data) for data in packed]
     return {
         "step": step,
         "epoch": epoch,
@@ -51,9 +58,19 @@ def gather(
         "optimizers": [optimizer.state_dict() for optimizer in prepared.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in prepared.schedulers],
         "loaders": [loader.state() for loader in prepared.loaders],
-        "random": [state_tree.unpack(data) for data in packed],
+        "random": [one["random"] for one in told],
+        "codecs": [one["owed"] for one in told],
         "extra": extra,
     }
+
+
+def _to_leader(group: Group, mine: bytes) -> list[bytes]:
+    """Everybody's bytes, on the leader; others get nothing of each other."""
+    own, nothing = torch.frombuffer(bytearray(mine), dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
+    swapped = group.swap([own if rank == 0 else nothing for rank in range(group.size)])
+    parts = swapped.parts()
+    parts[group.rank] = own
+    return [bytes(part.numpy()) for part in parts]
 
 
 def write(

@@ -116,6 +116,7 @@ class Session(Talk):
         loss: Literal["mean", "sum"] = "mean",
         overlap: Overlap | None = None,
         factors: Rule | None = None,
+        codec: str | None = None,
     ) -> Any:
         """Make models, optimizers, loaders and schedulers, in any number and order, part of the run.
 
@@ -127,6 +128,7 @@ class Session(Talk):
                    (same results, more is hidden); as the run was started otherwise
         factors    whether linear layers send the factors of their weights' gradients in place of these:
                    auto (where it is cheaper), always, never; as the run was started otherwise
+        codec      how these models' gradients are written on the wire; the run's codec otherwise
         """
         check_choice("batch", batch, ("global", "per-worker"))
         check_choice("batchnorm", batchnorm, ("global", "local"))
@@ -135,7 +137,16 @@ class Session(Talk):
         check_choice("overlap", late, ("backward", "step"))
         rule = factors or self._plan.factors
         check_choice("factors", rule, ("auto", "always", "never"))
-        rules = Rules(batchnorm=batchnorm, loss=loss, overlap=cast(Overlap, late), factors=cast(Rule, rule))
+        rules = Rules(
+            batchnorm=batchnorm,
+            loss=loss,
+            overlap=cast(Overlap, late),
+            factors=cast(Rule, rule),
+            codec=codec or "",
+        )
+        for thing in things:
+            if isinstance(thing, Optimizer):
+                self._agreement.fits(thing, rules)
         facts: list[agree.Fact] = []
         out: list[Any] = []
         models: list[nn.Module] = []
@@ -347,7 +358,12 @@ class Session(Talk):
         self._agreement.before_save()
         try:
             state = resume.gather(
-                self._prepared, self._group, step=self.step, epoch=self.epoch, extra=extra or {}
+                self._prepared,
+                self._group,
+                step=self.step,
+                epoch=self.epoch,
+                extra=extra or {},
+                owed=self._agreement.owed(),
             )
             written = resume.write(Path(path), self._group, state, keep=keep)
         finally:
@@ -380,6 +396,7 @@ class Session(Talk):
                 _log.warning("checkpoint %s was passed over: %s", name, reason)
         self._first_epoch = resume.restore(self._prepared, self._group, found.state)
         self._agreement.loaded()
+        self._agreement.restore_owed(found.state.get("codecs", []))
         self._clock.step = found.step
         self._clock.epoch = self._first_epoch
         self._recorder.emit(

@@ -10,7 +10,7 @@ import pytest
 
 import echelon as package
 
-COMMANDS = ["run", "train", "simulate", "list", "trace", "report", "lab", "config", "doctor"]
+COMMANDS = ["run", "train", "simulate", "bench", "list", "trace", "report", "lab", "config", "doctor"]
 
 
 def _assert_three_lines(ended, kind: str, where: str) -> None:

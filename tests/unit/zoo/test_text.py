@@ -76,3 +76,11 @@ def test_a_folder_in_place_of_a_text_is_an_error(tmp_path: Path) -> None:
 def test_a_context_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match="context=0"):
         Text(context=0)
+
+
+def test_pythons_manual_is_a_text_that_every_machine_has():
+    splits = DATASETS.build("text(path=python, context=16)").load()
+    assert len(splits.train) > 5000
+    assert 60 < splits.spec.classes < 300
+    inputs, targets = splits.train[0]
+    assert inputs[1:].tolist() == targets[:-1].tolist()

@@ -8,6 +8,9 @@ whoever uses one waits for that one, so the pull hides behind the next forward p
 If the script changes gradients after backward (clipping, unscaling), what had left too early is sent again;
 and if it keeps doing so, pieces leave in `step()` from then on.
 
+With a codec, gradients are pushed coded, and weights come as coded changes (see coding.py). Whatever is not
+a gradient is sent as it is, and whoever asks for weights (`pull`) gets them as they are.
+
 A worker that is told to go on alone takes a step with its own optimizer. What it then pushes, when its turn
 comes, is how its weights have changed since it last got some.
 """
@@ -25,17 +28,20 @@ from torch.optim import Optimizer
 
 from echelon.comm import shards
 from echelon.comm.exchange import as_bytes
-from echelon.comm.post import Head, Letter, Post
+from echelon.comm.post import Head, Letter
 from echelon.comm.reducer import RoundObserver
-from echelon.errors import ConfigError, RoundTimeout, WorkerError
+from echelon.errors import ConfigError, GradientError
 from echelon.sync.policy import Crew
 from echelon.sync.served import Served
 from echelon.train import state_tree
 from echelon.train.late import LateParameter, restore
-from echelon.train.served import recipe
+from echelon.train.served import coding, recipe
+from echelon.train.served.line import Line
 from echelon.train.served.protocol import (
     ASKING,
+    CODED,
     FRESH,
+    LOOK,
     Done,
     Kind,
     Opening,
@@ -45,82 +51,7 @@ from echelon.train.served.protocol import (
     head,
 )
 
-_NOTHING = memoryview(b"")
-_ANSWER_S = 5.0
 _PATIENCE = 3  # how often pieces may be sent in vain before they wait for step()
-
-
-class Line:
-    """A worker's post to the servers, shared by its tables. `servers` and `names` are by rank."""
-
-    def __init__(self, deadline_s: float, servers: Sequence[int], names: dict[int, str], me: str) -> None:
-        self.servers = list(servers)
-        self.deadline_s = deadline_s
-        self.names = names
-        self.me = me
-        self.tables: list[Table] = []
-        self.post: Post | None = None
-
-    @property
-    def coordinator(self) -> int:
-        """The server that decides."""
-        return self.servers[0]
-
-    def place(self, peer: int, letter: Head, length: int) -> memoryview | None:
-        """Weights go straight to where they are taken from. Runs in the loop's thread."""
-        return self.tables[letter.table].place(letter, length) if letter.kind == Kind.WEIGHTS else None
-
-    def send(self, server: int, what: Head, payload: memoryview = _NOTHING) -> None:
-        """Queue a letter to a server."""
-        assert self.post is not None
-        self.post.send(server, what, payload)
-
-    def until(
-        self, there: Callable[[], bool], table: int, silent: Callable[[], list[int]] | None = None
-    ) -> float:
-        """Take in letters until something is there; returns how long that took.
-
-        `silent` names the servers whose letters are missing; where none is given, the coordinator is
-        asked whom it waits for.
-        """
-        assert self.post is not None
-        begun = time.perf_counter()
-        while not there():
-            left = self.deadline_s - (time.perf_counter() - begun)
-            letter = self.post.receive(left) if left > 0 else None
-            if letter is not None:
-                self.tables[letter.head.table].hear(letter)
-            elif time.perf_counter() - begun >= self.deadline_s:
-                raise self._late(self._awaited(table) if silent is None else silent())
-        return time.perf_counter() - begun
-
-    def _awaited(self, table: int) -> list[int]:
-        """Those whom the coordinator waits for; itself, if it does not say."""
-        assert self.post is not None
-        self.send(self.coordinator, head(Kind.WHO, table))
-        until = time.perf_counter() + _ANSWER_S
-        while time.perf_counter() < until:
-            letter = self.post.receive(until - time.perf_counter())
-            if letter is not None and letter.head.kind == Kind.AWAITED:
-                return decode(letter.payload, list[int])
-        return [self.coordinator]
-
-    def _late(self, ranks: list[int]) -> WorkerError:
-        who = ", ".join(self.names[rank] for rank in ranks) or "nobody: this is a defect of the policy"
-        servers = set(ranks) <= set(self.servers)
-        told = f"{who} did not answer" if servers else f"no answer from the server, which waits for {who},"
-        return RoundTimeout(
-            f"{told} within {self.deadline_s:g} s",
-            ranks=tuple(ranks),
-            where=self.me,
-            fix="see that worker's log, raise --round-timeout-s, or use a policy that does not wait",
-        )
-
-    def close(self) -> None:
-        """Say goodbye to the servers."""
-        if self.post is None or self.post.error is not None:
-            return
-        self.post.leave(self.servers, head(Kind.BYE), _ANSWER_S)
 
 
 class Table:
@@ -134,7 +65,11 @@ class Table:
         observer: RoundObserver,
         *,
         late: bool = False,
+        codec: str = "none",
+        worker: int = 0,
+        name_of: Callable[[Tensor], str] = lambda p: "",
     ) -> None:
+        """`worker` is which one this is, of those whom the servers are told of."""
         self._line = line
         self._number = len(line.tables)
         self.optimizer = optimizer
@@ -163,6 +98,16 @@ class Table:
             for part in piece.parts:
                 self._pieces_of.setdefault(part.parameter, []).append(number)
                 self._parts_of.setdefault(part.parameter, []).append((piece.shard, part))
+        self._codec = codec
+        self._worker = worker
+        self._name_of = name_of
+        shapes = [p.shape for p in self._parameters]
+        self._coding = coding.open_coding(codec, self._dtype, self._number, shapes)
+        self._coded = None if self._coding is None else coding.Outgoing(self._coding, self._pieces, worker)
+        self._piece_at = {(piece.shard, piece.start): piece for piece in self._pieces}
+        self._absent: set[int] = set()  # parameters that had no gradient when they were pushed
+        self._given_bytes = self._sent_bytes = 0
+        self._codes = False  # whether what is being pushed is coded
         self.present = True
         self._place_of = {id(p): index for index, p in enumerate(self._parameters)}
         self._handles = [
@@ -195,7 +140,9 @@ class Table:
 
     @property
     def sent_bytes(self) -> int:
-        """What a push takes."""
+        """What a push takes; with a codec, what the last one took."""
+        if self._coded is not None:
+            return self._sent_bytes
         return sum(room.numel() * room.element_size() for room in self._rooms)
 
     # Opening -------------------------------------------------------------------------------------
@@ -213,6 +160,7 @@ class Table:
             groups=self._group_of,
             replicas=replicas,
             whole=self._whole,
+            codec=self._codec,
         )
         self._opened.clear()
         for server in self._line.servers:
@@ -264,7 +212,9 @@ class Table:
             piece = self._pieces[self._next]
             if any(part.parameter in self._waiting for part in piece.parts):
                 return
-            self._push(self._next)
+            if self._coded is not None and self._odd([self._next]) is not None:
+                return  # perhaps the script will put it right, or drop it
+            self._push(self._next, early=True)
             self._next += 1
 
     def _begin_round(self) -> None:
@@ -272,8 +222,8 @@ class Table:
         self._waiting = {place for place, p in enumerate(self._parameters) if p.requires_grad}
 
     @torch.no_grad()
-    def _push(self, number: int) -> None:
-        """Send a piece of the gradients as they are now."""
+    def _push(self, number: int, *, early: bool = False) -> None:
+        """Send a piece of the gradients as they are now; `early`: they may change yet."""
         piece = self._pieces[number]
         flat = self._outgoing[piece.shard]
         for part in piece.parts:
@@ -283,13 +233,50 @@ class Table:
                 target.zero_()
             else:
                 target.copy_(gradient.reshape(-1)[part.start : part.stop])
-        self._send_piece(piece, flat)
+        if self._coded is None:
+            self._send_piece(piece, flat)
+            return
+        for part in piece.parts:
+            has_none = self._parameters[part.parameter].grad is None
+            (self._absent.add if has_none else self._absent.discard)(part.parameter)
+        self._send_coded(number, self._coded, early=early)
 
     def _send_piece(self, piece: shards.Piece, flat: Tensor) -> None:
         item_bytes = flat.element_size()
-        memory = as_bytes(flat)[piece.start * item_bytes : piece.stop * item_bytes]
-        what = head(Kind.PUSH, self._number, shard=piece.shard, step=self._step, start=piece.start)
+        self._send(piece, as_bytes(flat)[piece.start * item_bytes : piece.stop * item_bytes])
+
+    def _send_coded(self, number: int, coded: coding.Outgoing, *, early: bool = False) -> None:
+        piece = self._pieces[number]
+        payload = coded.write(number, self._outgoing[piece.shard], self._absent, early=early)
+        self._send(piece, as_bytes(payload), CODED)
+        self._codes = True
+
+    def _send(self, piece: shards.Piece, memory: memoryview, flags: int = 0) -> None:
+        fields = {"shard": piece.shard, "step": self._step, "start": piece.start}
+        what = head(Kind.PUSH, self._number, flags=flags, **fields)
         self._line.send(self._line.servers[piece.shard], what, memory)
+        self._given_bytes += len(memory)
+
+    def _odd(self, numbers: Sequence[int]) -> int | None:
+        """The first parameter of these pieces whose gradient is not finite."""
+        for number in numbers:
+            for part in self._pieces[number].parts:
+                gradient = self._parameters[part.parameter].grad
+                if gradient is None:
+                    continue
+                if not coding.is_finite(gradient.reshape(-1)[part.start : part.stop]):
+                    return part.parameter
+        return None
+
+    def _refusal(self, place: int) -> GradientError:
+        name = self._name_of(self._parameters[place]) or f"number {place}"
+        return GradientError(
+            f"the gradient of parameter {name} holds NaN or infinity in step {self.steps - 1} of "
+            f"{self._line.me}",
+            ranks=(self._line.rank,),
+            where=self._line.me,
+            fix="lower the learning rate, clip gradients, or skip such steps; this one was not applied",
+        )
 
     # The step ------------------------------------------------------------------------------------
 
@@ -303,6 +290,7 @@ class Table:
         self._arrived_at = time.perf_counter()
         self._compute_s = compute_s = self._arrived_at - self._released_at
         self._observer.arrived()
+        self._sent_bytes = 0
         policy = self._policy
         pushes = self.steps % policy.push_every == 0
         pulls = self.steps % policy.pull_every == 0
@@ -359,7 +347,7 @@ class Table:
                 self._finish_push("weights", compute_s, [True] * len(self._parameters), pull=pulls)
             else:
                 assert self._sum is not None
-                self._push_tensors(self._sum)
+                self._push_sum(self._sum)
                 self._finish_push("gradient", compute_s, [True] * len(self._parameters), pull=pulls)
                 self._sum = None
             self._await_release()
@@ -381,12 +369,21 @@ class Table:
         changed = [
             number for number, piece in enumerate(self._pieces[: self._next]) if self._changed(piece)
         ]
-        if changed:
+        if changed and self._coded is not None:
+            self._coded.take_back()
+            changed = list(range(self._next))  # what codecs remember depends on the pieces before
+        elif changed:
             for shard in {self._pieces[number].shard for number in changed}:
                 self._outgoing[shard] = self._outgoing[shard].clone()  # the old one may still be on its way
+        if changed:
             self._vain += 1
             self.early = self._vain < _PATIENCE
-        for number in [*changed, *range(self._next, len(self._pieces))]:
+        left = [*changed, *range(self._next, len(self._pieces))]
+        odd = self._odd(left) if self._coded is not None else None
+        if odd is not None:
+            self._take_back()
+            raise self._refusal(odd)
+        for number in left:
             self._push(number)
 
     def _changed(self, piece: shards.Piece) -> bool:
@@ -395,6 +392,8 @@ class Table:
         for part in piece.parts:
             gradient = self._parameters[part.parameter].grad
             sent = flat[part.at : part.at + part.length]
+            if self._coded is not None and (gradient is None) != (part.parameter in self._absent):
+                return True
             if gradient is None:
                 if bool(sent.any()):
                     return True
@@ -403,7 +402,23 @@ class Table:
         return False
 
     @torch.no_grad()
+    def _push_sum(self, tensors: Sequence[Tensor]) -> None:
+        """Send summed gradients, which belong to the codec like any other."""
+        if self._coded is None:
+            self._push_tensors(tensors)
+            return
+        odd = next((place for place, one in enumerate(tensors) if not coding.is_finite(one)), None)
+        if odd is not None:
+            raise self._refusal(odd)
+        self._gather(self._outgoing, tensors)
+        self._absent.clear()
+        for number in range(len(self._pieces)):
+            self._send_coded(number, self._coded)
+
+    @torch.no_grad()
     def _push_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Send what is no gradient, as it is."""
+        self._take_back()
         self._gather(self._outgoing, tensors)
         for piece in self._pieces:
             self._send_piece(piece, self._outgoing[piece.shard])
@@ -433,6 +448,10 @@ class Table:
     def _finish_push(self, kind: str, compute_s: float, used: list[bool], *, pull: bool = True) -> None:
         self._send_done(Kind.DONE, kind, compute_s, used, pull=pull)
         self._begin_round()
+        self._sent_bytes, self._given_bytes = self._given_bytes, 0
+        if self._coded is not None and self._codes:
+            self._coded.finish()
+            self._codes = False
 
     def _send_done(
         self, what: Kind, kind: str, compute_s: float, used: Sequence[bool] = (), *, pull: bool = True
@@ -459,8 +478,10 @@ class Table:
 
     # Answers -------------------------------------------------------------------------------------
 
-    def place(self, letter: Head, length: int) -> memoryview:
-        """Where handed weights go."""
+    def place(self, letter: Head, length: int) -> memoryview | None:
+        """Where handed weights go. With a codec they are taken in one by one, as they were sent."""
+        if self._coding is not None:
+            return None
         room = self._rooms[letter.shard]
         at = letter.start * room.element_size()
         return as_bytes(room)[at : at + length]
@@ -471,6 +492,8 @@ class Table:
             case Kind.RELEASE | Kind.INVITE:
                 self._answer = letter
             case Kind.WEIGHTS:
+                if self._coding is not None:
+                    self._take_in(letter, self._coding)
                 self._landed.add((letter.head.shard, letter.head.start))
                 self._read = letter.head.step
             case Kind.NOTED:
@@ -483,6 +506,16 @@ class Table:
                 self._states[letter.head.shard] = bytes(letter.payload)
             case _:
                 pass  # an answer that came too late
+
+    def _take_in(self, letter: Letter, how: coding.Coding) -> None:
+        """Weights as they are, or how they differ from what this worker has."""
+        room = self._rooms[letter.head.shard]
+        piece = self._piece_at[letter.head.shard, letter.head.start]
+        if letter.head.flags & CODED:
+            sender = self._line.names[letter.peer]
+            coding.add_change(how, letter.payload, piece, room, self._worker, sender)
+        else:
+            room[piece.start : piece.stop].copy_(torch.frombuffer(letter.payload, dtype=self._dtype))
 
     def _await_release(self) -> None:
         self._line.until(lambda: self._answer is not None, self._number)
@@ -577,11 +610,11 @@ class Table:
 
     # Between passes ------------------------------------------------------------------------------
 
-    def pull(self) -> None:
-        """Take the weights as they are now."""
+    def pull(self, *, look: bool = False) -> None:
+        """Take the weights as they are now; `look`: only for a moment, and the server takes no note."""
         self.settle()
         self._landed.clear()
-        self._line.send(self._line.coordinator, head(Kind.PULL, self._number))
+        self._line.send(self._line.coordinator, head(Kind.PULL, self._number, flags=LOOK * look))
         self._line.until(self._all_landed, self._number, self._silent)
         self._put_in_place()
         self._alone = False
@@ -610,7 +643,7 @@ class Table:
         own = [p.detach().clone() for p in self._parameters]
         rooms, read, alone = [room.clone() for room in self._rooms], self._read, self._alone
         states = {p: self.optimizer.state[p] for p in self._parameters if p in self.optimizer.state}
-        self.pull()
+        self.pull(look=True)
         self.fetch_state()
 
         def back() -> None:
@@ -653,6 +686,39 @@ class Table:
         for place in self._on_its_way:  # what is still on its way never lands
             restore(self._parameters[place])
         self._on_its_way.clear()
+
+    # The codec's state ---------------------------------------------------------------------------
+
+    def codec_state(self) -> dict[str, dict[str, Tensor]]:
+        """What the codec remembers of each parameter on this worker, for a checkpoint."""
+        if self._coded is None:
+            return {}
+        self._take_back()
+        return self._coded.save()
+
+    def load_codec_state(self, saved: dict[str, dict[str, Tensor]]) -> None:
+        """Go on with what the codec remembered; of what is not given, with nothing."""
+        if self._coded is not None:
+            self._take_back()
+            self._coded.load(saved)
+
+    def saturated(self) -> int:
+        """How many values were too large for the codec, so far."""
+        return 0 if self._coded is None else self._coded.saturated()
+
+    def left_over(self) -> float:
+        """The norm of all that was never sent, as a multiple of the last pushed gradient's."""
+        if self._coded is None:
+            return 0.0
+        last = float(torch.stack([torch.linalg.vector_norm(flat) for flat in self._outgoing]).norm())
+        return self._coded.left_over() / last if last else 0.0
+
+    def _take_back(self) -> None:
+        """Begin the round anew: pieces that have left early will be sent again."""
+        if self._coded is not None:
+            self._coded.take_back()
+            self._begin_round()
+            self._codes = False
 
     # The optimizer's state -----------------------------------------------------------------------
 

@@ -53,9 +53,13 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """A worker gets the weights as they are now, without the policy being asked."""
+    """A worker gets the weights as they are now, without the policy being asked.
+
+    `look`: it goes on with those that it had.
+    """
 
     worker: int
+    look: bool = False
 
 
 Order = Apply | Drop | Freed | Hand | Invite

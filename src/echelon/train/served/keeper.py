@@ -32,11 +32,13 @@ from echelon.sync.ledger import Ledger, Push
 from echelon.sync.policy import POLICIES, Crew
 from echelon.sync.served import Apply, Drop, Invite, Part, Served
 from echelon.train import state_tree
-from echelon.train.served import recipe
+from echelon.train.served import coding, recipe
 from echelon.train.served.coordinator import Coordinator, Freed, Hand, Order
 from echelon.train.served.protocol import (
     ASKING,
+    CODED,
     FRESH,
+    LOOK,
     Done,
     Kind,
     Opening,
@@ -59,12 +61,17 @@ class _Shard:
     ledger: Ledger
     optimizer: torch.optim.Optimizer
     pieces: tuple[shards.Piece, ...]
+    shadows: coding.Shadows | None = None
+
+    def piece_at(self, start: int) -> shards.Piece:
+        """The piece that begins there."""
+        return next(piece for piece in self.pieces if piece.start == start)
 
 
 class _Table:
     """One optimizer's parameters, as far as this server keeps them."""
 
-    def __init__(self, opening: Opening, server: int, servers: int) -> None:
+    def __init__(self, opening: Opening, number: int, server: int, servers: int) -> None:
         policy = POLICIES.build(opening.policy).resolved()
         assert isinstance(policy, Served)
         self.opening = opening
@@ -73,6 +80,12 @@ class _Table:
         lengths = [torch.Size(shape).numel() for shape in opening.shapes]
         self.layout = shards.shard(lengths, servers, item_bytes=self.dtype.itemsize, whole=opening.whole)
         self.pieces = shards.pieces(self.layout, item_bytes=self.dtype.itemsize)
+        self.coding = coding.open_coding(opening.codec, self.dtype, number, opening.shapes)
+        # Workers that take steps of their own in between are handed weights as they are.
+        steady = policy.push_every == policy.pull_every == 1 and policy.pushes == "gradient"
+        self.changes = self.coding is not None and steady
+        self.worker_of = {rank: worker for worker, rank in enumerate(opening.workers)}
+        self.alone: set[int] = set()  # ranks of those that have weights of their own for now
         held = [(server - copy) % servers for copy in range(opening.replicas + 1)]
         self.own = server
         self.kept = {index: self._keep(index) for index in held if self.layout[index].length}
@@ -93,7 +106,13 @@ class _Table:
             configure=partial(recipe.update, optimizer),
         )
         mine = tuple(piece for piece in self.pieces if piece.shard == index)
-        return _Shard(index, ledger, optimizer, mine)
+        return _Shard(index, ledger, optimizer, mine, self._shadows(index, flat))
+
+    def _shadows(self, index: int, flat: Tensor) -> coding.Shadows | None:
+        """Those who hand out a shard's changes need them, and who amends gradients by what workers had."""
+        if self.coding is None or not self.changes or not (index == self.own or self.policy.amends):
+            return None
+        return coding.Shadows(self.coding, flat, len(self.opening.workers))
 
     def _view(self, flat: Tensor, part: shards.Part) -> Tensor:
         view = flat[part.at : part.at + part.length]
@@ -180,6 +199,8 @@ class Keeper:
     def place(self, peer: int, letter: Head, length: int) -> memoryview | None:
         """Where a piece goes: straight into the memory of its push. Runs in the loop's thread."""
         if letter.kind == Kind.PUSH:
+            if self._tables[letter.table].coding is not None:
+                return None  # coded or not, one after the other
             flat, at = self._arriving_in(peer, letter), letter.start
         elif letter.kind == Kind.FORWARD:
             flat, at = self._arriving_in(letter.start, letter), 0
@@ -197,8 +218,9 @@ class Keeper:
     def _handle(self, letter: Letter) -> None:
         kind, table = Kind(letter.head.kind), letter.head.table
         match kind:
-            case Kind.PUSH | Kind.FORWARD:
-                pass  # in place; DONE or FORWARDED follows
+            case Kind.PUSH | Kind.FORWARD:  # DONE or FORWARDED follows
+                if len(letter.payload):
+                    self._decode(letter)
             case Kind.OPEN:
                 self._open(letter)
             case Kind.SEED:
@@ -223,7 +245,7 @@ class Keeper:
                 self._give(table, self._coordinator(table).leave(letter.peer))
                 self._post.send(letter.peer, head(Kind.NOTED, table))
             case Kind.PULL:
-                self._give(table, [Hand(letter.peer)])
+                self._give(table, [Hand(letter.peer, bool(letter.head.flags & LOOK))])
             case Kind.STATE:
                 packed = memoryview(state_tree.pack(self._tables[table].state()))
                 self._post.send(letter.peer, head(Kind.STATES, table, shard=self._index), packed)
@@ -241,7 +263,7 @@ class Keeper:
         opening = decode(letter.payload, Opening)
         problem = ""
         try:
-            table = _Table(opening, self._index, len(self._servers))
+            table = _Table(opening, letter.head.table, self._index, len(self._servers))
             if self._index == 0:
                 table.coordinator = self._coordinate(table, letter.head.table)
             self._tables[letter.head.table] = table
@@ -271,7 +293,10 @@ class Keeper:
             table.set_state(letter.head.shard, state_tree.unpack(bytes(letter.payload)))
         else:
             given = torch.frombuffer(bytearray(letter.payload), dtype=table.dtype)
-            table.kept[letter.head.shard].ledger.seed(given)
+            shard = table.kept[letter.head.shard]
+            shard.ledger.seed(given)
+            if shard.shadows is not None:
+                shard.shadows.begin(given)
         self._post.send(letter.peer, head(Kind.SEEDED, letter.head.table))
 
     def _coordinator(self, table: int) -> Coordinator:
@@ -280,6 +305,20 @@ class Keeper:
         return found
 
     # Pushes --------------------------------------------------------------------------------------
+
+    def _decode(self, letter: Letter) -> None:
+        """A piece of a table that has a codec: to the memory of its push."""
+        begun = time.perf_counter()
+        table = self._tables[letter.head.table]
+        assert table.coding is not None
+        piece = table.kept[letter.head.shard].piece_at(letter.head.start)
+        flat = self._arriving_in(letter.peer, letter.head)
+        if letter.head.flags & CODED:
+            worker, sender = table.worker_of[letter.peer], f"rank {letter.peer}"
+            coding.read_push(table.coding, letter.payload, piece, flat, worker, sender)
+        else:
+            flat[piece.start : piece.stop].copy_(torch.frombuffer(letter.payload, dtype=table.dtype))
+        self._spent_s["queue_s"] += time.perf_counter() - begun
 
     def _take(self, letter: Letter, worker: int, done: Done) -> None:
         """All of a push to a shard is here: keep it, tell the coordinator, send it to the replica."""
@@ -344,19 +383,59 @@ class Keeper:
                         flags = FRESH * pull | ASKING * ask
                         told = memoryview(encode(Released(version=version, held_s=held_s)))
                         self._post.send(worker, head(Kind.RELEASE, number, flags=flags), told)
-                    if pull:
+                    if not pull:
+                        table.alone.add(worker)
+                    elif table.changes and worker not in table.alone:
+                        self._hand_changes(number, worker)
+                    else:
                         self._hand_out(number, worker)
-                case Hand(worker):
-                    self._hand_out(number, worker)
+                case Hand(worker, look):
+                    self._hand_out(number, worker, look=look)
                 case Invite(worker):
                     if self._index == 0:
                         self._post.send(worker, head(Kind.INVITE, number))
 
-    def _hand_out(self, number: int, worker: int) -> None:
+    def _hand_changes(self, number: int, worker: int) -> None:
+        """Send how the weights differ from what a worker has, coded."""
+        table = self._tables[number]
+        begun = time.perf_counter()
+        for index, shard in table.kept.items():
+            if shard.shadows is None:
+                continue
+            ledger = shard.ledger
+            # Who amends remembers what it reads here, as what the worker has.
+            weights = ledger.read(worker) if table.policy.amends else ledger.flat
+            place = table.worker_of[worker]
+            for piece in reversed(shard.pieces):
+                change = shard.shadows.change(place, piece, weights, ledger.version)
+                if index != self._index:
+                    continue
+                fields = {"shard": index, "step": ledger.version, "start": piece.start}
+                if change is None:
+                    change = weights[piece.start : piece.stop].clone()
+                    what = head(Kind.WEIGHTS, number, **fields)
+                else:
+                    what = head(Kind.WEIGHTS, number, flags=CODED, **fields)
+                self._post.send(worker, what, as_bytes(change))
+            if table.policy.amends:
+                weights.copy_(shard.shadows.of(place))
+        self._spent_s["hand_s"] += time.perf_counter() - begun
+        self._count["hand_s"] += 1
+
+    def _hand_out(self, number: int, worker: int, *, look: bool = False) -> None:
         """Send the weights of this server's own shard, the first layers first; replicas take note of it."""
         table = self._tables[number]
+        look = look and table.changes
         with self._timed("hand_s"):
-            handed = {index: shard.ledger.snapshot(worker) for index, shard in table.kept.items()}
+            handed = {
+                index: shard.ledger.flat.clone() if look else shard.ledger.snapshot(worker)
+                for index, shard in table.kept.items()
+            }
+            for index, shard in table.kept.items():
+                if shard.shadows is not None and not look:
+                    shard.shadows.of(table.worker_of[worker]).copy_(handed[index])
+        if not look:
+            table.alone.discard(worker)
         if self._index not in handed:
             return
         shard, memory = table.kept[self._index], as_bytes(handed[self._index])
@@ -402,8 +481,8 @@ def _write_order(order: Order) -> list[Any]:
             return ["drop", worker, step, reason]
         case Freed(worker, pull, ask, version, held_s):
             return ["release", worker, pull, ask, version, held_s]
-        case Hand(worker):
-            return ["hand", worker]
+        case Hand(worker, look):
+            return ["hand", worker, look]
         case Invite(worker):
             return ["invite", worker]
 
@@ -416,8 +495,8 @@ def _read_order(told: list[Any]) -> Order:
             return Drop(worker, step, reason)
         case ["release", worker, pull, ask, version, held_s]:
             return Freed(worker, pull, ask, version, held_s)
-        case ["hand", worker]:
-            return Hand(worker)
+        case ["hand", worker, look]:
+            return Hand(worker, look)
         case _:
             return Invite(told[1])
 

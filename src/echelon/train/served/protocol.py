@@ -43,6 +43,8 @@ class Kind(IntEnum):
 
 
 FRESH, ASKING = 1, 2  # flags of a RELEASE
+CODED = 1  # flag of a PUSH or of WEIGHTS: written by the codec; the latter are a change then
+LOOK = 1  # flag of a PULL: the worker goes on with what it had
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +60,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 0
     whole: bool = False
     state: bool = False
+    codec: str = "none"
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):

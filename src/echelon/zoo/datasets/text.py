@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from echelon.zoo.arrays import ArrayDataset
 
 _DEFAULT = "text/tinyshakespeare.txt"
+_MANUAL = "python"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text(Data):
     """A text file, to predict each next character; text/tinyshakespeare.txt if no path is given.
 
+    The path `python` stands for the topics of Python's own manual, which every interpreter brings along.
     The first 90 % are to train on, the rest to test with. Samples are windows of `context` characters that
     do not overlap; what is left over at the end of a part is not used. The vocabulary is the sorted
     characters of the whole file.
@@ -41,10 +43,8 @@ class Text(Data):
         """Windows of character numbers, and the same windows one character later."""
         from echelon.zoo.arrays import collate
 
-        file = (
-            locate(self.name, [[_DEFAULT]])[0] if self.path is None else locate_given(self.name, self.path)
-        )
-        codes, vocabulary = _encode(file)
+        file = self._file()
+        codes, vocabulary = _encode(_manual() if self.path == _MANUAL else _read(file))
         cut = len(codes) * 9 // 10
         return Splits(
             train=self._windows(file, codes[:cut], "the first 90 %"),
@@ -52,6 +52,13 @@ class Text(Data):
             spec=SampleSpec(shape=(self.context,), dtype="int64", classes=vocabulary, task="next-token"),
             collate=collate,
         )
+
+    def _file(self) -> Path:
+        if self.path == _MANUAL:
+            return Path(_MANUAL)
+        if self.path is None:
+            return locate(self.name, [[_DEFAULT]])[0]
+        return locate_given(self.name, self.path)
 
     def _windows(self, file: Path, codes: NDArray[np.generic], part: str) -> ArrayDataset:
         import torch
@@ -73,10 +80,14 @@ class Text(Data):
         return ArrayDataset(inputs, targets, dtype=torch.int64)
 
 
-def _encode(file: Path) -> tuple[NDArray[np.generic], int]:
-    """Each character's place in the vocabulary, in the smallest type that holds it, and its size."""
-    import numpy as np
+def _manual() -> str:
+    """The topics of Python's manual, in order."""
+    from pydoc_data.topics import topics
 
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def _read(file: Path) -> str:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -85,6 +96,13 @@ def _encode(file: Path) -> tuple[NDArray[np.generic], int]:
         raise unreadable(file, error) from error
     if not text:
         raise damaged(file, "it is empty")
+    return text
+
+
+def _encode(text: str) -> tuple[NDArray[np.generic], int]:
+    """Each character's place in the vocabulary, in the smallest type that holds it, and its size."""
+    import numpy as np
+
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     vocabulary, codes = np.unique(points, return_inverse=True)
     return codes.astype(np.uint8 if len(vocabulary) <= 256 else np.int32), len(vocabulary)

@@ -1,0 +1,137 @@
+"""Chain: a sparse codec chooses the elements, another codec writes their values.
+
+A piece is that of any sparse codec, the values as the other codec writes them. What both leave out,
+elements that are not chosen and what the other codec loses of the chosen ones, is kept if the first codec
+has feedback. The other codec's own feedback is not used: it would write other elements in each step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from echelon.codec.codec import CODECS, RESIDUAL, Codec, StandIn, State, Travels, Turn
+from echelon.codec.positions import Positions
+from echelon.codec.sparse import Floats, Sparse, leave, pack, put, unpack
+from echelon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain(Codec):
+    """The elements that the sparse codec `first` chooses, their values written by the codec `then`."""
+
+    name: ClassVar[str] = "chain"
+    travels: ClassVar[Travels] = "gather"
+    first: str = "top-k(ratio=0.01)"
+    then: str = "fp16"
+
+    def __post_init__(self) -> None:
+        first, then = _built(self.first, "chain, first"), _built(self.then, "chain, then")
+        if not isinstance(first, Sparse):
+            raise ConfigError(
+                f"{self.first} does not choose elements whose values another codec could write",
+                where="first",
+                fix="choose them by top-k, threshold or dgc",
+            )
+        if then.travels == "sum" or then.momentum or isinstance(then, StandIn):
+            raise ConfigError(
+                f"{self.then} cannot write the values of elements that each worker chooses for itself",
+                where="then",
+                fix="use a codec of values, such as fp16 or one-bit",
+            )
+
+    @property
+    def _chooser(self) -> Sparse:
+        first = _built(self.first, "chain, first")
+        if not isinstance(first, Sparse):
+            raise TypeError(self.first)  # cannot be: it was looked at
+        return first
+
+    @property
+    def _writer(self) -> Codec:
+        return _built(self.then, "chain, then")
+
+    @property
+    def feedback(self) -> bool:
+        """The first codec's."""
+        return self._chooser.feedback
+
+    @property
+    def momentum(self) -> float:
+        """The first codec's."""
+        return self._chooser.momentum
+
+    def begin(self, length: int) -> State:
+        """The first codec's state, and of the other's what does not belong to single elements."""
+        state = self._chooser.begin(length)
+        others, longer = self._writer.begin(length), self._writer.begin(length + 1)
+        lasting = {name for name in others if others[name].shape == longer[name].shape}
+        if missing := sorted(others.keys() - lasting - {RESIDUAL}):
+            raise ConfigError(
+                f"{self.then} remembers each element ({missing[0]}), but here they are others in each step",
+                where="codec chain, then",
+                fix="use a codec of values that does not, such as fp16 or one-bit",
+            )
+        return state | {name: others[name] for name in lasting}
+
+    def encode(self, values: Tensor, state: State, turn: Turn) -> Tensor:
+        """The elements that the first codec picks, written by the other."""
+        given, positions = self._chooser.pick(values, state, turn)
+        return self._written(given, positions, state, turn, given if self.feedback else None)
+
+    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+        """The elements that the first codec chooses, written by the other."""
+        return self._written(values, self._chooser.choose(values, turn), state, turn, rest)
+
+    def _written(
+        self, values: Tensor, positions: Positions, state: State, turn: Turn, rest: Tensor | None
+    ) -> Tensor:
+        import torch
+
+        taken = torch.from_numpy(values.numpy()[positions])
+        left = torch.empty_like(taken)
+        data = np.empty(0, np.uint8)
+        if len(positions):
+            data = self._writer.write(taken, state, _turn_of(turn, len(positions)), left).numpy()
+        leave(values, positions, left.numpy(), rest)
+        return pack(positions, len(values), data)
+
+    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+        """The other codec's values at the chosen positions, zeros elsewhere."""
+        import torch
+
+        positions, data = unpack(payload, len(out))
+        values = torch.empty(len(positions))
+        if len(positions):  # a copy, for it begins where any number may
+            self._writer.read(torch.from_numpy(data.copy()), values, _turn_of(turn, len(positions)))
+        put(positions, values.numpy(), out, add=add)
+
+    def bound(self, values: Tensor) -> Tensor:
+        """The other codec's where elements are chosen, their magnitude elsewhere."""
+        import torch
+
+        worst = torch.zeros(len(values))
+        for step in self._chooser.stages:
+            bound = values.abs()
+            positions = self._chooser.choose(values, Turn(step=step))
+            taken: Floats = values.numpy()[positions]
+            bound.numpy()[positions] = self._writer.bound(torch.from_numpy(taken)).numpy()
+            worst = torch.maximum(worst, bound)
+        return worst
+
+
+def _turn_of(turn: Turn, count: int) -> Turn:
+    """Chosen values are a vector, whatever the shape of the parameter that they are from."""
+    return replace(turn, shape=(count,))
+
+
+@lru_cache(maxsize=64)
+def _built(text: str, where: str) -> Codec:
+    """Kept, for every piece asks for it."""
+    return CODECS.build(text, where=where)

@@ -1,0 +1,212 @@
+"""dynamic-fixed: fixed point whose scale follows the gradients of each parameter.
+
+As in Courbariaux et al. (2014), "Training deep neural networks with low precision multiplications": an
+exponent e is kept for a parameter; its values are written with b bits in steps of 2^(e-b+1), up to (2^(b-1)
+- 1) steps. After each step of training, if more than `most_overflow` of the values were beyond, e goes up
+by one; if no more than that would have been beyond half of it, e goes down by one. It begins at 0, and
+jumps to where the largest value fits after the first step, and whenever most values were beyond or all were
+rounded to zero.
+
+e is the same on all workers, because all that it follows from is in what all of them read: so numbers are
+added as they are, exactly, as in `fixed` with a range. Each part says how many of its values were beyond e
+and beyond e-1, and which e would fit; totals say it of all workers; `settle` decides.
+
+What is cut off or rounded is kept and added to the next values, unless `feedback` is off; how many were cut
+off is counted in the writer's state as `saturated`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+
+from echelon.codec.bits import Bytes
+from echelon.codec.codec import RESIDUAL, SATURATED, Codec, State, Travels, Turn
+from echelon.codec.grid import Coder, Grid, most_code
+from echelon.errors import ConfigError, Corrupt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EXPONENT = "exponent"
+TALLY = "tally"  # of this step: values, those beyond, those beyond half, the exponent that would fit
+BEGUN = "begun"  # whether a step has decided already
+
+_FIRST = 0
+_LOWEST, _HIGHEST = -126, 128  # steps and levels of all between are numbers of float32
+_NOTHING = -(2**15)  # what would fit zeros
+_HEAD = struct.Struct("<hhIQQ")
+
+
+class _Head(NamedTuple):
+    exponent: int
+    fit: int
+    writers: int
+    beyond: int
+    beyond_half: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicFixed(Codec):
+    """Fixed point of `bits` bits; the scale of each parameter follows how many values are beyond it."""
+
+    name: ClassVar[str] = "dynamic-fixed"
+    travels: ClassVar[Travels] = "scatter"
+    bits: int = 12
+    most_overflow: float = 1e-4
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 16:
+            raise ConfigError(
+                f"a dynamic fixed-point number cannot have {self.bits} bits",
+                where="codec dynamic-fixed, bits",
+                fix="give 2 to 16; one-bit writes signs",
+            )
+        if not 0 <= self.most_overflow < 0.5:
+            raise ConfigError(
+                f"a share of {self.most_overflow:g} cannot be let overflow",
+                where="codec dynamic-fixed, most_overflow",
+                fix="give a share of the values below one half, such as 1e-4",
+            )
+
+    def begin(self, length: int) -> State:
+        """A scale that reaches to 1, and nothing counted."""
+        import torch
+
+        return Codec.begin(self, length) | {
+            EXPONENT: torch.tensor([_FIRST]),
+            TALLY: torch.tensor([0, 0, 0, _NOTHING]),
+            BEGUN: torch.tensor([0]),
+            SATURATED: torch.tensor([0]),
+        }
+
+    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+        """What `settle` must know, and the codes; nothing of an empty piece."""
+        return self._write(values, (), state, rest)
+
+    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+        """The levels that the codes, or sums of codes, stand for."""
+        data = payload.numpy()
+        if len(out) or len(data):
+            head = self._head(data, len(out))
+            coder = Coder(self._grid(head.exponent), len(out))
+            coder.read(data[_HEAD.size :], out, writers=head.writers, add=add)
+
+    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: Turn) -> Tensor:
+        """The sums of all workers' codes, and of what they have counted."""
+        ranks = (rank for rank in range(len(parts) + 1) if rank != turn.rank)
+        written = []
+        for part, rank in zip(parts, ranks, strict=False):
+            if len(own):
+                head = self._head(part.numpy(), len(own))
+                if head.exponent != self._exponent(state) or head.writers != 1:
+                    raise Corrupt(
+                        f"worker {rank} has exponent {head.exponent}, others {self._exponent(state)}",
+                        ranks=(rank,),
+                        where="codec dynamic-fixed",
+                        fix="workers that join or resume need the codec state of the others",
+                    )
+            written.append(part.numpy())
+        if not self.feedback:
+            return self._write(own, written, state, None)
+        kept = state[RESIDUAL].add_(own)
+        return self._write(kept, written, state, kept)
+
+    def read_total(self, payload: Tensor, out: Tensor, state: State, turn: Turn) -> None:
+        """What `merge` has written; what it has counted is added to that of other pieces."""
+        self.read(payload, out, turn)
+        if not len(out):
+            return
+        head = self._head(payload.numpy(), len(out))
+        if head.exponent != self._exponent(state):
+            raise Corrupt(
+                f"a total has exponent {head.exponent}, this worker {self._exponent(state)}",
+                where="codec dynamic-fixed",
+                fix="workers that join or resume need the codec state of the others",
+            )
+        values, beyond, beyond_half, fit = state[TALLY].tolist()
+        counts = (
+            values + len(out) * head.writers,
+            beyond + head.beyond,
+            beyond_half + head.beyond_half,
+            max(fit, head.fit),
+        )
+        state[TALLY].copy_(state[TALLY].new_tensor(counts))
+
+    def settle(self, state: State, turn: Turn) -> None:
+        """The exponent of the next step."""
+        values, beyond, beyond_half, fit = state[TALLY].tolist()
+        state[TALLY].copy_(state[TALLY].new_tensor((0, 0, 0, _NOTHING)))
+        if fit == _NOTHING:
+            return
+        exponent = self._exponent(state)
+        all_zero = fit <= exponent - self.bits  # the largest value is less than half a step
+        if not int(state[BEGUN]) or all_zero or 2 * beyond >= values:
+            exponent = fit
+        elif beyond > self.most_overflow * values:
+            exponent += 1
+        elif beyond_half <= self.most_overflow * values:
+            exponent -= 1
+        state[EXPONENT].fill_(min(max(exponent, _LOWEST), _HIGHEST))
+        state[BEGUN].fill_(1)
+
+    def bound(self, values: Tensor) -> Tensor:
+        """Half a step of the first scale, and what is beyond it."""
+        return self._grid(_FIRST).bound(values, chance=False)
+
+    def _write(self, values: Tensor, parts: Sequence[Bytes], state: State, rest: Tensor | None) -> Tensor:
+        import torch
+
+        count, writers = len(values), len(parts) + 1
+        if not count:  # and of a parameter of one element, no state either
+            return torch.empty(0, dtype=torch.uint8)
+        exponent = self._exponent(state)
+        grid = self._grid(exponent)
+        coder = Coder(grid, count, limits=(grid.limit, grid.limit / 2))
+        payload = torch.empty(_HEAD.size + grid.total(writers).size_bytes(count), dtype=torch.uint8)
+        data = payload.numpy()
+        heads = [self._head(part, count) for part in parts]
+        coder.merge([part[_HEAD.size :] for part in parts], values, data[_HEAD.size :], rest)
+        own = _Head(exponent, self._fit(coder.largest), 1, *coder.beyond)
+        total = _Head(
+            exponent,
+            max(head.fit for head in (own, *heads)),
+            writers,
+            sum(head.beyond for head in (own, *heads)),
+            sum(head.beyond_half for head in (own, *heads)),
+        )
+        data[: _HEAD.size] = np.frombuffer(_HEAD.pack(*total), np.uint8)
+        if SATURATED in state:
+            state[SATURATED] += own.beyond
+        return payload
+
+    def _exponent(self, state: State) -> int:
+        return int(state[EXPONENT]) if EXPONENT in state else _FIRST
+
+    def _grid(self, exponent: int) -> Grid:
+        return Grid(most_code(self.bits), 2.0 ** (exponent - self.bits + 1))
+
+    def _fit(self, most: float) -> int:
+        """The smallest exponent that this magnitude is not beyond."""
+        if not most:
+            return _NOTHING
+        exponent = math.frexp(most)[1]
+        return exponent + (most > self._grid(exponent).limit)
+
+    def _head(self, data: Bytes, count: int) -> _Head:
+        """The head of a part or of a total of so many values. Raises Corrupt if it is none."""
+        head = _Head(*_HEAD.unpack(data[: _HEAD.size].tobytes())) if len(data) >= _HEAD.size else None
+        if head is not None and _LOWEST <= head.exponent <= _HIGHEST and 0 < head.writers < 2**16:
+            size_bytes = self._grid(head.exponent).total(head.writers).size_bytes(count)
+            if len(data) == _HEAD.size + size_bytes:
+                return head
+        raise Corrupt(
+            f"these {len(data)} bytes are not {count} numbers of {self.bits} bits and their scale",
+            where="codec dynamic-fixed",
+        )

@@ -1,0 +1,219 @@
+"""one-bit: the sign of each element, and two numbers to read signs as; what is left out is kept.
+
+Seide et al. (2014), "1-Bit Stochastic Gradient Descent". A negative element is read as the mean of the
+negative ones, any other as the mean of the others; this is the nearest that two values by sign can be.
+Without feedback it does not train, so there is no way to have it without.
+
+The means are those of the piece, or with per=column of the piece's part of each output of a weight (its
+first index: a column of the weight where that is written input by output, as in the paper), 8 bytes each.
+Outputs of fewer than 64 elements are not worth that: their means would be more bytes than their signs.
+There, the means are the piece's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.codec.bits import BLOCK, Bytes
+from echelon.codec.codec import Codec, State, Travels, Turn
+from echelon.errors import ConfigError, Corrupt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Floats = npt.NDArray[np.float32]
+_SHORTEST_ROW = 64
+_MEANS_BYTES = 8  # two float32
+_SLACK = 2.0**-16
+
+
+class _Span(NamedTuple):
+    """So many whole rows, from `row` on; or one row, or a part of it."""
+
+    begin: int
+    end: int
+    row: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneBit(Codec):
+    """Signs and two means, of a piece or of each output (column), with error feedback: 32x smaller."""
+
+    name: ClassVar[str] = "one-bit"
+    travels: ClassVar[Travels] = "scatter"
+    per: Literal["tensor", "column"] = "tensor"
+
+    def __post_init__(self) -> None:
+        if self.per not in ("tensor", "column"):
+            raise ConfigError(
+                f"means per {self.per!r} are not known",
+                where="codec one-bit, per",
+                fix="give tensor or column",
+            )
+
+    @property
+    def feedback(self) -> bool:
+        """Always."""
+        return True
+
+    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+        """The means of the negative and of the other elements, row by row, and the signs."""
+        import torch
+
+        width = self._width(turn)
+        head_bytes = _MEANS_BYTES * _rows(len(values), width, turn.start)
+        payload = torch.empty(head_bytes + -(-len(values) // 8), dtype=torch.uint8)
+        data = payload.numpy()
+        signs = data[head_bytes:]
+        means = _means(values, width, turn.start, signs)
+        data[:head_bytes] = np.frombuffer(means.tobytes(), np.uint8)
+        if rest is not None:
+            for span, read in _read(signs, means, len(values), width, turn.start):
+                torch.sub(values[span.begin : span.end], read, out=rest[span.begin : span.end])
+        return payload
+
+    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+        """The mean that each sign stands for."""
+        width = self._width(turn)
+        rows = _rows(len(out), width, turn.start)
+        data, head_bytes = payload.numpy(), rows * _MEANS_BYTES
+        if len(data) != head_bytes + -(-len(out) // 8):
+            raise Corrupt(
+                f"{len(data)} bytes are not {len(out)} signs and their means", where="codec one-bit"
+            )
+        means = np.frombuffer(data[:head_bytes].tobytes(), np.float32).reshape(2, rows)
+        if not (np.isfinite(means).all() and (means[0] <= 0).all() and (means[1] >= 0).all()):
+            raise Corrupt("the means have other signs than their elements", where="codec one-bit")
+        for span, read in _read(data[head_bytes:], means, len(out), width, turn.start):
+            block = out[span.begin : span.end]
+            if add:
+                block.add_(read)
+            else:
+                block.copy_(read)
+
+    def bound(self, values: Tensor) -> Tensor:
+        """The distance to the mean; for outputs, which are not known here, to the furthest possible one."""
+        import torch
+
+        negative = values < 0
+        if self.per == "tensor" and len(values):
+            below, above = (float(mean) for mean in _means(values, 0, 0)[:, 0])
+            distance = (values - torch.where(negative, below, above)).abs_()
+            # Sums, and this difference, may be rounded otherwise than when they were written.
+            return distance.mul_(1 + _SLACK).add_(torch.where(negative, -below, above) * _SLACK)
+        magnitudes = values.abs()
+        lowest = float(values.min().clamp(max=0)) if len(values) else 0.0
+        highest = float(values.max().clamp(min=0)) if len(values) else 0.0
+        most = torch.where(negative, -lowest, highest)
+        return torch.maximum(magnitudes, most - magnitudes).add_(most * _SLACK)
+
+    def _width(self, turn: Turn) -> int:
+        """The elements of a row, 0 if the piece is one."""
+        width = math.prod(turn.shape[1:]) if turn.shape else 0
+        return width if self.per == "column" and width >= _SHORTEST_ROW else 0
+
+
+def _rows(length: int, width: int, start: int) -> int:
+    """How many rows a piece has a part of."""
+    if not length or not width:
+        return min(length, 1)
+    return (start + length - 1) // width - start // width + 1
+
+
+def _spans(length: int, width: int, start: int) -> Iterator[_Span]:
+    """The piece in parts that fit the cache: whole rows, or parts of one."""
+    at = row = 0
+    if not width:
+        width, start = length, 0
+    while at < length:
+        left = width - (start + at) % width  # of the present row
+        if left == width <= min(BLOCK, length - at):
+            rows = min(BLOCK, length - at) // width
+            end = at + rows * width
+        else:
+            rows = 1
+            end = min(at + min(left, BLOCK), length)
+        yield _Span(at, end, row, rows)
+        row += rows if end - at >= left else 0
+        at = end
+
+
+def _means(values: Tensor, width: int, start: int, signs: Bytes | None = None) -> Floats:
+    """Of each row, the mean of its negative elements and the mean of its others; 0 of none.
+
+    On the way, the signs of all elements go to `signs`.
+    """
+    import torch
+
+    rows = _rows(len(values), width, start)
+    sums, counts = np.zeros((2, rows)), np.zeros((2, rows), np.int64)
+    scratch = torch.empty(min(len(values), BLOCK))
+    for span in _spans(len(values), width, start):
+        part = values[span.begin : span.end].view(span.rows, -1)
+        place, room = slice(span.row, span.row + span.rows), scratch[: part.numel()].view(part.shape)
+        below = part.numpy() < 0
+        marks = np.packbits(below, axis=1)
+        if signs is not None:
+            _put_signs(signs, below, marks, span)
+        negative = np.bitwise_count(marks).sum(axis=1, dtype=np.int64)
+        counts[0, place] += negative
+        counts[1, place] += part.shape[1] - negative
+        for side, clamped in enumerate(({"max": 0.0}, {"min": 0.0})):
+            torch.clamp(part, **clamped, out=room)
+            total = room.sum(1)
+            if not bool(total.isfinite().all()):  # values near the largest float32
+                total = room.sum(1, dtype=torch.float64)
+            sums[side, place] += total.numpy()
+    return (sums / np.maximum(counts, 1)).astype(np.float32)
+
+
+def _put_signs(signs: Bytes, flags: npt.NDArray[np.bool_], marks: Bytes, span: _Span) -> None:
+    """Write a span's signs; `marks` are the same, each row in bytes of its own."""
+    inside = span.begin % 8
+    if not inside and (span.rows == 1 or flags.shape[1] % 8 == 0):
+        packed = marks.reshape(-1)
+    else:
+        packed = np.packbits(np.concatenate([np.zeros(inside, np.bool_), flags.reshape(-1)]))
+        if inside:
+            packed[0] |= signs[span.begin // 8]  # the end of the span before, which has zeros here
+    signs[span.begin // 8 : -(-span.end // 8)] = packed
+
+
+def _read(
+    signs: Bytes, means: Floats, length: int, width: int, start: int
+) -> Iterator[tuple[_Span, Tensor]]:
+    """What the signs stand for, span by span, in memory that is used again."""
+    import torch
+
+    scratch = np.empty(-(-min(length, BLOCK) // 8) * 8, np.float32)
+    table = _table(means[:, 0]) if means.shape[1] == 1 else None
+    words = means.view(np.int32)
+    differing = words[0] ^ words[1]
+    for span in _spans(length, width, start):
+        size = span.end - span.begin
+        if table is not None:  # then all spans begin at whole bytes
+            packed = signs[span.begin // 8 : -(-span.end // 8)]
+            np.take(table, packed, axis=0, out=scratch[: 8 * len(packed)].reshape(-1, 8), mode="clip")
+        else:
+            flags = np.unpackbits(signs[span.begin // 8 : -(-span.end // 8)])[span.begin % 8 :][:size]
+            place = slice(span.row, span.row + span.rows)
+            out = scratch[:size].view(np.int32)
+            np.negative(flags, out=out, dtype=np.int32)  # all bits where negative
+            grid = out.reshape(span.rows, -1)
+            grid &= differing[place, None]
+            grid ^= words[1, place, None]
+        yield span, torch.from_numpy(scratch[:size])
+
+
+def _table(means: Floats) -> Floats:
+    """For every byte of signs, what its eight elements are read as."""
+    flags = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
+    table: Floats = np.where(flags, means[0], means[1])
+    return table

@@ -1,0 +1,80 @@
+"""Random-k: all workers send the same elements, chosen by chance, so that only their values travel.
+
+The positions come from the turn's shared random numbers: one in each of k strata, which are nearly equal
+ranges of the elements. So they are exactly k, sorted, and cheap, as k out of all n would not be. An element
+is chosen with the probability 1 / (length of its stratum), which is near k / n; two of one stratum are
+never chosen at once. (Random elements: Konecny et al. 2016; with feedback: Stich et al. 2018.)
+
+Without feedback values are multiplied by the lengths of their strata: what is read has the mean of what was
+given. With feedback nothing is multiplied: what is not sent now is sent later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from echelon.codec.codec import RESIDUAL, State, Summed, Turn, chosen
+from echelon.codec.positions import Positions
+from echelon.codec.sparse import ROUNDING, Floats, bytes_of, check_ratio, leave, numbers_of, put
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomK(Summed):
+    """Sends a part `ratio` of the elements, by chance, the same on all workers: so only values travel."""
+
+    name: ClassVar[str] = "random-k"
+    ratio: float = 0.01
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+
+    def positions(self, length: int, turn: Turn) -> tuple[Positions, Floats]:
+        """The elements that all workers send in this turn, and what their values are multiplied by."""
+        edges = np.arange(chosen(length, self.ratio) + 1) * length // max(1, chosen(length, self.ratio))
+        widths = np.diff(edges)
+        found = edges[:-1] + (turn.stream(shared=True).random(len(widths)) * widths).astype(np.int64)
+        return found, np.ones(len(widths), np.float32) if self.feedback else widths.astype(np.float32)
+
+    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+        """The values of the chosen elements, nothing else."""
+        return bytes_of(self._sent(values, turn, rest))
+
+    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+        """The chosen elements, zeros elsewhere."""
+        found, _ = self.positions(len(out), turn)
+        put(found, numbers_of(payload, len(found)).numpy(), out, add=add)
+
+    def bound(self, values: Tensor) -> Tensor:
+        """Any element may be left out; without feedback those that are sent are made as much larger."""
+        if self.feedback or not len(values):
+            return values.abs()
+        widest = -(-len(values) // chosen(len(values), self.ratio))
+        return values.abs() * (max(1, widest - 1) * (1 + ROUNDING))
+
+    def first(self, values: Tensor, state: State, turn: Turn) -> Tensor:
+        """The values of the chosen elements; all others are kept, with feedback."""
+        if not self.feedback:
+            return self._sent(values, turn, None)
+        kept = state[RESIDUAL].add_(values)
+        return self._sent(kept, turn, kept)
+
+    def finish(self, total: Tensor, out: Tensor, state: State, turn: Turn) -> None:
+        """The totals at their positions."""
+        put(self.positions(len(out), turn)[0], total.numpy(), out, add=False)
+
+    def _sent(self, values: Tensor, turn: Turn, rest: Tensor | None) -> Tensor:
+        import torch
+
+        found, factors = self.positions(len(values), turn)
+        taken: Floats = values.numpy()[found]
+        with np.errstate(over="ignore"):
+            sent = taken * factors
+            leave(values, found, taken - sent, rest)
+        return torch.from_numpy(sent)

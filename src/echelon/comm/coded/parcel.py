@@ -1,0 +1,238 @@
+"""A bucket whose gradients travel encoded: between all workers, or between sites only.
+
+The trainer's thread copies gradients into the bucket and goes on; the relay's thread encodes, exchanges and
+decodes. What a gradient held before this pass, reduced already, is set aside, for writing it again would
+lose some of it again.
+
+Between sites, the bucket is laid out by rails: [rail 0's pieces of all parameters | flags] [rail 1's ...],
+so that a reduce-scatter inside the site gives each rail the site's sum of its pieces, and the site's flags.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from echelon.codec.codec import Codec
+from echelon.comm.coded import rounds
+from echelon.comm.coded.relay import Job, Relay, Steps
+from echelon.comm.coded.rounds import Held, Piece, Round
+from echelon.comm.coded.route import Inside, Route
+from echelon.comm.coded.sheet import Complaint
+from echelon.comm.coded.states import States
+from echelon.comm.group import Group, Pending, Timing, blocks
+from echelon.comm.parcels import Landed, Parcel
+from echelon.errors import GradientError
+
+Named = tuple[str, nn.Parameter]
+
+
+class Coded(Parcel):
+    """Gradients of float32 parameters on the CPU, encoded."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Named],
+        codec: Codec,
+        states: States,
+        route: Route,
+        relay: Relay,
+        *,
+        rank: int,
+        who: Callable[[int], str],
+    ) -> None:
+        super().__init__([p for _, p in parameters], len(parameters))
+        self.how = codec.name if route.inside is None else f"between({codec.name})"
+        self.carried: Mapping[int, Tensor] = {}  # by id: what gradients held before this pass
+        self._names = [name for name, _ in parameters]
+        self._codec = codec
+        self._states = states
+        self._route = route
+        self._relay = relay
+        self._rank = rank
+        self._who = who
+        self._buffer = torch.zeros(sum(p.numel() for p in self.parameters))
+        self._flats = list(torch.split(self._buffer, [p.numel() for p in self.parameters]))
+        self._views = [flat.view(p.shape) for flat, p in zip(self._flats, self.parameters, strict=True)]
+        self._pieces = [
+            Piece(index, name, tuple(p.shape), p.numel(), 0, p.numel())
+            for index, (name, p) in enumerate(parameters)
+        ]
+        self._used: list[bool] = []
+        self._complaint: Complaint | None = None
+        self._sent_bytes = 0
+        self._timing = Timing()
+        self._job: Job | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """The gradients as they are."""
+        return self._buffer.numel() * self._buffer.element_size()
+
+    def sent_bytes(self) -> int:
+        """What this worker has handed to its connections in the last round."""
+        return self._sent_bytes
+
+    def room(self) -> list[Tensor]:
+        """The bucket's views."""
+        return self._views
+
+    def holds(self, p: nn.Parameter, gradient: Tensor) -> bool:
+        """Whether a parameter's gradient is what landed here."""
+        index = next(index for index, own in enumerate(self.parameters) if own is p)
+        return gradient.data_ptr() == self._flats[index].data_ptr()
+
+    def landed(self) -> Landed:
+        """The bucket's views. One that nobody used may still hold what was owed from before."""
+        out: Landed = []
+        for index, p in enumerate(self.parameters):
+            before = self.carried.get(id(p))
+            if before is not None:
+                self._views[index].add_(before)
+            some = self._used[index] or before is not None or bool(self._flats[index].any())
+            out.append((p, self._views[index] if some else None))
+        self.carried = {}
+        return out
+
+    def _fill(self, weight: float) -> None:
+        used = []
+        for p, view in zip(self.parameters, self._views, strict=True):
+            before = self.carried.get(id(p))
+            if p.grad is None:
+                view.zero_()
+            elif before is None:
+                torch.mul(p.grad, weight, out=view)
+            else:
+                torch.sub(p.grad, before, out=view).mul_(weight)
+            used.append(p.grad is not None)
+        self._used = used
+
+    def _start(self, priority: int) -> Pending:
+        self._sent_bytes = 0
+        self._timing = Timing()
+        job = self._job = self._relay.submit(self._steps(priority))
+
+        def wait() -> Tensor:
+            job.wait()
+            return self._buffer
+
+        return Pending(wait, lambda: job.ended, lambda: self._timing)
+
+    # In the relay's thread -----------------------------------------------------------------------
+
+    def _steps(self, priority: int) -> Steps:
+        begun = time.perf_counter()
+        self._complaint = self._look()
+        inside = self._route.inside
+        if inside is None:
+            held = [Held(piece, flat) for piece, flat in zip(self._pieces, self._flats, strict=True)]
+            work = self._round(held, priority)
+            work.encode_s = time.perf_counter() - begun
+            yield from rounds.steps(work)
+            self._take(work)
+        else:
+            yield from self._between_sites(inside, priority, begun)
+        if self._complaint is not None:
+            raise self._not_finite(self._complaint)
+
+    def _look(self) -> Complaint | None:
+        """Which gradient of this worker is not finite, if any."""
+        if not self._buffer.numel() or all(torch.isfinite(end) for end in torch.aminmax(self._buffer)):
+            return None
+        bad = next(index for index, flat in enumerate(self._flats) if not torch.isfinite(flat).all())
+        return Complaint(self._rank, bad)
+
+    def _round(self, held: Sequence[Held], priority: int) -> Round:
+        return Round(
+            codec=self._codec,
+            states=self._states,
+            lanes=self._route.between,
+            held=held,
+            used=self._used,
+            complaint=self._complaint,
+            priority=priority,
+            who=lambda rank: self._who(_rank_in_view(self._route.between[0], rank)),
+        )
+
+    def _take(self, work: Round) -> None:
+        self._used, self._complaint = work.used, work.complaint
+        self._sent_bytes += work.sent_bytes
+        self.coded_bytes = work.sent_bytes
+        self._timing = work.timing
+        self.encode_s += work.encode_s
+
+    def _between_sites(self, inside: Inside, priority: int, begun: float) -> Steps:
+        rails = [self._rail(rail, inside.rails) for rail in range(inside.rails)]
+        tail = len(self.parameters) + 2 * inside.size
+        lengths = [sum(piece.size for piece in rail) + tail for rail in rails]
+        lengths += [0] * (inside.size - inside.rails)
+        flat = torch.zeros(sum(lengths))
+        for block, rail in zip(blocks(flat, lengths), rails, strict=False):
+            if self._complaint is None:
+                self._copy(block, rail, to_block=True)
+            flags = block[block.numel() - tail :]
+            flags[: len(self._used)] = torch.tensor([float(flag) for flag in self._used])
+            at = len(self._used) + 2 * inside.position
+            flags[at : at + 2] = rounds.said(self._complaint)
+        self.encode_s += time.perf_counter() - begun
+        pending = inside.down.reduce_scatter(flat, lengths)
+        yield pending
+        pending.wait()
+        self._sent_bytes += 4 * (sum(lengths) - lengths[inside.position])
+        mine = blocks(flat, lengths)[inside.position]
+        if inside.position < inside.rails:
+            flags = mine[mine.numel() - tail :]
+            self._used = [bool(flag) for flag in flags[: len(self._used)]]
+            self._complaint = rounds.heard(flags[len(self._used) :])
+            rail = rails[inside.position]
+            values = torch.split(mine[: mine.numel() - tail], [piece.size for piece in rail])
+            work = self._round([Held(p, v) for p, v in zip(rail, values, strict=True)], priority)
+            yield from rounds.steps(work)
+            self._take(work)
+            flags.zero_()
+            flags[: len(self._used)] = torch.tensor([float(flag) for flag in self._used])
+            flags[len(self._used) : len(self._used) + 2] = rounds.said(self._complaint)
+        pending = inside.up.gather(flat, lengths, priority=priority)
+        yield pending
+        pending.wait()
+        self._sent_bytes += 4 * lengths[inside.position] * (inside.size - 1)
+        for block, rail in zip(blocks(flat, lengths), rails, strict=False):
+            flags = block[block.numel() - tail :]
+            self._used = [bool(flag) for flag in flags[: len(self._used)]]
+            self._complaint = rounds.heard(flags[len(self._used) : len(self._used) + 2])
+            self._copy(block, rail, to_block=False)
+        self._timing.ended = time.perf_counter()
+
+    def _rail(self, rail: int, rails: int) -> list[Piece]:
+        """What one rail of every site has of the parameters."""
+        return [share for piece in self._pieces if (share := piece.shares(rails)[rail]).size]
+
+    def _copy(self, block: Tensor, rail: Sequence[Piece], *, to_block: bool) -> None:
+        at = 0
+        for piece in rail:
+            there = block[at : at + piece.size]
+            here = self._flats[piece.index][piece.start : piece.stop]
+            if to_block:
+                there.copy_(here)
+            else:
+                here.copy_(there)
+            at += piece.size
+
+    def _not_finite(self, complaint: Complaint) -> GradientError:
+        name = self._names[complaint.parameter]
+        who = self._who(complaint.rank)
+        step = self._states.step(name) - 1
+        return GradientError(
+            f"the gradient of {name} on {who} holds NaN or infinity",
+            ranks=(complaint.rank,),
+            where=f"codec {self._codec.name}, round {step}: no worker has applied it",
+            fix="lower the learning rate, clip gradients, or look for a division by zero in the loss",
+        )
+
+
+def _rank_in_view(group: Group, rank: int) -> int:
+    ranks: Sequence[int] | None = getattr(group, "ranks", None)
+    return ranks[rank] if ranks is not None else rank

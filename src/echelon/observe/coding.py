@@ -1,0 +1,82 @@
+"""How much smaller a codec made what was sent, and what that took. From the events of buckets."""
+
+from __future__ import annotations
+
+import msgspec
+
+from echelon.config.units import show_bytes, show_seconds
+from echelon.observe.events import BucketReduced
+
+_AS_THEY_ARE = ("dense", "factors")
+
+
+class Coding(msgspec.Struct, frozen=True, kw_only=True):
+    """What travelled encoded, of all workers together.
+
+    `dense_bytes` is what a ring would have sent in its place, 2 (P-1)/P of the gradients. `coded_bytes` of
+    what was sent were encoded: all, unless gradients are added up inside sites first. `coding_s` is what
+    writing and reading took.
+    """
+
+    codec: str
+    workers: int
+    rounds: int
+    dense_bytes: float
+    sent_bytes: int
+    coded_bytes: int
+    coding_s: float
+
+    @property
+    def sentence(self) -> str:
+        """What a reader wants to know."""
+        times = max(1, self.rounds)
+        if self.coded_bytes < self.sent_bytes:  # inside a site, gradients travel as they are
+            return (
+                f"Codec {self.codec}: a worker sent {show_bytes(self.coded_bytes / times)} a step to other "
+                f"sites, encoded, and {show_bytes((self.sent_bytes - self.coded_bytes) / times)} inside "
+                f"its own; it took {show_seconds(self.coding_s / times)} to write and read."
+            )
+        smaller = self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
+        return (
+            f"Codec {self.codec}: a worker sent {show_bytes(self.sent_bytes / times)} a step where a ring "
+            f"sends {show_bytes(self.dense_bytes / times)}, {smaller:,.1f} times less; it took "
+            f"{show_seconds(self.coding_s / times)} to write and read."
+        )
+
+
+class Codings:
+    """Takes events of buckets one by one."""
+
+    def __init__(self) -> None:
+        self._codecs: dict[str, None] = {}
+        self._ranks: set[int] = set()
+        self._rounds: dict[tuple[int, int], None] = {}
+        self._size_bytes = self._sent_bytes = self._coded_bytes = 0
+        self._coding_s = 0.0
+
+    def bucket(self, event: BucketReduced) -> None:
+        """Take one into account, if it travelled encoded."""
+        if event.how in _AS_THEY_ARE:
+            return
+        self._codecs[event.how] = None
+        self._ranks.add(event.rank)
+        self._rounds[event.rank, event.step] = None
+        self._size_bytes += event.size_bytes
+        self._sent_bytes += event.sent_bytes
+        self._coded_bytes += event.coded_bytes
+        self._coding_s += event.encode_s + event.adding_s
+
+    def coding(self) -> Coding | None:
+        """The figures so far; None if nothing travelled encoded."""
+        if not self._codecs or not self._sent_bytes:
+            return None
+        workers = len(self._ranks)
+        return Coding(
+            codec=", ".join(self._codecs),
+            workers=workers,
+            rounds=len(self._rounds),
+            dense_bytes=2 * (workers - 1) / workers * self._size_bytes,
+            sent_bytes=self._sent_bytes,
+            coded_bytes=self._coded_bytes,
+            coding_s=self._coding_s,
+        )

@@ -1,0 +1,195 @@
+"""Which codec a run's gradients are written with, what it must not be used with, and what it owes.
+
+One for each run. Every model has a coding of its own: its parameters' states, and the thread that encodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.codec.codec import CODECS, Codec
+from echelon.codec.codecs.auto import Auto
+from echelon.codec.codecs.between import Between
+from echelon.codec.codecs.none import NoCodec
+from echelon.codec.fitting import refuse_momentum
+from echelon.comm.coded import cost, route
+from echelon.comm.coded.coding import Coding
+from echelon.comm.coded.states import Saved, for_rail, handed_over
+from echelon.comm.engine import EngineGroup
+from echelon.comm.group import Group
+from echelon.comm.links import Links
+from echelon.errors import ConfigError
+from echelon.train.agreement import Explain
+
+Sites = Sequence[Sequence[int]]
+
+
+class Encoding:
+    """How one worker's gradients are written; `sites` are groups of workers that are near each other."""
+
+    def __init__(
+        self, text: str, group: Group, *, links: Links | None, sites: Sites, explain: Explain
+    ) -> None:
+        self._text = text
+        CODECS.build(text, where="--codec")
+        self._group = group
+        self._links = links
+        self._sites = sites
+        self._explain = explain
+        self._codings: list[Coding | None] = []
+        self._texts: list[str] = []  # of each model: its codec, as it could have been asked for
+
+    def _asked(self, text: str) -> Codec:
+        return CODECS.build(text or self._text, where="codec")
+
+    def active(self, text: str = "") -> bool:
+        """Whether gradients may be anything but what they are, with the run's codec or another."""
+        codec = self._asked(text)
+        alone = self._group.size == 1 and not _inner(codec).momentum
+        return not isinstance(codec, NoCodec) and not alone
+
+    def check(self, optimizer: Optimizer, text: str = "") -> None:
+        """Refuse momentum that would be applied twice."""
+        check_momentum(self._asked(text), optimizer)
+
+    def add(self, model: nn.Module, text: str = "") -> Coding | None:
+        """What a model's reducer needs; None if its gradients travel as they are. All workers call this."""
+        self._texts.append(text or self._text)
+        coding = self._coding(model, self._asked(text)) if self.active(text) else None
+        self._codings.append(coding)
+        return coding
+
+    def _coding(self, model: nn.Module, codec: Codec) -> Coding | None:
+        between = isinstance(codec, Between)
+        if isinstance(codec, Between):
+            codec = codec.inner
+        elif isinstance(codec, Auto):
+            chosen = self._choose(codec, model)
+            codec, between = CODECS.build(chosen.codec), chosen.between
+            self._texts[-1] = f"between({chosen.codec})" if between else chosen.codec
+            self._explain("codec", chosen.reason, f"codec auto chose {chosen.reason}")
+        if isinstance(codec, NoCodec):
+            return None
+        group = self._group
+        way = route.by_site(group, self._sites) if between else route.flat(group)
+        return Coding(codec, way, rank=group.rank, who=self._who)
+
+    def _choose(self, auto: Auto, model: nn.Module) -> cost.Choice:
+        """All workers measure, the slowest one's speed counts, and all decide alike."""
+        if self._links is None:
+            return cost.Choice(
+                codec="none", between=False, reason="none: all workers are on one machine, or alone"
+            )
+        length_bytes = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+        speeds = {}
+        for text, codec in auto.candidates.items():
+            mine = cost.measure(codec)
+            took = torch.tensor([mine.encode_s_per_byte, mine.read_s_per_byte], dtype=torch.float64)
+            self._group.all_reduce(took, "max").wait()
+            speeds[text] = cost.Speed(
+                travels=mine.travels,
+                smaller=mine.smaller,
+                encode_s_per_byte=float(took[0]),
+                read_s_per_byte=float(took[1]),
+            )
+        return cost.decide(
+            speeds,
+            length_bytes=length_bytes,
+            links=self._links,
+            sites=self._sites if isinstance(self._group, EngineGroup) else (),
+            margin=auto.margin,
+        )
+
+    def _who(self, rank: int) -> str:
+        if isinstance(self._group, EngineGroup):
+            return str(self._group.members[rank])
+        return f"rank {rank}"
+
+    # Checkpoints and the end ---------------------------------------------------------------------
+
+    def owed(self) -> dict[str, Any]:
+        """What the codecs remember on this worker: every model's, and between which sites."""
+        if not any(self._codings):
+            return {}
+        states: list[Saved] = [coding.states.save() if coding else {} for coding in self._codings]
+        return {"codecs": list(self._texts), "models": states, "sites": _listed(self._sites)}
+
+    def restore(self, owed: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what all workers of another run owed, by rank; or say that it is lost."""
+        theirs = [one for one in owed if "codecs" in one]
+        by_server = [one["codec"] for one in owed if "codec" in one]
+        had = list(theirs[0]["codecs"]) if theirs else by_server[:1]
+        for at, before in enumerate(had):
+            coding = self._codings[at] if at < len(self._codings) else None
+            now = self._texts[at] if coding is not None else "none"
+            same = bool(theirs) and coding is not None and _same(before, now)
+            if coding is not None:
+                coding.states.load(self._share(coding, theirs, at) if same else {})
+            if not same and before != "none":
+                self._explain(
+                    "codec residuals",
+                    f"the checkpoint's codec was {before}, this run's is {now}",
+                    f"the checkpoint was written with codec {before}: what that had not sent yet is lost",
+                )
+        for coding in self._codings[len(had) :]:
+            if coding is not None:
+                coding.states.load({})
+
+    def _share(self, coding: Coding, theirs: Sequence[Mapping[str, Any]], model: int) -> Saved:
+        """This worker's part of what workers owed; its own, if they are as many and at the same sites."""
+        saved: list[Saved] = [one["models"][model] for one in theirs]
+        size, inside = self._group.size, coding.route.inside
+        if inside is None:
+            return handed_over(saved, size)[self._group.rank]
+        if len(saved) == size and theirs[0]["sites"] == _listed(self._sites):
+            return saved[self._group.rank]
+        if inside.position >= inside.rails:
+            return {}
+        return for_rail(saved, len(self._sites), inside.rails, inside.position)
+
+    def report(self) -> None:
+        """Say what did not fit into the codec's range, and what was never sent."""
+        for coding in self._codings:
+            if coding is None:
+                continue
+            too_large = coding.states.saturated()
+            if too_large:
+                worst = max(too_large, key=lambda name: too_large[name])
+                total = sum(too_large.values())
+                text = f"{total} values were beyond the range of codec {coding.codec.name}, most in {worst}"
+                self._explain("codec range", text, text)
+
+    def close(self) -> None:
+        """No more rounds."""
+        for coding in self._codings:
+            if coding is not None:
+                coding.close()
+
+
+def _inner(codec: Codec) -> Codec:
+    return codec.inner if isinstance(codec, Between) else codec
+
+
+def _listed(sites: Sites) -> list[list[int]]:
+    return [list(site) for site in sites]
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two texts ask for the same codec."""
+    try:
+        first, second = CODECS.build(one), CODECS.build(other)
+    except ConfigError:  # of somebody's package, which is not here now
+        return False
+    return _inner(first) == _inner(second) and isinstance(first, Between) == isinstance(second, Between)
+
+
+def check_momentum(codec: Codec, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that has momentum besides the codec's."""
+    for group in optimizer.param_groups:
+        own = group.get("momentum") or (group.get("betas") or (0.0,))[0]
+        refuse_momentum(codec, float(own), type(optimizer).__name__)

@@ -1,0 +1,352 @@
+"""A parameter server that is pushed to and pulled from in fewer bytes: what is left out is not lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.data import DataLoader
+
+import echelon
+from echelon.comm import shards
+from echelon.errors import ConfigError, GradientError
+from echelon.train import checkpoint
+from echelon.train.served import coding
+from echelon.train.served.line import Line
+from echelon.train.served.protocol import CODED, Kind
+from plain import examples, seed_weights
+from served import Crew, take_part
+from warm import WorkerFailure
+
+FEATURES = 400
+
+
+def work(name, *args):
+    return take_part(globals()[name], *args)
+
+
+def network(session):
+    """Large enough for bytes to count, and for its first weight to be cut into shards."""
+    seed_weights(session)
+    return nn.Sequential(nn.Linear(FEATURES, 100), nn.Tanh(), nn.Linear(100, 3))
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().reshape(-1).clone() for tensor in tensors])
+
+
+# Training ----------------------------------------------------------------------------------------
+
+
+def trained(options, epochs=6):
+    """Losses of the epochs on all data, weights in the end, pushed bytes, and how weights came."""
+    with echelon.join(record=False) as session:
+        model = network(session)
+        data = examples(60, features=FEATURES, dtype=torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(data, batch_size=12, shuffle=True)
+        model, optimizer, loader = session.prepare(model, optimizer, loader, **options)
+        losses, (table,), came = [], session._agreement._tables, []
+        take_in = table._take_in
+        table._take_in = lambda letter, how: (came.append(letter.head.flags), take_in(letter, how))
+        for _ in session.epochs(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            x, y = data.tensors
+            with torch.no_grad():
+                losses.append(float(F.cross_entropy(model(x), y)))
+        return losses, flat(model.parameters()), table.sent_bytes, came
+
+
+# Codec, policy, options, how much smaller a push is, and whether weights that a worker is handed in the
+# course of a pass come coded: not if it has taken steps of its own.
+TRAINED = {
+    "top-k": ("top-k(ratio=0.05)", "async", {}, 15, {CODED}),
+    "one-bit": ("one-bit", "backup(0)", {}, 25, {CODED}),
+    "fp16, late": ("fp16", "async", {"overlap": "step"}, 1.9, {CODED}),
+    "alone at times": ("top-k(ratio=0.05)", "percentage(0.5)", {}, 0, {0, CODED}),
+    "summed": ("one-bit", "downpour(2, 2)", {}, 0, {0}),
+}
+
+
+@pytest.mark.parametrize("how", TRAINED)
+def test_workers_learn_by_fewer_bytes_and_end_with_the_servers_weights_exactly(warm_pool, tmp_path, how):
+    codec, sync, options, smaller, handed = TRAINED[how]
+    crew = Crew(tmp_path, workers=2, servers=1, sync=sync, codec=codec, seed=1)
+    outcomes, (kept,) = crew.run(warm_pool, work, "trained", options)
+    (weights,) = (weights for weights in kept.weights.values())
+    length = weights.numel()
+    for losses, own, sent_bytes, came in outcomes:
+        assert losses[-1] < 0.5 * losses[0]
+        assert sorted(own.tolist()) == sorted(weights.tolist()), "the server's weights, in another order"
+        assert sent_bytes * smaller < 4 * length
+        assert came[:1] + came[-1:] == [0, 0], "weights as they are, when a pass begins and ends"
+        for _ in range(12):
+            came.remove(0)
+        assert set(came) == handed
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
+    assert kept.waiting == 0
+
+
+def stepped(codec, strength):
+    """One worker takes steps, the other rests: its weights, and what they are by arithmetic."""
+    with echelon.join(record=False) as session:
+        model = nn.Linear(FEATURES, 60)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        model, optimizer = session.prepare(model, optimizer)
+        if session.rank:
+            session.rest()
+            return []
+        (table,) = session._agreement._tables
+        lengths = [p.numel() for p in model.parameters()]
+        (shard,) = shards.shard(lengths, 1, item_bytes=4)
+        (piece,) = shards.pieces([shard], item_bytes=4)
+        ways = coding.open_coding(codec, torch.float32, 0, [p.shape for p in model.parameters()])
+        out = coding.Outgoing(ways, [piece], 0)
+        weights = flat(reversed(list(model.parameters())))  # as they lie in the shard
+        velocity, shadows = torch.zeros_like(weights), coding.Shadows(ways, weights, 1)
+        found = []
+        for step in range(8):
+            optimizer.zero_grad()
+            (model(torch.randn(4, FEATURES)) * torch.randn(4, 60)).sum().backward()
+            gradient = flat(p.grad for p in reversed(list(model.parameters())))
+            optimizer.step()
+            payload = memoryview(bytearray(out.write(0, gradient, ()).numpy().tobytes()))
+            out.finish()
+            coding.read_push(ways, payload, piece, gradient, 0, "this worker")
+            gradient += strength * gradient * gradient * (weights - shadows.of(0))
+            velocity = 0.9 * velocity + gradient
+            weights = weights - 0.01 * velocity
+            shadows.change(0, piece, weights, step + 1)
+            if step == 3:
+                table.pull()
+                shadows.of(0).copy_(weights)
+            found.append((flat(reversed(list(model.parameters()))), shadows.of(0).clone()))
+        table.pull()
+        return [*found, (flat(reversed(list(model.parameters()))), weights)]
+
+
+@pytest.mark.parametrize("sync", ["async", "delay-compensated(strength=0.5)"])
+@pytest.mark.parametrize("codec", ["top-k(ratio=0.05)", "one-bit"])
+def test_a_worker_always_has_what_arithmetic_says(warm_pool, tmp_path, codec, sync):
+    """Gradients are corrected, where they are, by what the worker had, which is not what the server has."""
+    crew = Crew(tmp_path, workers=2, servers=1, sync=sync, codec=codec)
+    (found, _), _ = crew.run(warm_pool, work, "stepped", codec, 0.0 if sync == "async" else 0.5)
+    assert len(found) == 9
+    for own, expected in found:
+        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+    nearly, exactly = (own for own, _ in found[-2:])
+    assert float((nearly - exactly).abs().max()) > 0.01, "more has changed than the last step's change"
+
+
+@pytest.mark.parametrize("sync", ["backup(0)", "delay-compensated"])
+def test_replicas_have_what_they_are_replicas_of_to_the_bit(warm_pool, tmp_path, sync):
+    crew = Crew(tmp_path, workers=2, servers=2, replicas=1, sync=sync, codec="one-bit", seed=1)
+    outcomes, (one, other) = crew.run(warm_pool, work, "trained", {}, 2)
+    for shard in (0, 1):
+        assert one.weights[0, shard].numel() > FEATURES
+        assert torch.equal(one.weights[0, shard], other.weights[0, shard])
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
+
+
+def in_groups():
+    with echelon.join(record=False) as session:
+        model = network(session)
+        data = examples(60, features=FEATURES, dtype=torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(data, batch_size=12, shuffle=True)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        sent = letters()
+        for _ in session.epochs(4):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        x, y = data.tensors
+        with torch.no_grad():
+            return float(F.cross_entropy(model(x), y)), flat(model.parameters()), sent()
+
+
+def test_of_a_group_the_first_member_sends_coded_gradients_for_all(warm_pool, tmp_path):
+    sync = 'levels(full, "async")'
+    groups = ((0, 1), (2, 3))
+    codec = "between(one-bit)"
+    crew = Crew(tmp_path, workers=4, servers=1, sync=sync, codec=codec, groups=groups)
+    outcomes, _ = crew.run(warm_pool, work, "in_groups")
+    for rank, (loss, weights, sent) in enumerate(outcomes):
+        assert loss < 0.5
+        assert torch.equal(weights, outcomes[0][1])
+        assert bool(sent) == (rank in (0, 2))
+        assert all(flags == CODED and size * 20 < 4 * weights.numel() for flags, size in sent)
+
+
+# What is sent ------------------------------------------------------------------------------------
+
+
+def letters():
+    """Note flags and bytes of all pushed pieces from now on; call what is returned to stop, and know."""
+    sent = []
+    send = Line.send
+
+    def noted(self, server, what, *payload):
+        if what.kind == Kind.PUSH:
+            sent.append((what.flags, len(payload[0])))
+        send(self, server, what, *payload)
+
+    Line.send = noted
+
+    def stop():
+        Line.send = send
+        return sent
+
+    return stop
+
+
+def pushed(clips, spoils):
+    """Ten steps of gradients that are given; what was given in all, what is owed, and what was sent."""
+    with echelon.join(record=False) as session:
+        model = nn.Linear(FEATURES, 60)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = session.prepare(model, optimizer)
+        stop = letters()
+        given = torch.zeros(FEATURES * 60 + 60, dtype=torch.float64)
+        begun = flat(model.parameters()).double()
+        draw = torch.Generator().manual_seed(session.rank)
+        for step in range(10):
+            optimizer.zero_grad()
+            x = torch.randn(4, FEATURES, generator=draw)
+            loss = (model(x) * torch.randn(4, 60, generator=draw)).sum()  # whatever the weights are
+            (loss * torch.inf if spoils and step == 2 else loss).backward()
+            if spoils and step == 2:
+                for p in model.parameters():
+                    p.grad.nan_to_num_(posinf=1.0, neginf=-1.0)  # the script puts it right
+            if spoils and step == 4:
+                continue  # left early, and nothing comes of it
+            if spoils and step == 7:
+                model.weight.grad.fill_(torch.nan)
+                with pytest.raises(
+                    GradientError, match=rf"parameter weight .* step 6 of rank {session.rank}"
+                ):
+                    optimizer.step()
+                continue
+            if clips and step % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            given += flat(p.grad for p in model.parameters())
+            optimizer.step()
+        sent = stop()
+        tables = session._agreement.owed().get("tables", {})
+        owed = [
+            tables[f"0/{place}"]["residual"] if tables else torch.zeros(p.numel())
+            for place, p in enumerate(model.parameters())
+        ]
+        session._agreement._tables[0].pull()
+        moved = begun - flat(model.parameters()).double()
+        session._agreement.loaded()
+        assert session._agreement.owed() == {}, "what was loaded owes nothing of what was before"
+        session.rest()
+        return given, torch.cat(owed).double(), moved, sent
+
+
+@pytest.mark.parametrize(
+    ("codec", "clips", "spoils"),
+    [("top-k(ratio=0.01)", False, False), ("one-bit", True, False), ("top-k(ratio=0.05)", True, True)],
+)
+def test_what_moved_the_weights_and_what_is_owed_are_all_gradients(
+    warm_pool, tmp_path, codec, clips, spoils
+):
+    """Also of gradients that had left too early, and of steps that were not taken."""
+    crew = Crew(tmp_path, workers=2, servers=1, sync="backup(0)", codec=codec)
+    outcomes, (kept,) = crew.run(warm_pool, work, "pushed", clips, spoils)
+    given = sum(outcome[0] for outcome in outcomes) / 2
+    owed = sum(outcome[1] for outcome in outcomes) / 2
+    for _, _, moved, sent in outcomes:
+        torch.testing.assert_close(moved + owed, given, rtol=1e-4, atol=1e-3)
+        assert {flags for flags, _ in sent} == {CODED}
+    assert float(owed.norm()) > 0
+    assert kept.waiting == 0
+
+
+def test_without_a_codec_gradients_are_sent_as_they_are_and_nothing_besides(warm_pool, tmp_path):
+    crew = Crew(tmp_path, workers=2, servers=1, sync="backup(0)", codec="none")
+    outcomes, _ = crew.run(warm_pool, work, "pushed", False, False)
+    for _, owed, _, sent in outcomes:
+        assert sent == [(0, 4 * (FEATURES * 60 + 60))] * 10
+        assert not owed.any()
+
+
+# Saving and loading ------------------------------------------------------------------------------
+
+
+def saving(upto, save_at, folder):
+    """Five steps to an epoch; who computes what is the same in every run, for data is not shuffled."""
+    with echelon.join(record=False) as session:
+        model = network(session)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        data = examples(60, features=FEATURES, dtype=torch.float32)
+        loader = DataLoader(data, batch_size=12, shuffle=False)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        session.load(folder, required=False)
+        for _ in session.epochs(4):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if session.step == save_at:
+                    session.save(folder)
+                if session.step == upto:
+                    break
+            if session.step == upto:
+                break
+        return flat(model.parameters())
+
+
+def test_going_on_after_an_epoch_is_as_if_nobody_had_stopped(warm_pool, tmp_path):
+    """All have the server's weights between epochs, so only what is owed could make a difference."""
+    ended = {}
+    for part, upto, save_at, where in (
+        ("whole", 20, 0, "none"),
+        ("first", 10, 10, "saved"),
+        ("second", 20, 0, "saved"),
+    ):
+        crew = Crew(
+            tmp_path / part, workers=2, servers=2, sync="backup(0)", seed=4, codec="top-k(ratio=0.05)"
+        )
+        ended[part] = crew.run(warm_pool, work, "saving", upto, save_at, str(tmp_path / where))[0]
+    for one, other in zip(ended["whole"], ended["second"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    codecs = checkpoint.read_newest(tmp_path / "saved", lambda state: None).state["codecs"]
+    assert [one["codec"] for one in codecs] == ["top-k(ratio=0.05)"] * 2
+    assert all(float(one["tables"]["0/0"]["residual"].norm()) > 0 for one in codecs)
+
+
+def test_saving_in_the_middle_of_an_epoch_changes_nothing(warm_pool, tmp_path):
+    ended = []
+    for part, save_at in (("saving", 8), ("not", 0)):
+        crew = Crew(
+            tmp_path / part, workers=2, servers=1, sync="backup(0)", seed=4, codec="top-k(ratio=0.05)"
+        )
+        ended.append(crew.run(warm_pool, work, "saving", 15, save_at, str(tmp_path / part / "saved"))[0])
+    for one, other in zip(*ended, strict=True):
+        assert torch.equal(one, other)
+
+
+# What cannot work --------------------------------------------------------------------------------
+
+
+def prepare():
+    with echelon.join(record=False) as session:
+        model = nn.Linear(3, 2)
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def test_momentum_in_the_codec_and_on_the_server_is_refused(warm_pool, tmp_path):
+    crew = Crew(tmp_path, workers=2, servers=1, sync="async", codec="dgc")
+    with pytest.raises(WorkerFailure) as caught:
+        crew.run(warm_pool, work, "prepare")
+    workers = caught.value.outcomes[:2]
+    assert all(isinstance(one.error, ConfigError) for one in workers)
+    assert all("applied twice" in one.error.message for one in workers)
