@@ -46,7 +46,7 @@ every_codec = pytest.mark.parametrize("text", TEXTS)
 TRAVELLING = [text for text in TEXTS if CODECS.build(text).travels != "sum"]
 KEEPING = [text for text in TEXTS if CODECS.build(text).feedback]
 quick = settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 shapes = st.one_of(

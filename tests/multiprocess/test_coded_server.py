@@ -245,6 +245,7 @@ def pushed(clips, spoils):
         ]
         session._agreement._tables[0].pull()
         moved = begun - flat(model.parameters()).double()
+        session.barrier()  # a load is for all at once
         session._agreement.loaded()
         assert session._agreement.owed() == {}, "what was loaded owes nothing of what was before"
         session.rest()

@@ -23,6 +23,7 @@ import torch
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.machine import usable_cores
 from echelon.cluster.pace import Pace
+from echelon.codec.codec import CODECS
 from echelon.comm.alone import Alone
 from echelon.comm.buckets import sizes
 from echelon.comm.engine import EngineGroup
@@ -99,6 +100,7 @@ def join(
     host = socket.gethostname()
     node = launched.workers[place.rank].node if launched and place.rank < len(launched.workers) else host
     policy = POLICIES.build(asked.sync, where="sync").resolved()
+    CODECS.build(asked.codec, where="codec")
     group, meeting = _connect(place, node, host, asked, sums=not needs_keepers(policy))
     links = group.measure_links() if isinstance(group, EngineGroup) else None
     folder = _folder(group, given, name, Path(runs)) if record else None
@@ -144,7 +146,15 @@ def join(
         delay=DELAYS.build(mine.delay) if mine.delay else None,
         seed=plan.seed,
     )
-    session = Session(group, meeting, plan, clock, recorder, folder, device, links)
+    try:
+        session = Session(group, meeting, plan, clock, recorder, folder, device, links)
+    except EchelonError as error:  # what was asked for does not go together: all workers find so
+        if meeting is not None:
+            meeting.say_goodbye(f"{type(error).__name__}: {error.message}")
+        group.close()
+        if meeting is not None:
+            meeting.linger()
+        raise
     if isinstance(group, EngineGroup) and links is not None:
         _tell_links(session, links, recorder, group)
     _leave_at_exit(session)
