@@ -1088,7 +1088,6 @@ def test_options_that_cannot_work_are_refused(codec, said):
         ("dgc", {"momentum": 0.9}, "momentum would be applied twice: 0.9 in codec dgc, 0.9 in SGD"),
         ("chain(first=dgc)", {"momentum": 0.5}, "momentum would be applied twice"),
         ("between(dgc)", {"momentum": 0.9}, "momentum would be applied twice"),
-        ("between(dgc)", {}, "codec between(...) needs two sites or more"),
         ("dgc", {"factors": "always"}, "a gradient travels as factors or by codec dgc, not both"),
     ],
 )

@@ -45,7 +45,7 @@ app = typer.Typer(
 _QUICK: dict[str, Any] = {
     "model": "mlp(32, 1)", "data": "digits", "steps": 30, "lr": 0.05, "test_samples": 100,
 }  # fmt: skip
-_PLAIN = ("model", "data", "workers", "steps", "batch", "lr", "momentum", "seed", "test_samples")
+_PLAIN = ("model", "data", "workers", "steps", "batch", "lr", "decay", "momentum", "seed", "test_samples")
 _PAGE, _FIGURES = "codecs.html", "codecs.json"
 
 
@@ -75,6 +75,9 @@ def codecs(
     steps: Annotated[int | None, _option("Steps of each training.", of="steps")] = None,
     batch: Annotated[int | None, _option("The batch of each worker.", of="batch")] = None,
     lr: Annotated[float | None, _option("The learning rate.", of="lr")] = None,
+    decay: Annotated[
+        float | None, _option("In the last part of the steps, the rate falls to 0.", of="decay")
+    ] = None,
     momentum: Annotated[
         float | None, _option("Momentum: of SGD, or of a codec that has its own.", of="momentum")
     ] = None,
@@ -116,9 +119,9 @@ def codecs(
     folder = out or Path(f"bench-codecs-{datetime.now():%Y%m%d-%H%M%S}")
     page = folder / _PAGE
     command = shlex.join(["echelon", *sys.argv[1:]])
+    _print(found)
     write_whole(page, codecs_html(found, command=command).encode())
     write_whole(folder / _FIGURES, msgspec.json.format(msgspec.json.encode(_figures(found, command))))
-    _print(found)
     _say(f"picture: {page}")
     _say(f"figures: {folder / _FIGURES}")
     if show and not webbrowser.open(page.resolve().as_uri()):

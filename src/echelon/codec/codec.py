@@ -45,7 +45,8 @@ class Turn:
     """All that a codec may depend on besides values and state.
 
     `step` counts the rounds that the parameter has been through; `seed` is the parameter's, the same on all
-    workers and in all steps; `start` is where the piece begins in it; `rank` is the writer's.
+    workers and in all steps; `start` is where the piece begins in it; `rank` is the writer's. `further`:
+    this is added to the result of the round before, so it is another part of the same gradient.
     """
 
     step: int = 0
@@ -54,6 +55,7 @@ class Turn:
     seed: int = 0
     start: int = 0
     shape: tuple[int, ...] = ()
+    further: bool = False
 
     def stream(self, *, shared: bool = False) -> np.random.Generator:
         """Random numbers of this turn: each worker's own, or `shared`, the same on all of them."""
@@ -75,6 +77,13 @@ class Codec(Strategy):
         return False
 
     @property
+    def contracts(self) -> bool:
+        """Whether what is left out is always less than what was given, by norm: feedback needs that, for
+        residuals grow from step to step otherwise (Karimireddy et al. 2019).
+        """
+        return True
+
+    @property
     def momentum(self) -> float:
         """The momentum that the codec applies itself; the optimizer must have none then."""
         return 0.0
@@ -83,7 +92,7 @@ class Codec(Strategy):
         """The state of a parameter of so many elements before its first step."""
         import torch
 
-        return {RESIDUAL: torch.zeros(length)} if self.feedback else {}
+        return {RESIDUAL: torch.zeros(length, dtype=torch.float32)} if self.feedback else {}
 
     def encode(self, values: Tensor, state: State, turn: Turn) -> Tensor:
         """The bytes of a piece; the state is this piece's, and is changed. `values` stay as they are."""
@@ -91,6 +100,18 @@ class Codec(Strategy):
             return self.write(values, state, turn)
         kept = state[RESIDUAL].add_(values)
         return self.write(kept, state, turn, kept)
+
+    def take_back(self, payload: Tensor, values: Tensor, state: State, turn: Turn) -> None:
+        """What `encode` gave for these values will never be read: owe again what was owed before.
+
+        To rounding, and only where what is owed is a residual (not what dgc gathers).
+        """
+        import torch
+
+        if self.feedback and RESIDUAL in state:
+            read = torch.empty_like(values)
+            self.read(payload, read, turn)
+            state[RESIDUAL].add_(read).sub_(values)
 
     @abstractmethod
     def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
@@ -114,7 +135,8 @@ class Codec(Strategy):
     def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: Turn) -> Tensor:
         """The bytes of a total: the owner's values, not written yet, and the others' bytes, by rank.
 
-        The state is the owner's; its residual on this piece is what totals have left out before.
+        The state is the owner's; its residual on this piece is what totals have left out before. Raises
+        OverflowError if the total is beyond float32.
         """
         import torch
 
@@ -123,6 +145,8 @@ class Codec(Strategy):
         for part in parts:
             self.read(part, read, turn)
             total += read
+        if len(total) and not all(end.isfinite() for end in torch.aminmax(total)):
+            raise OverflowError("the total of finite gradients is infinite")
         return self.encode(total, state, turn)
 
     def read_total(self, payload: Tensor, out: Tensor, state: State, turn: Turn) -> None:

@@ -273,6 +273,10 @@ class EngineGroup(Group):
         self._engine.start(swap)
         return Underway(swap, self.ranks, outgoing[self.rank], self._engine.work_for_others)
 
+    def work_for_others(self) -> None:
+        """Its part in sums in shared memory."""
+        self._engine.work_for_others()
+
     def exchange(self, flat: Tensor, schedule: Schedule, *, priority: int = 0) -> Pending:
         """This member's part of any schedule, which sums, on a flat buffer, in the background."""
         return self._start(flat, schedule, "sum", priority)

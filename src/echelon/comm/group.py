@@ -227,6 +227,10 @@ class Group(ABC):
         """The payload that this member sends when the tensor is all-reduced: 2 (P-1)/P of it."""
         return 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
 
+    def work_for_others(self) -> None:
+        """Before this member blocks for something else: do what others may wait for meanwhile."""
+        return
+
     def barrier(self) -> None:
         """Return when every member has called this."""
         self.all_reduce(torch.zeros(1)).wait()

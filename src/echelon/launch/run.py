@@ -231,7 +231,7 @@ def _check_sync(plan: Plan, settings: RunSettings) -> None:
 def _check_codec(plan: Plan, policy: Policy, settings: RunSettings) -> None:
     """Refuse a codec that cannot work with the rest."""
     codec = CODECS.build(plan.codec, where="--codec")
-    if isinstance(codec, Between):
+    if isinstance(codec, Between) and policy.family == "reduce" and len(plan.workers) > 1:
         check_sites(plan.groups)
         refuse_transport(plan.transport)
     refuse_factors(codec, plan.factors)

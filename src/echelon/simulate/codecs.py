@@ -63,7 +63,8 @@ _CURVE = 20  # evaluations of a training, at most
 class Bench:
     """What is trained, by how many emulated workers; `batch` is that of each.
 
-    Losses are those of `test_samples` fixed samples of the test data; 0 is all of them.
+    In the last part `decay` of the steps, the learning rate falls to 0 in a line. Losses are those of
+    `test_samples` fixed samples of the test data; 0 is all of them.
     """
 
     model: str = "char-lstm(width=96, depth=1)"
@@ -72,6 +73,7 @@ class Bench:
     steps: int = 200
     batch: int = 8
     lr: float = 0.5
+    decay: float = 0.0
     momentum: float = 0.9
     seed: int = 0
     test_samples: int = 300
@@ -84,8 +86,14 @@ class Bench:
         for name in ("seed", "test_samples"):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         _require("lr", self.lr, 0 < self.lr < math.inf, "a number above 0")
+        _require("decay", self.decay, 0 <= self.decay <= 1, "a part of the steps, 0 to 1")
         _require("momentum", self.momentum, 0 <= self.momentum < 1, "a number from 0 to below 1")
         _require("link", self.link_bytes_per_s, 0 < self.link_bytes_per_s < math.inf, "a rate above 0")
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 1."""
+        falling = self.decay * self.steps
+        return self.lr * min(1.0, (self.steps - step + 1) / falling) if falling else self.lr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +253,8 @@ def _train(
                 break
             for name, total in together.combine(gradients).items():
                 parameters[name].grad = total
+            for group in optimizer.param_groups:
+                group["lr"] = bench.lr_at(step)
             optimizer.step()
             took.append((max(together.sent_bytes), together.encode_s, together.decode_s))
             if step % every == 0 or step == bench.steps:

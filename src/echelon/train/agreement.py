@@ -60,10 +60,6 @@ class Agreement(ABC):
     ) -> None:
         """Look after an optimizer; call back once before and once after every step of it."""
 
-    def fits(self, optimizer: Optimizer, rules: Rules) -> None:
-        """Refuse an optimizer that does wrong with what else was asked for."""
-        return
-
     def begin(self) -> None:
         """All that was given to one call of `prepare` has been added."""
         return
@@ -123,6 +119,10 @@ class Agreement(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave models and optimizers alone."""
+
+    def closed(self) -> None:
+        """The group is closed as well."""
+        return
 
 
 class Apart(Agreement):

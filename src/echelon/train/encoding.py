@@ -5,7 +5,9 @@ One for each run. Every model has a coding of its own: its parameters' states, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ class Encoding:
         self._sites = sites
         self._explain = explain
         self._codings: list[Coding | None] = []
+        self._models: list[nn.Module] = []
         self._texts: list[str] = []  # of each model: its codec, as it could have been asked for
 
     def _asked(self, text: str) -> Codec:
@@ -53,16 +56,41 @@ class Encoding:
         alone = self._group.size == 1 and not _inner(codec).momentum
         return not isinstance(codec, NoCodec) and not alone
 
-    def check(self, optimizer: Optimizer, text: str = "") -> None:
-        """Refuse momentum that would be applied twice."""
-        check_momentum(self._asked(text), optimizer)
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse momentum that would be applied twice to any parameter."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for model, coding in zip(self._models, self._codings, strict=True):
+            if coding is not None and any(id(p) in held for p in model.parameters()):
+                check_momentum(coding.codec, optimizer)
 
     def add(self, model: nn.Module, text: str = "") -> Coding | None:
         """What a model's reducer needs; None if its gradients travel as they are. All workers call this."""
         self._texts.append(text or self._text)
         coding = self._coding(model, self._asked(text)) if self.active(text) else None
+        self._models.append(model)
         self._codings.append(coding)
+        if coding is not None:
+            self._look_at(model, coding)
         return coding
+
+    def _look_at(self, model: nn.Module, coding: Coding) -> None:
+        """Say what the codec has nothing to do with, and what it must not be left to."""
+        codec = coding.codec
+        others = [name for name, p in model.named_parameters() if p.requires_grad and not coding.fits(p)]
+        if others and codec.momentum:
+            raise ConfigError(
+                f"codec {codec.name} applies the momentum, but not to {others[0]}, which it cannot write",
+                where="--codec",
+                fix=f"codecs write float32 parameters on the CPU; use {codec.name}(momentum=0) and give "
+                "the optimizer its momentum",
+            )
+        if others:
+            count = f"{len(others)} parameters are" if len(others) > 1 else f"{others[0]} is"
+            why = f"{count} sent as they are: codecs write float32 parameters on the CPU"
+            self._explain("codec", why, f"codec {codec.name}: {why}")
+        if codec.feedback and not codec.contracts:
+            why = "its errors may be larger than gradients, so what it owes grows from step to step"
+            self._explain("codec feedback", why, f"codec {codec.name} with feedback: {why}")
 
     def _coding(self, model: nn.Module, codec: Codec) -> Coding | None:
         between = isinstance(codec, Between)
@@ -76,6 +104,7 @@ class Encoding:
         if isinstance(codec, NoCodec):
             return None
         group = self._group
+        between = between and group.size > 1
         way = route.by_site(group, self._sites) if between else route.flat(group)
         return Coding(codec, way, rank=group.rank, who=self._who)
 
@@ -89,11 +118,12 @@ class Encoding:
         speeds = {}
         for text, codec in auto.candidates.items():
             mine = cost.measure(codec)
-            took = torch.tensor([mine.encode_s_per_byte, mine.read_s_per_byte], dtype=torch.float64)
+            parts = [mine.encode_s_per_byte, mine.read_s_per_byte, 1 / mine.smaller]
+            took = torch.tensor(parts, dtype=torch.float64)
             self._group.all_reduce(took, "max").wait()
-            speeds[text] = cost.Speed(
-                travels=mine.travels,
-                smaller=mine.smaller,
+            speeds[text] = replace(
+                mine,
+                smaller=1 / float(took[2]),
                 encode_s_per_byte=float(took[0]),
                 read_s_per_byte=float(took[1]),
             )
@@ -153,16 +183,26 @@ class Encoding:
         return for_rail(saved, len(self._sites), inside.rails, inside.position)
 
     def report(self) -> None:
-        """Say what did not fit into the codec's range, and what was never sent."""
+        """Say what did not fit into the codec's range, and what was never sent; all workers call this."""
         for coding in self._codings:
             if coding is None:
                 continue
-            too_large = coding.states.saturated()
-            if too_large:
-                worst = max(too_large, key=lambda name: too_large[name])
-                total = sum(too_large.values())
-                text = f"{total} values were beyond the range of codec {coding.codec.name}, most in {worst}"
+            beyond = float(sum(coding.states.saturated().values()))
+            all_of = torch.tensor([beyond, coding.states.left_over() ** 2], dtype=torch.float64)
+            self._group.all_reduce(all_of).wait()
+            name = coding.codec.name
+            if all_of[0]:
+                text = f"{int(all_of[0])} values of all workers were beyond the range of codec {name}"
                 self._explain("codec range", text, text)
+            if all_of[1]:
+                text = f"what codec {name} has not sent in the end has a norm of {math.sqrt(all_of[1]):.3g}"
+                self._explain("codec residuals", text, "")
+
+    def join(self) -> None:
+        """Wait until nothing is under way, after the group was closed."""
+        for coding in self._codings:
+            if coding is not None:
+                coding.join()
 
     def close(self) -> None:
         """No more rounds."""

@@ -50,6 +50,7 @@ class InStep(Agreement):
         self._factorings: list[Factoring] = []
         self._reducers: list[Reducer] = []
         self._models: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
         self._late = LateSteps()
         self.weight = 1.0 / group.size  # until a prepared loader says otherwise: the mean, as in DDP
 
@@ -118,15 +119,17 @@ class InStep(Agreement):
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
         """Call back once before and once after every step of an optimizer, late or not."""
+        self._optimizers.append(optimizer)
         if overlap == "step" and self._group.size > 1:
             self._late.adopt(optimizer, before, after)
             return
         optimizer.register_step_pre_hook(lambda *_: before())
         optimizer.register_step_post_hook(lambda *_: after())
 
-    def fits(self, optimizer: Optimizer, rules: Rules) -> None:
+    def begin(self) -> None:
         """Refuse momentum that a codec applies as well."""
-        self._encoding.check(optimizer, rules.codec)
+        for optimizer in self._optimizers:
+            self._encoding.check(optimizer)
 
     def keep(self, active: bool) -> None:
         """Whether gradients stay on this worker for now."""
@@ -189,8 +192,12 @@ class InStep(Agreement):
         self._encoding.restore(owed)
 
     def finish(self) -> None:
-        """Say what codecs could not write."""
+        """Say what codecs could not write, and what they owe; all workers are here."""
         self._encoding.report()
+
+    def closed(self) -> None:
+        """The group is closed, so nothing is under way any more."""
+        self._encoding.join()
 
     def close(self) -> None:
         """Leave models and optimizers alone."""

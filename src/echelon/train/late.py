@@ -155,14 +155,16 @@ class LateSteps:
             if p.grad is not late.gradients[id(p)]:
                 replaced.append((p, p.grad))
             p.grad = late.before[id(p)]
-        for p, gradient in late.reducer.receive(late.parcel):
-            if gradient is not None:
-                p.grad = gradient
-        late.parcel.reset()
-        for stepping, settings in late.due:
-            stepping.now(late.parcel.parameters, settings)
-        for p, now in replaced:
-            p.grad = now
+        try:
+            for p, gradient in late.reducer.receive(late.parcel):
+                if gradient is not None:
+                    p.grad = gradient
+            late.parcel.reset()
+            for stepping, settings in late.due:
+                stepping.now(late.parcel.parameters, settings)
+        finally:
+            for p, now in replaced:
+                p.grad = now
 
     # From optimizers -----------------------------------------------------------------------------
 

@@ -144,9 +144,6 @@ class Session(Talk):
             factors=cast(Rule, rule),
             codec=codec or "",
         )
-        for thing in things:
-            if isinstance(thing, Optimizer):
-                self._agreement.fits(thing, rules)
         facts: list[agree.Fact] = []
         out: list[Any] = []
         models: list[nn.Module] = []
@@ -435,6 +432,7 @@ class Session(Talk):
             self._meeting.say_goodbye(cause)
         self._agreement.close()
         self._group.close()
+        self._agreement.closed()
         if self._meeting is not None:
             self._meeting.linger()
         atexit.unregister(self.close)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.comm.coded.relay import Relay
+from echelon.errors import GradientError
 
 PATIENCE_S = 10.0
 
@@ -117,11 +118,14 @@ class Lost(Exception):
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_an_error_is_told_to_who_waits_and_other_jobs_go_on(relay, tells):
+@pytest.mark.parametrize("error", [Lost("rank 2"), GradientError("rank 2")])
+def test_an_error_is_told_to_who_waits_and_other_jobs_go_on_only_if_all_workers_have_it(
+    relay, tells, error
+):
     class Broken(Exchange):
         def wait(self):
             super().wait()
-            raise Lost("rank 2")
+            raise error
 
     exchange = Broken(0, 0, tells=tells)
 
@@ -133,10 +137,16 @@ def test_an_error_is_told_to_who_waits_and_other_jobs_go_on(relay, tells):
     bad, good = relay.submit(broken()), relay.submit(steps(1, 1, begun))
     exchange.end()
     for _ in range(2):  # however often it is asked
-        with pytest.raises(Lost, match="rank 2"):
+        with pytest.raises(type(error), match="rank 2"):
             bad.wait()
-    begun.get(timeout=PATIENCE_S).end()
-    good.wait()
+    if isinstance(error, GradientError) and tells:
+        begun.get(timeout=PATIENCE_S).end()
+        good.wait()
+        return
+    with pytest.raises(type(error), match="rank 2"):  # it would be taken for the one that failed
+        good.wait()
+    with pytest.raises(type(error), match="rank 2"):
+        relay.submit(steps(2, 1, begun)).wait()
 
 
 def test_a_job_that_fails_before_its_first_exchange_is_over(relay):

@@ -216,7 +216,7 @@ def test_a_codec_that_stands_for_others_is_refused():
     ("field", "value"),
     [
         ("workers", 1), ("steps", 0), ("batch", 0), ("lr", 0.0), ("lr", math.nan), ("momentum", 1.0),
-        ("momentum", -0.1), ("seed", -1), ("test_samples", -1),
+        ("momentum", -0.1), ("decay", 1.1), ("decay", -0.1), ("seed", -1), ("test_samples", -1),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(field, value):
@@ -361,3 +361,11 @@ def test_powers_of_ten_enclose_all_ratios():
     axis = times_axis([0.5, 30.0], "")
     assert (axis.low, axis.high, axis.labels) == (-1, 2, ("0.1x", "1x", "10x", "100x"))
     assert times_axis([1.0], "").labels == ("1x", "10x")
+
+
+def test_the_learning_rate_falls_in_the_last_part_of_the_steps():
+    bench = Bench(steps=10, lr=0.8, decay=0.5)
+    rates = [bench.lr_at(step) for step in range(1, 11)]
+    assert rates[:6] == [0.8] * 6
+    assert rates[6:] == pytest.approx([0.64, 0.48, 0.32, 0.16])
+    assert Bench(steps=10, lr=0.8).lr_at(10) == 0.8

@@ -45,6 +45,13 @@ class Chain(Codec):
                 where="then",
                 fix="use a codec of values, such as fp16 or one-bit",
             )
+        if type(then).settle is not Codec.settle:
+            raise ConfigError(
+                f"{self.then} follows the totals of all workers, and here there are none",
+                where="then",
+                fix="use a codec that looks at the values only, such as fixed(bits=12)",
+            )
+        self.begin(1)
 
     @property
     def _chooser(self) -> Sparse:

@@ -4,9 +4,10 @@ For a gradient g, each element's velocity u and what it has gathered v, all on t
 
     u = m u + g,   v = v + u,   send v where it is largest,   there v = 0 and u = 0 (masking)
 
-With `nesterov`, v = v + g + m u, as torch has it. Before it, g is clipped to the norm clip / sqrt(workers):
-the sum of that many independent gradients has about the norm `clip`. The optimizer must have no momentum:
-it is in here. What is gathered is the feedback: for m = 0 it is the residual of top-k.
+A further part of a step's gradient (several backward passes before the optimizer steps) is added to both as
+it is. With `nesterov`, v = v + g + m u, as torch has it. Before it, g is clipped to the norm
+clip / sqrt(workers): the sum of that many independent gradients has about the norm `clip`. The optimizer
+must have no momentum: it is in here. What is gathered is the feedback; for m = 0, the residual of top-k.
 
 Masking drops the velocity of elements that are late: what they gathered has been sent. Where many elements
 are sent in each step few are late, and masking would only take the momentum away: so nothing is masked in
@@ -105,8 +106,8 @@ class Dgc(Sparse):
         """Nothing is moving, nothing is gathered."""
         import torch
 
-        state = {GATHERED: torch.zeros(length)}
-        return state | {VELOCITY: torch.zeros(length)} if self.momentum else state
+        state = {GATHERED: torch.zeros(length, dtype=torch.float32)}
+        return state | {VELOCITY: torch.zeros(length, dtype=torch.float32)} if self.momentum else state
 
     def choose(self, values: Tensor, turn: Turn) -> Positions:
         """The largest ones."""
@@ -116,7 +117,8 @@ class Dgc(Sparse):
         """What is gathered, this step's values included, and its largest elements; their velocity is 0."""
         gathered = state[GATHERED]
         velocity: Floats | None = state[VELOCITY].numpy() if self.momentum else None
-        source = _Gathering(self, values.numpy(), velocity, gathered.numpy(), self._factor(values, turn))
+        factor = self._factor(values, turn)
+        source = _Gathering(self, values.numpy(), velocity, gathered.numpy(), factor, further=turn.further)
         with np.errstate(over="ignore", invalid="ignore"):
             positions = self._largest(source, turn)
         late = turn.step >= self.warmup and self._count(len(values), turn) < len(values)
@@ -153,20 +155,30 @@ class _Gathering(Source):
     """What is gathered, block by block: momentum, and the sum, while a block is in the cache."""
 
     def __init__(
-        self, codec: Dgc, gradient: Floats, velocity: Floats | None, gathered: Floats, factor: float
+        self,
+        codec: Dgc,
+        gradient: Floats,
+        velocity: Floats | None,
+        gathered: Floats,
+        factor: float,
+        *,
+        further: bool,
     ) -> None:
         super().__init__(gathered)
         self.gradient = gradient
         self.velocity = velocity
         self.momentum = np.float32(codec.momentum)
         self.nesterov = codec.nesterov
+        self.further = further
         self.factor = np.float32(factor)
         self.scratch = np.empty(min(BLOCK, len(gradient)), np.float32)
 
     def peek(self, cut: slice) -> Floats:
         """Some elements as they will be, to a rounding."""
         moved = self.gradient[cut] * self.factor
-        if self.velocity is not None:
+        if self.further:
+            moved = moved * (1 + self.momentum) if self.nesterov else moved
+        elif self.velocity is not None:
             pushed = moved if self.nesterov else 0
             moved = moved + self.momentum * self.velocity[cut]
             moved = pushed + self.momentum * moved if self.nesterov else moved
@@ -182,6 +194,10 @@ class _Gathering(Source):
         if self.velocity is None:
             return np.add(gathered, gradient, out=gathered)
         velocity = self.velocity[start:stop]
+        if self.further:  # the rest of the velocity was gathered in the round before
+            np.add(velocity, gradient, out=velocity)
+            ahead = np.multiply(gradient, 1 + self.momentum, out=scratch) if self.nesterov else gradient
+            return np.add(gathered, ahead, out=gathered)
         np.multiply(velocity, self.momentum, out=velocity)
         np.add(velocity, gradient, out=velocity)
         if not self.nesterov:

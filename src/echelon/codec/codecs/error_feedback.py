@@ -47,6 +47,11 @@ class ErrorFeedback(Codec):
             )
 
     @property
+    def contracts(self) -> bool:
+        """As the inner codec."""
+        return self.inner.contracts
+
+    @property
     def inner(self) -> Codec:
         """The codec that writes."""
         return _built(self.codec)

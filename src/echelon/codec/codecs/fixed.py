@@ -43,6 +43,11 @@ class Fixed(Codec):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     range: float = 0.0
 
+    @property
+    def contracts(self) -> bool:
+        """Not with levels so far apart that small values become large ones."""
+        return self.bits > 2 or (self.bits == 2 and self.rounding == "nearest")
+
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 16:
             raise ConfigError(

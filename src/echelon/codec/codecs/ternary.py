@@ -45,6 +45,11 @@ class Ternary(Codec):
                 fix="give 2.5, or 0 to cut nothing off",
             )
 
+    @property
+    def contracts(self) -> bool:
+        """Its errors may be larger than the values: it is right in the mean only."""
+        return False
+
     def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
         """The scale, and digits of base 3."""
         import torch

@@ -37,6 +37,8 @@ class Speed:
     smaller: float
     encode_s_per_byte: float
     read_s_per_byte: float
+    rounds: int = 1
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ def measure(codec: Codec) -> Speed:
         smaller=size_bytes / max(1, sent),
         encode_s_per_byte=min(encode_s) / size_bytes,
         read_s_per_byte=min(read_s) / size_bytes,
+        rounds=codec.rounds if isinstance(codec, Summed) else 1,
+        whole=codec.whole,
     )
 
 
@@ -95,7 +99,8 @@ def seconds(speed: Speed, workers: int, length_bytes: float, link: Link) -> floa
     if speed.travels == "scatter":
         wire_s = 4 * link.latency_s + 2 * others * small * link.seconds_per_byte
         return wire_s + encode_s + (1 + others) * read_s
-    return dense_seconds(workers, small, link) + encode_s + read_s
+    each_s = dense_seconds(workers, small / speed.rounds, link)
+    return speed.rounds * each_s + encode_s + read_s
 
 
 def dense_seconds(workers: int, length_bytes: float, link: Link) -> float:
@@ -121,7 +126,8 @@ def decide(
     if len(sites) > 1:
         inside_s = max(dense_seconds(len(site), length_bytes, _within(links, site)) for site in sites)
         dense_s = min(dense_s, inside_s + dense_seconds(len(sites), length_bytes, slowest))
-        for text, speed in speeds.items():
+        parts = {text: speed for text, speed in speeds.items() if not speed.whole}
+        for text, speed in parts.items():
             costs[text, True] = inside_s + seconds(speed, len(sites), length_bytes, slowest)
     if not costs:
         return Choice(codec="none", between=False, reason="none: there is nothing to choose from")

@@ -23,7 +23,7 @@ from echelon.comm.coded.rounds import Held, Piece, Round
 from echelon.comm.coded.route import Inside, Route
 from echelon.comm.coded.sheet import Complaint
 from echelon.comm.coded.states import States
-from echelon.comm.group import Group, Pending, Timing, blocks
+from echelon.comm.group import Pending, Timing, blocks
 from echelon.comm.parcels import Landed, Parcel
 from echelon.errors import GradientError
 
@@ -54,7 +54,9 @@ class Coded(Parcel):
         self._relay = relay
         self._rank = rank
         self._who = who
-        self._buffer = torch.zeros(sum(p.numel() for p in self.parameters))
+        self._further: frozenset[int] = frozenset()
+        self._rounds = 0
+        self._buffer = torch.zeros(sum(p.numel() for p in self.parameters), dtype=torch.float32)
         self._flats = list(torch.split(self._buffer, [p.numel() for p in self.parameters]))
         self._views = [flat.view(p.shape) for flat, p in zip(self._flats, self.parameters, strict=True)]
         self._pieces = [
@@ -63,7 +65,7 @@ class Coded(Parcel):
         ]
         self._used: list[bool] = []
         self._complaint: Complaint | None = None
-        self._sent_bytes = 0
+        self._sent_bytes = self._sending_bytes = 0
         self._timing = Timing()
         self._job: Job | None = None
 
@@ -73,7 +75,7 @@ class Coded(Parcel):
         return self._buffer.numel() * self._buffer.element_size()
 
     def sent_bytes(self) -> int:
-        """What this worker has handed to its connections in the last round."""
+        """What this worker has handed to its connections in the last round that is over."""
         return self._sent_bytes
 
     def room(self) -> list[Tensor]:
@@ -111,11 +113,15 @@ class Coded(Parcel):
         self._used = used
 
     def _start(self, priority: int) -> Pending:
-        self._sent_bytes = 0
+        self._sending_bytes = 0
         self._timing = Timing()
+        added_to = [index for index, p in enumerate(self.parameters) if id(p) in self.carried]
+        self._further = frozenset(added_to)
         job = self._job = self._relay.submit(self._steps(priority))
 
         def wait() -> Tensor:
+            if not job.ended:
+                self._route.anyone.work_for_others()
             job.wait()
             return self._buffer
 
@@ -135,6 +141,8 @@ class Coded(Parcel):
             self._take(work)
         else:
             yield from self._between_sites(inside, priority, begun)
+        self._sent_bytes = self._sending_bytes
+        self._rounds += 1
         if self._complaint is not None:
             raise self._not_finite(self._complaint)
 
@@ -154,12 +162,13 @@ class Coded(Parcel):
             used=self._used,
             complaint=self._complaint,
             priority=priority,
-            who=lambda rank: self._who(_rank_in_view(self._route.between[0], rank)),
+            further=self._further,
+            who=lambda rank: self._who(rounds.rank_in_view(self._route.between[0], rank)),
         )
 
     def _take(self, work: Round) -> None:
         self._used, self._complaint = work.used, work.complaint
-        self._sent_bytes += work.sent_bytes
+        self._sending_bytes += work.sent_bytes
         self.coded_bytes = work.sent_bytes
         self._timing = work.timing
         self.encode_s += work.encode_s
@@ -169,42 +178,51 @@ class Coded(Parcel):
         tail = len(self.parameters) + 2 * inside.size
         lengths = [sum(piece.size for piece in rail) + tail for rail in rails]
         lengths += [0] * (inside.size - inside.rails)
-        flat = torch.zeros(sum(lengths))
+        flat = torch.zeros(sum(lengths), dtype=torch.float32)
         for block, rail in zip(blocks(flat, lengths), rails, strict=False):
             if self._complaint is None:
                 self._copy(block, rail, to_block=True)
             flags = block[block.numel() - tail :]
-            flags[: len(self._used)] = torch.tensor([float(flag) for flag in self._used])
+            flags[: len(self._used)] = torch.tensor(self._used, dtype=torch.float32)
             at = len(self._used) + 2 * inside.position
             flags[at : at + 2] = rounds.said(self._complaint)
         self.encode_s += time.perf_counter() - begun
         pending = inside.down.reduce_scatter(flat, lengths)
         yield pending
         pending.wait()
-        self._sent_bytes += 4 * (sum(lengths) - lengths[inside.position])
+        self._sending_bytes += 4 * (sum(lengths) - lengths[inside.position])
         mine = blocks(flat, lengths)[inside.position]
         if inside.position < inside.rails:
             flags = mine[mine.numel() - tail :]
             self._used = [bool(flag) for flag in flags[: len(self._used)]]
-            self._complaint = rounds.heard(flags[len(self._used) :])
             rail = rails[inside.position]
             values = torch.split(mine[: mine.numel() - tail], [piece.size for piece in rail])
-            work = self._round([Held(p, v) for p, v in zip(rail, values, strict=True)], priority)
+            held = [Held(p, v) for p, v in zip(rail, values, strict=True)]
+            self._complaint = rounds.heard(flags[len(self._used) :]) or self._overflow(held)
+            work = self._round(held, priority)
             yield from rounds.steps(work)
             self._take(work)
             flags.zero_()
-            flags[: len(self._used)] = torch.tensor([float(flag) for flag in self._used])
+            flags[: len(self._used)] = torch.tensor(self._used, dtype=torch.float32)
             flags[len(self._used) : len(self._used) + 2] = rounds.said(self._complaint)
         pending = inside.up.gather(flat, lengths, priority=priority)
         yield pending
         pending.wait()
-        self._sent_bytes += 4 * lengths[inside.position] * (inside.size - 1)
+        self._sending_bytes += 4 * lengths[inside.position] * (inside.size - 1)
+        said = []
         for block, rail in zip(blocks(flat, lengths), rails, strict=False):
             flags = block[block.numel() - tail :]
             self._used = [bool(flag) for flag in flags[: len(self._used)]]
-            self._complaint = rounds.heard(flags[len(self._used) : len(self._used) + 2])
+            said.append(flags[len(self._used) : len(self._used) + 2])
             self._copy(block, rail, to_block=False)
+        self._complaint = rounds.heard(torch.cat(said))
         self._timing.ended = time.perf_counter()
+
+    def _overflow(self, held: Sequence[Held]) -> Complaint | None:
+        """Which sum of a site's finite gradients is not finite, if any."""
+        bad = (one.piece.index for one in held if not torch.isfinite(one.values).all())
+        found = next(bad, None)
+        return None if found is None else Complaint(self._rank, found)
 
     def _rail(self, rail: int, rails: int) -> list[Piece]:
         """What one rail of every site has of the parameters."""
@@ -224,15 +242,9 @@ class Coded(Parcel):
     def _not_finite(self, complaint: Complaint) -> GradientError:
         name = self._names[complaint.parameter]
         who = self._who(complaint.rank)
-        step = self._states.step(name) - 1
         return GradientError(
             f"the gradient of {name} on {who} holds NaN or infinity",
             ranks=(complaint.rank,),
-            where=f"codec {self._codec.name}, round {step}: no worker has applied it",
+            where=f"codec {self._codec.name}, round {self._rounds}: no worker applies this bucket",
             fix="lower the learning rate, clip gradients, or look for a division by zero in the loss",
         )
-
-
-def _rank_in_view(group: Group, rank: int) -> int:
-    ranks: Sequence[int] | None = getattr(group, "ranks", None)
-    return ranks[rank] if ranks is not None else rank

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Protocol
 
+from echelon.errors import GradientError
+
 
 class Awaited(Protocol):
     """An exchange under way."""
@@ -64,6 +66,7 @@ class Relay:
         self._jobs: list[Job] = []
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._failed: BaseException | None = None
 
     def submit(self, steps: Steps) -> Job:
         """Begin a job, after those that were submitted before it."""
@@ -89,7 +92,14 @@ class Relay:
             event = self._events.get()
             if isinstance(event, Job):
                 self._jobs.append(event)
-            self._advance()
+            try:
+                self._advance()
+            except BaseException as error:  # noqa: BLE001 - nobody may wait for ever
+                self._failed = error
+            if self._failed is not None:
+                for job in self._jobs:
+                    job.end(self._failed)
+                self._jobs = []
 
     def _advance(self) -> None:
         """Resume whatever can be, the oldest first: each job may let the next one pass."""
@@ -111,8 +121,11 @@ class Relay:
         except StopIteration:
             job.end()
             return
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the job must learn of it
+        except GradientError as error:  # of all workers alike: later jobs go on
             job.end(error)
+            return
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the job must learn of it
+            self._fail(job, error)
             return
         job.stage += 1
         if not job.awaited.tell(lambda: self._events.put(None)):
@@ -120,4 +133,9 @@ class Relay:
                 job.awaited.wait()
             except Exception as error:  # noqa: BLE001
                 job.steps.close()
-                job.end(error)
+                self._fail(job, error)
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        """This worker is out of step with the others: what it began later would be taken for this job's."""
+        job.end(error)
+        self._failed = error

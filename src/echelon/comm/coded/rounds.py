@@ -11,7 +11,7 @@ finite are never written: whoever has one complains instead, and the round fails
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -71,9 +71,15 @@ class Round:
     complaint: Complaint | None
     priority: int
     who: Callable[[int], str]  # a member of those who exchange, in words
+    further: frozenset[int] = frozenset()  # parameters whose gradients are added to those of a round before
     timing: Timing = field(default_factory=Timing)
     encode_s: float = 0.0
     sent_bytes: int = 0
+
+    @property
+    def me(self) -> int:
+        """This worker's rank among all."""
+        return rank_in_view(self.lanes[0], self.rank)
 
     @property
     def rank(self) -> int:
@@ -94,11 +100,18 @@ class Round:
             seed=seed_of(piece.name),
             start=piece.start,
             shape=piece.shape,
+            further=piece.index in self.further,
         )
 
     def state(self, piece: Piece) -> State:
         """The piece's state."""
         return self.states.slice(piece.name, piece.length, piece.start, piece.stop)
+
+
+def rank_in_view(group: Group, rank: int) -> int:
+    """The rank that a member of a group has among all workers."""
+    ranks: Sequence[int] | None = getattr(group, "ranks", None)
+    return ranks[rank] if ranks is not None else rank
 
 
 def steps(work: Round) -> Steps:
@@ -124,6 +137,8 @@ def gather(work: Round) -> Steps:
     work.timing.sent = swap.timing().sent
     begun = time.perf_counter()
     sheets = [_read(work, page, rank, len(work.held)) for rank, page in enumerate(pages)]
+    if work.complaint is not None:
+        _take_back(work, zip(payloads, work.held, strict=False))
     for place, held in enumerate(work.held):
         if work.complaint is None:
             held.values.zero_()
@@ -138,12 +153,15 @@ def scatter(work: Round) -> Steps:
     begun = time.perf_counter()
     shares = [held.piece.shares(work.size) for held in work.held]
     outgoing = []
+    written: list[tuple[Tensor, Held]] = []
     for rank in range(work.size):
-        payloads = [
-            _encode(work, _within(held, share[rank]))
+        parts = [
+            _within(held, share[rank])
             for held, share in zip(work.held, shares, strict=True)
             if rank != work.rank and work.complaint is None and share[rank].size
         ]
+        payloads = [_encode(work, part) for part in parts]
+        written += zip(payloads, parts, strict=True)
         outgoing.append(sheet.write(Sheet(work.used, payloads, work.complaint)))
     work.encode_s += time.perf_counter() - begun
     work.timing.begun = time.perf_counter()
@@ -153,6 +171,9 @@ def scatter(work: Round) -> Steps:
     work.sent_bytes += swap.sent_bytes
     begun = time.perf_counter()
     page = _totals(work, pages, shares)
+    if work.complaint is not None:
+        _take_back(work, written)
+        written = []
     work.encode_s += time.perf_counter() - begun
     swap = work.lanes[1].swap([page] * work.size, priority=work.priority)
     yield swap
@@ -160,17 +181,19 @@ def scatter(work: Round) -> Steps:
     work.sent_bytes += swap.sent_bytes
     work.timing.sent = swap.timing().sent
     begun = time.perf_counter()
-    for rank, page in enumerate(pages):
-        mine = [
-            (held, share[rank]) for held, share in zip(work.held, shares, strict=True) if share[rank].size
-        ]
-        one = _read(work, page, rank, len(mine))
-        if work.complaint is None:
-            for (held, piece), payload in zip(mine, one.payloads, strict=True):
-                total = _within(held, piece).values
-                whole = work.states.of(piece.name, piece.length)
-                work.codec.read_total(payload, total, whole, work.turn(piece, rank))
-    if work.complaint is None:
+    owned = [
+        [(held, share[rank]) for held, share in zip(work.held, shares, strict=True) if share[rank].size]
+        for rank in range(work.size)
+    ]
+    sheets = [_read(work, page, rank, len(owned[rank])) for rank, page in enumerate(pages)]
+    for rank, one in enumerate(sheets if work.complaint is None else ()):
+        for (held, piece), payload in zip(owned[rank], one.payloads, strict=True):
+            whole = work.states.of(piece.name, piece.length)
+            turn = work.turn(piece, rank)
+            work.codec.read_total(payload, _within(held, piece).values, whole, turn)
+    if work.complaint is not None:
+        _take_back(work, written)
+    else:
         for held in work.held:
             turn = work.turn(held.piece, work.rank)
             work.codec.settle(work.states.of(held.piece.name, held.piece.length), turn)
@@ -188,8 +211,11 @@ def _totals(work: Round, pages: Sequence[Tensor], shares: Sequence[Sequence[Piec
             parts = [one.payloads[place] for one in sheets]
             own = _within(held, piece).values
             turn = work.turn(piece, work.rank)
-            totals.append(work.codec.merge(parts, own, work.state(piece), turn))
-    return sheet.write(Sheet(work.used, totals, work.complaint))
+            try:
+                totals.append(work.codec.merge(parts, own, work.state(piece), turn))
+            except OverflowError:
+                work.complaint = Complaint(work.me, piece.index)
+    return sheet.write(Sheet(work.used, [] if work.complaint else totals, work.complaint))
 
 
 def summed(work: Round, codec: Summed) -> Steps:
@@ -202,10 +228,10 @@ def summed(work: Round, codec: Summed) -> Steps:
         codec.first(held.values if work.complaint is None else torch.zeros_like(held.values), state, turn)
         for held, state, turn in zip(work.held, states, turns, strict=True)
     ]
-    complaints = torch.zeros(work.size, 2)
+    complaints = torch.zeros(work.size, 2, dtype=torch.float32)
     if work.complaint is not None:
         complaints[work.rank] = said(work.complaint)
-    used = torch.tensor([float(flag) for flag in work.used])
+    used = torch.tensor(work.used, dtype=torch.float32)
     lengths = [part.numel() for part in numbers]
     total = torch.cat([*numbers, used, complaints.view(-1)])
     work.encode_s += time.perf_counter() - begun
@@ -224,7 +250,7 @@ def summed(work: Round, codec: Summed) -> Steps:
             codec.further(part, state, turn) for part, state, turn in zip(parts, states, turns, strict=True)
         ]
         lengths = [part.numel() for part in numbers]
-        total = torch.cat([*numbers, torch.empty(0)])  # a rail may have nothing
+        total = torch.cat([*numbers, torch.empty(0, dtype=torch.float32)])  # a rail may have nothing
         work.encode_s += time.perf_counter() - begun
         pending = work.lanes[1].all_reduce(total, priority=work.priority)
         yield pending
@@ -240,7 +266,7 @@ def summed(work: Round, codec: Summed) -> Steps:
 
 def said(complaint: Complaint | None) -> Tensor:
     """A complaint as two numbers, zeros if there is none, where messages are sums."""
-    return torch.zeros(2) if complaint is None else torch.tensor(complaint, dtype=torch.float32) + 1.0
+    return torch.tensor([-1, -1] if complaint is None else complaint, dtype=torch.float32) + 1.0
 
 
 def heard(numbers: Tensor) -> Complaint | None:
@@ -252,6 +278,13 @@ def heard(numbers: Tensor) -> Complaint | None:
 def _encode(work: Round, held: Held) -> Tensor:
     piece = held.piece
     return work.codec.encode(held.values, work.state(piece), work.turn(piece, work.rank))
+
+
+def _take_back(work: Round, written: Iterable[tuple[Tensor, Held]]) -> None:
+    """The round is refused: nobody will read these."""
+    for payload, held in written:
+        turn = work.turn(held.piece, work.rank)
+        work.codec.take_back(payload, held.values, work.state(held.piece), turn)
 
 
 def _within(held: Held, piece: Piece) -> Held:

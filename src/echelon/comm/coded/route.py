@@ -37,6 +37,11 @@ class Route:
     inside: Inside | None = None
 
     @property
+    def anyone(self) -> Group:
+        """Some group that this worker is in."""
+        return self.inside.down if self.inside is not None else self.between[0]
+
+    @property
     def rail(self) -> int | None:
         """Which part of every parameter this worker exchanges; None if all of it."""
         return self.inside.position if self.inside is not None else None

@@ -57,7 +57,7 @@ class States:
 
     def left_over(self) -> float:
         """The norm of all that was given and never sent."""
-        owed = [value for state in self._states.values() for key, value in state.items() if key in _OWED]
+        owed = [value for state in self._states.values() for key, value in state.items() if key in _UNSENT]
         return float(torch.stack([torch.linalg.vector_norm(part) for part in owed]).norm()) if owed else 0.0
 
     def save(self) -> Saved:
@@ -79,6 +79,7 @@ class States:
                 self._steps[name] = int(state[_STEPS])
 
 
+_UNSENT = {"residual", "gathered"}
 _OWED = {"residual", "velocity", "gathered"}  # what adds up over workers; all else is the same on each
 
 
