@@ -1178,4 +1178,4 @@ def test_on_one_machine_auto_is_none_and_measures_nothing(warm_pool):
     wanted = combined(Together(CODECS.build("none"), 2), pair(0))
     for found, reason in warm_pool.run(2, automatic):
         assert_same_bits(found, wanted)
-        assert reason == "none: all workers are on one machine, or alone"
+        assert reason == "none: no links between machines were measured"

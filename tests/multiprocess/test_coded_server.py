@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 import echelon
 from echelon.comm import shards
 from echelon.errors import ConfigError, GradientError
+from echelon.observe.events import Logged, read_events
 from echelon.train import checkpoint
 from echelon.train.served import coding
 from echelon.train.served.line import Line
@@ -40,16 +41,22 @@ def flat(tensors):
 
 
 def trained(options, epochs=6):
-    """Losses of the epochs on all data, weights in the end, pushed bytes, and how weights came."""
+    """Losses of the epochs on all data, weights in the end, pushed bytes, how weights came, in how many."""
     with echelon.join(record=False) as session:
         model = network(session)
         data = examples(60, features=FEATURES, dtype=torch.float32)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(data, batch_size=12, shuffle=True)
         model, optimizer, loader = session.prepare(model, optimizer, loader, **options)
-        losses, (table,), came = [], session._agreement._tables, []
+        losses, (table,), came, pulled = [], session._agreement._tables, [], []
         take_in = table._take_in
-        table._take_in = lambda letter, how: (came.append(letter.head.flags), take_in(letter, how))
+
+        def noted(letter, how):
+            came.append(letter.head.flags)
+            pulled.append(len(letter.payload))
+            take_in(letter, how)
+
+        table._take_in = noted
         for _ in session.epochs(epochs):
             for x, y in loader:
                 optimizer.zero_grad()
@@ -58,7 +65,7 @@ def trained(options, epochs=6):
             x, y = data.tensors
             with torch.no_grad():
                 losses.append(float(F.cross_entropy(model(x), y)))
-        return losses, flat(model.parameters()), table.sent_bytes, came
+        return losses, flat(model.parameters()), table.sent_bytes, came, sum(pulled)
 
 
 # Codec, policy, options, how much smaller a push is, and whether weights that a worker is handed in the
@@ -78,8 +85,8 @@ def test_workers_learn_by_fewer_bytes_and_end_with_the_servers_weights_exactly(w
     crew = Crew(tmp_path, workers=2, servers=1, sync=sync, codec=codec, seed=1)
     outcomes, (kept,) = crew.run(warm_pool, work, "trained", options)
     (weights,) = (weights for weights in kept.weights.values())
-    length = weights.numel()
-    for losses, own, sent_bytes, came in outcomes:
+    length, hand_outs = weights.numel(), sum(len(outcome[3]) for outcome in outcomes)
+    for losses, own, sent_bytes, came, _ in outcomes:
         assert losses[-1] < 0.5 * losses[0]
         assert sorted(own.tolist()) == sorted(weights.tolist()), "the server's weights, in another order"
         assert sent_bytes * smaller < 4 * length
@@ -89,6 +96,15 @@ def test_workers_learn_by_fewer_bytes_and_end_with_the_servers_weights_exactly(w
         assert set(came) == handed
     assert torch.equal(outcomes[0][1], outcomes[1][1])
     assert kept.waiting == 0
+    told = logged(crew)
+    assert told["pulled_bytes"] == sum(outcome[4] for outcome in outcomes)
+    assert told["dense_pulled_bytes"] == 4 * length * hand_outs
+
+
+def logged(crew):
+    """What the first server said in the end."""
+    (told,) = (e for e in read_events(crew.folder.events_of(crew.workers)) if isinstance(e, Logged))
+    return told.values
 
 
 def stepped(codec, strength):
@@ -277,6 +293,103 @@ def test_without_a_codec_gradients_are_sent_as_they_are_and_nothing_besides(warm
     for _, owed, _, sent in outcomes:
         assert sent == [(0, 4 * (FEATURES * 60 + 60))] * 10
         assert not owed.any()
+    assert "pulled_bytes" not in logged(crew)
+
+
+# What is not finite ------------------------------------------------------------------------------
+
+
+def spoiled():
+    """All gradients are ones, but for two steps of the first worker, which it drops and goes on."""
+    with echelon.join(record=False) as session:
+        model = nn.Linear(50, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        model, optimizer = session.prepare(model, optimizer)
+        begun = flat(model.parameters())
+        for step in range(10):
+            optimizer.zero_grad()
+            model(torch.ones(1, 50)).sum().backward()
+            if session.rank == 0 and step in (3, 6):
+                model.weight.grad[1, 7] = torch.nan
+                before = flat(model.parameters())
+                with pytest.raises(
+                    GradientError, match=r"gradient of parameter weight .* in step \d of rank 0"
+                ) as caught:
+                    optimizer.step()
+                assert caught.value.ranks == (0,)
+                assert torch.equal(flat(model.parameters()), before)
+                continue
+            optimizer.step()
+        session.rest()
+        session.barrier()
+        session._agreement._tables[0].pull()
+        return begun - flat(model.parameters())
+
+
+@pytest.mark.parametrize("sync", ["async", "downpour(2, 2)", "downpour(1, 3)", "percentage(0.5)"])
+def test_a_gradient_that_is_not_finite_goes_nowhere_and_a_script_may_go_on(warm_pool, tmp_path, sync):
+    """Neither to the server, nor into the worker's own weights or sums."""
+    crew = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
+    outcomes, (kept,) = crew.run(warm_pool, work, "spoiled")
+    for moved in outcomes:
+        torch.testing.assert_close(moved, torch.full_like(moved, moved[0]), rtol=1e-3, atol=1e-3)
+        assert float(moved[0]) > 0.125 * 4
+    if "downpour" in sync:  # nothing of the other eight steps is lost
+        torch.testing.assert_close(outcomes[0], torch.full_like(outcomes[0], 0.125 * 18), rtol=1e-3, atol=0)
+    assert kept.waiting == 0
+
+
+def overflowing(sync):
+    """Finite gradients whose sum, or whose step, is beyond float32."""
+    with echelon.join(record=False) as session:
+        model = nn.Linear(50, 4)
+        large = sync.startswith("percentage")
+        optimizer = torch.optim.SGD(model.parameters(), lr=10.0 if large else 1e-38)
+        model, optimizer = session.prepare(model, optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 50)).sum().backward()
+            if session.rank == 0 and step:
+                for p in model.parameters():
+                    p.grad.fill_(3e38)
+            optimizer.step()
+        what = "change" if large else "sum of gradients"
+        if session.rank == 0:
+            with pytest.raises(GradientError, match=f"the {what} of parameter weight"):
+                session.rest()
+        session.barrier()
+        session._agreement._tables[0].pull()
+        session.rest()
+        return flat(model.parameters())
+
+
+@pytest.mark.parametrize("sync", ["downpour(4, 4)", "percentage(shares=[0.1, 1.0])"])
+def test_what_has_become_infinite_on_the_way_is_not_merged(warm_pool, tmp_path, sync):
+    crew = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
+    outcomes, _ = crew.run(warm_pool, work, "overflowing", sync)
+    assert all(bool(weights.isfinite().all()) for weights in outcomes)
+
+
+def spoiled_in_a_group():
+    with echelon.join(record=False) as session:
+        model = nn.Linear(50, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        model, optimizer = session.prepare(model, optimizer)
+        model(torch.full((1, 50), torch.nan if session.rank == 3 else 1.0)).sum().backward()
+        optimizer.step()
+        session.rest()
+
+
+def test_of_a_group_all_members_are_named_for_whose_gradient_it_was_is_not_known(warm_pool, tmp_path):
+    groups = ((0, 1), (2, 3))
+    sync = 'levels(full, "async")'
+    crew = Crew(tmp_path, workers=4, servers=1, sync=sync, codec="one-bit", groups=groups)
+    with pytest.raises(WorkerFailure) as caught:
+        crew.run(warm_pool, work, "spoiled_in_a_group")
+    error = caught.value.outcomes[2].error
+    assert isinstance(error, GradientError)
+    assert error.ranks == (2, 3)
+    assert "of the group of ranks 2, 3" in error.message
 
 
 # Saving and loading ------------------------------------------------------------------------------
@@ -333,6 +446,51 @@ def test_saving_in_the_middle_of_an_epoch_changes_nothing(warm_pool, tmp_path):
         ended.append(crew.run(warm_pool, work, "saving", 15, save_at, str(tmp_path / part / "saved"))[0])
     for one, other in zip(*ended, strict=True):
         assert torch.equal(one, other)
+
+
+def resuming(folder):
+    """What is owed after loading what is there; then five steps, and it is saved."""
+    with echelon.join(record=False) as session:
+        model = network(session)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(examples(60, features=FEATURES, dtype=torch.float32), batch_size=12)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
+        session.load(folder, required=False)
+        owed = session._agreement.owed().get("tables", {})
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        session.save(folder)
+        return {name: state["residual"] for name, state in owed.items()}
+
+
+def owed_in_all(states):
+    return {name: sum(one[name].double() for one in states if name in one) for name in ("0/0", "0/3")}
+
+
+def test_what_workers_owed_is_owed_by_first_members_whoever_they_are(warm_pool, tmp_path):
+    """By four workers, then by two groups, then by others; and the codec is written in another way."""
+    runs = (
+        ("backup(0)", (), "top-k(ratio=0.05)", []),
+        ('levels(full, "backup(0)")', ((0, 1), (2, 3)), "top-k(0.05)", [0, 2]),
+        ('levels(full, "backup(0)")', ((0, 2), (1, 3)), "top-k(ratio=0.05)", [0, 1]),
+    )
+    saved = []
+    for number, (sync, groups, codec, leaders) in enumerate(runs):
+        crew = Crew(
+            tmp_path / str(number), workers=4, servers=1, sync=sync, groups=groups, codec=codec, seed=4
+        )
+        outcomes, _ = crew.run(warm_pool, work, "resuming", str(tmp_path / "saved"))
+        assert [rank for rank, owed in enumerate(outcomes) if owed] == leaders
+        if saved:
+            now, before = owed_in_all(outcomes), owed_in_all(saved)
+            for name, residual in before.items():
+                assert float(residual.norm()) > 0
+                torch.testing.assert_close(now[name], residual, rtol=1e-5, atol=1e-6)
+        codecs = checkpoint.read_newest(tmp_path / "saved", lambda state: None).state["codecs"]
+        tables = [one.get("tables", {}) for one in codecs]
+        saved = [{name: state["residual"] for name, state in one.items()} for one in tables]
 
 
 # What cannot work --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
+from itertools import permutations
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import echelon
 from echelon.errors import ConfigError
+from echelon.observe.recorder import Recorder
+from echelon.sync import policy as policies
+from echelon.sync.served import Invite
+from echelon.train.served.coordinator import Coordinator, Freed
+from echelon.train.served.protocol import Done
 from plain import Trained, assert_same, examples, in_session, network, plainly
 from served import Crew, take_part
 
@@ -333,6 +339,72 @@ def test_a_worker_that_is_alone_goes_on_with_its_own_after_a_save(warm_pool, tmp
     assert without[0][1:] != without[1][1:], "alone"
     for one, other in zip(saving, without, strict=True):
         assert one == [weight for weight in other for _ in range(2)]
+
+
+class Alone:
+    """A coordinator of two workers of whom the first is asked for every fourth round only."""
+
+    def __init__(self):
+        rule = policies.POLICIES.build("percentage(shares=[0.25, 1.0])")
+        crew = policies.Crew(workers=2, servers=1)
+        self.coordinator = Coordinator(
+            rule.rule(crew), workers=[0, 1], holders=1, now=time.time, recorder=Recorder(None), rank=2
+        )
+        self.steps = [0, 0]
+        assert not self.push(0)
+        assert {order.worker for order in self.push(1) if isinstance(order, Freed)} == {0, 1}
+
+    def push(self, worker):
+        step, self.steps[worker] = self.steps[worker], self.steps[worker] + 1
+        done = Done(kind="gradient", read=0, samples=1.0, compute_s=0.0, transfer_s=0.0)
+        self.coordinator.have(worker, step, 0.0, 0.0)
+        return self.coordinator.done(worker, step, done)
+
+    def ask(self, worker):
+        step, self.steps[worker] = self.steps[worker], self.steps[worker] + 1
+        done = Done(kind="ask", read=0, samples=1.0, compute_s=0.0, transfer_s=0.0)
+        return self.coordinator.ask(worker, step, done)
+
+
+@pytest.mark.parametrize("order", sorted(set(permutations((0, 0, 1, 1)))))
+def test_a_save_is_no_round_of_nobody_whoever_gets_there_first(order):
+    """Each takes a step, then rests; two saves like that, and the first worker is still not asked."""
+    alone = Alone()
+    for _ in range(2):
+        been = set()
+        for worker in order:
+            if worker in been:
+                assert alone.coordinator.rest(worker) == []
+            elif worker:
+                assert [one.worker for one in alone.push(1) if isinstance(one, Freed)] == [1]
+            else:
+                assert not any(isinstance(one, Invite) for one in alone.ask(0))
+            been.add(worker)
+        for worker in (0, 1):
+            alone.coordinator.join(worker)
+    alone.push(1)  # the third round is over: now it is asked
+    assert alone.ask(0) == [Invite(0)]
+
+
+def test_who_rests_makes_way_for_those_who_would_wait_for_it():
+    alone = Alone()
+    for _ in range(3):
+        alone.push(1)
+    assert alone.push(1) == [], "the first worker has to take part"
+    assert [order.worker for order in alone.coordinator.rest(0) if isinstance(order, Freed)] == [1]
+    assert alone.coordinator.rest(1) == []
+    assert alone.coordinator.awaited() == []
+    for worker in (0, 1):
+        alone.coordinator.join(worker)
+    assert alone.coordinator.awaited() == [0, 1]
+
+
+def test_who_rested_before_another_began_to_wait_makes_way_too():
+    alone = Alone()
+    for _ in range(3):
+        alone.push(1)
+    alone.coordinator.rest(0)
+    assert [order.worker for order in alone.push(1) if isinstance(order, Freed)] == [1]
 
 
 def saved_and_loaded():

@@ -15,6 +15,7 @@ PUBLIC = [
     "Corrupt",
     "DataError",
     "EchelonError",
+    "GradientError",
     "JoinTimeout",
     "LabError",
     "LaunchError",

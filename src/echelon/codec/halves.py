@@ -46,7 +46,7 @@ class Halves(Codec):
         import torch
 
         count = len(values)
-        payload = torch.empty(2 * count + 1, dtype=torch.uint8)
+        payload = torch.from_numpy(np.empty(2 * count + 1, np.uint8))  # in large pages, where there are any
         halves = payload[: 2 * count].view(self.dtype())
         exponent = 0
         if not self._cast(values, halves):

@@ -78,6 +78,7 @@ class ByLevels(Apart):
                 explain=explain,
                 codec=codec,
                 after_step=lambda optimizer: self._spread(optimizer),
+                members=[group.ranks[rank] for rank in crew.groups[self.unit]],
             )
         elif leaders is not None and isinstance(between, Mixed):
             self._between = ByMixing(leaders, clock, between, self._units, explain=explain)
@@ -254,11 +255,13 @@ class ByLevels(Apart):
         return {} if self._between is None else self._between.owed()
 
     def restore_owed(self, owed: Sequence[dict[str, Any]]) -> None:
-        """First members take over what first members owed."""
+        """First members take over what first members owed; where others did, the same sum."""
         if self._between is None:
             return
-        same = len(owed) == self._crew.workers
-        self._between.restore_owed([owed[ranks[0]] for ranks in self._crew.groups] if same else owed)
+        leaders = [ranks[0] for ranks in self._crew.groups]
+        owing = [rank for rank, one in enumerate(owed) if "tables" in one]
+        same = len(owed) == self._crew.workers and owing == sorted(leaders)
+        self._between.restore_owed([owed[rank] for rank in leaders] if same else owed)
 
     def finish(self) -> None:
         """End with one model."""

@@ -24,6 +24,7 @@ from echelon.comm.coded.states import Saved, handed_over
 from echelon.comm.engine import EngineGroup
 from echelon.comm.post import Post
 from echelon.comm.reducer import RoundObserver
+from echelon.errors import ConfigError
 from echelon.sync.policy import Crew
 from echelon.sync.served import Served
 from echelon.train.agreement import Apart, Explain, Overlap, Rules, replace_step
@@ -60,7 +61,9 @@ class ByServer(Apart):
         explain: Explain,
         codec: str = "none",
         after_step: Callable[[Optimizer], None] = lambda optimizer: None,
+        members: Sequence[int] = (),
     ) -> None:
+        """`members`: the ranks that this worker speaks for, if they are more than its own."""
         super().__init__(group, policy.name, explain)
         self._observer = observer
         self._policy = policy
@@ -71,6 +74,7 @@ class ByServer(Apart):
         self._codec = codec
         self._names: dict[int, str] = {}  # of parameters, by id
         self._after_step = after_step
+        self._members = members
         self._engine_group = group
         self._line = open_line(group)
         self._undo: list[Callable[[], None]] = []
@@ -111,6 +115,7 @@ class ByServer(Apart):
                 codec=self._codec,
                 worker=self._group.rank,
                 name_of=self._name_of,
+                members=self._members,
             )
             self._tables.append(table)
             self._explain_codec(table)
@@ -221,12 +226,12 @@ class ByServer(Apart):
     def before_save(self) -> None:
         """The leader takes the server's weights and states, for the moment.
 
-        Others may be in a round that waits for this worker, on their way here: so it leaves meanwhile.
+        Others may be in a round that waits for this worker, on their way here: it leaves meanwhile if so.
         """
         self.settle()
         self._resting = [table for table in self._tables if table.present]
         for table in self._resting:
-            table.leave()
+            table.leave(rests=True)
         self._group.barrier()  # nobody pushes while the leader looks
         if self._group.rank == 0:
             self._back = [table.borrow() for table in self._tables]
@@ -256,12 +261,14 @@ class ByServer(Apart):
     def restore_owed(self, owed: Sequence[dict[str, Any]]) -> None:
         """Take over what the workers of a checkpoint owed; another number of them, the same sum."""
         saved: list[Saved] = [
-            one["tables"] for one in owed if one.get("codec") == self._codec and "tables" in one
+            one["tables"] for one in owed if "tables" in one and _same_codec(one["codec"], self._codec)
         ]
         if saved:
             mine = handed_over(saved, self._group.size)[self._group.rank]
-            for table in self._tables:
-                table.load_codec_state(mine)
+            lost = sum(table.load_codec_state(mine) for table in self._tables)
+            if lost:
+                why = f"the checkpoint has {lost} parameters in other places, or of other shapes"
+                self._explain("codec residuals", why, f"{why}: what was not sent of them yet is lost")
         texts = [text for one in owed for text in one.get("codecs", [one.get("codec", "none")])]
         had = next((text for text in texts if text != "none"), "none")
         if had != "none" and not saved:
@@ -299,3 +306,11 @@ class ByServer(Apart):
         while self._undo:
             self._undo.pop()()
         self._line.close()
+
+
+def _same_codec(one: str, other: str) -> bool:
+    """Whether two texts ask for the same codec."""
+    try:
+        return CODECS.build(one) == CODECS.build(other)
+    except ConfigError:  # of somebody's package, which is not here now
+        return False

@@ -76,7 +76,8 @@ class Encoding:
     def _look_at(self, model: nn.Module, coding: Coding) -> None:
         """Say what the codec has nothing to do with, and what it must not be left to."""
         codec = coding.codec
-        others = [name for name, p in model.named_parameters() if p.requires_grad and not coding.fits(p)]
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
+        others = [name for name, p in trained if not coding.fits(p)]
         if others and codec.momentum:
             raise ConfigError(
                 f"codec {codec.name} applies the momentum, but not to {others[0]}, which it cannot write",
@@ -85,9 +86,9 @@ class Encoding:
                 "the optimizer its momentum",
             )
         if others:
-            count = f"{len(others)} parameters are" if len(others) > 1 else f"{others[0]} is"
-            why = f"{count} sent as they are: codecs write float32 parameters on the CPU"
-            self._explain("codec", why, f"codec {codec.name}: {why}")
+            count = "one parameter" if len(others) == 1 else f"{len(others)} parameters"
+            why = f"{count} travel unencoded ({others[0]} ...): codecs write float32 parameters on the CPU"
+            self._explain("codec, exceptions", why, f"codec {codec.name}: {why}")
         if codec.feedback and not codec.contracts:
             why = "its errors may be larger than gradients, so what it owes grows from step to step"
             self._explain("codec feedback", why, f"codec {codec.name} with feedback: {why}")
@@ -112,7 +113,7 @@ class Encoding:
         """All workers measure, the slowest one's speed counts, and all decide alike."""
         if self._links is None:
             return cost.Choice(
-                codec="none", between=False, reason="none: all workers are on one machine, or alone"
+                codec="none", between=False, reason="none: no links between machines were measured"
             )
         length_bytes = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
         speeds = {}

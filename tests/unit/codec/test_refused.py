@@ -67,6 +67,7 @@ def test_a_chain_does_not_end_in_a_codec_that_follows_totals():
 
 
 def test_feedback_is_known_to_need_codecs_that_come_nearer():
-    grows = ["ternary", "error-feedback(ternary)", "fixed(bits=1)", "fixed(bits=2, rounding=stochastic)"]
+    grows = ["ternary", "error-feedback(ternary)", "fixed(bits=1)", "fixed(bits=8, rounding=stochastic)"]
+    grows.append("chain(top-k(ratio=0.1), ternary)")
     assert not any(CODECS.build(text).contracts for text in grows)
     assert all(CODECS.build(text).contracts for text in ("top-k", "one-bit", "fixed(bits=2)", "bf16"))

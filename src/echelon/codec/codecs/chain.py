@@ -54,6 +54,11 @@ class Chain(Codec):
         self.begin(1)
 
     @property
+    def contracts(self) -> bool:
+        """As the codec of the values."""
+        return self._writer.contracts
+
+    @property
     def _chooser(self) -> Sparse:
         first = _built(self.first, "chain, first")
         if not isinstance(first, Sparse):

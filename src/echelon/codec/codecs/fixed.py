@@ -45,8 +45,8 @@ class Fixed(Codec):
 
     @property
     def contracts(self) -> bool:
-        """Not with levels so far apart that small values become large ones."""
-        return self.bits > 2 or (self.bits == 2 and self.rounding == "nearest")
+        """Only where small values are not rounded up to large ones by chance, or for lack of a zero."""
+        return self.bits > 1 and self.rounding == "nearest"
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 16:
