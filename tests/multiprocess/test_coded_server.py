@@ -493,6 +493,27 @@ def test_what_workers_owed_is_owed_by_first_members_whoever_they_are(warm_pool, 
         saved = [{name: state["residual"] for name, state in one.items()} for one in tables]
 
 
+def misplaced():
+    """Take over what is owed of a model whose first two parameters were the other way round."""
+    with echelon.join(record=False) as session:
+        model = nn.Linear(4, 2)
+        model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        shapes = {"0/0": (2,), "0/1": (2, 4)}
+        tables = {
+            name: {"residual": torch.ones(shape).reshape(-1), "shape": torch.tensor(shape)}
+            for name, shape in shapes.items()
+        }
+        session._agreement.restore_owed([{"codec": "top-k", "tables": tables}] * 2)
+        return session._agreement.owed(), session._plan.reasons.get("codec residuals")
+
+
+def test_what_was_owed_of_parameters_in_other_places_is_dropped_and_said_so(warm_pool, tmp_path):
+    crew = Crew(tmp_path, workers=2, servers=1, sync="async", codec="top-k")
+    outcomes, _ = crew.run(warm_pool, work, "misplaced")
+    assert [owed for owed, _ in outcomes] == [{}, {}]
+    assert "2 parameters in other places" in outcomes[0][1]
+
+
 # What cannot work --------------------------------------------------------------------------------
 
 

@@ -175,7 +175,10 @@ class Ledger:
 
     def room(self) -> Tensor:
         """Memory that is no longer needed, if there is any, for new memory costs time."""
-        return self._free.pop() if self._free else self.flat.new_empty(self.flat.shape)
+        try:
+            return self._free.pop()  # not looked at before: two threads ask
+        except IndexError:
+            return self.flat.new_empty(self.flat.shape)
 
     def _recycle(self, flat: Tensor) -> None:
         if len(self._free) < self._spare and flat is not self._last:

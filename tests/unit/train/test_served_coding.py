@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.codec.codec import CODECS, Turn
+from echelon.codec.codecs.one_bit import OneBit
 from echelon.codec.fitting import served_codec
 from echelon.comm import shards
 from echelon.errors import ConfigError, Corrupt
+from echelon.sync.ledger import Ledger
+from echelon.sync.policy import POLICIES
 from echelon.train.served import coding
 
 CODES = (
@@ -28,10 +32,12 @@ CODES = (
     "ternary",
     "error-feedback(ternary(clip=0))",
     "threshold(value=0.5)",
+    "threshold(value=1e6)",
     "top-k(ratio=0.05)",
     "sparse-binary(ratio=0.05)",
     "dgc(ratio=0.05, momentum=0)",
     "chain(top-k(ratio=0.1), one-bit)",
+    "chain(threshold(value=1e6), fp16)",
     "chain(dgc(ratio=0.1), ternary)",
 )
 OWING = (
@@ -169,8 +175,43 @@ def test_lots_are_drawn_anew_in_every_round():
 
 def test_states_of_another_table_are_not_taken_over():
     wire = Wire("top-k")
-    wire.out.load({"1/0": {"residual": torch.ones(3)}})
+    assert wire.out.load({"1/0": {"residual": torch.ones(3)}}) == 0
     assert wire.out.save() == {}
+
+
+@pytest.mark.parametrize("codec", ["top-k(ratio=0.05)", "dynamic-fixed", "ternary"])
+def test_states_of_parameters_of_other_shapes_are_not_taken_over_and_counted(codec):
+    """Also of one that has as many elements, or one; and a scalar keeps its own."""
+    one = Wire(codec, shapes=((40,), (5, 4), (1,), ()))
+    other = Wire(codec, shapes=((40,), (4, 5), (), ()))
+    one.push(one.gradients(0))
+    saved = one.out.save()
+    assert other.out.load(saved) == 2
+    taken = other.out.save()
+    assert taken.keys() == {"0/0", "0/3"}
+    assert all(same(taken[name].values(), saved[name].values()) for name in taken)
+
+
+class Following(OneBit):
+    """Somebody's codec that follows the totals."""
+
+    settled: ClassVar[list[Turn]] = []
+
+    def settle(self, state, turn):
+        self.settled.append(turn)
+
+
+def test_any_codec_that_follows_totals_is_told_when_a_round_is_over():
+    wire = Wire("one-bit", shapes=((40,), (5, 4)))
+    ways = coding.Coding(up=Following(), down=OneBit(), table=0, shapes=wire.coding.shapes)
+    out = coding.Outgoing(ways, wire.pieces, 1)
+    Following.settled.clear()
+    for step in range(2):
+        out.write(0, wire.gradients(step)[0], ())
+        out.finish()
+    assert [(turn.step, turn.shape) for turn in Following.settled] == [
+        (0, (40,)), (0, (5, 4)), (1, (40,)), (1, (5, 4)),
+    ]  # fmt: skip
 
 
 def test_a_parameter_without_a_gradient_is_read_as_zeros_and_owes_what_it_did():
@@ -298,12 +339,31 @@ def test_both_sides_agree_for_any_sizes_and_scales(codec, seed, scale, lengths):
         assert torch.equal(had, shadows.of(1))
 
 
+# Memory ------------------------------------------------------------------------------------------
+
+
+class Taken(list):
+    """Has something, until it is asked for it: another thread was quicker."""
+
+    def pop(self, *args):
+        self.clear()
+        return super().pop(*args)
+
+
+def test_memory_that_another_thread_takes_first_is_made_anew():
+    flat = torch.zeros(3)
+    ledger = Ledger(POLICIES.build("async"), flat, [flat], lambda: None, spare=1)
+    ledger._free = Taken([torch.zeros(3)])
+    assert ledger.room().shape == flat.shape
+
+
 # Which codec -------------------------------------------------------------------------------------
 
 DOWN = {
     "fp16": "fp16",
     "one-bit(per=column)": "one-bit(per=column)",
-    "threshold(value=0.5)": "threshold(value=0.5)",
+    "threshold(value=0.5)": "top-k(ratio=0.05)",
+    "chain(threshold(value=0.5), fp16)": "chain(top-k(ratio=0.05), fp16)",
     "top-k(ratio=0.05, feedback=false)": "top-k(ratio=0.05, feedback=false)",
     "sparse-binary(ratio=0.05)": "sparse-binary(ratio=0.05)",
     "dgc(ratio=0.05)": "top-k(ratio=0.05)",

@@ -42,6 +42,7 @@ from echelon.train.served.protocol import (
     CODED,
     FRESH,
     LOOK,
+    RESTING,
     Done,
     Kind,
     Opening,
@@ -68,8 +69,12 @@ class Table:
         codec: str = "none",
         worker: int = 0,
         name_of: Callable[[Tensor], str] = lambda p: "",
+        members: Sequence[int] = (),
     ) -> None:
-        """`worker` is which one this is, of those whom the servers are told of."""
+        """`worker` is which one this is, of those whom the servers are told of.
+
+        `members` are the ranks of the group whose gradients these are, if it is not this worker alone.
+        """
         self._line = line
         self._number = len(line.tables)
         self.optimizer = optimizer
@@ -101,6 +106,7 @@ class Table:
         self._codec = codec
         self._worker = worker
         self._name_of = name_of
+        self._members = tuple(members) or (line.rank,)
         shapes = [p.shape for p in self._parameters]
         self._coding = coding.open_coding(codec, self._dtype, self._number, shapes)
         self._coded = None if self._coding is None else coding.Outgoing(self._coding, self._pieces, worker)
@@ -268,15 +274,26 @@ class Table:
                     return part.parameter
         return None
 
-    def _refusal(self, place: int) -> GradientError:
+    def _refusal(self, place: int, step: int, what: str = "gradient") -> GradientError:
         name = self._name_of(self._parameters[place]) or f"number {place}"
+        who = self._line.me
+        if len(self._members) > 1:  # the gradient is their mean: whose it was is not known here
+            who = f"the group of ranks {', '.join(map(str, self._members))}"
         return GradientError(
-            f"the gradient of parameter {name} holds NaN or infinity in step {self.steps - 1} of "
-            f"{self._line.me}",
-            ranks=(self._line.rank,),
+            f"the {what} of parameter {name} holds NaN or infinity in step {step} of {who}",
+            ranks=self._members,
             where=self._line.me,
             fix="lower the learning rate, clip gradients, or skip such steps; this one was not applied",
         )
+
+    def _refuse_odd(self, tensors: Sequence[Tensor], what: str) -> None:
+        """With a codec, nothing that is not finite gets to a server, coded or not."""
+        if self._coded is None:
+            return
+        odd = next((place for place, one in enumerate(tensors) if not coding.is_finite(one)), None)
+        if odd is not None:
+            self._sum = None  # or it would be refused for ever
+            raise self._refusal(odd, self.steps - 1, what)
 
     # The step ------------------------------------------------------------------------------------
 
@@ -284,6 +301,13 @@ class Table:
         """Take a step by the servers, or alone by the worker's own optimizer."""
         self.settle()
         self._refuse_added()
+        policy = self._policy
+        local = policy.pushes == "weights" or policy.push_every > 1 or policy.pull_every > 1
+        if self._coded is not None and (local or self._ask):
+            # The worker's own optimizer may use them, and what it does cannot be taken back.
+            odd = self._odd(range(len(self._pieces)))
+            if odd is not None:
+                raise self._refusal(odd, self.steps)
         if not self.present:
             self.join()
         self.steps += 1
@@ -291,10 +315,9 @@ class Table:
         self._compute_s = compute_s = self._arrived_at - self._released_at
         self._observer.arrived()
         self._sent_bytes = 0
-        policy = self._policy
         pushes = self.steps % policy.push_every == 0
         pulls = self.steps % policy.pull_every == 0
-        if policy.pushes == "weights" or policy.push_every > 1 or policy.pull_every > 1:
+        if local:
             self._step_locally(own_step, compute_s, pushes, pulls)
         else:
             self._step_by_server(own_step, compute_s)
@@ -316,7 +339,7 @@ class Table:
                 self._answer = None
                 if self._alone:
                     own_step()
-                    self._push_tensors(self._delta())
+                    self._push_tensors(self._delta(), "change")
                     self._finish_push("delta", compute_s, [True] * len(self._parameters))
                 else:
                     self._push_gradients()
@@ -343,7 +366,7 @@ class Table:
         own_step()
         if pushes:
             if by_weights:
-                self._push_tensors([p.detach() for p in self._parameters])
+                self._push_tensors([p.detach() for p in self._parameters], "weight")
                 self._finish_push("weights", compute_s, [True] * len(self._parameters), pull=pulls)
             else:
                 assert self._sum is not None
@@ -382,7 +405,8 @@ class Table:
         odd = self._odd(left) if self._coded is not None else None
         if odd is not None:
             self._take_back()
-            raise self._refusal(odd)
+            self.steps -= 1
+            raise self._refusal(odd, self.steps)
         for number in left:
             self._push(number)
 
@@ -405,19 +429,18 @@ class Table:
     def _push_sum(self, tensors: Sequence[Tensor]) -> None:
         """Send summed gradients, which belong to the codec like any other."""
         if self._coded is None:
-            self._push_tensors(tensors)
+            self._push_tensors(tensors, "sum of gradients")
             return
-        odd = next((place for place, one in enumerate(tensors) if not coding.is_finite(one)), None)
-        if odd is not None:
-            raise self._refusal(odd)
+        self._refuse_odd(tensors, "sum of gradients")
         self._gather(self._outgoing, tensors)
         self._absent.clear()
         for number in range(len(self._pieces)):
             self._send_coded(number, self._coded)
 
     @torch.no_grad()
-    def _push_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Send what is no gradient, as it is."""
+    def _push_tensors(self, tensors: Sequence[Tensor], what: str) -> None:
+        """Send what is no gradient, as it is; `what` says what it is."""
+        self._refuse_odd(tensors, what)
         self._take_back()
         self._gather(self._outgoing, tensors)
         for piece in self._pieces:
@@ -624,8 +647,12 @@ class Table:
         if not self._alone and self._sum is None:
             return
         self._arrived_at = time.perf_counter()
-        self._push_tensors(self._delta() if self._sum is None else self._sum)
-        kind = "delta" if self._sum is None else "gradient"
+        if self._sum is None:
+            kind = "delta"
+            self._push_tensors(self._delta(), "change")
+        else:
+            kind = "gradient"
+            self._push_tensors(self._sum, "sum of gradients")
         self._finish_push(kind, self._compute_s, [True] * len(self._parameters))
         self._sum = None
         self._await_release()
@@ -666,16 +693,16 @@ class Table:
         self._note(Kind.JOIN)
         self._released_at = time.perf_counter()
 
-    def leave(self) -> None:
-        """Take no part, for now."""
+    def leave(self, *, rests: bool = False) -> None:
+        """Take no part, for now; `rests`: all others come to where this worker is, and then all go on."""
         if self.present:
             self.present = False
-            self._note(Kind.LEAVE)
+            self._note(Kind.LEAVE, RESTING * rests)
 
-    def _note(self, kind: Kind) -> None:
+    def _note(self, kind: Kind, flags: int = 0) -> None:
         self.settle()
         self._noted = False
-        self._line.send(self._line.coordinator, head(kind, self._number))
+        self._line.send(self._line.coordinator, head(kind, self._number, flags=flags))
         self._line.until(lambda: self._noted, self._number, lambda: [self._line.coordinator])
 
     def detach(self) -> None:
@@ -696,11 +723,15 @@ class Table:
         self._take_back()
         return self._coded.save()
 
-    def load_codec_state(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Go on with what the codec remembered; of what is not given, with nothing."""
-        if self._coded is not None:
-            self._take_back()
-            self._coded.load(saved)
+    def load_codec_state(self, saved: dict[str, dict[str, Tensor]]) -> int:
+        """Go on with what the codec remembered; of what is not given, with nothing.
+
+        Returns of how many parameters it did not fit.
+        """
+        if self._coded is None:
+            return 0
+        self._take_back()
+        return self._coded.load(saved)
 
     def saturated(self) -> int:
         """How many values were too large for the codec, so far."""

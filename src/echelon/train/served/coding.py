@@ -34,6 +34,7 @@ from echelon.codec.codecs.error_feedback import ErrorFeedback
 from echelon.codec.codecs.fixed import Fixed
 from echelon.codec.codecs.one_bit import OneBit
 from echelon.codec.codecs.ternary import Ternary
+from echelon.codec.codecs.threshold import Threshold
 from echelon.codec.codecs.top_k import TopK
 from echelon.codec.fitting import served_codec
 from echelon.comm.coded.states import Saved, States
@@ -43,6 +44,8 @@ from echelon.errors import Corrupt
 
 _WORD_BYTES = 8
 _ABSENT = -1
+_SHAPE = "shape"  # in what is saved: of the parameter that a state belongs to
+_THRESHOLD_RATIO = 0.05
 
 
 def pull_codec(codec: Codec) -> Codec:
@@ -58,6 +61,8 @@ def pull_codec(codec: Codec) -> Codec:
             return Chain(first=_text(first), then=_text(then))
         case Dgc():
             return TopK(ratio=codec.ratio)  # weights have no momentum to correct
+        case Threshold():
+            return TopK(ratio=_THRESHOLD_RATIO)  # a magnitude of gradients says nothing about weights
         case Ternary():
             return Fixed(bits=2)  # three levels as well, to the nearest
         case Fixed(bits=1):
@@ -125,7 +130,7 @@ class Outgoing:
         self._worker = worker
         self._states = States(coding.up)
         inner = coding.up.inner if isinstance(coding.up, ErrorFeedback) else coding.up
-        self._adapts = isinstance(inner, DynamicFixed)
+        self._adapts = type(inner).settle is not Codec.settle
         self._kept: dict[int, dict[tuple[Part, str], Tensor]] = {}
         self._early: list[int] = []  # pieces of this round that can be taken back, in order
 
@@ -193,13 +198,31 @@ class Outgoing:
     def save(self) -> Saved:
         """All states, by parameter, as if nothing had been written early."""
         self.take_back()
-        return self._states.save()
+        saved = self._states.save()
+        for name, shape in self._shapes().items():
+            if name in saved:
+                saved[name][_SHAPE] = torch.tensor(shape, dtype=torch.int64)
+        return saved
 
-    def load(self, saved: Saved) -> None:
-        """Go on with states that were saved; with fresh ones where there are none of this table."""
+    def load(self, saved: Saved) -> int:
+        """Go on with states that were saved; with fresh ones where there are none of this table.
+
+        Parameters are known by their places: a state of one of another shape is not taken over. Returns
+        how many such there were.
+        """
         self._early.clear()
-        own = {self._coding.name(parameter) for parameter in range(len(self._coding.shapes))}
-        self._states.load({name: state for name, state in saved.items() if name in own})
+        shapes = self._shapes()
+        own = {name: saved[name] for name in shapes if name in saved}
+        fitting = {
+            name: {key: value for key, value in state.items() if key != _SHAPE}
+            for name, state in own.items()
+            if _SHAPE in state and tuple(state[_SHAPE].tolist()) == shapes[name]
+        }
+        self._states.load(fitting)
+        return len(own) - len(fitting)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self._coding.name(place): shape for place, shape in enumerate(self._coding.shapes)}
 
     def saturated(self) -> int:
         """How many values were too large for the codec, so far."""

@@ -2,6 +2,9 @@
 
 It knows when a push is complete (every server that keeps a part of it has said so), who is waiting, and the
 version of the weights. What it hears and what was decided is recorded, so a run can be replayed.
+
+A worker that rests (for a checkpoint) is soon back. The rule hears of it only if somebody would wait for it
+in vain meanwhile: if all who take part rest, no round is over for that.
 """
 
 from __future__ import annotations
@@ -90,6 +93,7 @@ class Coordinator:
         self._pushes: dict[tuple[int, int], _Push] = {}
         self._arrived: dict[int, tuple[float, Done]] = {}
         self._present = set(workers)
+        self._resting: set[int] = set()  # of those present
         self._wakes: list[float] = []
         self.version = 0
 
@@ -99,8 +103,8 @@ class Coordinator:
         return max(0.0, self._wakes[0] - self._now()) if self._wakes else None
 
     def awaited(self, asker: int = -1) -> list[int]:
-        """Those who take part and are not here, but for the one who asks."""
-        return sorted(self._present - set(self._arrived) - {asker})
+        """Those who take part and are not here, but for the one who asks, and those who make way."""
+        return sorted(self._present - set(self._arrived) - self._resting - {asker})
 
     def done(self, worker: int, step: int, done: Done) -> list[Order]:
         """A worker has sent all of a push."""
@@ -159,20 +163,39 @@ class Coordinator:
                 dot=dot,
             )
         )
-        return joined + self._carry_out(self._rule.arrive(arrival))
+        return joined + self._carry_out(self._rule.arrive(arrival)) + self._make_way()
 
     def leave(self, worker: int) -> list[Order]:
         """A worker takes no part for now."""
         if worker not in self._present:
             return []
+        return self._drop_out(worker) + self._make_way()
+
+    def _drop_out(self, worker: int) -> list[Order]:
         self._present.discard(worker)
+        self._resting.discard(worker)
         self._arrived.pop(worker, None)
         t = self._now()
         self._hear("leave", self._number[worker], t)
         return self._carry_out(self._rule.leave(self._number[worker], t))
 
+    def rest(self, worker: int) -> list[Order]:
+        """A worker pauses; all others will do so too, unless they wait for it."""
+        if worker not in self._present:
+            return []
+        self._resting.add(worker)
+        return self._make_way()
+
+    def _make_way(self) -> list[Order]:
+        """If all others rest, nobody may be waiting: those who rest leave then."""
+        waiting = self._present & self._arrived.keys()
+        if not waiting or self._present - waiting - self._resting:
+            return []
+        return [order for worker in sorted(self._resting) for order in self._drop_out(worker)]
+
     def join(self, worker: int) -> list[Order]:
         """A worker takes part again."""
+        self._resting.discard(worker)
         if worker in self._present:
             return []
         self._present.add(worker)

@@ -39,6 +39,7 @@ from echelon.train.served.protocol import (
     CODED,
     FRESH,
     LOOK,
+    RESTING,
     Done,
     Kind,
     Opening,
@@ -158,6 +159,7 @@ class Keeper:
         self._lending = threading.Lock()
         self._spent_s = {"queue_s": 0.0, "apply_s": 0.0, "hand_s": 0.0}
         self._count = dict.fromkeys(self._spent_s, 0)
+        self._pulled_bytes = self._dense_pulled_bytes = 0
 
     @torch.no_grad()
     def run(self, post: Post) -> None:
@@ -177,9 +179,15 @@ class Keeper:
         self._post.leave(others, head(Kind.BYE), _FAREWELL_S)  # some workers' may be on its way to them
 
     def _report(self) -> None:
-        """Record what keeping a gradient, applying an update and handing out weights took on average."""
-        mean = {name: spent_s / max(1, self._count[name]) for name, spent_s in self._spent_s.items()}
-        self._recorder.emit(Logged(t=time.time(), rank=self._rank, step=-1, values=mean))
+        """Record what keeping a gradient, applying an update and handing out weights took on average.
+
+        With a codec, also the bytes of all weights that were handed out, and what they are as they are.
+        """
+        values = {name: spent_s / max(1, self._count[name]) for name, spent_s in self._spent_s.items()}
+        if any(table.coding is not None for table in self._tables.values()):
+            values["pulled_bytes"] = float(self._pulled_bytes)
+            values["dense_pulled_bytes"] = float(self._dense_pulled_bytes)
+        self._recorder.emit(Logged(t=time.time(), rank=self._rank, step=-1, values=values))
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -242,7 +250,9 @@ class Keeper:
                 self._give(table, self._coordinator(table).join(letter.peer))
                 self._post.send(letter.peer, head(Kind.NOTED, table))
             case Kind.LEAVE:
-                self._give(table, self._coordinator(table).leave(letter.peer))
+                coordinator = self._coordinator(table)
+                pauses = coordinator.rest if letter.head.flags & RESTING else coordinator.leave
+                self._give(table, pauses(letter.peer))
                 self._post.send(letter.peer, head(Kind.NOTED, table))
             case Kind.PULL:
                 self._give(table, [Hand(letter.peer, bool(letter.head.flags & LOOK))])
@@ -416,7 +426,10 @@ class Keeper:
                     what = head(Kind.WEIGHTS, number, **fields)
                 else:
                     what = head(Kind.WEIGHTS, number, flags=CODED, **fields)
-                self._post.send(worker, what, as_bytes(change))
+                memory = as_bytes(change)
+                self._post.send(worker, what, memory)
+                self._pulled_bytes += len(memory)
+                self._dense_pulled_bytes += (piece.stop - piece.start) * table.dtype.itemsize
             if table.policy.amends:
                 weights.copy_(shard.shadows.of(place))
         self._spent_s["hand_s"] += time.perf_counter() - begun
@@ -448,6 +461,8 @@ class Keeper:
             part = memory[piece.start * item_bytes : piece.stop * item_bytes]
             what = head(Kind.WEIGHTS, number, shard=self._index, step=version, start=piece.start)
             self._post.send(worker, what, part, sent)
+            self._pulled_bytes += len(part)
+            self._dense_pulled_bytes += len(part)
 
     def _lend(self, ledger: Ledger, snapshot: Tensor, pieces: int) -> None:
         with self._lending:

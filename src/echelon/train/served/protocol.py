@@ -45,6 +45,7 @@ class Kind(IntEnum):
 FRESH, ASKING = 1, 2  # flags of a RELEASE
 CODED = 1  # flag of a PUSH or of WEIGHTS: written by the codec; the latter are a change then
 LOOK = 1  # flag of a PULL: the worker goes on with what it had
+RESTING = 1  # flag of a LEAVE: it will join again soon
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
