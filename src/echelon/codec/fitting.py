@@ -72,6 +72,17 @@ def refuse_factors(codec: Codec, factors: str) -> None:
         )
 
 
+def refuse_sums(codec: Codec, servers: int) -> None:
+    """Servers that sum for the workers (sync full) add numbers: what is not numbers cannot go there."""
+    inner = codec.inner if isinstance(codec, Between) else codec
+    if servers and not isinstance(inner, (Summed, Auto)):
+        raise ConfigError(
+            f"servers with sync full only add numbers up, and codec {inner.name} writes bytes",
+            where="--servers and --codec",
+            fix="start no servers; or use random-k or power-sgd; or a policy that servers keep weights for",
+        )
+
+
 def served_codec(text: str) -> Codec | None:
     """The codec that gradients are pushed to a server with; None if they are sent as they are."""
     codec = CODECS.build(text, where=_WHERE)

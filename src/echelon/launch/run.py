@@ -34,6 +34,7 @@ from echelon.codec.fitting import (
     refuse_factors,
     refuse_for_weights,
     refuse_momentum,
+    refuse_sums,
     refuse_transport,
     served_codec,
 )
@@ -235,6 +236,8 @@ def _check_codec(plan: Plan, policy: Policy, settings: RunSettings) -> None:
         check_sites(plan.groups)
         refuse_transport(plan.transport)
     refuse_factors(codec, plan.factors)
+    if policy.family == "reduce":
+        refuse_sums(codec, len(plan.servers))
     if isinstance(settings, TrainSettings):
         adam = settings.optimizer == "adamw"
         refuse_momentum(codec, 0.9 if adam else settings.momentum, "AdamW" if adam else "SGD")
