@@ -29,7 +29,7 @@ def test_without_servers_nothing_is_refused():
 def test_momentum_is_applied_once(text):
     codec = CODECS.build(text)
     fitting.refuse_momentum(codec, 0.0, "SGD")
-    with pytest.raises(ConfigError, match="momentum would be applied twice: 0.9 in codec") as refused:
+    with pytest.raises(ConfigError, match="momentum would be applied twice") as refused:
         fitting.refuse_momentum(codec, 0.5, "SGD")
     assert "momentum=0" in refused.value.fix
 
@@ -39,7 +39,7 @@ def test_a_codec_between_sites_needs_two_of_them_and_groups_of_workers():
     with pytest.raises(ConfigError, match="two sites or more"):
         fitting.check_sites([[0, 1, 2]])
     fitting.refuse_transport("tcp")
-    with pytest.raises(ConfigError, match="not on torch.distributed"):
+    with pytest.raises(ConfigError, match="own transports"):
         fitting.refuse_transport("c10d")
 
 
