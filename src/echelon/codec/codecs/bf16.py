@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bf16(Halves):
-    """bfloat16: 2x smaller, 8 significant bits, any magnitude."""
+    """Rounds to bfloat16: 2x smaller, 8 significant bits, any magnitude."""
 
     name: ClassVar[str] = "bf16"
     infinity: ClassVar[int] = 0x7F80

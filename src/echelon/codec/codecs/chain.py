@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from echelon.codec.codec import CODECS, RESIDUAL, Codec, StandIn, State, Travels, Turn
+from echelon.codec.codecs.dgc import Dgc
 from echelon.codec.positions import Positions
 from echelon.codec.sparse import Floats, Sparse, leave, pack, put, unpack
 from echelon.errors import ConfigError
@@ -51,7 +52,12 @@ class Chain(Codec):
                 where="then",
                 fix="use a codec that looks at the values only, such as fixed(bits=12)",
             )
-        self.begin(1)
+        if isinstance(then, Dgc):
+            raise ConfigError(
+                f"{self.then} remembers each element, but here they are others in each step",
+                where="then",
+                fix="use a codec of values that does not, such as fp16 or one-bit",
+            )
 
     @property
     def contracts(self) -> bool:

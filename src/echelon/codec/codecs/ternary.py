@@ -30,7 +30,7 @@ _TOP = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ternary(Codec):
-    """-s, 0 or +s by chance, right in the mean (TernGrad): 20x smaller."""
+    """Writes -s, 0 or +s by chance, right in the mean (TernGrad): 20x smaller."""
 
     name: ClassVar[str] = "ternary"
     travels: ClassVar[Travels] = "scatter"
