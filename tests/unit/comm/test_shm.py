@@ -383,11 +383,13 @@ def test_a_worker_that_was_through_before_it_left_is_not_missed():
     """Its numbers are on the board; that it has gone since does not matter."""
     crew = Crew(2)
     waiting, through = threading.Event(), threading.Event()
+    begun = threading.Barrier(2, timeout=20)  # so that rank 0 looks when nothing but rank 1's end is missing
 
     def work(rank):
         team = crew.team(rank)
         buffer = team.buffer(100, torch.float32).fill_(1)
         turn = team.begin(buffer, "sum")[0]
+        begun.wait()
         if rank == 1:
             waiting.wait(20)
             team.finish(turn, 20)
