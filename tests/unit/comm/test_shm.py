@@ -383,7 +383,7 @@ def test_a_worker_that_was_through_before_it_left_is_not_missed():
     """Its numbers are on the board; that it has gone since does not matter."""
     crew = Crew(2)
     waiting, through = threading.Event(), threading.Event()
-    begun = threading.Barrier(2, timeout=20)  # so that rank 0 looks when nothing but rank 1's end is missing
+    begun = threading.Barrier(2, timeout=20)  # then rank 0 looks when only rank 1's end is missing
 
     def work(rank):
         team = crew.team(rank)
