@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from echelon.config.registry import Registry, Strategy
-from echelon.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -204,19 +203,6 @@ class StandIn(Codec):
 
 
 CODECS: Registry[Codec] = Registry("codec", Codec, "echelon.codec.codecs")  # type: ignore[type-abstract]
-
-
-def check_values(values: Tensor, name: str = "a tensor") -> None:
-    """Refuse what no codec writes: anything but a flat, contiguous float32 tensor."""
-    import torch
-
-    if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
-        kind = str(values.dtype).removeprefix("torch.")
-        raise ModelError(
-            f"{name} of shape {list(values.shape)} and type {kind} cannot be encoded",
-            where="codec",
-            fix="give a flat, contiguous float32 tensor; others are sent as they are",
-        )
 
 
 def seed_of(name: str) -> int:

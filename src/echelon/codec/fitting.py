@@ -13,9 +13,24 @@ from echelon.errors import ConfigError
 _WHERE = "--codec"
 
 
+def inner_of(codec: Codec) -> Codec:
+    """The codec that writes: between sites, or everywhere."""
+    return codec.inner if isinstance(codec, Between) else codec
+
+
+def same_codec(one: str, other: str) -> bool:
+    """Whether two texts ask for the same codec."""
+    try:
+        first, second = CODECS.build(one), CODECS.build(other)
+    except ConfigError:  # of somebody's package, which is not here now
+        return False
+    alike = isinstance(first, Between) == isinstance(second, Between)
+    return alike and inner_of(first) == inner_of(second)
+
+
 def refuse_momentum(codec: Codec, own: float, optimizer: str) -> None:
     """Refuse momentum in the optimizer besides the codec's."""
-    inner = codec.inner if isinstance(codec, Between) else codec
+    inner = inner_of(codec)
     if inner.momentum and own:
         raise ConfigError(
             f"momentum would be applied twice: {inner.momentum:g} in codec {inner.name}, "
@@ -74,7 +89,7 @@ def refuse_factors(codec: Codec, factors: str) -> None:
 
 def refuse_sums(codec: Codec, servers: int) -> None:
     """Servers that sum for the workers (sync full) add numbers: what is not numbers cannot go there."""
-    inner = codec.inner if isinstance(codec, Between) else codec
+    inner = inner_of(codec)
     if servers and not isinstance(inner, (Summed, Auto)):
         raise ConfigError(
             f"servers with sync full only add numbers up, and codec {inner.name} writes bytes",

@@ -10,6 +10,7 @@ small values some of their last bits, and loses nothing else.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -37,9 +38,9 @@ class Halves(Codec):
     relative: ClassVar[float]
     smallest: ClassVar[float]
 
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """The type that values are rounded to."""
-        raise NotImplementedError
 
     def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
         """The halves, and an exponent in the last byte."""

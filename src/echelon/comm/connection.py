@@ -56,6 +56,27 @@ class Sink(ABC):
         """All bytes are there."""
 
 
+class Whole(Sink):
+    """Takes a message into given memory and says when it is there."""
+
+    def __init__(self, memory: memoryview, done: Callable[[], None]) -> None:
+        self.size_bytes = len(memory)
+        self._memory = memory
+        self._done = done
+
+    def place(self, offset: int, length: int) -> memoryview | None:
+        """Its part of the memory."""
+        return self._memory[offset : offset + length]
+
+    def take(self, offset: int, data: memoryview) -> None:
+        """To the same place."""
+        self._memory[offset : offset + len(data)] = data
+
+    def finished(self) -> None:
+        """Say so."""
+        self._done()
+
+
 @dataclass(slots=True)
 class _Incoming:
     """A message that somebody waits for."""

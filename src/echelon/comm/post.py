@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from echelon.comm.connection import Connection, Sink
+from echelon.comm.connection import Connection, Whole
 from echelon.comm.loop import CHANNEL_BITS, Loop
 from echelon.comm.operation import Operation
 
@@ -49,24 +49,6 @@ class Letter(NamedTuple):
 
 Place = Callable[[int, Head, int], memoryview | None]  # peer, head, bytes of payload
 _NOTHING = memoryview(b"")
-
-
-class _Whole(Sink):
-    """Takes a message into given memory and says when it is there."""
-
-    def __init__(self, memory: memoryview, done: Callable[[], None]) -> None:
-        self.size_bytes = len(memory)
-        self._memory = memory
-        self._done = done
-
-    def place(self, offset: int, length: int) -> memoryview | None:
-        return self._memory[offset : offset + length]
-
-    def take(self, offset: int, data: memoryview) -> None:
-        self._memory[offset : offset + len(data)] = data
-
-    def finished(self) -> None:
-        self._done()
 
 
 class Post(Operation):
@@ -186,7 +168,7 @@ class Post(Operation):
 
     def _expect(self, peer: int, memory: memoryview, done: Callable[[], None]) -> None:
         self._in[peer] += 1
-        self._connections[peer].expect((self.tag, self._in[peer]), _Whole(memory, done))
+        self._connections[peer].expect((self.tag, self._in[peer]), Whole(memory, done))
 
 
 def _nothing() -> None:

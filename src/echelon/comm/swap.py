@@ -27,7 +27,7 @@ import xxhash
 from torch import Tensor
 
 from echelon.comm import frames
-from echelon.comm.connection import Connection, Sink
+from echelon.comm.connection import Connection, Sink, Whole
 from echelon.comm.exchange import as_bytes
 from echelon.comm.group import Swapping, Timing
 from echelon.comm.operation import Moment, Operation
@@ -57,24 +57,6 @@ def unpack_head(raw: bytes | bytearray) -> tuple[int, int] | None:
         return None
     length_bytes, checksum = _NUMBERS.unpack(numbers)
     return length_bytes, checksum
-
-
-class _Into(Sink):
-    """Takes a message into given memory and says when it is there."""
-
-    def __init__(self, memory: memoryview, done: Callable[[], None]) -> None:
-        self.size_bytes = len(memory)
-        self._memory = memory
-        self._done = done
-
-    def place(self, offset: int, length: int) -> memoryview | None:
-        return self._memory[offset : offset + length]
-
-    def take(self, offset: int, data: memoryview) -> None:
-        self._memory[offset : offset + len(data)] = data
-
-    def finished(self) -> None:
-        self._done()
 
 
 class _Nowhere(Sink):
@@ -183,7 +165,7 @@ class Swap(Operation):
         for kind, data in parts if len(message) else parts[:1]:
             connection.send(self._key(attempt, kind), data, self._priority, self._sent)
         answer = bytearray(1)
-        sink = _Into(memoryview(answer), lambda: self._answered(peer, attempt, answer))
+        sink = Whole(memoryview(answer), lambda: self._answered(peer, attempt, answer))
         connection.expect(self._key(attempt, _ANSWER), sink)
 
     def _sent(self) -> None:
@@ -203,7 +185,7 @@ class Swap(Operation):
 
     def _listen(self, peer: int, attempt: int) -> None:
         raw = bytearray(HEAD_BYTES)
-        sink = _Into(memoryview(raw), lambda: self._headed(peer, attempt, raw))
+        sink = Whole(memoryview(raw), lambda: self._headed(peer, attempt, raw))
         self._connections[peer].expect(self._key(attempt, _HEAD), sink)
 
     def _headed(self, peer: int, attempt: int, raw: bytearray) -> None:
@@ -229,7 +211,7 @@ class Swap(Operation):
                 self._refuse(peer, attempt)
 
         if length_bytes:
-            connection.expect(self._key(attempt, _PAYLOAD), _Into(memory, came))
+            connection.expect(self._key(attempt, _PAYLOAD), Whole(memory, came))
         else:
             came()
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib import resources
 
 from echelon.config.units import show_bytes, show_seconds
 from echelon.observe.page.charts import Series, line_chart
 from echelon.observe.page.markup import about, figure, legend, safe, section, table
 from echelon.observe.page.scale import Axis, Point, count_axis, value_axis
 from echelon.simulate.codecs import Comparison, Trial, in_words, show_times
-from echelon.simulate.page import look_of
+from echelon.simulate.page import document, look_of
 
 HEAD = ("codec", "smaller", "bytes a step", "coding", "predicted step", "loss", "differs")
 _UNKNOWN = "-"
@@ -42,7 +41,7 @@ def codecs_html(found: Comparison, *, command: str = "") -> str:
         _figures(found),
         _setting(found),
     ]
-    return _document(title, "".join(parts))
+    return document(title, "".join(parts))
 
 
 def rows_of(found: Comparison) -> list[list[str]]:
@@ -71,20 +70,6 @@ def show_worse(worse: float | None) -> str:
 
 def _number(loss: float | None) -> str:
     return _UNKNOWN if loss is None else f"{loss:.4f}"
-
-
-def _document(title: str, body: str) -> str:
-    shared, own = resources.files("echelon.observe.page"), resources.files("echelon.simulate")
-    style = shared.joinpath("style.css").read_text(encoding="utf-8")
-    style += own.joinpath("page.css").read_text(encoding="utf-8")
-    script = shared.joinpath("hover.js").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{safe(title)}</title>\n<style>\n{style}</style></head>\n"
-        f'<body><main>{body}</main>\n<div id="tip" hidden></div>\n'
-        f"<script>\n{script}</script></body></html>\n"
-    )
 
 
 # Bytes saved against loss

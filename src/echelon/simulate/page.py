@@ -52,10 +52,11 @@ def page_html(
         _figures(setting, standings, until_accuracy),
         _conditions(setting, outcome.profile, sources or {}),
     ]
-    return _document(title, "".join(parts))
+    return document(title, "".join(parts))
 
 
-def _document(title: str, body: str) -> str:
+def document(title: str, body: str) -> str:
+    """A page that needs nothing but itself."""
     shared, own = resources.files("echelon.observe.page"), resources.files("echelon.simulate")
     style = shared.joinpath("style.css").read_text(encoding="utf-8")
     style += own.joinpath("page.css").read_text(encoding="utf-8")

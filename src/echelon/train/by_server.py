@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.codec.codec import CODECS
-from echelon.codec.fitting import served_codec
+from echelon.codec.fitting import same_codec, served_codec
 from echelon.comm.coded.states import Saved, handed_over
 from echelon.comm.engine import EngineGroup
 from echelon.comm.post import Post
 from echelon.comm.reducer import RoundObserver
-from echelon.errors import ConfigError
 from echelon.sync.policy import Crew
 from echelon.sync.served import Served
 from echelon.train.agreement import Apart, Explain, Overlap, Rules, replace_step
@@ -261,7 +260,7 @@ class ByServer(Apart):
     def restore_owed(self, owed: Sequence[dict[str, Any]]) -> None:
         """Take over what the workers of a checkpoint owed; another number of them, the same sum."""
         saved: list[Saved] = [
-            one["tables"] for one in owed if "tables" in one and _same_codec(one["codec"], self._codec)
+            one["tables"] for one in owed if "tables" in one and same_codec(one["codec"], self._codec)
         ]
         if saved:
             mine = handed_over(saved, self._group.size)[self._group.rank]
@@ -306,11 +305,3 @@ class ByServer(Apart):
         while self._undo:
             self._undo.pop()()
         self._line.close()
-
-
-def _same_codec(one: str, other: str) -> bool:
-    """Whether two texts ask for the same codec."""
-    try:
-        return CODECS.build(one) == CODECS.build(other)
-    except ConfigError:  # of somebody's package, which is not here now
-        return False

@@ -18,7 +18,7 @@ from echelon.codec.codec import CODECS, Codec
 from echelon.codec.codecs.auto import Auto
 from echelon.codec.codecs.between import Between
 from echelon.codec.codecs.none import NoCodec
-from echelon.codec.fitting import refuse_momentum
+from echelon.codec.fitting import inner_of, refuse_momentum, same_codec
 from echelon.comm.coded import cost, route
 from echelon.comm.coded.coding import Coding
 from echelon.comm.coded.states import Saved, for_rail, handed_over
@@ -53,7 +53,7 @@ class Encoding:
     def active(self, text: str = "") -> bool:
         """Whether gradients may be anything but what they are, with the run's codec or another."""
         codec = self._asked(text)
-        alone = self._group.size == 1 and not _inner(codec).momentum
+        alone = self._group.size == 1 and not inner_of(codec).momentum
         return not isinstance(codec, NoCodec) and not alone
 
     def check(self, optimizer: Optimizer) -> None:
@@ -158,7 +158,7 @@ class Encoding:
         for at, before in enumerate(had):
             coding = self._codings[at] if at < len(self._codings) else None
             now = self._texts[at] if coding is not None else "none"
-            same = bool(theirs) and coding is not None and _same(before, now)
+            same = bool(theirs) and coding is not None and same_codec(before, now)
             if coding is not None:
                 coding.states.load(self._share(coding, theirs, at) if same else {})
             if not same and before != "none":
@@ -212,21 +212,8 @@ class Encoding:
                 coding.close()
 
 
-def _inner(codec: Codec) -> Codec:
-    return codec.inner if isinstance(codec, Between) else codec
-
-
 def _listed(sites: Sites) -> list[list[int]]:
     return [list(site) for site in sites]
-
-
-def _same(one: str, other: str) -> bool:
-    """Whether two texts ask for the same codec."""
-    try:
-        first, second = CODECS.build(one), CODECS.build(other)
-    except ConfigError:  # of somebody's package, which is not here now
-        return False
-    return _inner(first) == _inner(second) and isinstance(first, Between) == isinstance(second, Between)
 
 
 def check_momentum(codec: Codec, optimizer: Optimizer) -> None:

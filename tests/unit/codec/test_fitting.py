@@ -56,3 +56,10 @@ def test_a_server_reads_each_push_by_itself():
     for text in ("random-k", "power-sgd", "auto", "between(fp16)"):
         with pytest.raises(ConfigError):
             fitting.served_codec(text)
+
+
+def test_a_codec_is_the_same_however_it_is_written():
+    assert fitting.same_codec("top-k(0.05)", "top-k(ratio=0.05)")
+    assert fitting.same_codec("between(top-k(0.05))", "between(top-k(ratio=0.05))")
+    assert not fitting.same_codec("top-k(0.05)", "between(top-k(0.05))")
+    assert not fitting.same_codec("top-k", "somebodys-codec")
