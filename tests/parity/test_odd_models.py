@@ -42,6 +42,20 @@ def test_a_compiled_model_trains_as_one_that_is_not(warm_pool):
         assert_same(plainly(compiled), warm_pool.run(2, work, "compiled", {"shares": (3, 1)}), rtol=1e-6)
 
 
+def compiled_files(options):
+    """The source files that the compiler took apart while a compiled model trained in a session."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    work("compiled", options)
+    return [metrics.co_filename for metrics in get_compilation_metrics() if metrics.co_filename]
+
+
+def test_the_compiler_stays_out_of_waits_for_other_workers(warm_pool):
+    for files in warm_pool.run(2, compiled_files, {"shares": (3, 1)}):
+        assert any(file.endswith("echelon/train/batchnorm.py") for file in files)
+        assert not [file for file in files if "echelon/comm/" in file]
+
+
 def penalised(session, journal):
     """A gradient penalty: the inner gradient has a graph, the outer one is reduced."""
     model = network(session)

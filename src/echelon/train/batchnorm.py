@@ -10,8 +10,10 @@ DDP's rule instead: statistics of the worker's own share, running statistics of 
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, eps: float, group: Group, weight_of: Callable[[], float]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> _Normalised:
         axes = [axis for axis in range(x.dim()) if axis != 1]
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         own = x.to(wide)
@@ -63,6 +65,24 @@ class _Normalise(torch.autograd.Function):
         return (inner * _along(scale, out)).to(out.dtype), None, None, None
 
 
+_Normalised = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _normalise(x: Tensor, eps: float, group: Group, weight_of: Callable[[], float]) -> _Normalised:
+    """Apply it where torch.compile does not look: it would trace the group's waits for other workers."""
+    compiler = "torch._dynamo" in sys.modules  # slow to import; not there, nothing is compiled
+    apply = _untraced() if compiler else _Normalise.apply
+    return cast(_Normalised, apply(x, eps, group, weight_of))
+
+
+@functools.cache
+def _untraced() -> Callable[..., object]:
+    hidden: Callable[..., object] = torch.compiler.disable(
+        _Normalise.apply, reason="it waits for other workers"
+    )
+    return hidden
+
+
 def _along(per_channel: Tensor, like: Tensor) -> Tensor:
     return per_channel.view(1, -1, *[1] * (like.dim() - 2))
 
@@ -78,10 +98,7 @@ class _Global(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        out: Tensor
-        out, mean, variance, total = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.eps, self.echelon_group, self.echelon_weight
-        )
+        out, mean, variance, total = _normalise(input, self.eps, self.echelon_group, self.echelon_weight)
         self._note(mean, variance, total)
         if not self.affine:
             return out
