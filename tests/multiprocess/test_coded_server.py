@@ -65,7 +65,7 @@ def trained(options, epochs=6):
             x, y = data.tensors
             with torch.no_grad():
                 losses.append(float(F.cross_entropy(model(x), y)))
-        return losses, flat(model.parameters()), table.sent_bytes, came, sum(pulled)
+        return losses, flat(model.parameters()), table.outbox.sent_bytes, came, sum(pulled)
 
 
 # Codec, policy, options, how much smaller a push is, and whether weights that a worker is handed in the

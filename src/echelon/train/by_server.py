@@ -167,7 +167,7 @@ class ByServer(Apart):
     def push_late(self) -> None:
         """Gradients are final when backward is over, not before: push them in `step()`."""
         for table in self._tables:
-            table.early = False
+            table.outbox.early = False
 
     def claim(self, ticket: Callable[[], int]) -> int:
         """Draw when the policy has let this worker go on, so that a round is of one batch."""
@@ -247,14 +247,14 @@ class ByServer(Apart):
     def loaded(self) -> None:
         """Tell the servers what was loaded. What codecs remember is of other weights: forget it."""
         for table in self._tables:
-            table.load_codec_state({})
+            table.outbox.load_codec_state({})
             self._open(table, table.optimizer)
 
     def owed(self) -> dict[str, Any]:
         """What the codec has not sent yet, and all else that it remembers."""
         tables: Saved = {}
         for table in self._tables:
-            tables |= table.codec_state()
+            tables |= table.outbox.codec_state()
         return {"codec": self._codec, "tables": tables} if tables else {}
 
     def restore_owed(self, owed: Sequence[dict[str, Any]]) -> None:
@@ -264,7 +264,7 @@ class ByServer(Apart):
         ]
         if saved:
             mine = handed_over(saved, self._group.size)[self._group.rank]
-            lost = sum(table.load_codec_state(mine) for table in self._tables)
+            lost = sum(table.outbox.load_codec_state(mine) for table in self._tables)
             if lost:
                 why = f"the checkpoint has {lost} parameters in other places, or of other shapes"
                 self._explain("codec residuals", why, f"{why}: what was not sent of them yet is lost")
@@ -279,7 +279,7 @@ class ByServer(Apart):
 
     def finish(self) -> None:
         """Say what did not fit into the codec's range, and what it has not sent: now it may never be."""
-        beyond = sum(table.saturated() for table in self._tables)
+        beyond = sum(table.outbox.saturated() for table in self._tables)
         if beyond:
             text = f"{beyond} values were beyond the range of codec {self._codec}"
             self._explain("codec range", text, text)
@@ -289,7 +289,7 @@ class ByServer(Apart):
 
     def _left_over(self) -> str:
         """What is left of gradients that the codec would have sent later, in words."""
-        most = max((table.left_over() for table in self._tables), default=0.0)
+        most = max((table.outbox.left_over() for table in self._tables), default=0.0)
         if not most:
             return ""
         times = f"{most:.2g} times the norm of its last gradient"

@@ -1,15 +1,10 @@
 """A worker's side of a parameter server: pushes while backward goes on, and takes weights in return.
 
-Gradients leave piece by piece, the last layer's first, as soon as backward has them. `optimizer.step()`
-says that this is all, and waits for the policy to let the worker go on; the weights it is given then are
-the result of the step. With overlap="step" it does not wait: parameters are late (`train/late.py`), and
-whoever uses one waits for that one, so the pull hides behind the next forward pass.
-
-If the script changes gradients after backward (clipping, unscaling), what had left too early is sent again;
-and if it keeps doing so, pieces leave in `step()` from then on.
-
-With a codec, gradients are pushed coded, and weights come as coded changes (see coding.py). Whatever is not
-a gradient is sent as it is, and whoever asks for weights (`pull`) gets them as they are.
+Gradients leave piece by piece while backward goes on (outbox.py). `optimizer.step()` says that this is all,
+and waits for the policy to let the worker go on; the weights it is given then are the result of the step.
+With overlap="step" it does not wait: parameters are late (`train/late.py`), and whoever uses one waits for
+that one, so the pull hides behind the next forward pass. With a codec weights come as coded changes (see
+coding.py), but whoever asks for weights (`pull`) gets them as they are.
 
 A worker that is told to go on alone takes a step with its own optimizer. What it then pushes, when its turn
 comes, is how its weights have changed since it last got some.
@@ -17,26 +12,26 @@ comes, is how its weights have changed since it last got some.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.comm import shards
 from echelon.comm.exchange import as_bytes
 from echelon.comm.post import Head, Letter
 from echelon.comm.reducer import RoundObserver
+from echelon.comm.shards import Piece
 from echelon.errors import ConfigError, GradientError
 from echelon.sync.policy import Crew
 from echelon.sync.served import Served
 from echelon.train import state_tree
 from echelon.train.late import LateParameter, restore
 from echelon.train.served import coding, recipe
+from echelon.train.served.layout import Layout
 from echelon.train.served.line import Line
+from echelon.train.served.outbox import Outbox
 from echelon.train.served.protocol import (
     ASKING,
     CODED,
@@ -51,8 +46,6 @@ from echelon.train.served.protocol import (
     encode,
     head,
 )
-
-_PATIENCE = 3  # how often pieces may be sent in vain before they wait for step()
 
 
 class Table:
@@ -80,55 +73,39 @@ class Table:
         self.optimizer = optimizer
         self._policy = policy
         self._observer = observer
-        steady = policy.push_every == policy.pull_every == 1 and policy.pushes == "gradient"
-        self._steady = steady
-        self._late = late and steady and not policy.alone
+        self._steady = policy.push_every == policy.pull_every == 1 and policy.pushes == "gradient"
+        self._late = late and self._steady and not policy.alone
         self._on_its_way: set[int] = set()
         self._recipe = recipe.describe(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._group_of = [
             index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]
         ]
-        self._dtype = _one_type(self._parameters)
         self._whole = not recipe.cuts_anywhere(self._recipe)
-        lengths = [p.numel() for p in self._parameters]
-        item_bytes = self._dtype.itemsize
-        self._shards = shards.shard(lengths, len(line.servers), item_bytes=item_bytes, whole=self._whole)
-        self._pieces = shards.pieces(self._shards, item_bytes=item_bytes)
-        self._rooms = [torch.zeros(shard.length, dtype=self._dtype) for shard in self._shards]
-        self._outgoing = [torch.zeros(shard.length, dtype=self._dtype) for shard in self._shards]
-        self._pieces_of: dict[int, list[int]] = {}
-        self._parts_of: dict[int, list[tuple[int, shards.Part]]] = {}
-        for number, piece in enumerate(self._pieces):
-            for part in piece.parts:
-                self._pieces_of.setdefault(part.parameter, []).append(number)
-                self._parts_of.setdefault(part.parameter, []).append((piece.shard, part))
+        self._layout = Layout(self._parameters, len(line.servers), whole=self._whole)
+        self._rooms = self._layout.room()  # the weights that this worker was given
         self._codec = codec
         self._worker = worker
         self._name_of = name_of
         self._members = tuple(members) or (line.rank,)
         shapes = [p.shape for p in self._parameters]
-        self._coding = coding.open_coding(codec, self._dtype, self._number, shapes)
-        self._coded = None if self._coding is None else coding.Outgoing(self._coding, self._pieces, worker)
-        self._piece_at = {(piece.shard, piece.start): piece for piece in self._pieces}
-        self._absent: set[int] = set()  # parameters that had no gradient when they were pushed
-        self._given_bytes = self._sent_bytes = 0
-        self._codes = False  # whether what is being pushed is coded
+        self._coding = coding.open_coding(codec, self._layout.dtype, self._number, shapes)
+        coded = None
+        if self._coding is not None:
+            coded = coding.Outgoing(self._coding, self._layout.pieces, worker)
+        self.outbox = Outbox(self._layout, coded, self._send, early=self._steady)
         self.present = True
         self._place_of = {id(p): index for index, p in enumerate(self._parameters)}
         self._handles = [
             p.register_post_accumulate_grad_hook(self._ready) for p in self._parameters if p.requires_grad
         ]
         self.active = True
-        self.early = steady
         self.samples = 1.0
         self.steps = 0
         self._step = 0  # as the server counts
         self._read = 0
         self._transfer_s = self._compute_s = self._arrived_at = 0.0
         self._ask = self._alone = False
-        self._vain = 0
-        self._begin_round()
         self._sum: list[Tensor] | None = None
         self._answer: Letter | None = None
         self._landed: set[tuple[int, int]] = set()
@@ -144,13 +121,6 @@ class Table:
         """Those that servers keep."""
         return list(self._parameters)
 
-    @property
-    def sent_bytes(self) -> int:
-        """What a push takes; with a codec, what the last one took."""
-        if self._coded is not None:
-            return self._sent_bytes
-        return sum(room.numel() * room.element_size() for room in self._rooms)
-
     # Opening -------------------------------------------------------------------------------------
 
     def open(self, policy: str, crew: Crew, workers: Sequence[int], *, replicas: int = 0) -> None:
@@ -161,7 +131,7 @@ class Table:
             crew=told,
             workers=list(workers),
             shapes=[list(p.shape) for p in self._parameters],
-            dtype=str(self._dtype).removeprefix("torch."),
+            dtype=str(self._layout.dtype).removeprefix("torch."),
             recipe=self._recipe,
             groups=self._group_of,
             replicas=replicas,
@@ -183,16 +153,17 @@ class Table:
 
     @torch.no_grad()
     def _seed(self, replicas: int) -> None:
-        states = self._cut_state()
+        states = self._layout.cut_states(self.optimizer.state)
         self._seeded, sent = 0, 0
-        self._gather(self._outgoing, [p.detach() for p in self._parameters])
-        for index, flat in enumerate(self._outgoing):
+        flats = self._layout.room()
+        self._layout.gather(flats, [p.detach() for p in self._parameters])
+        for index, flat in enumerate(flats):
             if not flat.numel():
                 continue
             for copy in range(replicas + 1):
                 server = self._line.servers[(index + copy) % len(self._line.servers)]
                 what = head(Kind.SEED, self._number, shard=index)
-                self._line.send(server, what, as_bytes(flat.clone()))
+                self._line.send(server, what, as_bytes(flat))
                 sent += 1 + bool(states)
                 if states:
                     what = head(Kind.SEED, self._number, shard=index, flags=1)
@@ -203,76 +174,21 @@ class Table:
     @torch.no_grad()
     def begin(self) -> None:
         """By everybody, when the servers have the weights that all workers have."""
-        self._gather(self._rooms, [p.detach() for p in self._parameters])
+        self._layout.gather(self._rooms, [p.detach() for p in self._parameters])
         self._released_at = time.perf_counter()
 
     # Backward ------------------------------------------------------------------------------------
 
     def _ready(self, parameter: Tensor) -> None:
         self._observer.computing()
-        if not self.active or not self.early or self._ask:
-            return
-        self.settle()
-        self._waiting.discard(self._place_of[id(parameter)])
-        while self._next < len(self._pieces):
-            piece = self._pieces[self._next]
-            if any(part.parameter in self._waiting for part in piece.parts):
-                return
-            if self._coded is not None and self._odd([self._next]) is not None:
-                return  # perhaps the script will put it right, or drop it
-            self._push(self._next, early=True)
-            self._next += 1
+        if self.active and self.outbox.early and not self._ask:
+            self.settle()
+            self.outbox.ready(self._place_of[id(parameter)])
 
-    def _begin_round(self) -> None:
-        self._next = 0
-        self._waiting = {place for place, p in enumerate(self._parameters) if p.requires_grad}
-
-    @torch.no_grad()
-    def _push(self, number: int, *, early: bool = False) -> None:
-        """Send a piece of the gradients as they are now; `early`: they may change yet."""
-        piece = self._pieces[number]
-        flat = self._outgoing[piece.shard]
-        for part in piece.parts:
-            gradient = self._parameters[part.parameter].grad
-            target = flat[part.at : part.at + part.length]
-            if gradient is None:
-                target.zero_()
-            else:
-                target.copy_(gradient.reshape(-1)[part.start : part.stop])
-        if self._coded is None:
-            self._send_piece(piece, flat)
-            return
-        for part in piece.parts:
-            has_none = self._parameters[part.parameter].grad is None
-            (self._absent.add if has_none else self._absent.discard)(part.parameter)
-        self._send_coded(number, self._coded, early=early)
-
-    def _send_piece(self, piece: shards.Piece, flat: Tensor) -> None:
-        item_bytes = flat.element_size()
-        self._send(piece, as_bytes(flat)[piece.start * item_bytes : piece.stop * item_bytes])
-
-    def _send_coded(self, number: int, coded: coding.Outgoing, *, early: bool = False) -> None:
-        piece = self._pieces[number]
-        payload = coded.write(number, self._outgoing[piece.shard], self._absent, early=early)
-        self._send(piece, as_bytes(payload), CODED)
-        self._codes = True
-
-    def _send(self, piece: shards.Piece, memory: memoryview, flags: int = 0) -> None:
+    def _send(self, piece: Piece, memory: memoryview, flags: int) -> None:
         fields = {"shard": piece.shard, "step": self._step, "start": piece.start}
         what = head(Kind.PUSH, self._number, flags=flags, **fields)
         self._line.send(self._line.servers[piece.shard], what, memory)
-        self._given_bytes += len(memory)
-
-    def _odd(self, numbers: Sequence[int]) -> int | None:
-        """The first parameter of these pieces whose gradient is not finite."""
-        for number in numbers:
-            for part in self._pieces[number].parts:
-                gradient = self._parameters[part.parameter].grad
-                if gradient is None:
-                    continue
-                if not coding.is_finite(gradient.reshape(-1)[part.start : part.stop]):
-                    return part.parameter
-        return None
 
     def _refusal(self, place: int, step: int, what: str = "gradient") -> GradientError:
         name = self._name_of(self._parameters[place]) or f"number {place}"
@@ -288,9 +204,7 @@ class Table:
 
     def _refuse_odd(self, tensors: Sequence[Tensor], what: str) -> None:
         """With a codec, nothing that is not finite gets to a server, coded or not."""
-        if self._coded is None:
-            return
-        odd = next((place for place, one in enumerate(tensors) if not coding.is_finite(one)), None)
+        odd = self.outbox.first_odd(tensors)
         if odd is not None:
             self._sum = None  # or it would be refused for ever
             raise self._refusal(odd, self.steps - 1, what)
@@ -303,9 +217,9 @@ class Table:
         self._refuse_added()
         policy = self._policy
         local = policy.pushes == "weights" or policy.push_every > 1 or policy.pull_every > 1
-        if self._coded is not None and (local or self._ask):
+        if local or self._ask:
             # The worker's own optimizer may use them, and what it does cannot be taken back.
-            odd = self._odd(range(len(self._pieces)))
+            odd = self.outbox.odd_gradient()
             if odd is not None:
                 raise self._refusal(odd, self.steps)
         if not self.present:
@@ -314,7 +228,7 @@ class Table:
         self._arrived_at = time.perf_counter()
         self._compute_s = compute_s = self._arrived_at - self._released_at
         self._observer.arrived()
-        self._sent_bytes = 0
+        self.outbox.sent_bytes = 0
         pushes = self.steps % policy.push_every == 0
         pulls = self.steps % policy.pull_every == 0
         if local:
@@ -370,14 +284,15 @@ class Table:
                 self._finish_push("weights", compute_s, [True] * len(self._parameters), pull=pulls)
             else:
                 assert self._sum is not None
-                self._push_sum(self._sum)
+                self._refuse_odd(self._sum, "sum of gradients")
+                self.outbox.push_sum(self._sum)
                 self._finish_push("gradient", compute_s, [True] * len(self._parameters), pull=pulls)
                 self._sum = None
             self._await_release()
             self._take_answer(lambda: None)
         elif pulls:
             self.pull()
-        self._observer.reduced(self.sent_bytes if pushes else 0)
+        self._observer.reduced(self.outbox.sent_bytes if pushes else 0)
 
     @torch.no_grad()
     def _add_up(self) -> None:
@@ -388,99 +303,35 @@ class Table:
                 total.add_(p.grad)
 
     def _push_gradients(self) -> None:
-        """Send what backward has not, and again what has changed since."""
-        changed = [
-            number for number, piece in enumerate(self._pieces[: self._next]) if self._changed(piece)
-        ]
-        if changed and self._coded is not None:
-            self._coded.take_back()
-            changed = list(range(self._next))  # what codecs remember depends on the pieces before
-        elif changed:
-            for shard in {self._pieces[number].shard for number in changed}:
-                self._outgoing[shard] = self._outgoing[shard].clone()  # the old one may still be on its way
-        if changed:
-            self._vain += 1
-            self.early = self._vain < _PATIENCE
-        left = [*changed, *range(self._next, len(self._pieces))]
-        odd = self._odd(left) if self._coded is not None else None
+        odd = self.outbox.push_gradients()
         if odd is not None:
-            self._take_back()
             self.steps -= 1
             raise self._refusal(odd, self.steps)
-        for number in left:
-            self._push(number)
 
-    def _changed(self, piece: shards.Piece) -> bool:
-        """Whether a gradient is not what was sent; by its values, for it can be changed in many ways."""
-        flat = self._outgoing[piece.shard]
-        for part in piece.parts:
-            gradient = self._parameters[part.parameter].grad
-            sent = flat[part.at : part.at + part.length]
-            if self._coded is not None and (gradient is None) != (part.parameter in self._absent):
-                return True
-            if gradient is None:
-                if bool(sent.any()):
-                    return True
-            elif not torch.equal(gradient.reshape(-1)[part.start : part.stop], sent):
-                return True
-        return False
-
-    @torch.no_grad()
-    def _push_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Send summed gradients, which belong to the codec like any other."""
-        if self._coded is None:
-            self._push_tensors(tensors, "sum of gradients")
-            return
-        self._refuse_odd(tensors, "sum of gradients")
-        self._gather(self._outgoing, tensors)
-        self._absent.clear()
-        for number in range(len(self._pieces)):
-            self._send_coded(number, self._coded)
-
-    @torch.no_grad()
     def _push_tensors(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Send what is no gradient, as it is; `what` says what it is."""
+        """Send what is no gradient; `what` says what it is."""
         self._refuse_odd(tensors, what)
-        self._take_back()
-        self._gather(self._outgoing, tensors)
-        for piece in self._pieces:
-            self._send_piece(piece, self._outgoing[piece.shard])
-
-    def _gather(self, flats: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        for shard, flat in zip(self._shards, flats, strict=True):
-            for part in shard.parts:
-                given = tensors[part.parameter].reshape(-1)[part.start : part.stop]
-                flat[part.at : part.at + part.length].copy_(given)
+        self.outbox.push(tensors)
 
     @torch.no_grad()
     def _delta(self) -> list[Tensor]:
         """How the weights have changed since this worker was given some."""
-        return [p - old for p, old in zip(self._parameters, self._given(), strict=True)]
-
-    def _given(self) -> list[Tensor]:
-        out = [torch.empty(p.shape, dtype=p.dtype) for p in self._parameters]
-        for shard, flat in zip(self._shards, self._rooms, strict=True):
-            for part in shard.parts:
-                part_of = out[part.parameter].view(-1)[part.start : part.stop]
-                part_of.copy_(flat[part.at : part.at + part.length])
-        return out
+        given = self._layout.spread(self._rooms)
+        return [p - old for p, old in zip(self._parameters, given, strict=True)]
 
     def _used(self) -> list[bool]:
         return [p.grad is not None for p in self._parameters]
 
     def _finish_push(self, kind: str, compute_s: float, used: list[bool], *, pull: bool = True) -> None:
         self._send_done(Kind.DONE, kind, compute_s, used, pull=pull)
-        self._begin_round()
-        self._sent_bytes, self._given_bytes = self._given_bytes, 0
-        if self._coded is not None and self._codes:
-            self._coded.finish()
-            self._codes = False
+        self.outbox.finish()
 
     def _send_done(
         self, what: Kind, kind: str, compute_s: float, used: Sequence[bool] = (), *, pull: bool = True
     ) -> None:
         settings = recipe.settings(self.optimizer)
-        for index, shard in enumerate(self._shards if what == Kind.DONE else self._shards[:1]):
+        shards = self._layout.shards if what == Kind.DONE else self._layout.shards[:1]
+        for index, shard in enumerate(shards):
             if not shard.length:
                 continue
             done = Done(
@@ -533,12 +384,12 @@ class Table:
     def _take_in(self, letter: Letter, how: coding.Coding) -> None:
         """Weights as they are, or how they differ from what this worker has."""
         room = self._rooms[letter.head.shard]
-        piece = self._piece_at[letter.head.shard, letter.head.start]
+        piece = self._layout.piece_at[letter.head.shard, letter.head.start]
         if letter.head.flags & CODED:
             sender = self._line.names[letter.peer]
             coding.add_change(how, letter.payload, piece, room, self._worker, sender)
         else:
-            room[piece.start : piece.stop].copy_(torch.frombuffer(letter.payload, dtype=self._dtype))
+            room[piece.start : piece.stop].copy_(torch.frombuffer(letter.payload, dtype=self._layout.dtype))
 
     def _await_release(self) -> None:
         self._line.until(lambda: self._answer is not None, self._number)
@@ -557,38 +408,28 @@ class Table:
         elif self._policy.pull_every == 1 and self._policy.push_every == 1:
             own_step()
             self._alone = True
-        if self._policy.push_every == self._policy.pull_every == 1 and self._policy.pushes == "gradient":
-            self._observer.reduced(self.sent_bytes)
+        if self._steady:
+            self._observer.reduced(self.outbox.sent_bytes)
         self._released_at = time.perf_counter()
 
     def _all_landed(self) -> bool:
-        return len(self._landed) == len(self._pieces)
+        return len(self._landed) == len(self._layout.pieces)
 
     def _silent(self) -> list[int]:
         """The servers whose weights have not come."""
-        missing = {piece.shard for piece in self._pieces if (piece.shard, piece.start) not in self._landed}
+        missing = {shard for shard, _ in self._layout.piece_at.keys() - self._landed}
         return [self._line.servers[shard] for shard in sorted(missing)]
 
     @torch.no_grad()
     def _put_in_place(self) -> None:
         for place in range(len(self._parameters)):
-            self._fill(place)
-
-    def _fill(self, place: int) -> None:
-        """Copy what was handed out for one parameter to where it belongs."""
-        p = self._parameters[place]
-        whole = p.detach() if p.is_contiguous() else torch.empty(p.shape, dtype=p.dtype, device=p.device)
-        for shard, part in self._parts_of[place]:
-            given = self._rooms[shard][part.at : part.at + part.length]
-            whole.view(-1)[part.start : part.stop].copy_(given)
-        if not p.is_contiguous():
-            p.copy_(whole)
+            self._layout.fill(self._rooms, place)
 
     # Late weights --------------------------------------------------------------------------------
 
     def _postpone(self) -> None:
         """Let the weights land when they are used."""
-        self._observer.reduced(self.sent_bytes)
+        self._observer.reduced(self.outbox.sent_bytes)
         self._on_its_way = set(range(len(self._parameters)))
         for place, p in enumerate(self._parameters):
             if type(p) is nn.Parameter:
@@ -605,13 +446,12 @@ class Table:
         if place not in self._on_its_way:
             return
         self._on_its_way.discard(place)
-        wanted = {(self._pieces[n].shard, self._pieces[n].start) for n in self._pieces_of[place]}
+        wanted = self._layout.pieces_of(place)
         waited_s = self._line.until(lambda: wanted <= self._landed, self._number)
         self._observer.waited(waited_s)
         self._released_at += waited_s
-        p = self._parameters[place]
-        restore(p)
-        self._fill(place)
+        restore(self._parameters[place])
+        self._layout.fill(self._rooms, place)
         if not self._on_its_way:
             self._line.until(lambda: self._answer is not None, self._number)
             assert self._answer is not None
@@ -714,50 +554,13 @@ class Table:
             restore(self._parameters[place])
         self._on_its_way.clear()
 
-    # The codec's state ---------------------------------------------------------------------------
-
-    def codec_state(self) -> dict[str, dict[str, Tensor]]:
-        """What the codec remembers of each parameter on this worker, for a checkpoint."""
-        if self._coded is None:
-            return {}
-        self._take_back()
-        return self._coded.save()
-
-    def load_codec_state(self, saved: dict[str, dict[str, Tensor]]) -> int:
-        """Go on with what the codec remembered; of what is not given, with nothing.
-
-        Returns of how many parameters it did not fit.
-        """
-        if self._coded is None:
-            return 0
-        self._take_back()
-        return self._coded.load(saved)
-
-    def saturated(self) -> int:
-        """How many values were too large for the codec, so far."""
-        return 0 if self._coded is None else self._coded.saturated()
-
-    def left_over(self) -> float:
-        """The norm of all that was never sent, as a multiple of the last pushed gradient's."""
-        if self._coded is None:
-            return 0.0
-        last = float(torch.stack([torch.linalg.vector_norm(flat) for flat in self._outgoing]).norm())
-        return self._coded.left_over() / last if last else 0.0
-
-    def _take_back(self) -> None:
-        """Begin the round anew: pieces that have left early will be sent again."""
-        if self._coded is not None:
-            self._coded.take_back()
-            self._begin_round()
-            self._codes = False
-
     # The optimizer's state -----------------------------------------------------------------------
 
     @torch.no_grad()
     def fetch_state(self) -> None:
         """Give the worker's own optimizer the state that the servers' have."""
         self._states.clear()
-        kept = [index for index, shard in enumerate(self._shards) if shard.length]
+        kept = [index for index, shard in enumerate(self._layout.shards) if shard.length]
         for index in kept:
             self._line.send(self._line.servers[index], head(Kind.STATE, self._number))
         self._line.until(
@@ -765,56 +568,5 @@ class Table:
             self._number,
             lambda: [self._line.servers[index] for index in kept if index not in self._states],
         )
-        whole: dict[int, dict[str, Any]] = {}
-        for index in kept:
-            parts = state_tree.unpack(self._states[index])["parts"]
-            for part, state in zip(self._shards[index].parts, parts, strict=True):
-                p = self._parameters[part.parameter]
-                for name, value in state.items():
-                    _fill(whole.setdefault(part.parameter, {}), name, value, part, p)
-        for place, state in whole.items():
-            self.optimizer.state[self._parameters[place]] = state
-
-    def _cut_state(self) -> list[list[dict[str, Any]]]:
-        """The state of the worker's own optimizer, as the servers need it; nothing if it has none."""
-        if not any(self.optimizer.state.get(p) for p in self._parameters):
-            return []
-        return [[self._cut(part) for part in shard.parts] for shard in self._shards]
-
-    def _cut(self, part: shards.Part) -> dict[str, Any]:
-        p = self._parameters[part.parameter]
-        return _cut(self.optimizer.state.get(p, {}), part, p)
-
-
-def _fill(whole: dict[str, Any], name: str, value: Any, part: shards.Part, p: nn.Parameter) -> None:
-    """Put a part's state into that of the whole parameter."""
-    if isinstance(value, Tensor) and value.numel() == part.length and value.dim():
-        if name not in whole:
-            whole[name] = torch.zeros(p.shape, dtype=value.dtype)
-        with contextlib.suppress(RuntimeError):
-            whole[name].view(-1)[part.start : part.stop].copy_(value.reshape(-1))
-    else:
-        whole[name] = value
-
-
-def _cut(state: dict[str, Any], part: shards.Part, p: nn.Parameter) -> dict[str, Any]:
-    whole = part.length == p.numel()
-    return {
-        name: value.reshape(-1)[part.start : part.stop].clone()
-        if isinstance(value, Tensor) and value.shape == p.shape and not whole
-        else value.clone()
-        if isinstance(value, Tensor)
-        else value
-        for name, value in state.items()
-    }
-
-
-def _one_type(parameters: Sequence[nn.Parameter]) -> torch.dtype:
-    kinds = {p.dtype for p in parameters}
-    if len(kinds) != 1:
-        raise ConfigError(
-            f"a parameter server keeps one type of numbers, and these are {sorted(map(str, kinds))}",
-            where="--sync",
-            fix="convert the model to one type, give each type an optimizer of its own, or use --sync full",
-        )
-    return kinds.pop()
+        parts = ((index, state_tree.unpack(self._states[index])["parts"]) for index in kept)
+        self.optimizer.state.update(self._layout.join_states(parts))
