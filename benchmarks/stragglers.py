@@ -5,7 +5,8 @@
 Every worker's gradient takes 30 ms, one worker's 150 ms, give or take 40 %. They wait that long, as for
 an accelerator, so that the figures do not depend on how many cores this machine has. Counted are samples
 whose gradients (or deltas) were applied, over the time; dropped ones are not. What a worker does alone
-counts, for it is merged later. Each policy is compared with `full` and with the same cluster without the
+counts, for it is merged later. The first second does not: detectors get to know the workers, and the first
+batches cost more. Each policy is compared with `full` and with the same cluster without the
 straggler; per useful worker means: of the three others, without what the straggler adds. Policies take
 turns; the medians of their ratios are printed.
 """
@@ -23,6 +24,7 @@ import time
 from pathlib import Path
 
 _USUAL_S, _SLOW, _JITTER = 0.03, 5.0, 0.4
+_BEFORE_S = 1.0  # not counted
 _BATCH = 16
 POLICIES = {
     "full": 0,
@@ -56,18 +58,22 @@ def work(seconds: float) -> None:
     model, optimizer, loader = session.prepare(model, optimizer, loader)
     slow = session.world_size == 4 and session.rank == 3
     draw = random.Random(session.rank)
-    steps = 0
-    together = session.world_size
+    steps = counted = 0
+    started = time.perf_counter()
+    begun = None
     for x, y in loader:
-        if not steps:
+        if begun is None and time.perf_counter() - started > _BEFORE_S:
             begun = time.perf_counter()
+            counted = 0
         pause_s = _USUAL_S * (_SLOW * draw.uniform(1 - _JITTER, 1 + _JITTER) if slow else 1.0)
         time.sleep(pause_s)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         steps += 1
-        if time.perf_counter() - begun > seconds and (not _in_lockstep() or steps % 8 == 0):
+        counted += 1
+        over_s = 0.0 if begun is None else time.perf_counter() - begun
+        if over_s > seconds and (not _in_lockstep() or steps % 8 == 0):
             over = torch.tensor([1.0])
             if _in_lockstep():
                 session.all_reduce(over)
@@ -75,8 +81,8 @@ def work(seconds: float) -> None:
         if _in_lockstep() and steps % 8 == 0 and float(session.all_reduce(torch.tensor([0.0]))) > 0:
             break
     elapsed_s = time.perf_counter() - begun
-    counts = torch.zeros(together)
-    counts[session.rank] = steps / elapsed_s
+    counts = torch.zeros(session.world_size)
+    counts[session.rank] = counted / elapsed_s
     session.all_reduce(counts)
     if session.is_leader:
         print(json.dumps({"steps_per_s": counts.tolist()}))
