@@ -216,8 +216,7 @@ class Table:
         self.settle()
         self._refuse_added()
         policy = self._policy
-        local = policy.pushes == "weights" or policy.push_every > 1 or policy.pull_every > 1
-        if local or self._ask:
+        if not self._steady or self._ask:
             # The worker's own optimizer may use them, and what it does cannot be taken back.
             odd = self.outbox.odd_gradient()
             if odd is not None:
@@ -231,10 +230,10 @@ class Table:
         self.outbox.sent_bytes = 0
         pushes = self.steps % policy.push_every == 0
         pulls = self.steps % policy.pull_every == 0
-        if local:
-            self._step_locally(own_step, compute_s, pushes, pulls)
-        else:
+        if self._steady:
             self._step_by_server(own_step, compute_s)
+        else:
+            self._step_locally(own_step, compute_s, pushes, pulls)
 
     def _refuse_added(self) -> None:
         now = sum(len(group["params"]) for group in self.optimizer.param_groups)
