@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import echelon
 from echelon.comm import shards
 from echelon.errors import ConfigError, GradientError
-from echelon.observe.events import Logged, read_events
+from echelon.observe.events import ServerEnded, read_events
 from echelon.train import checkpoint
 from echelon.train.served import coding
 from echelon.train.served.line import Line
@@ -97,14 +97,17 @@ def test_workers_learn_by_fewer_bytes_and_end_with_the_servers_weights_exactly(w
     assert torch.equal(outcomes[0][1], outcomes[1][1])
     assert kept.waiting == 0
     told = logged(crew)
-    assert told["pulled_bytes"] == sum(outcome[4] for outcome in outcomes)
-    assert told["dense_pulled_bytes"] == 4 * length * hand_outs
+    assert told.codec == codec
+    assert told.pulled_bytes == sum(outcome[4] for outcome in outcomes)
+    assert told.dense_pulled_bytes == 4 * length * hand_outs
+    assert told.dense_pushed_bytes == 4 * length * told.pushes
+    assert told.pushed_bytes * smaller < told.dense_pushed_bytes
 
 
 def logged(crew):
     """What the first server said in the end."""
-    (told,) = (e for e in read_events(crew.folder.events_of(crew.workers)) if isinstance(e, Logged))
-    return told.values
+    (told,) = (e for e in read_events(crew.folder.events_of(crew.workers)) if isinstance(e, ServerEnded))
+    return told
 
 
 def stepped(codec, strength):
@@ -293,7 +296,9 @@ def test_without_a_codec_gradients_are_sent_as_they_are_and_nothing_besides(warm
     for _, owed, _, sent in outcomes:
         assert sent == [(0, 4 * (FEATURES * 60 + 60))] * 10
         assert not owed.any()
-    assert "pulled_bytes" not in logged(crew)
+    told = logged(crew)
+    assert (told.codec, told.pushed_bytes) == ("none", told.dense_pushed_bytes)
+    assert 0 < told.pulled_bytes == told.dense_pulled_bytes
 
 
 # What is not finite ------------------------------------------------------------------------------

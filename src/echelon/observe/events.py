@@ -141,6 +141,25 @@ class Logged(Event, frozen=True, kw_only=True, tag="logged"):
     values: dict[str, float]
 
 
+class ServerEnded(Event, frozen=True, kw_only=True, tag="server-ended"):
+    """A parameter server has done its part.
+
+    `queue_s`, `apply_s` and `hand_s` are the mean times of keeping a push, of an update, and of handing out
+    weights. `pushed_bytes` came in `pushes`, and `pulled_bytes` went out; without the codec it would have
+    been `dense_pushed_bytes` and `dense_pulled_bytes`.
+    """
+
+    queue_s: float
+    apply_s: float
+    hand_s: float
+    pushes: int
+    codec: str
+    pushed_bytes: int
+    dense_pushed_bytes: int
+    pulled_bytes: int
+    dense_pulled_bytes: int
+
+
 class CheckpointSaved(Event, frozen=True, kw_only=True, tag="checkpoint-saved"):
     """A checkpoint is complete on disk."""
 
@@ -231,6 +250,7 @@ AnyEvent: TypeAlias = (
     | EpochEnded
     | Noted
     | Logged
+    | ServerEnded
     | CheckpointSaved
     | CheckpointLoaded
     | Arrived

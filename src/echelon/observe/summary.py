@@ -26,6 +26,7 @@ from echelon.observe.events import (
     LinkMeasured,
     RunEnded,
     RunStarted,
+    ServerEnded,
     StepEnded,
     WorkerFailed,
     WorkerJoined,
@@ -261,6 +262,8 @@ class Tally:
                 self._codings.bucket(event)
             case LinkMeasured() if self._traffics is not None:
                 self._traffics.link(event)
+            case ServerEnded():
+                self._codings.server(event)
             case WorkerJoined():
                 self._worker(event.rank).node = event.node
                 self._hosts.add(event.host)

@@ -185,11 +185,11 @@ def _counted(count: int, thing: str) -> str:
 
 
 def wire_verdict(summary: Summary) -> str:
-    """How far steps are from their limit, who sets it, and what was hidden; empty if that is not known."""
+    """What a codec saved, how far steps are from their limit, who sets it, what was hidden: if known."""
+    said = [summary.coding.sentence] if summary.coding is not None else []
     went = summary.communication
     if went is None:
-        return ""
-    said = [summary.coding.sentence] if summary.coding is not None else []
+        return " ".join(said)
     if went.distance is not None:
         said.append(f"A step took {went.distance:.2f} times its limit, set by {_limiter(went, summary)}.")
         if went.limited_by == "link" and went.distance < _BELOW_LIMIT:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from echelon.observe.coding import Codings
-from echelon.observe.events import BucketReduced
+from echelon.observe.events import BucketReduced, ServerEnded
 
 
 def bucket(
@@ -62,3 +62,37 @@ def test_between_sites_what_travels_inside_is_told_apart():
         "Codec between(top-k): a worker sent 10.0 kB a step to other sites, encoded, and 2.0 MB inside "
         "its own; it took 6.0 ms to write and read."
     )
+
+
+def server(rank: int, *, codec: str, pushed: int, pulled: int) -> ServerEnded:
+    return ServerEnded(
+        t=0.0,
+        rank=rank,
+        queue_s=0.0,
+        apply_s=0.0,
+        hand_s=0.0,
+        pushes=100,
+        codec=codec,
+        pushed_bytes=pushed,
+        dense_pushed_bytes=100_000_000,
+        pulled_bytes=pulled,
+        dense_pulled_bytes=90_000_000,
+    )
+
+
+def test_with_servers_pushes_and_pulls_are_told():
+    found = Codings()
+    found.server(server(4, codec="top-k", pushed=2_000_000, pulled=3_000_000))
+    found.server(server(5, codec="top-k", pushed=3_000_000, pulled=6_000_000))
+    coding = found.coding()
+    assert coding is not None
+    assert coding.sentence == (
+        "Codec top-k: a worker pushed 50.0 kB where a gradient has 2.0 MB, 40.0 times less; "
+        "weights that it was handed took 20.0 times less."
+    )
+
+
+def test_servers_without_a_codec_have_nothing_to_tell():
+    found = Codings()
+    found.server(server(4, codec="none", pushed=100_000_000, pulled=90_000_000))
+    assert found.coding() is None

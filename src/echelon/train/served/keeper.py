@@ -26,7 +26,7 @@ from echelon.comm import shards
 from echelon.comm.exchange import as_bytes
 from echelon.comm.post import Head, Letter, Post
 from echelon.errors import EchelonError, PeerLost
-from echelon.observe.events import Logged
+from echelon.observe.events import ServerEnded
 from echelon.observe.recorder import Recorder
 from echelon.sync.ledger import Ledger, Push
 from echelon.sync.policy import POLICIES, Crew
@@ -159,6 +159,7 @@ class Keeper:
         self._lending = threading.Lock()
         self._spent_s = {"queue_s": 0.0, "apply_s": 0.0, "hand_s": 0.0}
         self._count = dict.fromkeys(self._spent_s, 0)
+        self._pushes = self._pushed_bytes = self._dense_pushed_bytes = 0
         self._pulled_bytes = self._dense_pulled_bytes = 0
 
     @torch.no_grad()
@@ -179,15 +180,22 @@ class Keeper:
         self._post.leave(others, head(Kind.BYE), _FAREWELL_S)  # some workers' may be on its way to them
 
     def _report(self) -> None:
-        """Record what keeping a gradient, applying an update and handing out weights took on average.
-
-        With a codec, also the bytes of all weights that were handed out, and what they are as they are.
-        """
-        values = {name: spent_s / max(1, self._count[name]) for name, spent_s in self._spent_s.items()}
-        if any(table.coding is not None for table in self._tables.values()):
-            values["pulled_bytes"] = float(self._pulled_bytes)
-            values["dense_pulled_bytes"] = float(self._dense_pulled_bytes)
-        self._recorder.emit(Logged(t=time.time(), rank=self._rank, step=-1, values=values))
+        """Record what keeping a push, applying an update and handing out weights took, and the bytes."""
+        mean_s = {name: spent_s / max(1, self._count[name]) for name, spent_s in self._spent_s.items()}
+        codecs = {t.opening.codec: None for t in self._tables.values() if t.coding is not None}
+        self._recorder.emit(
+            ServerEnded(
+                t=time.time(),
+                rank=self._rank,
+                pushes=self._pushes,
+                codec=", ".join(codecs) or "none",
+                pushed_bytes=self._pushed_bytes,
+                dense_pushed_bytes=self._dense_pushed_bytes,
+                pulled_bytes=self._pulled_bytes,
+                dense_pulled_bytes=self._dense_pulled_bytes,
+                **mean_s,
+            )
+        )
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -207,6 +215,7 @@ class Keeper:
     def place(self, peer: int, letter: Head, length: int) -> memoryview | None:
         """Where a piece goes: straight into the memory of its push. Runs in the loop's thread."""
         if letter.kind == Kind.PUSH:
+            self._pushed_bytes += length
             if self._tables[letter.table].coding is not None:
                 return None  # coded or not, one after the other
             flat, at = self._arriving_in(peer, letter), letter.start
@@ -343,8 +352,11 @@ class Keeper:
             square, dot = shard.ledger.push(worker, step, push)
         if letter.head.kind == Kind.FORWARDED:
             square = dot = 0.0  # those of a replica are its original's
-        if table.opening.replicas and letter.head.kind == Kind.DONE:
-            self._forward(letter, flat)
+        if letter.head.kind == Kind.DONE:
+            self._pushes += 1
+            self._dense_pushed_bytes += flat.numel() * flat.element_size()
+            if table.opening.replicas:
+                self._forward(letter, flat)
         if self._index == 0:
             coordinator = self._coordinator(number)
             orders = coordinator.have(worker, step, square, dot)
