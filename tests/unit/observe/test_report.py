@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import ConfigError
-from echelon.observe.events import LAUNCHER, FaultInjected, Logged, Noted, RunStarted, WorkerFailed
+from echelon.observe.events import (
+    LAUNCHER,
+    FaultInjected,
+    Logged,
+    Noted,
+    RunStarted,
+    ServerEnded,
+    WorkerFailed,
+)
 from echelon.observe.page.charts import Bar, Segment, row_chart
 from echelon.observe.page.markup import safe
 from echelon.observe.page.scale import value_axis
@@ -386,6 +394,25 @@ def test_a_served_run_has_pictures_of_its_updates(
     assert not re.search(r"\b(nan|inf|None)\b", drawn)
     assert not re.search(r'(?:width|height)="-', drawn)
     assert "arrived last" not in page.text
+
+
+@pytest.mark.parametrize("codec", ["none", "one-bit"])
+def test_a_served_run_says_what_its_codec_saved(folder, imagined_served, written, tmp_path, codec):
+    costs = {"queue_s": 0.001, "apply_s": 0.001, "hand_s": 0.001}
+    carried = {
+        "pushed_bytes": 32,
+        "dense_pushed_bytes": 1024,
+        "pulled_bytes": 64,
+        "dense_pulled_bytes": 256,
+    }
+    ended = ServerEnded(t=1_700_000_900.0, rank=4, pushes=1, codec=codec, **costs, **carried)
+    written(folder, [*imagined_served(), ended])
+    page = Page(write_report(folder, tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert ("Communication" in page.headings()) == (codec != "none")
+    assert ("32.0 times less; weights that it was handed took 4.0 times less" in page.text) == (
+        codec != "none"
+    )
+    assert "Logged by the script" not in page.headings(), "costs of servers are not the script's"
 
 
 def test_learning_is_drawn_over_time_where_workers_count_their_own_steps(

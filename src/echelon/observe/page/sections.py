@@ -269,9 +269,10 @@ def _worker_table(summary: Summary) -> str:
 def communication(summary: Summary) -> str:
     """How much of it was hidden, and what limits a step: a sentence and a row per worker."""
     went = summary.communication
-    if went is None:
-        return ""
     said = wire_verdict(summary)
+    verdict_line = f'<p class="verdict">{safe(said)}</p>' if said else ""
+    if went is None:
+        return section("Communication", verdict_line) if said else ""
     remark = about(
         "Medians of a step. Under way: the time in which buckets were. Exposed: for how much of it the "
         "trainer stood still. Late: waiting for late workers, part of neither. Wire limit: the bytes sent, "
@@ -280,9 +281,7 @@ def communication(summary: Summary) -> str:
     )
     rows = [_communication_row(worker, summary) for worker in went.workers]
     drawn = table(list(rows[0]), [list(row.values()) for row in rows], words={1, 10})
-    return section(
-        "Communication", (f'<p class="verdict">{safe(said)}</p>' if said else "") + remark + drawn
-    )
+    return section("Communication", verdict_line + remark + drawn)
 
 
 def _communication_row(worker: WorkerCommunication, summary: Summary) -> dict[str, str]:
