@@ -118,7 +118,8 @@ def test_a_worker_killed_among_shared_buffers_is_named_by_all_at_once(warm_pool,
 # A worker is stopped -----------------------------------------------------------------------------
 
 
-def stopped_in_a_reduction(transport, who):
+def stopped_in_a_reduction(transport, who, folder):
+    """Nobody leaves before all others have their error: that of who comes later would be another."""
     with join(transport, SHORT_S, collective="ring") as session:
         group = session._group
         pids = [int(pid) for pid in session.all_gather(torch.tensor(os.getpid()))]
@@ -127,15 +128,20 @@ def stopped_in_a_reduction(transport, who):
         if session.rank == who:
             os.kill(os.getpid(), signal.SIGSTOP)
         error, seconds = attempt(lambda: group.all_reduce(buffer).wait())
+        if session.rank == who:
+            return error, seconds
+        (folder / str(session.rank)).touch()
+        until = time.monotonic() + 20
+        while len(list(folder.iterdir())) < session.world_size - 1 and time.monotonic() < until:
+            time.sleep(0.02)
         if session.rank == (who + 1) % session.world_size:
-            time.sleep(0.5)
             os.kill(pids[who], signal.SIGCONT)
         return error, seconds
 
 
 @pytest.mark.parametrize(("transport", "who"), [("tcp", 0), ("tcp", 2), ("shm", 0), ("shm", 1)])
-def test_a_stopped_worker_is_named_by_all_at_the_deadline(warm_pool, transport, who):
-    outcomes = warm_pool.outcomes(4, stopped_in_a_reduction, transport, who, timeout_s=40)
+def test_a_stopped_worker_is_named_by_all_at_the_deadline(warm_pool, tmp_path, transport, who):
+    outcomes = warm_pool.outcomes(4, stopped_in_a_reduction, transport, who, tmp_path, timeout_s=60)
     error, _ = outcomes.pop(who)
     assert isinstance(error, PeerLost), "it finds the others gone, or hears that they gave up on it"
     for error, seconds in outcomes:
