@@ -58,10 +58,10 @@ def work(seconds: float) -> None:
     model, optimizer, loader = session.prepare(model, optimizer, loader)
     slow = session.world_size == 4 and session.rank == 3
     draw = random.Random(session.rank)
-    steps = counted = 0
+    counted = 0
     started = time.perf_counter()
     begun = None
-    for x, y in loader:
+    for step, (x, y) in enumerate(loader, 1):
         if begun is None and time.perf_counter() - started > _BEFORE_S:
             begun = time.perf_counter()
             counted = 0
@@ -70,15 +70,14 @@ def work(seconds: float) -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-        steps += 1
         counted += 1
         over_s = 0.0 if begun is None else time.perf_counter() - begun
-        if over_s > seconds and (not _in_lockstep() or steps % 8 == 0):
+        if over_s > seconds and (not _in_lockstep() or step % 8 == 0):
             over = torch.tensor([1.0])
             if _in_lockstep():
                 session.all_reduce(over)
             break
-        if _in_lockstep() and steps % 8 == 0 and float(session.all_reduce(torch.tensor([0.0]))) > 0:
+        if _in_lockstep() and step % 8 == 0 and float(session.all_reduce(torch.tensor([0.0]))) > 0:
             break
     elapsed_s = time.perf_counter() - begun
     counts = torch.zeros(session.world_size)
