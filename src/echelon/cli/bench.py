@@ -45,7 +45,19 @@ app = typer.Typer(
 _QUICK: dict[str, Any] = {
     "model": "mlp(32, 1)", "data": "digits", "steps": 30, "lr": 0.05, "test_samples": 100,
 }  # fmt: skip
-_PLAIN = ("model", "data", "workers", "steps", "batch", "lr", "decay", "momentum", "seed", "test_samples")
+_PLAIN = (
+    "model",
+    "data",
+    "workers",
+    "steps",
+    "batch",
+    "lr",
+    "decay",
+    "momentum",
+    "seed",
+    "seeds",
+    "test_samples",
+)
 _PAGE, _FIGURES = "codecs.html", "codecs.json"
 
 
@@ -82,6 +94,9 @@ def codecs(
         float | None, _option("Momentum: of SGD, or of a codec that has its own.", of="momentum")
     ] = None,
     seed: Annotated[int | None, _option("Of the weights and the order of samples.", of="seed")] = None,
+    seeds: Annotated[
+        int | None, _option("Train so often, with seeds from that one on; means are told.", of="seeds")
+    ] = None,
     test_samples: Annotated[
         int | None, _option("Validate on so many test samples; 0 is all.", of="test_samples")
     ] = None,
@@ -113,6 +128,7 @@ def codecs(
       echelon bench codecs --quick
       echelon bench codecs --codecs "fp16; top-k(ratio=0.01); dgc(ratio=0.001)"
       echelon bench codecs --model lenet --data mnist --link 1gbit --workers 8
+      echelon bench codecs --codecs "top-k; one-bit" --seeds 5
     """
     bench, chosen = _prepared(ctx.params)
     found = _carried_out(bench, chosen)
@@ -169,11 +185,11 @@ def _carried_out(bench: Bench, chosen: Mapping[str, Codec]) -> Comparison:
         transient=True,
     )
     with bar:
-        task = bar.add_task("", total=bench.steps * len(chosen))
+        task = bar.add_task("", total=bench.steps * bench.seeds * len(chosen))
         places = {text: index for index, text in enumerate(chosen)}
 
         def progress(text: str, step: int) -> None:
-            bar.update(task, completed=places[text] * bench.steps + step, description=text)
+            bar.update(task, completed=places[text] * bench.steps * bench.seeds + step, description=text)
 
         return compare_codecs(bench, chosen, progress)
 
@@ -200,7 +216,8 @@ def _table(rows: Sequence[Sequence[str]]) -> Table:
     for name in HEAD[1:]:
         table.add_column(name.replace(" step", "\nstep"), justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        *others, differs = row
+        table.add_row(*map(Text, others), Text(differs.replace(" (", "\n(")))
     return table
 
 
@@ -223,6 +240,8 @@ def _figures(found: Comparison, command: str) -> dict[str, Any]:
                 "predicted_step_s": found.step_s(one),
                 "loss": one.loss,
                 "worse": found.worse(one),
+                "losses": one.losses,
+                "spread": found.spread(one),
                 "broke_at": one.broke_at,
                 "curve": one.curve,
             }

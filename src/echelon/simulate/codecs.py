@@ -1,8 +1,9 @@
 """What does a codec save, and what does it cost in accuracy? One training with each, on one machine.
 
-All trainings begin with the same weights and meet the same samples in the same order. In each step the
-gradients of P emulated workers are computed one after the other, with one thread, and combined as the codec
-does it (`codec/together.py`); then comes one step of SGD. Of what is told,
+All trainings begin with the same weights and meet the same samples in the same order; with several seeds,
+those of one seed do, and means are told. In each step the gradients of P emulated workers are computed one
+after the other, with one thread, and combined as the codec does it (`codec/together.py`); then comes one
+step of SGD. Of what is told,
 
     bytes              are counted: what the busiest worker sends in a step, on average
     coding, gradients  are measured: medians over the steps, of one worker
@@ -63,8 +64,9 @@ _CURVE = 20  # evaluations of a training, at most
 class Bench:
     """What is trained, by how many emulated workers; `batch` is that of each.
 
-    In the last part `decay` of the steps, the learning rate falls to 0 in a line. Losses are those of
-    `test_samples` fixed samples of the test data; 0 is all of them.
+    Every codec is trained with so many `seeds`, from `seed` on. In the last part `decay` of the steps, the
+    learning rate falls to 0 in a line. Losses are those of `test_samples` fixed samples of the test data; 0
+    is all of them.
     """
 
     model: str = "char-lstm(width=96, depth=1)"
@@ -76,12 +78,13 @@ class Bench:
     decay: float = 0.0
     momentum: float = 0.9
     seed: int = 0
+    seeds: int = 1
     test_samples: int = 300
     link_bytes_per_s: float = 12.5e6
 
     def __post_init__(self) -> None:
         _require("workers", self.workers, self.workers >= 2, "at least 2: one worker sends nothing")
-        for name in ("steps", "batch"):
+        for name in ("steps", "batch", "seeds"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         for name in ("seed", "test_samples"):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
@@ -107,7 +110,10 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The training with one codec. One that `broke_at` a step had no finite gradient there, and ended."""
+    """The training with one codec, or the mean of several; `losses` are those at the end, by seed.
+
+    One that `broke_at` a step had no finite gradient there, and ended.
+    """
 
     codec: str
     curve: tuple[Seen, ...]
@@ -115,6 +121,7 @@ class Trial:
     encode_s: float
     decode_s: float
     broke_at: int | None = None
+    losses: tuple[float, ...] = ()
 
     @property
     def loss(self) -> float | None:
@@ -154,6 +161,14 @@ class Comparison:
         """By which fraction its loss is above the exact one's."""
         exact = self.trials[0].loss
         return None if trial.loss is None or not exact else trial.loss / exact - 1
+
+    def spread(self, trial: Trial) -> tuple[float, float] | None:
+        """The least and the most of that among the seeds, if there are several."""
+        if self.bench.seeds == 1 or self.worse(trial) is None:
+            return None
+        pairs = zip(trial.losses, self.trials[0].losses, strict=True)
+        found = [loss / exact - 1 for loss, exact in pairs]
+        return min(found), max(found)
 
 
 def usual_codecs() -> list[str]:
@@ -208,8 +223,9 @@ def compare_codecs(
         p.numel() * p.element_size() for p in problem.build(bench.seed).parameters() if p.requires_grad
     ]
     compute_s: list[float] = []
+    tell = progress or (lambda text, step: None)
     trials = [
-        _train(bench, problem, text, codec, compute_s, progress or (lambda text, step: None))
+        _mean([_train(bench, turn, problem, text, codec, compute_s, tell) for turn in range(bench.seeds)])
         for text, codec in codecs.items()
     ]
     return Comparison(
@@ -222,26 +238,34 @@ def compare_codecs(
 
 
 def _train(
-    bench: Bench, problem: Problem, text: str, codec: Codec, compute_s: list[float], progress: Progress
+    bench: Bench,
+    turn: int,
+    problem: Problem,
+    text: str,
+    codec: Codec,
+    compute_s: list[float],
+    progress: Progress,
 ) -> Trial:
+    """Train with the seed of this turn."""
     import torch
 
     from echelon.simulate.order import Order
 
-    module = problem.build(bench.seed)
+    seed = bench.seed + turn
+    module = problem.build(seed)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     # A codec that has momentum of its own must find none in the optimizer: it would be applied twice.
     momentum = 0.0 if codec.momentum else bench.momentum
     optimizer = torch.optim.SGD(parameters.values(), lr=bench.lr, momentum=momentum)
-    order = Order(problem.samples, bench.seed)
+    order = Order(problem.samples, seed)
     together = Together(codec, bench.workers, now=time.perf_counter)
     took: list[tuple[int, float, float]] = []
     every = max(1, bench.steps // _CURVE)
     broke_at = None
-    with _alone(bench.seed):
+    with _alone(seed):
         curve = [_seen(problem, module, 0)]
         for step in range(1, bench.steps + 1):
-            torch.manual_seed(bench.seed + step)  # for dropout, whatever a codec has drawn meanwhile
+            torch.manual_seed(seed + step)  # for dropout, whatever a codec has drawn meanwhile
             gradients = []
             for _ in range(bench.workers):
                 batch = problem.batch(order.take(bench.batch))
@@ -259,7 +283,7 @@ def _train(
             took.append((max(together.sent_bytes), together.encode_s, together.decode_s))
             if step % every == 0 or step == bench.steps:
                 curve.append(_seen(problem, module, step))
-            progress(text, step)
+            progress(text, turn * bench.steps + step)
     sent_bytes, encode_s, decode_s = zip(*(took or [(0, 0.0, 0.0)]), strict=True)
     return Trial(
         codec=text,
@@ -268,6 +292,27 @@ def _train(
         encode_s=statistics.median(encode_s),
         decode_s=statistics.median(decode_s),
         broke_at=broke_at,
+    )
+
+
+def _mean(trials: Sequence[Trial]) -> Trial:
+    """Trainings with the same codec as one; broken if one of them is."""
+    broken = [one.broke_at for one in trials if one.broke_at is not None]
+    return Trial(
+        codec=trials[0].codec,
+        curve=tuple(
+            Seen(
+                step=seen[0].step,
+                loss=statistics.fmean(one.loss for one in seen),
+                accuracy=statistics.fmean(one.accuracy for one in seen),
+            )
+            for seen in zip(*(one.curve for one in trials), strict=False)
+        ),
+        sent_bytes=statistics.fmean(one.sent_bytes for one in trials),
+        encode_s=statistics.median(one.encode_s for one in trials),
+        decode_s=statistics.median(one.decode_s for one in trials),
+        broke_at=min(broken, default=None),
+        losses=tuple(one.curve[-1].loss for one in trials),
     )
 
 
@@ -350,13 +395,20 @@ def in_words(found: Comparison) -> list[str]:
         said.append(f"No codec ends within {100 * _CLOSE:.0f} % of the loss of {exact.codec}.")
     if ended:
         said.append(_quickest(found, close or ended, "within that" if close else "of all"))
-        said.append("One seed was trained: differences of about a percent change with it.")
+        said.append(_how_sure(found))
     said += [
         f"{one.codec} broke at step {one.broke_at}: a gradient was not finite."
         for one in found.trials
         if one.broke_at is not None
     ]
     return said
+
+
+def _how_sure(found: Comparison) -> str:
+    if found.bench.seeds == 1:
+        return "One seed was trained: differences of about a percent change with it; see --seeds."
+    seeds = found.bench.seeds
+    return f"Losses are means of {seeds} seeds; in brackets, the least and the largest difference."
 
 
 def _quickest(found: Comparison, trials: Sequence[Trial], among: str) -> str:

@@ -14,7 +14,7 @@ from echelon.config.units import show_bytes, show_seconds
 from echelon.observe.page.charts import Series, line_chart
 from echelon.observe.page.markup import about, figure, legend, safe, section, table
 from echelon.observe.page.scale import Axis, Point, count_axis, value_axis
-from echelon.simulate.codecs import Comparison, Trial, in_words, show_times
+from echelon.simulate.codecs import Bench, Comparison, Trial, in_words, show_times
 from echelon.simulate.page import document, look_of
 
 HEAD = ("codec", "smaller", "bytes a step", "coding", "predicted step", "loss", "differs")
@@ -34,7 +34,7 @@ def codecs_html(found: Comparison, *, command: str = "") -> str:
     said = "".join(f"<li>{safe(sentence)}</li>" for sentence in in_words(found))
     parts = [
         f"<header><h1>{safe(title)}</h1>"
-        f'<p class="muted">{bench.steps} steps, seed {bench.seed}{shown}</p></header>',
+        f'<p class="muted">{bench.steps} steps, {_seeds(bench)}{shown}</p></header>',
         section("What it shows", f'<ul class="says verdict">{said}</ul>'),
         _saved(found),
         _learning(found),
@@ -42,6 +42,12 @@ def codecs_html(found: Comparison, *, command: str = "") -> str:
         _setting(found),
     ]
     return document(title, "".join(parts))
+
+
+def _seeds(bench: Bench) -> str:
+    if bench.seeds == 1:
+        return f"seed {bench.seed}"
+    return f"seeds {bench.seed} to {bench.seed + bench.seeds - 1}"
 
 
 def rows_of(found: Comparison) -> list[list[str]]:
@@ -54,7 +60,7 @@ def rows_of(found: Comparison) -> list[list[str]]:
             show_seconds(one.coding_s),
             show_seconds(found.step_s(one)),
             f"broke at {one.broke_at}" if one.broke_at is not None else _number(one.loss),
-            "" if one is found.trials[0] else show_worse(found.worse(one)),
+            "" if one is found.trials[0] else _differs(found, one),
         ]
         for one in found.trials
     ]
@@ -66,6 +72,16 @@ def show_worse(worse: float | None) -> str:
         return _UNKNOWN
     percent = round(100 * worse, 1) + 0.0  # no -0.0
     return f"{percent:{'+' if percent else ''}.1f} %"
+
+
+def _differs(found: Comparison, one: Trial) -> str:
+    """By how much its loss differs, and with several seeds from where to where."""
+    spread = found.spread(one)
+    shown = show_worse(found.worse(one))
+    if spread is None:
+        return shown
+    least, most = (show_worse(end).removesuffix(" %") for end in spread)
+    return f"{shown} ({least} to {most})"
 
 
 def _number(loss: float | None) -> str:

@@ -60,6 +60,16 @@ def test_figures_are_complete(called):
     assert found["says"]
 
 
+def test_several_seeds_are_trained_when_asked(called):
+    ended = called("--out", "found", "--seeds", "2", "--seed", "5")
+    assert "Losses are means of 2 seeds" in ended.out
+    found = json.loads(Path("found/codecs.json").read_text())
+    assert (found["bench"]["seed"], found["bench"]["seeds"]) == (5, 2)
+    for one in found["codecs"]:
+        assert one["loss"] == pytest.approx(sum(one["losses"]) / 2)
+        assert one["spread"][0] <= one["worse"] <= one["spread"][1] or one["codec"] == "none"
+
+
 def test_the_folder_has_a_new_name_unless_it_is_given(called):
     ended = called()
     (folder,) = Path().glob("bench-codecs-*")

@@ -119,6 +119,47 @@ def test_trainings_begin_alike_and_can_be_had_again(found):
     assert compare_codecs(replace(BENCH, seed=1), {"none": NONE}).trials[0].curve != found.trials[0].curve
 
 
+def test_several_seeds_are_trained_apart_and_their_means_are_told():
+    codecs = {"none": NONE, "signs": Signs()}
+    apart = [compare_codecs(replace(BENCH, seed=seed), codecs) for seed in (3, 4)]
+    both = compare_codecs(replace(BENCH, seed=3, seeds=2), codecs)
+    for index, one in enumerate(both.trials):
+        assert one.losses == tuple(alone.trials[index].loss for alone in apart)
+        assert one.loss == pytest.approx(sum(one.losses) / 2)
+        assert [seen.step for seen in one.curve] == [seen.step for seen in apart[0].trials[0].curve]
+    differ = [alone.worse(alone.trials[1]) for alone in apart]
+    assert both.spread(both.trials[1]) == pytest.approx((min(differ), max(differ)))
+    assert min(differ) < both.worse(both.trials[1]) < max(differ)
+    assert apart[0].spread(apart[0].trials[1]) is None
+    assert "Losses are means of 2 seeds" in in_words(both)[-1]
+    assert re.fullmatch(r"[+-][\d.]+ % \([+-]?[\d.]+ to [+-]?[\d.]+\)", rows_of(both)[1][-1])
+    assert "seeds 3 to 4" in codecs_html(both)
+
+
+def test_a_codec_that_breaks_with_one_seed_is_broken():
+    class Unlucky(Heavy):
+        """Gives infinity from the third step on, if its states were not the first."""
+
+        def begin(self, length):
+            begun.append(length)
+            return {"turn": torch.full((length,), float(len(begun) > of_one_seed))}
+
+        def encode(self, values, state, turn):
+            return self.write(state["turn"], state, turn)
+
+        def read(self, payload, out, turn, *, add=False):
+            second = bool(payload.view(torch.float32).any())
+            out.fill_(math.inf if second and turn.step >= 2 else 0.0)
+
+    begun = []
+    module = Problem(Setting(model=BENCH.model, data=BENCH.data)).build(0)
+    of_one_seed = BENCH.workers * len(list(module.parameters()))
+    found = compare_codecs(replace(BENCH, seeds=2), {"none": NONE, "unlucky": Unlucky()})
+    assert found.trials[1].broke_at == 4
+    assert found.trials[1].loss is found.worse(found.trials[1]) is found.spread(found.trials[1]) is None
+    assert len(codecs_html(found)) > 1000
+
+
 def test_dropout_is_the_same_for_all_whatever_a_codec_draws(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 40)
@@ -173,6 +214,9 @@ def test_progress_is_told_step_by_step():
     told = []
     compare_codecs(replace(BENCH, steps=2), {"none": NONE, "signs": Signs()}, lambda *at: told.append(at))
     assert told == [("none", 1), ("none", 2), ("signs", 1), ("signs", 2)]
+    told.clear()
+    compare_codecs(replace(BENCH, steps=2, seeds=2), {"none": NONE}, lambda *at: told.append(at))
+    assert told == [("none", step) for step in (1, 2, 3, 4)]
 
 
 # What is asked
@@ -215,8 +259,9 @@ def test_a_codec_that_stands_for_others_is_refused():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("workers", 1), ("steps", 0), ("batch", 0), ("lr", 0.0), ("lr", math.nan), ("momentum", 1.0),
-        ("momentum", -0.1), ("decay", 1.1), ("decay", -0.1), ("seed", -1), ("test_samples", -1),
+        ("workers", 1), ("steps", 0), ("batch", 0), ("seeds", 0), ("lr", 0.0), ("lr", math.nan),
+        ("momentum", 1.0), ("momentum", -0.1), ("decay", 1.1), ("decay", -0.1), ("seed", -1),
+        ("test_samples", -1),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(field, value):
