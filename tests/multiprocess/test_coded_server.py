@@ -290,6 +290,15 @@ def test_what_moved_the_weights_and_what_is_owed_are_all_gradients(
     assert kept.waiting == 0
 
 
+def test_a_codec_that_had_nothing_to_write_is_not_told_of(warm_pool, tmp_path):
+    sync = "elastic-averaging(asynchronous=true)"  # pushes weights
+    crew = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="one-bit")
+    crew.run(warm_pool, work, "trained", {}, 1)
+    told = logged(crew)
+    assert (told.codec, told.pushed_bytes) == ("none", told.dense_pushed_bytes)
+    assert 0 < told.pulled_bytes == told.dense_pulled_bytes
+
+
 def test_without_a_codec_gradients_are_sent_as_they_are_and_nothing_besides(warm_pool, tmp_path):
     crew = Crew(tmp_path, workers=2, servers=1, sync="backup(0)", codec="none")
     outcomes, _ = crew.run(warm_pool, work, "pushed", False, False)

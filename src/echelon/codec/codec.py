@@ -176,7 +176,7 @@ class Summed(Codec):
 
     def further(self, total: Tensor, state: State, turn: Turn) -> Tensor:
         """The numbers of the next round, from the totals of the last."""
-        raise NotImplementedError
+        raise NotImplementedError(f"codec {self.name} has {self.rounds} rounds, and no `further`")
 
     @abstractmethod
     def finish(self, total: Tensor, out: Tensor, state: State, turn: Turn) -> None:

@@ -164,10 +164,10 @@ class Comparison:
 
     def spread(self, trial: Trial) -> tuple[float, float] | None:
         """The least and the most of that among the seeds, if there are several."""
-        if self.bench.seeds == 1 or self.worse(trial) is None:
+        exact = self.trials[0].losses
+        if self.bench.seeds == 1 or self.worse(trial) is None or not all(exact):
             return None
-        pairs = zip(trial.losses, self.trials[0].losses, strict=True)
-        found = [loss / exact - 1 for loss, exact in pairs]
+        found = [loss / of_exact - 1 for loss, of_exact in zip(trial.losses, exact, strict=True)]
         return min(found), max(found)
 
 

@@ -170,7 +170,7 @@ class Served(Policy):
 
     def meet(self, center: Tensor, theirs: Tensor) -> Tensor:
         """Pushed weights meet the server's, which change in place; returns the worker's new ones."""
-        raise NotImplementedError
+        raise NotImplementedError(f"sync {self.name} pushes weights, and has no `meet`")
 
 
 def mean(arrivals: Sequence[Arrival]) -> Apply:

@@ -313,6 +313,15 @@ def test_words_say_when_no_codec_is_worth_it():
     assert len(in_words(_comparison(EXACT))) == 1
 
 
+def test_differences_by_seed_are_told_where_there_are_any():
+    exact, half = (replace(_trial("x", 1.0, 10), losses=losses) for losses in ((2.0, 0.0), (2.2, 0.1)))
+    found = _comparison(exact, half)
+    assert replace(found, bench=replace(found.bench, seeds=2)).spread(half) is None
+    exact = replace(exact, losses=(2.0, 1.0))
+    found = replace(found, bench=replace(found.bench, seeds=2), trials=(exact, half))
+    assert found.spread(half) == pytest.approx((-0.9, 0.1))
+
+
 def test_figures_are_shown_for_people():
     rows = rows_of(_comparison(EXACT, _trial("half", 1.05, 50_000)))
     assert rows[0] == ["none", "1.0x", "100.0 kB", "0 µs", "110.0 ms", "1.0000", ""]

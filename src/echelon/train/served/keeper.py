@@ -159,6 +159,7 @@ class Keeper:
         self._lending = threading.Lock()
         self._spent_s = {"queue_s": 0.0, "apply_s": 0.0, "hand_s": 0.0}
         self._count = dict.fromkeys(self._spent_s, 0)
+        self._codecs: dict[str, None] = {}  # that pushes came in
         self._pushes = self._pushed_bytes = self._dense_pushed_bytes = 0
         self._pulled_bytes = self._dense_pulled_bytes = 0
 
@@ -182,13 +183,12 @@ class Keeper:
     def _report(self) -> None:
         """Record what keeping a push, applying an update and handing out weights took, and the bytes."""
         mean_s = {name: spent_s / max(1, self._count[name]) for name, spent_s in self._spent_s.items()}
-        codecs = {t.opening.codec: None for t in self._tables.values() if t.coding is not None}
         self._recorder.emit(
             ServerEnded(
                 t=time.time(),
                 rank=self._rank,
                 pushes=self._pushes,
-                codec=", ".join(codecs) or "none",
+                codec=", ".join(self._codecs) or "none",
                 pushed_bytes=self._pushed_bytes,
                 dense_pushed_bytes=self._dense_pushed_bytes,
                 pulled_bytes=self._pulled_bytes,
@@ -333,6 +333,7 @@ class Keeper:
         piece = table.kept[letter.head.shard].piece_at(letter.head.start)
         flat = self._arriving_in(letter.peer, letter.head)
         if letter.head.flags & CODED:
+            self._codecs[table.opening.codec] = None
             worker, sender = table.worker_of[letter.peer], f"rank {letter.peer}"
             coding.read_push(table.coding, letter.payload, piece, flat, worker, sender)
         else:

@@ -36,8 +36,8 @@ class Outbox:
         early: bool,
     ) -> None:
         self.early = early
-        self.codec = coded
-        self.flats = layout.room()
+        self._codec = coded
+        self._flats = layout.room()
         self._layout = layout
         self._parameters = layout.parameters
         self._pieces = layout.pieces
@@ -75,12 +75,12 @@ class Outbox:
         changed = [
             number for number, piece in enumerate(self._pieces[: self._next]) if self._changed(piece)
         ]
-        if changed and self.codec is not None:
-            self.codec.take_back()
+        if changed and self._codec is not None:
+            self._codec.take_back()
             changed = list(range(self._next))  # what codecs remember depends on the pieces before
         elif changed:
             for shard in {self._pieces[number].shard for number in changed}:
-                self.flats[shard] = self.flats[shard].clone()  # the old one may still be on its way
+                self._flats[shard] = self._flats[shard].clone()  # the old one may still be on its way
         if changed:
             self._vain += 1
             self.early = self._vain < _PATIENCE
@@ -98,7 +98,7 @@ class Outbox:
         return self._first_odd(self._pieces)
 
     def _first_odd(self, pieces: Iterable[Piece]) -> int | None:
-        if self.codec is None:
+        if self._codec is None:
             return None
         for piece in pieces:
             for part in piece.parts:
@@ -113,7 +113,7 @@ class Outbox:
         piece = self._pieces[number]
         for part in piece.parts:
             gradient = self._parameters[part.parameter].grad
-            target = part_of(self.flats[piece.shard], part)
+            target = part_of(self._flats[piece.shard], part)
             if gradient is None:
                 target.zero_()
                 self._absent.add(part.parameter)
@@ -128,7 +128,7 @@ class Outbox:
             gradient = self._parameters[part.parameter].grad
             if (gradient is None) != (part.parameter in self._absent):
                 return True
-            sent = part_of(self.flats[piece.shard], part)
+            sent = part_of(self._flats[piece.shard], part)
             if gradient is not None and not _same_bits(cut_out(gradient, part), sent):
                 return True
         return False
@@ -137,17 +137,17 @@ class Outbox:
 
     def first_odd(self, tensors: Sequence[Tensor]) -> int | None:
         """The first of these, shaped like the parameters, that is not finite, if that matters here."""
-        if self.codec is None:
+        if self._codec is None:
             return None
         return next((place for place, one in enumerate(tensors) if not coding.is_finite(one)), None)
 
     @torch.no_grad()
     def push_sum(self, tensors: Sequence[Tensor]) -> None:
         """Send summed gradients, which belong to the codec like any other."""
-        if self.codec is None:
+        if self._codec is None:
             self.push(tensors)
             return
-        self._layout.gather(self.flats, tensors)
+        self._layout.gather(self._flats, tensors)
         self._absent.clear()
         for number in range(len(self._pieces)):
             self._send_piece(number)
@@ -156,7 +156,7 @@ class Outbox:
     def push(self, tensors: Sequence[Tensor]) -> None:
         """Send what is no gradient, as it is."""
         self.take_back()
-        self._layout.gather(self.flats, tensors)
+        self._layout.gather(self._flats, tensors)
         for piece in self._pieces:
             self._send_plain(piece)
 
@@ -164,15 +164,15 @@ class Outbox:
 
     def _send_piece(self, number: int, *, early: bool = False) -> None:
         piece = self._pieces[number]
-        if self.codec is None:
+        if self._codec is None:
             self._send_plain(piece)
             return
-        payload = self.codec.write(number, self.flats[piece.shard], self._absent, early=early)
+        payload = self._codec.write(number, self._flats[piece.shard], self._absent, early=early)
         self._count(piece, as_bytes(payload), CODED)
         self._codes = True
 
     def _send_plain(self, piece: Piece) -> None:
-        flat = self.flats[piece.shard]
+        flat = self._flats[piece.shard]
         item_bytes = flat.element_size()
         self._count(piece, as_bytes(flat)[piece.start * item_bytes : piece.stop * item_bytes])
 
@@ -184,14 +184,14 @@ class Outbox:
         """All of this push has been sent."""
         self._begin()
         self.sent_bytes, self._given_bytes = self._given_bytes, 0
-        if self.codec is not None and self._codes:
-            self.codec.finish()
+        if self._codec is not None and self._codes:
+            self._codec.finish()
             self._codes = False
 
     def take_back(self) -> None:
         """Begin the round anew: coded pieces that have left early will be sent again."""
-        if self.codec is not None:
-            self.codec.take_back()
+        if self._codec is not None:
+            self._codec.take_back()
             self._begin()
             self._codes = False
 
@@ -199,31 +199,31 @@ class Outbox:
 
     def codec_state(self) -> dict[str, dict[str, Tensor]]:
         """What the codec remembers of each parameter on this worker, for a checkpoint."""
-        if self.codec is None:
+        if self._codec is None:
             return {}
         self.take_back()
-        return self.codec.save()
+        return self._codec.save()
 
     def load_codec_state(self, saved: dict[str, dict[str, Tensor]]) -> int:
         """Go on with what the codec remembered; of what is not given, with nothing.
 
         Returns of how many parameters it did not fit.
         """
-        if self.codec is None:
+        if self._codec is None:
             return 0
         self.take_back()
-        return self.codec.load(saved)
+        return self._codec.load(saved)
 
     def saturated(self) -> int:
         """How many values were too large for the codec, so far."""
-        return 0 if self.codec is None else self.codec.saturated()
+        return 0 if self._codec is None else self._codec.saturated()
 
     def left_over(self) -> float:
         """The norm of all that was never sent, as a multiple of the last pushed gradient's."""
-        if self.codec is None:
+        if self._codec is None:
             return 0.0
-        last = float(torch.stack([torch.linalg.vector_norm(flat) for flat in self.flats]).norm())
-        return self.codec.left_over() / last if last else 0.0
+        last = float(torch.stack([torch.linalg.vector_norm(flat) for flat in self._flats]).norm())
+        return self._codec.left_over() / last if last else 0.0
 
 
 _BITS = {2: torch.int16, 4: torch.int32}
