@@ -62,7 +62,7 @@ class Outbox:
             piece = self._pieces[self._next]
             if any(part.parameter in self._waiting for part in piece.parts):
                 return
-            if self._first_odd([piece]) is not None:
+            if self._odd_in([piece]) is not None:
                 return  # perhaps the script will put it right, or drop it
             self._push(self._next, early=True)
             self._next += 1
@@ -85,7 +85,7 @@ class Outbox:
             self._vain += 1
             self.early = self._vain < _PATIENCE
         left = [*changed, *range(self._next, len(self._pieces))]
-        odd = self._first_odd(self._pieces[number] for number in left)
+        odd = self._odd_in(self._pieces[number] for number in left)
         if odd is not None:
             self.take_back()
             return odd
@@ -95,9 +95,9 @@ class Outbox:
 
     def odd_gradient(self) -> int | None:
         """The first parameter whose gradient is not finite, if that matters here."""
-        return self._first_odd(self._pieces)
+        return self._odd_in(self._pieces)
 
-    def _first_odd(self, pieces: Iterable[Piece]) -> int | None:
+    def _odd_in(self, pieces: Iterable[Piece]) -> int | None:
         if self._codec is None:
             return None
         for piece in pieces:
