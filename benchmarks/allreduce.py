@@ -27,11 +27,11 @@ import torch
 
 import cluster
 from echelon.comm.c10d import C10dGroup
-from echelon.comm.collectives.auto import Auto
 from echelon.comm.engine import Engine, EngineGroup
 from echelon.comm.group import Group
-from echelon.comm.place import Place
-from echelon.comm.rendezvous import Meeting, interface_address, meet
+from echelon.comm.meet.place import Place
+from echelon.comm.meet.rendezvous import Meeting, interface_address, meet
+from echelon.comm.schedule.collectives.auto import AutoCollective
 
 
 def work(kind: str, sizes: list[float], repeats: int) -> None:
@@ -194,7 +194,8 @@ def show(row: dict[str, Any]) -> None:
     if "bare" in row:
         line += f"; bare exchange {row['bare'] * 1e3:.3f} ms, {row['peer'] / row['bare']:.2f} x"
     if row["what"] == "small":
-        line += f"; ours is {Auto().choose(row['workers'], int(row['MB'] * 1e6 / 4))}, the peer our ring"
+        chosen = AutoCollective().choose(row["workers"], int(row["MB"] * 1e6 / 4))
+        line += f"; ours is {chosen}, the peer our ring"
     print(line, flush=True)
 
 

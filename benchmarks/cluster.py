@@ -19,7 +19,7 @@ from typing import Any
 
 from echelon.cluster.lab.lab import Lab
 from echelon.cluster.lab.spec import LabSpec, parse_lab
-from echelon.plan.plan import Asked, make_plan
+from echelon.plan.plan import PlanRequest, make_plan
 
 _DEADLINE_S = 560.0
 
@@ -40,7 +40,7 @@ def nodes(count: int, link: str, cpu: float | None = None) -> LabSpec:
 
 
 def measure(
-    script: str, workers: int, *args: str, lab: LabSpec | None = None, asked: Asked | None = None
+    script: str, workers: int, *args: str, lab: LabSpec | None = None, asked: PlanRequest | None = None
 ) -> Any:
     """Run the script in every worker; returns the JSON that rank 0 printed last."""
     with ExitStack() as stack:
@@ -49,7 +49,7 @@ def measure(
         address = seats[0].address if seats else "127.0.0.1"
         port = 29500 if seats else _free_port()
         names = [seats[rank].node if seats else "here" for rank in range(workers)]
-        plan = make_plan("benchmark", names, asked or Asked(), cores=1)
+        plan = make_plan("benchmark", names, asked or PlanRequest(), cores=1)
         (Path(folder) / "plan.toml").write_text(plan.to_toml())
         processes = []
         for rank in range(workers):

@@ -21,15 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.codec.codec import Codec, State, Summed, Turn, seed_of
-from echelon.simulate.codecs import asked_codecs, usual_codecs
+from echelon.bench.codecs import asked_codecs, usual_codecs
+from echelon.codec.codec import Codec, CodecContext, State, Summed, seed_of
 
 COLUMNS = 4096
 SPREAD = 2e-4  # as gradients have it for which codecs' usual options are meant
 GRADIENTS = 2  # different ones in turn, so that what is kept is not the same number every time
 
 
-def code(codec: Codec, values: Tensor, out: Tensor, state: State, turn: Turn) -> tuple[float, float, int]:
+def code(
+    codec: Codec, values: Tensor, out: Tensor, state: State, turn: CodecContext
+) -> tuple[float, float, int]:
     """Seconds to encode, seconds to decode, and the bytes in between."""
     begun = time.perf_counter()
     if isinstance(codec, Summed):
@@ -58,7 +60,7 @@ def measure(codecs: dict[str, Codec], length: int, rounds: int) -> list[dict[str
     took: dict[str, list[tuple[float, float, int]]] = {name: [] for name in codecs}
     for step in range(rounds + 1):
         values = gradients[step % GRADIENTS]
-        turn = Turn(step=step, seed=seed_of("weight"), shape=(length // COLUMNS, COLUMNS))
+        turn = CodecContext(step=step, seed=seed_of("weight"), shape=(length // COLUMNS, COLUMNS))
         begun = time.perf_counter()
         out.copy_(values)
         copies.append(time.perf_counter() - begun)

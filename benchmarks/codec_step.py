@@ -30,9 +30,9 @@ from torch import Tensor, nn
 import cluster
 import echelon
 from echelon.cluster.lab.spec import LabSpec, parse_lab
-from echelon.comm.place import Place
-from echelon.comm.reducer import BucketTimes
-from echelon.plan.plan import Asked
+from echelon.comm.meet.place import Place
+from echelon.plan.plan import PlanRequest
+from echelon.reduce.reducer import BucketTimes
 from echelon.zoo.dataset import SampleSpec
 from echelon.zoo.model import MODELS
 
@@ -153,7 +153,7 @@ def main() -> None:
 
     def run(what: str, codec: str, workers: int, *args: str, lab: LabSpec | None, groups: Any = ()) -> None:
         row = cluster.measure(
-            __file__, workers, *args[:3], codec, turns, args[3], lab=lab, asked=Asked(groups=groups)
+            __file__, workers, *args[:3], codec, turns, args[3], lab=lab, asked=PlanRequest(groups=groups)
         )
         row |= {"what": what, "codec": codec, "speedup": row["dense"] / row["coded"]}
         rows.append(row)

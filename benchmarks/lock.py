@@ -25,8 +25,8 @@ from torch import nn
 
 import cluster
 from echelon.comm.engine import Engine, EngineGroup
-from echelon.comm.place import Place
-from echelon.comm.rendezvous import meet
+from echelon.comm.meet.place import Place
+from echelon.comm.meet.rendezvous import meet
 
 _LENGTH = 4_000_000
 

@@ -25,8 +25,8 @@ from echelon.cluster.lab.spec import LabSpec, parse_lab
 from echelon.comm.c10d import C10dGroup
 from echelon.comm.engine import Engine, EngineGroup
 from echelon.comm.group import Group
-from echelon.comm.place import Place
-from echelon.comm.rendezvous import meet
+from echelon.comm.meet.place import Place
+from echelon.comm.meet.rendezvous import meet
 
 _LENGTH = 1_050_000  # of float32: 4.2 MB
 _UPLINK_BYTES_PER_S = 100e6 / 8

@@ -21,10 +21,10 @@ import json
 import sys
 from pathlib import Path
 
-from echelon.simulate.outcome import Outcome
+from echelon.simulate.outcome import SimulationResult
 from echelon.simulate.profile import Costs, Profile
 from echelon.simulate.setting import Setting
-from echelon.simulate.several import simulate_several
+from echelon.simulate.sweep import simulate_several
 
 METRICS = ("test_accuracy", "test_loss", "train_loss")
 # (data, step, batch): differences of accuracy in points, test loss and train loss, as published
@@ -51,7 +51,7 @@ def switch(step: int, reading: str) -> str:
     return f"smooth-switch(step={step}{READINGS[reading]})"
 
 
-def run(data: str, batch: int, policies: list[str], args: argparse.Namespace) -> Outcome:
+def run(data: str, batch: int, policies: list[str], args: argparse.Namespace) -> SimulationResult:
     """All policies for one data set and batch."""
     queue_s, apply_s, hand_s = (float(cost) for cost in args.costs.split(","))
     costs = Costs(queue_s=queue_s, apply_s=apply_s, hand_s=hand_s)
@@ -72,7 +72,7 @@ def run(data: str, batch: int, policies: list[str], args: argparse.Namespace) ->
     return simulate_several(setting, policies, jobs=args.jobs)
 
 
-def line(outcome: Outcome, policy: str) -> list[float]:
+def line(outcome: SimulationResult, policy: str) -> list[float]:
     """Differences from async: accuracy in points, losses."""
     found = [outcome.difference(policy, "async", metric) for metric in METRICS]
     return [100 * found[0], *found[1:]]

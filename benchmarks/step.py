@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import allreduce
 import cluster
 import echelon
-from echelon.comm.place import Place
+from echelon.comm.meet.place import Place
 from echelon.zoo.dataset import SampleSpec
 from echelon.zoo.model import MODELS
 

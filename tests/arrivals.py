@@ -16,8 +16,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from echelon.sync.policy import Crew
-from echelon.sync.served import Apply, Arrival, Decision, Drop, Invite, Part, Release, Rule, Served, Wake
+from echelon.sync.families.serve import (
+    Apply,
+    Arrival,
+    Decision,
+    Drop,
+    Invite,
+    Release,
+    Rule,
+    ServePolicy,
+    Wake,
+    WeightedPush,
+)
+from echelon.sync.policy import ClusterInfo
 
 
 class Broken(Exception):
@@ -48,8 +59,8 @@ class Told:
 
 
 def play(
-    policy: Served,
-    crew: Crew,
+    policy: ServePolicy,
+    cluster: ClusterInfo,
     programmes: Sequence[Programme],
     *,
     samples: Sequence[float] = (),
@@ -58,7 +69,7 @@ def play(
     most: int = 100_000,
 ) -> list[Told]:
     """Play all programmes to their ends. `seed`: of the norms and products of gradients, if asked for."""
-    stage = _Stage(policy, policy.rule(crew), programmes, samples, transfer_s, seed)
+    stage = _Stage(policy, policy.rule(cluster), programmes, samples, transfer_s, seed)
     for _ in range(most):
         if not stage.go_on():
             return stage.story
@@ -89,7 +100,7 @@ class _Worker:
 class _Stage:
     def __init__(
         self,
-        policy: Served,
+        policy: ServePolicy,
         rule: Rule,
         programmes: Sequence[Programme],
         samples: Sequence[float],
@@ -220,7 +231,7 @@ class _Stage:
         worker.step += 1
         self._next(worker, t)
 
-    def _settle(self, worker: int, step: int, by: Part | Drop) -> None:
+    def _settle(self, worker: int, step: int, by: WeightedPush | Drop) -> None:
         if (worker, step) not in self._unsettled:
             raise Broken(f"step {step} of worker {worker} has not arrived or is settled already: {by}")
         self._unsettled.remove((worker, step))

@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 import echelon
 
 # The number of workers, and how they join. In the last crew the smallest share is a single sample.
-CREWS: dict[str, tuple[int, dict[str, Any]]] = {
+CLUSTERS: dict[str, tuple[int, dict[str, Any]]] = {
     "two-equal": (2, {}),
     "two-unequal": (2, {"shares": (3, 1), "transport": "c10d"}),
     "four-equal": (4, {"transport": "c10d"}),

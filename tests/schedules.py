@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from echelon.comm.collective import Move, Schedule, Step
+from echelon.comm.schedule.collective import Move, Schedule, ScheduleStep
 
 
 class Broken(Exception):
@@ -46,7 +46,7 @@ class _Run:
             if not worker.ended:
                 self._enter(worker, worker.schedule[worker.at])
 
-    def _enter(self, worker: _Worker, step: Step) -> None:
+    def _enter(self, worker: _Worker, step: ScheduleStep) -> None:
         _check(worker.rank, step, len(self.workers), len(worker.buffer))
         for move in step.sends:
             waiting = self.outbox.setdefault((worker.rank, move.peer), deque())
@@ -75,7 +75,7 @@ class _Run:
         self.advance(receiver)
 
 
-def _check(rank: int, step: Step, size: int, length: int) -> None:
+def _check(rank: int, step: ScheduleStep, size: int, length: int) -> None:
     for moves in (step.sends, (*step.adds, *step.takes)):
         peers = [move.peer for move in moves]
         if len(set(peers)) < len(peers):

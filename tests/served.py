@@ -22,12 +22,12 @@ from typing import Any
 
 from torch import Tensor
 
-from echelon.comm.place import SERVERS_VARIABLE, Place
-from echelon.launch.server import serve_run
+from echelon.comm.meet.place import SERVERS_VARIABLE, Place
 from echelon.observe.events import AnyEvent, Arrived, Decided, read_events
 from echelon.observe.run_folder import RunFolder
-from echelon.plan.plan import Asked, make_plan
-from echelon.train.served.keeper import Keeper
+from echelon.plan.plan import PlanRequest, make_plan
+from echelon.server.process import serve_run
+from echelon.server.server import ParameterServer
 from warm import WarmPool
 
 _PROCESSES = 4
@@ -50,7 +50,7 @@ class Crew:
         self.workers = workers
         self.servers = servers
         self.folder = RunFolder(folder).with_subfolders()
-        told = Asked(sync=sync, round_timeout_s=asked.pop("round_timeout_s", 30.0), **asked)
+        told = PlanRequest(sync=sync, round_timeout_s=asked.pop("round_timeout_s", 30.0), **asked)
         plan = make_plan("test", ["here"] * workers, told, cores=1)
         self.folder.plan.write_text(replace(plan, servers=("here",) * servers).to_toml())
 
@@ -98,7 +98,7 @@ class _Servers:
     """All servers of a run, each a thread."""
 
     def __init__(self, place: Place) -> None:
-        self._keepers: dict[int, Keeper] = {}
+        self._servers: dict[int, ParameterServer] = {}
         self._errors: list[BaseException] = []
         folder = RunFolder(Path(os.environ["ECHELON_RUN"]))
         ranks = range(place.world_size, place.everybody)
@@ -111,12 +111,12 @@ class _Servers:
 
     def _serve(self, place: Place, folder: RunFolder) -> None:
         try:
-            keeper = serve_run(place, folder)
+            server = serve_run(place, folder)
         except BaseException as error:  # noqa: BLE001 - raised again where it is seen
             self._errors.append(error)
         else:
-            assert keeper is not None
-            self._keepers[place.rank] = keeper
+            assert server is not None
+            self._servers[place.rank] = server
 
     def ended(self) -> list[Kept]:
         """Wait for all; raises what went wrong."""
@@ -124,17 +124,17 @@ class _Servers:
             thread.join(_PATIENCE_S)
         if self._errors:
             raise self._errors[0]
-        return [_kept(self._keepers[rank]) for rank in sorted(self._keepers)]
+        return [_kept(self._servers[rank]) for rank in sorted(self._servers)]
 
 
-def _kept(keeper: Keeper) -> Kept:
-    ledgers = {
-        (number, index): shard.ledger
-        for number, table in keeper._tables.items()
+def _kept(server: ParameterServer) -> Kept:
+    shards = {
+        (number, index): shard.state
+        for number, table in server._tables.items()
         for index, shard in table.kept.items()
     }
     return Kept(
-        weights={key: ledger.flat.detach().clone() for key, ledger in ledgers.items()},
-        versions={key: ledger.version for key, ledger in ledgers.items()},
-        waiting=sum(ledger.waiting for ledger in ledgers.values()) + len(keeper._arriving),
+        weights={key: shard.flat.detach().clone() for key, shard in shards.items()},
+        versions={key: shard.version for key, shard in shards.items()},
+        waiting=sum(shard.waiting for shard in shards.values()) + len(server._arriving),
     )

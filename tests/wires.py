@@ -8,10 +8,10 @@ from itertools import combinations
 
 import torch
 
-from echelon.comm.collective import COLLECTIVES
-from echelon.comm.connection import Connection
-from echelon.comm.exchange import Exchange
-from echelon.comm.loop import CHANNEL_BITS, Loop
+from echelon.comm.schedule.collective import COLLECTIVES
+from echelon.comm.wire.connection import Connection
+from echelon.comm.wire.exchange import Exchange
+from echelon.comm.wire.loop import CHANNEL_BITS, Loop
 
 VIEW = bytes(range(16))
 

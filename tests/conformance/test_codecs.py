@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from echelon.codec.codec import CODECS, RESIDUAL, SATURATED, StandIn, Summed, Turn, owners, seed_of
-from echelon.codec.together import Together, part_of
+from echelon.codec.codec import CODECS, RESIDUAL, SATURATED, CodecContext, StandIn, Summed, owners, seed_of
+from echelon.codec.reference import ReferenceGroup, part_of
 from echelon.errors import Corrupt
 
 NAMES = [name for name in CODECS.names() if not issubclass(CODECS.get(name), StandIn)]
@@ -92,7 +92,7 @@ def test_options_are_tried_of_every_codec_that_has_any():
 @quick
 def test_what_is_read_is_within_the_bound_and_what_is_left_is_the_difference(text, made):
     shape, values = made
-    codec, turn = CODECS.build(text), Turn(shape=shape, seed=7)
+    codec, turn = CODECS.build(text), CodecContext(shape=shape, seed=7)
     kept = values.clone()
     state, rest = codec.begin(len(values)), torch.empty_like(values)
     payload = codec.write(values, state, turn, rest)
@@ -120,7 +120,7 @@ def _assert_left(values, read, rest):
 @quick
 def test_reading_adds_to_what_is_there_or_replaces_it(text, made):
     shape, values = made
-    codec, turn = CODECS.build(text), Turn(shape=shape, seed=7)
+    codec, turn = CODECS.build(text), CodecContext(shape=shape, seed=7)
     payload = codec.write(values, codec.begin(len(values)), turn)
     read, added = torch.empty_like(values), torch.full_like(values, 2.0)
     codec.read(payload, read, turn)
@@ -133,7 +133,7 @@ def test_reading_adds_to_what_is_there_or_replaces_it(text, made):
 @quick
 def test_bytes_that_are_cut_off_or_too_long_are_refused(text, made, data):
     shape, values = made
-    codec, turn = CODECS.build(text), Turn(shape=shape, seed=7)
+    codec, turn = CODECS.build(text), CodecContext(shape=shape, seed=7)
     payload = codec.write(values, codec.begin(len(values)), turn)
     length = data.draw(st.integers(0, len(payload) + 5).filter(lambda n: n != len(payload)))
     damaged = torch.cat([payload, torch.zeros(5, dtype=torch.uint8)])[:length]
@@ -143,7 +143,7 @@ def test_bytes_that_are_cut_off_or_too_long_are_refused(text, made, data):
 
 @every_codec
 def test_an_empty_piece_is_written_and_read(text):
-    codec, turn = CODECS.build(text), Turn(shape=(0,))
+    codec, turn = CODECS.build(text), CodecContext(shape=(0,))
     values = torch.empty(0)
     payload = (
         codec.encode(values, codec.begin(0), turn) if text in TRAVELLING else codec.write(values, {}, turn)
@@ -156,7 +156,7 @@ def test_an_empty_piece_is_written_and_read(text):
 
 @every_codec
 def test_bytes_may_begin_anywhere_in_memory(text):
-    codec, turn = CODECS.build(text), Turn(shape=(9, 33), seed=7)
+    codec, turn = CODECS.build(text), CodecContext(shape=(9, 33), seed=7)
     values = values_of("normal", 297, 3)
     payload = codec.write(values, codec.begin(297), turn)
     wanted, found = torch.empty(297), torch.empty(297)
@@ -188,7 +188,7 @@ def gradients(shaped, workers, step):
 @quick
 def test_all_workers_end_with_the_same_finite_bits(text, group):
     workers, shaped, steps = group
-    together = Together(CODECS.build(text), workers)
+    together = ReferenceGroup(CODECS.build(text), workers)
     for step in range(steps):
         first, *others = together.outcomes(gradients(shaped, workers, step))
         for name, value in first.items():
@@ -201,7 +201,7 @@ def test_all_workers_end_with_the_same_finite_bits(text, group):
 @quick
 def test_the_same_states_and_values_give_the_same_bits_again(text, group):
     workers, shaped, steps = group
-    one, other = (Together(CODECS.build(text), workers) for _ in range(2))
+    one, other = (ReferenceGroup(CODECS.build(text), workers) for _ in range(2))
     for step in range(steps):
         given_now = gradients(shaped, workers, step)
         first, second = one.combine(given_now), other.combine(given_now)
@@ -209,7 +209,7 @@ def test_the_same_states_and_values_give_the_same_bits_again(text, group):
     assert one.sent_bytes == other.sent_bytes
 
 
-def owed(together, name):
+def residuals(together, name):
     """What all workers have not sent, in float64."""
     keys = (RESIDUAL, "gathered")
     return sum(state[name][key].double() for state in together.states for key in keys if key in state[name])
@@ -225,7 +225,7 @@ def owed(together, name):
 )
 @quick
 def test_with_feedback_what_was_read_and_what_is_owed_is_what_was_given(text, workers, shaped, steps):
-    together = Together(CODECS.build(text), workers)
+    together = ReferenceGroup(CODECS.build(text), workers)
     read = {f"p{at}": torch.zeros(shape, dtype=torch.float64) for at, (shape, _) in enumerate(shaped)}
     put_in = {name: value.clone() for name, value in read.items()}
     largest = dict.fromkeys(read, 0.0)
@@ -236,7 +236,7 @@ def test_with_feedback_what_was_read_and_what_is_owed_is_what_was_given(text, wo
             put_in[name] += sum(mine[name].double() for mine in given_now)
             largest[name] += sum(float(mine[name].abs().max()) for mine in given_now)
     for name in read:
-        left = owed(together, name).view(read[name].shape)
+        left = residuals(together, name).view(read[name].shape)
         away = (read[name] + left - put_in[name]).abs().max()
         assert away <= 1e-5 * largest[name] * workers
 
@@ -251,7 +251,7 @@ def test_pieces_by_owner_are_encoded_one_by_one_in_views_of_one_state(text, leng
     state, values = codec.begin(length), values_of("normal", length, seed)
     out = torch.empty(length)
     for start, stop in owners(length, workers, seed_of(name)):
-        turn = Turn(seed=seed_of(name), start=start, shape=(length,), workers=workers)
+        turn = CodecContext(seed=seed_of(name), start=start, shape=(length,), workers=workers)
         piece = part_of(state, length, start, stop)
         payload = codec.encode(values[start:stop], piece, turn)
         codec.read(payload, out[start:stop], replace(turn, rank=workers - 1))
@@ -266,7 +266,7 @@ def test_pieces_by_owner_are_encoded_one_by_one_in_views_of_one_state(text, leng
 @quick
 def test_sums_keep_nothing_between_steps_that_a_checkpoint_would_not_need(text, group):
     workers, shaped, steps = group
-    together = Together(CODECS.build(text), workers)
+    together = ReferenceGroup(CODECS.build(text), workers)
     for step in range(steps):
         together.combine(gradients(shaped, workers, step))
     for states in together.states:
@@ -281,7 +281,7 @@ def test_states_are_tensors_that_stay_what_they_were(text, group):
     """Of the same keys, types and shapes: so they can be saved, loaded and handed over."""
     workers, shaped, steps = group
     codec = CODECS.build(text)
-    together = Together(codec, workers)
+    together = ReferenceGroup(codec, workers)
     for step in range(steps):
         together.combine(gradients(shaped, workers, step))
     for at, (_, values) in enumerate(shaped):
@@ -318,5 +318,5 @@ def test_codecs_are_as_much_smaller_as_they_say():
     }
     for text, wanted in bits.items():
         codec = CODECS.build(text)
-        payload = codec.write(values, codec.begin(len(values)), Turn(shape=shape))
+        payload = codec.write(values, codec.begin(len(values)), CodecContext(shape=shape))
         assert 8 * len(payload) / len(values) == pytest.approx(wanted, rel=0.12), text

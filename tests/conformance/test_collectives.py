@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from echelon.comm.collective import COLLECTIVES, Collective
+from echelon.comm.schedule.collective import COLLECTIVES, Collective
 from echelon.config.registry import options_of
 from echelon.errors import ConfigError, UnknownName
 
@@ -163,8 +163,8 @@ def test_workers_are_grouped_as_asked(text, size, expected):
 
 def test_listing_collectives_imports_neither_torch_nor_numpy():
     code = (
-        "import sys; from echelon.comm.collective import COLLECTIVES; COLLECTIVES.describe(); "
-        "import echelon.comm.cost, echelon.comm.spread; "
+        "import sys; from echelon.comm.schedule.collective import COLLECTIVES; COLLECTIVES.describe(); "
+        "import echelon.comm.schedule.cost, echelon.comm.schedule.spread; "
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

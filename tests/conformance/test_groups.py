@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import echelon
-from echelon.comm.alone import Alone
+from echelon.comm.alone import SoloGroup
 from echelon.errors import ConfigError
 from wires import values
 
@@ -205,7 +205,7 @@ def swaps(transport):
         rank = group.rank
         for name, length_of in LENGTHS_OF.items():
             given = outgoing(group, length_of)
-            swapping = group.swap(given)
+            swapping = group.all_to_all(given)
             parts = swapping.parts()
             out[name] = (arrived(group, parts, length_of), parts[rank] is given[rank], swapping.done())
             swapping.wait()
@@ -213,7 +213,7 @@ def swaps(transport):
             out[name, "counted"] = at_least <= swapping.sent_bytes
             out[name, "repeats"] = swapping.repeats
         same = message(rank, 99, 5000 + rank)
-        parts = group.swap([same] * group.size, priority=3).parts()
+        parts = group.all_to_all([same] * group.size, priority=3).parts()
         out["same"] = [torch.equal(part, message(r, 99, 5000 + r)) for r, part in enumerate(parts)]
         told = [threading.Semaphore(0), 0]
 
@@ -221,7 +221,7 @@ def swaps(transport):
             told[1] += 1
             told[0].release()
 
-        swapping = group.swap(outgoing(group, LENGTHS_OF["different"]))
+        swapping = group.all_to_all(outgoing(group, LENGTHS_OF["different"]))
         out["told"] = (swapping.tell(tell), told[0].acquire(timeout=20), swapping.done())
         swapping.wait()
         out["times"] = told[1]
@@ -239,9 +239,9 @@ def swaps_among_others(transport):
             held.fill_(rank)
             tensors = [held, torch.full((400_000,), float(rank)), torch.full((7,), float(rank))]
             begun = [group.all_reduce(tensors[0])]
-            mine = group.swap(outgoing(group, length_of))
+            mine = group.all_to_all(outgoing(group, length_of))
             begun += [group.all_reduce(tensors[1]), fork.all_reduce(tensors[2])]
-            theirs = fork.swap(outgoing(fork, LENGTHS_OF["some"]), priority=-1)
+            theirs = fork.all_to_all(outgoing(fork, LENGTHS_OF["some"]), priority=-1)
             for swapping, lengths in [(mine, length_of), (theirs, LENGTHS_OF["some"])][
                 :: 1 - 2 * (turn % 2)
             ]:
@@ -279,7 +279,7 @@ def leaving(transport):
     """Rank 0 has all it wants long before the others have."""
     with member(transport) as (_, group):
         lengths = lambda sender, receiver: 0 if sender else 20_000_000  # noqa: E731
-        parts = group.swap(outgoing(group, lengths)).parts()
+        parts = group.all_to_all(outgoing(group, lengths)).parts()
     return arrived(group, parts, lengths)
 
 
@@ -290,8 +290,10 @@ def swaps_of_some(transport):
             some = group.among(members)
             if some is not None:
                 length_of = LENGTHS_OF["different"]
-                out.append(arrived(some, some.swap(outgoing(some, length_of)).parts(), length_of))
-            out.append(arrived(group, group.swap(outgoing(group, length_of_all)).parts(), length_of_all))
+                out.append(arrived(some, some.all_to_all(outgoing(some, length_of)).parts(), length_of))
+            out.append(
+                arrived(group, group.all_to_all(outgoing(group, length_of_all)).parts(), length_of_all)
+            )
     return out
 
 
@@ -305,10 +307,10 @@ def odd_messages(transport):
         good = torch.zeros(3, dtype=torch.uint8)
         for given in ([good], [good, torch.zeros(3)], [good, good.view(1, 3)]):
             with pytest.raises(ConfigError) as caught:
-                group.swap(given)
+                group.all_to_all(given)
             said.append(caught.value.message)
         spread = torch.arange(20, dtype=torch.uint8)[::2]
-        said.append([part.tolist() for part in group.swap([spread] * 2).parts()])
+        said.append([part.tolist() for part in group.all_to_all([spread] * 2).parts()])
     return said
 
 
@@ -365,7 +367,7 @@ def test_what_is_no_message_is_refused_before_anything_is_sent(warm_pool, transp
 
 def test_alone_a_swap_is_over_at_once():
     own = torch.ones(3, dtype=torch.uint8)
-    swapping, told = Alone().swap([own]), []
+    swapping, told = SoloGroup().all_to_all([own]), []
     assert swapping.done()
     assert swapping.tell(lambda: told.append(1))
     assert told == [1]
@@ -373,7 +375,7 @@ def test_alone_a_swap_is_over_at_once():
     assert swapping.sent_bytes == 0
     swapping.wait()
     with pytest.raises(ConfigError, match="2 messages for 1 members"):
-        Alone().swap([own, own])
+        SoloGroup().all_to_all([own, own])
 
 
 @every_transport

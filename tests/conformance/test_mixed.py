@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.sync.mixed import Average, Meeting, Mixed, Neighbours
-from echelon.sync.policy import POLICIES, Crew
+from echelon.sync.families.mix import Average, Meeting, MixPolicy, Neighbours
+from echelon.sync.policy import POLICIES, ClusterInfo
 from strategies import Registered
 
 VARIANTS = [
@@ -30,12 +30,12 @@ VARIANTS = [
 STEPS = 13
 
 
-def _mixed() -> dict[str, Mixed]:
+def _mixed() -> dict[str, MixPolicy]:
     """All of them, by what they are asked for as."""
     built = {name: Registered(POLICIES, name).build() for name in POLICIES.names()}
     built |= {text: POLICIES.build(text) for text in VARIANTS}
     resolved = {text: policy.resolved() for text, policy in built.items()}
-    return {text: policy for text, policy in resolved.items() if isinstance(policy, Mixed)}
+    return {text: policy for text, policy in resolved.items() if isinstance(policy, MixPolicy)}
 
 
 MIXED = _mixed()
@@ -43,14 +43,14 @@ every_policy = pytest.mark.parametrize("policy", MIXED.values(), ids=MIXED)
 
 
 @st.composite
-def crews(draw: st.DrawFn) -> Crew:
+def clusters(draw: st.DrawFn) -> ClusterInfo:
     """Two to ten workers, in two groups or more."""
     workers = draw(st.integers(2, 10))
     order = draw(st.permutations(range(workers)))
     cuts = draw(st.sets(st.integers(1, workers - 1), min_size=1))
     bounds = [0, *sorted(cuts), workers]
     groups = tuple(tuple(sorted(order[start:stop])) for start, stop in pairwise(bounds))
-    return Crew(workers=workers, groups=groups, seed=draw(st.integers(0, 5)))
+    return ClusterInfo(workers=workers, groups=groups, seed=draw(st.integers(0, 5)))
 
 
 def test_the_mixed_policies_of_the_project_are_among_those_tested():
@@ -59,11 +59,11 @@ def test_the_mixed_policies_of_the_project_are_among_those_tested():
 
 @every_policy
 @settings(max_examples=20, deadline=None)
-@given(crew=crews())
-def test_whoever_a_worker_meets_meets_it_too(policy, crew):
-    policy.check(crew)
+@given(cluster=clusters())
+def test_whoever_a_worker_meets_meets_it_too(policy, cluster):
+    policy.check(cluster)
     for step in range(STEPS):
-        meetings = [policy.meeting(step, rank, crew) for rank in range(crew.workers)]
+        meetings = [policy.meeting(step, rank, cluster) for rank in range(cluster.workers)]
         for rank, meeting in enumerate(meetings):
             _agrees(rank, meeting, meetings)
 
@@ -85,10 +85,10 @@ def _agrees(rank: int, meeting: Meeting | None, meetings: list[Meeting | None]) 
 
 @every_policy
 @settings(max_examples=10, deadline=None)
-@given(crew=crews())
-def test_the_schedule_depends_on_the_number_of_the_step_alone(policy, crew):
-    forwards = [policy.meeting(step, 0, crew) for step in range(STEPS)]
-    backwards = [policy.meeting(step, 0, crew) for step in reversed(range(STEPS))]
+@given(cluster=clusters())
+def test_the_schedule_depends_on_the_number_of_the_step_alone(policy, cluster):
+    forwards = [policy.meeting(step, 0, cluster) for step in range(STEPS)]
+    backwards = [policy.meeting(step, 0, cluster) for step in reversed(range(STEPS))]
     assert forwards == backwards[::-1]
 
 
@@ -105,14 +105,14 @@ def test_a_center_is_kept_from_the_start_if_it_is_what_is_shown(policy):
 
 
 def _settled(
-    policy: Mixed, begin: torch.Tensor, own: torch.Tensor, mean: torch.Tensor
+    policy: MixPolicy, begin: torch.Tensor, own: torch.Tensor, mean: torch.Tensor
 ) -> list[torch.Tensor]:
     """A worker's weights, what it remembers, and the mean, after two meetings of all."""
-    crew, memory = Crew(workers=3), {}
+    cluster, memory = ClusterInfo(workers=3), {}
     policy.start(begin, memory)
     own, mean = own.clone(), mean.clone()
     for _ in range(2):
-        policy.settle(own, mean, memory, Average((0, 1, 2)), crew)
+        policy.settle(own, mean, memory, Average((0, 1, 2)), cluster)
     return [own, mean, *(memory[name] for name in sorted(memory))]
 
 

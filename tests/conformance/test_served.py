@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from arrivals import Away, decided, play
 from echelon.config.registry import options_of
 from echelon.errors import ConfigError, UnknownName
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Apply, Drop, Served
+from echelon.sync.families.serve import Apply, Drop, ServePolicy
+from echelon.sync.policy import POLICIES, ClusterInfo
 
 # Other options than the defaults that lead elsewhere. A policy needs no entry here to be tested.
 MORE = {
@@ -48,11 +48,11 @@ def _with_defaults(name):
 
 def _served():
     every = [text for name in POLICIES.names() for text in (_with_defaults(name), *MORE.get(name, []))]
-    return [text for text in every if isinstance(POLICIES.build(text).resolved(), Served)]
+    return [text for text in every if isinstance(POLICIES.build(text).resolved(), ServePolicy)]
 
 
-def _crew(workers, **more):
-    return Crew(
+def _cluster(workers, **more):
+    return ClusterInfo(
         workers=workers,
         servers=1,
         shares=tuple(1 / workers for _ in range(workers)),
@@ -63,17 +63,17 @@ def _crew(workers, **more):
     )
 
 
-def _crews(text):
+def _clusters(text):
     """The crews of up to six workers that the policy accepts."""
     accepted = []
     for workers in range(1, 7):
-        crew = _crew(workers)
+        cluster = _cluster(workers)
         try:
-            POLICIES.build(text).check(crew)
+            POLICIES.build(text).check(cluster)
         except ConfigError:
             continue
-        accepted.append(crew)
-    assert accepted, f"{text} accepts no crew of up to six workers"
+        accepted.append(cluster)
+    assert accepted, f"{text} accepts no cluster of up to six workers"
     return accepted
 
 
@@ -86,9 +86,9 @@ programme = st.lists(st.one_of(computing, computing, computing, away), max_size=
 @st.composite
 def scenes(draw, text):
     """A crew, and what each of its workers does."""
-    crew = draw(st.sampled_from(_crews(text)))
-    per_worker = {"min_size": crew.workers, "max_size": crew.workers}
-    return crew, {
+    cluster = draw(st.sampled_from(_clusters(text)))
+    per_worker = {"min_size": cluster.workers, "max_size": cluster.workers}
+    return cluster, {
         "programmes": draw(st.lists(programme, **per_worker)),
         "samples": draw(st.lists(st.integers(1, 64).map(float), **per_worker)),
         "transfer_s": draw(st.lists(st.sampled_from([0.0, 0.5, 3.0]), **per_worker)),
@@ -105,8 +105,8 @@ def test_the_policies_that_a_server_promises_are_registered():
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_every_push_is_settled_once_and_every_arrival_answered_once_whoever_comes_when(text, data):
-    crew, scene = data.draw(scenes(text))
-    story = play(POLICIES.build(text).resolved(), crew, **scene)
+    cluster, scene = data.draw(scenes(text))
+    story = play(POLICIES.build(text).resolved(), cluster, **scene)
     pushed = {(t.worker, t.arrival.step) for t in story if t.arrival and t.arrival.kind != "ask"}
     applied = [(part.worker, part.step) for apply in decided(story, Apply) for part in apply.parts]
     dropped = [(drop.worker, drop.step) for drop in decided(story, Drop)]
@@ -117,19 +117,19 @@ def test_every_push_is_settled_once_and_every_arrival_answered_once_whoever_come
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_the_same_arrivals_lead_to_the_same_decisions(text, data):
-    crew, scene = data.draw(scenes(text))
+    cluster, scene = data.draw(scenes(text))
     policy = POLICIES.build(text).resolved()
-    story = play(policy, crew, **scene)
-    assert play(policy, crew, **scene) == story  # a rule begins anew: the policy remembers nothing
-    assert play(POLICIES.build(text).resolved(), crew, **scene) == story
+    story = play(policy, cluster, **scene)
+    assert play(policy, cluster, **scene) == story  # a rule begins anew: the policy remembers nothing
+    assert play(POLICIES.build(text).resolved(), cluster, **scene) == story
 
 
 @every_policy
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_weights_of_parts_and_numbers_to_draw_are_finite(text, data):
-    crew, scene = data.draw(scenes(text))
-    story = play(POLICIES.build(text).resolved(), crew, **scene)
+    cluster, scene = data.draw(scenes(text))
+    story = play(POLICIES.build(text).resolved(), cluster, **scene)
     parts = [part for apply in decided(story, Apply) for part in apply.parts]
     assert all(math.isfinite(part.weight) and part.weight > 0 for part in parts)
     assert all(math.isfinite(number) for told in story for number in told.state.values())
@@ -137,9 +137,9 @@ def test_weights_of_parts_and_numbers_to_draw_are_finite(text, data):
 
 @every_policy
 def test_a_crew_without_a_server_is_refused_and_told_how_to_get_one(text):
-    crew = dataclasses.replace(_crews(text)[-1], servers=0)
+    cluster = dataclasses.replace(_clusters(text)[-1], servers=0)
     with pytest.raises(ConfigError) as caught:
-        POLICIES.build(text).check(crew)
+        POLICIES.build(text).check(cluster)
     assert "--servers" in caught.value.fix
 
 

@@ -97,7 +97,7 @@ class Program:
 
     @property
     def state(self) -> str:
-        """The kernel's letter for what it does: T is stopped."""
+        """The kernel's message for what it does: T is stopped."""
         return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

@@ -1,7 +1,7 @@
 """Encoded gradients in real training: to the bit what the reference in one memory says, whatever happens.
 
 A model whose loss is the sum of its parameters times given numbers has these numbers as its gradients, so
-what the workers end with can be compared with `Together`, which knows no processes.
+what the workers end with can be compared with `ReferenceGroup`, which knows no processes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
 from echelon.codec.codec import CODECS, StandIn, owners, seed_of
-from echelon.codec.together import Together
-from echelon.comm.coded import coding, cost, route
-from echelon.comm.coded.coding import Coding
+from echelon.codec.reference import ReferenceGroup
 from echelon.comm.engine import EngineGroup
+from echelon.comm.meet.place import Place
+from echelon.comm.meet.rendezvous import meet
 from echelon.comm.open import open_group
-from echelon.comm.place import Place
-from echelon.comm.reducer import Reducer
-from echelon.comm.rendezvous import meet
 from echelon.errors import ConfigError, EchelonError, GradientError, PeerLost, UnknownName
 from echelon.observe.events import BucketReduced, Noted, StepEnded, read_events
 from echelon.observe.run_folder import RunFolder
-from echelon.plan.plan import Asked, Plan, make_plan
+from echelon.plan.plan import Plan, PlanRequest, make_plan
+from echelon.reduce.encoded import cost, route
+from echelon.reduce.encoded import encoder as coding
+from echelon.reduce.encoded.encoder import ModelEncoder
+from echelon.reduce.reducer import Reducer
 from warm import WorkerFailure
 
 # Options that leave something out of tensors as small as these.
@@ -148,7 +149,7 @@ def trained(codecs, steps, transport="tcp"):
 
 
 def references(codec, workers, steps):
-    together = Together(CODECS.build(codec), workers)
+    together = ReferenceGroup(CODECS.build(codec), workers)
     return [combined(together, [numbers(rank, step) for rank in range(workers)]) for step in range(steps)]
 
 
@@ -216,10 +217,10 @@ def test_torch_distributed_carries_encoded_gradients_too(warm_pool):
 def recorded(codec):
     """Three steps; this worker's events, and what its swaps and sums have sent."""
     swaps, sums = [], []
-    swap, all_reduce = EngineGroup.swap, EngineGroup.all_reduce
+    all_to_all, all_reduce = EngineGroup.all_to_all, EngineGroup.all_reduce
 
-    def counted_swap(group, *args, **options):
-        swaps.append(swap(group, *args, **options))
+    def counted_all_to_all(group, *args, **options):
+        swaps.append(all_to_all(group, *args, **options))
         return swaps[-1]
 
     def counted_sum(group, tensor, *args, **options):
@@ -227,7 +228,7 @@ def recorded(codec):
             sums.append(group.sent_bytes(tensor))
         return all_reduce(group, tensor, *args, **options)
 
-    EngineGroup.swap, EngineGroup.all_reduce = counted_swap, counted_sum
+    EngineGroup.all_to_all, EngineGroup.all_reduce = counted_all_to_all, counted_sum
     try:
         with join(codec, transport="tcp", record=True, name="bytes") as session:
             model = Known()
@@ -237,7 +238,7 @@ def recorded(codec):
                 model(numbers(session.rank, step)).backward()
                 optimizer.step()
     finally:
-        EngineGroup.swap, EngineGroup.all_reduce = swap, all_reduce
+        EngineGroup.all_to_all, EngineGroup.all_reduce = all_to_all, all_reduce
     events = list(read_events(session.folder.events_of(session.rank)))
     counted = sum(one.sent_bytes for one in swaps) + sum(sums)
     return counted, [event for event in events if isinstance(event, BucketReduced | StepEnded)]
@@ -292,7 +293,7 @@ def _poisoned(session, codec, where, overlap):
 def _one_step(session, model, optimizer, given):
     model(given).backward()
     optimizer.step()
-    session._agreement.settle()
+    session._synchronizer.settle()
 
 
 def assert_poisoned(outcomes, name, rank):
@@ -491,7 +492,7 @@ def assert_added(found, wanted):
 @each_way
 @late_or_not
 def test_what_has_landed_stays_when_another_pass_is_added(uses, codec, overlap):
-    together = Together(CODECS.build(codec), 2)
+    together = ReferenceGroup(CODECS.build(codec), 2)
     first = combined(together, pair(FIRST))
     second = [numbers(rank, SECOND, without=["vector"] + ["scalar"] * rank) for rank in range(2)]
     both = plus(combined(together, second), first)
@@ -503,7 +504,7 @@ def test_what_has_landed_stays_when_another_pass_is_added(uses, codec, overlap):
 
 @each_way
 def test_gradients_set_to_zero_are_as_good_as_none(uses, codec):
-    together = Together(CODECS.build(codec), 2)
+    together = ReferenceGroup(CODECS.build(codec), 2)
     combined(together, pair(FIRST))
     wanted = combined(together, pair(SECOND))
     for found in uses["kept zeros", codec]:
@@ -514,7 +515,7 @@ def test_gradients_set_to_zero_are_as_good_as_none(uses, codec):
 @late_or_not
 def test_accumulated_passes_are_encoded_once(uses, codec, overlap):
     parts = [pair(step) for step in (FIRST, SECOND, THIRD)]
-    together = Together(CODECS.build(codec), 2)
+    together = ReferenceGroup(CODECS.build(codec), 2)
     wanted = combined(together, [added(*mine) for mine in zip(*parts, strict=True)])
     for found in uses["accumulated", codec, *overlap]:
         assert_same_bits(found, wanted)
@@ -523,7 +524,7 @@ def test_accumulated_passes_are_encoded_once(uses, codec, overlap):
 @each_way
 @late_or_not
 def test_accumulated_passes_are_added_to_what_has_landed(uses, codec, overlap):
-    together = Together(CODECS.build(codec), 2)
+    together = ReferenceGroup(CODECS.build(codec), 2)
     first = combined(together, pair(FIRST))
     parts = pair(SECOND, without=["vector"]), pair(THIRD, without=["scalar"])
     wanted = plus(combined(together, [added(*mine) for mine in zip(*parts, strict=True)]), first)
@@ -531,7 +532,7 @@ def test_accumulated_passes_are_added_to_what_has_landed(uses, codec, overlap):
 
 
 def test_what_is_dropped_after_another_pass_does_not_come_back(uses):
-    together = Together(CODECS.build(TOP), 2)
+    together = ReferenceGroup(CODECS.build(TOP), 2)
     combined(together, pair(FIRST))
     wanted = combined(together, pair(THIRD, without=["vector"]))
     for found in uses["given up", TOP]:
@@ -539,7 +540,7 @@ def test_what_is_dropped_after_another_pass_does_not_come_back(uses):
 
 
 def test_what_was_clipped_stays_clipped(uses):
-    together = Together(CODECS.build(TOP), 2)
+    together = ReferenceGroup(CODECS.build(TOP), 2)
     first = {name: value * 0.25 for name, value in combined(together, pair(FIRST)).items()}
     wanted = plus(combined(together, pair(SECOND)), first)
     for found in uses["clipped", TOP]:
@@ -547,7 +548,7 @@ def test_what_was_clipped_stays_clipped(uses):
 
 
 def test_what_has_landed_stays_when_buckets_change_before_another_pass(uses):
-    together = Together(CODECS.build(TOP), 2)
+    together = ReferenceGroup(CODECS.build(TOP), 2)
     first = combined(together, pair(FIRST))
     second = [
         whole(numbers(rank, SECOND, without=["scalar"] + ["vector"] * rank), 0.5) for rank in range(2)
@@ -561,13 +562,13 @@ def test_what_has_landed_stays_when_buckets_change_before_another_pass(uses):
 
 @each_way
 def test_a_workers_weight_is_in_what_it_encodes(uses, codec):
-    wanted = combined(Together(CODECS.build(codec), 2), pair(FIRST), [0.75, 0.25])
+    wanted = combined(ReferenceGroup(CODECS.build(codec), 2), pair(FIRST), [0.75, 0.25])
     for found in uses["weighed", codec]:
         assert_same_bits(found, wanted)
 
 
 def test_weights_that_change_between_passes_leave_what_has_landed_alone(uses):
-    together = Together(CODECS.build(TOP), 2)
+    together = ReferenceGroup(CODECS.build(TOP), 2)
     first = combined(together, pair(FIRST))
     both = zip(pair(SECOND, without=["vector"]), pair(THIRD), [0.75, 0.25], strict=True)
     given = [added(whole(one, 0.5), whole(other, weight)) for one, other, weight in both]
@@ -577,7 +578,7 @@ def test_weights_that_change_between_passes_leave_what_has_landed_alone(uses):
 
 @each_way
 def test_a_loss_that_is_a_sum_counts_every_workers_whole(uses, codec):
-    wanted = combined(Together(CODECS.build(codec), 2), pair(FIRST), [1.0, 1.0])
+    wanted = combined(ReferenceGroup(CODECS.build(codec), 2), pair(FIRST), [1.0, 1.0])
     for found in uses["plain", codec, *SUMS]:
         assert_same_bits(found, wanted)
 
@@ -613,7 +614,7 @@ def test_late_steps_are_the_same_to_the_bit(warm_pool):
 
 
 def states_of(session):
-    return [coding.states.save() for coding in session._agreement._encoding._codings if coding]
+    return [coding.states.save() for coding in session._synchronizer._encoding._codings if coding]
 
 
 def stopping(codec, folder, steps, save_after, load=False):
@@ -640,14 +641,20 @@ def stopping(codec, folder, steps, save_after, load=False):
     return {"begun": begun, "saved": saved, "found": found, "weights": weights, "told": told}
 
 
-KEEPERS = ["dgc(ratio=0.05, warmup=3)", "one-bit", "power-sgd(rank=1)", "dynamic-fixed(bits=6)", TOP]
+PARAMETER_SERVERS = [
+    "dgc(ratio=0.05, warmup=3)",
+    "one-bit",
+    "power-sgd(rank=1)",
+    "dynamic-fixed(bits=6)",
+    TOP,
+]
 
 
 def going_on(folder, load):
     """Six steps, saved after three; or the last three of them. Gradients of the last three, and weights."""
     with join("none", transport="tcp") as session:
         models, optimizers = [], []
-        for codec in KEEPERS:
+        for codec in PARAMETER_SERVERS:
             model = Known()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             session.prepare(model, optimizer, codec=codec)
@@ -672,11 +679,11 @@ def test_a_run_that_is_resumed_is_the_same_to_the_bit(warm_pool, tmp_path):
     straight = warm_pool.run(2, going_on, tmp_path, False)
     resumed = warm_pool.run(2, going_on, tmp_path, True)
     for one, other in zip(straight, resumed, strict=True):
-        assert len(one) == 4 * len(KEEPERS)
+        assert len(one) == 4 * len(PARAMETER_SERVERS)
         assert_all_same(one, other)
 
 
-def owed(outcomes, when, key="residual"):
+def residuals(outcomes, when, key="residual"):
     """The sum over workers of what each owes, by parameter."""
     return {
         name: sum(outcome[when][0][name][key].double() for outcome in outcomes if name in outcome[when][0])
@@ -695,7 +702,7 @@ def saved(warm_pool, tmp_path_factory):
 def test_other_numbers_of_workers_take_over_all_that_is_owed(warm_pool, saved, workers):
     folder, before = saved
     after = warm_pool.run(workers, stopping, TOP, folder, 4, 0, True)
-    wanted, found = owed(before, "saved"), owed(after, "begun")
+    wanted, found = residuals(before, "saved"), residuals(after, "begun")
     assert set(wanted) == set(found) == set(SHAPES)
     for name in SHAPES:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
@@ -728,7 +735,7 @@ def test_other_sites_take_over_all_that_is_owed_where_it_will_be_sent(warm_pool,
     by_sites, three = f"between({TOP})", ((0, 1), (2,))
     before = at_sites(warm_pool, tmp_path / "a", by_sites, three, stopping, None, tmp_path, 3, 3)
     after = at_sites(warm_pool, tmp_path / "b", by_sites, SITES, stopping, None, tmp_path, 4, 0, True)
-    wanted, found = owed(before, "saved"), owed(after, "begun")
+    wanted, found = residuals(before, "saved"), residuals(after, "begun")
     assert any(value.any() for value in wanted.values())
     for name in SHAPES:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-5)
@@ -748,7 +755,7 @@ def at_sites(pool, folder, codec, sites, work, *args):
     """Run in warm workers whose plan has these groups."""
     workers = sum(len(site) for site in sites)
     folder = RunFolder(folder).with_subfolders()
-    asked = Asked(codec=codec, groups=sites, transport="tcp", round_timeout_s=20.0)
+    asked = PlanRequest(codec=codec, groups=sites, transport="tcp", round_timeout_s=20.0)
     folder.plan.write_text(make_plan("test", ["here"] * workers, asked, cores=1).to_toml())
     return pool.run(workers, work, *args, env={"ECHELON_RUN": str(folder.path)})
 
@@ -772,7 +779,7 @@ def between_reference(codec, sites, steps):
     """Each rail's parts of all parameters, by a reference of its own, of the sums of sites."""
     workers = sum(len(site) for site in sites)
     rails = min(len(site) for site in sites)
-    together = [Together(CODECS.build(codec), len(sites)) for _ in range(rails)]
+    together = [ReferenceGroup(CODECS.build(codec), len(sites)) for _ in range(rails)]
     out = []
     for step in range(steps):
         inside = [[whole(numbers(rank, step), 1 / workers) for rank in site] for site in sites]
@@ -875,7 +882,7 @@ def test_sites_of_three_and_two_lose_nothing(codec):
     sites = ((0, 1, 2), (3, 4))
 
     def act(group):
-        coding = Coding(
+        coding = ModelEncoder(
             CODECS.build(codec),
             route.by_site(group, sites),
             rank=group.rank,
@@ -928,7 +935,7 @@ def thawing():
 
 
 def test_what_a_frozen_layer_owes_is_sent_when_it_is_thawed(warm_pool):
-    together = Together(CODECS.build("top-k(ratio=0.05)"), 2)
+    together = ReferenceGroup(CODECS.build("top-k(ratio=0.05)"), 2)
     wanted = []
     for step in range(6):
         given = [whole(mine, 0.5) for mine in pair(step)]
@@ -944,17 +951,17 @@ def test_what_a_frozen_layer_owes_is_sent_when_it_is_thawed(warm_pool):
 def in_small_buckets(what, *args):
     """What a worker does, but nearly every parameter has a bucket of its own; and how many there were."""
     least, coding.LEAST_BYTES = coding.LEAST_BYTES, 1
-    make, made = Coding.parcel, []
+    make, made = ModelEncoder.bucket, []
 
-    def parcel(self, parameters):
+    def bucket(self, parameters):
         made.append(parameters)
         return make(self, parameters)
 
-    Coding.parcel = parcel
+    ModelEncoder.bucket = bucket
     try:
         return globals()[what](*args), len(made)
     finally:
-        coding.LEAST_BYTES, Coding.parcel = least, make
+        coding.LEAST_BYTES, ModelEncoder.bucket = least, make
 
 
 def test_bits_do_not_depend_on_buckets(warm_pool, by_three):
@@ -1127,11 +1134,11 @@ def test_sites_need_echelons_own_transports(warm_pool, tmp_path):
 
 def killed(codec, who):
     """One worker is killed when it has begun an exchange of the second round."""
-    swap = EngineGroup.swap
+    all_to_all = EngineGroup.all_to_all
     begun = []
 
     def swap_and_die(group, *args, **options):
-        begun.append(swap(group, *args, **options))
+        begun.append(all_to_all(group, *args, **options))
         if len(begun) == deadly:
             os.kill(os.getpid(), signal.SIGKILL)
         return begun[-1]
@@ -1140,11 +1147,11 @@ def killed(codec, who):
         deadly = 2 if session.rank == who else 0
         model = session.prepare(Known())
         if deadly:
-            EngineGroup.swap = swap_and_die
+            EngineGroup.all_to_all = swap_and_die
         try:
             return attempt(lambda: [model(numbers(session.rank, step)).backward() for step in range(5)])
         finally:
-            EngineGroup.swap = swap
+            EngineGroup.all_to_all = all_to_all
 
 
 def test_a_worker_killed_in_an_encoded_round_is_named_by_all(warm_pool):
@@ -1175,7 +1182,7 @@ def automatic():
 
 
 def test_on_one_machine_auto_is_none_and_measures_nothing(warm_pool):
-    wanted = combined(Together(CODECS.build("none"), 2), pair(0))
+    wanted = combined(ReferenceGroup(CODECS.build("none"), 2), pair(0))
     for found, reason in warm_pool.run(2, automatic):
         assert_same_bits(found, wanted)
         assert reason == "none: no links between machines were measured"

@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import echelon
-from echelon.comm import shards
+from echelon.checkpoint import store as checkpoint
 from echelon.errors import ConfigError, GradientError
 from echelon.observe.events import ServerEnded, read_events
-from echelon.train import checkpoint
-from echelon.train.served import coding
-from echelon.train.served.line import Line
-from echelon.train.served.protocol import CODED, Kind
+from echelon.server import encoding as coding
+from echelon.server import shards
+from echelon.server.channel import ServerChannel
+from echelon.server.protocol import CODED, Kind
 from plain import examples, seed_weights
 from served import Crew, take_part
 from warm import WorkerFailure
@@ -48,13 +48,13 @@ def trained(options, epochs=6):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(data, batch_size=12, shuffle=True)
         model, optimizer, loader = session.prepare(model, optimizer, loader, **options)
-        losses, (table,), came, pulled = [], session._agreement._tables, [], []
+        losses, (table,), came, pulled = [], session._synchronizer._tables, [], []
         take_in = table._take_in
 
-        def noted(letter, how):
-            came.append(letter.head.flags)
-            pulled.append(len(letter.payload))
-            take_in(letter, how)
+        def noted(message, how):
+            came.append(message.head.flags)
+            pulled.append(len(message.payload))
+            take_in(message, how)
 
         table._take_in = noted
         for _ in session.epochs(epochs):
@@ -82,8 +82,8 @@ TRAINED = {
 @pytest.mark.parametrize("how", TRAINED)
 def test_workers_learn_by_fewer_bytes_and_end_with_the_servers_weights_exactly(warm_pool, tmp_path, how):
     codec, sync, options, smaller, handed = TRAINED[how]
-    crew = Crew(tmp_path, workers=2, servers=1, sync=sync, codec=codec, seed=1)
-    outcomes, (kept,) = crew.run(warm_pool, work, "trained", options)
+    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec=codec, seed=1)
+    outcomes, (kept,) = cluster.run(warm_pool, work, "trained", options)
     (weights,) = (weights for weights in kept.weights.values())
     length, hand_outs = weights.numel(), sum(len(outcome[3]) for outcome in outcomes)
     for losses, own, sent_bytes, came, _ in outcomes:
@@ -96,7 +96,7 @@ def test_workers_learn_by_fewer_bytes_and_end_with_the_servers_weights_exactly(w
         assert set(came) == handed
     assert torch.equal(outcomes[0][1], outcomes[1][1])
     assert kept.waiting == 0
-    told = logged(crew)
+    told = logged(cluster)
     assert told.codec == codec
     assert told.pulled_bytes == sum(outcome[4] for outcome in outcomes)
     assert told.dense_pulled_bytes == 4 * length * hand_outs
@@ -104,9 +104,11 @@ def test_workers_learn_by_fewer_bytes_and_end_with_the_servers_weights_exactly(w
     assert told.pushed_bytes * smaller < told.dense_pushed_bytes
 
 
-def logged(crew):
+def logged(cluster):
     """What the first server said in the end."""
-    (told,) = (e for e in read_events(crew.folder.events_of(crew.workers)) if isinstance(e, ServerEnded))
+    (told,) = (
+        e for e in read_events(cluster.folder.events_of(cluster.workers)) if isinstance(e, ServerEnded)
+    )
     return told
 
 
@@ -119,12 +121,12 @@ def stepped(codec, strength):
         if session.rank:
             session.rest()
             return []
-        (table,) = session._agreement._tables
+        (table,) = session._synchronizer._tables
         lengths = [p.numel() for p in model.parameters()]
         (shard,) = shards.shard(lengths, 1, item_bytes=4)
         (piece,) = shards.pieces([shard], item_bytes=4)
         ways = coding.open_coding(codec, torch.float32, 0, [p.shape for p in model.parameters()])
-        out = coding.Outgoing(ways, [piece], 0)
+        out = coding.PushEncoder(ways, [piece], 0)
         weights = flat(reversed(list(model.parameters())))  # as they lie in the shard
         velocity, shadows = torch.zeros_like(weights), coding.Shadows(ways, weights, 1)
         found = []
@@ -152,8 +154,8 @@ def stepped(codec, strength):
 @pytest.mark.parametrize("codec", ["top-k(ratio=0.05)", "one-bit"])
 def test_a_worker_always_has_what_arithmetic_says(warm_pool, tmp_path, codec, sync):
     """Gradients are corrected, where they are, by what the worker had, which is not what the server has."""
-    crew = Crew(tmp_path, workers=2, servers=1, sync=sync, codec=codec)
-    (found, _), _ = crew.run(warm_pool, work, "stepped", codec, 0.0 if sync == "async" else 0.5)
+    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec=codec)
+    (found, _), _ = cluster.run(warm_pool, work, "stepped", codec, 0.0 if sync == "async" else 0.5)
     assert len(found) == 9
     for own, expected in found:
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
@@ -163,8 +165,8 @@ def test_a_worker_always_has_what_arithmetic_says(warm_pool, tmp_path, codec, sy
 
 @pytest.mark.parametrize("sync", ["backup(0)", "delay-compensated"])
 def test_replicas_have_what_they_are_replicas_of_to_the_bit(warm_pool, tmp_path, sync):
-    crew = Crew(tmp_path, workers=2, servers=2, replicas=1, sync=sync, codec="one-bit", seed=1)
-    outcomes, (one, other) = crew.run(warm_pool, work, "trained", {}, 2)
+    cluster = Crew(tmp_path, workers=2, servers=2, replicas=1, sync=sync, codec="one-bit", seed=1)
+    outcomes, (one, other) = cluster.run(warm_pool, work, "trained", {}, 2)
     for shard in (0, 1):
         assert one.weights[0, shard].numel() > FEATURES
         assert torch.equal(one.weights[0, shard], other.weights[0, shard])
@@ -178,7 +180,7 @@ def in_groups():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(data, batch_size=12, shuffle=True)
         model, optimizer, loader = session.prepare(model, optimizer, loader)
-        sent = letters()
+        sent = messages()
         for _ in session.epochs(4):
             for x, y in loader:
                 optimizer.zero_grad()
@@ -193,8 +195,8 @@ def test_of_a_group_the_first_member_sends_coded_gradients_for_all(warm_pool, tm
     sync = 'levels(full, "async")'
     groups = ((0, 1), (2, 3))
     codec = "between(one-bit)"
-    crew = Crew(tmp_path, workers=4, servers=1, sync=sync, codec=codec, groups=groups)
-    outcomes, _ = crew.run(warm_pool, work, "in_groups")
+    cluster = Crew(tmp_path, workers=4, servers=1, sync=sync, codec=codec, groups=groups)
+    outcomes, _ = cluster.run(warm_pool, work, "in_groups")
     for rank, (loss, weights, sent) in enumerate(outcomes):
         assert loss < 0.5
         assert torch.equal(weights, outcomes[0][1])
@@ -205,20 +207,20 @@ def test_of_a_group_the_first_member_sends_coded_gradients_for_all(warm_pool, tm
 # What is sent ------------------------------------------------------------------------------------
 
 
-def letters():
+def messages():
     """Note flags and bytes of all pushed pieces from now on; call what is returned to stop, and know."""
     sent = []
-    send = Line.send
+    send = ServerChannel.send
 
     def noted(self, server, what, *payload):
         if what.kind == Kind.PUSH:
             sent.append((what.flags, len(payload[0])))
         send(self, server, what, *payload)
 
-    Line.send = noted
+    ServerChannel.send = noted
 
     def stop():
-        Line.send = send
+        ServerChannel.send = send
         return sent
 
     return stop
@@ -231,7 +233,7 @@ def pushed(clips, spoils):
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         model, optimizer = session.prepare(model, optimizer)
-        stop = letters()
+        stop = messages()
         given = torch.zeros(FEATURES * 60 + 60, dtype=torch.float64)
         begun = flat(model.parameters()).double()
         draw = torch.Generator().manual_seed(session.rank)
@@ -257,18 +259,18 @@ def pushed(clips, spoils):
             given += flat(p.grad for p in model.parameters())
             optimizer.step()
         sent = stop()
-        tables = session._agreement.owed().get("tables", {})
-        owed = [
+        tables = session._synchronizer.residuals().get("tables", {})
+        residuals = [
             tables[f"0/{place}"]["residual"] if tables else torch.zeros(p.numel())
             for place, p in enumerate(model.parameters())
         ]
-        session._agreement._tables[0].pull()
+        session._synchronizer._tables[0].pull()
         moved = begun - flat(model.parameters()).double()
         session.barrier()  # a load is for all at once
-        session._agreement.loaded()
-        assert session._agreement.owed() == {}, "what was loaded owes nothing of what was before"
+        session._synchronizer.loaded()
+        assert session._synchronizer.residuals() == {}, "what was loaded owes nothing of what was before"
         session.rest()
-        return given, torch.cat(owed).double(), moved, sent
+        return given, torch.cat(residuals).double(), moved, sent
 
 
 @pytest.mark.parametrize(
@@ -279,33 +281,33 @@ def test_what_moved_the_weights_and_what_is_owed_are_all_gradients(
     warm_pool, tmp_path, codec, clips, spoils
 ):
     """Also of gradients that had left too early, and of steps that were not taken."""
-    crew = Crew(tmp_path, workers=2, servers=1, sync="backup(0)", codec=codec)
-    outcomes, (kept,) = crew.run(warm_pool, work, "pushed", clips, spoils)
+    cluster = Crew(tmp_path, workers=2, servers=1, sync="backup(0)", codec=codec)
+    outcomes, (kept,) = cluster.run(warm_pool, work, "pushed", clips, spoils)
     given = sum(outcome[0] for outcome in outcomes) / 2
-    owed = sum(outcome[1] for outcome in outcomes) / 2
+    residuals = sum(outcome[1] for outcome in outcomes) / 2
     for _, _, moved, sent in outcomes:
-        torch.testing.assert_close(moved + owed, given, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(moved + residuals, given, rtol=1e-4, atol=1e-3)
         assert {flags for flags, _ in sent} == {CODED}
-    assert float(owed.norm()) > 0
+    assert float(residuals.norm()) > 0
     assert kept.waiting == 0
 
 
 def test_a_codec_that_had_nothing_to_write_is_not_told_of(warm_pool, tmp_path):
     sync = "elastic-averaging(asynchronous=true)"  # pushes weights
-    crew = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="one-bit")
-    crew.run(warm_pool, work, "trained", {}, 1)
-    told = logged(crew)
+    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="one-bit")
+    cluster.run(warm_pool, work, "trained", {}, 1)
+    told = logged(cluster)
     assert (told.codec, told.pushed_bytes) == ("none", told.dense_pushed_bytes)
     assert 0 < told.pulled_bytes == told.dense_pulled_bytes
 
 
 def test_without_a_codec_gradients_are_sent_as_they_are_and_nothing_besides(warm_pool, tmp_path):
-    crew = Crew(tmp_path, workers=2, servers=1, sync="backup(0)", codec="none")
-    outcomes, _ = crew.run(warm_pool, work, "pushed", False, False)
-    for _, owed, _, sent in outcomes:
+    cluster = Crew(tmp_path, workers=2, servers=1, sync="backup(0)", codec="none")
+    outcomes, _ = cluster.run(warm_pool, work, "pushed", False, False)
+    for _, residuals, _, sent in outcomes:
         assert sent == [(0, 4 * (FEATURES * 60 + 60))] * 10
-        assert not owed.any()
-    told = logged(crew)
+        assert not residuals.any()
+    told = logged(cluster)
     assert (told.codec, told.pushed_bytes) == ("none", told.dense_pushed_bytes)
     assert 0 < told.pulled_bytes == told.dense_pulled_bytes
 
@@ -336,15 +338,15 @@ def spoiled():
             optimizer.step()
         session.rest()
         session.barrier()
-        session._agreement._tables[0].pull()
+        session._synchronizer._tables[0].pull()
         return begun - flat(model.parameters())
 
 
 @pytest.mark.parametrize("sync", ["async", "downpour(2, 2)", "downpour(1, 3)", "percentage(0.5)"])
 def test_a_gradient_that_is_not_finite_goes_nowhere_and_a_script_may_go_on(warm_pool, tmp_path, sync):
     """Neither to the server, nor into the worker's own weights or sums."""
-    crew = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
-    outcomes, (kept,) = crew.run(warm_pool, work, "spoiled")
+    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
+    outcomes, (kept,) = cluster.run(warm_pool, work, "spoiled")
     for moved in outcomes:
         torch.testing.assert_close(moved, torch.full_like(moved, moved[0]), rtol=1e-3, atol=1e-3)
         assert float(moved[0]) > 0.125 * 4
@@ -372,15 +374,15 @@ def overflowing(sync):
             with pytest.raises(GradientError, match=f"the {what} of parameter weight"):
                 session.rest()
         session.barrier()
-        session._agreement._tables[0].pull()
+        session._synchronizer._tables[0].pull()
         session.rest()
         return flat(model.parameters())
 
 
 @pytest.mark.parametrize("sync", ["downpour(4, 4)", "percentage(shares=[0.1, 1.0])"])
 def test_what_has_become_infinite_on_the_way_is_not_merged(warm_pool, tmp_path, sync):
-    crew = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
-    outcomes, _ = crew.run(warm_pool, work, "overflowing", sync)
+    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
+    outcomes, _ = cluster.run(warm_pool, work, "overflowing", sync)
     assert all(bool(weights.isfinite().all()) for weights in outcomes)
 
 
@@ -397,9 +399,9 @@ def spoiled_in_a_group():
 def test_of_a_group_all_members_are_named_for_whose_gradient_it_was_is_not_known(warm_pool, tmp_path):
     groups = ((0, 1), (2, 3))
     sync = 'levels(full, "async")'
-    crew = Crew(tmp_path, workers=4, servers=1, sync=sync, codec="one-bit", groups=groups)
+    cluster = Crew(tmp_path, workers=4, servers=1, sync=sync, codec="one-bit", groups=groups)
     with pytest.raises(WorkerFailure) as caught:
-        crew.run(warm_pool, work, "spoiled_in_a_group")
+        cluster.run(warm_pool, work, "spoiled_in_a_group")
     error = caught.value.outcomes[2].error
     assert isinstance(error, GradientError)
     assert error.ranks == (2, 3)
@@ -440,10 +442,10 @@ def test_going_on_after_an_epoch_is_as_if_nobody_had_stopped(warm_pool, tmp_path
         ("first", 10, 10, "saved"),
         ("second", 20, 0, "saved"),
     ):
-        crew = Crew(
+        cluster = Crew(
             tmp_path / part, workers=2, servers=2, sync="backup(0)", seed=4, codec="top-k(ratio=0.05)"
         )
-        ended[part] = crew.run(warm_pool, work, "saving", upto, save_at, str(tmp_path / where))[0]
+        ended[part] = cluster.run(warm_pool, work, "saving", upto, save_at, str(tmp_path / where))[0]
     for one, other in zip(ended["whole"], ended["second"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
     codecs = checkpoint.read_newest(tmp_path / "saved", lambda state: None).state["codecs"]
@@ -454,10 +456,10 @@ def test_going_on_after_an_epoch_is_as_if_nobody_had_stopped(warm_pool, tmp_path
 def test_saving_in_the_middle_of_an_epoch_changes_nothing(warm_pool, tmp_path):
     ended = []
     for part, save_at in (("saving", 8), ("not", 0)):
-        crew = Crew(
+        cluster = Crew(
             tmp_path / part, workers=2, servers=1, sync="backup(0)", seed=4, codec="top-k(ratio=0.05)"
         )
-        ended.append(crew.run(warm_pool, work, "saving", 15, save_at, str(tmp_path / part / "saved"))[0])
+        ended.append(cluster.run(warm_pool, work, "saving", 15, save_at, str(tmp_path / part / "saved"))[0])
     for one, other in zip(*ended, strict=True):
         assert torch.equal(one, other)
 
@@ -470,16 +472,16 @@ def resuming(folder):
         loader = DataLoader(examples(60, features=FEATURES, dtype=torch.float32), batch_size=12)
         model, optimizer, loader = session.prepare(model, optimizer, loader)
         session.load(folder, required=False)
-        owed = session._agreement.owed().get("tables", {})
+        residuals = session._synchronizer.residuals().get("tables", {})
         for x, y in loader:
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
         session.save(folder)
-        return {name: state["residual"] for name, state in owed.items()}
+        return {name: state["residual"] for name, state in residuals.items()}
 
 
-def owed_in_all(states):
+def residuals_in_all(states):
     return {name: sum(one[name].double() for one in states if name in one) for name in ("0/0", "0/3")}
 
 
@@ -492,13 +494,13 @@ def test_what_workers_owed_is_owed_by_first_members_whoever_they_are(warm_pool, 
     )
     saved = []
     for number, (sync, groups, codec, leaders) in enumerate(runs):
-        crew = Crew(
+        cluster = Crew(
             tmp_path / str(number), workers=4, servers=1, sync=sync, groups=groups, codec=codec, seed=4
         )
-        outcomes, _ = crew.run(warm_pool, work, "resuming", str(tmp_path / "saved"))
-        assert [rank for rank, owed in enumerate(outcomes) if owed] == leaders
+        outcomes, _ = cluster.run(warm_pool, work, "resuming", str(tmp_path / "saved"))
+        assert [rank for rank, residuals in enumerate(outcomes) if residuals] == leaders
         if saved:
-            now, before = owed_in_all(outcomes), owed_in_all(saved)
+            now, before = residuals_in_all(outcomes), residuals_in_all(saved)
             for name, residual in before.items():
                 assert float(residual.norm()) > 0
                 torch.testing.assert_close(now[name], residual, rtol=1e-5, atol=1e-6)
@@ -517,14 +519,14 @@ def misplaced():
             name: {"residual": torch.ones(shape).reshape(-1), "shape": torch.tensor(shape)}
             for name, shape in shapes.items()
         }
-        session._agreement.restore_owed([{"codec": "top-k", "tables": tables}] * 2)
-        return session._agreement.owed(), session._plan.reasons.get("codec residuals")
+        session._synchronizer.restore_residuals([{"codec": "top-k", "tables": tables}] * 2)
+        return session._synchronizer.residuals(), session._plan.reasons.get("codec residuals")
 
 
 def test_what_was_owed_of_parameters_in_other_places_is_dropped_and_said_so(warm_pool, tmp_path):
-    crew = Crew(tmp_path, workers=2, servers=1, sync="async", codec="top-k")
-    outcomes, _ = crew.run(warm_pool, work, "misplaced")
-    assert [owed for owed, _ in outcomes] == [{}, {}]
+    cluster = Crew(tmp_path, workers=2, servers=1, sync="async", codec="top-k")
+    outcomes, _ = cluster.run(warm_pool, work, "misplaced")
+    assert [residuals for residuals, _ in outcomes] == [{}, {}]
     assert "2 parameters in other places" in outcomes[0][1]
 
 
@@ -538,9 +540,9 @@ def prepare():
 
 
 def test_momentum_in_the_codec_and_on_the_server_is_refused(warm_pool, tmp_path):
-    crew = Crew(tmp_path, workers=2, servers=1, sync="async", codec="dgc")
+    cluster = Crew(tmp_path, workers=2, servers=1, sync="async", codec="dgc")
     with pytest.raises(WorkerFailure) as caught:
-        crew.run(warm_pool, work, "prepare")
+        cluster.run(warm_pool, work, "prepare")
     workers = caught.value.outcomes[:2]
     assert all(isinstance(one.error, ConfigError) for one in workers)
     assert all("applied twice" in one.error.message for one in workers)

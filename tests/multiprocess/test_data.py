@@ -81,14 +81,14 @@ def alone():
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
-def crew(request, warm_pool):
+def cluster(request, warm_pool):
     """What each of several workers draws, and how many they are."""
     return request.param, warm_pool.run(request.param, draw_all, 5, 2, list(LOADERS))
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_workers_together_draw_what_one_process_draws(alone, crew, name):
-    workers, drawn = crew
+def test_workers_together_draw_what_one_process_draws(alone, cluster, name):
+    workers, drawn = cluster
     for epoch in range(2):
         parts = [worker[name][epoch] for worker in drawn]
         together = [[i for part in batch for i in part] for batch in zip(*parts, strict=True)]
@@ -112,8 +112,8 @@ def joined(batches, workers):
 @pytest.mark.parametrize(
     "name", [name for name in LOADERS if name not in ("sampler", "dropping", "batch sampler")]
 )
-def test_every_sample_is_drawn_once_per_epoch(crew, name):
-    _, drawn = crew
+def test_every_sample_is_drawn_once_per_epoch(cluster, name):
+    _, drawn = cluster
     dataset = LOADERS[name]().dataset
     count = dataset.count if isinstance(dataset, Stream) else len(dataset)
     for epoch in range(2):
@@ -131,7 +131,7 @@ def test_another_epoch_and_another_seed_have_another_order(warm_pool, alone):
         assert [a + b for a, b in zip(other[0][name][0], other[1][name][0], strict=True)] != first
 
 
-def test_shares_follow_the_weights(crew):
-    workers, drawn = crew
+def test_shares_follow_the_weights(cluster):
+    workers, drawn = cluster
     sizes = [len(worker["one batch"][0][0]) for worker in drawn]
     assert sizes == {2: [5, 2], 3: [2, 3, 2], 4: [1, 1, 2, 3]}[workers]

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import echelon
-from echelon.comm import mesh, segment
-from echelon.comm.handshake import Refused
+from echelon.comm.meet import mesh
+from echelon.comm.meet.handshake import Refused
+from echelon.comm.memory import segment
 from echelon.errors import ConfigError, EchelonError, PeerLost, RoundTimeout
 from warm import WorkerFailure
 

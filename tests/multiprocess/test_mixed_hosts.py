@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from echelon.comm import segment
+from echelon.comm.meet.place import Place
+from echelon.comm.meet.rendezvous import meet
+from echelon.comm.memory import segment
 from echelon.comm.open import open_group
-from echelon.comm.place import Place
-from echelon.comm.rendezvous import meet
 from echelon.errors import EchelonError, PeerLost, RoundTimeout
 from warm import WorkerFailure
 from wires import values

@@ -16,11 +16,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import echelon
-from echelon.comm import buckets, shm
+from echelon.comm.meet.place import Place
+from echelon.comm.meet.rendezvous import meet
+from echelon.comm.memory import shm
 from echelon.comm.open import open_group
-from echelon.comm.place import Place
-from echelon.comm.rendezvous import meet
 from echelon.errors import ModelError
+from echelon.reduce import packing as buckets
 
 WORKERS = 2
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
 from echelon.observe.events import Arrived, Decided, StepEnded, read_events
-from echelon.simulate.profile import Link, Profile
+from echelon.simulate.profile import Profile, VirtualLink
 from echelon.simulate.run import simulate
 from echelon.simulate.setting import Setting
 from served import Crew, take_part
@@ -46,21 +46,21 @@ def slow_one(samples):
             optimizer.step()
 
 
-def served_rate(crew):
+def served_rate(cluster):
     """From the first arrival until a worker finds no more data: as long as all are at work."""
-    record = crew.record()
+    record = cluster.record()
     arrivals = [event for event in record if isinstance(event, Arrived)]
     began, ended = arrivals[0].t, min(event.t for event in arrivals if event.kind == "leave")
     updates = [event for event in record if isinstance(event, Decided) and event.what == "apply"]
     return sum(len(event.parts) for event in updates if began < event.t <= ended) / (ended - began)
 
 
-def rate_together(crew):
+def rate_together(cluster):
     """In lockstep every step of every worker is a gradient applied; likewise without the first."""
     steps = [
         event
-        for rank in range(crew.workers)
-        for event in read_events(crew.folder.events_of(rank))
+        for rank in range(cluster.workers)
+        for event in read_events(cluster.folder.events_of(rank))
         if isinstance(event, StepEnded)
     ]
     began = max(event.arrival for event in steps if event.step == 0)
@@ -71,12 +71,12 @@ def on_the_cluster(pool, folder, sync):
     """Gradients applied per second. In lockstep a batch takes five times as long, so it has fewer."""
     folder.mkdir()
     if sync == "full":
-        crew = Crew(folder, workers=WORKERS, sync=sync)
-        crew.run(pool, work, "slow_one", 72)
-        return rate_together(crew)
-    crew = Crew(folder, workers=WORKERS, servers=1, sync=sync)
-    crew.run(pool, work, "slow_one", 240)
-    return served_rate(crew)
+        cluster = Crew(folder, workers=WORKERS, sync=sync)
+        cluster.run(pool, work, "slow_one", 72)
+        return rate_together(cluster)
+    cluster = Crew(folder, workers=WORKERS, servers=1, sync=sync)
+    cluster.run(pool, work, "slow_one", 240)
+    return served_rate(cluster)
 
 
 def on_the_virtual_clock():
@@ -87,7 +87,7 @@ def on_the_virtual_clock():
         speeds=(1.0, 1.0, FAST_S / SLOW_S),
         seconds=3.0,
         gradients=False,
-        profile=Profile(compute_s=FAST_S, link=Link(latency_s=1e-4, bytes_per_s=1e8)),
+        profile=Profile(compute_s=FAST_S, link=VirtualLink(latency_s=1e-4, bytes_per_s=1e8)),
     )
     outcome = simulate(setting, IN_ORDER)
     return {run.policy: run.totals.applied / setting.seconds for run in outcome.runs}

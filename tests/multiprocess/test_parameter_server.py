@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import echelon
+from echelon.checkpoint import store as checkpoint
 from echelon.cli import main
 from echelon.errors import ConfigError
-from echelon.train import checkpoint
 from plain import examples, network
 from served import Crew, take_part
 from warm import WorkerFailure
@@ -70,8 +70,8 @@ def stopped_and_gone_on(pool, folder, kind, save_at, servers):
         ("first", save_at, save_at, "saved"),
         ("second", 20, 0, "saved"),
     ):
-        crew = Crew(folder / part, workers=3, servers=servers, sync="backup(0)", seed=4)
-        ended.append(crew.run(pool, work, "train", kind, upto, saves, str(folder / where))[0])
+        cluster = Crew(folder / part, workers=3, servers=servers, sync="backup(0)", seed=4)
+        ended.append(cluster.run(pool, work, "train", kind, upto, saves, str(folder / where))[0])
     assert [steps for steps, _ in ended[1]] == [save_at] * 3
     return ended[0], ended[2]
 
@@ -221,9 +221,9 @@ def prepare(what):
     ],
 )
 def test_a_script_that_no_server_can_serve_is_told_so_by_prepare(warm_pool, tmp_path, what, says):
-    crew = Crew(tmp_path, workers=2, servers=1, sync="async")
+    cluster = Crew(tmp_path, workers=2, servers=1, sync="async")
     with pytest.raises(WorkerFailure) as caught:
-        crew.run(warm_pool, work, "prepare", what)
+        cluster.run(warm_pool, work, "prepare", what)
     workers = caught.value.outcomes[:2]
     assert all(isinstance(one.error, ConfigError) and says in one.error.message for one in workers)
 

@@ -129,7 +129,7 @@ def digits(lr, momentum):
 class Run:
     """A run on digits and what is known of it."""
 
-    crew: Crew
+    cluster: Crew
     setting: Setting
     workers: list[Ended]
     kept: list[Any]
@@ -144,11 +144,11 @@ def run_of(warm_pool, tmp_path_factory):
         if sync not in made:
             setting = SETTINGS[sync]
             folder = tmp_path_factory.mktemp("run")
-            crew = Crew(
+            cluster = Crew(
                 folder, workers=WORKERS, servers=setting.servers, sync=sync, groups=setting.groups, seed=3
             )
-            workers, kept = crew.run(warm_pool, work, "digits", setting.lr, setting.momentum)
-            made[sync] = Run(crew, setting, workers, kept)
+            workers, kept = cluster.run(warm_pool, work, "digits", setting.lr, setting.momentum)
+            made[sync] = Run(cluster, setting, workers, kept)
         return made[sync]
 
     return get
@@ -176,9 +176,9 @@ def test_workers_that_never_meet_are_averaged_at_the_end_which_is_said(run_of):
     assert float((last[0] - last[1]).abs().max()) > 0.01
     for worker in run.workers:
         torch.testing.assert_close(worker.weights[-1], last.mean(0), rtol=1e-5, atol=1e-6)
-    said = [e.text for e in read_events(run.crew.folder.events_of(0)) if isinstance(e, Noted)]
+    said = [e.text for e in read_events(run.cluster.folder.events_of(0)) if isinstance(e, Noted)]
     assert any("4 workers that never met were averaged at the end" in text for text in said)
-    assert "averaged once" in Plan.read(run.crew.folder.plan).reasons["average"]
+    assert "averaged once" in Plan.read(run.cluster.folder.plan).reasons["average"]
 
 
 @pytest.mark.parametrize("sync", SETTINGS)
@@ -203,7 +203,7 @@ def test_data_for_evaluation_is_shared_as_ever_with_a_server(run_of, sync):
 @pytest.mark.parametrize("sync", SERVED)
 def test_every_push_is_applied_or_dropped_exactly_once(run_of, sync):
     run = run_of(sync)
-    record = run.crew.record()
+    record = run.cluster.record()
     kinds = ("gradient", "delta", "weights")
     pushed = [(e.worker, e.step) for e in record if isinstance(e, Arrived) and e.kind in kinds]
     settled = [
@@ -224,7 +224,7 @@ def test_every_push_is_applied_or_dropped_exactly_once(run_of, sync):
 @pytest.mark.parametrize("sync", SERVED)
 def test_the_record_of_a_run_replays_decision_by_decision(run_of, sync):
     run = run_of(sync)
-    replayed = replay_run(run.crew.folder, lr=run.setting.lr)
+    replayed = replay_run(run.cluster.folder, lr=run.setting.lr)
     assert replayed.mismatch is None, str(replayed.mismatch)
     assert replayed.decisions >= replayed.arrivals / 2 > 20
 
@@ -252,8 +252,8 @@ def steps_of_nothing(count):
 
 @pytest.mark.parametrize("graph", ["ring", "matching", "complete"])
 def test_gossip_keeps_the_mean_and_brings_workers_together(warm_pool, tmp_path, graph):
-    crew = Crew(tmp_path, workers=WORKERS, sync=f"gossip({graph})")
-    seen = torch.stack(crew.run(warm_pool, work, "steps_of_nothing", 12)[0])
+    cluster = Crew(tmp_path, workers=WORKERS, sync=f"gossip({graph})")
+    seen = torch.stack(cluster.run(warm_pool, work, "steps_of_nothing", 12)[0])
     mean, spread = seen.mean(0), seen.std(0).norm(dim=1)
     torch.testing.assert_close(mean, mean[0].expand_as(mean), rtol=1e-12, atol=1e-12)
     assert float(spread[0]) > 1
@@ -261,8 +261,8 @@ def test_gossip_keeps_the_mean_and_brings_workers_together(warm_pool, tmp_path, 
 
 
 def test_workers_meet_in_their_groups_first_and_all_less_often(warm_pool, tmp_path):
-    crew = Crew(tmp_path, workers=WORKERS, sync="local(periods=[2, 4])", groups=((0, 2), (1, 3)))
-    seen = crew.run(warm_pool, work, "steps_of_nothing", 4)[0]
+    cluster = Crew(tmp_path, workers=WORKERS, sync="local(periods=[2, 4])", groups=((0, 2), (1, 3)))
+    seen = cluster.run(warm_pool, work, "steps_of_nothing", 4)[0]
     begun = [worker[0] for worker in seen]
     for one, other in ((0, 2), (1, 3)):
         torch.testing.assert_close(seen[one][1], begun[one], rtol=0, atol=0)
@@ -291,8 +291,8 @@ def one_memory():
 
 
 def test_with_hogwild_all_workers_have_one_memory_until_the_session_ends(warm_pool, tmp_path):
-    crew = Crew(tmp_path, workers=3, sync="hogwild")
-    seen = crew.run(warm_pool, work, "one_memory")[0]
+    cluster = Crew(tmp_path, workers=3, sync="hogwild")
+    seen = cluster.run(warm_pool, work, "one_memory")[0]
     for weight, bias, _ in seen:
         assert weight[0].tolist() == [10, 11, 12]
         assert torch.equal(bias, seen[0][1])
@@ -325,14 +325,14 @@ def slow_one():
 )
 def test_a_slow_worker_draws_less_and_the_record_replays(warm_pool, tmp_path, sync):
     """It is left out, dropped, rarely asked, or waited for now and then; nothing is lost by that."""
-    crew = Crew(tmp_path, workers=3, servers=2, sync=sync)
-    (first, second, slow), kept = crew.run(warm_pool, work, "slow_one")
+    cluster = Crew(tmp_path, workers=3, servers=2, sync=sync)
+    (first, second, slow), kept = cluster.run(warm_pool, work, "slow_one")
     drawn = Counter(number for worker in (first, second, slow) for part in worker[0] for number in part)
     assert drawn == Counter(dict.fromkeys(range(240), 2))
     assert len(slow[0]) < len(first[0])
     assert torch.equal(first[1], slow[1])
     assert torch.equal(first[1], second[1])
-    assert replay_run(crew.folder, lr=0.05).mismatch is None
+    assert replay_run(cluster.folder, lr=0.05).mismatch is None
     assert [one.waiting for one in kept] == [0, 0]
 
 

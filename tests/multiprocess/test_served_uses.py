@@ -16,10 +16,10 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 import echelon
 from echelon.errors import ConfigError
 from echelon.observe.recorder import Recorder
+from echelon.server.coordinator import Coordinator, Freed
+from echelon.server.protocol import Done
 from echelon.sync import policy as policies
-from echelon.sync.served import Invite
-from echelon.train.served.coordinator import Coordinator, Freed
-from echelon.train.served.protocol import Done
+from echelon.sync.families.serve import Invite
 from plain import Trained, assert_same, examples, in_session, network, plainly
 from served import Crew, take_part
 
@@ -37,8 +37,8 @@ def as_in_one_process(name, *args):
 
 def check(pool, folder, sync, script, *args, workers=3, servers=1, **asked):
     """The script ends on these workers as it does in one process."""
-    crew = Crew(folder, workers=workers, servers=servers, sync=sync, **asked)
-    trained, kept = crew.run(pool, as_in_one_process, script.__name__, *args)
+    cluster = Crew(folder, workers=workers, servers=servers, sync=sync, **asked)
+    trained, kept = cluster.run(pool, as_in_one_process, script.__name__, *args)
     assert all(isinstance(worker, Trained) for worker in trained)
     assert_same(plainly(script, *args), trained, rtol=1e-9)
     assert [one.waiting for one in kept] == [0] * servers, "no push is left over"
@@ -89,8 +89,8 @@ def large():
 
 
 def test_a_large_model_begins_with_the_leaders_weights(warm_pool, tmp_path):
-    crew = Crew(tmp_path, workers=2, servers=1, sync="async")
-    (one, one_kept), (other, other_kept) = crew.run(warm_pool, work, "large")[0]
+    cluster = Crew(tmp_path, workers=2, servers=1, sync="async")
+    (one, one_kept), (other, other_kept) = cluster.run(warm_pool, work, "large")[0]
     assert one + other == [True] * 2
     assert one_kept
     assert other_kept
@@ -209,8 +209,8 @@ def gradients_of_groups(steps):
 )
 def test_a_gradient_is_the_mean_of_the_group_alone(warm_pool, tmp_path, sync):
     servers = 0 if "local" in sync else 1
-    crew = Crew(tmp_path, workers=4, servers=servers, sync=sync, groups=GROUPS)
-    seen = crew.run(warm_pool, work, "gradients_of_groups", 3)[0]
+    cluster = Crew(tmp_path, workers=4, servers=servers, sync=sync, groups=GROUPS)
+    seen = cluster.run(warm_pool, work, "gradients_of_groups", 3)[0]
     assert seen == [[2.0] * 3, [3.0] * 3, [2.0] * 3, [3.0] * 3]
 
 
@@ -232,8 +232,8 @@ def slow_group():
 
 
 def test_a_slow_group_does_not_hold_up_another(warm_pool, tmp_path):
-    crew = Crew(tmp_path, workers=4, servers=1, sync="levels(full, async)", groups=GROUPS)
-    workers = crew.run(warm_pool, work, "slow_group")[0]
+    cluster = Crew(tmp_path, workers=4, servers=1, sync="levels(full, async)", groups=GROUPS)
+    workers = cluster.run(warm_pool, work, "slow_group")[0]
     steps = [len(drawn) for drawn, _ in workers]
     assert steps[0] == steps[2] > 2 * steps[1] == 2 * steps[3]
     drawn = Counter(number for parts, _ in workers for part in parts for number in part)
@@ -265,12 +265,12 @@ def test_groups_weigh_by_samples_or_as_they_say(warm_pool, tmp_path, shares, say
 
 
 def test_groups_that_average_weigh_as_they_say(warm_pool, tmp_path):
-    crews = [
+    clusters = [
         Crew(tmp_path / name, workers=4, sync="levels(full, local(2))", groups=GROUPS, shares="4,3,2,1")
         for name in ("said", "unsaid")
     ]
-    said = crews[0].run(warm_pool, as_in_one_process, "weighed", True)[0]
-    unsaid = crews[1].run(warm_pool, as_in_one_process, "weighed", False)[0]
+    said = clusters[0].run(warm_pool, as_in_one_process, "weighed", True)[0]
+    unsaid = clusters[1].run(warm_pool, as_in_one_process, "weighed", False)[0]
     for one, other in zip(said, unsaid, strict=True):
         for name, value in one.state.items():
             torch.testing.assert_close(value, other.state[name], rtol=1e-9, atol=1e-10)
@@ -346,9 +346,9 @@ class Alone:
 
     def __init__(self):
         rule = policies.POLICIES.build("percentage(shares=[0.25, 1.0])")
-        crew = policies.Crew(workers=2, servers=1)
+        cluster = policies.ClusterInfo(workers=2, servers=1)
         self.coordinator = Coordinator(
-            rule.rule(crew), workers=[0, 1], holders=1, now=time.time, recorder=Recorder(None), rank=2
+            rule.rule(cluster), workers=[0, 1], holders=1, now=time.time, recorder=Recorder(None), rank=2
         )
         self.steps = [0, 0]
         assert not self.push(0)
@@ -455,8 +455,8 @@ def drawn_again():
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_after_an_older_checkpoint_is_loaded_all_is_drawn_again(warm_pool, tmp_path, servers):
-    crew = Crew(tmp_path, workers=2, servers=servers, sync="async")
-    workers = crew.run(warm_pool, work, "drawn_again")[0]
+    cluster = Crew(tmp_path, workers=2, servers=servers, sync="async")
+    workers = cluster.run(warm_pool, work, "drawn_again")[0]
     for index in range(3):
         assert Counter(number for worker in workers for number in worker[index]) == Counter(range(48))
     for *_, same_as_saved, untrained in workers:
@@ -512,8 +512,8 @@ def added():
 
 @pytest.mark.parametrize("sync", ["async", "downpour(2, 2)"])
 def test_parameters_that_come_after_prepare_are_refused_by_name(warm_pool, tmp_path, sync):
-    crew = Crew(tmp_path, workers=2, servers=1, sync=sync)
-    for where, message in crew.run(warm_pool, work, "added")[0]:
+    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync)
+    for where, message in cluster.run(warm_pool, work, "added")[0]:
         assert where == "optimizer.add_param_group"
         assert "2 parameters" in message
 
@@ -538,5 +538,5 @@ def prepared_amid_a_pass():
 
 
 def test_an_optimizer_may_be_prepared_amid_a_pass(warm_pool, tmp_path):
-    crew = Crew(tmp_path, workers=2, servers=1, sync="backup(0)")
-    assert crew.run(warm_pool, work, "prepared_amid_a_pass")[0] == [(-4.0, -2.0)] * 2
+    cluster = Crew(tmp_path, workers=2, servers=1, sync="backup(0)")
+    assert cluster.run(warm_pool, work, "prepared_amid_a_pass")[0] == [(-4.0, -2.0)] * 2

@@ -83,7 +83,7 @@ def test_a_server_that_dies_is_named_and_ends_the_run(tmp_path: Path) -> None:
         server = next(
             child
             for child in psutil.Process(run.pid).children(recursive=True)
-            if "echelon.launch.server" in child.cmdline()
+            if "echelon.server.process" in child.cmdline()
         )
         os.kill(server.pid, signal.SIGKILL)
         said, _ = run.communicate(timeout=60)

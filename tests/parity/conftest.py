@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from plain import CREWS, assert_identical, assert_same, in_session, plainly
+from plain import CLUSTERS, assert_identical, assert_same, in_session, plainly
 from warm import WarmPool
 
 
@@ -30,19 +30,19 @@ def parity(request: pytest.FixtureRequest, warm_pool: WarmPool) -> Callable[...,
     return _check_on(request.param, warm_pool)
 
 
-@pytest.fixture(params=["alone", *CREWS])
+@pytest.fixture(params=["alone", *CLUSTERS])
 def parity_of_all(request: pytest.FixtureRequest, warm_pool: WarmPool) -> Callable[..., None]:
     """The same on every crew, for what all the rest stands on."""
     return _check_on(request.param, warm_pool)
 
 
-def _check_on(crew: str, pool: WarmPool) -> Callable[..., None]:
+def _check_on(cluster: str, pool: WarmPool) -> Callable[..., None]:
     def check(work: Callable[..., Any], script: Callable[..., Any], *args: Any, rtol: float = 1e-9) -> None:
         reference = plainly(script, *args)
-        if crew == "alone":
+        if cluster == "alone":
             assert_identical(in_session(script, {}, *args), reference)
             return
-        workers, options = CREWS[crew]
+        workers, options = CLUSTERS[cluster]
         trained = pool.run(workers, work, script.__name__, options, *args)
         assert_same(reference, trained, rtol=rtol)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.data import DataLoader
 
-from plain import CREWS, examples, in_session, plainly, seed_weights
+from plain import CLUSTERS, examples, in_session, plainly, seed_weights
 
 KINDS = ("2d", "3d", "sequences", "average", "no-affine", "no-statistics")
 
@@ -132,7 +132,7 @@ def test_half_precision_passes_through_a_float32_layer(parity):
 
 
 def test_local_statistics_differ_but_all_workers_end_with_the_leaders(warm_pool):
-    workers, options = CREWS["two-unequal"]
+    workers, options = CLUSTERS["two-unequal"]
     local = warm_pool.run(workers, work, "normalised", options, "2d", "local")
     for trained in local:
         for name, value in trained.state.items():

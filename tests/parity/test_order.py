@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
-from plain import CREWS, Trained, assert_same, examples, in_session, network
+from plain import CLUSTERS, Trained, assert_same, examples, in_session, network
 
 
 def work(name, options, *args):
@@ -40,8 +40,8 @@ def drawn_alone(drop_last):
 
 
 @pytest.mark.parametrize("drop_last", [False, True], ids=["whole", "drop-last"])
-@pytest.mark.parametrize("crew", ["two-unequal", "four-equal", "four-unequal"])
-def test_workers_train_on_the_batches_that_one_process_would_shuffle(warm_pool, crew, drop_last):
+@pytest.mark.parametrize("cluster", ["two-unequal", "four-equal", "four-unequal"])
+def test_workers_train_on_the_batches_that_one_process_would_shuffle(warm_pool, cluster, drop_last):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -54,5 +54,5 @@ def test_workers_train_on_the_batches_that_one_process_would_shuffle(warm_pool, 
         optimizer.step()
         losses.append(float(loss.detach()))
     reference = Trained(losses, [], {f"0.{name}": value for name, value in model.state_dict().items()})
-    workers, options = CREWS[crew]
+    workers, options = CLUSTERS[cluster]
     assert_same(reference, warm_pool.run(workers, work, "shuffled", options, drop_last), rtol=1e-9)

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import echelon
-from echelon.comm import buckets
 from echelon.errors import ConfigError, ModelError
-from echelon.train.late import LateGradient, LateParameter
+from echelon.reduce import packing as buckets
+from echelon.reduce.deferred import DeferredGradient, DeferredParameter
 from plain import assert_identical, assert_same, examples, in_session, network, plainly, seed_weights
 
 OPTIMIZERS = {
@@ -95,15 +95,15 @@ def lateness():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = session.prepare(model, optimizer, overlap="step")
         model(torch.ones(3, 4)).sum().backward()
-        gradients = all(type(p.grad) is LateGradient for p in model.parameters())
+        gradients = all(type(p.grad) is DeferredGradient for p in model.parameters())
         optimizer.step()
-        late = all(type(p) is LateParameter for p in model.parameters())
+        late = all(type(p) is DeferredParameter for p in model.parameters())
         same = (
             model.state_dict().keys()
             == nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).state_dict().keys()
         )
         model(torch.ones(3, 4))
-        return gradients, late, same, [type(p) is LateParameter for p in model.parameters()]
+        return gradients, late, same, [type(p) is DeferredParameter for p in model.parameters()]
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))

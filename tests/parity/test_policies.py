@@ -222,11 +222,11 @@ def two_optimizers(session, journal, overlap="backward"):
 
 
 def check(pool, folder, sync, script, *args, workers=3, servers=1, rtol=1e-9, **asked):
-    crew = Crew(folder, workers=workers, servers=servers, sync=sync, **asked)
-    trained, kept = crew.run(pool, work, script.__name__, *args)
+    cluster = Crew(folder, workers=workers, servers=servers, sync=sync, **asked)
+    trained, kept = cluster.run(pool, work, script.__name__, *args)
     assert_same(plainly(script, *args), trained, rtol=rtol)
     assert [one.waiting for one in kept] == [0] * servers, "no push is left over"
-    return crew, kept
+    return cluster, kept
 
 
 @pytest.mark.parametrize(("servers", "overlap"), [(1, "step"), (3, "backward")])

@@ -6,21 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.comm.buckets import BUCKET_BYTES, FIRST_BYTES, LEAST_BYTES, MOST_BYTES, Item, assign, sizes
-from echelon.comm.cost import Link, choose
+from echelon.comm.schedule.cost import LinkCost, choose
+from echelon.reduce.packing import BUCKET_BYTES, FIRST_BYTES, LEAST_BYTES, MOST_BYTES, Item, assign, sizes
 
 latencies = st.floats(0, 0.1)
 rates = st.floats(1e4, 1e11)
 workers = st.integers(2, 16)
 several = settings(max_examples=60, deadline=None)
-GIGABIT = Link(latency_s=1e-4, seconds_per_byte=1 / 1.18e8)
+GIGABIT = LinkCost(latency_s=1e-4, seconds_per_byte=1 / 1.18e8)
 
 
-def _link(latency_s: float, bytes_per_s: float) -> Link:
-    return Link(latency_s=latency_s, seconds_per_byte=1 / bytes_per_s)
+def _link(latency_s: float, bytes_per_s: float) -> LinkCost:
+    return LinkCost(latency_s=latency_s, seconds_per_byte=1 / bytes_per_s)
 
 
-def _too_long(link: Link, size: int, length_bytes: int) -> float:
+def _too_long(link: LinkCost, size: int, length_bytes: int) -> float:
     """How much longer a bucket takes than its bytes must."""
     name, costs, _ = choose(size, length_bytes, link)
     return costs[name] / (2 * (size - 1) / size * length_bytes * link.seconds_per_byte) - 1
@@ -90,9 +90,9 @@ def test_at_one_gigabit_buckets_hold_about_a_megabyte(size, expected):
 
 def test_for_a_ring_the_formula_is_twenty_workers_times_latency_by_seconds_per_byte():
     exact = 1 << 20
-    link = Link(latency_s=exact / 20 / 3 * 1e-8, seconds_per_byte=1e-8)
+    link = LinkCost(latency_s=exact / 20 / 3 * 1e-8, seconds_per_byte=1e-8)
     assert sizes(link, 3)[1] == exact
-    assert sizes(Link(latency_s=link.latency_s * 1.01, seconds_per_byte=1e-8), 3)[1] == 2 * exact
+    assert sizes(LinkCost(latency_s=link.latency_s * 1.01, seconds_per_byte=1e-8), 3)[1] == 2 * exact
 
 
 def test_in_shared_memory_and_alone_sizes_are_the_stated_ones():
@@ -101,4 +101,4 @@ def test_in_shared_memory_and_alone_sizes_are_the_stated_ones():
 
 
 def test_a_link_of_which_only_latency_counts_gets_the_largest_buckets():
-    assert sizes(Link(latency_s=1e-4, seconds_per_byte=0.0), 4)[1] == MOST_BYTES
+    assert sizes(LinkCost(latency_s=1e-4, seconds_per_byte=0.0), 4)[1] == MOST_BYTES

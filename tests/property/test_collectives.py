@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.comm.collective import COLLECTIVES, Scattering
-from echelon.comm.collectives.binary_blocks import blocks
-from echelon.comm.collectives.ps import served
-from echelon.comm.cost import Link, critical_work
+from echelon.comm.schedule.collective import COLLECTIVES, Scattering
+from echelon.comm.schedule.collectives.binary_blocks import blocks
+from echelon.comm.schedule.collectives.ps import served
+from echelon.comm.schedule.cost import LinkCost, critical_work
 from schedules import execute, sent_elements
 
 SIZES = st.integers(1, 17)
@@ -224,7 +224,7 @@ def test_a_single_group_is_its_inner_collective(inner, rails, size, length):
 def test_a_lone_communicating_node_spreads_the_result_along_a_tree():
     text = "hierarchical(group=8, inner=butterfly, outer=butterfly, rails=false)"
     schedules = _schedules(COLLECTIVES.build(text), 16, 64)
-    work = critical_work(schedules, Link(latency_s=1.0, seconds_per_byte=0.0), 0.0)
+    work = critical_work(schedules, LinkCost(latency_s=1.0, seconds_per_byte=0.0), 0.0)
     assert (work.steps, work.further_messages) == (3 + 1 + 3, 0)
 
 

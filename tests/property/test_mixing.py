@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon.sync.families.mix import Average, MixPolicy
+from echelon.sync.families.serve import Apply, Arrival, Release
+from echelon.sync.families.shard import Push, ShardState
 from echelon.sync.graph import GRAPHS, metropolis, spectral_gap
-from echelon.sync.ledger import Ledger, Push
-from echelon.sync.mixed import Average, Mixed
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Apply, Arrival, Release
+from echelon.sync.policy import POLICIES, ClusterInfo
 
 LASTING = ["ring", "torus", "random", "random(degree=4, seed=3)", "complete", "edges"]
 values = st.floats(-100, 100).map(lambda value: round(value, 3))
@@ -30,11 +30,11 @@ def _graph(name: str, workers: int) -> str:
 
 def _mixing(graph: str, workers: int, step: int = 0) -> np.ndarray:
     """What gossip does after a step, as a matrix."""
-    policy, crew = POLICIES.build(f"gossip({graph})"), Crew(workers=workers)
-    policy.check(crew)
+    policy, cluster = POLICIES.build(f"gossip({graph})"), ClusterInfo(workers=workers)
+    policy.check(cluster)
     matrix = np.eye(workers)
     for rank in range(workers):
-        meeting = policy.meeting(step, rank, crew)
+        meeting = policy.meeting(step, rank, cluster)
         if meeting is not None:
             matrix[rank] = [meeting.weights.get(other, 0.0) for other in range(workers)]
     return matrix
@@ -93,15 +93,15 @@ def test_random_pairs_halve_the_squared_spread_on_average(workers):
     assert np.mean(left) <= 0.5 * 1.15 * _spread(x) ** 2
 
 
-def _meet(policy: Mixed, workers: list[torch.Tensor], memories: list[dict[str, torch.Tensor]]) -> None:
+def _meet(policy: MixPolicy, workers: list[torch.Tensor], memories: list[dict[str, torch.Tensor]]) -> None:
     """All workers meet, as the runtime does it."""
-    crew = Crew(workers=len(workers))
+    cluster = ClusterInfo(workers=len(workers))
     mean = torch.stack(workers).mean(0)
     for own, memory in zip(workers, memories, strict=True):
-        policy.settle(own, mean.clone(), memory, Average(tuple(range(len(workers)))), crew)
+        policy.settle(own, mean.clone(), memory, Average(tuple(range(len(workers)))), cluster)
 
 
-def _begin(policy: Mixed, count: int, start: float) -> tuple[list[torch.Tensor], list[dict]]:
+def _begin(policy: MixPolicy, count: int, start: float) -> tuple[list[torch.Tensor], list[dict]]:
     workers = [torch.full((2,), start, dtype=torch.float64) for _ in range(count)]
     memories: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     for own, memory in zip(workers, memories, strict=True):
@@ -120,7 +120,7 @@ def test_synchronous_elastic_averaging_is_its_recurrence_on_a_quadratic(goals, b
     count = len(goals)
     given_alpha = "none" if alpha is None else alpha
     policy = POLICIES.build(f"elastic-averaging({given_alpha}, period={period})").resolved()
-    policy.check(Crew(workers=count))
+    policy.check(ClusterInfo(workers=count))
     workers, memories = _begin(policy, count, start)
     alpha = 0.9 / count if alpha is None else alpha
     xs, center = [start] * count, start
@@ -128,7 +128,7 @@ def test_synchronous_elastic_averaging_is_its_recurrence_on_a_quadratic(goals, b
         xs = [x - LR * bend * (x - goal) for x, goal in zip(xs, goals, strict=True)]
         for own, goal in zip(workers, goals, strict=True):
             own.sub_(LR * bend * (own - goal))
-        met = policy.meeting(step, 0, Crew(workers=count)) is not None
+        met = policy.meeting(step, 0, ClusterInfo(workers=count)) is not None
         assert met == ((step + 1) % period == 0)
         if met:
             pulls = [alpha * (x - center) for x in xs]
@@ -148,9 +148,11 @@ def test_asynchronous_elastic_averaging_is_its_recurrence_on_a_quadratic(
     count = len(goals)
     comers = data.draw(st.lists(st.integers(0, count - 1), max_size=15))
     policy = POLICIES.build(f"elastic-averaging({alpha}, {period}, asynchronous=true)").resolved()
-    rule = policy.rule(Crew(workers=count, servers=1))
+    rule = policy.rule(ClusterInfo(workers=count, servers=1))
     flat = torch.full((2,), start, dtype=torch.float64)
-    ledger = Ledger(policy, flat, [flat], lambda: pytest.fail("the server's optimizer has nothing to do"))
+    shard = ShardState(
+        policy, flat, [flat], lambda: pytest.fail("the server's optimizer has nothing to do")
+    )
     workers = [torch.full((2,), start, dtype=torch.float64) for _ in goals]
     xs, center, arrivals = [start] * count, start, [0] * count
     for rank in comers:
@@ -162,17 +164,17 @@ def test_asynchronous_elastic_averaging_is_its_recurrence_on_a_quadratic(
 
         step = arrivals[rank]
         arrivals[rank] += 1
-        ledger.push(rank, step, Push(policy.pushes, workers[rank], [True]))
+        shard.push(rank, step, Push(policy.pushes, workers[rank], [True]))
         for decision in rule.arrive(Arrival(worker=rank, step=step, t=0.0, kind=policy.pushes)):
             if isinstance(decision, Apply):
-                ledger.apply(decision.parts)
+                shard.apply(decision.parts)
             else:
                 assert decision == Release(rank)
-                workers[rank] = ledger.read(rank)
+                workers[rank] = shard.read(rank)
         assert workers[rank].tolist() == pytest.approx([xs[rank]] * 2, abs=1e-8)
-        assert ledger.flat.tolist() == pytest.approx([center] * 2, abs=1e-8)
-    assert ledger.waiting == 0
-    assert ledger.version == len(comers)
+        assert shard.flat.tolist() == pytest.approx([center] * 2, abs=1e-8)
+    assert shard.waiting == 0
+    assert shard.version == len(comers)
 
 
 @settings(max_examples=40, deadline=None)

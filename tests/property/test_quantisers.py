@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.codec.codec import CODECS, RESIDUAL, Codec, Turn
+from echelon.codec.codec import CODECS, RESIDUAL, Codec, CodecContext
 from echelon.errors import Corrupt
 
 NAMES = [
@@ -69,10 +69,10 @@ def values(draw: st.DrawFn, top: float = 38.4) -> torch.Tensor:
 
 
 @st.composite
-def turns(draw: st.DrawFn) -> Turn:
+def turns(draw: st.DrawFn) -> CodecContext:
     """A piece somewhere in a parameter, whose rows are longer or shorter than it."""
     width = draw(st.sampled_from([1, 30, 64, 65, 100, 1000]))
-    return Turn(
+    return CodecContext(
         step=draw(st.integers(0, 5)),
         seed=draw(st.integers(0, 9)),
         start=draw(st.integers(0, 300)),
@@ -84,7 +84,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def once(codec: Codec, x: torch.Tensor, turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
+def once(codec: Codec, x: torch.Tensor, turn: CodecContext) -> tuple[torch.Tensor, torch.Tensor]:
     """What is written of some values, and what is read of that."""
     payload = codec.encode(x, codec.begin(len(x)), turn)
     out = torch.full_like(x, float("nan"))
@@ -175,13 +175,13 @@ def of_one_length(given_values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def merged(
-    codec: Codec, given_values: list[torch.Tensor], turn: Turn
+    codec: Codec, given_values: list[torch.Tensor], turn: CodecContext
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Worker 0 owns the piece: the total of what it is given, and what each worker reads."""
     workers, length = len(given_values), len(given_values[0])
 
-    def of(rank: int) -> Turn:
-        return Turn(
+    def of(rank: int) -> CodecContext:
+        return CodecContext(
             step=turn.step, workers=workers, rank=rank, seed=turn.seed, start=turn.start, shape=turn.shape
         )
 
@@ -228,7 +228,9 @@ def test_nothing_is_lost_over_many_steps_with_feedback(name, x, workers, turn):
     for step in range(6):
         mine = [x.roll(step + 7 * rank) * (1 - 0.1 * step) for rank in range(workers)]
         of = [
-            Turn(step=step, workers=workers, rank=r, seed=turn.seed, start=turn.start, shape=turn.shape)
+            CodecContext(
+                step=step, workers=workers, rank=r, seed=turn.seed, start=turn.start, shape=turn.shape
+            )
             for r in range(workers)
         ]
         parts = [codec.encode(mine[r], states[r], of[r]) for r in range(1, workers)]

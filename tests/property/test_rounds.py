@@ -17,9 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrivals import Away, Told, decided, play
-from echelon.sync.ledger import Ledger, Push
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Apply, Arrival, Drop, Invite, Part, Release, Rule, Served
+from echelon.sync.families.serve import (
+    Apply,
+    Arrival,
+    Drop,
+    Invite,
+    Release,
+    Rule,
+    ServePolicy,
+    WeightedPush,
+)
+from echelon.sync.families.shard import Push, ShardState
+from echelon.sync.policy import POLICIES, ClusterInfo
 
 few = settings(max_examples=60, deadline=None)
 
@@ -42,15 +51,15 @@ transfers = st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=5, max_size=5)
 
 
 @st.composite
-def percentages(draw, programmes: st.SearchStrategy[list]) -> tuple[Served, list, list[float]]:
+def percentages(draw, programmes: st.SearchStrategy[list]) -> tuple[ServePolicy, list, list[float]]:
     """A policy, what its workers do, and their shares."""
     each = draw(st.lists(shares, min_size=1, max_size=5))
     played = [draw(programmes) for _ in each]
     return POLICIES.build(f"percentage(shares={each})"), played, each
 
 
-def _crew(workers: int) -> Crew:
-    return Crew(workers=workers, servers=1)
+def _cluster(workers: int) -> ClusterInfo:
+    return ClusterInfo(workers=workers, servers=1)
 
 
 def _samples(workers: int) -> list[float]:
@@ -81,27 +90,27 @@ class _Barrier(Rule):
             return []
         here, self.here = [self.here[worker] for worker in sorted(self.here)], {}
         total = sum(one.samples for one in here)
-        update = Apply(tuple(Part(one.worker, one.step, one.samples / total) for one in here))
+        update = Apply(tuple(WeightedPush(one.worker, one.step, one.samples / total) for one in here))
         return [update, *(Release(one.worker) for one in here)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Full(Served):
+class _Full(ServePolicy):
     name: ClassVar[str] = "full-round"
 
-    def check(self, crew):
+    def check(self, cluster):
         return
 
-    def rule(self, crew):
-        return _Barrier(crew.workers)
+    def rule(self, cluster):
+        return _Barrier(cluster.workers)
 
 
 @few
 @given(st.lists(unsteady, min_size=1, max_size=5))
 def test_percentage_of_one_decides_what_a_full_round_does(programmes):
-    crew, samples = _crew(len(programmes)), _samples(len(programmes))
-    told = play(POLICIES.build("percentage(1.0)"), crew, programmes, samples=samples)
-    full = play(_Full(), crew, programmes, samples=samples)
+    cluster, samples = _cluster(len(programmes)), _samples(len(programmes))
+    told = play(POLICIES.build("percentage(1.0)"), cluster, programmes, samples=samples)
+    full = play(_Full(), cluster, programmes, samples=samples)
     assert [(one.what, one.t, one.worker, one.decisions) for one in told] == [
         (one.what, one.t, one.worker, one.decisions) for one in full
     ]
@@ -113,7 +122,7 @@ def test_of_any_number_of_rounds_a_worker_takes_part_in_exactly_its_share(played
     policy, programmes, each = played
     exact = [Fraction(share).limit_denominator(1000) for share in each]
     count = [0] * len(each)
-    for told in play(policy, _crew(len(each)), programmes):
+    for told in play(policy, _cluster(len(each)), programmes):
         if told.what == "leave":
             return
         for update in decided([told], Apply):
@@ -128,14 +137,14 @@ def test_of_any_number_of_rounds_a_worker_takes_part_in_exactly_its_share(played
 @given(percentages(unsteady))
 def test_percentage_settles_every_push_and_lets_everybody_go_on(played):
     policy, programmes, _ = played
-    story = play(policy, _crew(len(programmes)), programmes)
+    story = play(policy, _cluster(len(programmes)), programmes)
     assert decided(story, Drop) == []
 
 
 @few
 @given(flexibles, st.lists(unsteady, min_size=1, max_size=5), transfers)
 def test_flexible_settles_every_push_and_lets_everybody_go_on(text, programmes, transfer_s):
-    play(POLICIES.build(text), _crew(len(programmes)), programmes, transfer_s=transfer_s)
+    play(POLICIES.build(text), _cluster(len(programmes)), programmes, transfer_s=transfer_s)
 
 
 @few
@@ -143,7 +152,7 @@ def test_flexible_settles_every_push_and_lets_everybody_go_on(text, programmes, 
 def test_a_gradient_enters_the_round_that_it_was_computed_for_or_one_it_is_invited_to(
     text, programmes, transfer_s
 ):
-    story = play(POLICIES.build(text), _crew(len(programmes)), programmes, transfer_s=transfer_s)
+    story = play(POLICIES.build(text), _cluster(len(programmes)), programmes, transfer_s=transfer_s)
     pushed: dict[tuple[int, int], Arrival] = {}
     invited: set[tuple[int, int]] = set()
     for told in story:
@@ -169,12 +178,12 @@ def test_a_gradient_enters_the_round_that_it_was_computed_for_or_one_it_is_invit
 @given(flexibles, st.lists(busy, min_size=1, max_size=5))
 def test_a_worker_is_left_out_and_a_round_still_has_a_member(text, programmes):
     active = set(range(len(programmes)))
-    for told in play(POLICIES.build(text), _crew(len(programmes)), programmes):
+    for told in play(POLICIES.build(text), _cluster(len(programmes)), programmes):
         active -= {told.worker} if told.what == "leave" else set()
         assert not active or 0 <= told.state["left_out"] < len(active)
 
 
-def _weights_after(story: list[Told], policy: Served, values: dict[tuple[int, int], float]) -> float:
+def _weights_after(story: list[Told], policy: ServePolicy, values: dict[tuple[int, int], float]) -> float:
     """Those of a server with one weight that starts at 0, and an optimizer that subtracts gradients."""
     flat = torch.zeros(1, dtype=torch.float64)
 
@@ -182,18 +191,18 @@ def _weights_after(story: list[Told], policy: Served, values: dict[tuple[int, in
         flat.sub_(weight.grad)
 
     weight = flat.view(1)
-    ledger = Ledger(policy, flat, [weight], subtract)
+    shard = ShardState(policy, flat, [weight], subtract)
     for told in story:
         if told.arrival is not None and told.arrival.kind != "ask":
             key = told.arrival.worker, told.arrival.step
             value = torch.full((1,), values[key], dtype=torch.float64)
-            ledger.push(*key, Push(kind=told.arrival.kind, flat=value, used=[True]))
+            shard.push(*key, Push(kind=told.arrival.kind, flat=value, used=[True]))
         for decision in told.decisions:
             if isinstance(decision, Apply):
-                ledger.apply(decision.parts)
+                shard.apply(decision.parts)
             elif isinstance(decision, Drop):
-                ledger.drop(decision.worker, decision.step)
-    assert ledger.waiting == 0
+                shard.drop(decision.worker, decision.step)
+    assert shard.waiting == 0
     return float(flat)
 
 
@@ -205,7 +214,7 @@ def _weights_after(story: list[Told], policy: Served, values: dict[tuple[int, in
 )
 def test_what_a_worker_brings_is_added_to_the_weights_and_never_put_in_their_place(text, programmes, rng):
     policy = POLICIES.build(text)
-    story = play(policy, _crew(len(programmes)), programmes, samples=_samples(len(programmes)))
+    story = play(policy, _cluster(len(programmes)), programmes, samples=_samples(len(programmes)))
     arrivals = [told.arrival for told in story if told.arrival is not None and told.arrival.kind != "ask"]
     values = {(one.worker, one.step): rng.uniform(-1, 1) for one in arrivals}
     signs = {(one.worker, one.step): 1 if one.kind == "delta" else -1 for one in arrivals}
@@ -226,7 +235,7 @@ def test_a_worker_five_times_slower_is_left_out_within_a_few_rounds_and_back_soo
 
     slow = [*times(6, 5.0), *times(30, 1.0)]
     programmes = [times(100, 1.0) for _ in range(workers - 1)] + [slow]
-    story = play(POLICIES.build("flexible"), _crew(workers), programmes)
+    story = play(POLICIES.build("flexible"), _cluster(workers), programmes)
     left = next(told.t for told in story if told.what == "leave")
     normal_from = sum(slow[:6])
     members = [

@@ -10,41 +10,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrivals import decided, play
-from echelon.sync.ledger import Ledger, Push
+from echelon.sync.families.serve import Apply, Drop, Release
+from echelon.sync.families.shard import Push, ShardState
 from echelon.sync.policies.backup import Backup
 from echelon.sync.policies.bounded_delay import BoundedDelay
 from echelon.sync.policies.delay_compensated import DelayCompensated
 from echelon.sync.policies.smooth_switch import SmoothSwitch
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Apply, Drop, Release
+from echelon.sync.policy import POLICIES, ClusterInfo
 
 LR = 0.05
 
 
 @st.composite
-def crews(draw, most_steps=12, equal_steps=False):
+def clusters(draw, most_steps=12, equal_steps=False):
     """Workers, and how long each computes for each of its steps."""
     workers = draw(st.integers(1, 6))
     steps = draw(st.integers(1, most_steps))
     counts = [steps if equal_steps else draw(st.integers(0, steps)) for _ in range(workers)]
     slow = st.integers(1, 9).map(float)
     times = [draw(st.lists(slow, min_size=count, max_size=count)) for count in counts]
-    return Crew(workers=workers, servers=1, lr=LR), times
+    return ClusterInfo(workers=workers, servers=1, lr=LR), times
 
 
 # Bounded delay ----------------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)
-@given(crews(), st.integers(0, 4))
+@given(clusters(), st.integers(0, 4))
 def test_nobody_reads_weights_that_are_older_than_the_bound_and_nobody_is_held_without_need(
-    crew_times, bound
+    cluster_times, bound
 ):
-    crew, times = crew_times
-    made = dict.fromkeys(range(crew.workers), 0)
-    applied = dict.fromkeys(range(crew.workers), 0)
+    cluster, times = cluster_times
+    made = dict.fromkeys(range(cluster.workers), 0)
+    applied = dict.fromkeys(range(cluster.workers), 0)
     held = set()
-    for told in play(BoundedDelay(bound=bound), crew, times):
+    for told in play(BoundedDelay(bound=bound), cluster, times):
         if told.what == "arrive":
             made[told.worker] += 1
             held.add(told.worker)
@@ -63,10 +63,10 @@ def test_nobody_reads_weights_that_are_older_than_the_bound_and_nobody_is_held_w
 
 
 @settings(max_examples=50, deadline=None)
-@given(crews(), st.integers(0, 4))
-def test_gradients_are_applied_only_right_before_somebody_reads(crew_times, bound):
-    crew, times = crew_times
-    for told in play(BoundedDelay(bound=bound), crew, times):
+@given(clusters(), st.integers(0, 4))
+def test_gradients_are_applied_only_right_before_somebody_reads(cluster_times, bound):
+    cluster, times = cluster_times
+    for told in play(BoundedDelay(bound=bound), cluster, times):
         kinds = [type(decision) for decision in told.decisions]
         assert kinds in ([], [Release] * len(kinds), [Apply] + [Release] * (len(kinds) - 1))
         assert kinds != [Apply]
@@ -82,17 +82,17 @@ THRESHOLD = st.one_of(
 
 
 @settings(max_examples=100, deadline=None)
-@given(crews(equal_steps=True), THRESHOLD, st.booleans(), st.integers(1, 6))
+@given(clusters(equal_steps=True), THRESHOLD, st.booleans(), st.integers(1, 6))
 def test_k_never_decreases_and_every_update_is_of_k_gradients_while_all_take_part(
-    crew_times, threshold, waiting, start
+    cluster_times, threshold, waiting, start
 ):
-    crew, times = crew_times
-    policy = SmoothSwitch(threshold=threshold, waiting=waiting, start=min(start, crew.workers))
+    cluster, times = cluster_times
+    policy = SmoothSwitch(threshold=threshold, waiting=waiting, start=min(start, cluster.workers))
     k = 0
-    for told in play(policy, crew, times):
+    for told in play(policy, cluster, times):
         if told.what == "leave":
             break  # from here on there are fewer workers
-        assert k <= told.state["K"] <= crew.workers
+        assert k <= told.state["K"] <= cluster.workers
         k = told.state["K"]
         assert k >= policy.start
         assert [len(d.parts) for d in told.decisions if isinstance(d, Apply)] in ([], [k])
@@ -102,8 +102,8 @@ def test_k_never_decreases_and_every_update_is_of_k_gradients_while_all_take_par
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 6), st.sampled_from(["step(3)", "linear(0.3)", "exponential(5)", "sigmoid(10, 2)"]))
 def test_k_reaches_the_number_of_workers_and_stays_there(workers, threshold):
-    crew = Crew(workers=workers, servers=1)
-    story = play(SmoothSwitch(threshold=threshold), crew, [[1.0] * 25] * workers)
+    cluster = ClusterInfo(workers=workers, servers=1)
+    story = play(SmoothSwitch(threshold=threshold), cluster, [[1.0] * 25] * workers)
     ks = [told.state["K"] for told in story if told.what == "arrive"]
     assert set(ks[20:]) == {workers}
     assert ks[0] <= 2
@@ -113,12 +113,12 @@ def test_k_reaches_the_number_of_workers_and_stays_there(workers, threshold):
 
 
 @settings(max_examples=60, deadline=None)
-@given(crews(), st.integers(0, 5))
+@given(clusters(), st.integers(0, 5))
 def test_with_backups_every_gradient_is_applied_once_or_dropped_and_only_fresh_ones_are_applied(
-    crew_times, spares
+    cluster_times, spares
 ):
-    crew, times = crew_times
-    story = play(Backup(spares=min(spares, crew.workers - 1)), crew, times)
+    cluster, times = cluster_times
+    story = play(Backup(spares=min(spares, cluster.workers - 1)), cluster, times)
     read = {(t.worker, t.arrival.step): t.arrival.read for t in story if t.arrival}
     updates = decided(story, Apply)
     for version, update in enumerate(updates):
@@ -153,22 +153,22 @@ def _gradient(data, target, weights):
 def _carried_out(policy, story, optimizer, data, targets):
     """The weights after all decisions of a story, on a ledger."""
     parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    ledger = Ledger(policy, parameter.data, [parameter], OPTIMIZERS[optimizer]([parameter]).step)
-    holds = [ledger.read(worker) for worker in range(len(data))]
+    shard = ShardState(policy, parameter.data, [parameter], OPTIMIZERS[optimizer]([parameter]).step)
+    holds = [shard.read(worker) for worker in range(len(data))]
     for told in story:
         if told.arrival:
             w = told.worker
             gradient = _gradient(data[w], targets[w], holds[w])
-            ledger.push(w, told.arrival.step, Push("gradient", gradient, [True]))
+            shard.push(w, told.arrival.step, Push("gradient", gradient, [True]))
         for decision in told.decisions:
             if isinstance(decision, Apply):
-                ledger.apply(decision.parts)
+                shard.apply(decision.parts)
             elif isinstance(decision, Drop):
-                ledger.drop(decision.worker, decision.step)
+                shard.drop(decision.worker, decision.step)
             elif isinstance(decision, Release):
-                holds[decision.worker] = ledger.read(decision.worker)
-    assert ledger.waiting == 0
-    return ledger.flat
+                holds[decision.worker] = shard.read(decision.worker)
+    assert shard.waiting == 0
+    return shard.flat
 
 
 def _alone(steps, optimizer, data, targets):
@@ -183,25 +183,25 @@ def _alone(steps, optimizer, data, targets):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("text", ["bounded-delay(0)", "backup(0)", "smooth-switch(start={}, waiting=true)"])
 @settings(max_examples=12, deadline=None)
-@given(crew_times=crews(most_steps=6, equal_steps=True))
-def test_policies_that_wait_for_everybody_do_what_one_process_does(text, optimizer, crew_times):
-    crew, times = crew_times
-    data, targets = _problem(crew.workers)
-    policy = POLICIES.build(text.format(crew.workers))
-    story = play(policy, crew, times, samples=[float(len(part)) for part in data])
+@given(cluster_times=clusters(most_steps=6, equal_steps=True))
+def test_policies_that_wait_for_everybody_do_what_one_process_does(text, optimizer, cluster_times):
+    cluster, times = cluster_times
+    data, targets = _problem(cluster.workers)
+    policy = POLICIES.build(text.format(cluster.workers))
+    story = play(policy, cluster, times, samples=[float(len(part)) for part in data])
     got = _carried_out(policy, story, optimizer, data, targets)
     torch.testing.assert_close(got, _alone(len(times[0]), optimizer, data, targets))
 
 
 @settings(max_examples=20, deadline=None)
-@given(crews(most_steps=6), st.sampled_from([0.0, 0.04, 1.0]), st.booleans())
-def test_delay_compensation_is_its_recurrence_whatever_the_delays(crew_times, strength, adaptive):
-    crew, times = crew_times
-    data, targets = _problem(crew.workers)
+@given(clusters(most_steps=6), st.sampled_from([0.0, 0.04, 1.0]), st.booleans())
+def test_delay_compensation_is_its_recurrence_whatever_the_delays(cluster_times, strength, adaptive):
+    cluster, times = cluster_times
+    data, targets = _problem(cluster.workers)
     policy = DelayCompensated(strength=strength, adaptive=adaptive)
-    story = play(policy, crew, times)
+    story = play(policy, cluster, times)
     w, square, speed = (torch.zeros(3, dtype=torch.float64) for _ in range(3))
-    read = [w] * crew.workers
+    read = [w] * cluster.workers
     for told in story:
         if told.arrival:
             g = _gradient(data[told.worker], targets[told.worker], read[told.worker])

@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.comm import shards
-from echelon.comm.shards import LARGE_BYTES
+from echelon.server import shards
+from echelon.server.shards import LARGE_BYTES
 
 lengths = st.lists(st.integers(0, 3 * LARGE_BYTES), max_size=12)
 servers = st.integers(1, 6)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.codec import positions
-from echelon.codec.codec import CODECS, RESIDUAL, Turn
+from echelon.codec.codec import CODECS, RESIDUAL, CodecContext
 from echelon.codec.codecs.dgc import GATHERED
 from echelon.codec.sparse import BLOCK, Source, largest
 from echelon.errors import Corrupt
@@ -73,7 +73,7 @@ def tensors(longest: int = 3000) -> st.SearchStrategy[torch.Tensor]:
 
 
 turns = st.builds(
-    Turn,
+    CodecContext,
     step=st.integers(0, 10),
     seed=st.integers(0, 2**32 - 1),
     start=st.integers(0, 10**6),
@@ -81,11 +81,11 @@ turns = st.builds(
 )
 
 
-def _shaped(turn: Turn, length: int) -> Turn:
+def _shaped(turn: CodecContext, length: int) -> CodecContext:
     """As a matrix, if the length has a divisor for it."""
     rows = next((rows for rows in (16, 7, 5) if length and length % rows == 0), 0)
     shape = (rows, length // rows) if rows else (length,)
-    return Turn(step=turn.step, seed=turn.seed, start=turn.start, rank=turn.rank, shape=shape)
+    return CodecContext(step=turn.step, seed=turn.seed, start=turn.start, rank=turn.rank, shape=shape)
 
 
 @settings(max_examples=100, deadline=None)
@@ -177,7 +177,7 @@ def test_all_that_was_read_and_what_is_kept_is_all_that_was_given(text, length, 
     for step in range(steps):
         values = _made(length, "normal", exponent, seed + 1000 * step)
         out = torch.empty(length)
-        codec.read(codec.encode(values, state, Turn(step=step)), out, Turn(step=step))
+        codec.read(codec.encode(values, state, CodecContext(step=step)), out, CodecContext(step=step))
         given_ += values
         size += values.double().abs()
         read += out
@@ -192,7 +192,7 @@ def test_a_residual_is_the_running_sum_since_an_element_was_sent_last(length, ra
     for step in range(6):
         values = _made(length, "heavy", 0, seed + 1000 * step)
         out = torch.empty(length)
-        codec.read(codec.encode(values, state, Turn(step=step)), out, Turn(step=step))
+        codec.read(codec.encode(values, state, CodecContext(step=step)), out, CodecContext(step=step))
         running += values
         assert torch.equal(out[out != 0], running[out != 0])
         running[out != 0] = 0
@@ -216,7 +216,7 @@ def test_dgc_follows_its_recurrences(length, ratio, momentum, nesterov, masking,
     for step in range(5):
         values = _made(length, "normal", 0, seed + 1000 * step)
         out = torch.empty(length)
-        codec.read(codec.encode(values, state, Turn(step=step)), out, Turn(step=step))
+        codec.read(codec.encode(values, state, CodecContext(step=step)), out, CodecContext(step=step))
         g = values.double().numpy()
         u = momentum * u + g
         v = v + (g + momentum * u if nesterov else u)
@@ -236,9 +236,11 @@ def test_dgc_follows_its_recurrences(length, ratio, momentum, nesterov, masking,
 @given(length=st.integers(0, 1000), seed=st.integers(0, 999), data=st.data())
 def test_bytes_that_are_cut_off_are_refused_and_damaged_ones_at_least_fit(text, length, seed, data):
     codec = CODECS.build(text)
-    payload = codec.write(_made(length, "normal", 0, seed), {}, Turn())
+    payload = codec.write(_made(length, "normal", 0, seed), {}, CodecContext())
     with pytest.raises(Corrupt):
-        codec.read(payload[: data.draw(st.integers(0, len(payload) - 1))], torch.empty(length), Turn())
+        codec.read(
+            payload[: data.draw(st.integers(0, len(payload) - 1))], torch.empty(length), CodecContext()
+        )
     payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
     with contextlib.suppress(Corrupt):
-        codec.read(payload, torch.empty(length), Turn())
+        codec.read(payload, torch.empty(length), CodecContext())

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.comm.cost import Link, critical_work
-from echelon.comm.spread import broadcast, gather_all
+from echelon.comm.schedule.cost import LinkCost, critical_work
+from echelon.comm.schedule.spread import broadcast, gather_all
 from schedules import execute, sent_elements
 
 SIZES = st.integers(1, 17)
@@ -46,7 +46,7 @@ def test_everybody_gets_everybodys_block(large, size, length_each, hold):
 def test_a_small_broadcast_takes_as_many_steps_as_the_workers_number_has_bits(size_and_source, length):
     size, source = size_and_source
     schedules = [broadcast(rank, size, length, source) for rank in range(size)]
-    work = critical_work(schedules, Link(latency_s=1.0, seconds_per_byte=0.0), 0.0)
+    work = critical_work(schedules, LinkCost(latency_s=1.0, seconds_per_byte=0.0), 0.0)
     assert work.steps == (size - 1).bit_length()
 
 

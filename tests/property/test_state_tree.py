@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import nn
 
+from echelon.checkpoint.state_tree import flatten, restore
 from echelon.errors import CheckpointError
-from echelon.train.state_tree import flatten, restore
 
 DTYPES = [
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,

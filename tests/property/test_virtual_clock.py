@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from echelon.observe.events import Arrived, Decided
 from echelon.simulate.clock import Clock
-from echelon.simulate.profile import Costs, Link, Profile
+from echelon.simulate.profile import Costs, Profile, VirtualLink
 from echelon.simulate.replay import replay
 from echelon.simulate.run import simulate
-from echelon.simulate.scene import crew_of
+from echelon.simulate.scene import cluster_of
 from echelon.simulate.setting import Setting
+from echelon.sync.families.serve import ServePolicy
 from echelon.sync.policy import POLICIES
-from echelon.sync.served import Served
 
 SERVED = [
     "async",
@@ -34,7 +34,7 @@ profiles = st.builds(
     Profile,
     compute_s=st.floats(0.01, 0.05),
     costs=st.builds(Costs, queue_s=seconds, apply_s=seconds, hand_s=seconds),
-    link=st.builds(Link, latency_s=seconds, bytes_per_s=st.floats(1e6, 1e9)),
+    link=st.builds(VirtualLink, latency_s=seconds, bytes_per_s=st.floats(1e6, 1e9)),
 )
 clusters = st.builds(
     Setting,
@@ -81,8 +81,8 @@ def test_every_push_is_applied_once_or_dropped_or_still_there_and_a_replay_agree
     assert 0 <= totals.waiting_share <= 1
     assert totals.staleness_max >= totals.staleness_mean >= 0
     built = POLICIES.build(policy).resolved()
-    assert isinstance(built, Served)
-    assert replay(events, built, crew_of(setting, setting.seed)) is None
+    assert isinstance(built, ServePolicy)
+    assert replay(events, built, cluster_of(setting, setting.seed)) is None
 
 
 @settings(max_examples=15, deadline=None)

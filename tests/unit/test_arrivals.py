@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 
 from arrivals import Away, Broken, decided, play
+from echelon.sync.families.serve import Apply, Drop, Invite, Release, Rule, Wake, WeightedPush
 from echelon.sync.policies.asynchronous import Async
-from echelon.sync.policy import Crew
-from echelon.sync.served import Apply, Drop, Invite, Part, Release, Rule, Wake
+from echelon.sync.policy import ClusterInfo
 
-TWO = Crew(workers=2, servers=1)
+TWO = ClusterInfo(workers=2, servers=1)
 
 
 def _policy(arrive, tick=lambda self, t: []):
     rule = type("_Rule", (Rule,), {"arrive": lambda self, a: arrive(a), "tick": tick})
 
     class Tried(Async):
-        def rule(self, crew):
+        def rule(self, cluster):
             return rule()
 
     return Tried()
 
 
 def _apply(a):
-    return Apply((Part(a.worker, a.step, 1.0),))
+    return Apply((WeightedPush(a.worker, a.step, 1.0),))
 
 
 def test_arrivals_come_in_the_order_of_virtual_time_and_all_leave_in_the_end():
@@ -56,7 +56,7 @@ def test_a_worker_that_goes_on_alone_asks_and_pushes_its_delta_when_it_is_invite
             return [Invite(a.worker)] if a.step == 2 else [Release(a.worker, fresh=False, ask=True)]
         return [_apply(a), Release(a.worker, fresh=a.step > 0, ask=a.step == 0)]
 
-    story = play(_policy(arrive), Crew(workers=1), [[1.0] * 4])
+    story = play(_policy(arrive), ClusterInfo(workers=1), [[1.0] * 4])
     kinds = [(told.arrival.kind, told.arrival.step) for told in story if told.arrival]
     assert kinds == [("gradient", 0), ("ask", 1), ("ask", 2), ("delta", 2), ("gradient", 3)]
 
@@ -65,7 +65,7 @@ def test_a_rule_is_woken_when_it_wants_to_be_once_for_all_that_is_due():
     def arrive(a):
         return [_apply(a), Wake(5.0), Wake(5.0)]
 
-    story = play(_policy(arrive, lambda self, t: [Release(0)]), Crew(workers=1), [[1.0]])
+    story = play(_policy(arrive, lambda self, t: [Release(0)]), ClusterInfo(workers=1), [[1.0]])
     assert [(told.what, told.t) for told in story] == [("arrive", 1.0), ("tick", 5.0), ("leave", 5.0)]
 
 
@@ -107,7 +107,7 @@ def test_waiting_for_a_worker_that_is_away_is_waiting_for_ever():
             return [*(_apply(a) for a in self.here), Release(0), Release(1)]
 
     class Tried(Async):
-        def rule(self, crew):
+        def rule(self, cluster):
             return Both()
 
     with pytest.raises(Broken, match=r"workers \[0\] wait for ever"):
@@ -116,4 +116,4 @@ def test_waiting_for_a_worker_that_is_away_is_waiting_for_ever():
 
 def test_decisions_are_found_by_kind():
     story = play(Async(), TWO, [[1.0], [2.0]])
-    assert decided(story, Apply) == [Apply((Part(0, 0, 1.0),)), Apply((Part(1, 0, 1.0),))]
+    assert decided(story, Apply) == [Apply((WeightedPush(0, 0, 1.0),)), Apply((WeightedPush(1, 0, 1.0),))]

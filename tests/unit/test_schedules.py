@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.comm.collective import Move, Step
+from echelon.comm.schedule.collective import Move, ScheduleStep
 from schedules import Broken, execute
 
 BOTH = pytest.mark.parametrize("hold", [True, False])
 
 
 def _give(peer, start=0, stop=2):
-    return Step(sends=(Move(peer, start, stop),))
+    return ScheduleStep(sends=(Move(peer, start, stop),))
 
 
 def _take(peer, start=0, stop=2):
-    return Step(takes=(Move(peer, start, stop),))
+    return ScheduleStep(takes=(Move(peer, start, stop),))
 
 
 @BOTH
 def test_a_step_sends_what_the_buffer_held_when_it_began(hold):
-    swap = [[Step(sends=(Move(1 - rank, 0, 2),), takes=(Move(1 - rank, 0, 2),))] for rank in (0, 1)]
-    assert execute(swap, [[1, 2], [3, 4]], hold=hold) == [[3, 4], [1, 2]]
+    all_to_all = [
+        [ScheduleStep(sends=(Move(1 - rank, 0, 2),), takes=(Move(1 - rank, 0, 2),))] for rank in (0, 1)
+    ]
+    assert execute(all_to_all, [[1, 2], [3, 4]], hold=hold) == [[3, 4], [1, 2]]
 
 
 @BOTH
 def test_messages_match_by_their_order_between_two_workers_not_by_step(hold):
     first = [_give(1, 0, 1), _take(1, 0, 1), _give(1, 1, 2)]
     second = [
-        Step(adds=(Move(0, 0, 1),)),
-        Step(sends=(Move(0, 1, 2),)),
-        Step(takes=(Move(0, 1, 2),)),
+        ScheduleStep(adds=(Move(0, 0, 1),)),
+        ScheduleStep(sends=(Move(0, 1, 2),)),
+        ScheduleStep(takes=(Move(0, 1, 2),)),
     ]
     assert execute([first, second], [[1, 2], [10, 20]], hold=hold) == [[20, 2], [11, 2]]
 
@@ -55,13 +57,13 @@ def test_sends_that_wait_for_their_receivers_can_be_a_deadlock_where_held_ones_a
         ([_give(1)], [_take(0, 0, 1)], "sends 2 elements"),
         ([_give(1)], [], "nobody receives"),
         ([], [_take(0)], "deadlock"),
-        ([Step(sends=(Move(1, 0, 1), Move(1, 1, 2)))], [_take(0, 0, 1)], "two messages"),
-        ([Step(adds=(Move(1, 0, 1),), takes=(Move(1, 1, 2),))], [_give(0)], "two messages"),
+        ([ScheduleStep(sends=(Move(1, 0, 1), Move(1, 1, 2)))], [_take(0, 0, 1)], "two messages"),
+        ([ScheduleStep(adds=(Move(1, 0, 1),), takes=(Move(1, 1, 2),))], [_give(0)], "two messages"),
         ([_give(0)], [], "no peer"),
         ([_give(2)], [], "no peer"),
         ([_give(1, 1, 1)], [_take(0, 1, 1)], "empty"),
         ([_give(1, 1, 3)], [_take(0, 1, 3)], "outside"),
-        ([Step()], [], "does nothing"),
+        ([ScheduleStep()], [], "does nothing"),
     ],
 )
 def test_a_broken_rule_is_named(first, second, reason):
@@ -70,6 +72,6 @@ def test_a_broken_rule_is_named(first, second, reason):
 
 
 def test_overwriting_what_is_added_in_the_same_step_is_refused():
-    receiver = [Step(adds=(Move(1, 0, 2),), takes=(Move(2, 1, 2),))]
+    receiver = [ScheduleStep(adds=(Move(1, 0, 2),), takes=(Move(2, 1, 2),))]
     with pytest.raises(Broken, match="overwrites"):
         execute([receiver, [_give(0)], [_give(0, 1, 2)]], [[0, 0]] * 3)

@@ -18,10 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from echelon.config.units import rate_bytes_per_s, show_bytes, show_seconds
-from echelon.errors import ConfigError
-from echelon.observe.write import write_whole
-from echelon.simulate.codecs import (
+from echelon.bench.codecs import (
     Bench,
     Comparison,
     asked_codecs,
@@ -29,7 +26,10 @@ from echelon.simulate.codecs import (
     in_words,
     usual_codecs,
 )
-from echelon.simulate.codecs_page import HEAD, codecs_html, rows_of
+from echelon.bench.codecs_page import HEAD, codecs_html, rows_of
+from echelon.config.units import rate_bytes_per_s, show_bytes, show_seconds
+from echelon.errors import ConfigError
+from echelon.observe.atomic import write_whole
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 

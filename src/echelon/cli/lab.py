@@ -97,7 +97,7 @@ def exec_(
     echelon lab exec two-sites --all -- torchrun --nnodes {world} \\
         --node-rank {rank} --master-addr {master} ddp_script.py
     """
-    from echelon.cluster.lab.execute import Job, run_attached, run_job
+    from echelon.cluster.lab.execute import NodeJob, run_attached, run_job
     from echelon.cluster.lab.lab import Lab
 
     if everywhere == bool(node):
@@ -108,7 +108,7 @@ def exec_(
         )
     lab = Lab.find(_name_of(file))
     nodes = list(dict.fromkeys(node)) if node else [known.name for known in lab.spec.nodes]
-    job = Job(command=command, nodes=nodes, env=_variables(env or []), port=port, keep_going=keep_going)
+    job = NodeJob(command=command, nodes=nodes, env=_variables(env or []), port=port, keep_going=keep_going)
     if len(nodes) == 1:
         raise typer.Exit(run_attached(lab, job).code)
     consoles = {"stdout": Console(highlight=False), "stderr": Console(highlight=False, stderr=True)}

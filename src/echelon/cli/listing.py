@@ -13,7 +13,7 @@ from rich.text import Text
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.lab.spec import shipped_labs
 from echelon.codec.codec import CODECS
-from echelon.comm.collective import COLLECTIVES
+from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.config.registry import Description, Registry
 from echelon.errors import UnknownName
 from echelon.sync.detector import DETECTORS

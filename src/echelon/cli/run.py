@@ -14,7 +14,7 @@ from echelon.cli.options import with_settings
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.errors import ConfigError, LaunchError
-from echelon.launch.run import Outcome, Target, run
+from echelon.launch.run import RunResult, Target, run
 from echelon.observe.events import AnyEvent, FaultInjected
 from echelon.observe.progress import Progress, closing_table
 from echelon.observe.run_folder import RunFolder
@@ -136,7 +136,7 @@ def _train(resolved: Resolved[TrainSettings]) -> None:
     _conclude(outcome, console, shows)
 
 
-def _conclude(outcome: Outcome, console: Console, shows: _Shows) -> None:
+def _conclude(outcome: RunResult, console: Console, shows: _Shows) -> None:
     """The last lines: where the record is or, after a failure, the failing worker's own words."""
     failure = outcome.failure
     folder = _short(outcome.folder.path)

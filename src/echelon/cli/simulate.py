@@ -23,16 +23,16 @@ from echelon.cluster.machine import usable_cores
 from echelon.config.schema import RunSettings
 from echelon.config.units import duration_s, rate_bytes_per_s
 from echelon.errors import ConfigError
+from echelon.observe.atomic import write_whole
 from echelon.observe.run_folder import RunFolder
-from echelon.observe.write import write_whole
 from echelon.plan.groups import parse_groups
 from echelon.simulate.compare import Standing, compare, in_words
-from echelon.simulate.outcome import Outcome
+from echelon.simulate.outcome import SimulationResult
 from echelon.simulate.page import page_html, profile_rows, show_reached, show_spread
-from echelon.simulate.profile import Costs, Link, Profile, measure
+from echelon.simulate.profile import Costs, Profile, VirtualLink, measure
 from echelon.simulate.recorded import Replayed, replay_run
 from echelon.simulate.setting import Setting
-from echelon.simulate.several import check_policies, simulate_several
+from echelon.simulate.sweep import check_policies, simulate_several
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 
@@ -250,10 +250,10 @@ def _rates(text: str | None) -> list[float]:
 
 
 def _profile(setting: Setting, given: Mapping[str, Any], rates: Sequence[float]) -> Profile:
-    latency_s = Link().latency_s
+    latency_s = VirtualLink().latency_s
     if given["latency"] is not None:
         latency_s = duration_s(given["latency"], where="--latency")
-    link = Link(latency_s=latency_s, bytes_per_s=rates[0] if rates else Link().bytes_per_s)
+    link = VirtualLink(latency_s=latency_s, bytes_per_s=rates[0] if rates else VirtualLink().bytes_per_s)
     compute_s = None if given["compute"] is None else duration_s(given["compute"], where="--compute")
     costs = None if given["server_costs"] is None else _costs(given["server_costs"])
     if compute_s is not None and costs is not None:
@@ -287,7 +287,9 @@ def _page_name(setting: Setting) -> str:
 # What is done
 
 
-def _carried_out(setting: Setting, policies: Sequence[str], jobs: int, events: Path | None) -> Outcome:
+def _carried_out(
+    setting: Setting, policies: Sequence[str], jobs: int, events: Path | None
+) -> SimulationResult:
     console = Console(stderr=True)
     if not console.is_terminal:
         return simulate_several(setting, policies, jobs=jobs, events=events)
@@ -341,7 +343,10 @@ def _replayed(found: Replayed) -> dict[str, Any]:
 
 
 def _print(
-    outcome: Outcome, standings: Sequence[Standing], sources: Mapping[str, str], accuracy: float | None
+    outcome: SimulationResult,
+    standings: Sequence[Standing],
+    sources: Mapping[str, str],
+    accuracy: float | None,
 ) -> None:
     console = Console(highlight=False)
     for name, value, known in profile_rows(outcome.setting, outcome.profile, sources):
@@ -399,7 +404,9 @@ def _table(*words: str) -> Table:
     return table
 
 
-def _print_json(outcome: Outcome, standings: Sequence[Standing], sources: Mapping[str, str]) -> None:
+def _print_json(
+    outcome: SimulationResult, standings: Sequence[Standing], sources: Mapping[str, str]
+) -> None:
     _echo_json(
         {
             "says": in_words(outcome, standings),

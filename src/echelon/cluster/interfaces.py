@@ -45,7 +45,7 @@ class Interface:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class InterfaceChoice:
     """An interface, the address of it to use, and why it is this one."""
 
     name: str
@@ -79,7 +79,7 @@ def interfaces() -> list[Interface]:
     return out
 
 
-def towards(host: str, port: int = 1) -> Choice:
+def towards(host: str, port: int = 1) -> InterfaceChoice:
     """The interface by which packets to `host` leave this machine.
 
     The host's addresses are tried in the resolver's order, IPv4 and IPv6, as a connection would. Nothing
@@ -100,7 +100,7 @@ def towards(host: str, port: int = 1) -> Choice:
     raise ConfigError(f"no route to {host!r} ({failure})", where=f"host {host}", fix=fix)
 
 
-def default_route() -> Choice | None:
+def default_route() -> InterfaceChoice | None:
     """The interface by which packets to the rest of the world leave; None for a machine without."""
     found = interfaces()
     for nowhere in _NOWHERE:
@@ -112,20 +112,22 @@ def default_route() -> Choice | None:
         picked = _owner(found, source)
         if picked is not None and not picked.loopback:
             reason = f"the default route leaves by {picked.name}{_caveat(picked)}"
-            return Choice(name=picked.name, address=_plain(source), reason=reason)
+            return InterfaceChoice(name=picked.name, address=_plain(source), reason=reason)
     return None
 
 
-def owning(address: str) -> Choice | None:
+def owning(address: str) -> InterfaceChoice | None:
     """The interface that has this address; None if it is not one of this machine's."""
     picked = _owner(interfaces(), address)
     if picked is None:
         return None
     reason = f"{_plain(address)} is an address of {picked.name}{_caveat(picked)}"
-    return Choice(name=picked.name, address=_plain(address), reason=reason)
+    return InterfaceChoice(name=picked.name, address=_plain(address), reason=reason)
 
 
-def choose(found: Sequence[Interface], source: str, *, host: str, peer: str, own_name: str = "") -> Choice:
+def choose(
+    found: Sequence[Interface], source: str, *, host: str, peer: str, own_name: str = ""
+) -> InterfaceChoice:
     """The interface that has the source address which the kernel chose for `host` at address `peer`."""
     picked = _owner(found, source)
     if picked is None:
@@ -136,7 +138,9 @@ def choose(found: Sequence[Interface], source: str, *, host: str, peer: str, own
         )
     address = _plain(source)
     named = host if _plain(host) == _plain(peer) else f"{host} ({_plain(peer)})"
-    return Choice(name=picked.name, address=address, reason=_reason(picked, named, host, peer, own_name))
+    return InterfaceChoice(
+        name=picked.name, address=address, reason=_reason(picked, named, host, peer, own_name)
+    )
 
 
 def _reason(picked: Interface, named: str, host: str, peer: str, own_name: str) -> str:

@@ -24,7 +24,7 @@ import msgspec
 
 from echelon.cluster.machine import describe_machine
 from echelon.errors import ConfigError
-from echelon.observe.write import write_whole
+from echelon.observe.atomic import write_whole
 from echelon.zoo.locate import cache_folder
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _TIE = 1.02
 _ROOT = Path("/")
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _ProbeEntry(msgspec.Struct, frozen=True):
     """What is known about one machine."""
 
     piece_bytes: int
@@ -58,7 +58,7 @@ def piece_bytes() -> int:
         return known[machine].piece_bytes
     measured = fastest(sweep())
     if file is not None:
-        entries = {**known, machine: _Entry(piece_bytes=measured)}
+        entries = {**known, machine: _ProbeEntry(piece_bytes=measured)}
         with contextlib.suppress(ConfigError):
             write_whole(file, msgspec.json.format(msgspec.json.encode(entries)))
     return measured
@@ -130,7 +130,7 @@ def _cache_file() -> Path | None:
     return folder / "probe.json"
 
 
-def _read(file: Path | None) -> dict[str, _Entry]:
+def _read(file: Path | None) -> dict[str, _ProbeEntry]:
     """The file's entries; those that are not ours are left out."""
     if file is None:
         return {}
@@ -141,5 +141,5 @@ def _read(file: Path | None) -> dict[str, _Entry]:
     entries = {}
     for machine, entry in found.items():
         with contextlib.suppress(msgspec.MsgspecError):
-            entries[machine] = msgspec.convert(entry, _Entry)
+            entries[machine] = msgspec.convert(entry, _ProbeEntry)
     return entries

@@ -40,7 +40,7 @@ SATURATED = "saturated"  # int64, one element: how many values were too large to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class CodecContext:
     """All that a codec may depend on besides values and state.
 
     `step` counts the rounds that the parameter has been through; `seed` is the parameter's, the same on all
@@ -93,14 +93,14 @@ class Codec(Strategy):
 
         return {RESIDUAL: torch.zeros(length, dtype=torch.float32)} if self.feedback else {}
 
-    def encode(self, values: Tensor, state: State, turn: Turn) -> Tensor:
+    def encode(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
         """The bytes of a piece; the state is this piece's, and is changed. `values` stay as they are."""
         if not self.feedback:
             return self.write(values, state, turn)
         kept = state[RESIDUAL].add_(values)
         return self.write(kept, state, turn, kept)
 
-    def take_back(self, payload: Tensor, values: Tensor, state: State, turn: Turn) -> None:
+    def take_back(self, payload: Tensor, values: Tensor, state: State, turn: CodecContext) -> None:
         """What `encode` gave for these values will never be read: owe again what was owed before.
 
         To rounding, and only where what is owed is a residual (not what dgc gathers).
@@ -113,13 +113,13 @@ class Codec(Strategy):
             state[RESIDUAL].add_(read).sub_(values)
 
     @abstractmethod
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """The bytes of these values. What they leave out goes to `rest`, which may be `values` itself:
         after it, `values - rest` is what `read` gives, to the rounding of one subtraction.
         """
 
     @abstractmethod
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """What was written, to a flat tensor of the piece's length, or added to what is there.
 
         Raises Corrupt if these are not the bytes of a piece of that length.
@@ -131,7 +131,7 @@ class Codec(Strategy):
 
     # Only for those that travel by `scatter` ---------------------------------------------------------
 
-    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: Turn) -> Tensor:
+    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: CodecContext) -> Tensor:
         """The bytes of a total: the owner's values, not written yet, and the others' bytes, by rank.
 
         The state is the owner's; its residual on this piece is what totals have left out before. Raises
@@ -148,11 +148,11 @@ class Codec(Strategy):
             raise OverflowError("the total of finite gradients is infinite")
         return self.encode(total, state, turn)
 
-    def read_total(self, payload: Tensor, out: Tensor, state: State, turn: Turn) -> None:
+    def read_total(self, payload: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
         """What `merge` has written, to `out`; the state is the whole parameter's."""
         self.read(payload, out, turn)
 
-    def settle(self, state: State, turn: Turn) -> None:
+    def settle(self, state: State, turn: CodecContext) -> None:
         """All pieces of a parameter have been read: the same on all workers."""
         return
 
@@ -171,15 +171,15 @@ class Summed(Codec):
     rounds: ClassVar[int] = 1
 
     @abstractmethod
-    def first(self, values: Tensor, state: State, turn: Turn) -> Tensor:
+    def first(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
         """The float32 numbers of the first round, for the values of a whole parameter."""
 
-    def further(self, total: Tensor, state: State, turn: Turn) -> Tensor:
+    def further(self, total: Tensor, state: State, turn: CodecContext) -> Tensor:
         """The numbers of the next round, from the totals of the last."""
         raise NotImplementedError(f"codec {self.name} has {self.rounds} rounds, and no `further`")
 
     @abstractmethod
-    def finish(self, total: Tensor, out: Tensor, state: State, turn: Turn) -> None:
+    def finish(self, total: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
         """The gradient of all workers, from the totals of the last round."""
 
 
@@ -189,11 +189,11 @@ class StandIn(Codec):
     __slots__ = ()
     travels: ClassVar[Travels] = "gather"
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """Never: it was not replaced."""
         raise NotImplementedError(f"{self.name} stands for another codec")
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """Never: it was not replaced."""
         raise NotImplementedError(f"{self.name} stands for another codec")
 

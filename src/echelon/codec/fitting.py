@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from echelon.codec.codec import CODECS, Codec, StandIn, Summed
-from echelon.codec.codecs.auto import Auto
+from echelon.codec.codecs.auto import AutoCodec
 from echelon.codec.codecs.between import Between
 from echelon.codec.codecs.none import NoCodec
 from echelon.errors import ConfigError
@@ -44,7 +44,7 @@ def refuse_momentum(codec: Codec, own: float, optimizer: str) -> None:
 def refuse_for_weights(text: str, policy: str) -> None:
     """Codecs write gradients: policies that average weights send them as they are."""
     codec = CODECS.build(text, where=_WHERE)
-    if not isinstance(codec, (NoCodec, Auto)):
+    if not isinstance(codec, (NoCodec, AutoCodec)):
         raise ConfigError(
             f"codec {codec.name} writes gradients, and sync {policy} averages weights",
             where=_WHERE,
@@ -79,7 +79,7 @@ def own_transports_only() -> ConfigError:
 
 def refuse_factors(codec: Codec, factors: str) -> None:
     """Gradients that are encoded do not travel as factors."""
-    if factors == "always" and not isinstance(codec, (NoCodec, Auto)):
+    if factors == "always" and not isinstance(codec, (NoCodec, AutoCodec)):
         raise ConfigError(
             f"a gradient travels as factors or by codec {codec.name}, not both",
             where="--factors always",
@@ -90,7 +90,7 @@ def refuse_factors(codec: Codec, factors: str) -> None:
 def refuse_sums(codec: Codec, servers: int) -> None:
     """Servers that sum for the workers (sync full) add numbers: what is not numbers cannot go there."""
     inner = inner_of(codec)
-    if servers and not isinstance(inner, (Summed, Auto)):
+    if servers and not isinstance(inner, (Summed, AutoCodec)):
         raise ConfigError(
             f"servers with sync full only add numbers up, and codec {inner.name} writes bytes",
             where="--servers and --codec",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from echelon.codec.bits import blocks
-from echelon.codec.codec import Codec, State, Travels, Turn
+from echelon.codec.codec import Codec, CodecContext, State, Travels
 from echelon.codec.grid import largest
 from echelon.errors import Corrupt
 
@@ -42,7 +42,7 @@ class Halves(Codec):
     def dtype(self) -> torch.dtype:
         """The type that values are rounded to."""
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """The halves, and an exponent in the last byte."""
         import torch
 
@@ -61,7 +61,7 @@ class Halves(Codec):
                 torch.sub(values[begin:end], read, out=rest[begin:end])
         return payload
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """The halves as float32."""
         if len(payload) != 2 * len(out) + 1:
             raise Corrupt(

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.codec import positions as places
-from echelon.codec.codec import RESIDUAL, Codec, State, Travels, Turn
+from echelon.codec.codec import RESIDUAL, Codec, CodecContext, State, Travels
 from echelon.codec.positions import Bytes, Positions
 from echelon.errors import ConfigError, Corrupt
 
@@ -216,7 +216,7 @@ class Sparse(Codec):
     travels: ClassVar[Travels] = "gather"
 
     @abstractmethod
-    def choose(self, values: Tensor, turn: Turn) -> Positions:
+    def choose(self, values: Tensor, turn: CodecContext) -> Positions:
         """Which elements to send; it follows from the values, and the turn's step."""
 
     @property
@@ -224,7 +224,7 @@ class Sparse(Codec):
         """The steps from which on the choice is made in another way."""
         return (0,)
 
-    def pick(self, values: Tensor, state: State, turn: Turn) -> tuple[Tensor, Positions]:
+    def pick(self, values: Tensor, state: State, turn: CodecContext) -> tuple[Tensor, Positions]:
         """What to choose from, with what was left out before, and which elements are chosen.
 
         With feedback the first is kept in the state: whoever sends elements takes them out of it.
@@ -232,12 +232,12 @@ class Sparse(Codec):
         given = state[RESIDUAL].add_(values) if self.feedback else values
         return given, self.choose(given, turn)
 
-    def encode(self, values: Tensor, state: State, turn: Turn) -> Tensor:
+    def encode(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
         """The chosen elements; with feedback they are taken out of what is kept."""
         given, positions = self.pick(values, state, turn)
         return self._written(given, positions, given if self.feedback else None)
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """The chosen elements."""
         return self._written(values, self.choose(values, turn), rest)
 
@@ -246,7 +246,7 @@ class Sparse(Codec):
         leave(values, positions, np.float32(0), rest)
         return pack(positions, len(values), taken.astype("<f4", copy=False).view(np.uint8))
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """The chosen elements, zeros elsewhere."""
         positions, data = unpack(payload, len(out))
         if len(data) != 4 * len(positions):
@@ -256,5 +256,5 @@ class Sparse(Codec):
     def bound(self, values: Tensor) -> Tensor:
         """Nothing where elements are chosen, their magnitude elsewhere."""
         bound = values.abs()
-        bound.numpy()[self.choose(values, Turn(step=self.stages[-1]))] = 0
+        bound.numpy()[self.choose(values, CodecContext(step=self.stages[-1]))] = 0
         return bound

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from echelon.comm.group import Group, Op, Pending, Swapped, Swapping, check_messages
+from echelon.comm.group import Group, Messages, Op, Pending, ReceivedMessages, check_messages
 
 
-class Alone(Group):
+class SoloGroup(Group):
     """A worker by itself."""
 
     rank = 0
@@ -26,10 +26,10 @@ class Alone(Group):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Nobody to tell."""
 
-    def swap(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Swapping:
+    def all_to_all(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Messages:
         """Nobody else to hear from."""
         check_messages(outgoing, self.size)
-        return Swapped(list(outgoing))
+        return ReceivedMessages(list(outgoing))
 
     def fork(self) -> Group:
         """Nothing has an order here."""

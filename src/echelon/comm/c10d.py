@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from echelon.comm.group import Group, Op, Pending
-from echelon.comm.place import Place
-from echelon.comm.rendezvous import Meeting, interface_of
+from echelon.comm.meet.place import Place
+from echelon.comm.meet.rendezvous import Meeting, interface_of
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

@@ -23,24 +23,24 @@ import torch
 from torch import Tensor
 
 from echelon.cluster import probe
-from echelon.comm import mesh
-from echelon.comm.collective import COLLECTIVES, Collective, Move, Schedule, Step, pieces
-from echelon.comm.collectives.auto import Auto
-from echelon.comm.collectives.direct import to_owners
-from echelon.comm.connection import Connection
-from echelon.comm.exchange import Exchange, as_bytes
-from echelon.comm.group import Group, Op, Pending, Swapping, Timing, blocks, check_messages
-from echelon.comm.links import Links, measure
-from echelon.comm.loop import CHANNEL_BITS, Loop
-from echelon.comm.place import Place
-from echelon.comm.rails import TAGS, Layout, Rails, machines
-from echelon.comm.rendezvous import Meeting, Member, interface_address
-from echelon.comm.segment import Handle
-from echelon.comm.serving import Servers
-from echelon.comm.shm import Team
-from echelon.comm.spread import broadcast, gather_all, gather_blocks
-from echelon.comm.swap import Swap, Underway
-from echelon.comm.tls import Certificates
+from echelon.comm.group import Group, Messages, Op, Pending, Timing, blocks, check_messages
+from echelon.comm.meet import mesh
+from echelon.comm.meet.links import Links, measure
+from echelon.comm.meet.place import Place
+from echelon.comm.meet.rendezvous import Meeting, Member, interface_address
+from echelon.comm.meet.tls import Certificates
+from echelon.comm.memory.rails import TAGS, RailLayout, Rails, machines
+from echelon.comm.memory.segment import Handle
+from echelon.comm.memory.shm import SharedMemoryTeam
+from echelon.comm.schedule.collective import COLLECTIVES, Collective, Move, Schedule, ScheduleStep, pieces
+from echelon.comm.schedule.collectives.auto import AutoCollective
+from echelon.comm.schedule.collectives.direct import to_owners
+from echelon.comm.schedule.spread import broadcast, gather_all, gather_blocks
+from echelon.comm.wire.all_to_all import AllToAll, PendingMessages
+from echelon.comm.wire.connection import Connection
+from echelon.comm.wire.exchange import Exchange, as_bytes
+from echelon.comm.wire.loop import CHANNEL_BITS, Loop
+from echelon.comm.wire.summing import SumServers
 from echelon.errors import ConfigError, LaunchError, RoundTimeout, WorkerError
 
 SECRET_VARIABLE = "ECHELON_SECRET"
@@ -71,13 +71,13 @@ class Engine:
         self.channels = 0
         self.workers = meeting.members[: len(meeting.members) - servers]
         self.shared_memory = shared_memory and not (servers and sums)
-        self.servers: Servers | None = None
+        self.servers: SumServers | None = None
         if servers and sums:
             me = meeting.me.rank
-            self.servers = Servers(loop, rank=me, workers=len(self.workers), servers=servers)
+            self.servers = SumServers(loop, rank=me, workers=len(self.workers), servers=servers)
         self.rails: list[Rails] = []
-        self.teams: list[Team] = []  # whose sums are done by whoever waits
-        self.swaps: deque[Swap] = deque()  # under way, in the order in which they began
+        self.teams: list[SharedMemoryTeam] = []  # whose sums are done by whoever waits
+        self.swaps: deque[AllToAll] = deque()  # under way, in the order in which they began
         self.piece_bytes = 0  # not known yet
 
     @classmethod
@@ -126,10 +126,10 @@ class Engine:
         for rails in self.rails:
             rails.close()
 
-    def start(self, swap: Swap) -> None:
+    def start(self, all_to_all: AllToAll) -> None:
         """Begin a swap, and remember it while it is under way."""
-        self.swaps.append(swap)
-        self.loop.submit(swap)
+        self.swaps.append(all_to_all)
+        self.loop.submit(all_to_all)
         with contextlib.suppress(IndexError):  # several threads may do this at once
             while self.swaps[0].ended:
                 self.swaps.popleft()
@@ -167,7 +167,7 @@ class EngineGroup(Group):
         self._choose(collective)
         self._channel = engine.next_channel()
         self._count = 0
-        self._team: Team | None = None
+        self._team: SharedMemoryTeam | None = None
         self._rails: Rails | None = None
         if engine.shared_memory and not among:
             self._share_memory(machines(engine.workers))
@@ -178,7 +178,7 @@ class EngineGroup(Group):
         return self._engine.meeting.members
 
     @property
-    def _summing(self) -> Servers | None:
+    def _summing(self) -> SumServers | None:
         """The servers that sum for all workers; some of them sum among themselves."""
         return None if self._among else self._engine.servers
 
@@ -207,7 +207,7 @@ class EngineGroup(Group):
         if self.rank not in members:
             self._engine.next_channel()
             return None
-        return EngineGroup(self._engine, Auto.name, owns=False, among=tuple(members))
+        return EngineGroup(self._engine, AutoCollective.name, owns=False, among=tuple(members))
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
         """Combine in place, in the background; in shared memory, by whoever waits."""
@@ -256,11 +256,11 @@ class EngineGroup(Group):
         steps = to_owners(self.rank, list(pairwise(accumulate(lengths, initial=0))))
         return self._start(flat, steps, op, 0).then(lambda _: blocks(flat, lengths)[self.rank])
 
-    def swap(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Swapping:
+    def all_to_all(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Messages:
         """Over TCP, each member to each other one, in the background."""
         check_messages(outgoing, self.size)
         memories = {id(message): as_bytes(message.contiguous()) for message in outgoing}
-        swap = Swap(
+        all_to_all = AllToAll(
             self._next_tag(),
             {
                 peer: memories[id(message)]
@@ -270,8 +270,8 @@ class EngineGroup(Group):
             deadline_s=self._engine.deadline_s,
             priority=priority,
         )
-        self._engine.start(swap)
-        return Underway(swap, self.ranks, outgoing[self.rank], self._engine.work_for_others)
+        self._engine.start(all_to_all)
+        return PendingMessages(all_to_all, self.ranks, outgoing[self.rank], self._engine.work_for_others)
 
     def work_for_others(self) -> None:
         """Its part in sums in shared memory."""
@@ -289,15 +289,15 @@ class EngineGroup(Group):
         for peer, connection in self._engine.loop.connections.items():
             rate = links.bytes_per_s.get((self.rank, peer), 1 / links.slowest.seconds_per_byte)
             connection.fit(rate)
-        if self._text == Auto.name:
-            self._choose(str(Auto.measured(links.slowest)))
+        if self._text == AutoCollective.name:
+            self._choose(str(AutoCollective.measured(links.slowest)))
         return links
 
     def reason(self, length_bytes: int) -> str:
         """Why buffers of this length are reduced as they are."""
         if self._engine.servers is not None:
             return f"ps, as asked: {self._engine.servers.count} servers of their own sum"
-        if isinstance(self._collective, Auto):
+        if isinstance(self._collective, AutoCollective):
             return self._collective.reason(self.size, length_bytes)
         return f"{self._text}, as asked"
 
@@ -380,7 +380,7 @@ class EngineGroup(Group):
         try:
             if len(machines) > 1:
                 self._collective.check(len(machines))
-            layout = Layout(machines, self.rank)
+            layout = RailLayout(machines, self.rank)
             self._team = self._gather_team(layout)
         except (LaunchError, ConfigError) as error:
             self._engine.shared_memory = False  # the forks need not try again
@@ -396,7 +396,7 @@ class EngineGroup(Group):
         else:
             self._engine.teams.append(self._team)
 
-    def _piece_bytes(self, layout: Layout) -> int:
+    def _piece_bytes(self, layout: RailLayout) -> int:
         """The piece that this machine sums fastest: one of its workers asks, and tells the others."""
         if not self._engine.piece_bytes:
             mine = torch.tensor([probe.piece_bytes() if layout.position == 0 else 0])
@@ -404,7 +404,7 @@ class EngineGroup(Group):
             self._engine.piece_bytes = int(said[layout.mates[0]])
         return self._engine.piece_bytes
 
-    def _gather_team(self, layout: Layout) -> Team:
+    def _gather_team(self, layout: RailLayout) -> SharedMemoryTeam:
         """The workers of this machine. All members ask for memory together, and all get it, or none."""
         members = self._engine.meeting.members
         first = [*layout.mates, *(rank for rank in range(self.size) if rank not in layout.mates)]
@@ -413,7 +413,7 @@ class EngineGroup(Group):
             said = [Handle(*part.tolist()) for part in self.all_gather(torch.tensor(mine))]
             return [said[rank] for rank in first]
 
-        return Team(
+        return SharedMemoryTeam(
             layout.position,
             [str(members[rank]) for rank in layout.mates],
             [members[rank].pid for rank in layout.mates],
@@ -426,7 +426,7 @@ class EngineGroup(Group):
         if self.rank == 0 or error.__cause__ is not None:
             _log.warning("%s; %s", error.message, instead)
 
-    def _in_memory(self, team: Team, tensor: Tensor, flat: Tensor, op: Op) -> Pending:
+    def _in_memory(self, team: SharedMemoryTeam, tensor: Tensor, flat: Tensor, op: Op) -> Pending:
         turn, timing = team.begin(flat, op)
 
         def wait() -> Tensor:
@@ -502,10 +502,10 @@ def _schedule(collective: Collective, rank: int, size: int, length: int) -> Sche
     return collective.schedule(rank, size, length)
 
 
-def _renamed(step: Step, ranks: Sequence[int]) -> Step:
+def _renamed(step: ScheduleStep, ranks: Sequence[int]) -> ScheduleStep:
     """A step whose peers are counted within a group, with the ranks that they have in the view."""
 
     def named(moves: Sequence[Move]) -> tuple[Move, ...]:
         return tuple(Move(ranks[move.peer], move.start, move.stop) for move in moves)
 
-    return Step(sends=named(step.sends), adds=named(step.adds), takes=named(step.takes))
+    return ScheduleStep(sends=named(step.sends), adds=named(step.adds), takes=named(step.takes))

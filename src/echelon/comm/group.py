@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from echelon.comm import frames
+from echelon.comm.wire import frames
 from echelon.errors import ConfigError, Corrupt
 
 Op = Literal["sum", "max", "min"]
@@ -93,7 +93,7 @@ class Pending:
         return self._timing()
 
 
-class Swapping(ABC):
+class Messages(ABC):
     """Messages under way between all members of a group.
 
     What this member has given must stay as it is until `wait` has returned: it may be sent again.
@@ -134,7 +134,7 @@ class Swapping(ABC):
         return 0
 
 
-class Swapped(Swapping):
+class ReceivedMessages(Messages):
     """Messages that are here already."""
 
     def __init__(self, parts: list[Tensor], sent_bytes: int = 0) -> None:
@@ -185,7 +185,7 @@ class Group(ABC):
         """
         return self.all_reduce(buffer, op).then(lambda all_of: blocks(all_of, lengths)[self.rank])
 
-    def swap(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Swapping:
+    def all_to_all(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Messages:
         """Give member r the message `outgoing[r]`, and get everybody's: flat uint8 tensors of any length.
 
         They may be one and the same tensor; the own one is only passed on to `parts`. What is damaged on
@@ -205,7 +205,9 @@ class Group(ABC):
             if source != self.rank and _checksum(parts[-1]) != checksum:
                 raise Corrupt(f"rank {source} sent a damaged message", ranks=(source,), where="swap")
         parts[self.rank] = outgoing[self.rank]
-        return Swapped(parts, (self.size - 1) * (block.numel() + table.numel() * table.element_size()))
+        return ReceivedMessages(
+            parts, (self.size - 1) * (block.numel() + table.numel() * table.element_size())
+        )
 
     @abstractmethod
     def fork(self) -> Group:
@@ -265,7 +267,7 @@ def blocks(buffer: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def check_messages(outgoing: Sequence[Tensor], size: int) -> None:
-    """Refuse what `swap` cannot send."""
+    """Refuse what `all_to_all` cannot send."""
     if len(outgoing) != size:
         raise ConfigError(
             f"{len(outgoing)} messages for {size} members", where="swap", fix="give one for each member"

@@ -16,10 +16,10 @@ import torch
 from echelon.comm.c10d import C10dGroup
 from echelon.comm.engine import Engine, EngineGroup
 from echelon.comm.group import Group
-from echelon.comm.place import Place
-from echelon.comm.rails import machines
-from echelon.comm.rendezvous import Meeting
-from echelon.comm.tls import CERTIFICATE_VARIABLE, Certificates
+from echelon.comm.meet.place import Place
+from echelon.comm.meet.rendezvous import Meeting
+from echelon.comm.meet.tls import CERTIFICATE_VARIABLE, Certificates
+from echelon.comm.memory.rails import machines
 from echelon.errors import ConfigError
 
 Transport = Literal["auto", "shm", "tcp", "c10d"]

@@ -38,13 +38,13 @@ from echelon.codec.fitting import (
     refuse_transport,
     served_codec,
 )
-from echelon.comm.place import SERVERS_VARIABLE
+from echelon.comm.meet.place import SERVERS_VARIABLE
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError, LaunchError
-from echelon.launch.crew import Crew, LogTail, WorkerCommand
 from echelon.launch.failure import Failure
+from echelon.launch.processes import LogTail, WorkerCommand, WorkerProcesses
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -61,10 +61,9 @@ from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.summary import Summary, write_summary
 from echelon.plan.groups import by_site, parse_groups
-from echelon.plan.plan import Asked, Plan, WorkerPlan, make_plan
+from echelon.plan.plan import Plan, PlanRequest, WorkerPlan, make_plan
 from echelon.sync.policies.levels import Levels
-from echelon.sync.policy import POLICIES, Policy
-from echelon.sync.policy import Crew as SyncCrew
+from echelon.sync.policy import POLICIES, ClusterInfo, Policy
 
 _LOOK_EVERY_S = 0.05
 _INTERRUPT_GRACE_S = 5.0
@@ -87,7 +86,7 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunResult:
     """How a run ended. `code` is what the launcher's own process should end with."""
 
     folder: RunFolder
@@ -106,7 +105,7 @@ class Target:
     name: str
 
 
-def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Outcome:
+def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> RunResult:
     """Carry out a run from beginning to end."""
     settings = resolved.settings
     spec = read_lab(settings.lab) if settings.lab else None
@@ -136,7 +135,7 @@ def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Ou
     tail = b""
     if failure is not None and folder.log_of(failure.rank).exists():
         tail = folder.log_of(failure.rank).read_bytes()[-_TAIL_BYTES:]
-    return Outcome(
+    return RunResult(
         folder=folder,
         code=code,
         summary=write_summary(folder),
@@ -173,7 +172,7 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
         groups = parse_groups(settings.groups, count)
     else:
         groups = by_site([node.site for node in seats])
-    asked = Asked(
+    asked = PlanRequest(
         shares=settings.shares,
         speeds=settings.speeds,
         delay=settings.delay or "",
@@ -211,7 +210,7 @@ def _check_sync(plan: Plan, settings: RunSettings) -> None:
     nodes = {worker.node for worker in plan.workers}
     if count > 1:
         policy.check(
-            SyncCrew(
+            ClusterInfo(
                 workers=count,
                 servers=len(plan.servers),
                 machines=len(nodes),
@@ -281,7 +280,7 @@ def _commands(
         if seat is not None:
             env["GLOO_SOCKET_IFNAME"] = seat.interface
         prefix = seat.prefix if seat else ()
-        what = ["-m", "echelon.launch.server"] if worker in serving else target.argv
+        what = ["-m", "echelon.server.process"] if worker in serving else target.argv
         argv = [*prefix, sys.executable, "-m", "echelon.launch.worker", *what]
         commands.append(WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env))
     return commands
@@ -320,31 +319,31 @@ class _Watch:
         self._watcher.started(self._folder, self._plan, notes)
         if self._lab:
             self._lab.lift_quotas()  # until all have joined: importing torch is not what a lab measures
-        with Crew(self._folder, commands) as crew:
+        with WorkerProcesses(self._folder, commands) as processes:
             if self._lab:
-                self._faults = FaultClock(self._lab, pids_of_node=crew.pids_on)
-            failure = self._until_done(crew)
-        self._look(crew)
-        return failure, self._conclude(crew, failure)
+                self._faults = FaultClock(self._lab, pids_of_node=processes.pids_on)
+            failure = self._until_done(processes)
+        self._look(processes)
+        return failure, self._conclude(processes, failure)
 
-    def _until_done(self, crew: Crew) -> Failure | None:
+    def _until_done(self, processes: WorkerProcesses) -> Failure | None:
         interrupted_at: float | None = None
-        while not crew.all_done():
+        while not processes.all_done():
             time.sleep(_LOOK_EVERY_S)
-            self._look(crew)
+            self._look(processes)
             if self._stopped and interrupted_at is None:
                 interrupted_at = time.monotonic()
-                crew.interrupt()
+                processes.interrupt()
             if interrupted_at is not None:
                 if len(self._stopped) > 1 or time.monotonic() - interrupted_at > _INTERRUPT_GRACE_S:
                     return None
                 continue
-            failure = crew.failure()
+            failure = processes.failure()
             if failure is not None:
                 return failure
-        return None if self._stopped else crew.failure()
+        return None if self._stopped else processes.failure()
 
-    def _look(self, crew: Crew) -> None:
+    def _look(self, processes: WorkerProcesses) -> None:
         data = self._log.read()
         if data:
             self._watcher.output(data)
@@ -373,7 +372,7 @@ class _Watch:
                 )
                 self._recorder.flush()
 
-    def _conclude(self, crew: Crew, failure: Failure | None) -> int:
+    def _conclude(self, processes: WorkerProcesses, failure: Failure | None) -> int:
         """Record how it ended; returns the exit code that says so."""
         if self._stopped:
             outcome, detail, code = (
@@ -386,14 +385,14 @@ class _Watch:
                 "failed",
                 f"rank {failure.rank}: {failure.cause}",
             )
-            exit_code = crew.exit_codes()[failure.rank]
+            exit_code = processes.exit_codes()[failure.rank]
             code = exit_code if exit_code > 0 else 128 - exit_code
             self._recorder.emit(
                 WorkerFailed(
                     t=failure.t,
                     rank=LAUNCHER,
                     failed=failure.rank,
-                    node=crew.node_of(failure.rank),
+                    node=processes.node_of(failure.rank),
                     cause=failure.cause,
                 )
             )

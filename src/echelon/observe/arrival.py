@@ -38,7 +38,7 @@ _Timed = TypeVar("_Timed", bound=StepEnded | BucketReduced)
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ObservedRound:
     """One step of all workers that reported it, by rank."""
 
     step: int
@@ -69,7 +69,7 @@ def charge(arrivals: Mapping[int, float]) -> dict[int, float]:
     return charges
 
 
-def judge(round_: Round, by: Basis = "arrival") -> Judgement:
+def judge(round_: ObservedRound, by: Basis = "arrival") -> Judgement:
     """Who was last in this round, who answers for what, who waited how long for late workers."""
     if by == "arrival":
         arrivals = {rank: step.arrival for rank, step in round_.workers.items()}
@@ -90,14 +90,14 @@ def judge(round_: Round, by: Basis = "arrival") -> Judgement:
     )
 
 
-def contradicts(round_: Round) -> bool:
+def contradicts(round_: ObservedRound) -> bool:
     """Whether someone seems to have arrived after another already had the result."""
     first_result = min(step.arrival + step.wait_s for step in round_.workers.values())
     last_arrival = max(step.arrival for step in round_.workers.values())
     return last_arrival > first_result + _CLOCK_TOLERANCE_S
 
 
-def clock_offsets(rounds: Sequence[Round]) -> dict[int, float]:
+def clock_offsets(rounds: Sequence[ObservedRound]) -> dict[int, float]:
     """How far each worker's clock is ahead of the lowest rank's, if its rounds' results came at once.
 
     The median of many rounds, so that a late result here and there does not matter.
@@ -129,7 +129,7 @@ def basis(contradictions: int, rounds: int, hosts: int) -> Basis:
     return "wait" if hosts != 1 and 2 * contradictions > rounds else "arrival"
 
 
-class Gathering:
+class RoundTally:
     """Puts the workers' steps together into rounds, in whatever order they come.
 
     With `limit`, no more than that many incomplete rounds are remembered, the newest: a worker whose
@@ -140,16 +140,16 @@ class Gathering:
         self._limit = limit
         self._open: dict[int, dict[int, StepEnded]] = {}
 
-    def add(self, event: StepEnded, world_size: int | None) -> Round | None:
+    def add(self, event: StepEnded, world_size: int | None) -> ObservedRound | None:
         """The round that this step completes, if it does; a world of unknown size completes none."""
         workers = self._open.setdefault(event.step, {})
         workers[event.rank] = event
         if world_size is not None and len(workers) >= world_size:
-            return Round(event.step, self._open.pop(event.step))
+            return ObservedRound(event.step, self._open.pop(event.step))
         if self._limit is not None and len(self._open) > self._limit:
             del self._open[next(iter(self._open))]
         return None
 
-    def rest(self) -> list[Round]:
+    def rest(self) -> list[ObservedRound]:
         """The rounds still open, by step."""
-        return [Round(step, self._open[step]) for step in sorted(self._open)]
+        return [ObservedRound(step, self._open[step]) for step in sorted(self._open)]

@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.config.units import show_bytes, show_seconds
-from echelon.observe.agreement import Agreement
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -32,6 +31,7 @@ from echelon.observe.events import (
     StepsExpected,
 )
 from echelon.observe.summary import Summary, Tally, WorkerSummary
+from echelon.observe.sync import SyncFigures
 from echelon.observe.verdict import verdict, wire_verdict
 
 _REDRAW_EVERY_S = 0.1
@@ -334,7 +334,7 @@ def _columns(summary: Summary) -> dict[str, list[str]]:
     return columns
 
 
-def _agreement_columns(summary: Summary, agreed: Agreement) -> dict[str, list[str]]:
+def _agreement_columns(summary: Summary, agreed: SyncFigures) -> dict[str, list[str]]:
     """What became of each worker's pushes; a column of nothing but zeros is left out."""
     known = {worker.rank: worker for worker in agreed.workers}
     own = [known.get(worker.rank) for worker in summary.workers]

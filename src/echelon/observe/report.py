@@ -14,17 +14,17 @@ from pathlib import Path
 
 from echelon.config.units import show_seconds
 from echelon.errors import ConfigError
-from echelon.observe.agreement import firsts_of, policy_of
+from echelon.observe.atomic import write_whole
 from echelon.observe.events import LAUNCHER, BucketReduced, StepEnded
 from echelon.observe.follow import read_run
-from echelon.observe.page.agreed import agreed
 from echelon.observe.page.markup import about, safe, section, table
 from echelon.observe.page.sections import close_up, communication, learning, speed, time_split, waiting
 from echelon.observe.page.story import Happening, Story, middle_steps, middle_window, tell
+from echelon.observe.page.sync import agreed
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.spans import end_of
 from echelon.observe.summary import Summary
-from echelon.observe.write import write_whole
+from echelon.observe.sync import firsts_of, policy_of
 
 _MOST_HAPPENINGS = 200
 _OUTCOMES = ("completed", "failed", "interrupted")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from echelon.observe.agreement import Agreement, Books, Stretch, firsts_of, policy_of, steps_together
-from echelon.observe.arrival import Basis, Gathering, Judgement, Round, basis, contradicts, judge
-from echelon.observe.coding import Coding, Codings
+from echelon.observe.arrival import Basis, Judgement, ObservedRound, RoundTally, basis, contradicts, judge
+from echelon.observe.atomic import write_whole
+from echelon.observe.encoding import CodecFigures, CodecTally
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -32,10 +32,10 @@ from echelon.observe.events import (
     WorkerJoined,
 )
 from echelon.observe.follow import read_run
-from echelon.observe.hiding import Communication, Traffics
+from echelon.observe.overlap import Communication, TrafficTally
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.spans import end_of, length_s, other_s
-from echelon.observe.write import write_whole
+from echelon.observe.sync import Stretch, SyncFigures, SyncTally, firsts_of, policy_of, steps_together
 
 UNFINISHED = "unfinished"
 
@@ -102,8 +102,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     failure: str
     workers: tuple[WorkerSummary, ...]
     communication: Communication | None = None
-    coding: Coding | None = None
-    agreement: Agreement | None = None
+    coding: CodecFigures | None = None
+    agreement: SyncFigures | None = None
 
     @property
     def all_steps(self) -> int:
@@ -112,7 +112,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class _Worker:
+class _WorkerSums:
     node: str = ""
     steps: int = 0
     samples: int = 0
@@ -169,20 +169,20 @@ class _Lateness:
         return other
 
 
-class _Rounds:
+class _RoundSums:
     """What the rounds showed, judged both ways: which one counts is known only at the end."""
 
     def __init__(self) -> None:
         self.contradictions = 0
         self.sums: dict[Basis, _Lateness] = {"arrival": _Lateness(), "wait": _Lateness()}
 
-    def add(self, round_: Round) -> None:
+    def add(self, round_: ObservedRound) -> None:
         self.contradictions += contradicts(round_)
         for by, sums in self.sums.items():
             sums.add(judge(round_, by))
 
-    def copy(self) -> _Rounds:
-        other = _Rounds()
+    def copy(self) -> _RoundSums:
+        other = _RoundSums()
         other.contradictions = self.contradictions
         other.sums = {by: sums.copy() for by, sums in self.sums.items()}
         return other
@@ -231,13 +231,13 @@ class Tally:
 
     def __init__(self, limit: int | None = None, policy: str = "", firsts: Sequence[int] = ()) -> None:
         self._policy = policy
-        self._books = Books(firsts)
-        self._workers: dict[int, _Worker] = {}
+        self._books = SyncTally(firsts)
+        self._workers: dict[int, _WorkerSums] = {}
         self._declared: int | None = None
-        self._gathering = Gathering(limit)
-        self._rounds = _Rounds()
-        self._traffics = Traffics() if limit is None else None
-        self._codings = Codings()
+        self._gathering = RoundTally(limit)
+        self._rounds = _RoundSums()
+        self._traffics = TrafficTally() if limit is None else None
+        self._codings = CodecTally()
         self._hosts: set[str] = set()
         self._loss = _RecentLoss()
         self._own_losses: dict[int, _RecentLoss] = {}
@@ -284,10 +284,10 @@ class Tally:
             case _:
                 pass
 
-    def _worker(self, rank: int) -> _Worker:
+    def _worker(self, rank: int) -> _WorkerSums:
         worker = self._workers.get(rank)
         if worker is None:
-            worker = self._workers[rank] = _Worker()
+            worker = self._workers[rank] = _WorkerSums()
         return worker
 
     def _step(self, event: StepEnded) -> None:
@@ -326,7 +326,7 @@ class Tally:
         """The figures of the events so far."""
         world_size = self._declared if self._declared is not None else len(self._workers)
         if self.apart:  # a few steps may have come before that was known
-            self._rounds, self._gathering = _Rounds(), Gathering()
+            self._rounds, self._gathering = _RoundSums(), RoundTally()
         rounds = self._rounds
         late_rounds = [r for r in self._gathering.rest() if len(r.workers) >= max(2, world_size)]
         if late_rounds:  # complete, but the world's size was not known when their last step came
@@ -366,12 +366,12 @@ class Tally:
         samples = sum(count for _, count in sums)
         return sum(total for total, _ in sums) / samples if samples else None
 
-    def _communication(self, by: Basis, late_rounds: list[Round]) -> Communication | None:
+    def _communication(self, by: Basis, late_rounds: list[ObservedRound]) -> Communication | None:
         if self._traffics is None or self.apart:
             return None
         return self._traffics.communication(by, late_rounds)
 
-    def _agreement(self) -> Agreement | None:
+    def _agreement(self) -> SyncFigures | None:
         if not self.apart:
             return None
         exchanges = {rank: worker.exchanges for rank, worker in self._workers.items()}
@@ -391,7 +391,7 @@ class Tally:
         return ""
 
 
-def _worker_summary(rank: int, worker: _Worker, lateness: _Lateness) -> WorkerSummary:
+def _worker_summary(rank: int, worker: _WorkerSums, lateness: _Lateness) -> WorkerSummary:
     return WorkerSummary(
         rank=rank,
         node=worker.node,

@@ -26,8 +26,8 @@ import msgspec
 
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError
-from echelon.observe.agreement import policy_of, steps_together
-from echelon.observe.arrival import Gathering, Round, basis, clock_offsets, contradicts, same_clock
+from echelon.observe.arrival import ObservedRound, RoundTally, basis, clock_offsets, contradicts, same_clock
+from echelon.observe.atomic import write_whole
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -48,7 +48,7 @@ from echelon.observe.events import (
 from echelon.observe.follow import read_run
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.spans import ACTIVITIES, end_of, spans
-from echelon.observe.write import write_whole
+from echelon.observe.sync import policy_of, steps_together
 
 TraceEvent: TypeAlias = dict[str, Any]
 
@@ -116,8 +116,8 @@ def _pid(rank: int) -> int:
     return _RUN_PID if rank == LAUNCHER else 100 + 10 * rank
 
 
-def _rounds(steps: Iterable[StepEnded]) -> list[Round]:
-    gathering = Gathering()
+def _rounds(steps: Iterable[StepEnded]) -> list[ObservedRound]:
+    gathering = RoundTally()
     for step in steps:
         gathering.add(step, None)
     return gathering.rest()
@@ -211,7 +211,7 @@ class _Lanes:
             if activity == "wait":
                 self._waits[step.rank, step.step] = placed
 
-    def arrow(self, round_: Round) -> list[TraceEvent]:
+    def arrow(self, round_: ObservedRound) -> list[TraceEvent]:
         """From the wait of the last to arrive to the longest wait; none if either left no slice."""
         waits = [self._waits.get((rank, round_.step)) for rank in round_.workers]
         known = [wait for wait in waits if wait is not None]
@@ -279,7 +279,7 @@ class _BucketRows:
         return tid
 
 
-def _counters(round_: Round, start: float) -> list[TraceEvent]:
+def _counters(round_: ObservedRound, start: float) -> list[TraceEvent]:
     steps = round_.workers.values()
     ts = _us(max(end_of(step) for step in steps) - start)
     counters = []

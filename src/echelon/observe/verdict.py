@@ -13,9 +13,9 @@ from __future__ import annotations
 from statistics import median
 
 from echelon.config.units import show_bytes, show_seconds
-from echelon.observe.agreement import Agreement, WorkerAgreement
-from echelon.observe.hiding import Communication
+from echelon.observe.overlap import Communication
 from echelon.observe.summary import Summary, WorkerSummary
+from echelon.observe.sync import SyncFigures, WorkerSync
 
 _NEGLIGIBLE = 0.05  # of the run: below this, waiting for late workers is not worth a remedy
 _STANDS_OUT = 0.5  # of the spread: above this, one worker is the reason; of two, one always has half
@@ -66,7 +66,7 @@ def _rank_name(rank: int, summary: Summary) -> str:
     return worker_name(known[rank]) if rank in known else f"rank {rank}"
 
 
-def _served(agreed: Agreement, summary: Summary) -> str:
+def _served(agreed: SyncFigures, summary: Summary) -> str:
     if not agreed.updates:
         return f"{agreed.policy}: {_counted(agreed.pushed, 'push')} arrived, and no update was made."
     said = [_updates(agreed, summary)]
@@ -79,7 +79,7 @@ def _served(agreed: Agreement, summary: Summary) -> str:
     return f"{agreed.policy}: {'; '.join(said)}.{_left_out(agreed, summary)}"
 
 
-def _updates(agreed: Agreement, summary: Summary) -> str:
+def _updates(agreed: SyncFigures, summary: Summary) -> str:
     made = _counted(agreed.updates, "update")
     usual, times = max(agreed.parts.items(), key=lambda item: item[1])
     if times >= 0.95 * agreed.updates:
@@ -95,7 +95,7 @@ def _updates(agreed: Agreement, summary: Summary) -> str:
     return f"{made} of {mean:.1f} gradients on average{grew}"
 
 
-def _drops(agreed: Agreement, summary: Summary) -> str:
+def _drops(agreed: SyncFigures, summary: Summary) -> str:
     most = max(agreed.workers, key=lambda worker: worker.dropped)
     share = _percent(agreed.dropped, agreed.pushed)
     whose = f", {most.dropped:,} of them {_rank_name(most.rank, summary)}'s"
@@ -104,7 +104,7 @@ def _drops(agreed: Agreement, summary: Summary) -> str:
     return f"{_counted(agreed.dropped, 'gradient')} dropped ({share}{whose})"
 
 
-def _held(agreed: Agreement, summary: Summary) -> str:
+def _held(agreed: SyncFigures, summary: Summary) -> str:
     known = {worker.rank for worker in agreed.workers}
     in_steps_s = sum(worker.step_s for worker in summary.workers if worker.rank in known)
     if agreed.held_s < 0.01 * in_steps_s:
@@ -118,7 +118,7 @@ def _held(agreed: Agreement, summary: Summary) -> str:
     return f"{held}, for {worker_name(slowest)} computes {times:.1f} times longer than the others"
 
 
-def _left_out(agreed: Agreement, summary: Summary) -> str:
+def _left_out(agreed: SyncFigures, summary: Summary) -> str:
     """Who had no part in updates because it was on its own, or too late."""
     out = [worker for worker in agreed.workers if worker.alone or worker.dropped]
     if not out:
@@ -134,7 +134,7 @@ def _left_out(agreed: Agreement, summary: Summary) -> str:
     return f" {name} was left out of {missed} of updates{_why(least, summary)}."
 
 
-def _why(least: WorkerAgreement, summary: Summary) -> str:
+def _why(least: WorkerSync, summary: Summary) -> str:
     times = _times_as_long(least.rank, summary)
     return f", because it computes {times:.1f} times longer than the others" if times >= _SLOWER else ""
 
@@ -147,7 +147,7 @@ def _times_as_long(rank: int, summary: Summary) -> float:
     return each_s.get(rank, 0.0) / usual_s if usual_s > 0 else 0.0
 
 
-def _by_themselves(agreed: Agreement, summary: Summary) -> str:
+def _by_themselves(agreed: SyncFigures, summary: Summary) -> str:
     """Without a server: how often something was exchanged, and what the waiting for it came to."""
     exchanges = sum(worker.exchanges for worker in agreed.workers)
     if not exchanges:

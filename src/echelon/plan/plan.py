@@ -77,7 +77,7 @@ def _without_none(value: object) -> object:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PlanRequest:
     """What the user asked for, before it is a plan."""
 
     shares: str = "equal"
@@ -99,7 +99,7 @@ class Asked:
 
 
 def make_plan(
-    run: str, nodes: Sequence[str], asked: Asked, *, cores: int, rated: Sequence[float] = ()
+    run: str, nodes: Sequence[str], asked: PlanRequest, *, cores: int, rated: Sequence[float] = ()
 ) -> Plan:
     """The plan for workers on the given nodes. A worker's rank is its place in `nodes`.
 

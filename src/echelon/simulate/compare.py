@@ -1,7 +1,7 @@
 """How do policies stand against the first one? Figures over the seeds, and what they show in plain words.
 
 A difference is taken seed by seed, for runs of one seed begin alike and have the same luck; its mean is
-`Outcome.difference`. A spread is the standard deviation over the seeds, 0 for a single one.
+`SimulationResult.difference`. A spread is the standard deviation over the seeds, 0 for a single one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from echelon.simulate.outcome import Metric, Outcome, Run
+from echelon.simulate.outcome import Metric, Run, SimulationResult
 
 _Key = Callable[["Standing"], float]
 _SAME_POINTS = 0.05  # nothing that a table of one decimal would show
@@ -26,7 +26,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class MetricFigures:
     """One metric at the end, averaged over the interval, and that average less the first policy's."""
 
     end: Spread
@@ -42,9 +42,9 @@ class Standing:
     """
 
     policy: str
-    test_accuracy: Figures
-    test_loss: Figures
-    train_loss: Figures
+    test_accuracy: MetricFigures
+    test_loss: MetricFigures
+    train_loss: MetricFigures
     gradients: float
     applied: float
     dropped: float
@@ -56,7 +56,7 @@ class Standing:
     reached_s: Spread | None = None
 
 
-def compare(outcome: Outcome, until_accuracy: float | None = None) -> list[Standing]:
+def compare(outcome: SimulationResult, until_accuracy: float | None = None) -> list[Standing]:
     """All policies of a simulation, in their order."""
     first = outcome.policies[0]
     return [_standing(outcome.of(policy), outcome.of(first), until_accuracy) for policy in outcome.policies]
@@ -82,9 +82,9 @@ def _standing(runs: Sequence[Run], first: Sequence[Run], until_accuracy: float |
     )
 
 
-def _figures(runs: Sequence[Run], first: Sequence[Run], metric: Metric) -> Figures:
+def _figures(runs: Sequence[Run], first: Sequence[Run], metric: Metric) -> MetricFigures:
     averages = [run.average(metric) for run in runs]
-    return Figures(
+    return MetricFigures(
         end=_spread([_number(getattr(run.final, metric)) for run in runs]),
         average=_spread(averages),
         difference=_spread(
@@ -114,7 +114,7 @@ def _seen_s(run: Run, accuracy: float | None) -> float | None:
     )
 
 
-def in_words(outcome: Outcome, standings: Sequence[Standing]) -> list[str]:
+def in_words(outcome: SimulationResult, standings: Sequence[Standing]) -> list[str]:
     """What it shows: of several policies, the best and the worst beside the first."""
     first, *others = standings
     if not outcome.setting.gradients:
@@ -139,7 +139,7 @@ def _applied(one: Standing) -> float:
     return one.applied
 
 
-def _pace(outcome: Outcome, one: Standing) -> str:
+def _pace(outcome: SimulationResult, one: Standing) -> str:
     rate = one.applied / outcome.setting.seconds
     return (
         f"{one.policy} applies {rate:,.{0 if rate >= 10 else 2}f} gradients a second; its workers wait for "
@@ -157,7 +157,7 @@ def _pace_beside(first: Standing, one: Standing) -> str:
     )
 
 
-def _alone(outcome: Outcome, one: Standing) -> str:
+def _alone(outcome: SimulationResult, one: Standing) -> str:
     found = one.test_accuracy
     return (
         f"{one.policy} has a test accuracy of {100 * found.end.mean:.1f} % after "

@@ -27,7 +27,7 @@ _KEPT_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class Quality:
     """How good weights are; nothing is known where nothing is learned."""
 
     train_loss: float | None = None
@@ -132,14 +132,14 @@ class Learner:
             total.add_(gradient, alpha=len(part) / len(batches))
         return total
 
-    def evaluate(self, flat: Tensor) -> Figures:
+    def evaluate(self, flat: Tensor) -> Quality:
         """Loss on the fixed training samples, loss and accuracy on the test samples."""
         self._flat.copy_(flat)
         self._module.eval()
         train_loss, _, _ = self._measure("train")
         test_loss, accuracy, samples = self._measure("test")
         self._module.train()
-        return Figures(train_loss=train_loss, test_loss=test_loss, test_accuracy=accuracy, samples=samples)
+        return Quality(train_loss=train_loss, test_loss=test_loss, test_accuracy=accuracy, samples=samples)
 
     @torch.no_grad()
     def _measure(self, part: str) -> tuple[float, float, int]:
@@ -167,9 +167,9 @@ class Idle(Learner):
         """No numbers either."""
         return torch.empty(0), self._nothing
 
-    def evaluate(self, flat: Tensor) -> Figures:
+    def evaluate(self, flat: Tensor) -> Quality:
         """Nothing is known."""
-        return Figures()
+        return Quality()
 
 
 def optimizer_for(setting: Setting, flat: Tensor) -> torch.optim.Optimizer:

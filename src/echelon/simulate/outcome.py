@@ -81,7 +81,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulationResult:
     """All runs of a simulation, by policy in the order of asking, then by seed."""
 
     setting: Setting

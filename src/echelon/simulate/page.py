@@ -17,8 +17,8 @@ from echelon.config.units import show_bytes, show_seconds
 from echelon.observe.page.charts import Series, line_chart
 from echelon.observe.page.markup import about, figure, legend, safe, section, table
 from echelon.observe.page.scale import Axis, Point, percent_axis, time_axis, value_axis
-from echelon.simulate.compare import Figures, Spread, Standing, in_words
-from echelon.simulate.outcome import Metric, Outcome
+from echelon.simulate.compare import MetricFigures, Spread, Standing, in_words
+from echelon.simulate.outcome import Metric, SimulationResult
 from echelon.simulate.profile import Profile
 from echelon.simulate.setting import Setting
 
@@ -33,7 +33,7 @@ _CURVES: dict[Metric, tuple[str, str]] = {
 
 
 def page_html(
-    outcome: Outcome,
+    outcome: SimulationResult,
     standings: Sequence[Standing],
     *,
     command: str = "",
@@ -87,11 +87,11 @@ def look_of(index: int) -> str:
     return f"policy p{index % _COLOURS}" + (" dashed" if index >= _COLOURS else "")
 
 
-def _legend(outcome: Outcome) -> str:
+def _legend(outcome: SimulationResult) -> str:
     return legend({look_of(index): policy for index, policy in enumerate(outcome.policies)})
 
 
-def _learning(outcome: Outcome) -> str:
+def _learning(outcome: SimulationResult) -> str:
     body = about(
         "Lines are means over the seeds, bands reach from the least to the most of them."
         if outcome.setting.seeds > 1
@@ -103,7 +103,7 @@ def _learning(outcome: Outcome) -> str:
     return section("Learning", body)
 
 
-def _curves(outcome: Outcome, metric: Metric) -> str:
+def _curves(outcome: SimulationResult, metric: Metric) -> str:
     title, unit = _CURVES[metric]
     bundles = [_bundle(outcome, policy, metric) for policy in outcome.policies]
     values = [value for bundle in bundles for _, found in bundle for value in found]
@@ -124,7 +124,7 @@ def _curves(outcome: Outcome, metric: Metric) -> str:
 Bundle = list[tuple[float, list[float]]]  # at a moment, what the seeds have
 
 
-def _bundle(outcome: Outcome, policy: str, metric: Metric) -> Bundle:
+def _bundle(outcome: SimulationResult, policy: str, metric: Metric) -> Bundle:
     """Up to the moment at which some seed's value is no number any more."""
     bundle: Bundle = []
     for points in zip(*(run.curve for run in outcome.of(policy)), strict=True):
@@ -136,7 +136,7 @@ def _bundle(outcome: Outcome, policy: str, metric: Metric) -> Bundle:
 
 
 def _chart(
-    outcome: Outcome,
+    outcome: SimulationResult,
     bundles: Sequence[Bundle],
     y: Axis,
     title: str,
@@ -173,7 +173,7 @@ def _line(bundle: Bundle, look: str, policy: str, percent: bool, top: float) -> 
     return Series(look=look, points=points, tips=tips)
 
 
-def _pace(outcome: Outcome) -> str:
+def _pace(outcome: SimulationResult) -> str:
     """What became of the gradients: how many, and how many went into an update."""
     made = [_bundle(outcome, policy, "gradients") for policy in outcome.policies]
     most = max(value for bundle in made for _, found in bundle for value in found)
@@ -191,7 +191,7 @@ def _pace(outcome: Outcome) -> str:
     return section("Pace", body)
 
 
-def _per_update(outcome: Outcome, policy: str) -> Bundle:
+def _per_update(outcome: SimulationResult, policy: str) -> Bundle:
     """Only where every seed had an update."""
     runs = outcome.of(policy)
     bundle: Bundle = []
@@ -241,7 +241,7 @@ def _figures(setting: Setting, standings: Sequence[Standing], until_accuracy: fl
 
 
 def _metric_rows(one: Standing, first: bool) -> list[list[str]]:
-    kinds: list[tuple[str, Figures, bool]] = [
+    kinds: list[tuple[str, MetricFigures, bool]] = [
         ("test accuracy %", one.test_accuracy, True),
         ("test loss", one.test_loss, False),
         ("train loss", one.train_loss, False),

@@ -26,7 +26,7 @@ import msgspec
 
 from echelon.cluster.probe import fingerprint
 from echelon.errors import ConfigError
-from echelon.observe.write import write_whole
+from echelon.observe.atomic import write_whole
 from echelon.zoo.locate import cache_folder
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class VirtualLink:
     """A worker's way to the server and to others."""
 
     latency_s: float = 1e-4
@@ -72,7 +72,7 @@ class Profile:
 
     compute_s: float
     costs: Costs = Costs()
-    link: Link = Link()
+    link: VirtualLink = VirtualLink()
 
     def __post_init__(self) -> None:
         # Time that does not pass would never let a run come to its end.
@@ -85,7 +85,7 @@ def measure(
     *,
     compute_s: float | None = None,
     costs: Costs | None = None,
-    link: Link | None = None,
+    link: VirtualLink | None = None,
 ) -> Profile:
     """The profile of a setting on this machine: what is not given is from the cache, else measured.
 
@@ -95,10 +95,10 @@ def measure(
         known = _known(setting, problem)
         compute_s = known.compute_s if compute_s is None else compute_s
         costs = known.costs if costs is None else costs
-    return Profile(compute_s=compute_s, costs=costs, link=link or Link())
+    return Profile(compute_s=compute_s, costs=costs, link=link or VirtualLink())
 
 
-def _known(setting: Setting, problem: Problem | None) -> _Entry:
+def _known(setting: Setting, problem: Problem | None) -> _ProfileEntry:
     optimizer = f"{setting.optimizer}, momentum {setting.momentum:g}, decay {setting.weight_decay:g}"
     key = f"{fingerprint()}; {setting.model}, {setting.data}, batch {setting.batch}, {optimizer}"
     file = _cache_file()
@@ -114,14 +114,14 @@ def _known(setting: Setting, problem: Problem | None) -> _Entry:
     return entry
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _ProfileEntry(msgspec.Struct, frozen=True):
     """What is known about one machine with one model."""
 
     compute_s: float
     costs: Costs
 
 
-def _measured(setting: Setting, problem: Problem) -> _Entry:
+def _measured(setting: Setting, problem: Problem) -> _ProfileEntry:
     import torch
 
     from echelon.simulate.learner import Learner
@@ -134,30 +134,30 @@ def _measured(setting: Setting, problem: Problem) -> _Entry:
             flat, indices = learner.initial(), torch.arange(setting.batch) % problem.samples
             compute_s = _median_s(lambda: learner.gradient_at(flat, indices))
             gradient, _ = learner.gradient_at(flat, indices)
-            return _Entry(compute_s, _server_costs(setting, flat, gradient))
+            return _ProfileEntry(compute_s, _server_costs(setting, flat, gradient))
     finally:
         torch.set_num_threads(threads)
 
 
 def _server_costs(setting: Setting, flat: Any, gradient: Any) -> Costs:
     from echelon.simulate.learner import optimizer_for
-    from echelon.sync.ledger import Ledger, Push
+    from echelon.sync.families.serve import WeightedPush
+    from echelon.sync.families.shard import Push, ShardState
     from echelon.sync.policies.asynchronous import Async
-    from echelon.sync.served import Part
 
-    ledger = Ledger(Async(), flat, [flat], optimizer_for(setting, flat).step)
+    shard = ShardState(Async(), flat, [flat], optimizer_for(setting, flat).step)
 
     def push(step: int) -> None:
-        ledger.push(0, step, Push(kind="gradient", flat=gradient.clone(), used=(True,)))
+        shard.push(0, step, Push(kind="gradient", flat=gradient.clone(), used=(True,)))
 
     def update(count: int) -> None:
         for step in range(count):
             push(step)
-        ledger.apply([Part(0, step, 1 / count) for step in range(count)])
+        shard.apply([WeightedPush(0, step, 1 / count) for step in range(count)])
 
     one_s, three_s = _median_s(lambda: update(1)), _median_s(lambda: update(3))
     queue_s = max((three_s - one_s) / 2, 0.0)
-    hand_s = _median_s(lambda: ledger.read(0).clone())
+    hand_s = _median_s(lambda: shard.read(0).clone())
     return Costs(queue_s=queue_s, apply_s=max(one_s - queue_s, 0.0), hand_s=hand_s)
 
 
@@ -181,7 +181,7 @@ def _cache_file() -> Path | None:
     return folder / "simulate.json"
 
 
-def _read(file: Path | None) -> dict[str, _Entry]:
+def _read(file: Path | None) -> dict[str, _ProfileEntry]:
     """The file's entries; those that are not ours are left out."""
     if file is None:
         return {}
@@ -192,5 +192,5 @@ def _read(file: Path | None) -> dict[str, _Entry]:
     entries = {}
     for key, entry in found.items():
         with contextlib.suppress(msgspec.MsgspecError, ConfigError):
-            entries[key] = msgspec.convert(entry, _Entry)
+            entries[key] = msgspec.convert(entry, _ProfileEntry)
     return entries

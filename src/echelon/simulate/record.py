@@ -6,7 +6,7 @@ A rule that is told again what the events say, in their order, must decide again
 from __future__ import annotations
 
 from echelon.observe.events import Arrived, Decided
-from echelon.sync.served import Apply, Arrival, Decision, Drop, Invite, Release
+from echelon.sync.families.serve import Apply, Arrival, Decision, Drop, Invite, Release
 
 
 def arrived(arrival: Arrival, *, rank: int, version: int) -> Arrived:

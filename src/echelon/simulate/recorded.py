@@ -16,9 +16,9 @@ from echelon.observe.events import Arrived, Decided, LinkMeasured, read_events
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.simulate.replay import Mismatch, replay
+from echelon.sync.families.serve import ServePolicy
 from echelon.sync.policies.levels import Levels, units_of
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Served
+from echelon.sync.policy import POLICIES, ClusterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +41,16 @@ def replay_run(folder: RunFolder, lr: float | None = None) -> Replayed:
     """Feed the record of a run's coordinating server to its policy again."""
     plan = Plan.read(folder.plan)
     policy = POLICIES.build(plan.sync, where=str(folder.plan)).resolved()
-    crew = crew_of(folder, plan, lr)
+    cluster = cluster_of(folder, plan, lr)
     if isinstance(policy, Levels):
-        policy, crew = policy.between, units_of(crew)
-    if not isinstance(policy, Served):
+        policy, cluster = policy.between, units_of(cluster)
+    if not isinstance(policy, ServePolicy):
         raise ConfigError(
             f"sync {plan.sync} is not decided by a server, so there are no decisions to replay",
             where=str(folder.plan),
             fix="give a run with a policy that a server carries out, such as async",
         )
-    policy.check(crew)
+    policy.check(cluster)
     seen = list(_of_server(folder, plan))
     arrivals = sum(isinstance(event, Arrived) for event in seen)
     if not arrivals:
@@ -64,14 +64,16 @@ def replay_run(folder: RunFolder, lr: float | None = None) -> Replayed:
         policy=plan.sync,
         arrivals=arrivals,
         decisions=len(seen) - arrivals,
-        mismatch=_replay_tables(seen, policy, crew),
+        mismatch=_replay_tables(seen, policy, cluster),
     )
 
 
-def _replay_tables(seen: list[Arrived | Decided], policy: Served, crew: Crew) -> Mismatch | None:
+def _replay_tables(
+    seen: list[Arrived | Decided], policy: ServePolicy, cluster: ClusterInfo
+) -> Mismatch | None:
     """Every optimizer has a rule of its own."""
     for table in sorted({event.table for event in seen}):
-        mismatch = replay([event for event in seen if event.table == table], policy, crew)
+        mismatch = replay([event for event in seen if event.table == table], policy, cluster)
         if mismatch is not None:
             return mismatch
     return None
@@ -84,9 +86,9 @@ def _of_server(folder: RunFolder, plan: Plan) -> Iterator[Arrived | Decided]:
         yield from (event for event in read_events(file) if isinstance(event, Arrived | Decided))
 
 
-def crew_of(folder: RunFolder, plan: Plan, lr: float | None = None) -> Crew:
+def cluster_of(folder: RunFolder, plan: Plan, lr: float | None = None) -> ClusterInfo:
     """What the policy of a run on the cluster was told."""
-    return Crew(
+    return ClusterInfo(
         workers=len(plan.workers),
         servers=len(plan.servers),
         machines=len({worker.node for worker in plan.workers}),

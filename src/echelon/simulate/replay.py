@@ -14,8 +14,8 @@ from typing import cast
 from echelon.errors import ConfigError
 from echelon.observe.events import AnyEvent, Arrived, Decided
 from echelon.simulate.record import decided
-from echelon.sync.policy import Crew
-from echelon.sync.served import Arrival, Decision, Kind, Rule, Served
+from echelon.sync.families.serve import Arrival, Decision, Kind, Rule, ServePolicy
+from echelon.sync.policy import ClusterInfo
 
 _KINDS = ("gradient", "delta", "weights", "ask")
 
@@ -36,9 +36,9 @@ class Mismatch:
         return f"arrival {self.index} ({told}): recorded {_words(self.recorded)}, now {_words(self.now)}"
 
 
-def replay(events: Iterable[AnyEvent], policy: Served, crew: Crew) -> Mismatch | None:
+def replay(events: Iterable[AnyEvent], policy: ServePolicy, cluster: ClusterInfo) -> Mismatch | None:
     """Feed what arrived to a fresh rule; the first decision that differs, or None."""
-    rule = policy.rule(crew)
+    rule = policy.rule(cluster)
     for index, (arrival, recorded) in enumerate(_rounds(events)):
         now = [decided(d, t=arrival.t, rank=arrival.rank, version=0) for d in _told(rule, arrival)]
         for at in range(max(len(now), len(recorded))):

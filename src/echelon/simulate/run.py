@@ -16,21 +16,21 @@ from torch import Tensor
 
 from echelon.errors import ConfigError
 from echelon.observe.events import AnyEvent
+from echelon.simulate.families.levels import Grouped, LevelsRunner
+from echelon.simulate.families.mix import MixRunner
+from echelon.simulate.families.reduce import ReduceRunner
+from echelon.simulate.families.serve import ServeRunner
+from echelon.simulate.families.share import ShareRunner
 from echelon.simulate.learner import Idle, Learner, Problem
-from echelon.simulate.levels import Grouped, Nested
-from echelon.simulate.mixed import Mixing
 from echelon.simulate.order import Order
-from echelon.simulate.outcome import Outcome, Run
+from echelon.simulate.outcome import Run, SimulationResult
 from echelon.simulate.profile import Profile, measure
 from echelon.simulate.scene import Listener, Scene, Stage
-from echelon.simulate.served import Serving
 from echelon.simulate.setting import Setting
-from echelon.simulate.shared import Shared
-from echelon.simulate.together import Together
-from echelon.sync.mixed import Mixed
+from echelon.sync.families.mix import MixPolicy
+from echelon.sync.families.serve import ServePolicy
 from echelon.sync.policies.levels import Levels
 from echelon.sync.policy import POLICIES, Policy
-from echelon.sync.served import Served
 
 
 class Runner(Protocol):
@@ -48,7 +48,7 @@ def simulate(
     policies: Sequence[str],
     *,
     listen: Callable[[str, int, AnyEvent], None] | None = None,
-) -> Outcome:
+) -> SimulationResult:
     """Run each policy with each seed; `listen`, if given, hears every event, with its policy and seed."""
     asked = _asked(setting, policies)
     with _one_thread():
@@ -59,7 +59,7 @@ def simulate(
             for seed in range(setting.seed, setting.seed + setting.seeds):
                 tell = _listener(listen, text, seed)
                 runs.append(run_policy(setting, policy, problem, profile, seed, text=text, listener=tell))
-    return Outcome(setting=setting, profile=profile, runs=tuple(runs))
+    return SimulationResult(setting=setting, profile=profile, runs=tuple(runs))
 
 
 def run_policy(
@@ -88,17 +88,17 @@ def runner_of(policy: Policy, scene: Scene) -> Runner:
     stage: Stage = scene
     if isinstance(policy, Levels):
         inside, between = policy.inside, policy.between
-        if isinstance(inside, Mixed) and isinstance(between, Mixed):
-            return Nested(inside, between, scene)
+        if isinstance(inside, MixPolicy) and isinstance(between, MixPolicy):
+            return LevelsRunner(inside, between, scene)
         policy, stage = between, Grouped(scene)
-    if isinstance(policy, Served):
-        return Serving(policy, stage)
-    if isinstance(policy, Mixed):
-        return Mixing(policy, stage)
+    if isinstance(policy, ServePolicy):
+        return ServeRunner(policy, stage)
+    if isinstance(policy, MixPolicy):
+        return MixRunner(policy, stage)
     if policy.family == "reduce":
-        return Together(scene)
+        return ReduceRunner(scene)
     if policy.family == "share":
-        return Shared(scene)
+        return ShareRunner(scene)
     raise ConfigError(
         f"the virtual clock cannot run {policy.name}: it knows no policies of that kind",
         where="--sync",
@@ -115,7 +115,7 @@ def _asked(setting: Setting, policies: Sequence[str]) -> dict[str, Policy]:
         if text in found:
             raise ConfigError(f"{text} is given twice", where="--sync", fix="give it once")
         policy = POLICIES.build(text, where="--sync").resolved()
-        policy.check(setting.crew)
+        policy.check(setting.cluster)
         found[text] = policy
     return found
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from echelon.cluster.delay import DELAYS, Delay
 from echelon.errors import ConfigError
 from echelon.observe.events import AnyEvent, Evaluated
-from echelon.plan.plan import Asked, make_plan
+from echelon.plan.plan import PlanRequest, make_plan
 from echelon.simulate.clock import Clock
-from echelon.simulate.learner import Figures, Learner
+from echelon.simulate.learner import Learner, Quality
 from echelon.simulate.order import Order
 from echelon.simulate.outcome import Point, Totals
 from echelon.simulate.profile import Profile
 from echelon.simulate.setting import Setting
-from echelon.sync.policy import Crew
+from echelon.sync.policy import ClusterInfo
 
 Listener = Callable[[AnyEvent], None]
 
@@ -38,7 +38,7 @@ class Stage(Protocol):
     learner: Learner
     clock: Clock
     counts: Counts
-    crew: Crew
+    cluster: ClusterInfo
     tell: Listener | None
 
     def begin(self, rank: int) -> tuple[Tensor, float]:
@@ -79,7 +79,7 @@ class Scene:
         self.setting = setting
         self.profile = profile
         self.learner = learner
-        self.crew = crew_of(setting, seed)
+        self.cluster = cluster_of(setting, seed)
         self.clock = Clock()
         self.tell = listener
         self.counts = Counts()
@@ -148,7 +148,7 @@ class Scene:
         if self.tell is not None and point.test_loss is not None:
             self.tell(self._evaluated(point, found[0]))
 
-    def _evaluated(self, point: Point, figures: Figures) -> Evaluated:
+    def _evaluated(self, point: Point, figures: Quality) -> Evaluated:
         return Evaluated(
             t=point.t,
             rank=0,
@@ -174,9 +174,9 @@ class Scene:
         )
 
 
-def crew_of(setting: Setting, seed: int) -> Crew:
+def cluster_of(setting: Setting, seed: int) -> ClusterInfo:
     """What a policy knows in the run of that seed."""
-    return dataclasses.replace(setting.crew, seed=seed)
+    return dataclasses.replace(setting.cluster, seed=seed)
 
 
 class Counts:
@@ -196,7 +196,7 @@ class Counts:
 
 
 def _paces(setting: Setting, profile: Profile) -> tuple[list[float], list[Delay | None]]:
-    asked = Asked(speeds=setting.speeds, delay=setting.delay, delayed=setting.delayed)
+    asked = PlanRequest(speeds=setting.speeds, delay=setting.delay, delayed=setting.delayed)
     plan = make_plan("simulated", ["virtual"] * setting.workers, asked, cores=1)
     delay = DELAYS.build(setting.delay, where="--delay") if setting.delay else None
     return (

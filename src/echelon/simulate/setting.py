@@ -11,7 +11,7 @@ from typing import Literal
 
 from echelon.errors import ConfigError
 from echelon.simulate.profile import Profile
-from echelon.sync.policy import Crew
+from echelon.sync.policy import ClusterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +75,9 @@ class Setting:
             _require("links", link, 0 < link < math.inf, "bytes per second above 0")
 
     @property
-    def crew(self) -> Crew:
+    def cluster(self) -> ClusterInfo:
         """What a policy may know about this cluster; it has one server."""
-        return Crew(
+        return ClusterInfo(
             workers=self.workers,
             servers=1,
             groups=self.groups,

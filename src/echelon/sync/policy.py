@@ -21,7 +21,7 @@ Family = Literal["reduce", "serve", "mix", "share", "levels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crew:
+class ClusterInfo:
     """What a policy may know before training starts: who takes part.
 
     `workers` counts those whom the policy lets agree: workers, or groups that act as one. `shares` are
@@ -47,7 +47,7 @@ class Policy(Strategy):
     family: ClassVar[Family]
 
     @abstractmethod
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Refuse, with a reason and a fix, what cannot work with this crew; before anybody starts."""
 
     def resolved(self) -> Policy:

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from echelon.config.registry import Registry, Strategy
 from echelon.errors import ConfigError
-from echelon.sync.served import Arrival
+from echelon.sync.families.serve import Arrival
 
 _EACH_UP_TO = 1_000
 _TRIED_UP_TO = 1_000_000

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from echelon.cluster.delay import Delay
 from echelon.cluster.pace import Pace
-from echelon.comm.reducer import BucketTimes
 from echelon.observe.events import BucketReduced, StepEnded
 from echelon.observe.recorder import Recorder
+from echelon.reduce.reducer import BucketTimes
 
 
-class _Step:
+class _StepTimes:
     """The step under way. Instants are on the performance counter."""
 
     __slots__ = (
@@ -56,7 +56,7 @@ class StepClock:
         self._delay = delay
         self._draw = random.Random(f"{seed}/{rank}")
         self._offset = time.time() - time.perf_counter()
-        self._now = _Step(time.perf_counter())
+        self._now = _StepTimes(time.perf_counter())
         self.epoch = 0
         self.step = 0
         self.optimizers = 0
@@ -67,7 +67,7 @@ class StepClock:
         if self._now.by:
             self.close()
         elif not self._now.learning:
-            self._now = _Step(now)
+            self._now = _StepTimes(now)
         self._now.asked = now
 
     def data_handed(self, share: int, batch: int) -> None:
@@ -105,7 +105,7 @@ class StepClock:
         """Begin another step without being asked for data, where the last one ended."""
         ended = self._now.applied_at
         self.close()
-        self._now = _Step(ended)
+        self._now = _StepTimes(ended)
         self._begin_computing()
 
     def _computed(self) -> None:
@@ -193,7 +193,7 @@ class StepClock:
         """Write the step down, if there was one, and begin the next."""
         step = self._now
         now = time.perf_counter()
-        self._now = _Step(now)
+        self._now = _StepTimes(now)
         if not step.by:
             return
         self._recorder.emit(

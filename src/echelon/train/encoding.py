@@ -15,18 +15,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.codec.codec import CODECS, Codec
-from echelon.codec.codecs.auto import Auto
+from echelon.codec.codecs.auto import AutoCodec
 from echelon.codec.codecs.between import Between
 from echelon.codec.codecs.none import NoCodec
 from echelon.codec.fitting import inner_of, refuse_momentum, same_codec
-from echelon.comm.coded import cost, route
-from echelon.comm.coded.coding import Coding
-from echelon.comm.coded.states import Saved, for_rail, handed_over
 from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
-from echelon.comm.links import Links
+from echelon.comm.meet.links import Links
 from echelon.errors import ConfigError
-from echelon.train.agreement import Explain
+from echelon.reduce.encoded import cost, route
+from echelon.reduce.encoded.encoder import ModelEncoder
+from echelon.reduce.encoded.states import Saved, for_rail, handed_over
+from echelon.train.families.synchronizer import Explain
 
 Sites = Sequence[Sequence[int]]
 
@@ -43,7 +43,7 @@ class Encoding:
         self._links = links
         self._sites = sites
         self._explain = explain
-        self._codings: list[Coding | None] = []
+        self._codings: list[ModelEncoder | None] = []
         self._models: list[nn.Module] = []
         self._texts: list[str] = []  # of each model: its codec, as it could have been asked for
 
@@ -63,7 +63,7 @@ class Encoding:
             if coding is not None and any(id(p) in held for p in model.parameters()):
                 check_momentum(coding.codec, optimizer)
 
-    def add(self, model: nn.Module, text: str = "") -> Coding | None:
+    def add(self, model: nn.Module, text: str = "") -> ModelEncoder | None:
         """What a model's reducer needs; None if its gradients travel as they are. All workers call this."""
         self._texts.append(text or self._text)
         coding = self._coding(model, self._asked(text)) if self.active(text) else None
@@ -73,7 +73,7 @@ class Encoding:
             self._look_at(model, coding)
         return coding
 
-    def _look_at(self, model: nn.Module, coding: Coding) -> None:
+    def _look_at(self, model: nn.Module, coding: ModelEncoder) -> None:
         """Say what the codec has nothing to do with, and what it must not be left to."""
         codec = coding.codec
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
@@ -93,11 +93,11 @@ class Encoding:
             why = "its errors may be larger than gradients, so what it owes grows from step to step"
             self._explain("codec feedback", why, f"codec {codec.name} with feedback: {why}")
 
-    def _coding(self, model: nn.Module, codec: Codec) -> Coding | None:
+    def _coding(self, model: nn.Module, codec: Codec) -> ModelEncoder | None:
         between = isinstance(codec, Between)
         if isinstance(codec, Between):
             codec = codec.inner
-        elif isinstance(codec, Auto):
+        elif isinstance(codec, AutoCodec):
             chosen = self._choose(codec, model)
             codec, between = CODECS.build(chosen.codec), chosen.between
             self._texts[-1] = f"between({chosen.codec})" if between else chosen.codec
@@ -107,12 +107,12 @@ class Encoding:
         group = self._group
         between = between and group.size > 1
         way = route.by_site(group, self._sites) if between else route.flat(group)
-        return Coding(codec, way, rank=group.rank, who=self._who)
+        return ModelEncoder(codec, way, rank=group.rank, who=self._who)
 
-    def _choose(self, auto: Auto, model: nn.Module) -> cost.Choice:
+    def _choose(self, auto: AutoCodec, model: nn.Module) -> cost.CodecChoice:
         """All workers measure, the slowest one's speed counts, and all decide alike."""
         if self._links is None:
-            return cost.Choice(
+            return cost.CodecChoice(
                 codec="none", between=False, reason="none: no links between machines were measured"
             )
         length_bytes = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
@@ -143,17 +143,17 @@ class Encoding:
 
     # Checkpoints and the end ---------------------------------------------------------------------
 
-    def owed(self) -> dict[str, Any]:
+    def residuals(self) -> dict[str, Any]:
         """What the codecs remember on this worker: every model's, and between which sites."""
         if not any(self._codings):
             return {}
         states: list[Saved] = [coding.states.save() if coding else {} for coding in self._codings]
         return {"codecs": list(self._texts), "models": states, "sites": _listed(self._sites)}
 
-    def restore(self, owed: Sequence[Mapping[str, Any]]) -> None:
+    def restore(self, residuals: Sequence[Mapping[str, Any]]) -> None:
         """Take over what all workers of another run owed, by rank; or say that it is lost."""
-        theirs = [one for one in owed if "codecs" in one]
-        by_server = [one["codec"] for one in owed if "codec" in one]
+        theirs = [one for one in residuals if "codecs" in one]
+        by_server = [one["codec"] for one in residuals if "codec" in one]
         had = list(theirs[0]["codecs"]) if theirs else by_server[:1]
         for at, before in enumerate(had):
             coding = self._codings[at] if at < len(self._codings) else None
@@ -171,7 +171,7 @@ class Encoding:
             if coding is not None:
                 coding.states.load({})
 
-    def _share(self, coding: Coding, theirs: Sequence[Mapping[str, Any]], model: int) -> Saved:
+    def _share(self, coding: ModelEncoder, theirs: Sequence[Mapping[str, Any]], model: int) -> Saved:
         """This worker's part of what workers owed; its own, if they are as many and at the same sites."""
         saved: list[Saved] = [one["models"][model] for one in theirs]
         size, inside = self._group.size, coding.route.inside

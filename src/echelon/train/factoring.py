@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from echelon.cluster.machine import processor_name
-from echelon.comm.cost import Link
-from echelon.comm.factors import Choice, Layer, Rule, decide
-from echelon.comm.parcels import Direct, Factors, Parcel
-from echelon.comm.reducer import Reducer
+from echelon.comm.schedule.cost import LinkCost
 from echelon.config.units import show_bytes
+from echelon.reduce.bucket import Bucket, FactorBucket, LinearBucket
+from echelon.reduce.factors import FactorChoice, FactorRule, LinearShape, decide
+from echelon.reduce.reducer import Reducer
 from echelon.train import linear
 
 _UNFIT = -1  # in place of a number of rows
@@ -38,16 +38,16 @@ class Factoring:
         self,
         layers: dict[str, nn.Linear],
         *,
-        rule: Rule,
-        link: Link | None,
+        rule: FactorRule,
+        link: LinkCost | None,
         explain: Callable[[str, str], None],
     ) -> None:
         self._rule = rule
-        self._link = link or Link(latency_s=0.0, seconds_per_byte=0.0)
+        self._link = link or LinkCost(latency_s=0.0, seconds_per_byte=0.0)
         self._explain = explain
         self._layers = layers
         self._reducer: Reducer | None = None
-        self._captures: dict[str, linear.Capture] = {}
+        self._captures: dict[str, linear.LinearCapture] = {}
         self._decided = False
 
     def attach(self) -> None:
@@ -61,7 +61,7 @@ class Factoring:
     def _scale(self) -> float:
         return self._reducer.weight if self._reducer else 1.0
 
-    def _on_ready(self, capture: linear.Capture) -> None:
+    def _on_ready(self, capture: linear.LinearCapture) -> None:
         """A layer's rows are there. If they are to stay here for now, its weight gets their gradient."""
         assert self._reducer is not None
         if not self._reducer.active:
@@ -74,13 +74,13 @@ class Factoring:
         self._decided = True
         group = self._reducer.group
         choices = self._choose(self._reducer)
-        made: dict[int, Callable[[], Parcel]] = {}
+        made: dict[int, Callable[[], Bucket]] = {}
         for name, (choice, rows_of) in choices.items():
             capture = self._captures[name]
             if choice.factors:
-                made[id(capture.weight)] = partial(Factors, capture, group, rows_of)
+                made[id(capture.weight)] = partial(FactorBucket, capture, group, rows_of)
             elif _worth_it(capture.weight, rows_of):
-                made[id(capture.weight)] = partial(Direct, capture, group)
+                made[id(capture.weight)] = partial(LinearBucket, capture, group)
             else:
                 linear.release(self._layers[name])
                 continue
@@ -92,7 +92,7 @@ class Factoring:
         tell = f"factors: {head}" if any(choice.factors for choice in told) else ""
         self._explain("; ".join([head, *(choice.reason for choice in told)]), tell)
 
-    def _choose(self, reducer: Reducer) -> dict[str, tuple[Choice, tuple[int, ...]]]:
+    def _choose(self, reducer: Reducer) -> dict[str, tuple[FactorChoice, tuple[int, ...]]]:
         captures = self._captures.values()
         rows = [_UNFIT if capture.obstacle else -(-capture.rows // reducer.rounds) for capture in captures]
         mine = torch.tensor([_kind_of_processor(), _flops_per_s(), *rows], dtype=torch.float64)
@@ -108,7 +108,7 @@ class Factoring:
             elif not alike and self._rule == "auto":
                 obstacle = "processors differ, so products would differ in their last bits"
             outputs, inputs = capture.weight.shape
-            layer = Layer(
+            layer = LinearShape(
                 name=capture.name,
                 rows_of=tuple(max(0, count) for count in rows_of),
                 inputs=inputs,
@@ -127,7 +127,7 @@ def _worth_it(weight: Tensor, rows_of: tuple[int, ...]) -> bool:
     return least and 4 * max(rows_of) * (outputs + inputs) <= outputs * inputs
 
 
-def _head(choices: list[Choice]) -> str:
+def _head(choices: list[FactorChoice]) -> str:
     """One sentence on all layers."""
     chosen = [choice for choice in choices if choice.factors]
     if not chosen:

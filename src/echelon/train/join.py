@@ -24,24 +24,24 @@ from echelon.cluster.delay import DELAYS
 from echelon.cluster.machine import usable_cores
 from echelon.cluster.pace import Pace
 from echelon.codec.codec import CODECS
-from echelon.comm.alone import Alone
-from echelon.comm.buckets import sizes
+from echelon.comm.alone import SoloGroup
 from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
-from echelon.comm.links import Links
+from echelon.comm.meet.links import Links
+from echelon.comm.meet.place import Place
+from echelon.comm.meet.rendezvous import Meeting, meet
 from echelon.comm.open import open_group
-from echelon.comm.place import Place
-from echelon.comm.rendezvous import Meeting, meet
-from echelon.comm.serving import KEEP, SERVERS_DO, SUM
+from echelon.comm.wire.summing import KEEP, SERVERS_DO, SUM
 from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError, EchelonError
 from echelon.observe.events import LinkMeasured, RunStarted, WorkerJoined
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
-from echelon.plan.plan import Asked, Plan, make_plan
+from echelon.plan.plan import Plan, PlanRequest, make_plan
+from echelon.reduce.packing import sizes
 from echelon.sync.policy import POLICIES
-from echelon.train.choose import needs_keepers
 from echelon.train.clock import StepClock
+from echelon.train.families.choose import needs_parameter_servers
 from echelon.train.session import Session
 
 RUN_VARIABLE = "ECHELON_RUN"
@@ -83,7 +83,7 @@ def join(
     place = Place.from_environment(os.environ)
     given = os.environ.get(RUN_VARIABLE)
     launched = Plan.read(RunFolder(Path(given)).plan) if given else None
-    asked = Asked(
+    asked = PlanRequest(
         shares=",".join(f"{share:g}" for share in shares) if shares is not None else "equal",
         seed=seed or 0,
         transport=transport or (launched.transport if launched else "auto"),
@@ -101,7 +101,7 @@ def join(
     node = launched.workers[place.rank].node if launched and place.rank < len(launched.workers) else host
     policy = POLICIES.build(asked.sync, where="sync").resolved()
     CODECS.build(asked.codec, where="codec")
-    group, meeting = _connect(place, node, host, asked, sums=not needs_keepers(policy))
+    group, meeting = _connect(place, node, host, asked, sums=not needs_parameter_servers(policy))
     links = group.measure_links() if isinstance(group, EngineGroup) else None
     folder = _folder(group, given, name, Path(runs)) if record else None
     plan = launched or make_plan(
@@ -162,10 +162,10 @@ def join(
 
 
 def _connect(
-    place: Place, node: str, host: str, asked: Asked, *, sums: bool
+    place: Place, node: str, host: str, asked: PlanRequest, *, sums: bool
 ) -> tuple[Group, Meeting | None]:
     if place.world_size == 1:
-        return Alone(), None
+        return SoloGroup(), None
     meeting = meet(place, node=node, host=host, pid=os.getpid(), timeout_s=asked.join_timeout_s)
     try:
         if place.rank == 0 and place.servers:
@@ -220,7 +220,7 @@ def _folder(group: Group, given: str | None, name: str | None, root: Path) -> Ru
     return RunFolder(Path(group.broadcast_bytes(path.encode()).decode())).with_subfolders()
 
 
-def _overrule(launched: Plan, seed: int | None, shares: Sequence[float] | None, asked: Asked) -> Plan:
+def _overrule(launched: Plan, seed: int | None, shares: Sequence[float] | None, asked: PlanRequest) -> Plan:
     """What the script says in `join` counts more than what the launcher planned."""
     workers = launched.workers
     if shares is not None and len(shares) == len(workers):

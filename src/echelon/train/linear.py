@@ -34,7 +34,7 @@ Mode = Literal["watch", "factors"]
 _FIX = "use factors='never' (--factors never)"
 
 
-class Capture:
+class LinearCapture:
     """One layer's rows. `scale` is asked whenever rows come; `on_ready` is told when a pass is through.
 
     `rows` counts the rows that came since the last `take()` or `clear()`, in either mode. `obstacle` says
@@ -46,7 +46,7 @@ class Capture:
         name: str,
         weight: nn.Parameter,
         scale: Callable[[], float],
-        on_ready: Callable[[Capture], None],
+        on_ready: Callable[[LinearCapture], None],
     ) -> None:
         self.name = name
         self.weight = weight
@@ -198,7 +198,7 @@ class _Catch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, out: Tensor, x: Tensor, weight: Tensor, anchor: Tensor, capture: Capture
+        ctx: Any, out: Tensor, x: Tensor, weight: Tensor, anchor: Tensor, capture: LinearCapture
     ) -> Tensor:
         ctx.capture = capture
         ctx.save_for_backward(x)
@@ -241,7 +241,7 @@ def _asked_for(leaf: Tensor) -> Literal["accumulate", "return", "nothing"]:
 class _Captured(nn.Linear):
     """Takes the place of a layer's class; its state_dict keys stay what they were."""
 
-    echelon_capture: Capture
+    echelon_capture: LinearCapture
 
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Linear`, through the capture unless another tensor stands in for the weight."""
@@ -295,12 +295,15 @@ def _plain(layer: nn.Linear, owners: Counter[int]) -> bool:
 
 
 def attach(
-    layers: Mapping[str, nn.Linear], *, scale: Callable[[], float], on_ready: Callable[[Capture], None]
-) -> dict[str, Capture]:
+    layers: Mapping[str, nn.Linear],
+    *,
+    scale: Callable[[], float],
+    on_ready: Callable[[LinearCapture], None],
+) -> dict[str, LinearCapture]:
     """Put a capture, in watch mode, into each of these layers, in place."""
     captures = {}
     for name, layer in layers.items():
-        captures[name] = Capture(name, layer.get_parameter("weight"), scale, on_ready)
+        captures[name] = LinearCapture(name, layer.get_parameter("weight"), scale, on_ready)
         layer.echelon_capture = captures[name]  # type: ignore[assignment]
         layer.__class__ = _Captured
     return captures

@@ -19,9 +19,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from echelon.checkpoint import state_tree
+from echelon.checkpoint import store as checkpoint
 from echelon.comm.group import Group
 from echelon.errors import CheckpointError
-from echelon.train import checkpoint, state_tree
 from echelon.train.loader import SharedLoader
 
 T = TypeVar("T")
@@ -44,10 +45,10 @@ def gather(
     step: int,
     epoch: int,
     extra: dict[str, Any],
-    owed: dict[str, Any] | None = None,
+    residuals: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """The state of the whole run, on the leader; None elsewhere. `owed` is what a worker's codecs keep."""
-    packed = _to_leader(group, state_tree.pack({"random": _random_state(), "owed": owed or {}}))
+    """The state of the whole run, on the leader; None elsewhere. `residuals`: one worker's codec states."""
+    packed = _to_leader(group, state_tree.pack({"random": _random_state(), "owed": residuals or {}}))
     if group.rank != 0:
         return None
     told = [state_tree.unpack(data) for data in packed]
@@ -67,7 +68,7 @@ def gather(
 def _to_leader(group: Group, mine: bytes) -> list[bytes]:
     """Everybody's bytes, on the leader; others get nothing of each other."""
     own, nothing = torch.frombuffer(bytearray(mine), dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
-    swapped = group.swap([own if rank == 0 else nothing for rank in range(group.size)])
+    swapped = group.all_to_all([own if rank == 0 else nothing for rank in range(group.size)])
     parts = swapped.parts()
     parts[group.rank] = own
     return [bytes(part.numpy()) for part in parts]

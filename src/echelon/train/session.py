@@ -30,10 +30,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from echelon.comm.factors import Rule
 from echelon.comm.group import Group
-from echelon.comm.links import Links
-from echelon.comm.rendezvous import Meeting
+from echelon.comm.meet.links import Links
+from echelon.comm.meet.rendezvous import Meeting
 from echelon.errors import ConfigError, EchelonError, ModelError
 from echelon.observe.events import (
     CheckpointLoaded,
@@ -48,17 +47,19 @@ from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.plan.shares import Slice
-from echelon.train import agree, resume
-from echelon.train.agreement import Agreement, Overlap, Rules
-from echelon.train.choose import choose
+from echelon.reduce.factors import FactorRule
+from echelon.train import consistency as agree
+from echelon.train import resume
 from echelon.train.clock import StepClock
+from echelon.train.collectives import ScriptCollectives, check_choice
+from echelon.train.families.choose import choose
+from echelon.train.families.synchronizer import ModelOptions, Overlap, Synchronizer
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
-from echelon.train.talk import Talk, check_choice
 
 _log = logging.getLogger(__name__)
 
 
-class Session(Talk):
+class Session(ScriptCollectives):
     """One worker's part in a run. Made by `echelon.join`."""
 
     def __init__(
@@ -80,7 +81,7 @@ class Session(Talk):
         self.folder = folder
         self.device = device
         self._prepared = resume.Prepared()
-        self._agreement: Agreement = choose(plan, group, clock, links, self.explain)
+        self._synchronizer: Synchronizer = choose(plan, group, clock, links, self.explain)
         self._sharing: Sharing | None = None
         self._current: SharedLoader | None = None
         self._first_epoch = 0
@@ -115,7 +116,7 @@ class Session(Talk):
         batchnorm: Literal["global", "local"] = "global",
         loss: Literal["mean", "sum"] = "mean",
         overlap: Overlap | None = None,
-        factors: Rule | None = None,
+        factors: FactorRule | None = None,
         codec: str | None = None,
     ) -> Any:
         """Make models, optimizers, loaders and schedulers, in any number and order, part of the run.
@@ -137,11 +138,11 @@ class Session(Talk):
         check_choice("overlap", late, ("backward", "step"))
         rule = factors or self._plan.factors
         check_choice("factors", rule, ("auto", "always", "never"))
-        rules = Rules(
+        rules = ModelOptions(
             batchnorm=batchnorm,
             loss=loss,
             overlap=cast(Overlap, late),
-            factors=cast(Rule, rule),
+            factors=cast(FactorRule, rule),
             codec=codec or "",
         )
         facts: list[agree.Fact] = []
@@ -151,8 +152,8 @@ class Session(Talk):
             out.append(self._take(thing, position, batch, rules, models, facts))
         agree.check(self._group, facts, [worker.node for worker in self._plan.workers])
         for model in models:
-            self._agreement.add(model, rules)
-        self._agreement.begin()
+            self._synchronizer.add(model, rules)
+        self._synchronizer.begin()
         return out[0] if len(out) == 1 else tuple(out)
 
     def _take(
@@ -160,7 +161,7 @@ class Session(Talk):
         thing: Any,
         position: int,
         batch: BatchMeaning,
-        rules: Rules,
+        rules: ModelOptions,
         models: list[nn.Module],
         facts: list[agree.Fact],
     ) -> Any:
@@ -181,7 +182,7 @@ class Session(Talk):
             facts += agree.describe_optimizer(thing, len(kept.optimizers))
             kept.optimizers.append(thing)
             self._clock.optimizers += 1
-            self._agreement.adopt(
+            self._synchronizer.adopt(
                 thing,
                 rules.overlap,
                 before=lambda: self._before_step(thing),
@@ -212,11 +213,11 @@ class Session(Talk):
                 seed=self._plan.seed,
                 clock=self._clock,
                 device=self.device,
-                claim=self._claim if self._agreement.claims else None,
-                slots=self._agreement.slots,
+                claim=self._claim if self._synchronizer.claims else None,
+                slots=self._synchronizer.slots,
                 on_pass=self._on_pass,
                 on_batch=self._on_batch,
-                on_break=self._agreement.left,
+                on_break=self._synchronizer.left,
             )
         return self._sharing
 
@@ -227,13 +228,13 @@ class Session(Talk):
         for epoch in range(self._first_epoch, count):
             self._clock.epoch = epoch
             yield epoch
-            self._agreement.settle()
+            self._synchronizer.settle()
             self._clock.close()
             self._first_epoch = epoch + 1
             self._recorder.emit(
                 EpochEnded(t=time.time(), rank=self.rank, epoch=epoch, step=self._clock.step)
             )
-        self._agreement.finish()
+        self._synchronizer.finish()
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
@@ -245,12 +246,12 @@ class Session(Talk):
         if not active:
             yield
             return
-        self._agreement.keep(True)
+        self._synchronizer.keep(True)
         try:
             yield
             self._clock.kept()
         finally:
-            self._agreement.keep(False)
+            self._synchronizer.keep(False)
 
     def weigh(self, count: float) -> None:
         """Say how much this worker's loss counts, where that is not its number of samples.
@@ -258,12 +259,14 @@ class Session(Talk):
         For a mean over targets that are not all valid (padding, ignore_index), call it with the number
         of valid ones before `backward()`. All workers call it, or none.
         """
-        if self._agreement.claims:  # workers take steps at different times: there is no total to agree on
-            self._agreement.weigh(_counts(count, count, self.rank))
+        if (
+            self._synchronizer.claims
+        ):  # workers take steps at different times: there is no total to agree on
+            self._synchronizer.weigh(_counts(count, count, self.rank))
             return
         total = torch.tensor([float(count)], dtype=torch.float64)
         self._group.all_reduce(total).wait()
-        self._agreement.weigh(_counts(count, float(total), self.rank) / float(total))
+        self._synchronizer.weigh(_counts(count, float(total), self.rank) / float(total))
 
     def rest(self) -> None:
         """Say that this worker takes no step until its next pass over the data: nobody waits for it.
@@ -271,7 +274,7 @@ class Session(Talk):
         Needed only where a sync policy lets workers take different numbers of steps and a script goes
         through data of its own: a prepared loader says this by itself when a loop over it ends.
         """
-        self._agreement.depart()
+        self._synchronizer.depart()
 
     def log(self, *, loss: Tensor | float | None = None, **values: Tensor | float) -> None:
         """Record the loss of this step, and any other numbers, for the report."""
@@ -329,17 +332,17 @@ class Session(Talk):
         def ticket() -> int:
             return int(store.add(f"claim/{what}", count)) - count
 
-        return self._agreement.claim(ticket) if count else ticket()
+        return self._synchronizer.claim(ticket) if count else ticket()
 
     def _on_pass(self, loader: SharedLoader) -> None:
-        self._agreement.refresh(ended=loader.finished, trains=loader.trains)
+        self._synchronizer.refresh(ended=loader.finished, trains=loader.trains)
 
     def _on_batch(self, loader: SharedLoader, part: Slice) -> None:
         self._current = loader
-        self._agreement.weigh(part.share / part.batch, part.batch)
+        self._synchronizer.weigh(part.share / part.batch, part.batch)
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        self._agreement.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
+        self._synchronizer.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
         if self._current is not None:
             self._current.trains = True
         self._clock.applying(id(optimizer))
@@ -352,7 +355,7 @@ class Session(Talk):
         All workers call it; the leader writes. The last `keep` checkpoints stay in the folder.
         """
         begun = time.perf_counter()
-        self._agreement.before_save()
+        self._synchronizer.before_save()
         try:
             state = resume.gather(
                 self._prepared,
@@ -360,11 +363,11 @@ class Session(Talk):
                 step=self.step,
                 epoch=self.epoch,
                 extra=extra or {},
-                owed=self._agreement.owed(),
+                residuals=self._synchronizer.residuals(),
             )
             written = resume.write(Path(path), self._group, state, keep=keep)
         finally:
-            self._agreement.after_save()
+            self._synchronizer.after_save()
         if written is not None:
             self._recorder.emit(
                 CheckpointSaved(
@@ -383,7 +386,7 @@ class Session(Talk):
         A damaged one, or one of another model, is passed over for the one before it, and said so. With
         required=False, a folder without any checkpoint is a fresh start, and None is returned.
         """
-        self._agreement.settle()
+        self._synchronizer.settle()
         found = resume.read(Path(path), self._group, self._prepared, required=required)
         if found is None:
             return None
@@ -392,8 +395,8 @@ class Session(Talk):
             if self.is_leader:
                 _log.warning("checkpoint %s was passed over: %s", name, reason)
         self._first_epoch = resume.restore(self._prepared, self._group, found.state)
-        self._agreement.loaded()
-        self._agreement.restore_owed(found.state.get("codecs", []))
+        self._synchronizer.loaded()
+        self._synchronizer.restore_residuals(found.state.get("codecs", []))
         self._clock.step = found.step
         self._clock.epoch = self._first_epoch
         self._recorder.emit(
@@ -419,7 +422,7 @@ class Session(Talk):
             self._leave(cause)
             return
         try:
-            self._agreement.settle()
+            self._synchronizer.settle()
         except EchelonError as error:
             self._leave(f"{type(error).__name__}: {error.message}")
             raise
@@ -430,9 +433,9 @@ class Session(Talk):
         self._recorder.close()
         if self._meeting is not None:
             self._meeting.say_goodbye(cause)
-        self._agreement.close()
+        self._synchronizer.close()
         self._group.close()
-        self._agreement.closed()
+        self._synchronizer.closed()
         if self._meeting is not None:
             self._meeting.linger()
         atexit.unregister(self.close)

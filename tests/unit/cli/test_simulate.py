@@ -12,9 +12,9 @@ import pytest
 
 from echelon.observe.events import Arrived, Decided, Evaluated, LinkMeasured, decode_line, encode
 from echelon.observe.run_folder import RunFolder
-from echelon.plan.plan import Asked, make_plan
+from echelon.plan.plan import PlanRequest, make_plan
 from echelon.simulate.profile import Costs, Profile
-from echelon.simulate.recorded import crew_of
+from echelon.simulate.recorded import cluster_of
 from echelon.simulate.run import simulate
 from echelon.simulate.setting import Setting
 
@@ -220,7 +220,7 @@ def _record(sync: str, change=list) -> None:
     events = []
     simulate(setting, [sync], listen=lambda _policy, _seed, event: events.append(event))
     folder.events_of(3).write_bytes(b"".join(encode(event) + b"\n" for event in change(events)))
-    plan = replace(make_plan("2025-demo", ["here"] * 3, Asked(sync=sync), cores=1), servers=("here",))
+    plan = replace(make_plan("2025-demo", ["here"] * 3, PlanRequest(sync=sync), cores=1), servers=("here",))
     folder.plan.write_text(plan.to_toml())
     folder.config.write_text("[run]\nworkers = 3\n[train]\nlr = 0.01\n")
 
@@ -272,10 +272,10 @@ def test_options_of_a_simulation_are_not_for_a_replay(echelon):
 
 def test_a_replay_tells_the_policy_of_links_that_workers_measured(tmp_path):
     folder = RunFolder(tmp_path / "run").with_subfolders()
-    plan = make_plan("run", ["a", "b"], Asked(), cores=1)
+    plan = make_plan("run", ["a", "b"], PlanRequest(), cores=1)
     for rank, rates in enumerate([(1e6, 3e6), (2e6,)]):
         links = [LinkMeasured(t=0.0, rank=rank, peer=9, latency_s=0.0, bytes_per_s=r) for r in rates]
         folder.events_of(rank).write_bytes(b"".join(encode(link) + b"\n" for link in links))
-    assert crew_of(folder, plan).links == (3e6, 2e6)
+    assert cluster_of(folder, plan).links == (3e6, 2e6)
     folder.events_of(1).write_bytes(b"")
-    assert crew_of(folder, plan).links == ()
+    assert cluster_of(folder, plan).links == ()

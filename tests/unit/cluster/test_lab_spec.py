@@ -103,7 +103,7 @@ MISTAKES = {
     "a cpu that is no number": ('[[node]]\nname = "a"\ncpu = nan', "[[node]] 1, cpu", "0.001"),
     "a count of zero": ('[[node]]\nname = "a"\ncount = 0', "[[node]] 1, count", "1 to"),
     "a node without a name": ("[[node]]\ncpu = 1", "[[node]] 1", "name"),
-    "a name that is a path": ('[[node]]\nname = "../a"', "[[node]] 1, name", "letters"),
+    "a name that is a path": ('[[node]]\nname = "../a"', "[[node]] 1, name", "messages"),
     "two nodes of a name": (
         '[[node]]\nname = "a-0"\n[[node]]\nname = "a"\ncount = 2',
         "[[node]] 2, name",

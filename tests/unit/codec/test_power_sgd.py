@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.codec.codec import CODECS, RESIDUAL, State, Turn
+from echelon.codec.codec import CODECS, RESIDUAL, CodecContext, State
 from echelon.codec.codecs.power_sgd import BASIS, PowerSgd, _orthonormal
 from echelon.errors import ConfigError, Corrupt
 
@@ -23,7 +23,8 @@ def _together(
     """What each worker ends with; all totals are sums in the order of ranks."""
     shape = tuple(gradients[0].shape)
     turns = [
-        Turn(step=step, workers=len(states), rank=rank, shape=shape, seed=9) for rank in range(len(states))
+        CodecContext(step=step, workers=len(states), rank=rank, shape=shape, seed=9)
+        for rank in range(len(states))
     ]
     numbers = [
         codec.first(gradient.flatten(), state, turn)
@@ -108,7 +109,7 @@ def test_vectors_and_small_matrices_travel_as_they_are(shape):
     out = _together(codec, gradients, states)[1]
     assert torch.equal(out, gradients[0] + gradients[1])
     assert not states[0][RESIDUAL].any()
-    turn = Turn(shape=shape)
+    turn = CodecContext(shape=shape)
     values = gradients[0].flatten()
     back = torch.empty(length)
     codec.read(codec.write(values, {}, turn), back, turn)
@@ -163,7 +164,7 @@ def test_columns_become_orthonormal_or_zero(scale):
 
 def test_one_worker_alone_writes_both_matrices_and_keeps_the_rest():
     codec = PowerSgd(rank=2)
-    turn, state = Turn(shape=(40, 50)), codec.begin(2000)
+    turn, state = CodecContext(shape=(40, 50)), codec.begin(2000)
     values = _normal(2000)
     payload = codec.encode(values, state, turn)
     assert len(payload) == 4 * 2 * (40 + 50)
@@ -178,7 +179,7 @@ def test_one_worker_alone_writes_both_matrices_and_keeps_the_rest():
 
 def test_a_payload_of_another_length_is_refused():
     codec = PowerSgd(rank=2)
-    turn = Turn(shape=(40, 50))
+    turn = CodecContext(shape=(40, 50))
     payload = codec.write(_normal(2000), {}, turn)
     for wrong in (payload[:-1], payload[:0], torch.cat([payload, payload[:4]])):
         with pytest.raises(Corrupt):
@@ -193,6 +194,6 @@ def test_a_rank_below_one_is_refused():
 def test_the_basis_begins_the_same_on_all_workers():
     codec = PowerSgd(rank=2)
     values = _normal(600)
-    one = codec.first(values, codec.begin(600), Turn(rank=0, shape=(20, 30), seed=4))
-    two = codec.first(values, codec.begin(600), Turn(rank=1, shape=(20, 30), seed=4))
+    one = codec.first(values, codec.begin(600), CodecContext(rank=0, shape=(20, 30), seed=4))
+    two = codec.first(values, codec.begin(600), CodecContext(rank=1, shape=(20, 30), seed=4))
     assert np.array_equal(one.numpy(), two.numpy())

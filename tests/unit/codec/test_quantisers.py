@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from echelon.codec.bits import BLOCK
-from echelon.codec.codec import CODECS, RESIDUAL, SATURATED, Codec, State, Turn
+from echelon.codec.codec import CODECS, RESIDUAL, SATURATED, Codec, CodecContext, State
 from echelon.codec.codecs.dynamic_fixed import DynamicFixed
 from echelon.codec.codecs.fixed import Fixed
 from echelon.codec.codecs.one_bit import OneBit
@@ -23,14 +23,14 @@ def normal(length: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def read(codec: Codec, payload: torch.Tensor, length: int, turn: Turn) -> torch.Tensor:
+def read(codec: Codec, payload: torch.Tensor, length: int, turn: CodecContext) -> torch.Tensor:
     out = torch.empty(length)
     codec.read(payload, out, turn)
     return out
 
 
-def through(codec: Codec, x: torch.Tensor, turn: Turn | None = None) -> torch.Tensor:
-    turn = turn or Turn()
+def through(codec: Codec, x: torch.Tensor, turn: CodecContext | None = None) -> torch.Tensor:
+    turn = turn or CodecContext()
     return read(codec, codec.write(x, codec.begin(len(x)), turn), len(x), turn)
 
 
@@ -54,13 +54,13 @@ def through(codec: Codec, x: torch.Tensor, turn: Turn | None = None) -> torch.Te
 def test_an_element_takes_its_bits_and_a_piece_its_head(name, bits, head_bytes):
     codec = CODECS.build(name)
     for length in (16_384, LONG):
-        payload = codec.encode(normal(length), codec.begin(length), Turn())
+        payload = codec.encode(normal(length), codec.begin(length), CodecContext())
         assert 0 <= len(payload) - head_bytes - length * bits / 8 < 3
 
 
 def test_ternary_is_sixteen_times_smaller_from_64_kilobytes_on():
     length = 16_384
-    assert 4 * length / len(Ternary().write(normal(length), {}, Turn())) >= 16
+    assert 4 * length / len(Ternary().write(normal(length), {}, CodecContext())) >= 16
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fixed(bits=12)", "dynamic-fixed", "one-bit", "ternary"])
@@ -68,8 +68,8 @@ def test_long_pieces_keep_bound_and_rest_across_blocks(name):
     codec = CODECS.build(name)
     x = normal(LONG)
     rest = torch.empty_like(x)
-    payload = codec.write(x, codec.begin(LONG), Turn(), rest)
-    out = read(codec, payload, LONG, Turn())
+    payload = codec.write(x, codec.begin(LONG), CodecContext(), rest)
+    out = read(codec, payload, LONG, CodecContext())
     assert bool(((out - x).abs() <= codec.bound(x)).all())
     assert torch.equal(rest, x - out)
 
@@ -78,9 +78,13 @@ def test_long_pieces_keep_bound_and_rest_across_blocks(name):
 def test_chance_is_the_same_for_the_same_turn_only(name):
     codec = CODECS.build(name)
     x = normal(1000)
-    mine = codec.write(x, {}, Turn(rank=1, seed=3))
-    assert torch.equal(mine, codec.write(x, {}, Turn(rank=1, seed=3)))
-    for other in (Turn(rank=0, seed=3), Turn(rank=1, seed=4), Turn(rank=1, seed=3, step=1)):
+    mine = codec.write(x, {}, CodecContext(rank=1, seed=3))
+    assert torch.equal(mine, codec.write(x, {}, CodecContext(rank=1, seed=3)))
+    for other in (
+        CodecContext(rank=0, seed=3),
+        CodecContext(rank=1, seed=4),
+        CodecContext(rank=1, seed=3, step=1),
+    ):
         assert not torch.equal(mine, codec.write(x, {}, other))
 
 
@@ -133,19 +137,19 @@ def test_choices_are_checked_without_the_registry_too(make):
 )
 def test_impossible_heads_are_refused(name, head):
     codec = CODECS.build(name)
-    payload = codec.write(normal(100), codec.begin(100), Turn())
+    payload = codec.write(normal(100), codec.begin(100), CodecContext())
     payload[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     with pytest.raises(Corrupt):
-        codec.read(payload, torch.empty(100), Turn())
+        codec.read(payload, torch.empty(100), CodecContext())
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_an_impossible_exponent_is_refused(name):
     codec = CODECS.build(name)
-    payload = codec.write(normal(100), {}, Turn())
+    payload = codec.write(normal(100), {}, CodecContext())
     payload[-1] = 200
     with pytest.raises(Corrupt, match="exponent"):
-        codec.read(payload, torch.empty(100), Turn())
+        codec.read(payload, torch.empty(100), CodecContext())
 
 
 # fp16 and bf16 -----------------------------------------------------------------------------------
@@ -165,9 +169,9 @@ def test_one_large_value_in_halves_is_scaled_not_lost(large, at, sign):
     codec = CODECS.build("fp16")
     x = normal(LONG)
     x[at] = sign * large
-    payload = codec.write(x, {}, Turn())
+    payload = codec.write(x, {}, CodecContext())
     assert (int(payload[-1]) > 0) == (large >= 65520)
-    out = read(codec, payload, LONG, Turn())
+    out = read(codec, payload, LONG, CodecContext())
     assert bool(out.isfinite().all())
     assert float(out[at]) == pytest.approx(sign * large, rel=2**-11)
     assert bool(((out - x).abs() <= codec.bound(x)).all())
@@ -202,7 +206,9 @@ def test_stochastic_rounding_is_right_in_the_mean(bits):
     codec = Fixed(bits=bits, rounding="stochastic")
     x = torch.linspace(-1, 1, 41)
     times = 800
-    mean = torch.stack([through(codec, x, Turn(step=step)) for step in range(times)]).double().mean(0)
+    mean = (
+        torch.stack([through(codec, x, CodecContext(step=step)) for step in range(times)]).double().mean(0)
+    )
     step = 2 / max(1, 2**bits - 2)
     # The deviation of a mean is at most half a step over the root of how many; this is five of them.
     assert float((mean - x).abs().max()) <= 5 * step / 2 / times**0.5
@@ -223,9 +229,9 @@ def test_the_largest_float32_stays_finite_in_fixed_point(bits):
 def test_sums_of_wide_numbers_of_many_workers_are_exact():
     codec, workers = Fixed(bits=16, range=32767.0), 300  # a step is one
     x = torch.tensor([32767.0, -32767.0, 1.0, 12345.0])
-    payload = codec.merge([codec.write(x, {}, Turn())] * (workers - 1), x, {}, Turn())
+    payload = codec.merge([codec.write(x, {}, CodecContext())] * (workers - 1), x, {}, CodecContext())
     out = torch.empty(4)
-    codec.read_total(payload, out, {}, Turn())
+    codec.read_total(payload, out, {}, CodecContext())
     assert torch.equal(out, x * workers)
 
 
@@ -233,12 +239,12 @@ def test_values_beyond_a_given_range_are_cut_off_and_counted():
     codec = Fixed(range=0.5)
     state = codec.begin(6)
     x = torch.tensor([0.5, -0.5, 0.6, -1e38, 0.1, 0.0])
-    out = read(codec, codec.encode(x, state, Turn()), 6, Turn())
+    out = read(codec, codec.encode(x, state, CodecContext()), 6, CodecContext())
     assert out[:4].tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5], rel=1e-6)
     assert int(state[SATURATED]) == 2
-    codec.encode(x, state, Turn())
+    codec.encode(x, state, CodecContext())
     assert int(state[SATURATED]) == 4
-    codec.merge([], x, state, Turn())
+    codec.merge([], x, state, CodecContext())
     assert int(state[SATURATED]) == 6
 
 
@@ -251,28 +257,28 @@ def test_a_range_of_its_own_counts_nothing():
 def test_a_total_on_a_given_range_takes_few_bits_more(bits, workers):
     codec, length = Fixed(bits=bits, range=1.0), 8000
     given = [normal(length, seed=rank) for rank in range(workers)]
-    parts = [codec.write(x, {}, Turn()) for x in given]
-    payload = codec.merge(parts[1:], given[0], {}, Turn(workers=workers))
+    parts = [codec.write(x, {}, CodecContext()) for x in given]
+    payload = codec.merge(parts[1:], given[0], {}, CodecContext(workers=workers))
     more = (workers - 1).bit_length()
     assert len(payload) <= 4 + length * (bits + more) // 8
     out = torch.empty(length)
-    codec.read_total(payload, out, {}, Turn(workers=workers))
-    each = torch.stack([read(codec, part, length, Turn()) for part in parts])
+    codec.read_total(payload, out, {}, CodecContext(workers=workers))
+    each = torch.stack([read(codec, part, length, CodecContext()) for part in parts])
     assert torch.allclose(out, each.sum(0), rtol=1e-6, atol=1e-6)
 
 
 def test_damaged_parts_and_totals_of_a_given_range_are_refused():
     codec, x = Fixed(range=1.0), normal(100)
-    part = codec.write(x, {}, Turn())
+    part = codec.write(x, {}, CodecContext())
     for wrong in (part[:-1], torch.cat([part, part[:1]]), torch.full_like(part, 255)):
         with pytest.raises(Corrupt):
-            codec.merge([wrong], x, {}, Turn(workers=2))
-    total = codec.merge([part], x, {}, Turn(workers=2))
+            codec.merge([wrong], x, {}, CodecContext(workers=2))
+    total = codec.merge([part], x, {}, CodecContext(workers=2))
     none = total.clone()
     none[:4] = 0
     for wrong in (total[:3], total[:-1], none, torch.cat([total, total[:1]])):
         with pytest.raises(Corrupt):
-            codec.read_total(wrong, torch.empty(100), {}, Turn(workers=2))
+            codec.read_total(wrong, torch.empty(100), {}, CodecContext(workers=2))
 
 
 # ternary -----------------------------------------------------------------------------------------
@@ -282,7 +288,7 @@ def test_ternary_is_right_in_the_mean():
     codec = Ternary(clip=0)
     x = torch.linspace(-1, 1, 41)
     times = 1500
-    outs = torch.stack([through(codec, x, Turn(step=step)) for step in range(times)]).double()
+    outs = torch.stack([through(codec, x, CodecContext(step=step)) for step in range(times)]).double()
     assert set(outs.unique().tolist()) == {-1.0, 0.0, 1.0}
     assert float((outs.mean(0) - x).abs().max()) <= 5 * 0.5 / times**0.5
 
@@ -290,7 +296,9 @@ def test_ternary_is_right_in_the_mean():
 def test_small_values_are_rounded_to_the_nearest_probability():
     x = torch.full((LONG,), 0.9 * 2.0**-16)
     x[0] = 1.0
-    chosen = [int((through(Ternary(clip=0), x, Turn(step=step)) > 0).sum()) - 1 for step in range(4)]
+    chosen = [
+        int((through(Ternary(clip=0), x, CodecContext(step=step)) > 0).sum()) - 1 for step in range(4)
+    ]
     assert 2 <= sum(chosen) <= 24  # about ten of 4 LONG; cut off to whole 2^-16, it would be none
 
 
@@ -331,7 +339,7 @@ def test_each_output_has_means_of_its_own_wherever_the_piece_begins(start, width
     rows = 5
     whole = normal(rows * width) * torch.arange(1, rows + 1).repeat_interleave(width)
     piece = whole[start : 4 * width + 33].clone()
-    turn = Turn(start=start, shape=(rows, width))
+    turn = CodecContext(start=start, shape=(rows, width))
     codec = OneBit(per="column")
     payload = codec.write(piece, {}, turn)
     out = read(codec, payload, len(piece), turn)
@@ -348,7 +356,7 @@ def test_each_output_has_means_of_its_own_wherever_the_piece_begins(start, width
 
 def test_short_outputs_share_the_means_of_the_piece():
     x = normal(63 * 10)
-    turn = Turn(shape=(10, 63))
+    turn = CodecContext(shape=(10, 63))
     by_column = OneBit(per="column").write(x, {}, turn)
     assert torch.equal(by_column, OneBit().write(x, {}, turn))
 
@@ -376,7 +384,7 @@ class Crew:
         for owner in range(self.workers):
             begin, end = self.cuts[owner], self.cuts[owner + 1]
             turns = [
-                Turn(step=self.step, workers=self.workers, rank=rank, start=begin)
+                CodecContext(step=self.step, workers=self.workers, rank=rank, start=begin)
                 for rank in range(self.workers)
             ]
             pieces = [self._cut(state, begin, end) for state in self.states]
@@ -389,7 +397,7 @@ class Crew:
             for rank in range(self.workers):
                 self.codec.read_total(payload, outs[rank][begin:end], self.states[rank], turns[rank])
         for rank, state in enumerate(self.states):
-            self.codec.settle(state, Turn(step=self.step, workers=self.workers, rank=rank))
+            self.codec.settle(state, CodecContext(step=self.step, workers=self.workers, rank=rank))
         self.step += 1
         assert all(torch.equal(out, outs[0]) for out in outs)
         assert len(set(self.exponents())) == 1
@@ -406,87 +414,87 @@ def gradients(workers: int, length: int, scale: float, step: int) -> list[torch.
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-3, 1.0, 1e10, 1e30])
 @pytest.mark.parametrize("feedback", [False, True])
 def test_the_scale_finds_any_gradients_within_a_few_steps(scale, feedback):
-    crew = Crew(DynamicFixed(feedback=feedback), 3, 5000)
+    cluster = Crew(DynamicFixed(feedback=feedback), 3, 5000)
     for step in range(8):
         given = gradients(3, 5000, scale, step)
-        before = [state[RESIDUAL].clone() for state in crew.states] if feedback else []
-        out = crew.combine(given)
+        before = [state[RESIDUAL].clone() for state in cluster.states] if feedback else []
+        out = cluster.combine(given)
     exact = sum(x.double() for x in [*given, *before])
     error = (out.double() - exact).abs()
     # All but very few values are within half a step of each of three workers.
-    allowed = 3 * 0.5 * 2.0 ** (crew.exponents()[0] + 1 - 11) * (1 + 1e-6)
+    allowed = 3 * 0.5 * 2.0 ** (cluster.exponents()[0] + 1 - 11) * (1 + 1e-6)
     assert float((error <= allowed).double().mean()) > 0.998
     assert allowed < 0.02 * scale
 
 
 def test_overflow_stays_below_its_limit_with_the_smallest_range():
     codec, length = DynamicFixed(bits=8, most_overflow=0.1, feedback=False), 4000
-    crew = Crew(codec, 2, length)
+    cluster = Crew(codec, 2, length)
     shares = []
     for step in range(10):
-        before = crew.saturated()
-        crew.combine(gradients(2, length, 1e-4, step))
-        shares.append((crew.saturated() - before) / (2 * length))
+        before = cluster.saturated()
+        cluster.combine(gradients(2, length, 1e-4, step))
+        shares.append((cluster.saturated() - before) / (2 * length))
     assert max(shares[1:]) <= 0.1
     # The largest of so many normal values need -11. Of these, 1.5 % are beyond; beyond half, it is 22 %.
-    assert crew.exponents() == [-12, -12]
+    assert cluster.exponents() == [-12, -12]
 
 
 def test_the_scale_jumps_once_and_then_goes_by_ones():
-    crew = Crew(DynamicFixed(feedback=False), 2, 100)
+    cluster = Crew(DynamicFixed(feedback=False), 2, 100)
     few, half = torch.full((100,), 0.01), torch.full((100,), 0.004)
     few[:10] = 0.1
-    crew.combine([torch.full((100,), 0.01)] * 2)
-    assert crew.exponents() == [-6, -6]  # 0.01 is below 2^-6
+    cluster.combine([torch.full((100,), 0.01)] * 2)
+    assert cluster.exponents() == [-6, -6]  # 0.01 is below 2^-6
     for exponent in (-5, -4, -3, -3):  # a tenth is beyond
-        crew.combine([few] * 2)
-        assert crew.exponents() == [exponent] * 2
+        cluster.combine([few] * 2)
+        assert cluster.exponents() == [exponent] * 2
     for exponent in (-4, -5, -6, -7, -7):
-        crew.combine([half] * 2)
-        assert crew.exponents() == [exponent] * 2
+        cluster.combine([half] * 2)
+        assert cluster.exponents() == [exponent] * 2
 
 
 def test_the_values_of_every_worker_count():
-    crew = Crew(DynamicFixed(feedback=False), 2, 100)
+    cluster = Crew(DynamicFixed(feedback=False), 2, 100)
     small, large, few = torch.full((100,), 0.01), torch.full((100,), 0.01), torch.full((100,), 0.01)
     large[:3], few[:3] = 5.0, 9.0  # in the piece of worker 0, who has none
-    crew.combine([small, large])
-    assert crew.exponents() == [3, 3]
-    crew.combine([small, few])
-    assert crew.exponents() == [4, 4]
-    assert [int(state[SATURATED]) for state in crew.states] == [0, 6]
+    cluster.combine([small, large])
+    assert cluster.exponents() == [3, 3]
+    cluster.combine([small, few])
+    assert cluster.exponents() == [4, 4]
+    assert [int(state[SATURATED]) for state in cluster.states] == [0, 6]
 
 
 def test_the_scale_follows_gradients_that_grow_and_shrink():
-    crew = Crew(DynamicFixed(feedback=False), 2, 3000)
+    cluster = Crew(DynamicFixed(feedback=False), 2, 3000)
     seen = []
     for step, scale in enumerate([1.0] * 5 + [1e6] * 3 + [1e-9] * 3):
-        crew.combine(gradients(2, 3000, scale, step))
-        seen.append(crew.exponents()[0])
+        cluster.combine(gradients(2, 3000, scale, step))
+        seen.append(cluster.exponents()[0])
     assert 1 <= seen[4] <= 3
     assert 20 <= seen[7] <= 24
     assert -29 <= seen[10] <= -26
 
 
 def test_zeros_leave_the_scale_where_it_is():
-    crew = Crew(DynamicFixed(), 2, 100)
+    cluster = Crew(DynamicFixed(), 2, 100)
     for _ in range(5):
-        assert float(crew.combine([torch.zeros(100)] * 2).abs().max()) == 0
-    assert crew.exponents() == [0, 0]
+        assert float(cluster.combine([torch.zeros(100)] * 2).abs().max()) == 0
+    assert cluster.exponents() == [0, 0]
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 4])
 def test_parameters_shorter_than_the_crew_work(length):
-    crew = Crew(DynamicFixed(feedback=False), 3, length)
+    cluster = Crew(DynamicFixed(feedback=False), 3, length)
     for _ in range(4):
-        out = crew.combine([torch.full((length,), 0.25)] * 3)
+        out = cluster.combine([torch.full((length,), 0.25)] * 3)
     assert out.tolist() == pytest.approx([0.75] * length, rel=2e-3)
 
 
 def test_what_saturates_is_counted_by_its_writer_and_kept():
     codec = DynamicFixed()
     state = codec.begin(3)
-    codec.encode(torch.tensor([0.5, 7.0, -9.0]), state, Turn())
+    codec.encode(torch.tensor([0.5, 7.0, -9.0]), state, CodecContext())
     assert int(state[SATURATED]) == 2
     assert state[RESIDUAL].tolist() == pytest.approx([0.0, 6.0, -8.0], abs=1e-3)
 
@@ -495,10 +503,13 @@ def test_a_worker_with_another_scale_is_named():
     codec, x = DynamicFixed(), normal(50)
     others = codec.begin(50)
     others["exponent"].fill_(3)
-    parts = [codec.encode(x, codec.begin(50), Turn(rank=0)), codec.encode(x, others, Turn(rank=2))]
+    parts = [
+        codec.encode(x, codec.begin(50), CodecContext(rank=0)),
+        codec.encode(x, others, CodecContext(rank=2)),
+    ]
     with pytest.raises(Corrupt, match="worker 2") as caught:
-        codec.merge(parts, x, codec.begin(50), Turn(rank=1, workers=3))
+        codec.merge(parts, x, codec.begin(50), CodecContext(rank=1, workers=3))
     assert caught.value.ranks == (2,)
-    total = codec.merge(parts[:1], x, codec.begin(50), Turn(rank=1, workers=2))
+    total = codec.merge(parts[:1], x, codec.begin(50), CodecContext(rank=1, workers=2))
     with pytest.raises(Corrupt, match="exponent"):
-        codec.read_total(total, torch.empty(50), others, Turn())
+        codec.read_total(total, torch.empty(50), others, CodecContext())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.codec.codec import CODECS, RESIDUAL, Turn
+from echelon.codec.codec import CODECS, RESIDUAL, CodecContext
 from echelon.codec.codecs.chain import Chain
 from echelon.errors import ConfigError
 
@@ -21,7 +21,7 @@ def test_dgc_of_several_passes_in_a_step_is_momentum_of_their_sum(nesterov):
         parts = [torch.randn(40, generator=made) for _ in range(3)]
         total = torch.zeros(40)
         for index, part in enumerate(parts):
-            turn = Turn(step=3 * step + index, further=index > 0)
+            turn = CodecContext(step=3 * step + index, further=index > 0)
             codec.read(codec.encode(part, state, turn), total, turn, add=True)
         before = p.detach().clone()
         p.grad = sum(parts)
@@ -36,29 +36,29 @@ def test_after_a_refused_round_a_codec_owes_what_it_owed_before(text):
     codec = CODECS.build(text)
     state = codec.begin(500)
     made = torch.Generator().manual_seed(2)
-    codec.encode(torch.randn(500, generator=made), state, Turn())
-    owed = state[RESIDUAL].clone()
-    assert owed.any()
+    codec.encode(torch.randn(500, generator=made), state, CodecContext())
+    residuals = state[RESIDUAL].clone()
+    assert residuals.any()
     values = torch.randn(500, generator=made)
-    payload = codec.encode(values, state, Turn(step=1))
-    assert not torch.allclose(state[RESIDUAL], owed)
-    codec.take_back(payload, values, state, Turn(step=1))
-    torch.testing.assert_close(state[RESIDUAL], owed, rtol=0, atol=1e-6)
+    payload = codec.encode(values, state, CodecContext(step=1))
+    assert not torch.allclose(state[RESIDUAL], residuals)
+    codec.take_back(payload, values, state, CodecContext(step=1))
+    torch.testing.assert_close(state[RESIDUAL], residuals, rtol=0, atol=1e-6)
 
 
 def test_a_codec_without_feedback_has_nothing_to_take_back():
     codec = CODECS.build("fp16")
     values = torch.ones(10)
-    codec.take_back(codec.encode(values, {}, Turn()), values, {}, Turn())
+    codec.take_back(codec.encode(values, {}, CodecContext()), values, {}, CodecContext())
 
 
 @pytest.mark.parametrize("text", ["fp16", "bf16", "one-bit", "fixed(bits=8)", "ternary"])
 def test_a_total_beyond_float32_is_refused_not_clipped(text):
     codec = CODECS.build(text)
     values = torch.full((50,), 3e38)
-    part = codec.encode(values, codec.begin(50), Turn(rank=1))
+    part = codec.encode(values, codec.begin(50), CodecContext(rank=1))
     with pytest.raises(OverflowError):
-        codec.merge([part], values, codec.begin(50), Turn(workers=2))
+        codec.merge([part], values, codec.begin(50), CodecContext(workers=2))
 
 
 def test_a_chain_does_not_end_in_a_codec_that_follows_totals():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.codec.codec import CODECS, RESIDUAL, Codec, Turn, chosen
+from echelon.codec.codec import CODECS, RESIDUAL, Codec, CodecContext, chosen
 from echelon.codec.codecs.dgc import GATHERED, VELOCITY
 from echelon.codec.codecs.random_k import RandomK
 from echelon.codec.codecs.top_k import TopK
@@ -18,9 +18,11 @@ def _normal(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(seed))
 
 
-def _back(codec: Codec, payload: torch.Tensor, length: int, turn: Turn | None = None) -> torch.Tensor:
+def _back(
+    codec: Codec, payload: torch.Tensor, length: int, turn: CodecContext | None = None
+) -> torch.Tensor:
     out = torch.full((length,), 7.0)
-    codec.read(payload, out, turn or Turn())
+    codec.read(payload, out, turn or CodecContext())
     return out
 
 
@@ -30,10 +32,10 @@ def _back(codec: Codec, payload: torch.Tensor, length: int, turn: Turn | None = 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.25])
 def test_a_sample_does_not_change_what_is_chosen(ratio):
     values = _normal(300_000)
-    exact = TopK(ratio=ratio, sample=0).choose(values, Turn())
+    exact = TopK(ratio=ratio, sample=0).choose(values, CodecContext())
     assert len(exact) == chosen(300_000, ratio)
     for step in (0, 1, 17):
-        assert np.array_equal(TopK(ratio=ratio).choose(values, Turn(step=step)), exact)
+        assert np.array_equal(TopK(ratio=ratio).choose(values, CodecContext(step=step)), exact)
 
 
 def test_a_sample_that_sees_only_the_largest_elements_still_leads_to_as_many_as_asked_for():
@@ -66,55 +68,55 @@ def test_dgc_moves_once_even_if_the_sample_has_to_be_asked_again():
     values[:: _stride(1_000_000, 1000, 0.01)] *= 100  # all that is seen is large: the threshold is too high
     codec = CODECS.build("dgc(ratio=0.001)")
     state = codec.begin(1_000_000)
-    out = _back(codec, codec.encode(values, state, Turn()), 1_000_000)
+    out = _back(codec, codec.encode(values, state, CodecContext()), 1_000_000)
     assert int(out.count_nonzero()) == 1000
     assert torch.equal(out + state[GATHERED], values)
 
 
 def test_of_equal_magnitudes_the_first_are_chosen():
     values = torch.tensor([1.0, -2.0, 2.0, 2.0, 3.0, -2.0])
-    assert TopK(ratio=0.5).choose(values, Turn()).tolist() == [1, 2, 4]
+    assert TopK(ratio=0.5).choose(values, CodecContext()).tolist() == [1, 2, 4]
 
 
 def test_zeros_are_never_chosen():
     values = torch.tensor([0.0, 0.0, 1e-45, -0.0])
     for text in ("top-k(ratio=1)", "top-k(ratio=0.5)", "threshold(0)", "dgc(ratio=1)"):
-        assert CODECS.build(text).choose(values, Turn()).tolist() == [2], text
+        assert CODECS.build(text).choose(values, CodecContext()).tolist() == [2], text
 
 
 def test_the_threshold_itself_is_not_above_the_threshold():
     value = 0.1
     near = np.float32(value)  # which is larger than 0.1
     values = torch.tensor([float(np.nextafter(near, np.float32(0))), float(near), -1.0, 0.0])
-    assert CODECS.build("threshold(0.1)").choose(values, Turn()).tolist() == [1, 2]
+    assert CODECS.build("threshold(0.1)").choose(values, CodecContext()).tolist() == [1, 2]
     values = torch.tensor([0.5, -0.5, 0.50001])
-    assert CODECS.build("threshold(0.5)").choose(values, Turn()).tolist() == [2]
+    assert CODECS.build("threshold(0.5)").choose(values, CodecContext()).tolist() == [2]
 
 
 def test_a_threshold_beyond_all_values_chooses_none_until_enough_waits():
     codec = CODECS.build("threshold(1e3)")
     values, state = torch.full((10,), 400.0), codec.begin(10)
-    payloads = [codec.encode(values, state, Turn(step=step)) for step in range(3)]
+    payloads = [codec.encode(values, state, CodecContext(step=step)) for step in range(3)]
     assert [len(payload) for payload in payloads] == [4, 4, 44]
     assert torch.equal(_back(codec, payloads[2], 10), torch.full((10,), 1200.0))
     assert not state[RESIDUAL].any()
-    assert not len(CODECS.build("threshold(1e300)").choose(values, Turn()))
+    assert not len(CODECS.build("threshold(1e300)").choose(values, CodecContext()))
 
 
 def test_sparse_binary_sends_the_side_with_the_larger_mean():
     codec = CODECS.build("sparse-binary(ratio=0.25, feedback=false)")
     values = torch.tensor([5.0, 1.0, 0.5, 0.0, -4.0, -4.0, -0.1, 0.0])
     rest = torch.empty(8)
-    out = _back(codec, codec.write(values, {}, Turn(), rest), 8)
+    out = _back(codec, codec.write(values, {}, CodecContext(), rest), 8)
     assert out.tolist() == [0, 0, 0, 0, -4, -4, 0, 0]
     assert torch.equal(values - rest, out)
-    out = _back(codec, codec.write(-2 * values[:4], {}, Turn()), 4)
+    out = _back(codec, codec.write(-2 * values[:4], {}, CodecContext()), 4)
     assert out.tolist() == [-10, 0, 0, 0]
 
 
 def test_sparse_binary_sends_one_value_for_all():
     codec = CODECS.build("sparse-binary(ratio=0.01)")
-    payload = codec.encode(_normal(100_000), codec.begin(100_000), Turn())
+    payload = codec.encode(_normal(100_000), codec.begin(100_000), CodecContext())
     assert len(payload) < 1000 * (2 + np.log2(100)) / 8 + 16
 
 
@@ -124,15 +126,15 @@ def test_sparse_binary_sends_one_value_for_all():
 def test_dgc_is_hundreds_of_times_smaller_with_its_positions():
     length = 10_000_000
     codec = CODECS.build("dgc(ratio=0.001)")
-    payload = codec.encode(_normal(length), codec.begin(length), Turn())
+    payload = codec.encode(_normal(length), codec.begin(length), CodecContext())
     assert 4 * length / len(payload) >= 450
     assert int(_back(codec, payload, length).count_nonzero()) == 10_000
 
 
 def test_random_k_sends_no_positions():
     codec = CODECS.build("random-k(ratio=0.01)")
-    assert len(codec.write(_normal(10_000), {}, Turn())) == 400
-    assert len(codec.first(_normal(10_000), codec.begin(10_000), Turn())) == 100
+    assert len(codec.write(_normal(10_000), {}, CodecContext())) == 400
+    assert len(codec.first(_normal(10_000), codec.begin(10_000), CodecContext())) == 100
 
 
 # Feedback and momentum -----------------------------------------------------------------------------
@@ -141,7 +143,7 @@ def test_random_k_sends_no_positions():
 def test_what_is_left_out_is_sent_later():
     codec = CODECS.build("top-k(ratio=0.25)")
     state, values = codec.begin(4), torch.tensor([4.0, 3.0, 2.0, 1.5])
-    sent = [_back(codec, codec.encode(values, state, Turn(step=step)), 4) for step in range(3)]
+    sent = [_back(codec, codec.encode(values, state, CodecContext(step=step)), 4) for step in range(3)]
     assert [out.tolist() for out in sent] == [[4, 0, 0, 0], [0, 6, 0, 0], [8, 0, 0, 0]]
     assert state[RESIDUAL].tolist() == [0, 3, 6, 4.5]
     assert values.tolist() == [4, 3, 2, 1.5]
@@ -162,7 +164,7 @@ def test_dgc_that_sends_everything_is_momentum_sgd_to_the_bit(momentum, nesterov
         gradient = _normal(length, seed=10 + step)
         theirs.grad = gradient.clone()
         optimizer.step()
-        codec.read(codec.encode(gradient, state, Turn(step=step)), read, Turn(step=step))
+        codec.read(codec.encode(gradient, state, CodecContext(step=step)), read, CodecContext(step=step))
         ours.add_(read, alpha=-lr)
         assert torch.equal(ours, theirs.detach())
 
@@ -174,7 +176,8 @@ def test_dgc_without_momentum_is_top_k():
     for step in range(5):
         values = _normal(5000, seed=step)
         assert torch.equal(
-            dgc.encode(values, mine, Turn(step=step)), top.encode(values, theirs, Turn(step=step))
+            dgc.encode(values, mine, CodecContext(step=step)),
+            top.encode(values, theirs, CodecContext(step=step)),
         )
     assert torch.equal(mine[GATHERED], theirs[RESIDUAL])
 
@@ -182,24 +185,27 @@ def test_dgc_without_momentum_is_top_k():
 def test_dgc_gathers_velocity_and_stops_what_it_sends():
     codec = CODECS.build("dgc(ratio=0.25, momentum=0.5)")
     state, values = codec.begin(4), torch.tensor([8.0, 4.0, 0.0, 0.0])
-    assert _back(codec, codec.encode(values, state, Turn()), 4).tolist() == [8, 0, 0, 0]
+    assert _back(codec, codec.encode(values, state, CodecContext()), 4).tolist() == [8, 0, 0, 0]
     assert state[VELOCITY].tolist() == [0, 4, 0, 0]
     nothing = torch.zeros(4)
-    assert _back(codec, codec.encode(nothing, state, Turn(step=1)), 4).tolist() == [0, 6, 0, 0]
-    assert not _back(codec, codec.encode(nothing, state, Turn(step=2)), 4).any()
+    assert _back(codec, codec.encode(nothing, state, CodecContext(step=1)), 4).tolist() == [0, 6, 0, 0]
+    assert not _back(codec, codec.encode(nothing, state, CodecContext(step=2)), 4).any()
 
 
 def test_dgc_without_masking_lets_what_it_sends_go_on():
     codec = CODECS.build("dgc(ratio=0.25, momentum=0.5, masking=false)")
     state, values = codec.begin(4), torch.tensor([8.0, 0.0, 0.0, 0.0])
-    sent = [codec.encode(values if step == 0 else 0 * values, state, Turn(step=step)) for step in range(3)]
+    sent = [
+        codec.encode(values if step == 0 else 0 * values, state, CodecContext(step=step))
+        for step in range(3)
+    ]
     assert [_back(codec, payload, 4)[0].item() for payload in sent] == [8, 4, 2]
 
 
 def test_dgc_clips_to_the_workers_part_of_the_norm():
     codec = CODECS.build("dgc(ratio=1, momentum=0, clip=2)")
     values = torch.tensor([3.0, 4.0])
-    turn = Turn(workers=4, shape=(2,))
+    turn = CodecContext(workers=4, shape=(2,))
     out = _back(codec, codec.encode(values, codec.begin(2), turn), 2)
     torch.testing.assert_close(out, torch.tensor([0.6, 0.8]))
     small = torch.tensor([0.3, 0.4])
@@ -210,13 +216,15 @@ def test_dgc_clips_to_the_workers_part_of_the_norm():
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_dgc_clips_gradients_whose_squares_no_float_holds(scale):
     codec = CODECS.get("dgc")(ratio=1, momentum=0, clip=scale)
-    out = _back(codec, codec.encode(torch.tensor([3.0, 4.0]) * scale, codec.begin(2), Turn()), 2)
+    out = _back(codec, codec.encode(torch.tensor([3.0, 4.0]) * scale, codec.begin(2), CodecContext()), 2)
     torch.testing.assert_close(out / scale, torch.tensor([0.6, 0.8]))
 
 
 def test_dgc_clips_a_part_of_a_parameter_to_its_part_of_the_norm():
     codec = CODECS.build("dgc(ratio=1, momentum=0, clip=2)")
-    out = _back(codec, codec.encode(torch.tensor([6.0, 8.0]), codec.begin(2), Turn(shape=(4, 2))), 2)
+    out = _back(
+        codec, codec.encode(torch.tensor([6.0, 8.0]), codec.begin(2), CodecContext(shape=(4, 2))), 2
+    )
     torch.testing.assert_close(out, torch.tensor([0.6, 0.8]))
 
 
@@ -230,7 +238,9 @@ def test_dgc_warms_up_in_stages_of_equal_length():
     sizes = {}
     for step in (0, 10, 40):
         sizes[step] = int(
-            _back(codec, codec.encode(_normal(10_000), state, Turn(step=step)), 10_000).count_nonzero()
+            _back(
+                codec, codec.encode(_normal(10_000), state, CodecContext(step=step)), 10_000
+            ).count_nonzero()
         )
     assert sizes == {0: 2500, 10: 625, 40: 10}
 
@@ -257,9 +267,9 @@ def test_only_dgc_says_that_it_has_momentum():
 
 def test_random_positions_are_the_same_on_all_workers_and_others_in_each_step():
     codec = RandomK(ratio=0.05)
-    first, _ = codec.positions(1003, Turn(rank=0, step=3, seed=5, workers=4))
-    second, _ = codec.positions(1003, Turn(rank=3, step=3, seed=5, workers=4))
-    later, _ = codec.positions(1003, Turn(rank=0, step=4, seed=5, workers=4))
+    first, _ = codec.positions(1003, CodecContext(rank=0, step=3, seed=5, workers=4))
+    second, _ = codec.positions(1003, CodecContext(rank=3, step=3, seed=5, workers=4))
+    later, _ = codec.positions(1003, CodecContext(rank=0, step=4, seed=5, workers=4))
     assert np.array_equal(first, second)
     assert not np.array_equal(first, later)
     assert len(first) == chosen(1003, 0.05)
@@ -270,7 +280,7 @@ def test_random_k_of_several_workers_sums_to_the_sum_of_the_same_elements():
     codec = RandomK(ratio=0.1)
     gradients = [_normal(500, seed) for seed in range(3)]
     states = [codec.begin(500) for _ in gradients]
-    turns = [Turn(rank=rank, workers=3) for rank in range(3)]
+    turns = [CodecContext(rank=rank, workers=3) for rank in range(3)]
     numbers = [codec.first(*given) for given in zip(gradients, states, turns, strict=True)]
     out = torch.empty(500)
     codec.finish(torch.stack(numbers).sum(0), out, states[0], turns[0])
@@ -288,12 +298,12 @@ def test_random_k_without_feedback_has_the_right_mean_and_with_it_multiplies_not
     turns = 3000
     out = torch.empty(20)
     for step in range(turns):
-        codec.read(codec.write(values, {}, Turn(step=step)), out, Turn(step=step))
+        codec.read(codec.write(values, {}, CodecContext(step=step)), out, CodecContext(step=step))
         total += out
     spread = 2 * values.abs().max().item() / np.sqrt(turns)  # one standard deviation is below it
     assert (total / turns - values).abs().max() < 5 * spread
     kept = RandomK(ratio=0.3)
-    kept.read(kept.write(values, {}, Turn()), out, Turn())
+    kept.read(kept.write(values, {}, CodecContext()), out, CodecContext())
     assert torch.equal(out[out != 0], values[out != 0])
 
 
@@ -303,9 +313,9 @@ def test_random_k_without_feedback_has_the_right_mean_and_with_it_multiplies_not
 def test_a_chain_writes_the_chosen_values_by_the_other_codec():
     codec = CODECS.build("chain(top-k(ratio=0.01), fp16)")
     values, state = _normal(10_000), codec.begin(10_000)
-    payload = codec.encode(values, state, Turn())
+    payload = codec.encode(values, state, CodecContext())
     top = CODECS.build("top-k(ratio=0.01)")
-    exact = _back(top, top.write(values, {}, Turn()), 10_000)
+    exact = _back(top, top.write(values, {}, CodecContext()), 10_000)
     out = _back(codec, payload, 10_000)
     assert torch.equal(out != 0, exact != 0)
     torch.testing.assert_close(out, exact, rtol=2**-11, atol=0)
@@ -322,7 +332,7 @@ def test_a_chain_can_be_asked_for_with_and_without_quotes():
 def test_a_chain_of_dgc_stops_what_it_sends_and_keeps_what_the_other_codec_loses():
     codec = CODECS.build("chain(dgc(ratio=0.01, momentum=0.5), fp16)")
     values, state = _normal(1000) * 1.001, codec.begin(1000)
-    out = _back(codec, codec.encode(values, state, Turn()), 1000)
+    out = _back(codec, codec.encode(values, state, CodecContext()), 1000)
     assert not state[VELOCITY][out != 0].any()
     assert state[GATHERED][out != 0].any()
     torch.testing.assert_close(out + state[GATHERED], values, rtol=1e-7, atol=0)
@@ -341,9 +351,9 @@ def test_any_codec_of_values_can_write_chosen_ones(then):
     for step in range(20):
         values = _normal(length, seed=step)
         given += values
-        payload = codec.encode(values, state, Turn(step=step, shape=(10, 100)))
+        payload = codec.encode(values, state, CodecContext(step=step, shape=(10, 100)))
         assert len(payload) < 4 + 50 * (2 + np.log2(20)) / 8 + 5 + 2 * 50 + 16
-        codec.read(payload, sent, Turn(step=step, shape=(10, 100)), add=True)
+        codec.read(payload, sent, CodecContext(step=step, shape=(10, 100)), add=True)
     torch.testing.assert_close(sent + state[RESIDUAL], given, rtol=1e-5, atol=1e-4)
 
 
@@ -353,7 +363,7 @@ def test_error_feedback_keeps_what_the_inner_codec_loses():
     mine, theirs = codec.begin(200), plain.begin(200)
     assert codec.feedback
     for step in range(5):
-        turn = Turn(step=step)
+        turn = CodecContext(step=step)
         assert torch.equal(
             codec.encode(_normal(200, step), mine, turn), plain.encode(_normal(200, step), theirs, turn)
         )
@@ -375,7 +385,7 @@ def test_error_feedback_conserves_totals_of_codecs_that_merge_in_any_way(inner):
     for step in range(12):
         gradients = [_normal(length, seed=workers * step + rank) for rank in range(workers)]
         given += sum(gradients)
-        turns = [Turn(step=step, workers=workers, rank=rank) for rank in range(workers)]
+        turns = [CodecContext(step=step, workers=workers, rank=rank) for rank in range(workers)]
         parts = [codec.encode(gradients[rank], states[rank], turns[rank]) for rank in (0, 2)]
         total = codec.merge(parts, gradients[1], states[1], turns[1])
         codec.read_total(total, out, states[0], turns[1])
@@ -437,7 +447,7 @@ def test_feedback_around_a_summed_codec_is_that_codecs_own_option():
 )
 def test_bytes_that_are_no_piece_of_that_length_are_refused(text):
     codec = CODECS.build(text)
-    payload = codec.write(_normal(400), {}, Turn())
+    payload = codec.write(_normal(400), {}, CodecContext())
     for wrong in (payload[:-1], payload[:3], torch.cat([payload, payload[:1]])):
         with pytest.raises(Corrupt):
             _back(codec, wrong, 400)
@@ -445,7 +455,7 @@ def test_bytes_that_are_no_piece_of_that_length_are_refused(text):
 
 def test_more_chosen_elements_than_there_are_are_refused():
     codec = CODECS.build("top-k")
-    payload = codec.write(_normal(400), {}, Turn())
+    payload = codec.write(_normal(400), {}, CodecContext())
     payload[1] = 255
     with pytest.raises(Corrupt, match="out of 400"):
         _back(codec, payload, 400)
@@ -454,6 +464,6 @@ def test_more_chosen_elements_than_there_are_are_refused():
 def test_pieces_at_odd_addresses_are_read_too():
     for text in ("none", "top-k", "random-k", "sparse-binary", "chain(top-k, fp16)"):
         codec = CODECS.build(text)
-        payload = codec.write(_normal(400), {}, Turn())
+        payload = codec.write(_normal(400), {}, CodecContext())
         moved = torch.cat([payload[:1], payload])[1:]
         assert torch.equal(_back(codec, moved, 400), _back(codec, payload, 400)), text

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.comm.alone import Alone
+from echelon.comm.alone import SoloGroup
 from echelon.comm.group import Pending
 from echelon.errors import PeerLost
 
@@ -63,7 +63,7 @@ def test_last_steps_run_in_the_order_in_which_they_were_added():
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 def test_a_worker_alone_reduces_to_its_own_values_in_place(op):
     tensor = torch.tensor([1.0, -2.0])
-    pending = Alone().all_reduce(tensor, op)
+    pending = SoloGroup().all_reduce(tensor, op)
     assert pending.done()
     assert pending.wait() is tensor
     assert tensor.tolist() == [1.0, -2.0]
@@ -71,25 +71,25 @@ def test_a_worker_alone_reduces_to_its_own_values_in_place(op):
 
 def test_a_worker_alone_gathers_a_copy_of_its_own():
     tensor = torch.tensor([1, 2])
-    (gathered,) = Alone().all_gather(tensor)
+    (gathered,) = SoloGroup().all_gather(tensor)
     gathered += 1
     assert tensor.tolist() == [1, 2]
 
 
 def test_a_worker_alone_keeps_what_it_broadcasts():
     tensor = torch.tensor([1, 2])
-    Alone().broadcast(tensor)
+    SoloGroup().broadcast(tensor)
     assert tensor.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256))])
 def test_bytes_travel_unchanged(data):
-    assert Alone().all_gather_bytes(data) == [data]
-    assert Alone().broadcast_bytes(data) == data
+    assert SoloGroup().all_gather_bytes(data) == [data]
+    assert SoloGroup().broadcast_bytes(data) == data
 
 
 def test_a_worker_alone_sends_nothing_and_waits_for_nobody():
-    group = Alone()
+    group = SoloGroup()
     assert (group.rank, group.size) == (0, 1)
     assert group.sent_bytes(torch.zeros(1000)) == 0
     group.barrier()
@@ -97,7 +97,7 @@ def test_a_worker_alone_sends_nothing_and_waits_for_nobody():
     group.close()
 
 
-class _OfFour(Alone):
+class _OfFour(SoloGroup):
     size = 4
 
 
@@ -107,6 +107,6 @@ def test_sent_bytes_are_those_of_a_ring():
 
 def test_a_copy_of_a_module_shares_the_group():
     module = nn.Linear(1, 1)
-    module.group = Alone()
+    module.group = SoloGroup()
     assert copy.deepcopy(module).group is module.group
     assert module.group.fork() is module.group

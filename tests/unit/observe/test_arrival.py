@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.observe.arrival import (
-    Gathering,
-    Round,
+    ObservedRound,
+    RoundTally,
     basis,
     charge,
     clock_offsets,
@@ -39,9 +39,11 @@ def _step(rank: int, arrival: float, wait_s: float = 1.0, step: int = 0, ahead_s
     )
 
 
-def _round(arrivals: dict[int, float], result: float, ahead: dict[int, float] | None = None) -> Round:
+def _round(
+    arrivals: dict[int, float], result: float, ahead: dict[int, float] | None = None
+) -> ObservedRound:
     ahead = ahead or {}
-    return Round(
+    return ObservedRound(
         0,
         {rank: _step(rank, at, result - at, ahead_s=ahead.get(rank, 0.0)) for rank, at in arrivals.items()},
     )
@@ -96,7 +98,7 @@ def test_a_judgement_names_the_last_and_how_long_each_waited_for_it():
 
 def test_nobody_waits_longer_for_late_workers_than_it_waited_at_all():
     steps = {0: _step(0, 0.0, wait_s=0.25), 1: _step(1, 1.0, wait_s=0.1)}
-    assert judge(Round(0, steps)).waited_s == {0: 0.25, 1: 0.0}
+    assert judge(ObservedRound(0, steps)).waited_s == {0: 0.25, 1: 0.0}
 
 
 def test_a_result_before_the_last_arrival_contradicts():
@@ -121,7 +123,7 @@ def test_steps_are_put_on_one_clock():
 
 
 def test_a_round_is_complete_when_its_last_worker_reports():
-    gathering = Gathering()
+    gathering = RoundTally()
     assert gathering.add(_step(0, 1.0, step=5), 2) is None
     assert gathering.add(_step(0, 2.0, step=6), 2) is None
     complete = gathering.add(_step(1, 1.5, step=5), 2)
@@ -131,7 +133,7 @@ def test_a_round_is_complete_when_its_last_worker_reports():
 
 
 def test_rounds_that_never_complete_are_forgotten_beyond_the_limit():
-    gathering = Gathering(limit=3)
+    gathering = RoundTally(limit=3)
     for step in range(10):
         gathering.add(_step(0, float(step), step=step), 2)
     assert [round_.step for round_ in gathering.rest()] == [7, 8, 9]

@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import ConfigError
-from echelon.plan.plan import Asked, Plan, WorkerPlan, make_plan
+from echelon.plan.plan import Plan, PlanRequest, WorkerPlan, make_plan
 
 NODES = ["a", "a", "b", "b"]
 
 
-def _plan(asked: Asked | None = None, nodes=NODES, cores=8, rated=()) -> Plan:
-    return make_plan("a-run", nodes, asked or Asked(), cores=cores, rated=rated)
+def _plan(asked: PlanRequest | None = None, nodes=NODES, cores=8, rated=()) -> Plan:
+    return make_plan("a-run", nodes, asked or PlanRequest(), cores=cores, rated=rated)
 
 
 def test_workers_are_equal_when_nothing_else_is_asked_for():
@@ -24,23 +24,23 @@ def test_workers_are_equal_when_nothing_else_is_asked_for():
 
 
 def test_slow_worker_gets_a_smaller_share_by_speed():
-    plan = _plan(Asked(shares="by-speed", speeds=(1, 0.5, 0.5, 0.25)))
+    plan = _plan(PlanRequest(shares="by-speed", speeds=(1, 0.5, 0.5, 0.25)))
     assert plan.weights == [1, 0.5, 0.5, 0.25]
     assert [worker.speed for worker in plan.workers] == [1, 0.5, 0.5, 0.25]
 
 
 def test_speeds_do_not_change_shares_unless_that_is_asked_for():
-    assert _plan(Asked(speeds=(1, 0.5, 0.5, 0.25))).weights == [1, 1, 1, 1]
+    assert _plan(PlanRequest(speeds=(1, 0.5, 0.5, 0.25))).weights == [1, 1, 1, 1]
 
 
 def test_shares_by_speed_take_the_nodes_ratings_into_account_but_do_not_emulate_them():
-    plan = _plan(Asked(shares="by-speed", speeds=(1, 1, 1, 0.5)), rated=(0.4, 0.4, 0.2, 0.2))
+    plan = _plan(PlanRequest(shares="by-speed", speeds=(1, 1, 1, 0.5)), rated=(0.4, 0.4, 0.2, 0.2))
     assert plan.weights == [0.4, 0.4, 0.2, 0.1]
     assert [worker.speed for worker in plan.workers] == [1, 1, 1, 0.5]
 
 
 def test_shares_can_be_said_for_each_worker():
-    plan = _plan(Asked(shares="4, 2,1,1"))
+    plan = _plan(PlanRequest(shares="4, 2,1,1"))
     assert plan.weights == [4, 2, 1, 1]
     assert plan.reasons["shares"] == "as asked"
 
@@ -48,38 +48,38 @@ def test_shares_can_be_said_for_each_worker():
 @pytest.mark.parametrize("shares", ["4,2", "1,1,1,1,1", "3"])
 def test_a_wrong_number_of_shares_is_refused(shares):
     with pytest.raises(ConfigError, match=r"\d shares? for 4 workers") as caught:
-        _plan(Asked(shares=shares))
+        _plan(PlanRequest(shares=shares))
     assert caught.value.where == "--shares"
 
 
 def test_a_wrong_number_of_speeds_is_refused():
     with pytest.raises(ConfigError, match="2 speeds for 1 worker\n") as caught:
-        _plan(Asked(speeds=(1, 1)), nodes=["a"])
+        _plan(PlanRequest(speeds=(1, 1)), nodes=["a"])
     assert caught.value.where == "--speed"
 
 
 @pytest.mark.parametrize("share", ["0", "-1", "nan"])
 def test_a_share_of_nothing_is_refused_naming_the_rank(share):
     with pytest.raises(ConfigError, match=r"rank 2 has a share of .* nothing to compute"):
-        _plan(Asked(shares=f"1,1,{share},1"))
+        _plan(PlanRequest(shares=f"1,1,{share},1"))
 
 
 def test_a_share_of_everything_is_refused():
     with pytest.raises(ConfigError, match="rank 1 has a share of inf: nothing would be left"):
-        _plan(Asked(shares="1,inf,1,1"))
+        _plan(PlanRequest(shares="1,inf,1,1"))
 
 
 @pytest.mark.parametrize("shares", ["fair", "", "1,x,1,1", "by_speed"])
 def test_a_way_to_share_that_does_not_exist_is_refused_with_those_that_do(shares):
     with pytest.raises(ConfigError, match="not a way to share") as caught:
-        _plan(Asked(shares=shares))
+        _plan(PlanRequest(shares=shares))
     assert "by-speed" in caught.value.fix
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, 1.5, float("nan")])
 def test_a_speed_outside_of_zero_to_one_is_refused(speed):
     with pytest.raises(ConfigError) as caught:
-        _plan(Asked(speeds=(1, speed, 1, 1)))
+        _plan(PlanRequest(speeds=(1, speed, 1, 1)))
     assert caught.value.where == "--speed"
 
 
@@ -97,18 +97,18 @@ def test_a_speed_outside_of_zero_to_one_is_refused(speed):
     ],
 )
 def test_delays_go_to_the_highest_ranks_and_to_at_least_one(count, fraction, delayed):
-    plan = _plan(Asked(delay="constant(1)", delayed=fraction), nodes=["a"] * count)
+    plan = _plan(PlanRequest(delay="constant(1)", delayed=fraction), nodes=["a"] * count)
     assert [w.rank for w in plan.workers if w.delay == "constant(1)"] == delayed
     assert {w.delay for w in plan.workers if w.rank not in delayed} <= {""}
 
 
 def test_a_fraction_of_workers_without_a_delay_delays_nobody():
-    assert {worker.delay for worker in _plan(Asked(delayed=1.0)).workers} == {""}
+    assert {worker.delay for worker in _plan(PlanRequest(delayed=1.0)).workers} == {""}
 
 
 def test_a_fraction_beyond_one_is_refused():
     with pytest.raises(ConfigError, match="not a fraction"):
-        _plan(Asked(delay="constant(1)", delayed=1.5))
+        _plan(PlanRequest(delay="constant(1)", delayed=1.5))
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 4, 2), (2, 4, 1), (7, 2, 3), (1, 1, 1)])
@@ -119,13 +119,13 @@ def test_threads_are_the_cores_over_the_workers_and_at_least_one(cores, workers,
 
 
 def test_threads_that_were_asked_for_are_kept():
-    plan = _plan(Asked(threads=3), cores=2)
+    plan = _plan(PlanRequest(threads=3), cores=2)
     assert {worker.threads for worker in plan.workers} == {3}
     assert plan.reasons["threads"] == "as asked"
 
 
 def test_seed_and_deadlines_are_part_of_the_plan():
-    plan = _plan(Asked(seed=5, join_timeout_s=7, round_timeout_s=11))
+    plan = _plan(PlanRequest(seed=5, join_timeout_s=7, round_timeout_s=11))
     assert (plan.run, plan.seed, plan.join_timeout_s, plan.round_timeout_s) == ("a-run", 5, 7, 11)
 
 

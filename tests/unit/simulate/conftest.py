@@ -11,13 +11,13 @@ from torch import Tensor
 from echelon.observe.events import AnyEvent
 from echelon.simulate.learner import Learner, Problem
 from echelon.simulate.order import Order
-from echelon.simulate.profile import Costs, Link, Profile
+from echelon.simulate.profile import Costs, Profile, VirtualLink
 from echelon.simulate.run import Runner, runner_of
 from echelon.simulate.scene import Scene
 from echelon.simulate.setting import Setting
 from echelon.sync.policy import POLICIES, Policy
 
-NO_LINK = Link(latency_s=0.0, bytes_per_s=1e30)
+NO_LINK = VirtualLink(latency_s=0.0, bytes_per_s=1e30)
 SETTING = Setting(
     workers=4,
     model="mlp(8, 1)",
@@ -31,7 +31,7 @@ SETTING = Setting(
     profile=Profile(
         compute_s=0.01,
         costs=Costs(queue_s=0.0005, apply_s=0.001, hand_s=0.001),
-        link=Link(latency_s=1e-4, bytes_per_s=1e8),
+        link=VirtualLink(latency_s=1e-4, bytes_per_s=1e8),
     ),
 )
 

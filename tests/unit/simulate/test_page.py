@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from echelon.simulate.compare import compare, in_words
-from echelon.simulate.outcome import Outcome, Point, Run, Totals
+from echelon.simulate.outcome import Point, Run, SimulationResult, Totals
 from echelon.simulate.page import page_html, show_spread
 from echelon.simulate.profile import Profile
 from echelon.simulate.setting import Setting
@@ -42,7 +42,7 @@ def _run(policy, seed, accuracies, losses=None, staleness=2.5):
 def _outcome(*runs, **fields):
     seeds = len({run.seed for run in runs})
     setting = Setting(seconds=SECONDS, seeds=seeds, **fields)
-    return Outcome(setting=setting, profile=Profile(compute_s=0.02), runs=runs)
+    return SimulationResult(setting=setting, profile=Profile(compute_s=0.02), runs=runs)
 
 
 def _page(outcome, **more):

@@ -9,11 +9,11 @@ import torch
 from echelon.errors import ConfigError
 from echelon.observe.events import Arrived, Decided, Evaluated, RunEnded
 from echelon.simulate import profile as profiles
-from echelon.simulate.outcome import Outcome, Point, Run, Totals
-from echelon.simulate.profile import Costs, Link, Profile
+from echelon.simulate.outcome import Point, Run, SimulationResult, Totals
+from echelon.simulate.profile import Costs, Profile, VirtualLink
 from echelon.simulate.replay import replay
 from echelon.simulate.run import run_policy, simulate
-from echelon.simulate.scene import crew_of
+from echelon.simulate.scene import cluster_of
 from echelon.simulate.setting import Setting
 from echelon.sync.policy import POLICIES, Policy
 
@@ -56,7 +56,7 @@ def test_training_lowers_the_loss(outcome):
 
 
 def test_outcome_survives_being_written_and_read(outcome):
-    assert msgspec.json.decode(msgspec.json.encode(outcome), type=Outcome) == outcome
+    assert msgspec.json.decode(msgspec.json.encode(outcome), type=SimulationResult) == outcome
 
 
 def test_nothing_outside_is_changed(setting):
@@ -113,7 +113,7 @@ class Unheard(Policy):
     name: ClassVar[str] = "unheard"
     family: ClassVar[str] = "levels"
 
-    def check(self, crew):
+    def check(self, cluster):
         return None
 
 
@@ -190,7 +190,7 @@ def test_replay_of_a_run_finds_no_difference(setting, policy):
     setting = replace(setting, delay="sometimes(0.3, 0.1)")
     events = [msgspec.json.decode(msgspec.json.encode(e), type=type(e)) for e in _heard(setting, policy)]
     events.append(RunEnded(t=1.0, rank=0, outcome="completed"))
-    assert replay(events, POLICIES.build(policy).resolved(), crew_of(setting, 0)) is None
+    assert replay(events, POLICIES.build(policy).resolved(), cluster_of(setting, 0)) is None
 
 
 def test_replay_names_the_first_decision_that_differs(setting):
@@ -199,7 +199,7 @@ def test_replay_names_the_first_decision_that_differs(setting):
     applied = [at for at, event in enumerate(events) if isinstance(event, Decided) and event.parts]
     changed = msgspec.structs.replace(events[applied[3]], parts=[(0, 0, 0.5)])
     events[applied[3]] = changed
-    found = replay(events, POLICIES.build("backup(1)").resolved(), setting.crew)
+    found = replay(events, POLICIES.build("backup(1)").resolved(), setting.cluster)
     assert found is not None
     assert found.recorded == changed
     assert found.now.what == "apply"
@@ -211,23 +211,23 @@ def test_replay_notices_decisions_too_many_and_too_few(setting):
     policy = POLICIES.build("async").resolved()
     events = _heard(setting, "async")
     last = max(at for at, event in enumerate(events) if isinstance(event, Decided))
-    short = replay(events[:last], policy, setting.crew)
+    short = replay(events[:last], policy, setting.cluster)
     assert short.recorded is None
     assert short.now.what == "release"
-    more = replay([*events[: last + 1], events[last]], policy, setting.crew)
+    more = replay([*events[: last + 1], events[last]], policy, setting.cluster)
     assert more.now is None
     assert "now nothing" in str(more)
 
 
 def test_replay_with_another_policy_differs(setting):
     events = _heard(setting, "async")
-    assert replay(events, POLICIES.build("backup(0)").resolved(), setting.crew).index == 0
+    assert replay(events, POLICIES.build("backup(0)").resolved(), setting.cluster).index == 0
 
 
 def test_replay_needs_the_beginning(setting):
     decision = Decided(t=0.0, rank=4, what="apply", version=1)
     with pytest.raises(ConfigError, match="begins with a decision"):
-        replay([decision], POLICIES.build("async").resolved(), setting.crew)
+        replay([decision], POLICIES.build("async").resolved(), setting.cluster)
 
 
 # Averages over the interval
@@ -249,7 +249,7 @@ def compared():
         _run("a", 1, [(0, 0.0), (1, 0.0), (4, 1.0)]),  # (0 + 1.5) / 4
         _run("b", 0, [(0, 0.5), (1, 0.5), (4, 0.5)]),
     )
-    return Outcome(setting=Setting(), profile=Profile(compute_s=1.0), runs=runs)
+    return SimulationResult(setting=Setting(), profile=Profile(compute_s=1.0), runs=runs)
 
 
 def test_average_is_by_time_and_then_over_seeds(compared):
@@ -297,7 +297,7 @@ def test_profile_is_measured_again_where_the_cache_is_damaged(setting, problem, 
 
 def test_link_of_a_measured_profile_can_be_given(setting, problem, tmp_path, monkeypatch):
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path))
-    link = Link(latency_s=0.5, bytes_per_s=7.0)
+    link = VirtualLink(latency_s=0.5, bytes_per_s=7.0)
     assert profiles.measure(setting, problem, link=link).link == link
 
 
@@ -322,8 +322,8 @@ def test_simulation_without_a_profile_measures_one_and_tells_it(setting, tmp_pat
         lambda: Profile(compute_s=math.inf),
         lambda: Costs(apply_s=-1.0),
         lambda: Costs(hand_s=math.nan),
-        lambda: Link(latency_s=-1.0),
-        lambda: Link(bytes_per_s=0.0),
+        lambda: VirtualLink(latency_s=-1.0),
+        lambda: VirtualLink(bytes_per_s=0.0),
     ],
 )
 def test_profiles_in_which_time_does_not_pass_as_it_does_are_refused(make):

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from echelon.observe.events import Arrived, Decided
-from echelon.simulate.profile import Costs, Link, Profile
+from echelon.simulate.profile import Costs, Profile, VirtualLink
 from echelon.simulate.run import run_policy, simulate
+from echelon.sync.families.serve import ServePolicy
 from echelon.sync.policy import POLICIES
-from echelon.sync.served import Served
 
 MANY = 1000
 OPTIONS = {"backup": "backup(5)", "bounded-delay": "bounded-delay(3)"}  # where something must be said
 SERVED = [
-    *(OPTIONS.get(name, name) for name in POLICIES.names() if issubclass(POLICIES.get(name), Served)),
+    *(OPTIONS.get(name, name) for name in POLICIES.names() if issubclass(POLICIES.get(name), ServePolicy)),
     "elastic-averaging(asynchronous=true)",
 ]
 PUSHES = ("gradient", "delta", "weights")
@@ -51,7 +51,7 @@ def test_every_push_of_twenty_five_workers_is_settled_once(setting, policy):
     profile = Profile(
         compute_s=0.02,
         costs=Costs(queue_s=0.0001, apply_s=0.0001, hand_s=0.0001),
-        link=Link(latency_s=1e-4, bytes_per_s=1e8),
+        link=VirtualLink(latency_s=1e-4, bytes_per_s=1e8),
     )
     workers = 25
     speeds = tuple(1.0 if rank % 5 else 0.3 for rank in range(workers))

@@ -6,11 +6,11 @@ import pytest
 
 from arrivals import Away, decided, play
 from echelon.errors import ConfigError
+from echelon.sync.families.serve import Apply, Arrival, Drop, Release, WeightedPush
 from echelon.sync.policies.backup import Backup
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Apply, Arrival, Drop, Part, Release
+from echelon.sync.policy import POLICIES, ClusterInfo
 
-FOUR = Crew(workers=4, servers=1)
+FOUR = ClusterInfo(workers=4, servers=1)
 
 
 def _arrival(worker, step=0, read=0, samples=1.0):
@@ -18,23 +18,23 @@ def _arrival(worker, step=0, read=0, samples=1.0):
 
 
 def test_a_round_goes_on_with_the_mean_by_samples_when_all_but_the_spares_have_arrived():
-    rule = Backup(spares=1).rule(Crew(workers=3, servers=1))
+    rule = Backup(spares=1).rule(ClusterInfo(workers=3, servers=1))
     assert rule.arrive(_arrival(2, samples=30)) == []
     assert rule.arrive(_arrival(0, samples=10)) == [
-        Apply((Part(2, 0, 0.75), Part(0, 0, 0.25))),
+        Apply((WeightedPush(2, 0, 0.75), WeightedPush(0, 0, 0.25))),
         Release(2),
         Release(0),
     ]
 
 
 def test_the_gradient_of_a_round_that_is_over_is_dropped_and_its_worker_takes_part_in_the_next():
-    rule = Backup(spares=1).rule(Crew(workers=2, servers=1))
+    rule = Backup(spares=1).rule(ClusterInfo(workers=2, servers=1))
     rule.arrive(_arrival(0))
     dropped, released = rule.arrive(_arrival(1))
     assert (dropped.worker, dropped.step) == (1, 0)
     assert "round is over" in dropped.reason
     assert released == Release(1)
-    assert rule.arrive(_arrival(1, step=1, read=1)) == [Apply((Part(1, 1, 1.0),)), Release(1)]
+    assert rule.arrive(_arrival(1, step=1, read=1)) == [Apply((WeightedPush(1, 1, 1.0),)), Release(1)]
     assert rule.state()["dropped"] == 1
 
 
@@ -56,7 +56,7 @@ def test_workers_that_leave_are_not_waited_for():
 
 
 def test_a_worker_that_joins_again_is_waited_for_again_once_its_old_gradient_is_dropped():
-    story = play(Backup(spares=0), Crew(workers=2, servers=1), [[1] * 5, [1, Away(1.5), 1, 1]])
+    story = play(Backup(spares=0), ClusterInfo(workers=2, servers=1), [[1] * 5, [1, Away(1.5), 1, 1]])
     assert [len(apply.parts) for apply in decided(story, Apply)] == [2, 1, 2, 1, 1]
     assert len(decided(story, Drop)) == 1
 
@@ -67,7 +67,7 @@ def test_with_fewer_left_than_spares_a_round_is_one_gradient():
 
 
 def test_a_server_that_resumed_at_a_later_version_drops_nothing_at_first():
-    rule = Backup(spares=0).rule(Crew(workers=2, servers=1))
+    rule = Backup(spares=0).rule(ClusterInfo(workers=2, servers=1))
     rule.arrive(_arrival(0, read=70))
     assert isinstance(rule.arrive(_arrival(1, read=70))[0], Apply)
     assert isinstance(rule.arrive(_arrival(1, step=1, read=70))[0], Drop)

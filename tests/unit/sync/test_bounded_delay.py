@@ -6,11 +6,11 @@ import pytest
 
 from arrivals import Away, decided, play
 from echelon.errors import ConfigError
+from echelon.sync.families.serve import Apply, Arrival, Release, WeightedPush
 from echelon.sync.policies.bounded_delay import BoundedDelay
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Apply, Arrival, Part, Release
+from echelon.sync.policy import POLICIES, ClusterInfo
 
-TWO = Crew(workers=2, servers=1)
+TWO = ClusterInfo(workers=2, servers=1)
 
 
 def _arrival(worker, step, samples=1.0):
@@ -19,22 +19,22 @@ def _arrival(worker, step, samples=1.0):
 
 def test_a_worker_is_held_when_it_is_further_ahead_than_the_bound_until_the_slowest_catches_up():
     rule = BoundedDelay(bound=1).rule(TWO)
-    assert rule.arrive(_arrival(0, 0)) == [Apply((Part(0, 0, 0.5),)), Release(0)]
+    assert rule.arrive(_arrival(0, 0)) == [Apply((WeightedPush(0, 0, 0.5),)), Release(0)]
     assert rule.arrive(_arrival(0, 1)) == []
     assert rule.state() == {"held": 1, "ahead": 2}
     assert rule.arrive(_arrival(1, 0)) == [
-        Apply((Part(0, 1, 0.5), Part(1, 0, 0.5))),
+        Apply((WeightedPush(0, 1, 0.5), WeightedPush(1, 0, 0.5))),
         Release(0),
         Release(1),
     ]
 
 
 def test_with_bound_0_a_round_has_exactly_the_weights_of_the_whole_batch():
-    rule = BoundedDelay(bound=0).rule(Crew(workers=3, servers=1))
+    rule = BoundedDelay(bound=0).rule(ClusterInfo(workers=3, servers=1))
     assert rule.arrive(_arrival(2, 0, samples=20)) == []
     assert rule.arrive(_arrival(0, 0, samples=3)) == []
     assert rule.arrive(_arrival(1, 0, samples=10)) == [
-        Apply((Part(2, 0, 20 / 33), Part(0, 0, 3 / 33), Part(1, 0, 10 / 33))),
+        Apply((WeightedPush(2, 0, 20 / 33), WeightedPush(0, 0, 3 / 33), WeightedPush(1, 0, 10 / 33))),
         Release(2),
         Release(0),
         Release(1),
@@ -42,28 +42,30 @@ def test_with_bound_0_a_round_has_exactly_the_weights_of_the_whole_batch():
 
 
 def test_workers_that_were_not_heard_of_yet_count_as_the_mean_of_the_others():
-    rule = BoundedDelay(bound=5).rule(Crew(workers=4, servers=1))
-    assert rule.arrive(_arrival(0, 0, samples=10))[0] == Apply((Part(0, 0, 0.25),))
-    assert rule.arrive(_arrival(1, 0, samples=30))[0] == Apply((Part(1, 0, 30 / 80),))
+    rule = BoundedDelay(bound=5).rule(ClusterInfo(workers=4, servers=1))
+    assert rule.arrive(_arrival(0, 0, samples=10))[0] == Apply((WeightedPush(0, 0, 0.25),))
+    assert rule.arrive(_arrival(1, 0, samples=30))[0] == Apply((WeightedPush(1, 0, 30 / 80),))
 
 
 def test_by_sum_gradients_are_applied_whole():
     rule = BoundedDelay(bound=0, scale="sum").rule(TWO)
     rule.arrive(_arrival(0, 0, samples=10))
-    assert rule.arrive(_arrival(1, 0, samples=30))[0] == Apply((Part(0, 0, 1.0), Part(1, 0, 1.0)))
+    assert rule.arrive(_arrival(1, 0, samples=30))[0] == Apply(
+        (WeightedPush(0, 0, 1.0), WeightedPush(1, 0, 1.0))
+    )
 
 
 def test_a_held_worker_goes_on_when_the_one_it_waits_for_leaves():
     rule = BoundedDelay(bound=0).rule(TWO)
     assert rule.arrive(_arrival(0, 0)) == []
-    assert rule.leave(1, 0.0) == [Apply((Part(0, 0, 1.0),)), Release(0)]
+    assert rule.leave(1, 0.0) == [Apply((WeightedPush(0, 0, 1.0),)), Release(0)]
 
 
 def test_nothing_is_applied_twice_when_a_worker_goes_on_whose_gradient_others_have_read():
-    rule = BoundedDelay(bound=1).rule(Crew(workers=3, servers=1))
+    rule = BoundedDelay(bound=1).rule(ClusterInfo(workers=3, servers=1))
     for step in range(2):
         rule.arrive(_arrival(0, step))  # held after its second
-    assert rule.arrive(_arrival(1, 0))[0].parts == (Part(0, 1, 1 / 3), Part(1, 0, 1 / 3))
+    assert rule.arrive(_arrival(1, 0))[0].parts == (WeightedPush(0, 1, 1 / 3), WeightedPush(1, 0, 1 / 3))
     assert rule.leave(2, 0.0) == [Release(0)]
 
 

@@ -6,36 +6,36 @@ import pytest
 import torch
 
 from echelon.errors import ConfigError
-from echelon.sync.ledger import Ledger, Push
+from echelon.sync.families.serve import Apply, Arrival, Release, WeightedPush
+from echelon.sync.families.shard import Push, ShardState
 from echelon.sync.policies.delay_compensated import DelayCompensated
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Apply, Arrival, Part, Release
+from echelon.sync.policy import POLICIES, ClusterInfo
 
 LR = 0.1
 
 
-def _ledger(policy, start):
+def _shard(policy, start):
     flat = start.clone()
     parameter = torch.nn.Parameter(flat)
     optimizer = torch.optim.SGD([parameter], lr=LR)
-    return Ledger(policy, parameter.data, [parameter], optimizer.step)
+    return ShardState(policy, parameter.data, [parameter], optimizer.step)
 
 
-def _apply(ledger, worker, step, gradient):
-    ledger.push(worker, step, Push("gradient", gradient, [True]))
-    ledger.apply([Part(worker, step, 1.0)])
+def _apply(shard, worker, step, gradient):
+    shard.push(worker, step, Push("gradient", gradient, [True]))
+    shard.apply([WeightedPush(worker, step, 1.0)])
 
 
 def test_the_server_moves_by_the_gradient_corrected_for_what_changed_since_it_was_read():
     torch.manual_seed(1)
     w, first, second = torch.randn(7), torch.randn(7), torch.randn(7)
-    ledger = _ledger(DelayCompensated(strength=0.5), w)
-    ledger.read(0), ledger.read(1)
-    _apply(ledger, 0, 0, first.clone())
+    shard = _shard(DelayCompensated(strength=0.5), w)
+    shard.read(0), shard.read(1)
+    _apply(shard, 0, 0, first.clone())
     now = w - LR * first
-    torch.testing.assert_close(ledger.flat, now)
-    _apply(ledger, 1, 0, second.clone())
-    torch.testing.assert_close(ledger.flat, now - LR * (second + 0.5 * second * second * (now - w)))
+    torch.testing.assert_close(shard.flat, now)
+    _apply(shard, 1, 0, second.clone())
+    torch.testing.assert_close(shard.flat, now - LR * (second + 0.5 * second * second * (now - w)))
 
 
 def test_adaptive_strength_is_divided_by_the_root_of_the_average_square():
@@ -66,9 +66,9 @@ def test_a_gradient_without_delay_stays_as_it_is(adaptive):
 
 def test_every_gradient_is_applied_on_arrival():
     policy = DelayCompensated()
-    rule = policy.rule(Crew(workers=2, servers=1))
+    rule = policy.rule(ClusterInfo(workers=2, servers=1))
     arrival = Arrival(worker=1, step=3, t=0.0)
-    assert rule.arrive(arrival) == [Apply((Part(1, 3, 1.0),)), Release(1)]
+    assert rule.arrive(arrival) == [Apply((WeightedPush(1, 3, 1.0),)), Release(1)]
     assert policy.amends
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from echelon.errors import ConfigError
+from echelon.sync.families.serve import Apply, Arrival, Release, WeightedPush
 from echelon.sync.policies.downpour import Downpour
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Apply, Arrival, Part, Release
+from echelon.sync.policy import POLICIES, ClusterInfo
 
 
 def test_workers_push_and_pull_as_often_as_they_are_told():
@@ -17,9 +17,9 @@ def test_workers_push_and_pull_as_often_as_they_are_told():
 
 
 def test_what_is_pushed_is_applied_whole_on_arrival_and_the_worker_goes_on():
-    rule = Downpour().rule(Crew(workers=2, servers=1))
+    rule = Downpour().rule(ClusterInfo(workers=2, servers=1))
     arrival = Arrival(worker=1, step=2, t=0.0, samples=64)
-    assert rule.arrive(arrival) == [Apply((Part(1, 2, 1.0),)), Release(1)]
+    assert rule.arrive(arrival) == [Apply((WeightedPush(1, 2, 1.0),)), Release(1)]
 
 
 @pytest.mark.parametrize("option", ["push", "pull"])

@@ -2,33 +2,33 @@ import pytest
 import torch
 
 from echelon.errors import ConfigError
-from echelon.sync.mixed import Average, Mixed
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Apply, Arrival, Part, Release, Served
+from echelon.sync.families.mix import Average, MixPolicy
+from echelon.sync.families.serve import Apply, Arrival, Release, ServePolicy, WeightedPush
+from echelon.sync.policy import POLICIES, ClusterInfo
 
 
 def test_it_is_carried_out_by_the_workers_or_by_a_server():
     together = POLICIES.build("elastic-averaging").resolved()
     one_by_one = POLICIES.build("elastic-averaging(asynchronous=true)").resolved()
-    assert isinstance(together, Mixed)
-    assert isinstance(one_by_one, Served)
+    assert isinstance(together, MixPolicy)
+    assert isinstance(one_by_one, ServePolicy)
     assert together.name == one_by_one.name == "elastic-averaging"
     assert POLICIES.get("elastic-averaging").__module__ == "echelon.sync.policies.elastic_averaging"
 
 
 def test_all_meet_after_every_four_steps_by_default():
-    policy, crew = POLICIES.build("elastic-averaging").resolved(), Crew(workers=3)
-    meetings = {step: policy.meeting(step, 1, crew) for step in range(9)}
+    policy, cluster = POLICIES.build("elastic-averaging").resolved(), ClusterInfo(workers=3)
+    meetings = {step: policy.meeting(step, 1, cluster) for step in range(9)}
     assert {step for step, meeting in meetings.items() if meeting} == {3, 7}
     assert meetings[3] == Average((0, 1, 2))
 
 
 def test_workers_and_center_pull_at_each_other_from_where_they_were():
-    policy, crew = POLICIES.build("elastic-averaging(0.25)").resolved(), Crew(workers=2)
+    policy, cluster = POLICIES.build("elastic-averaging(0.25)").resolved(), ClusterInfo(workers=2)
     own, memory = torch.zeros(1), {}
     policy.start(own, memory)
     own.fill_(8)
-    policy.settle(own, torch.full((1,), 6.0), memory, Average((0, 1)), crew)
+    policy.settle(own, torch.full((1,), 6.0), memory, Average((0, 1)), cluster)
     assert own.item() == 8 - 0.25 * 8
     assert memory["center"].item() == 2 * 0.25 * 6
     assert policy.shown == "center"
@@ -36,11 +36,11 @@ def test_workers_and_center_pull_at_each_other_from_where_they_were():
 
 @pytest.mark.parametrize("workers", [1, 2, 25])
 def test_without_alpha_the_center_goes_nine_tenths_of_the_way(workers):
-    policy, crew = POLICIES.build("elastic-averaging").resolved(), Crew(workers=workers)
-    policy.check(crew)
+    policy, cluster = POLICIES.build("elastic-averaging").resolved(), ClusterInfo(workers=workers)
+    policy.check(cluster)
     own, memory = torch.zeros(1), {}
     policy.start(own, memory)
-    policy.settle(own, torch.ones(1), memory, Average(tuple(range(workers))), crew)
+    policy.settle(own, torch.ones(1), memory, Average(tuple(range(workers))), cluster)
     assert memory["center"].item() == pytest.approx(0.9)
 
 
@@ -55,26 +55,26 @@ def test_a_worker_that_comes_to_the_server_pulls_its_weights_and_is_pulled():
 
 def test_the_server_settles_every_push_on_arrival_and_lets_nobody_wait():
     policy = POLICIES.build("elastic-averaging(asynchronous=true)").resolved()
-    rule = policy.rule(Crew(workers=2, servers=1))
+    rule = policy.rule(ClusterInfo(workers=2, servers=1))
     for worker, step in [(1, 0), (1, 1), (0, 0)]:
         arrival = Arrival(worker=worker, step=step, t=0.0, kind="weights")
-        assert rule.arrive(arrival) == [Apply((Part(worker, step, 1.0),)), Release(worker)]
+        assert rule.arrive(arrival) == [Apply((WeightedPush(worker, step, 1.0),)), Release(worker)]
 
 
 def test_the_asynchronous_form_needs_a_server_and_the_other_none():
-    POLICIES.build("elastic-averaging").check(Crew(workers=4))
+    POLICIES.build("elastic-averaging").check(ClusterInfo(workers=4))
     policy = POLICIES.build("elastic-averaging(asynchronous=true)")
-    policy.check(Crew(workers=4, servers=1))
+    policy.check(ClusterInfo(workers=4, servers=1))
     with pytest.raises(ConfigError, match="parameter server"):
-        policy.check(Crew(workers=4))
+        policy.check(ClusterInfo(workers=4))
 
 
 def test_an_alpha_that_throws_the_center_beyond_the_mean_is_refused_where_all_meet_at_once():
-    POLICIES.build("elastic-averaging(0.25)").check(Crew(workers=4))
+    POLICIES.build("elastic-averaging(0.25)").check(ClusterInfo(workers=4))
     with pytest.raises(ConfigError, match="with 5 workers") as caught:
-        POLICIES.build("elastic-averaging(0.25)").check(Crew(workers=5))
+        POLICIES.build("elastic-averaging(0.25)").check(ClusterInfo(workers=5))
     assert "1 / 5" in caught.value.fix
-    POLICIES.build("elastic-averaging(0.25, asynchronous=true)").check(Crew(workers=5, servers=1))
+    POLICIES.build("elastic-averaging(0.25, asynchronous=true)").check(ClusterInfo(workers=5, servers=1))
 
 
 @pytest.mark.parametrize("options", ["0.0", "1.0", "-0.1", "nan", "0.1, period=0", "period=-1"])

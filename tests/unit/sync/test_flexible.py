@@ -6,17 +6,28 @@ import pytest
 
 from arrivals import Away, Told, decided, play
 from echelon.errors import ConfigError
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Apply, Arrival, Decision, Drop, Invite, Kind, Part, Release, Rule, Wake
+from echelon.sync.families.serve import (
+    Apply,
+    Arrival,
+    Decision,
+    Drop,
+    Invite,
+    Kind,
+    Release,
+    Rule,
+    Wake,
+    WeightedPush,
+)
+from echelon.sync.policy import POLICIES, ClusterInfo
 
-CREW = Crew(workers=4, servers=1)
+CLUSTER = ClusterInfo(workers=4, servers=1)
 
 
 class Cluster:
     """Three or more workers that need 1 s for a step and 0.1 s for its transfer, unless told otherwise."""
 
     def __init__(self, text: str = "flexible", workers: int = 4) -> None:
-        self.rule: Rule = POLICIES.build(text).rule(Crew(workers=workers, servers=1))
+        self.rule: Rule = POLICIES.build(text).rule(ClusterInfo(workers=workers, servers=1))
         self.workers = range(workers)
         self.steps = [0] * workers
         self.t = 0.0
@@ -68,13 +79,13 @@ def test_normal_workers_are_in_every_round_and_push_without_asking():
     cluster = Cluster()
     for step in range(20):
         assert cluster.round() == [
-            Apply(tuple(Part(worker, step, 0.25) for worker in range(4))),
+            Apply(tuple(WeightedPush(worker, step, 0.25) for worker in range(4))),
             *(Release(worker) for worker in range(4)),
         ]
 
 
 def test_a_worker_that_is_slow_from_the_start_is_left_out_within_a_few_rounds():
-    story = play(POLICIES.build("flexible"), CREW, [[1.0] * 60] * 3 + [[5.0] * 13])
+    story = play(POLICIES.build("flexible"), CLUSTER, [[1.0] * 60] * 3 + [[5.0] * 13])
     members = _members(story)
     assert members[:3] == [[0, 1, 2, 3]] * 3
     assert members[5:] == [[0, 1, 2]] * (len(members) - 5)
@@ -88,7 +99,9 @@ def _left_out(story: list[Told]) -> list[int]:
 
 
 def test_a_worker_that_is_normal_again_comes_back_and_stays():
-    story = play(POLICIES.build("flexible"), CREW, [[1.0] * 100] * 3 + [[1.0] * 5 + [5.0] * 5 + [1.0] * 60])
+    story = play(
+        POLICIES.build("flexible"), CLUSTER, [[1.0] * 100] * 3 + [[1.0] * 5 + [5.0] * 5 + [1.0] * 60]
+    )
     out = _left_out(story)
     assert out == list(range(5, out[-1] + 1))  # five slow steps take 25 s, and rounds of the others 1 s
     assert 20 <= len(out) <= 27
@@ -98,7 +111,7 @@ def test_a_worker_that_is_normal_again_comes_back_and_stays():
 @pytest.mark.parametrize("detector", ["running-average", "sliding-window(5, threshold=1)"])
 def test_a_worker_that_differs_from_itself_is_left_out_for_a_while(detector):
     policy = POLICIES.build(f'flexible(detector="{detector}")')
-    story = play(policy, CREW, [[1.0] * 60] * 3 + [[1.0] * 10 + [9.0] + [1.0] * 30])
+    story = play(policy, CLUSTER, [[1.0] * 60] * 3 + [[1.0] * 10 + [9.0] + [1.0] * 30])
     out = _left_out(story)
     assert out == list(range(10, out[-1] + 1))
     assert 7 <= len(out) <= 10  # the slow step takes 9 s
@@ -106,7 +119,7 @@ def test_a_worker_that_differs_from_itself_is_left_out_for_a_while(detector):
 
 def test_workers_that_always_differ_from_each_other_are_normal_by_their_own_average():
     policy = POLICIES.build("flexible(detector=running-average)")
-    story = play(policy, CREW, [[1.0] * 20] * 3 + [[5.0] * 20])
+    story = play(policy, CLUSTER, [[1.0] * 20] * 3 + [[5.0] * 20])
     assert _members(story) == [[0, 1, 2, 3]] * 20
 
 
@@ -128,7 +141,7 @@ def test_a_member_that_is_late_is_left_out_of_the_round_at_once():
 
 def test_a_late_member_whose_round_is_still_open_counts_in_it():
     policy = POLICIES.build("flexible(detector=running-average)")
-    story = play(policy, CREW, [[1.0] * 8, [1.0] * 8, [5.0] * 8, [1.0] * 5 + [3.0] + [1.0] * 2])
+    story = play(policy, CLUSTER, [[1.0] * 8, [1.0] * 8, [5.0] * 8, [1.0] * 5 + [3.0] + [1.0] * 2])
     out = [told.state["left_out"] for told in story if told.what == "tick"]
     assert max(out) == 1
     assert _members(story)[5] == [0, 1, 2, 3]
@@ -171,7 +184,14 @@ def test_what_it_did_alone_is_added_as_a_delta_when_it_comes_back():
     assert cluster.left_out == 0
     assert cluster.round(0, 1, 2) == []
     decisions = cluster.push(3, kind="delta")
-    assert decisions[0] == Apply((Part(0, 4, 0.25), Part(1, 4, 0.25), Part(2, 4, 0.25), Part(3, 5, 0.25)))
+    assert decisions[0] == Apply(
+        (
+            WeightedPush(0, 4, 0.25),
+            WeightedPush(1, 4, 0.25),
+            WeightedPush(2, 4, 0.25),
+            WeightedPush(3, 5, 0.25),
+        )
+    )
     assert decisions[-1] == Release(3)
 
 
@@ -307,7 +327,7 @@ def test_members_do_not_wait_for_one_that_has_left_and_wait_for_one_that_joins()
 
 def test_a_worker_that_was_away_for_long_is_not_late():
     story = play(
-        POLICIES.build("flexible"), CREW, [[1.0] * 40] * 3 + [[1.0] * 5 + [Away(20.5)] + [1.0] * 9]
+        POLICIES.build("flexible"), CLUSTER, [[1.0] * 40] * 3 + [[1.0] * 5 + [Away(20.5)] + [1.0] * 9]
     )
     assert decided(story, Drop) == []
     assert decided(story, Invite) == []
@@ -331,4 +351,4 @@ def test_options_that_make_no_sense_are_refused_with_a_fix(text):
 
 def test_without_a_server_it_is_refused():
     with pytest.raises(ConfigError, match="there is none"):
-        POLICIES.build("flexible").check(Crew(workers=4))
+        POLICIES.build("flexible").check(ClusterInfo(workers=4))

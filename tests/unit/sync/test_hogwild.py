@@ -1,16 +1,16 @@
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.sync.policy import POLICIES, Crew
+from echelon.sync.policy import POLICIES, ClusterInfo
 
 
 def test_workers_of_one_machine_share_its_memory_without_a_server():
     policy = POLICIES.build("hogwild")
-    policy.check(Crew(workers=8, machines=1, servers=0))
+    policy.check(ClusterInfo(workers=8, machines=1, servers=0))
     assert policy.resolved().family == "share"
 
 
 def test_more_than_one_machine_is_refused_with_what_to_use_instead():
     with pytest.raises(ConfigError, match="the workers are on 3") as caught:
-        POLICIES.build("hogwild").check(Crew(workers=8, machines=3))
+        POLICIES.build("hogwild").check(ClusterInfo(workers=8, machines=3))
     assert "--sync async --servers 1" in caught.value.fix

@@ -2,20 +2,20 @@ import pytest
 import torch
 
 from echelon.errors import ConfigError
-from echelon.sync.mixed import Average
-from echelon.sync.policy import POLICIES, Crew
+from echelon.sync.families.mix import Average
+from echelon.sync.policy import POLICIES, ClusterInfo
 
-SIX = Crew(workers=6, groups=((0, 2, 4), (1, 3), (5,)))
+SIX = ClusterInfo(workers=6, groups=((0, 2, 4), (1, 3), (5,)))
 
 
-def _meetings(text: str, rank: int, crew: Crew, steps: int) -> dict[int, tuple[int, ...]]:
+def _meetings(text: str, rank: int, cluster: ClusterInfo, steps: int) -> dict[int, tuple[int, ...]]:
     policy = POLICIES.build(text)
-    found = {step: policy.meeting(step, rank, crew) for step in range(steps)}
+    found = {step: policy.meeting(step, rank, cluster) for step in range(steps)}
     return {step: meeting.members for step, meeting in found.items() if meeting is not None}
 
 
 def test_all_average_after_every_eight_steps_by_default():
-    assert _meetings("local", 1, Crew(workers=3), 20) == {7: (0, 1, 2), 15: (0, 1, 2)}
+    assert _meetings("local", 1, ClusterInfo(workers=3), 20) == {7: (0, 1, 2), 15: (0, 1, 2)}
 
 
 def test_groups_average_more_often_than_all_and_give_way_where_both_are_due():
@@ -35,24 +35,24 @@ def test_a_group_of_one_only_meets_all():
 
 
 def test_without_an_outer_step_a_worker_takes_the_mean_and_remembers_nothing():
-    policy, crew, own, memory = POLICIES.build("local(4)"), Crew(workers=2), torch.zeros(3), {}
+    policy, cluster, own, memory = POLICIES.build("local(4)"), ClusterInfo(workers=2), torch.zeros(3), {}
     policy.start(own, memory)
-    policy.settle(own, torch.ones(3), memory, Average((0, 1)), crew)
+    policy.settle(own, torch.ones(3), memory, Average((0, 1)), cluster)
     assert own.tolist() == [1, 1, 1]
     assert memory == {}
     assert policy.shown == "mean"
 
 
 def test_with_an_outer_step_what_it_makes_of_the_mean_is_shown():
-    policy, crew, own, memory = (
+    policy, cluster, own, memory = (
         POLICIES.build("local(4, outer_lr=0.5)"),
-        Crew(workers=2),
+        ClusterInfo(workers=2),
         torch.zeros(3),
         {},
     )
     policy.start(own, memory)
     own.fill_(3)
-    policy.settle(own, torch.full((3,), 2.0), memory, Average((0, 1)), crew)
+    policy.settle(own, torch.full((3,), 2.0), memory, Average((0, 1)), cluster)
     assert own.tolist() == memory["center"].tolist() == [1, 1, 1]
     assert policy.shown == "center"
 
@@ -68,7 +68,7 @@ def test_inside_a_group_the_mean_is_taken_as_it_is_and_the_center_stays():
 def test_the_center_is_not_moved_by_the_steps_of_a_worker():
     policy, memory, own = POLICIES.build("local(2, outer_lr=0.5)"), {}, torch.zeros(3)
     policy.start(own, memory)
-    policy.settle(own, torch.full((3,), 2.0), memory, Average((0,)), Crew(workers=1))
+    policy.settle(own, torch.full((3,), 2.0), memory, Average((0,)), ClusterInfo(workers=1))
     own.fill_(100)
     assert memory["center"].tolist() == [1, 1, 1]
 
@@ -123,9 +123,9 @@ def test_options_that_make_no_sense_are_refused(text, message):
 )
 def test_two_levels_need_groups_that_hold_each_worker_once(groups, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        POLICIES.build("local(periods=[4, 16])").check(Crew(workers=3, groups=groups))
+        POLICIES.build("local(periods=[4, 16])").check(ClusterInfo(workers=3, groups=groups))
     assert caught.value.fix
 
 
 def test_one_level_needs_no_groups():
-    POLICIES.build("local").check(Crew(workers=3))
+    POLICIES.build("local").check(ClusterInfo(workers=3))

@@ -1,21 +1,21 @@
 import pytest
 import torch
 
-from echelon.sync.mixed import Mixed
-from echelon.sync.policy import POLICIES, Crew
+from echelon.sync.families.mix import MixPolicy
+from echelon.sync.policy import POLICIES, ClusterInfo
 
 
 def test_none_is_a_name_and_not_an_absent_value():
     policy = POLICIES.build("none")
     assert policy.name == "none"
-    assert isinstance(policy.resolved(), Mixed)
+    assert isinstance(policy.resolved(), MixPolicy)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_nobody_ever_meets_anybody(workers):
-    policy, crew = POLICIES.build("none"), Crew(workers=workers)
-    policy.check(crew)
-    assert [policy.meeting(step, 0, crew) for step in range(50)] == [None] * 50
+    policy, cluster = POLICIES.build("none"), ClusterInfo(workers=workers)
+    policy.check(cluster)
+    assert [policy.meeting(step, 0, cluster) for step in range(50)] == [None] * 50
 
 
 def test_each_worker_is_judged_by_its_own_weights_and_remembers_nothing():

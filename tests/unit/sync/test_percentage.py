@@ -6,18 +6,18 @@ import pytest
 
 from arrivals import Told, play
 from echelon.errors import ConfigError
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Apply, Arrival, Invite, Kind, Part, Release
+from echelon.sync.families.serve import Apply, Arrival, Invite, Kind, Release, WeightedPush
+from echelon.sync.policy import POLICIES, ClusterInfo
 
 
-def _crew(workers: int, **known) -> Crew:
-    return Crew(workers=workers, servers=1, **known)
+def _cluster(workers: int, **known) -> ClusterInfo:
+    return ClusterInfo(workers=workers, servers=1, **known)
 
 
 def _rule(text: str, workers: int, **known):
-    policy, crew = POLICIES.build(text), _crew(workers, **known)
-    policy.check(crew)
-    return policy.rule(crew)
+    policy, cluster = POLICIES.build(text), _cluster(workers, **known)
+    policy.check(cluster)
+    return policy.rule(cluster)
 
 
 def _arrival(worker: int, step: int, kind: Kind = "gradient", samples: float = 1.0) -> Arrival:
@@ -26,7 +26,7 @@ def _arrival(worker: int, step: int, kind: Kind = "gradient", samples: float = 1
 
 def _members(text: str, steps: int, workers: int, **known) -> list[list[int]]:
     """Of each update, when all workers are equally fast."""
-    story: list[Told] = play(POLICIES.build(text), _crew(workers, **known), [[1.0] * steps] * workers)
+    story: list[Told] = play(POLICIES.build(text), _cluster(workers, **known), [[1.0] * steps] * workers)
     applied = [decision for told in story for decision in told.decisions if isinstance(decision, Apply)]
     return [[part.worker for part in update.parts] for update in applied]
 
@@ -35,7 +35,7 @@ def test_the_first_round_is_of_everybody_by_their_samples():
     rule = _rule("percentage(0.5)", 2)
     assert rule.arrive(_arrival(0, 0, samples=3.0)) == []
     assert rule.arrive(_arrival(1, 0)) == [
-        Apply((Part(0, 0, 0.75), Part(1, 0, 0.25))),
+        Apply((WeightedPush(0, 0, 0.75), WeightedPush(1, 0, 0.25))),
         Release(0, ask=True),
         Release(1, ask=True),
     ]
@@ -53,7 +53,7 @@ def test_a_worker_whose_turn_it_is_not_goes_on_alone_at_once():
     rule.arrive(_arrival(1, 0))
     for step in range(1, 4):
         assert rule.arrive(_arrival(1, step, "ask")) == [Release(1, fresh=False, ask=True)]
-    assert rule.arrive(_arrival(0, 1)) == [Apply((Part(0, 1, 1.0),)), Release(0)]
+    assert rule.arrive(_arrival(0, 1)) == [Apply((WeightedPush(0, 1, 1.0),)), Release(0)]
 
 
 def test_a_worker_whose_turn_it_is_is_waited_for_and_its_delta_is_part_of_the_mean():
@@ -63,7 +63,7 @@ def test_a_worker_whose_turn_it_is_is_waited_for_and_its_delta_is_part_of_the_me
     assert rule.arrive(_arrival(0, 2, samples=3.0)) == []
     assert rule.arrive(_arrival(1, 1, "ask")) == [Invite(1)]
     assert rule.arrive(_arrival(1, 1, "delta")) == [
-        Apply((Part(0, 2, 0.75), Part(1, 1, 0.25))),
+        Apply((WeightedPush(0, 2, 0.75), WeightedPush(1, 1, 0.25))),
         Release(0),
         Release(1, ask=True),
     ]
@@ -95,7 +95,11 @@ def test_members_do_not_wait_for_one_that_has_left():
     rule = _rule("percentage(1.0)", 3)
     rule.arrive(_arrival(0, 0))
     rule.arrive(_arrival(1, 0))
-    assert rule.leave(2, 1.0) == [Apply((Part(0, 0, 0.5), Part(1, 0, 0.5))), Release(0), Release(1)]
+    assert rule.leave(2, 1.0) == [
+        Apply((WeightedPush(0, 0, 0.5), WeightedPush(1, 0, 0.5))),
+        Release(0),
+        Release(1),
+    ]
 
 
 def test_members_wait_for_one_that_joins_in_its_own_round():
@@ -110,7 +114,7 @@ def test_a_push_by_one_whose_turn_it_is_not_counts():
     rule.arrive(_arrival(0, 0))
     rule.arrive(_arrival(1, 0))
     assert rule.arrive(_arrival(1, 1, "delta")) == []
-    assert rule.arrive(_arrival(0, 1))[0] == Apply((Part(0, 1, 0.5), Part(1, 1, 0.5)))
+    assert rule.arrive(_arrival(0, 1))[0] == Apply((WeightedPush(0, 1, 0.5), WeightedPush(1, 1, 0.5)))
 
 
 def test_shares_of_groups_are_those_of_their_members():
@@ -144,19 +148,19 @@ def test_shares_outside_of_zero_to_one_and_two_sources_of_shares_are_refused(tex
 
 
 @pytest.mark.parametrize(
-    ("text", "crew"),
+    ("text", "cluster"),
     [
-        ("percentage", Crew(workers=2)),
-        ("percentage(shares=[1.0, 0.5, 0.5])", Crew(workers=2, servers=1)),
-        ("percentage(shares=[])", Crew(workers=2, servers=1)),
-        ("percentage(shares=[1.0, 0.5, 0.5])", Crew(workers=4, servers=1, groups=((0, 1), (2, 3)))),
-        ("percentage(by=speed)", Crew(workers=2, servers=1, links=(1.0, 1.0))),
-        ("percentage(by=link)", Crew(workers=2, servers=1, speeds=(1.0, 1.0))),
-        ("percentage(by=speed)", Crew(workers=2, servers=1, speeds=(1.0, 0.0))),
+        ("percentage", ClusterInfo(workers=2)),
+        ("percentage(shares=[1.0, 0.5, 0.5])", ClusterInfo(workers=2, servers=1)),
+        ("percentage(shares=[])", ClusterInfo(workers=2, servers=1)),
+        ("percentage(shares=[1.0, 0.5, 0.5])", ClusterInfo(workers=4, servers=1, groups=((0, 1), (2, 3)))),
+        ("percentage(by=speed)", ClusterInfo(workers=2, servers=1, links=(1.0, 1.0))),
+        ("percentage(by=link)", ClusterInfo(workers=2, servers=1, speeds=(1.0, 1.0))),
+        ("percentage(by=speed)", ClusterInfo(workers=2, servers=1, speeds=(1.0, 0.0))),
     ],
 )
-def test_what_the_crew_cannot_do_is_refused_before_anybody_starts(text, crew):
+def test_what_the_crew_cannot_do_is_refused_before_anybody_starts(text, cluster):
     policy = POLICIES.build(text)
     with pytest.raises(ConfigError) as refused:
-        policy.check(crew)
+        policy.check(cluster)
     assert refused.value.fix

@@ -6,12 +6,12 @@ import pytest
 
 from arrivals import decided, play
 from echelon.errors import ConfigError, UnknownName
+from echelon.sync.families.serve import Apply, Arrival, Release, WeightedPush
 from echelon.sync.policies.smooth_switch import SmoothSwitch
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Apply, Arrival, Part, Release
-from echelon.sync.thresholds.step import Step
+from echelon.sync.policy import POLICIES, ClusterInfo
+from echelon.sync.thresholds.step import StepThreshold
 
-FOUR = Crew(workers=4, servers=1, lr=0.01)
+FOUR = ClusterInfo(workers=4, servers=1, lr=0.01)
 
 
 def _arrival(worker, step=0, samples=1.0):
@@ -25,7 +25,7 @@ def _sizes(text, programmes):
 
 def test_at_first_every_gradient_is_applied_on_arrival():
     rule = SmoothSwitch().rule(FOUR)
-    assert rule.arrive(_arrival(3)) == [Apply((Part(3, 0, 1.0),)), Release(3)]
+    assert rule.arrive(_arrival(3)) == [Apply((WeightedPush(3, 0, 1.0),)), Release(3)]
     assert rule.state() == {"K": 1, "buffered": 0}
 
 
@@ -34,7 +34,7 @@ def test_without_waiting_contributors_go_on_at_once_with_the_weights_as_they_are
     assert rule.arrive(_arrival(0, 0, samples=2)) == [Release(0)]
     assert rule.arrive(_arrival(0, 1, samples=2)) == [Release(0)]
     assert rule.arrive(_arrival(1, 0, samples=4)) == [
-        Apply((Part(0, 0, 0.25), Part(0, 1, 0.25), Part(1, 0, 0.5))),
+        Apply((WeightedPush(0, 0, 0.25), WeightedPush(0, 1, 0.25), WeightedPush(1, 0, 0.5))),
         Release(1),
     ]
 
@@ -42,7 +42,11 @@ def test_without_waiting_contributors_go_on_at_once_with_the_weights_as_they_are
 def test_with_waiting_contributors_go_on_when_their_gradient_has_been_applied():
     rule = SmoothSwitch(start=2, waiting=True, combine="sum").rule(FOUR)
     assert rule.arrive(_arrival(0)) == []
-    assert rule.arrive(_arrival(2)) == [Apply((Part(0, 0, 1.0), Part(2, 0, 1.0))), Release(0), Release(2)]
+    assert rule.arrive(_arrival(2)) == [
+        Apply((WeightedPush(0, 0, 1.0), WeightedPush(2, 0, 1.0))),
+        Release(0),
+        Release(2),
+    ]
 
 
 def test_k_grows_by_one_with_every_step_of_gradients_up_to_the_workers():
@@ -51,15 +55,15 @@ def test_k_grows_by_one_with_every_step_of_gradients_up_to_the_workers():
 
 
 def test_a_step_of_5_over_the_learning_rate_is_500_gradients_at_a_rate_of_one_hundredth():
-    assert SmoothSwitch(step_over_lr=5).growing(FOUR) == Step(size=500)
-    assert SmoothSwitch().growing(FOUR) == Step(size=500)
-    assert SmoothSwitch(step=300).growing(FOUR) == Step(size=300)
+    assert SmoothSwitch(step_over_lr=5).growing(FOUR) == StepThreshold(size=500)
+    assert SmoothSwitch().growing(FOUR) == StepThreshold(size=500)
+    assert SmoothSwitch(step=300).growing(FOUR) == StepThreshold(size=300)
 
 
 @pytest.mark.parametrize("lr", [None, 0.0])
 def test_a_step_over_a_learning_rate_that_is_unknown_or_zero_is_refused(lr):
     with pytest.raises(ConfigError, match="learning rate, which is") as caught:
-        SmoothSwitch(step_over_lr=5).check(Crew(workers=4, servers=1, lr=lr))
+        SmoothSwitch(step_over_lr=5).check(ClusterInfo(workers=4, servers=1, lr=lr))
     assert "step=500" in caught.value.fix
 
 
@@ -73,7 +77,7 @@ def test_what_is_in_the_buffer_when_the_last_worker_leaves_is_applied():
 
 
 def test_workers_that_join_again_are_counted_again():
-    rule = SmoothSwitch(start=2).rule(Crew(workers=2, servers=1))
+    rule = SmoothSwitch(start=2).rule(ClusterInfo(workers=2, servers=1))
     rule.leave(1, 0.0)
     assert rule.state()["K"] == 1
     rule.join(1, 0.0)

@@ -11,11 +11,11 @@ import types
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.sync.policy import POLICIES, Crew
-from echelon.sync.served import Arrival
+from echelon.sync.families.serve import Arrival
+from echelon.sync.policy import POLICIES, ClusterInfo
 from echelon.sync.threshold import THRESHOLDS, Curve
 
-FOUR = Crew(workers=4, servers=1)
+FOUR = ClusterInfo(workers=4, servers=1)
 NUMBERS = itertools.count()  # a module of one name is imported once
 
 

@@ -9,8 +9,8 @@ import torch
 
 from echelon.cluster.delay import Delay
 from echelon.cluster.pace import Pace
-from echelon.comm.reducer import BucketTimes
 from echelon.observe.events import BucketReduced
+from echelon.reduce.reducer import BucketTimes
 from echelon.train.clock import StepClock
 
 

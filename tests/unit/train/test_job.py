@@ -11,7 +11,7 @@ from echelon.config.schema import TrainSettings
 from echelon.observe.events import CheckpointSaved, EpochEnded, Evaluated, Noted, StepEnded, StepsExpected
 from echelon.observe.follow import read_run
 from echelon.observe.run_folder import RunFolder
-from echelon.plan.plan import Asked, make_plan
+from echelon.plan.plan import PlanRequest, make_plan
 
 
 def _train(runs: list[dict[str, Any]]) -> list[list[Any]]:
@@ -24,7 +24,7 @@ def _train(runs: list[dict[str, Any]]) -> list[list[Any]]:
         resolved = resolve(TrainSettings, given)
         folder = RunFolder(Path(f"run-{number}").absolute()).with_subfolders()
         folder.config.write_text(resolved.to_toml())
-        plan = make_plan("run", ["here"], Asked(seed=resolved.settings.seed), cores=1)
+        plan = make_plan("run", ["here"], PlanRequest(seed=resolved.settings.seed), cores=1)
         folder.plan.write_text(plan.to_toml())
         os.environ["ECHELON_RUN"] = str(folder.path)
         sessions = []

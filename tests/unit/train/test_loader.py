@@ -20,14 +20,14 @@ from torch.utils.data import (
 )
 
 import echelon
-from echelon.comm.alone import Alone
+from echelon.comm.alone import SoloGroup
 from echelon.errors import ConfigError, DataError
 from echelon.observe.recorder import Recorder
 from echelon.train.clock import StepClock
 from echelon.train.loader import SharedLoader, Sharing
 
 
-class Pretend(Alone):
+class Pretend(SoloGroup):
     """One member of a group of any size, as far as nobody has to be asked."""
 
     def __init__(self, rank, size):

@@ -10,7 +10,7 @@ from echelon.cluster.delay import Delay, check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exponential(Delay):
+class ExponentialDelay(Delay):
     """Drawn from an exponential distribution: mostly short, now and then long."""
 
     name: ClassVar[str] = "exponential"

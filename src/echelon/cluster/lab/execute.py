@@ -32,7 +32,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class NodeJob:
     """A command for some nodes of a lab. `keep_going`: a failure on one node does not end the others."""
 
     command: Sequence[str]
@@ -43,14 +43,14 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobResult:
     """How a job ended: the exit code of its first failure and the node it was on, or 0 and nothing."""
 
     code: int = 0
     node: str = ""
 
 
-def run_job(lab: Lab, job: Job, on_line: OnLine) -> Outcome:
+def run_job(lab: Lab, job: NodeJob, on_line: OnLine) -> JobResult:
     """Run it on all its nodes at once, until all have ended or one has failed.
 
     `on_line(node, stream, line)` is called for every line, from several threads but one at a time;
@@ -78,7 +78,7 @@ def run_job(lab: Lab, job: Job, on_line: OnLine) -> Outcome:
                 reader.join()
 
 
-def run_attached(lab: Lab, job: Job) -> Outcome:
+def run_attached(lab: Lab, job: NodeJob) -> JobResult:
     """Run it on its one node with this process's own input and output, as in a terminal there."""
     ((seat, words, env),) = placements(lab, job)
     with _groups(lab, job) as groups, _signals() as received:
@@ -91,7 +91,7 @@ def run_attached(lab: Lab, job: Job) -> Outcome:
             process.wait()
 
 
-def placements(lab: Lab, job: Job) -> Iterator[tuple[Seat, list[str], dict[str, str]]]:
+def placements(lab: Lab, job: NodeJob) -> Iterator[tuple[Seat, list[str], dict[str, str]]]:
     """For each node of a job: its seat, the command's words for it, and its environment."""
     chosen = [lab.seats[lab.spec.index_of(node)] for node in job.nodes]
     for rank, seat in enumerate(chosen):
@@ -143,9 +143,9 @@ def _start(argv: list[str], env: Mapping[str, str], *, piped: bool) -> subproces
 
 def _wait(
     running: Mapping[str, subprocess.Popen[str]], received: list[int], *, keep_going: bool
-) -> Outcome:
+) -> JobResult:
     """The first failure; signals that arrive are passed on, and then patience is limited."""
-    first = Outcome()
+    first = JobResult()
     passed_on = 0
     give_up = float("inf")
     waiting = dict(running)
@@ -154,7 +154,7 @@ def _wait(
             if process.poll() is not None:
                 del waiting[node]
                 if process.returncode != 0 and first.code == 0:
-                    first = Outcome(_exit_code(process.returncode), node)
+                    first = JobResult(_exit_code(process.returncode), node)
         if first.code and not keep_going and not received:
             break
         while passed_on < len(received):
@@ -164,7 +164,7 @@ def _wait(
             passed_on += 1
             give_up = time.monotonic() + (_GRACE_S if passed_on == 1 else 0)
         time.sleep(_LOOK_EVERY_S)
-    return Outcome(128 + received[0]) if received else first
+    return JobResult(128 + received[0]) if received else first
 
 
 def _exit_code(returned: int) -> int:
@@ -179,7 +179,7 @@ def _read(pipe: IO[str], node: str, stream: str, on_line: OnLine, one_at_a_time:
 
 
 @contextmanager
-def _groups(lab: Lab, job: Job) -> Iterator[dict[str, Path]]:
+def _groups(lab: Lab, job: NodeJob) -> Iterator[dict[str, Path]]:
     """A group for this job in each of its nodes, removed afterwards."""
     groups = {node: lab.groups.of(node) / f"job-{os.getpid()}" for node in job.nodes}
     try:

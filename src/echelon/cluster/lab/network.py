@@ -31,7 +31,7 @@ _NETEM_PACKETS = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class LabLink:
     """One link as the file describes it: its two ends, and the switch ports that cut it."""
 
     rate_bytes_per_s: float | None
@@ -64,12 +64,12 @@ class Network:
             if link.rate_bytes_per_s is not None or (link.latency_s and self.netem):
                 self.shape(name, link.rate_bytes_per_s)
 
-    def link(self, name: str) -> Link:
+    def link(self, name: str) -> LabLink:
         """The uplink of that name ('east/west'), or the node's own link."""
         for number, uplink in enumerate(self.spec.uplinks):
             if uplink.name == name:
                 ports = (f"u{number}a", f"u{number}b")
-                return Link(
+                return LabLink(
                     rate_bytes_per_s=uplink.rate_bytes_per_s,
                     latency_s=uplink.latency_s,
                     ends=((self.names.switch, ports[0]), (self.names.switch, ports[1])),
@@ -77,7 +77,7 @@ class Network:
                 )
         index = self.spec.index_of(name)
         node = self.spec.nodes[index]
-        return Link(
+        return LabLink(
             rate_bytes_per_s=node.link_bytes_per_s,
             latency_s=node.latency_s,
             ends=((self.names.namespace(name), INTERFACE), (self.names.switch, f"p{index}")),

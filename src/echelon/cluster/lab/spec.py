@@ -383,7 +383,7 @@ def _checked_name(name: str, where: str) -> str:
         raise ConfigError(
             f"{name!r} is not a name",
             where=where,
-            fix="use up to 40 letters, digits, - and _, beginning with a letter or digit",
+            fix="use up to 40 messages, digits, - and _, beginning with a message or digit",
         )
     return name
 

@@ -19,7 +19,7 @@ from echelon.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Auto(StandIn):
+class AutoCodec(StandIn):
     """None or the cheapest of some codecs, by measured links and speeds.
 
     `among` are the candidates, with semicolons between them; `margin` is how many times faster one must be.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from echelon.codec.codec import CODECS, RESIDUAL, Codec, StandIn, State, Travels, Turn
+from echelon.codec.codec import CODECS, RESIDUAL, Codec, CodecContext, StandIn, State, Travels
 from echelon.codec.codecs.dgc import Dgc
 from echelon.codec.positions import Positions
 from echelon.codec.sparse import Floats, Sparse, leave, pack, put, unpack
@@ -98,17 +98,17 @@ class Chain(Codec):
             )
         return state | {name: others[name] for name in lasting}
 
-    def encode(self, values: Tensor, state: State, turn: Turn) -> Tensor:
+    def encode(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
         """The elements that the first codec picks, written by the other."""
         given, positions = self._chooser.pick(values, state, turn)
         return self._written(given, positions, state, turn, given if self.feedback else None)
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """The elements that the first codec chooses, written by the other."""
         return self._written(values, self._chooser.choose(values, turn), state, turn, rest)
 
     def _written(
-        self, values: Tensor, positions: Positions, state: State, turn: Turn, rest: Tensor | None
+        self, values: Tensor, positions: Positions, state: State, turn: CodecContext, rest: Tensor | None
     ) -> Tensor:
         import torch
 
@@ -120,7 +120,7 @@ class Chain(Codec):
         leave(values, positions, left.numpy(), rest)
         return pack(positions, len(values), data)
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """The other codec's values at the chosen positions, zeros elsewhere."""
         import torch
 
@@ -137,14 +137,14 @@ class Chain(Codec):
         worst = torch.zeros(len(values))
         for step in self._chooser.stages:
             bound = values.abs()
-            positions = self._chooser.choose(values, Turn(step=step))
+            positions = self._chooser.choose(values, CodecContext(step=step))
             taken: Floats = values.numpy()[positions]
             bound.numpy()[positions] = self._writer.bound(torch.from_numpy(taken)).numpy()
             worst = torch.maximum(worst, bound)
         return worst
 
 
-def _turn_of(turn: Turn, count: int) -> Turn:
+def _turn_of(turn: CodecContext, count: int) -> CodecContext:
     """Chosen values are a vector, whatever the shape of the parameter that they are from."""
     return replace(turn, shape=(count,))
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from echelon.codec.codec import State, Turn, chosen
+from echelon.codec.codec import CodecContext, State, chosen
 from echelon.codec.positions import Positions
 from echelon.codec.sparse import BLOCK, Floats, Source, Sparse, check_ratio, check_sample, largest
 from echelon.errors import ConfigError
@@ -109,11 +109,11 @@ class Dgc(Sparse):
         state = {GATHERED: torch.zeros(length, dtype=torch.float32)}
         return state | {VELOCITY: torch.zeros(length, dtype=torch.float32)} if self.momentum else state
 
-    def choose(self, values: Tensor, turn: Turn) -> Positions:
+    def choose(self, values: Tensor, turn: CodecContext) -> Positions:
         """The largest ones."""
         return self._largest(Source(values.numpy()), turn)
 
-    def pick(self, values: Tensor, state: State, turn: Turn) -> tuple[Tensor, Positions]:
+    def pick(self, values: Tensor, state: State, turn: CodecContext) -> tuple[Tensor, Positions]:
         """What is gathered, this step's values included, and its largest elements; their velocity is 0."""
         gathered = state[GATHERED]
         velocity: Floats | None = state[VELOCITY].numpy() if self.momentum else None
@@ -134,14 +134,14 @@ class Dgc(Sparse):
             ratio *= _WARM_RATIO
         return ratios
 
-    def _count(self, length: int, turn: Turn) -> int:
+    def _count(self, length: int, turn: CodecContext) -> int:
         return chosen(length, self.ratio_at(turn.step))
 
-    def _largest(self, source: Source, turn: Turn) -> Positions:
+    def _largest(self, source: Source, turn: CodecContext) -> Positions:
         count = self._count(len(source.values), turn)
         return largest(source, count, sample=self.sample, step=turn.step)
 
-    def _factor(self, values: Tensor, turn: Turn) -> float:
+    def _factor(self, values: Tensor, turn: CodecContext) -> float:
         """What clipping multiplies the gradient by. A part of a parameter may have its part of the norm."""
         if not self.clip or not len(values):
             return 1.0

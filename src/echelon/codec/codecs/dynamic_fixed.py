@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 
 from echelon.codec.bits import Bytes
-from echelon.codec.codec import RESIDUAL, SATURATED, Codec, State, Travels, Turn
+from echelon.codec.codec import RESIDUAL, SATURATED, Codec, CodecContext, State, Travels
 from echelon.codec.grid import Coder, Grid, most_code
 from echelon.errors import ConfigError, Corrupt
 
@@ -86,11 +86,11 @@ class DynamicFixed(Codec):
             SATURATED: torch.tensor([0]),
         }
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """What `settle` must know, and the codes; nothing of an empty piece."""
         return self._write(values, (), state, rest)
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """The levels that the codes, or sums of codes, stand for."""
         data = payload.numpy()
         if len(out) or len(data):
@@ -98,7 +98,7 @@ class DynamicFixed(Codec):
             coder = Coder(self._grid(head.exponent), len(out))
             coder.read(data[_HEAD.size :], out, writers=head.writers, add=add)
 
-    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: Turn) -> Tensor:
+    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: CodecContext) -> Tensor:
         """The sums of all workers' codes, and of what they have counted."""
         ranks = (rank for rank in range(len(parts) + 1) if rank != turn.rank)
         written = []
@@ -118,7 +118,7 @@ class DynamicFixed(Codec):
         kept = state[RESIDUAL].add_(own)
         return self._write(kept, written, state, kept)
 
-    def read_total(self, payload: Tensor, out: Tensor, state: State, turn: Turn) -> None:
+    def read_total(self, payload: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
         """What `merge` has written; what it has counted is added to that of other pieces."""
         self.read(payload, out, turn)
         if not len(out):
@@ -139,7 +139,7 @@ class DynamicFixed(Codec):
         )
         state[TALLY].copy_(state[TALLY].new_tensor(counts))
 
-    def settle(self, state: State, turn: Turn) -> None:
+    def settle(self, state: State, turn: CodecContext) -> None:
         """The exponent of the next step."""
         values, beyond, beyond_half, fit = state[TALLY].tolist()
         state[TALLY].copy_(state[TALLY].new_tensor((0, 0, 0, _NOTHING)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
-from echelon.codec.codec import CODECS, RESIDUAL, Codec, StandIn, State, Summed, Travels, Turn
+from echelon.codec.codec import CODECS, RESIDUAL, Codec, CodecContext, StandIn, State, Summed, Travels
 from echelon.config.registry import options_of
 from echelon.errors import ConfigError
 
@@ -77,11 +77,11 @@ class ErrorFeedback(Codec):
 
         return self.inner.begin(length) | {RESIDUAL: torch.zeros(length)}
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """The inner codec's bytes."""
         return self.inner.write(values, state, turn, rest)
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """What the inner codec reads."""
         self.inner.read(payload, out, turn, add=add)
 
@@ -89,7 +89,7 @@ class ErrorFeedback(Codec):
         """The inner codec's."""
         return self.inner.bound(values)
 
-    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: Turn) -> Tensor:
+    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: CodecContext) -> Tensor:
         """The total as the inner codec writes it, with what totals have left out before."""
         if type(self.inner).merge is Codec.merge:
             return Codec.merge(self, parts, own, state, turn)
@@ -106,11 +106,11 @@ class ErrorFeedback(Codec):
         kept -= read
         return payload
 
-    def read_total(self, payload: Tensor, out: Tensor, state: State, turn: Turn) -> None:
+    def read_total(self, payload: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
         """What the inner codec reads."""
         self.inner.read_total(payload, out, state, turn)
 
-    def settle(self, state: State, turn: Turn) -> None:
+    def settle(self, state: State, turn: CodecContext) -> None:
         """As the inner codec does."""
         self.inner.settle(state, turn)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from echelon.codec.bits import Bytes
-from echelon.codec.codec import SATURATED, Codec, State, Travels, Turn
+from echelon.codec.codec import SATURATED, Codec, CodecContext, State, Travels
 from echelon.codec.grid import Coder, Grid, largest, most_code, reaching
 from echelon.errors import ConfigError, Corrupt
 
@@ -74,7 +74,7 @@ class Fixed(Codec):
 
         return {SATURATED: torch.zeros(1, dtype=torch.int64)} if self.range else {}
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """The range, if it is the piece's own, and the codes."""
         if self.range:
             coder = self._coder(len(values), turn)
@@ -89,7 +89,7 @@ class Fixed(Codec):
         coder.write(values, data[_HEAD_BYTES:], rest)
         return payload
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """The levels that the codes stand for."""
         data, most = payload.numpy(), self.range
         if not self.range:
@@ -101,7 +101,7 @@ class Fixed(Codec):
         self._check(len(data) == grid.size_bytes(len(out)), data, out)
         Coder(grid, len(out)).read(data, out, add=add)
 
-    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: Turn) -> Tensor:
+    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: CodecContext) -> Tensor:
         """With a given range, the sum of all workers' codes; else a total like any other."""
         if not self.range:
             return Codec.merge(self, parts, own, state, turn)
@@ -115,7 +115,7 @@ class Fixed(Codec):
         _count(state, coder)
         return payload
 
-    def read_total(self, payload: Tensor, out: Tensor, state: State, turn: Turn) -> None:
+    def read_total(self, payload: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
         """What `merge` has written."""
         if not self.range:
             self.read(payload, out, turn)
@@ -136,7 +136,7 @@ class Fixed(Codec):
     def _grid(self, most: float) -> Grid:
         return reaching(most, most_code(self.bits))
 
-    def _coder(self, count: int, turn: Turn, most: float = 0.0) -> Coder:
+    def _coder(self, count: int, turn: CodecContext, most: float = 0.0) -> Coder:
         random = turn.stream() if self.rounding == "stochastic" else None
         limits = (self.range,) if self.range else ()
         return Coder(self._grid(self.range or most), count, random=random, limits=limits)

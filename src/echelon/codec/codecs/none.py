@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from echelon.codec.codec import State, Summed, Turn
+from echelon.codec.codec import CodecContext, State, Summed
 from echelon.codec.sparse import bytes_of, numbers_of
 
 if TYPE_CHECKING:
@@ -18,14 +18,14 @@ class NoCodec(Summed):
 
     name: ClassVar[str] = "none"
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """The values' own bytes."""
         payload = bytes_of(values)
         if rest is not None:
             rest.zero_()
         return payload
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """The same values again."""
         values = numbers_of(payload, len(out))
         if add:
@@ -37,11 +37,11 @@ class NoCodec(Summed):
         """Nothing is lost."""
         return values.new_zeros(len(values))
 
-    def first(self, values: Tensor, state: State, turn: Turn) -> Tensor:
+    def first(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
         """The values themselves, not a copy."""
         return values
 
-    def finish(self, total: Tensor, out: Tensor, state: State, turn: Turn) -> None:
+    def finish(self, total: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
         """The total as it is."""
         if out is not total:
             out.copy_(total)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.codec.bits import BLOCK, Bytes
-from echelon.codec.codec import RESIDUAL, Codec, State, Travels, Turn
+from echelon.codec.codec import RESIDUAL, Codec, CodecContext, State, Travels
 from echelon.errors import ConfigError, Corrupt
 
 if TYPE_CHECKING:
@@ -63,17 +63,17 @@ class OneBit(Codec):
         """Always."""
         return True
 
-    def encode(self, values: Tensor, state: State, turn: Turn) -> Tensor:
+    def encode(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
         """As the contract has it, but a block is added up and looked at while it is in the cache."""
         kept = state[RESIDUAL]
         return self._write(kept, turn, kept, values)
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """The means of the negative and of the other elements, row by row, and the signs."""
         return self._write(values, turn, rest)
 
     def _write(
-        self, values: Tensor, turn: Turn, rest: Tensor | None, added: Tensor | None = None
+        self, values: Tensor, turn: CodecContext, rest: Tensor | None, added: Tensor | None = None
     ) -> Tensor:
         import torch
 
@@ -89,7 +89,7 @@ class OneBit(Codec):
                 torch.sub(values[span.begin : span.end], read, out=rest[span.begin : span.end])
         return payload
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """The mean that each sign stands for."""
         import torch
 
@@ -135,7 +135,7 @@ class OneBit(Codec):
         most = torch.where(negative, -lowest, highest)
         return torch.maximum(magnitudes, most - magnitudes).add_(most * _SLACK)
 
-    def _width(self, turn: Turn) -> int:
+    def _width(self, turn: CodecContext) -> int:
         """The elements of a row, 0 if the piece is one."""
         width = math.prod(turn.shape[1:]) if turn.shape else 0
         return width if self.per == "column" and width >= _SHORTEST_ROW else 0

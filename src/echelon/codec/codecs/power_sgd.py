@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from echelon.codec.codec import RESIDUAL, State, Summed, Turn
+from echelon.codec.codec import RESIDUAL, CodecContext, State, Summed
 from echelon.codec.sparse import BLOCK, Floats, bytes_of, numbers_of
 from echelon.errors import ConfigError
 
@@ -53,7 +53,7 @@ class PowerSgd(Summed):
                 f"a matrix of rank {self.rank} is nothing", where="rank", fix="give 1 or more, such as 2"
             )
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """Both thin matrices of one worker alone."""
         import torch
 
@@ -73,7 +73,7 @@ class PowerSgd(Summed):
             torch.sub(values, product.view(-1), out=rest)
         return bytes_of(torch.cat([left.flatten(), right.flatten()]))
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """Their product."""
         import torch
 
@@ -98,7 +98,7 @@ class PowerSgd(Summed):
             (len(values),), norm + torch.finfo(torch.float32).tiny, dtype=torch.float64
         ).float()
 
-    def first(self, values: Tensor, state: State, turn: Turn) -> Tensor:
+    def first(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
         """M Q, or the values as they are."""
         given = state[RESIDUAL].add_(values) if self.feedback else values
         size = self._size(turn, len(values))
@@ -110,7 +110,7 @@ class PowerSgd(Summed):
         state[_GIVEN] = given
         return (given.view(size) @ self._basis(state, turn, size[1])).flatten()
 
-    def further(self, total: Tensor, state: State, turn: Turn) -> Tensor:
+    def further(self, total: Tensor, state: State, turn: CodecContext) -> Tensor:
         """M^T P, for the total P made orthonormal; nothing, if all has been summed."""
         given = state.pop(_GIVEN, None)
         if given is None:
@@ -124,7 +124,7 @@ class PowerSgd(Summed):
         state[_LEFT] = left
         return right.flatten()
 
-    def finish(self, total: Tensor, out: Tensor, state: State, turn: Turn) -> None:
+    def finish(self, total: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
         """P R^T; R is the next basis."""
         left = state.pop(_LEFT)
         if left.dim() == 1:
@@ -134,21 +134,21 @@ class PowerSgd(Summed):
         _multiply(left, right, out.view(len(left), len(right)))
         state[BASIS] = self._next_basis(right, turn)
 
-    def _size(self, turn: Turn, length: int) -> tuple[int, int] | None:
+    def _size(self, turn: CodecContext, length: int) -> tuple[int, int] | None:
         """Rows and columns; None for what travels as it is."""
         if len(turn.shape) < 2 or math.prod(turn.shape) != length or not length:
             return None
         rows, cols = turn.shape[0], length // turn.shape[0]
         return (rows, cols) if self.rank * (rows + cols) < length else None
 
-    def _basis(self, state: State, turn: Turn, cols: int) -> Tensor:
+    def _basis(self, state: State, turn: CodecContext, cols: int) -> Tensor:
         import torch
 
         if BASIS in state and state[BASIS].shape == (cols, self.rank):
             return state[BASIS]
         return torch.from_numpy(_random(turn, cols, self.rank))
 
-    def _next_basis(self, right: Tensor, turn: Turn) -> Tensor:
+    def _next_basis(self, right: Tensor, turn: CodecContext) -> Tensor:
         import torch
 
         basis: Floats = right.numpy().copy()
@@ -160,7 +160,7 @@ class PowerSgd(Summed):
         return torch.from_numpy(basis)
 
 
-def _random(turn: Turn, rows: int, columns: int) -> Floats:
+def _random(turn: CodecContext, rows: int, columns: int) -> Floats:
     return turn.stream(shared=True).standard_normal((rows, columns), dtype=np.float32)
 
 

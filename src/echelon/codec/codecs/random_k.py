@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from echelon.codec.codec import RESIDUAL, State, Summed, Turn, chosen
+from echelon.codec.codec import RESIDUAL, CodecContext, State, Summed, chosen
 from echelon.codec.positions import Positions
 from echelon.codec.sparse import ROUNDING, Floats, bytes_of, check_ratio, leave, numbers_of, put
 
@@ -35,18 +35,18 @@ class RandomK(Summed):
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
 
-    def positions(self, length: int, turn: Turn) -> tuple[Positions, Floats]:
+    def positions(self, length: int, turn: CodecContext) -> tuple[Positions, Floats]:
         """The elements that all workers send in this turn, and what their values are multiplied by."""
         edges = np.arange(chosen(length, self.ratio) + 1) * length // max(1, chosen(length, self.ratio))
         widths = np.diff(edges)
         found = edges[:-1] + (turn.stream(shared=True).random(len(widths)) * widths).astype(np.int64)
         return found, np.ones(len(widths), np.float32) if self.feedback else widths.astype(np.float32)
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """The values of the chosen elements, nothing else."""
         return bytes_of(self._sent(values, turn, rest))
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """The chosen elements, zeros elsewhere."""
         found, _ = self.positions(len(out), turn)
         put(found, numbers_of(payload, len(found)).numpy(), out, add=add)
@@ -58,18 +58,18 @@ class RandomK(Summed):
         widest = -(-len(values) // chosen(len(values), self.ratio))
         return values.abs() * (max(1, widest - 1) * (1 + ROUNDING))
 
-    def first(self, values: Tensor, state: State, turn: Turn) -> Tensor:
+    def first(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
         """The values of the chosen elements; all others are kept, with feedback."""
         if not self.feedback:
             return self._sent(values, turn, None)
         kept = state[RESIDUAL].add_(values)
         return self._sent(kept, turn, kept)
 
-    def finish(self, total: Tensor, out: Tensor, state: State, turn: Turn) -> None:
+    def finish(self, total: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
         """The totals at their positions."""
         put(self.positions(len(out), turn)[0], total.numpy(), out, add=False)
 
-    def _sent(self, values: Tensor, turn: Turn, rest: Tensor | None) -> Tensor:
+    def _sent(self, values: Tensor, turn: CodecContext, rest: Tensor | None) -> Tensor:
         import torch
 
         found, factors = self.positions(len(values), turn)

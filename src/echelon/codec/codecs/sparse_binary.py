@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from echelon.codec.codec import Codec, State, Travels, Turn, chosen
+from echelon.codec.codec import Codec, CodecContext, State, Travels, chosen
 from echelon.codec.positions import Positions
 from echelon.codec.sparse import (
     ROUNDING,
@@ -51,7 +51,7 @@ class SparseBinary(Codec):
         check_ratio(self.ratio)
         check_sample(self.sample)
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """The positions of one side's largest elements, and their mean."""
         given: Floats = values.numpy()
         positions, mean = self._side(given, turn.step)
@@ -59,7 +59,7 @@ class SparseBinary(Codec):
         leave(values, positions, given[positions] - mean, rest)
         return payload
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """The mean at the chosen positions, zeros elsewhere."""
         positions, data = unpack(payload, len(out))
         if len(data) != 4:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from echelon.codec.bits import BLOCK, blocks
-from echelon.codec.codec import Codec, State, Travels, Turn
+from echelon.codec.codec import Codec, CodecContext, State, Travels
 from echelon.codec.grid import Coder, Grid, largest
 from echelon.errors import ConfigError, Corrupt
 
@@ -50,7 +50,7 @@ class Ternary(Codec):
         """Its errors may be larger than the values: it is right in the mean only."""
         return False
 
-    def write(self, values: Tensor, state: State, turn: Turn, rest: Tensor | None = None) -> Tensor:
+    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
         """The scale, and digits of base 3."""
         import torch
 
@@ -62,7 +62,7 @@ class Ternary(Codec):
         Coder(grid, len(values), random=turn.stream()).write(values, data[_HEAD_BYTES:], rest)
         return payload
 
-    def read(self, payload: Tensor, out: Tensor, turn: Turn, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
         """Digits times the scale."""
         data = payload.numpy()
         scale = float(np.frombuffer(data[:_HEAD_BYTES].tobytes(), np.float32)[0]) if len(data) > 3 else -1.0

@@ -18,11 +18,11 @@ from echelon.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from echelon.codec.codec import Turn
+    from echelon.codec.codec import CodecContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Threshold(Sparse):
+class ThresholdCodec(Sparse):
     """Sends the elements whose magnitude is above `value`, however many that are."""
 
     name: ClassVar[str] = "threshold"
@@ -37,7 +37,7 @@ class Threshold(Sparse):
                 fix="give 0 or more, such as 1e-3",
             )
 
-    def choose(self, values: Tensor, turn: Turn) -> Positions:
+    def choose(self, values: Tensor, turn: CodecContext) -> Positions:
         """The elements above."""
         with np.errstate(over="ignore"):  # a value beyond float32 is infinity: nothing is above
             least = np.float32(self.value)

@@ -16,7 +16,7 @@ from echelon.codec.sparse import Source, Sparse, check_ratio, check_sample, larg
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from echelon.codec.codec import Turn
+    from echelon.codec.codec import CodecContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class TopK(Sparse):
         check_ratio(self.ratio)
         check_sample(self.sample)
 
-    def choose(self, values: Tensor, turn: Turn) -> Positions:
+    def choose(self, values: Tensor, turn: CodecContext) -> Positions:
         """The largest ones."""
         count = chosen(len(values), self.ratio)
         return largest(Source(values.numpy()), count, sample=self.sample, step=turn.step)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from echelon.config.units import show_bytes, show_seconds
-from echelon.observe.arrival import Gathering, Round, clock_offsets, judge, same_clock
+from echelon.observe.arrival import ObservedRound, RoundTally, clock_offsets, judge, same_clock
 from echelon.observe.events import BucketReduced, StepEnded
-from echelon.observe.hiding import WorkerCommunication, under_way
+from echelon.observe.overlap import WorkerCommunication, under_way
 from echelon.observe.page.charts import Bar, Mark, Segment, Series, line_chart, row_chart
 from echelon.observe.page.markup import about, figure, legend, safe, section, table
 from echelon.observe.page.scale import (
@@ -353,8 +353,8 @@ def _under_way(buckets: Sequence[BucketReduced], begin: float, end: float) -> li
     return pieces
 
 
-def _rounds(steps: Sequence[StepEnded]) -> list[Round]:
-    gathering = Gathering()
+def _rounds(steps: Sequence[StepEnded]) -> list[ObservedRound]:
+    gathering = RoundTally()
     for step in steps:
         gathering.add(step, None)
     return gathering.rest()

@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from echelon.observe.agreement import Stretch
-from echelon.observe.arrival import Gathering, Round, judge
+from echelon.observe.arrival import ObservedRound, RoundTally, judge
 from echelon.observe.events import (
     AnyEvent,
     CheckpointLoaded,
@@ -27,6 +26,7 @@ from echelon.observe.events import (
 from echelon.observe.page.scale import Point
 from echelon.observe.spans import end_of
 from echelon.observe.summary import Summary, Tally
+from echelon.observe.sync import Stretch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ class _Teller:
     def __init__(self, policy: str, firsts: Sequence[int]) -> None:
         self.tally = Tally(policy=policy, firsts=firsts)
         self.steps: list[RoundPoint] = []  # one by one, in case workers do not step together
-        self.gathering = Gathering()
+        self.gathering = RoundTally()
         self.world_size: int | None = None
         self.began = math.inf
         self.started: RunStarted | None = None
@@ -106,7 +106,7 @@ class _Teller:
         match event:
             case StepEnded():
                 if self.tally.apart:
-                    self.steps.append(_point(Round(event.step, {event.rank: event})))
+                    self.steps.append(_point(ObservedRound(event.step, {event.rank: event})))
                     return
                 complete = self.gathering.add(event, self.world_size)
                 if complete is not None:
@@ -122,7 +122,7 @@ class _Teller:
             case _:
                 self._tell(event)
 
-    def _round(self, round_: Round, *, judged: bool) -> None:
+    def _round(self, round_: ObservedRound, *, judged: bool) -> None:
         point = _point(round_)
         if not judged:
             self.rounds.append((point, point))
@@ -193,8 +193,8 @@ class _Teller:
         return [replace(p, begin_s=p.begin_s - began, end_s=p.end_s - began) for p in points]
 
 
-def _one_by_one(round_: Round) -> list[Round]:
-    return [Round(round_.step, {rank: step}) for rank, step in round_.workers.items()]
+def _one_by_one(round_: ObservedRound) -> list[ObservedRound]:
+    return [ObservedRound(round_.step, {rank: step}) for rank, step in round_.workers.items()]
 
 
 def tell(events: Iterable[AnyEvent], policy: str = "", firsts: Sequence[int] = ()) -> Story:
@@ -205,7 +205,7 @@ def tell(events: Iterable[AnyEvent], policy: str = "", firsts: Sequence[int] = (
     return teller.story()
 
 
-def _point(round_: Round) -> RoundPoint:
+def _point(round_: ObservedRound) -> RoundPoint:
     steps = list(round_.workers.values())
     known = [(s.share, s.loss) for s in steps if s.loss is not None and math.isfinite(s.loss)]
     weight = sum(share for share, _ in known)

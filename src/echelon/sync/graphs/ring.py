@@ -9,7 +9,7 @@ from echelon.sync.graph import Graph, Neighbourhood, joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ring(Graph):
+class RingGraph(Graph):
     """Each worker with the one before and the one after it."""
 
     name: ClassVar[str] = "ring"

@@ -10,25 +10,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from echelon.sync.policy import Crew
-from echelon.sync.served import Apply, Arrival, Decision, Part, Release, Rule, Served, needs_server
+from echelon.sync.families.serve import (
+    Apply,
+    Arrival,
+    Decision,
+    Release,
+    Rule,
+    ServePolicy,
+    WeightedPush,
+    needs_server,
+)
+from echelon.sync.policy import ClusterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Async(Served):
+class Async(ServePolicy):
     """The server applies each gradient on arrival; nobody waits."""
 
     name: ClassVar[str] = "async"
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Needs a server."""
-        needs_server(self, crew)
+        needs_server(self, cluster)
 
-    def rule(self, crew: Crew) -> Rule:
+    def rule(self, cluster: ClusterInfo) -> Rule:
         """Nothing to remember."""
         return _Immediately()
 
 
 class _Immediately(Rule):
     def arrive(self, arrival: Arrival) -> list[Decision]:
-        return [Apply((Part(arrival.worker, arrival.step, 1.0),)), Release(arrival.worker)]
+        return [Apply((WeightedPush(arrival.worker, arrival.step, 1.0),)), Release(arrival.worker)]

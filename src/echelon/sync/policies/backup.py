@@ -15,12 +15,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.errors import ConfigError
-from echelon.sync.policy import Crew
-from echelon.sync.served import Arrival, Decision, Drop, Release, Rule, Served, mean, needs_server
+from echelon.sync.families.serve import (
+    Arrival,
+    Decision,
+    Drop,
+    Release,
+    Rule,
+    ServePolicy,
+    mean,
+    needs_server,
+)
+from echelon.sync.policy import ClusterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backup(Served):
+class Backup(ServePolicy):
     """Goes on when all but `spares` gradients have arrived, and drops the rest."""
 
     name: ClassVar[str] = "backup"
@@ -34,22 +43,22 @@ class Backup(Served):
                 fix="give 0 to wait for all workers, or how many not to wait for",
             )
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Needs a server, and a worker that is no spare."""
-        needs_server(self, crew)
-        if self.spares >= crew.workers:
+        needs_server(self, cluster)
+        if self.spares >= cluster.workers:
             raise ConfigError(
-                f"{self.spares} of {crew.workers} workers are spares, so there is nobody to wait for",
+                f"{self.spares} of {cluster.workers} workers are spares, so there is nobody to wait for",
                 where="sync backup, spares",
-                fix=f"give at most {crew.workers - 1} spares, or start more workers",
+                fix=f"give at most {cluster.workers - 1} spares, or start more workers",
             )
 
-    def rule(self, crew: Crew) -> Rule:
+    def rule(self, cluster: ClusterInfo) -> Rule:
         """Rounds, one after the other."""
-        return _Rounds(self.spares, crew.workers)
+        return _BackupRounds(self.spares, cluster.workers)
 
 
-class _Rounds(Rule):
+class _BackupRounds(Rule):
     def __init__(self, spares: int, workers: int) -> None:
         self._spares = spares
         self._active = set(range(workers))

@@ -18,12 +18,21 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from echelon.errors import ConfigError
-from echelon.sync.policy import Crew
-from echelon.sync.served import Apply, Arrival, Decision, Part, Release, Rule, Served, needs_server
+from echelon.sync.families.serve import (
+    Apply,
+    Arrival,
+    Decision,
+    Release,
+    Rule,
+    ServePolicy,
+    WeightedPush,
+    needs_server,
+)
+from echelon.sync.policy import ClusterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoundedDelay(Served):
+class BoundedDelay(ServePolicy):
     """Like async, but nobody is more than `bound` steps ahead of the slowest (stale synchronous)."""
 
     name: ClassVar[str] = "bounded-delay"
@@ -38,13 +47,13 @@ class BoundedDelay(Served):
                 fix="give 0 to wait for all workers in every step, or more to wait less",
             )
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Needs a server."""
-        needs_server(self, crew)
+        needs_server(self, cluster)
 
-    def rule(self, crew: Crew) -> Rule:
+    def rule(self, cluster: ClusterInfo) -> Rule:
         """Counts everybody's steps."""
-        return _Bounded(self, crew.workers)
+        return _Bounded(self, cluster.workers)
 
 
 class _Bounded(Rule):
@@ -89,9 +98,9 @@ class _Bounded(Rule):
         if not pending:  # it was applied when somebody else read
             return []
         if self._options.scale == "sum":
-            return [Apply(tuple(Part(a.worker, a.step, 1.0) for a in pending))]
+            return [Apply(tuple(WeightedPush(a.worker, a.step, 1.0) for a in pending))]
         total = self._one_step()
-        return [Apply(tuple(Part(a.worker, a.step, a.samples / total) for a in pending))]
+        return [Apply(tuple(WeightedPush(a.worker, a.step, a.samples / total) for a in pending))]
 
     def _one_step(self) -> float:
         known = [self._samples[worker] for worker in sorted(self._made) if worker in self._samples]

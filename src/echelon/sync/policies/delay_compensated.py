@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from echelon.errors import ConfigError
+from echelon.sync.families.serve import Rule, ServePolicy, needs_server
 from echelon.sync.policies.asynchronous import Async
-from echelon.sync.policy import Crew
-from echelon.sync.served import Rule, Served, needs_server
+from echelon.sync.policy import ClusterInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ _LEAST_SQUARE = 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DelayCompensated(Served):
+class DelayCompensated(ServePolicy):
     """Like async, with gradients corrected for the delay (DC-ASGD)."""
 
     name: ClassVar[str] = "delay-compensated"
@@ -51,13 +51,13 @@ class DelayCompensated(Served):
                 fix="give 0.95 to average over about the last 20 gradients",
             )
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Needs a server."""
-        needs_server(self, crew)
+        needs_server(self, cluster)
 
-    def rule(self, crew: Crew) -> Rule:
+    def rule(self, cluster: ClusterInfo) -> Rule:
         """Decides as async does."""
-        return Async().rule(crew)
+        return Async().rule(cluster)
 
     def amend(self, gradient: Tensor, weights: Tensor, read: Tensor, memory: dict[str, Tensor]) -> Tensor:
         """The gradient at `weights`, about, of one that was computed on `read`."""

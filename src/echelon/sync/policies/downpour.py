@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.errors import ConfigError
+from echelon.sync.families.serve import Rule, ServePolicy, needs_server
 from echelon.sync.policies.asynchronous import Async
-from echelon.sync.policy import Crew
-from echelon.sync.served import Rule, Served, needs_server
+from echelon.sync.policy import ClusterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Downpour(Served):
+class Downpour(ServePolicy):
     """Like async, but workers push only every `push` steps and take weights every `pull` steps."""
 
     name: ClassVar[str] = "downpour"
@@ -33,13 +33,13 @@ class Downpour(Served):
                     fix=f"give 1 to {option} in every step, or more",
                 )
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Needs a server."""
-        needs_server(self, crew)
+        needs_server(self, cluster)
 
-    def rule(self, crew: Crew) -> Rule:
+    def rule(self, cluster: ClusterInfo) -> Rule:
         """Decides as async does, whenever something arrives."""
-        return Async().rule(crew)
+        return Async().rule(cluster)
 
     @property
     def push_every(self) -> int:

@@ -1,6 +1,6 @@
 """Elastic averaging (EASGD): workers explore by themselves, tied to a center by a spring.
 
-Formulas and both forms are in `echelon.sync.elastic`. Its variant with momentum, EAMSGD, is Nesterov
+Formulas and both forms: `echelon.sync.families.elastic`. The variant with momentum, EAMSGD, is Nesterov
 momentum in each worker's own optimizer, SGD(momentum=0.9, nesterov=True); nothing changes here.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.errors import ConfigError
-from echelon.sync.elastic import AsynchronousElastic, SynchronousElastic
-from echelon.sync.policy import Crew, Family, Policy
+from echelon.sync.families.elastic import AsynchronousElastic, SynchronousElastic
+from echelon.sync.policy import ClusterInfo, Family, Policy
 
 _ALPHA = 0.1  # of the asynchronous form, which is stable with any; 0.9 / N for nine workers
 
@@ -48,6 +48,6 @@ class ElasticAveraging(Policy):
             return SynchronousElastic(alpha=self.alpha, period=self.period)
         return AsynchronousElastic(alpha=_ALPHA if self.alpha is None else self.alpha, period=self.period)
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """As the form does."""
-        self.resolved().check(crew)
+        self.resolved().check(cluster)

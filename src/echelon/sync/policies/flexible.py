@@ -33,23 +33,23 @@ from typing import ClassVar
 
 from echelon.errors import ConfigError
 from echelon.sync.detector import DETECTORS, KEPT, Detector
-from echelon.sync.policy import Crew
-from echelon.sync.served import (
+from echelon.sync.families.serve import (
     Arrival,
     Decision,
     Drop,
     Invite,
     Release,
     Rule,
-    Served,
+    ServePolicy,
     Wake,
     mean,
     needs_server,
 )
+from echelon.sync.policy import ClusterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flexible(Served):
+class Flexible(ServePolicy):
     """A worker that is slower than it should be is left out until it is normal again.
 
     `detector` judges times of computing, `transfer` those of transfers (the same detector unless given). A
@@ -67,14 +67,14 @@ class Flexible(Served):
         if self.retry < 1:
             raise ConfigError(f"retry is {self.retry}", where="retry", fix="give 1 round or more")
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Needs a server."""
-        needs_server(self, crew)
+        needs_server(self, cluster)
 
-    def rule(self, crew: Crew) -> Rule:
+    def rule(self, cluster: ClusterInfo) -> Rule:
         """Rounds of those who are normal."""
         compute, transfer = self._detectors()
-        return _Normal(_Times(crew.workers, compute, transfer), crew.workers, self.retry)
+        return _Normal(_Times(cluster.workers, compute, transfer), cluster.workers, self.retry)
 
     def _detectors(self) -> tuple[Detector, Detector]:
         compute = DETECTORS.build(self.detector, where="detector")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from echelon.sync.policy import Crew, Family, Policy
+from echelon.sync.policy import ClusterInfo, Family, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,5 +15,5 @@ class Full(Policy):
     name: ClassVar[str] = "full"
     family: ClassVar[Family] = "reduce"
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Works with any."""

@@ -12,13 +12,13 @@ from functools import lru_cache
 from typing import ClassVar
 
 from echelon.errors import ConfigError
+from echelon.sync.families.mix import Meeting, MixPolicy, Neighbours
 from echelon.sync.graph import GRAPHS, Graph, Neighbourhood, metropolis_row, reachable
-from echelon.sync.mixed import Meeting, Mixed, Neighbours
-from echelon.sync.policy import Crew
+from echelon.sync.policy import ClusterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gossip(Mixed):
+class Gossip(MixPolicy):
     """Averages with neighbours on a graph, after every `period` steps; no server.
 
     `graph` is one of `echelon list graph` with its options: `gossip(torus(rows=2))`.
@@ -35,25 +35,25 @@ class Gossip(Mixed):
                 f"workers cannot meet every {self.period} steps", where="period", fix="give 1 or more"
             )
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """The graph has to fit the workers and to connect them."""
-        neighbours = _neighbours(self.graph, crew.workers, 0)
+        neighbours = _neighbours(self.graph, cluster.workers, 0)
         if not _built(self.graph).lasting:
             return
-        lost = sorted(set(range(crew.workers)) - reachable(neighbours))
+        lost = sorted(set(range(cluster.workers)) - reachable(neighbours))
         if lost:
             raise ConfigError(
                 f"worker {lost[0]} cannot be reached from worker 0 on the graph {self.graph}",
                 where="--sync gossip, graph",
-                fix=f"connect all {crew.workers} workers: add the pair 0-{lost[0]}, or use ring",
+                fix=f"connect all {cluster.workers} workers: add the pair 0-{lost[0]}, or use ring",
             )
 
-    def meeting(self, step: int, rank: int, crew: Crew) -> Meeting | None:
+    def meeting(self, step: int, rank: int, cluster: ClusterInfo) -> Meeting | None:
         """Its neighbours, if it has any."""
         if (step + 1) % self.period:
             return None
         turn = 0 if _built(self.graph).lasting else step // self.period
-        neighbours = _neighbours(self.graph, crew.workers, turn)
+        neighbours = _neighbours(self.graph, cluster.workers, turn)
         return Neighbours(metropolis_row(neighbours, rank)) if neighbours[rank] else None
 
 

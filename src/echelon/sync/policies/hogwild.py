@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.errors import ConfigError
-from echelon.sync.policy import Crew, Family, Policy
+from echelon.sync.policy import ClusterInfo, Family, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +20,11 @@ class Hogwild(Policy):
     name: ClassVar[str] = "hogwild"
     family: ClassVar[Family] = "share"
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Memory is shared on one machine only."""
-        if crew.machines > 1:
+        if cluster.machines > 1:
             raise ConfigError(
-                f"hogwild shares the memory of one machine, and the workers are on {crew.machines}",
+                f"hogwild shares the memory of one machine, and the workers are on {cluster.machines}",
                 where="--sync",
                 fix="use one machine, or async with a parameter server: --sync async --servers 1",
             )

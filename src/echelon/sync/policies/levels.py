@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from echelon.errors import ConfigError
-from echelon.sync.mixed import Mixed
-from echelon.sync.policy import POLICIES, Crew, Family, Policy
+from echelon.sync.families.mix import MixPolicy
+from echelon.sync.policy import POLICIES, ClusterInfo, Family, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +36,13 @@ class Levels(Policy):
                 where="sync levels",
                 fix="inside a group use full or a policy of averages; between groups not hogwild or levels",
             )
-        if isinstance(inside, Mixed) and inside.shown == "center":
+        if isinstance(inside, MixPolicy) and inside.shown == "center":
             raise ConfigError(
                 f"{self.inner} keeps a center, which groups that meet would not know of",
                 where="sync levels",
                 fix="use full, gossip or local without an outer step inside",
             )
-        if isinstance(inside, Mixed) and between.family != "mix":
+        if isinstance(inside, MixPolicy) and between.family != "mix":
             raise ConfigError(
                 f"with {self.inner} inside, groups have weights to average, no gradient for {self.outer}",
                 where="sync levels",
@@ -63,53 +63,54 @@ class Levels(Policy):
         """Full inside and full between is full."""
         return self.between if self.inside.family == self.between.family == "reduce" else self
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Needs groups, and both policies must work with theirs."""
-        if len(crew.groups) < 2:
+        if len(cluster.groups) < 2:
             raise ConfigError(
                 "levels need two groups of workers or more",
                 where="--sync",
                 fix="say who is in which with --groups, or use a lab with several sites",
             )
-        members = sorted(rank for group in crew.groups for rank in group)
-        if members != list(range(crew.workers)):
+        members = sorted(rank for group in cluster.groups for rank in group)
+        if members != list(range(cluster.workers)):
             raise ConfigError(
-                f"groups {list(map(list, crew.groups))} do not hold each of {crew.workers} workers once",
+                f"groups {list(map(list, cluster.groups))} do not hold each of {cluster.workers} workers"
+                " exactly once",
                 where="--groups",
                 fix="put every worker into exactly one group",
             )
-        for group in crew.groups:
-            self.inside.check(members_of(crew, group))
-        self.between.check(units_of(crew))
+        for group in cluster.groups:
+            self.inside.check(members_of(cluster, group))
+        self.between.check(units_of(cluster))
 
 
-def members_of(crew: Crew, group: tuple[int, ...]) -> Crew:
+def members_of(cluster: ClusterInfo, group: tuple[int, ...]) -> ClusterInfo:
     """One group as a crew of its own."""
 
     def of(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(values[rank] for rank in group) if values else ()
 
     return replace(
-        crew,
+        cluster,
         workers=len(group),
         groups=(),
-        shares=of(crew.shares),
-        speeds=of(crew.speeds),
-        links=of(crew.links),
+        shares=of(cluster.shares),
+        speeds=of(cluster.speeds),
+        links=of(cluster.links),
     )
 
 
-def units_of(crew: Crew) -> Crew:
+def units_of(cluster: ClusterInfo) -> ClusterInfo:
     """The groups as a crew: shares add up, the slowest member sets the pace, the first one talks."""
     return replace(
-        crew,
-        workers=len(crew.groups),
+        cluster,
+        workers=len(cluster.groups),
         groups=(),
-        shares=tuple(sum(crew.shares[rank] for rank in group) for group in crew.groups)
-        if crew.shares
-        else tuple(float(len(group)) for group in crew.groups),
-        speeds=tuple(min(crew.speeds[rank] for rank in group) for group in crew.groups)
-        if crew.speeds
+        shares=tuple(sum(cluster.shares[rank] for rank in group) for group in cluster.groups)
+        if cluster.shares
+        else tuple(float(len(group)) for group in cluster.groups),
+        speeds=tuple(min(cluster.speeds[rank] for rank in group) for group in cluster.groups)
+        if cluster.speeds
         else (),
-        links=tuple(crew.links[group[0]] for group in crew.groups) if crew.links else (),
+        links=tuple(cluster.links[group[0]] for group in cluster.groups) if cluster.links else (),
     )

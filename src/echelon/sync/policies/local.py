@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from echelon.errors import ConfigError
-from echelon.sync.mixed import Average, Meeting, Mixed
+from echelon.sync.families.mix import Average, Meeting, MixPolicy
 from echelon.sync.policies.full import Full
-from echelon.sync.policy import Crew, Policy
+from echelon.sync.policy import ClusterInfo, Policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ _PERIOD = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Local(Mixed):
+class Local(MixPolicy):
     """Each worker takes `period` steps of its own, then all average their weights.
 
     `periods` are those inside groups and among all; outer_lr, outer_momentum and nesterov make block
@@ -111,31 +111,31 @@ class Local(Mixed):
         """The mean after every step is full synchronisation."""
         return Full() if self._of_all == 1 and not self._steps_outside else self
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Two levels need groups, each worker in one of them."""
         if self.periods is None:
             return
-        if len(crew.groups) < 2:
+        if len(cluster.groups) < 2:
             raise ConfigError(
                 "periods for two levels are given, and the workers are not in groups",
                 where="--sync local, periods",
                 fix=f"give the plan two groups or more, or one period: local({self._of_all})",
             )
-        grouped = sorted(rank for group in crew.groups for rank in group)
-        if grouped != list(range(crew.workers)):
+        grouped = sorted(rank for group in cluster.groups for rank in group)
+        if grouped != list(range(cluster.workers)):
             raise ConfigError(
-                f"the groups hold the workers {grouped}, and there are {crew.workers}",
+                f"the groups hold the workers {grouped}, and there are {cluster.workers}",
                 where="--sync local, periods",
                 fix="put each worker in exactly one group",
             )
 
-    def meeting(self, step: int, rank: int, crew: Crew) -> Meeting | None:
+    def meeting(self, step: int, rank: int, cluster: ClusterInfo) -> Meeting | None:
         """All, or the worker's group, when their period is over."""
         if (step + 1) % self._of_all == 0:
-            return Average(tuple(range(crew.workers)))
+            return Average(tuple(range(cluster.workers)))
         if self.periods is None or (step + 1) % self.periods[0]:
             return None
-        group = next(group for group in crew.groups if rank in group)
+        group = next(group for group in cluster.groups if rank in group)
         return Average(group) if len(group) > 1 else None
 
     def start(self, own: Tensor, memory: dict[str, Tensor]) -> None:
@@ -145,10 +145,10 @@ class Local(Mixed):
             memory["velocity"] = own.new_zeros(own.shape)
 
     def settle(
-        self, own: Tensor, mean: Tensor, memory: dict[str, Tensor], meeting: Average, crew: Crew
+        self, own: Tensor, mean: Tensor, memory: dict[str, Tensor], meeting: Average, cluster: ClusterInfo
     ) -> None:
         """The mean, or what the outer step makes of it; inside a group always the mean."""
-        if not self._steps_outside or len(meeting.members) < crew.workers:
+        if not self._steps_outside or len(meeting.members) < cluster.workers:
             own.copy_(mean)
             return
         center, velocity = memory["center"], memory["velocity"]

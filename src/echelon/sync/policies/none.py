@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from echelon.sync.mixed import Meeting, Mixed
-from echelon.sync.policy import Crew
+from echelon.sync.families.mix import Meeting, MixPolicy
+from echelon.sync.policy import ClusterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alone(Mixed):
+class NoSync(MixPolicy):
     """Never: every worker trains by itself, and weights are averaged once, at the end."""
 
     name: ClassVar[str] = "none"
     shown: ClassVar[Literal["mean", "own", "center"]] = "own"
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Works with any."""
 
-    def meeting(self, step: int, rank: int, crew: Crew) -> Meeting | None:
+    def meeting(self, step: int, rank: int, cluster: ClusterInfo) -> Meeting | None:
         """Nobody."""
         return None

@@ -19,14 +19,23 @@ from fractions import Fraction
 from typing import ClassVar, Literal
 
 from echelon.errors import ConfigError
-from echelon.sync.policy import Crew
-from echelon.sync.served import Arrival, Decision, Invite, Release, Rule, Served, mean, needs_server
+from echelon.sync.families.serve import (
+    Arrival,
+    Decision,
+    Invite,
+    Release,
+    Rule,
+    ServePolicy,
+    mean,
+    needs_server,
+)
+from echelon.sync.policy import ClusterInfo
 
 _FINEST = 10**6  # no share is taken for less than one round in so many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Percentage(Served):
+class Percentage(ServePolicy):
     """A worker takes part in a share of the rounds and goes on alone in between.
 
     `share` is that of all workers, 0.5 if nothing is said; `shares` gives one per worker, or one per
@@ -63,38 +72,40 @@ class Percentage(Served):
                 fix="give one of the two",
             )
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Needs a server, as many shares as workers or groups, and whatever the shares follow from."""
-        needs_server(self, crew)
-        self._shares(crew)
+        needs_server(self, cluster)
+        self._shares(cluster)
 
-    def rule(self, crew: Crew) -> Rule:
+    def rule(self, cluster: ClusterInfo) -> Rule:
         """Rounds of those whose turn it is."""
-        shares = [Fraction(share).limit_denominator(_FINEST) for share in self._shares(crew)]
+        shares = [Fraction(share).limit_denominator(_FINEST) for share in self._shares(cluster)]
         return _Turns([max(share, Fraction(1, _FINEST)) for share in shares])
 
-    def _shares(self, crew: Crew) -> Sequence[float]:
+    def _shares(self, cluster: ClusterInfo) -> Sequence[float]:
         """Each worker's."""
         if self.by == "speed":
-            return self._relative(crew.speeds, crew, "how fast workers compute", "--speed")
+            return self._relative(cluster.speeds, cluster, "how fast workers compute", "--speed")
         if self.by == "link":
-            return self._relative(crew.links, crew, "how fast workers' links are", "--lab")
+            return self._relative(cluster.links, cluster, "how fast workers' links are", "--lab")
         if self.shares is None:
-            return [0.5 if self.share is None else self.share] * crew.workers
-        if len(self.shares) == crew.workers:
+            return [0.5 if self.share is None else self.share] * cluster.workers
+        if len(self.shares) == cluster.workers:
             return self.shares
-        if crew.groups and len(self.shares) == len(crew.groups):
-            of = {w: share for group, share in zip(crew.groups, self.shares, strict=True) for w in group}
-            return [of[worker] for worker in range(crew.workers)]
-        groups = f" and {len(crew.groups)} groups" if crew.groups else ""
+        if cluster.groups and len(self.shares) == len(cluster.groups):
+            of = {w: share for group, share in zip(cluster.groups, self.shares, strict=True) for w in group}
+            return [of[worker] for worker in range(cluster.workers)]
+        groups = f" and {len(cluster.groups)} groups" if cluster.groups else ""
         raise ConfigError(
-            f"{len(self.shares)} shares are given, but there are {crew.workers} workers{groups}",
+            f"{len(self.shares)} shares are given, but there are {cluster.workers} workers{groups}",
             where=f"{self.name}, shares",
             fix="give one share per worker, or one per group",
         )
 
-    def _relative(self, known: Sequence[float], crew: Crew, what: str, source: str) -> Sequence[float]:
-        if len(known) != crew.workers or not all(value > 0 for value in known):
+    def _relative(
+        self, known: Sequence[float], cluster: ClusterInfo, what: str, source: str
+    ) -> Sequence[float]:
+        if len(known) != cluster.workers or not all(value > 0 for value in known):
             raise ConfigError(
                 f"by={self.by} needs to know {what}, and it is not known",
                 where=f"{self.name}, by",

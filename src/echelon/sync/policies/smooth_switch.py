@@ -18,16 +18,26 @@ from functools import lru_cache
 from typing import ClassVar, Literal
 
 from echelon.errors import ConfigError
-from echelon.sync.policy import Crew
-from echelon.sync.served import Apply, Arrival, Decision, Part, Release, Rule, Served, mean, needs_server
+from echelon.sync.families.serve import (
+    Apply,
+    Arrival,
+    Decision,
+    Release,
+    Rule,
+    ServePolicy,
+    WeightedPush,
+    mean,
+    needs_server,
+)
+from echelon.sync.policy import ClusterInfo
 from echelon.sync.threshold import THRESHOLDS, Growth, Threshold
-from echelon.sync.thresholds.step import Step
+from echelon.sync.thresholds.step import StepThreshold
 
 _USUAL_STEP = 500.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SmoothSwitch(Served):
+class SmoothSwitch(ServePolicy):
     """One update per K gradients; K grows from 1 (async) to all workers (synchronous).
 
     `step` is after how many gradients K grows by one, 500 unless told; `step_over_lr` the same as a
@@ -73,35 +83,35 @@ class SmoothSwitch(Served):
         """Whether the threshold measures gradients."""
         return self.threshold != "" and _built(self.threshold).listens
 
-    def check(self, crew: Crew) -> None:
+    def check(self, cluster: ClusterInfo) -> None:
         """Needs a server, at least `start` workers, and a threshold that never decreases."""
-        needs_server(self, crew)
-        if self.start > crew.workers:
+        needs_server(self, cluster)
+        if self.start > cluster.workers:
             raise ConfigError(
-                f"an update of {self.start} gradients is more than {crew.workers} workers send",
+                f"an update of {self.start} gradients is more than {cluster.workers} workers send",
                 where="sync smooth-switch, start",
-                fix=f"give at most {crew.workers}, the number of workers",
+                fix=f"give at most {cluster.workers}, the number of workers",
             )
-        self.growing(crew).check(crew.workers)
+        self.growing(cluster).check(cluster.workers)
 
-    def rule(self, crew: Crew) -> Rule:
+    def rule(self, cluster: ClusterInfo) -> Rule:
         """An empty buffer."""
-        return _Buffer(self, crew.workers, self.growing(crew).growth(crew.workers))
+        return _Buffer(self, cluster.workers, self.growing(cluster).growth(cluster.workers))
 
-    def growing(self, crew: Crew) -> Threshold:
+    def growing(self, cluster: ClusterInfo) -> Threshold:
         """The threshold that the options ask for."""
         if self.threshold:
             return _built(self.threshold)
         if self.step_over_lr is None:
-            return Step(size=self.step if self.step is not None else _USUAL_STEP)
-        if crew.lr is None or not crew.lr > 0:
-            known = "is not known here" if crew.lr is None else f"is {crew.lr:g}"
+            return StepThreshold(size=self.step if self.step is not None else _USUAL_STEP)
+        if cluster.lr is None or not cluster.lr > 0:
+            known = "is not known here" if cluster.lr is None else f"is {cluster.lr:g}"
             raise ConfigError(
                 f"the step is a multiple of 1 / learning rate, which {known}",
                 where="sync smooth-switch, step_over_lr",
                 fix="give the step itself, in gradients: step=500",
             )
-        return Step(size=self.step_over_lr / crew.lr)
+        return StepThreshold(size=self.step_over_lr / cluster.lr)
 
 
 @lru_cache(maxsize=64)
@@ -148,7 +158,7 @@ class _Buffer(Rule):
         if len(self._buffer) < self._k:
             return []
         taken, self._buffer = self._buffer, []
-        by_sum = Apply(tuple(Part(a.worker, a.step, 1.0) for a in taken))
+        by_sum = Apply(tuple(WeightedPush(a.worker, a.step, 1.0) for a in taken))
         decisions: list[Decision] = [by_sum if self._options.combine == "sum" else mean(taken)]
         if self._options.waiting:
             decisions += [Release(arrival.worker) for arrival in taken]

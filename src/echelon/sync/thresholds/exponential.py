@@ -12,7 +12,7 @@ _LARGEST_EXPONENT = 1_000.0  # 2 to the power of 1024 is no number any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exponential(Curve):
+class ExponentialThreshold(Curve):
     """Doubles with every `doubling` gradients."""
 
     name: ClassVar[str] = "exponential"

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.errors import ConfigError
-from echelon.sync.served import Arrival
+from echelon.sync.families.serve import Arrival
 from echelon.sync.threshold import Growth, Threshold, check_above
 
 

@@ -12,7 +12,7 @@ from echelon.sync.threshold import Curve, check_above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step(Curve):
+class StepThreshold(Curve):
     """Grows by one after every `size` gradients."""
 
     name: ClassVar[str] = "step"

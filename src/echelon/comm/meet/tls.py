@@ -1,0 +1,223 @@
+"""TLS between workers, on request: with which certificates, and how a socket that speaks it is used.
+
+Each worker is given a certificate, its key, and the authority that signed the certificates of all workers:
+ECHELON_TLS_CERT, ECHELON_TLS_KEY and ECHELON_TLS_CA name the files, in PEM form. All workers have them, or
+none has. Connections are TLS 1.3, and both sides must show a certificate that the authority signed.
+
+Host names in certificates are not checked, for workers find each other by address: any certificate of the
+authority will do for any worker, so let it sign for workers only. That a peer is a worker of this run is
+proven by the HMAC that follows inside the encrypted connection (`handshake.py`).
+
+Who dials plays TLS's server, who answers its client. A TLS client shows its certificate only when it has
+accepted the server's: so a stranger at the door is shown none, and who dials knows at the end of the
+handshake that both have accepted, or else why not.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from echelon.comm.meet.handshake import Refused
+from echelon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+CERTIFICATE_VARIABLE = "ECHELON_TLS_CERT"
+KEY_VARIABLE = "ECHELON_TLS_KEY"
+AUTHORITY_VARIABLE = "ECHELON_TLS_CA"
+_VARIABLES = (CERTIFICATE_VARIABLE, KEY_VARIABLE, AUTHORITY_VARIABLE)
+ALL_OR_NONE = f"set {', '.join(_VARIABLES)} on all workers, or on none"
+_SAME_AUTHORITY = f"give all workers certificates of one authority; {AUTHORITY_VARIABLE} names it"
+_RECORD_BYTES = 16 << 10  # the most that TLS encrypts at a time
+_LATER = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_OUT_OF_DATE = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contexts:
+    """How a worker shakes hands, by role."""
+
+    dialling: ssl.SSLContext
+    answering: ssl.SSLContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificates:
+    """The files that a worker proves itself with, and by which it believes others."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> Certificates | None:
+        """What the environment names, found to be in order; None if it names nothing."""
+        missing = [name for name in _VARIABLES if not env.get(name)]
+        if len(missing) == len(_VARIABLES):
+            return None
+        if missing:
+            raise ConfigError(
+                f"TLS was asked for without {' and '.join(missing)}", where="environment", fix=ALL_OR_NONE
+            )
+        certificate, key, authority = (Path(env[name]) for name in _VARIABLES)
+        found = cls(certificate=certificate, key=key, authority=authority)
+        found.contexts()
+        return found
+
+    def contexts(self) -> Contexts:
+        """The files, loaded. ConfigError if others that have the same authority would refuse them."""
+        _check_certificates(self.authority, AUTHORITY_VARIABLE)
+        _check_certificates(self.certificate, CERTIFICATE_VARIABLE)
+        _check_readable(self.key, KEY_VARIABLE)
+        made = Contexts(dialling=self._context(dialling=True), answering=self._context(dialling=False))
+        try:
+            _shake_hands(made)
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                f"{self.certificate} does not hold under {self.authority}: {error.verify_message}",
+                where=f"{CERTIFICATE_VARIABLE}, {AUTHORITY_VARIABLE}",
+                fix="have it renewed, or set this machine's clock right"
+                if error.verify_code in _OUT_OF_DATE
+                else "give a certificate that the authority signed, for clients and servers",
+            ) from None
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"no TLS connection can be made with {self.certificate}: {reason(error)}",
+                where=CERTIFICATE_VARIABLE,
+                fix="give a certificate with a key of today's usual kind and length",
+            ) from None
+        return made
+
+    def _context(self, *, dialling: bool) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if dialling else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.sslsocket_class = TlsSocket
+        if dialling:
+            context.num_tickets = 0  # nobody resumes: a connection lasts as long as its view
+        context.load_verify_locations(cafile=self.authority)
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=self._refuse_password)
+        except ssl.SSLError as error:
+            if error.reason == "KEY_VALUES_MISMATCH":
+                message = f"the key {self.key} is not that of the certificate {self.certificate}"
+            else:
+                message = f"{self.key} is no private key in PEM form"
+            raise ConfigError(
+                message, where=KEY_VARIABLE, fix="give the key that the certificate was made with"
+            ) from None
+        return context
+
+    def _refuse_password(self) -> NoReturn:
+        """Nobody is there to type one in."""
+        raise ConfigError(
+            f"the key {self.key} is protected by a password",
+            where=KEY_VARIABLE,
+            fix="write it without one, readable by you alone: openssl pkey -in KEY -out NEW-KEY",
+        )
+
+
+class TlsSocket(ssl.SSLSocket):
+    """Used like any socket that does not block: one error means later, and several parts go out at once."""
+
+    def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
+        """At most one record, decrypted."""
+        try:
+            return super().recv(buflen, flags)
+        except _LATER:
+            raise BlockingIOError from None
+
+    def recv_into(self, buffer: WriteableBuffer, nbytes: int | None = None, flags: int = 0) -> int:
+        """At most one record, decrypted. What it leaves is `pending()`: the kernel knows nothing of it."""
+        try:
+            return super().recv_into(buffer, nbytes, flags)
+        except _LATER:
+            raise BlockingIOError from None
+
+    def send(self, data: ReadableBuffer, flags: int = 0) -> int:
+        """At most one record. One that the kernel did not take must be sent again from the same byte on."""
+        try:
+            return super().send(data, flags)
+        except _LATER:
+            raise BlockingIOError from None
+
+    def sendmsg(self, buffers: Iterable[ReadableBuffer]) -> int:  # type: ignore[override]  # it had none
+        """As much as the kernel takes, record by record; a short first part shares one with the next."""
+        parts = [memoryview(buffer) for buffer in buffers]
+        if len(parts) > 1 and len(parts[0]) < _RECORD_BYTES:
+            room = _RECORD_BYTES - len(parts[0])
+            parts[:2] = [memoryview(b"".join((parts[0], parts[1][:room]))), parts[1][room:]]
+        sent = 0
+        try:
+            for part in parts:
+                at = 0
+                while at < len(part):
+                    count = self.send(part[at:])
+                    at += count
+                    sent += count
+        except BlockingIOError:
+            if not sent:
+                raise
+        return sent
+
+
+def refusal(error: ssl.SSLError, *, peer: str, rank: int, where: str) -> Refused:
+    """Why a worker that was dialled and this one do not come together."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        message = f"{peer} has a certificate that does not hold here: {error.verify_message}"
+        return Refused(message, ranks=(rank,), where=where, fix=_SAME_AUTHORITY)
+    if "ALERT" in (error.reason or ""):
+        message = f"{peer} does not accept this worker's certificate: {reason(error)}"
+        return Refused(message, ranks=(rank,), where=where, fix=_SAME_AUTHORITY)
+    message = f"{peer} does not speak TLS as this worker does: {reason(error)}"
+    return Refused(message, ranks=(rank,), where=where, fix=ALL_OR_NONE)
+
+
+def reason(error: ssl.SSLError) -> str:
+    """What OpenSSL says is wrong, in words."""
+    return error.reason.lower().replace("_", " ") if error.reason else str(error)
+
+
+def _check_readable(path: Path, variable: str) -> None:
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}",
+            where=variable,
+            fix="check the path, and that this user may read the file",
+        ) from None
+
+
+def _check_certificates(path: Path, variable: str) -> None:
+    _check_readable(path, variable)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=path)
+    except ssl.SSLError:
+        raise ConfigError(
+            f"{path} holds no certificate in PEM form",
+            where=variable,
+            fix="give a file with a BEGIN CERTIFICATE line; openssl x509 converts other forms",
+        ) from None
+
+
+def _shake_hands(contexts: Contexts) -> None:
+    """With oneself, in memory: what no peer with the same authority would accept shows here."""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [
+        contexts.answering.wrap_bio(back, there),
+        contexts.dialling.wrap_bio(there, back, server_side=True),
+    ]
+    while sides:
+        for side in list(sides):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            sides.remove(side)

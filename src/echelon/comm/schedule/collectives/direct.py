@@ -1,0 +1,40 @@
+"""Direct: everybody sends every other worker its part, adds what it gets, and sends the result back.
+
+Two steps whatever the number of workers, and the bytes of a ring; but every pair of workers talks, and
+each worker sends and receives P-1 messages at once. With two workers it is the best there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from echelon.comm.schedule.collective import Move, Scattering, Schedule, ScheduleStep, pieces, trim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectExchange(Scattering):
+    """Everybody exchanges parts with everybody, in two steps; best for two workers."""
+
+    name: ClassVar[str] = "direct"
+
+    def reduce_scatter(self, rank: int, size: int, length: int) -> Schedule:
+        """Everybody's part r goes to worker r."""
+        return to_owners(rank, pieces(0, length, size))
+
+    def owned_range(self, rank: int, size: int, length: int) -> tuple[int, int]:
+        """Part r."""
+        return pieces(0, length, size)[rank]
+
+
+def to_owners(rank: int, parts: list[tuple[int, int]]) -> Schedule:
+    """Everybody sends part r to worker r, who adds them up. Each begins with the worker after it, so that
+    not all begin with the same one.
+    """
+    size = len(parts)
+    others = [(rank + shift) % size for shift in range(1, size)]
+    step = ScheduleStep(
+        sends=tuple(Move(peer, *parts[peer]) for peer in others),
+        adds=tuple(Move(peer, *parts[rank]) for peer in others),
+    )
+    return trim([step])

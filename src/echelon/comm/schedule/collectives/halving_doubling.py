@@ -1,0 +1,61 @@
+"""Halving-doubling: exchange half of the buffer with the nearest worker, half of that half with a worker
+twice as far away, and so on; then the way back.
+
+2 lg P steps and the bytes of a ring, for powers of two (Rabenseifner). The largest exchange is the one
+between neighbours, who often share a machine or a switch. Other numbers are folded (`comm/fold.py`), which
+costs hosts the whole buffer once more each way; `binary-blocks` does without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from echelon.comm.schedule.collective import Move, Scattering, Schedule, ScheduleStep, on, trim
+from echelon.comm.schedule.fold import fold, hosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalvingDoubling(Scattering):
+    """Halves, quarters, ... are exchanged in 2 lg P steps; few steps and few bytes."""
+
+    name: ClassVar[str] = "halving-doubling"
+
+    def reduce_scatter(self, rank: int, size: int, length: int) -> Schedule:
+        """Fold surplus workers in, halve."""
+        members = hosts(size)
+        steps = fold(rank, size, length)
+        if rank in members:
+            steps += on(members, halve(members.index(rank), len(members), length))
+        return trim(steps)
+
+    def owned_range(self, rank: int, size: int, length: int) -> tuple[int, int]:
+        """A share of the buffer; nothing for workers that were folded in."""
+        members = hosts(size)
+        return share(members.index(rank), len(members), length) if rank in members else (length, length)
+
+
+def halve(rank: int, size: int, length: int) -> Schedule:
+    """Reduce-scatter for a power of two: partners split what both still have to sum."""
+    steps = []
+    bit = 1
+    while bit < size:
+        partner = rank ^ bit
+        give, keep = share(partner, 2 * bit, length), share(rank, 2 * bit, length)
+        steps.append(ScheduleStep(sends=(Move(partner, *give),), adds=(Move(partner, *keep),)))
+        bit *= 2
+    return steps
+
+
+def share(rank: int, size: int, length: int) -> tuple[int, int]:
+    """What is left to a worker after the halvings among `size` workers: bit k of its rank picks a half.
+
+    Of a larger power of two, the workers of equal rank modulo `size` divide this very range among them.
+    """
+    low, high = 0, length
+    bit = 1
+    while bit < size:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if rank & bit else (low, middle)
+        bit *= 2
+    return low, high

@@ -1,0 +1,453 @@
+"""One TCP connection to one peer, cut into frames; driven by the loop's thread, never blocking.
+
+Outgoing messages queue by priority, and a more urgent one overtakes between two frames. An incoming payload
+goes straight to where it belongs if somebody waits for it: into the buffer, or into a cache-sized piece of
+memory from which it is added. What nobody waits for yet is kept aside; beyond a limit, and while nothing is
+awaited, the peer is not read from, and TCP makes it wait.
+
+The socket may be one that speaks TLS (`tls.py`). Then bytes may wait in the socket object where the kernel
+does not see them, so nobody would be woken for them: `read` never leaves any there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import select
+import socket
+import ssl
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from echelon.comm.meet import tls
+from echelon.comm.wire import frames, notices
+from echelon.comm.wire.frames import HEADER_BYTES, NOTICES, Header
+from echelon.comm.wire.notices import Notice
+from echelon.errors import Corrupt, StaleView
+
+_ASIDE_BYTES = 64 << 20
+_FRAMES_AT_ONCE = 16
+_MOST_NOTICE_BYTES = 64 << 10
+_WORTH_WAKING_BYTES = 512 << 10
+_FRAME_S = 4e-3  # an urgent message waits for so much of another at most
+_LEAST_FRAME_BYTES = 64 << 10
+_TCP_NOTSENT_LOWAT = 25  # Linux; the socket module names it from 3.12 on
+_FIRST = -(1 << 62)  # the priority of notices
+
+Key = tuple[int, int]  # operation, message
+
+
+class Sink(ABC):
+    """Where the payload of one message goes, frame by frame from its beginning to its end."""
+
+    size_bytes: int
+
+    @abstractmethod
+    def place(self, offset: int, length: int) -> memoryview | None:
+        """The final place of these bytes, or None if they must be handed to `take` instead."""
+
+    @abstractmethod
+    def take(self, offset: int, data: memoryview) -> None:
+        """Use bytes that could not be put in their final place. They are the caller's afterwards."""
+
+    @abstractmethod
+    def finished(self) -> None:
+        """All bytes are there."""
+
+
+class Whole(Sink):
+    """Takes a message into given memory and says when it is there."""
+
+    def __init__(self, memory: memoryview, done: Callable[[], None]) -> None:
+        self.size_bytes = len(memory)
+        self._memory = memory
+        self._done = done
+
+    def place(self, offset: int, length: int) -> memoryview | None:
+        """Its part of the memory."""
+        return self._memory[offset : offset + length]
+
+    def take(self, offset: int, data: memoryview) -> None:
+        """To the same place."""
+        self._memory[offset : offset + len(data)] = data
+
+    def finished(self) -> None:
+        """Say so."""
+        self._done()
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A message that somebody waits for."""
+
+    sink: Sink
+    received: int = 0
+
+
+@dataclass(slots=True)
+class _Aside:
+    """What came of a message before anybody waited for it."""
+
+    size_bytes: int
+    received: int = 0
+    parts: list[bytearray] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A message on its way out."""
+
+    key: Key
+    data: memoryview
+    sent: Callable[[], None] | None
+    at: int = 0
+
+
+_Queued = tuple[int, int, _Outgoing]  # priority, order of queueing, message
+
+
+class Connection:
+    """Frames to and from one peer."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        view: bytes,
+        peer: str,
+        frame_bytes: int = frames.FRAME_BYTES,
+        aside_bytes: int = _ASIDE_BYTES,
+    ) -> None:
+        _tune(sock)
+        self.sock = sock
+        self.peer = peer
+        self._cut(frame_bytes)
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.refused = 0
+        self.notices: list[Notice] = []
+        self.broken: Corrupt | None = None
+        self._view = view
+        # Going out.
+        self._queue: list[_Queued] = []
+        self._order = 0
+        self._sequence_out = 0
+        self._parts: list[memoryview] = []
+        self._current: _Queued | None = None
+        # Coming in.
+        self._expected: dict[Key, _Incoming] = {}
+        self._aside: dict[Key, _Aside] = {}
+        self._aside_bytes = 0
+        self._most_aside_bytes = aside_bytes
+        self._given_up: set[int] = set()
+        self._sequence_in = 0
+        self._header_bytes = bytearray(HEADER_BYTES)
+        self._piece = bytearray(frames.FRAME_BYTES)
+        self._header: Header | None = None
+        self._target = memoryview(b"")
+        self._in_place = False
+        self._have = 0
+        self._wakes_at = 1
+        self._encrypted = isinstance(sock, ssl.SSLSocket)
+        self._pending = sock.pending if isinstance(sock, ssl.SSLSocket) else _nothing
+        self.progressed = False
+        self.interest = select.EPOLLIN
+
+    def fit(self, bytes_per_s: float) -> None:
+        """Cut messages so that an urgent one waits a few milliseconds at most on a link of this rate."""
+        wanted = int(_FRAME_S * bytes_per_s)
+        self._cut(min(max(_LEAST_FRAME_BYTES, 1 << max(0, wanted.bit_length() - 1)), frames.FRAME_BYTES))
+
+    def _cut(self, frame_bytes: int) -> None:
+        """Little waits unsent in the kernel: urgent messages overtake it, and it is still in the cache."""
+        self.frame_bytes = frame_bytes
+        if self.sock.family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError):  # where the system lets us
+                unsent_bytes = max(_LEAST_FRAME_BYTES, frame_bytes // 2)
+                self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_bytes)
+
+    def forget(self, operation: int) -> None:
+        """Drop all that belongs to an operation that was given up, also what is still to come.
+
+        From now on its memory is neither read nor written: whoever gave it up may use it again.
+        """
+        self._given_up.add(operation)
+        self._queue = [entry for entry in self._queue if entry[2].key[0] != operation]
+        heapq.heapify(self._queue)
+        if self._current is not None and self._current[2].key[0] == operation:
+            self._parts = [memoryview(bytes(part)) for part in self._parts]  # a frame goes out whole
+            self._current = None
+        for key in [key for key in self._expected if key[0] == operation]:
+            del self._expected[key]
+        for key in [key for key in self._aside if key[0] == operation]:
+            self._aside_bytes -= self._aside.pop(key).received
+        if self._header is not None and self._header.operation == operation and self._in_place:
+            received = self._target[: self._have]
+            self._use_piece(self._header.length)
+            self._target[: self._have] = received
+
+    # Going out -----------------------------------------------------------------------------------
+
+    def send(self, key: Key, data: memoryview, priority: int, sent: Callable[[], None]) -> None:
+        """Queue a message; `sent` is called when the kernel has all of it."""
+        self._push(priority, _Outgoing(key, data, sent))
+
+    def tell(self, notice: Notice) -> None:
+        """Queue a notice; it overtakes all messages."""
+        self._push(_FIRST, _Outgoing((NOTICES, 0), memoryview(notices.encode(notice)), None))
+
+    def _push(self, priority: int, message: _Outgoing) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (priority, self._order, message))
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether anything is queued."""
+        return bool(self._parts or self._current or self._queue)
+
+    def write(self) -> None:
+        """Write what the kernel takes, a few frames at most; `progressed`: it took all of them."""
+        self.progressed = False
+        for _ in range(_FRAMES_AT_ONCE):
+            if not self._parts and not self._next_frame():
+                break
+            try:
+                count = self.sock.sendmsg(self._parts)
+            except BlockingIOError:
+                return
+            self.sent_bytes += count
+            self._advance(count)
+        self.progressed = True
+
+    def _next_frame(self) -> bool:
+        if self._current is None:
+            if not self._queue:
+                return False
+            self._current = heapq.heappop(self._queue)
+        else:  # an urgent message overtakes between two frames
+            self._current = heapq.heappushpop(self._queue, self._current)
+        message = self._current[2]
+        payload = message.data[message.at : message.at + self.frame_bytes]
+        header = Header(
+            self._view,
+            self._sequence_out,
+            *message.key,
+            len(message.data),
+            message.at,
+            len(payload),
+            frames.checksum(payload),
+        )
+        self._sequence_out += 1
+        message.at += len(payload)
+        self._parts = [memoryview(header.pack()), payload]
+        return True
+
+    def _advance(self, count: int) -> None:
+        while self._parts and count >= len(self._parts[0]):
+            count -= len(self._parts.pop(0))
+        if self._parts:
+            self._parts[0] = self._parts[0][count:]
+            return
+        if self._current is None:  # the message was given up meanwhile
+            return
+        message = self._current[2]
+        if message.at >= len(message.data):
+            self._current = None
+            if message.sent is not None:
+                message.sent()
+
+    # Coming in -----------------------------------------------------------------------------------
+
+    @property
+    def in_a_frame(self) -> bool:
+        """Whether the rest of a frame is awaited."""
+        return self._header is not None
+
+    @property
+    def paused(self) -> bool:
+        """Whether enough is kept aside. Where something is awaited, it may be behind what is not."""
+        return self._aside_bytes > self._most_aside_bytes and not self._expected
+
+    def has(self, key: Key) -> bool:
+        """Whether all of a message has come before anybody waited for it."""
+        aside = self._aside.get(key)
+        return aside is not None and aside.received >= aside.size_bytes
+
+    def expect(self, key: Key, sink: Sink) -> None:
+        """Say where a message is to go; what came early goes there now.
+
+        If that is not what it should be, `broken` says so: the caller may be serving another peer.
+        """
+        incoming = self._expected[key] = _Incoming(sink)
+        aside = self._aside.pop(key, None)
+        if aside is None:
+            return
+        self._aside_bytes -= aside.received
+        try:
+            self._check_size(aside.size_bytes, incoming, key)
+            for part in aside.parts:
+                _hand_over(sink, incoming.received, memoryview(part))
+                self._count(key, incoming, len(part))
+        except Corrupt as error:
+            self.refused += 1
+            self.broken = error
+
+    def read(self) -> None:
+        """Read what the kernel has. Raises ConnectionError when the peer is gone, Corrupt when it errs."""
+        try:
+            self._read_frames()
+            if self._header is None:  # between two frames, anything is worth waking for
+                self._wake_at(1)
+        except (Corrupt, StaleView):
+            self.refused += 1
+            raise
+        except ssl.SSLError as error:
+            self.refused += 1
+            raise Corrupt(f"TLS with {self.peer} failed: {tls.reason(error)}") from error
+
+    def _read_frames(self) -> None:
+        for count in itertools.count():
+            if (count >= _FRAMES_AT_ONCE or self.paused) and not self._pending():
+                return
+            if self._header is None and not self._read_header():
+                return
+            if not self._read_payload():
+                return
+
+    def _read_header(self) -> bool:
+        try:
+            count = self.sock.recv_into(memoryview(self._header_bytes)[self._have :])
+        except BlockingIOError:
+            return False
+        if not count:
+            raise ConnectionResetError("the peer closed the connection")
+        self._have += count
+        self.received_bytes += count
+        if self._have < HEADER_BYTES:
+            return False
+        self._have = 0
+        header = frames.unpack(
+            self._header_bytes, view=self._view, sequence=self._sequence_in, peer=self.peer
+        )
+        self._sequence_in += 1
+        self._choose_target(header)
+        self._header = header
+        return True
+
+    def _choose_target(self, header: Header) -> None:
+        """The memory that the payload is received into: its final place, if that is known."""
+        self._use_piece(header.length)
+        if header.operation == NOTICES:
+            if header.size > _MOST_NOTICE_BYTES or header.length != header.size:
+                raise Corrupt(f"{self.peer} sent a notice of {header.size} bytes", where="notices")
+            return
+        if header.operation in self._given_up:
+            return
+        key = (header.operation, header.message)
+        incoming, aside = self._expected.get(key), self._aside.get(key)
+        known = incoming or aside
+        if header.offset != (known.received if known else 0):
+            raise Corrupt(
+                f"{self.peer} sent parts of a message out of order", where=f"message {header.message}"
+            )
+        if aside is not None and aside.size_bytes != header.size:
+            raise Corrupt(f"{self.peer} gave a message two sizes", where=f"message {header.message}")
+        if incoming is not None:
+            self._check_size(header.size, incoming, key)
+            target = incoming.sink.place(header.offset, header.length)
+            if target is not None:
+                self._target, self._in_place = target, True
+
+    def _use_piece(self, length: int) -> None:
+        if length > len(self._piece):
+            self._piece = bytearray(length)
+        self._target, self._in_place = memoryview(self._piece)[:length], False
+
+    def _check_size(self, size_bytes: int, incoming: _Incoming, key: Key) -> None:
+        if size_bytes != incoming.sink.size_bytes:
+            raise Corrupt(
+                f"{self.peer} sent {size_bytes} bytes where {incoming.sink.size_bytes} were due",
+                where=f"message {key[1]} of operation {key[0]:#x}",
+                fix="all workers must make the same calls with tensors of the same shape and type",
+            )
+
+    def _read_payload(self) -> bool:
+        header, target = self._header, self._target
+        assert header is not None
+        while self._have < header.length:
+            try:
+                count = self.sock.recv_into(target[self._have :])
+            except BlockingIOError:
+                self._wake_at(min(header.length - self._have, _WORTH_WAKING_BYTES))
+                return False
+            if not count:
+                raise ConnectionResetError("the peer closed the connection in the middle of a frame")
+            self._have += count
+            self.received_bytes += count
+        self._have, self._header = 0, None
+        if frames.checksum(target) != header.checksum:
+            raise Corrupt(f"{self.peer} sent a damaged frame", where=f"frame {header.sequence}")
+        self._deliver(header, target)
+        return True
+
+    def _wake_at(self, count: int) -> None:
+        """Ask to be woken when so much is there: in the middle of a frame, a little is of no use.
+
+        Not under TLS: it may have taken the beginning of a record, and only the rest is still to come.
+        """
+        if count != self._wakes_at and not self._encrypted:
+            self._wakes_at = count
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+
+    def _deliver(self, header: Header, data: memoryview) -> None:
+        if header.operation == NOTICES:
+            self.notices.append(notices.decode(data, peer=self.peer))
+            return
+        if header.operation in self._given_up:
+            return
+        key = (header.operation, header.message)
+        incoming = self._expected.get(key)
+        if incoming is None:
+            aside = self._aside.setdefault(key, _Aside(header.size))
+            aside.parts.append(bytearray(data))
+            aside.received += len(data)
+            self._aside_bytes += len(data)
+            return
+        if not self._in_place:
+            self._check_size(header.size, incoming, key)  # awaited only since the header came, perhaps
+            _hand_over(incoming.sink, header.offset, data)
+        self._count(key, incoming, header.length)
+
+    def _count(self, key: Key, incoming: _Incoming, length: int) -> None:
+        incoming.received += length
+        if incoming.received >= incoming.sink.size_bytes:
+            del self._expected[key]
+            incoming.sink.finished()
+
+
+def _hand_over(sink: Sink, offset: int, data: memoryview) -> None:
+    target = sink.place(offset, len(data))
+    if target is None:
+        sink.take(offset, data)
+    else:
+        target[:] = data
+
+
+def _nothing() -> int:
+    """What waits in a plain socket object: all of it is in the kernel."""
+    return 0
+
+
+def _tune(sock: socket.socket) -> None:
+    """Settings for bursts of large messages.
+
+    Congestion control is cubic, for BBR paces by the rate it has seen lately, and a collective's pauses
+    between steps look to it like a slow link: a ring of four at 1 Gb/s lost 5 % to that.
+    """
+    sock.setblocking(False)
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")

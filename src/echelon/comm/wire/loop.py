@@ -1,0 +1,414 @@
+"""The thread that moves bytes: all connections of a worker, and the operations under way over them.
+
+One thread serves all peers, so that none blocks another and no two of our threads fight for the
+interpreter lock. It sleeps in the kernel until a socket is ready or somebody submits an operation.
+
+A peer that dies or fails ends every operation at once, on every worker, for each is connected with it. One
+that leaves in peace ends those only that still need it. An operation that one worker gives up is given up
+by all: they are told, with the reason. At a deadline workers ask each other who is there (`roll_call.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import select
+import socket
+import struct
+import sys
+import termios
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from echelon.comm.wire import blame
+from echelon.comm.wire.connection import Connection
+from echelon.comm.wire.notices import Answer, GaveUp, Goodbye, Notice, Question, shortened
+from echelon.comm.wire.operation import Operation
+from echelon.comm.wire.roll_call import RollCall
+from echelon.errors import Corrupt, PeerLost, RoundTimeout, StaleView, WorkerError
+
+CHANNEL_BITS = 40  # of a tag: below them is its number on its channel, in the order of submission
+_TICK_S = 0.1
+_SWITCH_S = 5e-4
+_LINGER_S = 1.0
+_LINGER_POLL_S = 0.001
+_ROUNDS = 4
+_SEE_LOG = "see the log of the worker it names"
+_log = logging.getLogger(__name__)
+
+
+class Loop:
+    """Owns the connections. `names` says how peers are called in errors, `me` how this worker is."""
+
+    def __init__(
+        self, connections: Mapping[int, Connection], names: Mapping[int, str], *, me: str = ""
+    ) -> None:
+        self.connections = dict(connections)
+        self._names = names
+        self._me = me
+        self._mine = set(names) - set(connections)
+        self._live = dict(connections)
+        self._broken: dict[int, Exception] = {}
+        self._goodbyes: dict[int, Goodbye] = {}
+        self._lost: dict[int, WorkerError] = {}
+        self._dead: WorkerError | None = (
+            None  # of one that did not leave in peace: nothing works without it
+        )
+        self._loss: WorkerError | None = None
+        self._reasons: list[WorkerError] = []
+        self._operations: dict[int, Operation] = {}
+        self._begun: dict[int, int] = {}
+        self._given_up: dict[int, WorkerError] = {}
+        self._late: dict[int, RollCall] = {}
+        self._door = threading.Lock()
+        self._inbox: deque[Operation] = deque()
+        self._over: WorkerError | None = None
+        self._closing = False
+        self._cause = ""
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._wake_in.setblocking(False)
+        self._poll = select.epoll()
+        self._poll.register(self._wake_in.fileno(), select.EPOLLIN)
+        self._by_fd: dict[int, int] = {}
+        for rank, connection in self.connections.items():
+            self._by_fd[connection.sock.fileno()] = rank
+            self._poll.register(connection.sock.fileno(), select.EPOLLIN)
+        # Plain Python lets go of the interpreter lock only so often (benchmarks/lock.py).
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
+        self._thread = threading.Thread(target=self._run, name="echelon-wire", daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: Operation) -> None:
+        """Start an operation. Its deadline runs from now on."""
+        operation.deadline = time.monotonic() + operation.deadline_s
+        with self._door:
+            if self._over is None:
+                self._inbox.append(operation)
+        if self._over is not None:
+            operation.end(self._over)
+        self._wake()
+
+    def check(self) -> None:
+        """Raise if any peer is gone, or the loop itself."""
+        error = self._loss or self._over
+        if error is not None:
+            raise error
+
+    def note(self, error: WorkerError) -> None:
+        """An error found elsewhere: if this worker leaves because of it, others learn who is to blame."""
+        self._reasons.append(error)
+
+    def close(self, cause: str = "") -> None:
+        """End everything at once. Whoever waits is told; what the kernel has is still delivered."""
+        if not self._closing:
+            self._cause = cause
+            self._closing = True
+            sys.setswitchinterval(self._switch_s)
+            self._wake()
+        self._thread.join(timeout=5.0)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # closed, or full: then it wakes anyway
+            self._wake_out.send(b"\0")
+
+    def _run(self) -> None:
+        over: WorkerError = PeerLost("this worker has left the group", where=self._me)
+        try:
+            while not self._closing:
+                events = self._poll.poll(_TICK_S)
+                for fd, event in events or self._overdue():
+                    self._serve(fd, event)
+                self._settle()
+                while self._inbox:
+                    self._begin(self._inbox.popleft())
+                self._flush()
+                self._check_deadlines()
+        except Exception as error:  # noqa: BLE001 - whoever waits must learn of it, whatever it was
+            _log.exception("the thread that moves bytes failed")
+            self._cause = self._cause or f"{type(error).__name__}: {error}"
+            over = _defect(error, self._me)
+        finally:
+            self._shut(over)
+
+    # Bytes ---------------------------------------------------------------------------------------
+
+    def _overdue(self) -> list[tuple[int, int]]:
+        """Nothing woke us: look whether the kernel has some of a frame, though less than we asked for."""
+        return [
+            (connection.sock.fileno(), select.EPOLLIN)
+            for connection in self._live.values()
+            if connection.in_a_frame and not connection.paused
+        ]
+
+    def _serve(self, fd: int, event: int) -> None:
+        if fd == self._wake_in.fileno():
+            self._wake_in.recv(4096)
+            return
+        rank = self._by_fd.get(fd)
+        if rank is None:
+            return
+        connection = self.connections[rank]
+        try:
+            if event & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+                connection.read()
+            if event & (select.EPOLLHUP | select.EPOLLERR) and connection.paused:
+                raise ConnectionResetError("the peer is gone")
+        except (OSError, Corrupt, StaleView) as error:
+            self._broken[rank] = error
+        self._hear_all(rank, connection)
+
+    def _flush(self) -> None:
+        """Write whatever can be written, and ask to be woken for the rest."""
+        for _ in range(_ROUNDS):  # what was sent ends steps, whose successors want to send
+            again = False
+            for rank, connection in list(self._live.items()):
+                if connection.wants_to_write:
+                    self._write(rank, connection)
+                    again = again or connection.progressed
+            self._settle()
+            if not again:
+                break
+        for connection in self._live.values():
+            self._interest(connection)
+        for tag in [tag for tag, operation in self._operations.items() if operation.ended]:
+            del self._operations[tag]
+            self._late.pop(tag, None)
+
+    def _write(self, rank: int, connection: Connection) -> None:
+        try:
+            connection.write()
+        except OSError as error:
+            connection.progressed = False
+            self._broken[rank] = error
+            with contextlib.suppress(OSError, Corrupt, StaleView):  # it may have said why
+                while not connection.paused:
+                    before = connection.received_bytes
+                    connection.read()
+                    if connection.received_bytes == before:
+                        break
+            self._hear_all(rank, connection)
+
+    def _interest(self, connection: Connection) -> None:
+        writing = select.EPOLLOUT if connection.wants_to_write else 0
+        wanted = (0 if connection.paused else select.EPOLLIN) | writing
+        if wanted != connection.interest:
+            connection.interest = wanted
+            self._poll.modify(connection.sock.fileno(), wanted)
+
+    # Operations ----------------------------------------------------------------------------------
+
+    def _begin(self, operation: Operation) -> None:
+        channel = operation.tag >> CHANNEL_BITS
+        self._begun[channel] = max(self._begun.get(channel, 0), operation.tag)
+        told = self._given_up.pop(operation.tag, None)
+        error = told or self._dead
+        if error is not None:
+            self._end(operation, error, tell=told is None)
+            return
+        self._operations[operation.tag] = operation
+        operation.begin(self.connections)
+        self._settle()
+        # Only now: a peer that has left may have sent before all that is wanted of it.
+        if self._lost and not operation.ended:
+            gone = [rank for rank in self._lost if operation.needs(rank)]
+            if gone:
+                self._end(operation, self._lost[gone[0]])
+
+    def _has_begun(self, tag: int) -> bool:
+        return tag <= self._begun.get(tag >> CHANNEL_BITS, 0)
+
+    def _end(self, operation: Operation, error: WorkerError, *, tell: bool = True) -> None:
+        for connection in self.connections.values():
+            connection.forget(operation.tag)
+        self._operations.pop(operation.tag, None)
+        self._late.pop(operation.tag, None)
+        self._reasons.append(error)
+        operation.end(error)
+        if tell:
+            text = shortened(error.message)
+            self._tell(GaveUp(operation.tag, error.ranks, text, isinstance(error, RoundTimeout)))
+
+    def _tell(self, notice: Notice) -> None:
+        for connection in self._live.values():
+            connection.tell(notice)
+
+    # Losses --------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Act on connections that broke; first on deaths, for others leave because of them."""
+        for rank, connection in self._live.items():
+            if connection.broken is not None:
+                self._broken.setdefault(rank, connection.broken)
+        while self._broken:
+            rank = min(self._broken, key=lambda rank: (rank in self._goodbyes, rank))
+            self._lose(rank, self._broken.pop(rank))
+
+    def _lose(self, rank: int, cause: Exception) -> None:
+        """A peer is gone: the operations that need it end now; all of them, unless it left in peace."""
+        connection = self._live.pop(rank, None)
+        if connection is None:
+            return
+        goodbye = self._goodbyes.get(rank)
+        if isinstance(cause, WorkerError):
+            cause.ranks = (rank,)
+            error = cause
+            _log.warning("%s", cause.message)
+        elif goodbye is None:
+            error = blame.died(self._names, (rank,), f"{self._me} ({cause})" if self._me else str(cause))
+        else:
+            error = self._left(rank, goodbye)
+        self._lost[rank] = error
+        if goodbye is None or goodbye.cause or error is cause:
+            self._dead = self._dead or error
+        self._loss = self._dead or self._loss or error
+        self._reasons.append(error)
+        for operation in list(self._operations.values()):
+            if not operation.ended and (self._dead or operation.needs(rank)):
+                self._end(operation, self._dead or error)
+        if error is cause:  # it is there, and should know why it is no longer listened to
+            connection.tell(Goodbye(shortened(error.message), (rank,)))
+            with contextlib.suppress(OSError):
+                connection.write()
+        self._poll.unregister(connection.sock.fileno())
+        self._by_fd.pop(connection.sock.fileno(), None)
+        connection.sock.close()
+
+    def _left(self, rank: int, goodbye: Goodbye) -> WorkerError:
+        if goodbye.blamed and not self._mine & set(goodbye.blamed):
+            return PeerLost(goodbye.cause, ranks=goodbye.blamed, where=self._me, fix=_SEE_LOG)
+        if goodbye.cause:
+            return blame.failed(self._names, rank, goodbye.cause, self._me)
+        return blame.ended(self._names, (rank,), self._me)
+
+    # Notices -------------------------------------------------------------------------------------
+
+    def _hear_all(self, rank: int, connection: Connection) -> None:
+        heard, connection.notices = connection.notices, []
+        for notice in heard:
+            self._hear(rank, notice)
+
+    def _hear(self, rank: int, notice: Notice) -> None:
+        match notice:
+            case Goodbye():
+                self._goodbyes[rank] = notice
+            case GaveUp():
+                self._hear_given_up(rank, notice)
+            case Question():
+                here = self._has_begun(notice.operation)
+                if rank in self._live:
+                    self._live[rank].tell(Answer(notice.operation, here))
+                self._call_roll(notice.operation)
+            case Answer():
+                if notice.operation in self._late:
+                    self._late[notice.operation].hear(rank, notice.here)
+
+    def _hear_given_up(self, rank: int, notice: GaveUp) -> None:
+        error: WorkerError
+        if self._mine & set(notice.blamed):
+            text = f"{self._names[rank]} gave up on this worker: {notice.text}"
+            error = PeerLost(text, ranks=(rank,), where=self._me, fix=_SEE_LOG)
+        else:
+            kind = RoundTimeout if notice.late else PeerLost
+            error = kind(notice.text, ranks=notice.blamed, where=self._me, fix=_SEE_LOG)
+        operation = self._operations.get(notice.operation)
+        if operation is not None and not operation.ended:
+            self._end(operation, error, tell=False)
+        elif not self._has_begun(notice.operation):
+            self._given_up[notice.operation] = error
+
+    # Deadlines -----------------------------------------------------------------------------------
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        for operation in list(self._operations.values()):
+            if now > operation.deadline:
+                self._call_roll(operation.tag)
+        for tag, roll in list(self._late.items()):
+            if roll.is_over(now):
+                operation = self._operations[tag]
+                blamed = roll.absent() or sorted(operation.awaited())
+                self._end(operation, blame.late(self._names, blamed, operation.deadline_s, self._me))
+
+    def _call_roll(self, tag: int) -> None:
+        """Ask who is in an operation that somebody no longer waits for."""
+        operation = self._operations.get(tag)
+        if operation is not None and not operation.ended and tag not in self._late:
+            self._late[tag] = RollCall(set(self._live), time.monotonic())
+            self._tell(Question(tag))
+
+    # The end -------------------------------------------------------------------------------------
+
+    def _shut(self, over: WorkerError) -> None:
+        with self._door:
+            self._over = over
+            waiting = [*self._operations.values(), *self._inbox]
+        for operation in waiting:
+            operation.end(over)
+        with contextlib.suppress(Exception):
+            self._say_goodbye()
+            self._linger()
+        for connection in self._live.values():
+            connection.sock.close()
+        self._poll.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _say_goodbye(self) -> None:
+        """What is still queued is of operations that were given up."""
+        for tag in self._operations:
+            for connection in self._live.values():
+                connection.forget(tag)
+        reason = next((one for one in self._reasons if one.message in self._cause), None)
+        if reason is None:
+            self._tell(Goodbye(shortened(self._cause)))
+        else:
+            self._tell(Goodbye(shortened(reason.message), reason.ranks))
+
+    def _linger(self) -> None:
+        """A connection that is closed at once may be reset, and what the peer has not got is lost."""
+        deadline = time.monotonic() + _LINGER_S
+        leaving = dict(self._live)
+        shut: set[int] = set()
+        while leaving and time.monotonic() < deadline:
+            for rank, connection in list(leaving.items()):
+                try:
+                    if connection.wants_to_write:
+                        connection.write()
+                    elif rank not in shut:
+                        connection.sock.shutdown(socket.SHUT_WR)
+                        shut.add(rank)
+                    _discard(connection.sock)
+                    if rank in shut and not _unacknowledged_bytes(connection.sock):
+                        del leaving[rank]
+                except OSError:
+                    del leaving[rank]
+            if leaving:
+                time.sleep(_LINGER_POLL_S)
+
+
+def _discard(sock: socket.socket) -> None:
+    """Read what is there: data that nobody has read makes the kernel reset the connection."""
+    with contextlib.suppress(BlockingIOError):
+        while sock.recv(1 << 16):
+            pass
+
+
+def _unacknowledged_bytes(sock: socket.socket) -> int:
+    """How much of what was sent the peer's kernel does not have yet."""
+    answer = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    return int(struct.unpack("i", answer)[0])
+
+
+def _defect(error: Exception, where: str) -> WorkerError:
+    told = WorkerError(
+        f"the thread that moves bytes failed: {type(error).__name__}: {error}",
+        where=where,
+        fix="report this as a defect",
+    )
+    told.__cause__ = error
+    return told

@@ -1,0 +1,271 @@
+"""How much of communication was hidden behind computation, and how far a step was from its limit.
+
+Of one worker's step:
+
+    communication   the time in which at least one of its buckets was under way
+    exposed         the time for which its trainer stood still for buckets
+    hidden          1 - exposed / communication
+    wire limit      the bytes it sent, at the rate of its slowest measured link
+
+Waiting for workers that arrive late is nothing that a link could do better: that time (arrival.py says
+how much it is) is taken off both communication and exposed.
+
+No step can be shorter than its limit, the largest of all workers' compute times and wire limits; how
+many times the limit a step took is its distance. Who sets the limit is to blame: a worker by computing,
+or the link that its bytes had to go through.
+
+Figures of a run are medians over its last rounds that all workers reported; the first is left out as
+warm-up if there are more than three.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from echelon.observe.arrival import Basis, ObservedRound, judge
+from echelon.observe.events import BucketReduced, LinkMeasured, StepEnded
+from echelon.observe.spans import length_s
+
+Interval: TypeAlias = tuple[float, float]
+
+_LAST_ROUNDS = 1000  # so that a run's length does not decide how much is kept
+_WARM_UP_ABOVE = 3
+_SHORTEST_S = 1e-9
+
+
+class WorkerCommunication(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's median step; None is not known. `peer` is at the end of its slowest link."""
+
+    rank: int
+    communication_s: float
+    exposed_s: float
+    late_s: float
+    hidden: float | None
+    sent_bytes: int
+    compute_s: float
+    wire_limit_s: float | None
+    distance: float | None
+    peer: int | None
+    bytes_per_s: float | None
+
+
+class Communication(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole run's: `rank` sets the limit, by what it computes or by its slowest link."""
+
+    rounds: int
+    hidden: float | None
+    limit_s: float
+    distance: float | None
+    limited_by: Literal["compute", "link"]
+    rank: int
+    workers: tuple[WorkerCommunication, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What the buckets of one worker's step come to, late workers included."""
+
+    communication_s: float = 0.0
+    stood_still_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFigures:
+    """One worker's step, by the module's definitions."""
+
+    communication_s: float
+    exposed_s: float
+    late_s: float
+    sent_bytes: int
+    compute_s: float
+    wire_limit_s: float | None
+    length_s: float
+
+    @property
+    def hidden(self) -> float | None:
+        """The hidden share of communication."""
+        return hidden_share(self.exposed_s, self.communication_s)
+
+    @property
+    def limit_s(self) -> float:
+        """What this worker needs at the least."""
+        return max(self.compute_s, self.wire_limit_s or 0.0)
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same stretches of time, in order, none touching another."""
+    apart: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if apart and begin <= apart[-1][1]:
+            apart[-1] = (apart[-1][0], max(apart[-1][1], end))
+        else:
+            apart.append((begin, end))
+    return apart
+
+
+def under_way(buckets: Iterable[BucketReduced]) -> list[Interval]:
+    """When at least one of these buckets was under way, as far as is known."""
+    return merged((b.begun, b.ended) for b in buckets if 0 < b.begun < b.ended)
+
+
+def traffic(buckets: Sequence[BucketReduced]) -> Traffic:
+    """What these buckets of one worker's step come to."""
+    return Traffic(
+        communication_s=sum(end - begin for begin, end in under_way(buckets)),
+        stood_still_s=sum(bucket.wait_s for bucket in buckets),
+    )
+
+
+def hidden_share(exposed_s: float, communication_s: float) -> float | None:
+    """From 0 to 1; None without communication."""
+    return min(1.0, max(0.0, 1 - exposed_s / communication_s)) if communication_s > 0 else None
+
+
+def slowest_links(links: Iterable[LinkMeasured]) -> dict[int, LinkMeasured]:
+    """Each worker's slowest link; the latest measurement of a link counts."""
+    latest = {(link.rank, link.peer): link for link in links}
+    slowest: dict[int, LinkMeasured] = {}
+    for (rank, _), link in sorted(latest.items()):
+        if not 0 < link.bytes_per_s < math.inf:
+            continue
+        if rank not in slowest or link.bytes_per_s < slowest[rank].bytes_per_s:
+            slowest[rank] = link
+    return slowest
+
+
+def figures(
+    round_: ObservedRound,
+    traffics: Mapping[int, Traffic],
+    links: Mapping[int, LinkMeasured],
+    by: Basis = "arrival",
+) -> dict[int, StepFigures]:
+    """Each worker's step of this round, by rank; `links` has the slowest of each, if it is known."""
+    waited_s = judge(round_, by).waited_s
+    of_rank = {}
+    for rank, step in round_.workers.items():
+        went = traffics.get(rank, Traffic())
+        link = links.get(rank)
+        late_s = min(waited_s[rank], went.stood_still_s)
+        of_rank[rank] = StepFigures(
+            communication_s=max(0.0, went.communication_s - late_s),
+            exposed_s=went.stood_still_s - late_s,
+            late_s=late_s,
+            sent_bytes=step.sent_bytes,
+            compute_s=step.compute_s,
+            wire_limit_s=step.sent_bytes / link.bytes_per_s if link is not None else None,
+            length_s=length_s(step),
+        )
+    return of_rank
+
+
+def round_limit_s(workers: Mapping[int, StepFigures]) -> float:
+    """What a round needs at the least: as much as the worker that needs the most."""
+    return max(worker.limit_s for worker in workers.values())
+
+
+def distance(workers: Mapping[int, StepFigures]) -> float | None:
+    """How many times its limit the round took; None if nothing limits it."""
+    return _ratio(max(worker.length_s for worker in workers.values()), round_limit_s(workers))
+
+
+def overall(
+    rounds: Sequence[Mapping[int, StepFigures]], links: Mapping[int, LinkMeasured]
+) -> Communication | None:
+    """The medians of these rounds, which are in order; None without any."""
+    if len(rounds) > _WARM_UP_ABOVE:
+        rounds = rounds[1:]
+    if not rounds:
+        return None
+    ranks = sorted({rank for round_ in rounds for rank in round_})
+    workers = tuple(_worker(rank, rounds, links.get(rank)) for rank in ranks)
+    slowest = max(workers, key=lambda worker: worker.compute_s)
+    narrowest = max(workers, key=lambda worker: worker.wire_limit_s or 0.0)
+    by_link = (narrowest.wire_limit_s or 0.0) > slowest.compute_s
+    return Communication(
+        rounds=len(rounds),
+        hidden=_middle([_hidden_by_all(round_) for round_ in rounds]),
+        limit_s=median(round_limit_s(round_) for round_ in rounds),
+        distance=_middle([distance(round_) for round_ in rounds]),
+        limited_by="link" if by_link else "compute",
+        rank=narrowest.rank if by_link else slowest.rank,
+        workers=workers,
+    )
+
+
+def _worker(
+    rank: int, rounds: Sequence[Mapping[int, StepFigures]], link: LinkMeasured | None
+) -> WorkerCommunication:
+    own = [(round_[rank], round_limit_s(round_)) for round_ in rounds if rank in round_]
+    steps = [step for step, _ in own]
+    return WorkerCommunication(
+        rank=rank,
+        communication_s=median(step.communication_s for step in steps),
+        exposed_s=median(step.exposed_s for step in steps),
+        late_s=median(step.late_s for step in steps),
+        hidden=_middle([step.hidden for step in steps]),
+        sent_bytes=round(median(step.sent_bytes for step in steps)),
+        compute_s=median(step.compute_s for step in steps),
+        wire_limit_s=_middle([step.wire_limit_s for step in steps]),
+        distance=_middle([_ratio(step.length_s, limit_s) for step, limit_s in own]),
+        peer=link.peer if link is not None else None,
+        bytes_per_s=link.bytes_per_s if link is not None else None,
+    )
+
+
+def _hidden_by_all(workers: Mapping[int, StepFigures]) -> float | None:
+    exposed_s = sum(worker.exposed_s for worker in workers.values() if worker.communication_s > 0)
+    return hidden_share(exposed_s, sum(worker.communication_s for worker in workers.values()))
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _ratio(value: float, by: float) -> float | None:
+    """How many times as long; None without a duration to compare with that a clock can tell."""
+    return value / by if by > _SHORTEST_S else None
+
+
+class TrafficTally:
+    """Takes the events of a run one by one, each worker's in order, and keeps what the figures need."""
+
+    def __init__(self) -> None:
+        self._links: dict[tuple[int, int], LinkMeasured] = {}
+        self._buckets: dict[int, list[BucketReduced]] = {}
+        self._steps: dict[int, dict[int, Traffic]] = {}
+        self._rounds: deque[tuple[ObservedRound, dict[int, Traffic]]] = deque(maxlen=_LAST_ROUNDS)
+
+    def link(self, event: LinkMeasured) -> None:
+        """A link has been measured."""
+        self._links[event.rank, event.peer] = event
+
+    def bucket(self, event: BucketReduced) -> None:
+        """A bucket was reduced, in a step that is not over yet."""
+        self._buckets.setdefault(event.rank, []).append(event)
+
+    def step(self, event: StepEnded) -> None:
+        """A worker's step is over, and with it its buckets."""
+        own = [bucket for bucket in self._buckets.pop(event.rank, []) if bucket.step == event.step]
+        if own:
+            self._steps.setdefault(event.step, {})[event.rank] = traffic(own)
+
+    def round(self, round_: ObservedRound) -> None:
+        """All workers have reported this step."""
+        traffics = self._steps.pop(round_.step, None)
+        if traffics:
+            self._rounds.append((round_, traffics))
+
+    def communication(self, by: Basis, more: Sequence[ObservedRound] = ()) -> Communication | None:
+        """The figures so far, with rounds that are `more` than those reported; None without buckets."""
+        late = [(round_, self._steps[round_.step]) for round_ in more if round_.step in self._steps]
+        rounds = sorted([*self._rounds, *late], key=lambda known: known[0].step)
+        links = slowest_links(self._links.values())
+        return overall([figures(round_, went, links, by) for round_, went in rounds], links)

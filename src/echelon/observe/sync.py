@@ -1,0 +1,394 @@
+"""What a sync policy other than `full` made of the workers' steps: what was applied, dropped, held.
+
+Where a server decides, its first one records every arrival and every decision:
+
+    age         of a push that was applied: how many updates were made between the weights that it was
+                computed on and the update that it is part of; 0 where workers step together
+    held        the time from a worker's arrival to its being let go on, as the server saw it
+    took part   the share of all updates made while the worker took part in the run that contain its push
+    alone       how often a worker was let go on with its own weights
+
+With `levels` groups agree, and the server's record has their numbers. What it says of a group is said here
+of its first rank, which pushes on behalf of all; the others have no figures of their own.
+
+A script with several optimizers has a table at the server for each; what is said here is of the first.
+
+Where workers average weights among each other nobody records decisions; what is known is after which steps
+a worker has exchanged something. Every push that has arrived was applied, was dropped, or is pending.
+
+How all this changed over time is kept in at most `_MOST_CELLS` stretches of time; when there would be more,
+two become one, so that a run's length does not decide how much is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from echelon.observe.events import Arrived, Decided
+from echelon.observe.run_folder import RunFolder
+
+FULL = "full"
+_LEVELS = "levels"
+_MOST_CELLS = 120
+_FEW_STRETCHES = 20
+_FIRST_WIDTH_S = 0.01
+_Key = TypeVar("_Key", int, str)
+_NUMBER = re.compile(r"\s*\d+")
+
+
+class WorkerSync(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's part. `ages`: how many pushes were applied at which age; `exchanges` counts steps."""
+
+    rank: int
+    pushed: int
+    applied: int
+    dropped: int
+    dropped_for: dict[str, int]
+    alone: int
+    updates: int
+    took_part: float
+    age_mean: float
+    age_most: int
+    ages: dict[int, int]
+    held_s: float
+    exchanges: int
+
+
+class Stretch(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the run, from `begin_s` after the first arrival on; lists are by worker, from 0."""
+
+    begin_s: float
+    seconds: float
+    updates: int
+    parts: float
+    age_mean: float
+    age_most: int
+    applied: tuple[int, ...]
+    dropped: tuple[int, ...]
+    alone: tuple[int, ...]
+
+
+class SyncFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole run's. `parts` says how many updates were made of how many pushes.
+
+    `served` is whether a server decided; without one, figures about pushes and updates are 0. `began` is
+    the time of the first arrival.
+    """
+
+    policy: str
+    served: bool
+    began: float
+    updates: int
+    parts: dict[int, int]
+    pushed: int
+    applied: int
+    dropped: int
+    dropped_for: dict[str, int]
+    age_mean: float
+    age_most: int
+    held_s: float
+    workers: tuple[WorkerSync, ...]
+    course: tuple[Stretch, ...]
+
+
+def policy_of(folder: RunFolder) -> str:
+    """The sync policy that the run's plan names; empty if there is no plan that can be read."""
+    sync = _plan_of(folder).get("sync", "")
+    return sync if isinstance(sync, str) else ""
+
+
+def firsts_of(folder: RunFolder) -> tuple[int, ...]:
+    """With `levels`, the first rank of each group, by the group's number; otherwise nothing."""
+    if _name(policy_of(folder)) != _LEVELS:
+        return ()
+    try:
+        groups = msgspec.convert(_plan_of(folder).get("groups", ()), tuple[tuple[int, ...], ...])
+    except msgspec.ValidationError:
+        return ()
+    return tuple(group[0] for group in groups) if all(groups) else ()
+
+
+def _plan_of(folder: RunFolder) -> dict[str, Any]:
+    try:
+        plan: dict[str, Any] = msgspec.toml.decode(folder.plan.read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return plan
+
+
+def steps_together(policy: str) -> bool:
+    """Whether all workers take every step together by this policy; one that is not known does not say."""
+    return _name(policy) in ("", FULL)
+
+
+def _name(policy: str) -> str:
+    return policy.partition("(")[0].strip()
+
+
+@dataclass(slots=True)
+class _Part:
+    """One worker's sums."""
+
+    pushed: int = 0
+    applied: int = 0
+    dropped_for: dict[str, int] = field(default_factory=dict)
+    alone: int = 0
+    updates: int = 0
+    ages: dict[int, int] = field(default_factory=dict)
+    held_s: float = 0.0
+    missed: int = 0  # updates made while it took no part in the run
+    gone_at: int | None = None  # at which version it left
+
+    def share_of(self, updates: int) -> float:
+        gone = self.missed + (updates - self.gone_at if self.gone_at is not None else 0)
+        return min(1.0, self.updates / (updates - gone)) if updates > gone else 0.0
+
+
+@dataclass(slots=True)
+class _Cell:
+    """What happened in one stretch of time; the last three by worker."""
+
+    updates: int = 0
+    parts: int = 0
+    age_sum: int = 0
+    age_most: int = 0
+    applied: dict[int, int] = field(default_factory=dict)
+    dropped: dict[int, int] = field(default_factory=dict)
+    alone: dict[int, int] = field(default_factory=dict)
+
+    def add(self, other: _Cell) -> None:
+        self.updates += other.updates
+        self.parts += other.parts
+        self.age_sum += other.age_sum
+        self.age_most = max(self.age_most, other.age_most)
+        for mine, theirs in (
+            (self.applied, other.applied),
+            (self.dropped, other.dropped),
+            (self.alone, other.alone),
+        ):
+            for worker, count in theirs.items():
+                mine[worker] = mine.get(worker, 0) + count
+
+
+class _Timeline:
+    """Cells of equal width, which doubles when there are too many."""
+
+    def __init__(self) -> None:
+        self.began: float | None = None
+        self._width_s = _FIRST_WIDTH_S
+        self._cells: dict[int, _Cell] = {}
+
+    def at(self, t: float) -> _Cell:
+        if self.began is None:
+            self.began = t
+        place = max(0, int((t - self.began) / self._width_s))
+        while place >= _MOST_CELLS:
+            self._width_s *= 2
+            self._cells = _merged(self._cells, 2)
+            place = max(0, int((t - self.began) / self._width_s))
+        cell = self._cells.get(place)
+        if cell is None:
+            cell = self._cells[place] = _Cell()
+        return cell
+
+    def stretches(self, workers: int, most: int) -> tuple[Stretch, ...]:
+        """From the first to the last that something happened in, those without anything among them."""
+        if not self._cells:
+            return ()
+        each = -(-(max(self._cells) + 1) // most)
+        cells, width_s = _merged(self._cells, each), self._width_s * each
+        return tuple(
+            _stretch(cells.get(place, _Cell()), place * width_s, width_s, workers)
+            for place in range(max(cells) + 1)
+        )
+
+
+def _merged(cells: Mapping[int, _Cell], each: int) -> dict[int, _Cell]:
+    merged: dict[int, _Cell] = {}
+    for place, cell in cells.items():
+        merged.setdefault(place // each, _Cell()).add(cell)
+    return merged
+
+
+def _stretch(cell: _Cell, begin_s: float, width_s: float, workers: int) -> Stretch:
+    def listed(counts: Mapping[int, int]) -> tuple[int, ...]:
+        return tuple(counts.get(worker, 0) for worker in range(workers))
+
+    return Stretch(
+        begin_s=begin_s,
+        seconds=width_s,
+        updates=cell.updates,
+        parts=_ratio(cell.parts, cell.updates),
+        age_mean=_ratio(cell.age_sum, cell.parts),
+        age_most=cell.age_most,
+        applied=listed(cell.applied),
+        dropped=listed(cell.dropped),
+        alone=listed(cell.alone),
+    )
+
+
+class SyncTally:
+    """Takes a server's events one by one, in its order, and can be asked at any time.
+
+    Where groups agree, `firsts` has the first rank of each; then nobody else has a part.
+    """
+
+    def __init__(self, firsts: Sequence[int] = ()) -> None:
+        self._firsts = tuple(firsts)
+        self._workers: dict[int, _Part] = {}
+        self._read: dict[tuple[int, int], int] = {}  # of what is pending
+        self._since: dict[int, float] = {}  # when who is waiting came
+        self._parts: dict[int, int] = {}
+        self._course = _Timeline()
+        self._updates = 0
+
+    @property
+    def served(self) -> bool:
+        """Whether a server has recorded anything."""
+        return bool(self._workers)
+
+    @property
+    def updates(self) -> int:
+        """How many updates were made."""
+        return self._updates
+
+    def _part(self, worker: int) -> _Part:
+        part = self._workers.get(worker)
+        if part is None:
+            part = self._workers[worker] = _Part()
+        return part
+
+    def _rank(self, worker: int) -> int:
+        """Who is meant by a number in the record."""
+        return self._firsts[worker] if 0 <= worker < len(self._firsts) else worker
+
+    def arrived(self, event: Arrived) -> None:
+        """The server was told something."""
+        if event.worker < 0 or event.table:
+            return
+        if self._firsts:
+            event = msgspec.structs.replace(event, worker=self._rank(event.worker))
+        part = self._part(event.worker)
+        if event.kind == "leave":
+            part.gone_at = self._updates
+            self._since.pop(event.worker, None)
+            return
+        if event.kind == "join":
+            if part.gone_at is not None:
+                part.missed += self._updates - part.gone_at
+                part.gone_at = None
+            return
+        self._since[event.worker] = event.t
+        if event.kind != "ask":
+            part.pushed += 1
+            self._read[event.worker, event.step] = event.read
+
+    def decided(self, event: Decided) -> None:
+        """The policy has decided something."""
+        if event.table:
+            return
+        if self._firsts:
+            parts = [(self._rank(worker), step, weight) for worker, step, weight in event.parts]
+            event = msgspec.structs.replace(event, worker=self._rank(event.worker), parts=parts)
+        if event.what == "apply":
+            self._applied(event)
+        elif event.what == "drop":
+            self._dropped(event)
+        elif event.what in ("release", "invite"):
+            part = self._part(event.worker)
+            since = self._since.pop(event.worker, None)
+            if since is not None:
+                part.held_s += max(0.0, event.t - since)
+            if event.what == "release" and not event.fresh:
+                part.alone += 1
+                _count(self._course.at(event.t).alone, event.worker)
+
+    def _applied(self, event: Decided) -> None:
+        self._updates += 1
+        self._parts[len(event.parts)] = self._parts.get(len(event.parts), 0) + 1
+        cell = self._course.at(event.t)
+        cell.updates += 1
+        cell.parts += len(event.parts)
+        seen = set()
+        for worker, step, _ in event.parts:
+            part = self._part(worker)
+            # The version is that after the update, so the weights it met are one older.
+            age = max(0, event.version - 1 - self._read.pop((worker, step), event.version - 1))
+            part.applied += 1
+            _count(part.ages, age)
+            _count(cell.applied, worker)
+            cell.age_sum += age
+            cell.age_most = max(cell.age_most, age)
+            seen.add(worker)
+        for worker in seen:
+            self._workers[worker].updates += 1
+
+    def _dropped(self, event: Decided) -> None:
+        self._read.pop((event.worker, event.step), None)
+        # Numbers differ from push to push: "left out of round 12" and of round 13 are one reason.
+        reason = _NUMBER.sub("", event.reason.partition(":")[0]) or "no reason given"
+        _count(self._part(event.worker).dropped_for, reason)
+        _count(self._course.at(event.t).dropped, event.worker)
+
+    def course(self, most: int = _MOST_CELLS, *, workers: int = 0) -> tuple[Stretch, ...]:
+        """How it went, in at most so many stretches of time; of at least so many workers."""
+        return self._course.stretches(max(workers, max(self._workers, default=-1) + 1), most)
+
+    def agreement(self, policy: str, exchanges: Mapping[int, int]) -> SyncFigures:
+        """The figures so far; `exchanges`: after how many of its steps each worker exchanged something."""
+        ranks = sorted({*self._workers, *exchanges})
+        if self._firsts and self.served:
+            ranks = [rank for rank in ranks if rank in self._workers or rank in self._firsts]
+        workers = tuple(self._worker(rank, exchanges.get(rank, 0)) for rank in ranks)
+        reasons: dict[str, int] = {}
+        for worker in workers:
+            for reason, count in worker.dropped_for.items():
+                reasons[reason] = reasons.get(reason, 0) + count
+        applied = sum(worker.applied for worker in workers)
+        return SyncFigures(
+            policy=policy,
+            served=self.served,
+            began=self._course.began or 0.0,
+            updates=self._updates,
+            parts=dict(sorted(self._parts.items())),
+            pushed=sum(worker.pushed for worker in workers),
+            applied=applied,
+            dropped=sum(worker.dropped for worker in workers),
+            dropped_for=reasons,
+            age_mean=_ratio(sum(worker.age_mean * worker.applied for worker in workers), applied),
+            age_most=max((worker.age_most for worker in workers), default=0),
+            held_s=sum(worker.held_s for worker in workers),
+            workers=workers,
+            course=self.course(_FEW_STRETCHES, workers=max(ranks, default=-1) + 1),
+        )
+
+    def _worker(self, rank: int, exchanges: int) -> WorkerSync:
+        part = self._workers.get(rank, _Part())
+        return WorkerSync(
+            rank=rank,
+            pushed=part.pushed,
+            applied=part.applied,
+            dropped=sum(part.dropped_for.values()),
+            dropped_for=dict(part.dropped_for),
+            alone=part.alone,
+            updates=part.updates,
+            took_part=part.share_of(self._updates),
+            age_mean=_ratio(sum(age * count for age, count in part.ages.items()), part.applied),
+            age_most=max(part.ages, default=0),
+            ages=dict(sorted(part.ages.items())),
+            held_s=part.held_s,
+            exchanges=exchanges,
+        )
+
+
+def _count(counts: dict[_Key, int], key: _Key) -> None:
+    counts[key] = counts.get(key, 0) + 1
+
+
+def _ratio(value: float, by: float) -> float:
+    return value / by if by > 0 else 0.0

@@ -1,0 +1,303 @@
+"""What gradients travel in: buckets of whole gradients, or the factors of a linear layer's gradient.
+
+A bucket is filled with this worker's part, leaves, and lands with the gradients of all workers together,
+sum_i w_i g_i. It says for which parameters it has a gradient: one that no worker used keeps what it had,
+which is nothing, just as in a single process.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from echelon.comm.group import Group, Pending, blocks
+
+Landed = list[tuple[nn.Parameter, Tensor | None]]
+
+
+class Bucket(ABC):
+    """Parameters whose gradients travel together.
+
+    `how` says in what form. One that does not land alone may need the others when it lands: all workers
+    must let such buckets land in the same order.
+    """
+
+    how: str
+    lands_alone = True
+    coded_bytes = 0  # of what this worker sends, how much is encoded
+
+    def __init__(self, parameters: Sequence[nn.Parameter], missing: int) -> None:
+        self.parameters = list(parameters)
+        self.awaits = missing
+        self.missing = missing
+        self.pending: Pending | None = None
+        self.filled_at = self.encode_s = 0.0
+
+    def leave(self, weight: float, priority: int) -> None:
+        """Fill in what this worker has, times its weight, and start."""
+        self.filled_at = time.perf_counter()
+        self._fill(weight)
+        self.encode_s = time.perf_counter() - self.filled_at
+        self.pending = self._start(priority)
+
+    def reset(self) -> None:
+        """Be ready for the next round."""
+        self.missing = self.awaits
+        self.pending = None
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """The memory that it travels in."""
+
+    @abstractmethod
+    def sent_bytes(self) -> int:
+        """What this worker sends of it."""
+
+    @abstractmethod
+    def landed(self) -> Landed:
+        """Each parameter with its gradient of all workers, None if nobody used it; after the wait."""
+
+    @abstractmethod
+    def room(self) -> list[Tensor]:
+        """Where the gradients will be once it has landed, by parameter."""
+
+    def release(self) -> None:
+        """It is no longer used."""
+        return
+
+    @abstractmethod
+    def _fill(self, weight: float) -> None: ...
+
+    @abstractmethod
+    def _start(self, priority: int) -> Pending: ...
+
+
+class DenseBucket(Bucket):
+    """Whole gradients side by side, then one flag per parameter; summed by an all-reduce.
+
+    Landed gradients stay in the buffer, which the group has placed where it reduces best.
+    """
+
+    how = "dense"
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Group) -> None:
+        super().__init__(parameters, len(parameters))
+        first = parameters[0]
+        length = sum(p.numel() for p in parameters)
+        self._group = group
+        self._buffer = group.buffer(length + len(parameters), first.dtype, first.device)
+        self._flags = self._buffer[length:]
+        self._views: list[Tensor] = []
+        at = 0
+        for p in parameters:
+            self._views.append(self._buffer[at : at + p.numel()].view(p.shape))
+            at += p.numel()
+
+    @property
+    def size_bytes(self) -> int:
+        """Gradients and flags."""
+        return self._buffer.numel() * self._buffer.element_size()
+
+    def sent_bytes(self) -> int:
+        """As the group reduces."""
+        return self._group.sent_bytes(self._buffer)
+
+    def landed(self) -> Landed:
+        """The buffer's views."""
+        used = self._flags.tolist()
+        return [
+            (p, view if flag else None)
+            for p, view, flag in zip(self.parameters, self._views, used, strict=True)
+        ]
+
+    def room(self) -> list[Tensor]:
+        """The buffer's views."""
+        return self._views
+
+    def release(self) -> None:
+        """Let the group forget the buffer."""
+        self._group.release(self._buffer)
+
+    def _fill(self, weight: float) -> None:
+        used = []
+        for p, view in zip(self.parameters, self._views, strict=True):
+            if p.grad is None:
+                view.zero_()
+            else:
+                torch.mul(p.grad, weight, out=view)
+            used.append(float(p.grad is not None))
+        self._flags.copy_(torch.tensor(used))
+
+    def _start(self, priority: int) -> Pending:
+        return self._group.all_reduce(self._buffer, priority=priority)
+
+
+class FactorSource(Protocol):
+    """A linear layer that keeps its inputs and output gradients in place of its weight's gradient.
+
+    The weight may have a gradient besides: of an earlier pass, or because something else uses it too.
+    """
+
+    weight: nn.Parameter
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The weighted output gradients and the inputs of this pass, one row each per sample."""
+
+
+class LinearBucket(Bucket):
+    """A linear layer's weight gradient, computed where it is reduced: G^T X goes straight into the buffer.
+
+    So a large gradient is neither allocated nor copied. The last element is the flag.
+    """
+
+    how = "dense"
+
+    def __init__(self, capture: FactorSource, group: Group) -> None:
+        super().__init__([capture.weight], 1)
+        self._capture = capture
+        self._group = group
+        length = capture.weight.numel()
+        self._buffer = group.buffer(length + 1, capture.weight.dtype, capture.weight.device)
+        self._view = self._buffer[:length].view(capture.weight.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """The gradient and its flag."""
+        return self._buffer.numel() * self._buffer.element_size()
+
+    def sent_bytes(self) -> int:
+        """As the group reduces."""
+        return self._group.sent_bytes(self._buffer)
+
+    def landed(self) -> Landed:
+        """The buffer."""
+        return [(self.parameters[0], self._view if float(self._buffer[-1]) else None)]
+
+    def room(self) -> list[Tensor]:
+        """The buffer."""
+        return [self._view]
+
+    def release(self) -> None:
+        """Let the group forget the buffer."""
+        self._group.release(self._buffer)
+
+    @torch.no_grad()
+    def _fill(self, weight: float) -> None:
+        rows, inputs = self._capture.take()
+        before = self.parameters[0].grad
+        if before is not None:
+            torch.addmm(before, rows.t(), inputs, beta=weight, out=self._view)
+        else:
+            torch.mm(rows.t(), inputs, out=self._view)
+        self._buffer[-1] = float(len(rows) > 0 or before is not None)
+
+    def _start(self, priority: int) -> Pending:
+        return self._group.all_reduce(self._buffer, priority=priority)
+
+
+class FactorBucket(Bucket):
+    """A linear layer's weight gradient as its factors: G^T X, of all workers' rows; sent by a gather.
+
+    Each worker's block has room for as many rows as it had before: [count | G | X]. If one has more, its
+    count says so to all, and they gather once more with more room. If one has a gradient besides, its count
+    says that too (-1), and all sum whole gradients this time. All workers multiply the same rows in the
+    same order.
+    """
+
+    how = "factors"
+    lands_alone = False
+
+    def __init__(self, capture: FactorSource, group: Group, rows_of: Sequence[int]) -> None:
+        super().__init__([capture.weight], 1)
+        self._capture = capture
+        self._group = group
+        self._room_of = list(rows_of)
+        self._outputs, self._inputs = capture.weight.shape
+        self._grad = torch.zeros_like(capture.weight, requires_grad=False)
+        self._own: tuple[Tensor, Tensor] = (self._grad[:0], self._grad[:0])
+        self._before: Tensor | None = None
+        self._weight = 1.0
+        self._buffer = self._grad[:0]
+        self._make_room()
+
+    @property
+    def size_bytes(self) -> int:
+        """All workers' blocks."""
+        return self._buffer.numel() * self._buffer.element_size()
+
+    def sent_bytes(self) -> int:
+        """The own block to every other worker."""
+        block = self._lengths[self._group.rank] * self._buffer.element_size()
+        return (self._group.size - 1) * block
+
+    @torch.no_grad()
+    def landed(self) -> Landed:
+        """The product of all workers' rows."""
+        (weight,) = self.parameters
+        counts = self._counts()
+        if min(counts) < 0:
+            return [(weight, self._sum_whole())]
+        if any(count > room for count, room in zip(counts, self._room_of, strict=True)):
+            self._room_of = [max(pair) for pair in zip(counts, self._room_of, strict=True)]
+            self._make_room()
+            self._write_block()
+            self._group.gather(self._buffer, self._lengths).wait()
+        if not sum(counts):
+            return [(weight, None)]
+        parts = [self._parts(block, k) for block, k in zip(self._blocks, counts, strict=True)]
+        rows = torch.cat([rows for rows, _ in parts])
+        inputs = torch.cat([inputs for _, inputs in parts])
+        torch.mm(rows.t(), inputs, out=self._grad)
+        return [(weight, self._grad)]
+
+    def _sum_whole(self) -> Tensor:
+        """Somebody has a gradient besides: what it has, and all rows, are summed as whole gradients."""
+        rows, inputs = self._own
+        if self._before is None:
+            torch.mm(rows.t(), inputs, out=self._grad)
+        else:
+            torch.addmm(self._before, rows.t(), inputs, beta=self._weight, out=self._grad)
+        self._group.all_reduce(self._grad.view(-1)).wait()
+        return self._grad
+
+    def room(self) -> list[Tensor]:
+        """A tensor of its own."""
+        return [self._grad]
+
+    def _fill(self, weight: float) -> None:
+        self._own = self._capture.take()
+        self._before = self.parameters[0].grad
+        self._weight = weight
+        self._write_block()
+
+    def _start(self, priority: int) -> Pending:
+        return self._group.gather(self._buffer, self._lengths, priority=priority)
+
+    def _make_room(self) -> None:
+        self._lengths = [1 + room * (self._outputs + self._inputs) for room in self._room_of]
+        self._buffer = self._grad.new_zeros(sum(self._lengths))
+        self._blocks = blocks(self._buffer, self._lengths)
+
+    def _write_block(self) -> None:
+        rows, inputs = self._own
+        block = self._blocks[self._group.rank]
+        count = rows.shape[0]
+        block[0] = count if self._before is None else -1
+        if self._before is None and count <= self._room_of[self._group.rank]:
+            mine, ours = self._parts(block, count)
+            mine.copy_(rows)
+            ours.copy_(inputs)
+
+    def _parts(self, block: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        middle = 1 + count * self._outputs
+        stop = middle + count * self._inputs
+        return block[1:middle].view(count, self._outputs), block[middle:stop].view(count, self._inputs)
+
+    def _counts(self) -> list[int]:
+        return [int(block[0]) for block in self._blocks]

@@ -1,0 +1,129 @@
+"""What codecs remember, by parameter: residuals, momentum, scales, and how many rounds it has been through.
+
+States belong to names of parameters, so that buckets may change, and a checkpoint holds every worker's. For
+another number of workers, what each worker owes is handed over: residuals are sums of gradients that were
+never sent, so their sum over all workers is what counts, and the new workers take equal parts of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.codec.codec import Codec, State, owners, seed_of
+from echelon.codec.reference import part_of
+
+Saved = dict[str, dict[str, Tensor]]
+_STEPS = "steps"
+
+
+class States:
+    """One worker's states of one model's parameters."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._states: dict[str, State] = {}
+        self._steps: dict[str, int] = {}
+
+    def of(self, name: str, length: int) -> State:
+        """A parameter's state; a fresh one if it has none."""
+        state = self._states.get(name)
+        if state is None:
+            state = self._states[name] = self._codec.begin(length)
+        return state
+
+    def slice(self, name: str, length: int, start: int, stop: int) -> State:
+        """A piece's state: views of what is as long as the parameter, the rest as it is."""
+        state = self.of(name, length)
+        return state if start == 0 and stop == length else part_of(state, length, start, stop)
+
+    def step(self, name: str) -> int:
+        """How many rounds a parameter has been through."""
+        return self._steps.get(name, 0)
+
+    def count(self, name: str) -> None:
+        """It has been through another round."""
+        self._steps[name] = self.step(name) + 1
+
+    def saturated(self) -> dict[str, int]:
+        """How many values of each parameter were too large for the codec, so far."""
+        found = {
+            name: int(state["saturated"]) for name, state in self._states.items() if "saturated" in state
+        }
+        return {name: count for name, count in found.items() if count}
+
+    def left_over(self) -> float:
+        """The norm of all that was given and never sent."""
+        residuals = [
+            value for state in self._states.values() for key, value in state.items() if key in _UNSENT
+        ]
+        return (
+            float(torch.stack([torch.linalg.vector_norm(part) for part in residuals]).norm())
+            if residuals
+            else 0.0
+        )
+
+    def save(self) -> Saved:
+        """All of it, for a checkpoint: copies, for training goes on."""
+        saved = {name: {key: value.clone() for key, value in s.items()} for name, s in self._states.items()}
+        for name, steps in self._steps.items():
+            saved.setdefault(name, {})[_STEPS] = torch.tensor(steps)
+        return saved
+
+    def load(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on with what was saved."""
+        self._states.clear()
+        self._steps.clear()
+        for name, state in saved.items():
+            self._states[name] = {key: value.clone() for key, value in state.items() if key != _STEPS}
+            if not self._states[name]:
+                del self._states[name]
+            if _STEPS in state:
+                self._steps[name] = int(state[_STEPS])
+
+
+_UNSENT = {"residual", "gathered"}
+_RESIDUALS = {"residual", "velocity", "gathered"}  # what adds up over workers; all else is the same on each
+
+
+def handed_over(saved: Sequence[Saved], workers: int) -> list[Saved]:
+    """States of some workers for another number of workers: what was owed is shared out in equal parts."""
+    if len(saved) == workers:
+        return list(saved)
+    part = {
+        name: {key: value / workers if key in _RESIDUALS else value for key, value in state.items()}
+        for name, state in _all_of(saved).items()
+    }
+    return [part for _ in range(workers)]
+
+
+def for_rail(saved: Sequence[Saved], sites: int, rails: int, rail: int) -> Saved:
+    """What a rail takes over: of the pieces that it exchanges an equal part of what was owed, as each site
+    does; of all others nothing, for it would never send that.
+    """
+    mine: Saved = {}
+    for name, state in _all_of(saved).items():
+        mine[name] = {key: value for key, value in state.items() if key not in _RESIDUALS}
+        for key in _RESIDUALS & state.keys():
+            start, stop = owners(len(state[key]), rails, seed_of(name))[rail]
+            mine[name][key] = torch.zeros_like(state[key])
+            mine[name][key][start:stop] = state[key][start:stop] / sites
+    return mine
+
+
+def _all_of(saved: Sequence[Saved]) -> Saved:
+    """What all workers owe together."""
+    names = {name: None for one in saved for name in one}
+    return {name: _whole([one[name] for one in saved if name in one]) for name in names}
+
+
+def _whole(states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    keys = {key: None for state in states for key in state}
+    whole = {}
+    for key in keys:
+        values = [state[key] for state in states if key in state]
+        whole[key] = torch.stack(values).sum(0) if key in _RESIDUALS else values[0]
+    return whole

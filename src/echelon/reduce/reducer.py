@@ -1,0 +1,416 @@
+"""Reduces a model's gradients while backward goes on, so that `backward()` returns with them reduced.
+
+Each parameter reports when its gradient is there; a bucket whose gradients are all there, and whose
+predecessors have left, leaves at once. When backward ends, what is still missing is filled in, and the
+results are awaited and put in place; or, if somebody takes care of that, handed over while on their way.
+
+The combined gradient is sum_i w_i g_i with weights that sum to one. A gradient that was reduced
+before (several backward passes in one step) is the same on all workers, so reducing it again with the
+new part leaves it as it is. Where a sum is wanted instead, each gradient is multiplied by the number of
+workers before it is added to what is there, and the mean of those is the sum.
+
+A worker's own gradients stay as they are until the whole round has succeeded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from echelon.comm.group import Group
+from echelon.comm.schedule.cost import LinkCost
+from echelon.errors import GradientError, ModelError
+from echelon.reduce.bucket import Bucket, DenseBucket, Landed
+from echelon.reduce.encoded.bucket import EncodedBucket
+from echelon.reduce.encoded.encoder import ModelEncoder, bucket_bytes
+from echelon.reduce.packing import Item, assign, sizes
+
+NamedParameter = tuple[str, nn.Parameter]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketTimes:
+    """How one bucket's reduction went; instants are on the performance counter.
+
+    `filled_at` when the worker began to put gradients into it, which took `encode_s`; `begun`, `sent` and
+    `ended` as in `group.Timing` (0 if the group does not say); `wait_s` is how long the trainer was
+    blocked for it. `how` says in what form it went; `coded_bytes` of what was sent were encoded.
+    """
+
+    index: int
+    size_bytes: int
+    sent_bytes: int
+    filled_at: float
+    encode_s: float
+    begun: float
+    sent: float
+    ended: float
+    adding_s: float
+    wait_s: float
+    how: str = "dense"
+    coded_bytes: int = 0
+
+
+class RoundObserver(Protocol):
+    """Whoever wants to know how a round went."""
+
+    def computing(self) -> None:
+        """Backward goes on: one more gradient is there."""
+
+    def arrived(self) -> None:
+        """All of this worker's gradients are there."""
+
+    def bucket(self, times: BucketTimes) -> None:
+        """One bucket has been reduced."""
+
+    def reduced(self, sent_bytes: int) -> None:
+        """All workers' gradients are there, or on their way to whoever will wait for them."""
+
+    def waited(self, wait_s: float) -> None:
+        """The trainer was blocked for gradients that were on their way after the round."""
+
+
+class Receiver(Protocol):
+    """Takes buckets that are still on their way when backward ends."""
+
+    def take(self, reducer: Reducer, buckets: Sequence[Bucket]) -> None:
+        """Wait for each when it is needed, with `reducer.receive`."""
+
+    def settle(self) -> None:
+        """Wait for all that was taken, now: another round begins."""
+
+
+class Reducer:
+    """Keeps one model's gradients the same on all workers."""
+
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        group: Group,
+        weight: Callable[[], float],
+        observer: RoundObserver,
+        *,
+        summed: bool = False,
+        receiver: Receiver | None = None,
+        link: LinkCost | None = None,
+        coding: ModelEncoder | None = None,
+    ) -> None:
+        self._named = list(parameters)
+        self._group = group
+        self._weight = weight
+        self._observer = observer
+        self._summed = summed
+        self._receiver = receiver
+        self._link = link
+        self._coding = coding
+        self._just_landed: set[int] = set()
+        self._carried: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self._factored: Mapping[int, Callable[[], Bucket]] = {}
+        self._signature: list[Hashable] = []
+        self._next = 0
+        self._reported: set[int] = set()
+        self._in_backward = False
+        self.active = True
+        self.unreduced = False
+        self.rounds = 0
+        self.refresh()
+
+    @property
+    def group(self) -> Group:
+        """Those who reduce together."""
+        return self._group
+
+    @property
+    def unit(self) -> float:
+        """What gradients are multiplied by when they leave."""
+        return self._weight()
+
+    @property
+    def weight(self) -> float:
+        """What this worker's part of a gradient counts now; a sum counts every worker's whole."""
+        return 1.0 if self._summed else self._weight()
+
+    def refresh(self) -> None:
+        """Take note of parameters that were frozen, thawed or changed. All workers must agree on which."""
+        signature = [_signature(p) for _, p in self._named]
+        if signature != self._signature:
+            self._signature = signature
+            self._pack()
+
+    def factor(self, made: Mapping[int, Callable[[], Bucket]]) -> None:
+        """From the next round on, these parameters (by id) travel in buckets of their own."""
+        self._factored = made
+        self._pack()
+
+    def _pack(self) -> None:
+        """Assign every trainable parameter to a bucket, in the order in which backward reaches them."""
+        if self._receiver is not None:
+            self._receiver.settle()
+        self._set_all_aside(p for _, p in self._named)
+        self.detach()
+        wanted = [p for _, p in self._named if p.requires_grad]
+        coded = {at for at, p in enumerate(wanted) if self._coding is not None and self._coding.fits(p)}
+        dense = [at for at, p in enumerate(wanted) if id(p) not in self._factored and at not in coded]
+        items = [_item(wanted[index]) for index in dense]
+        total_bytes = sum(item.size_bytes for item in items)
+        first, rest = sizes(self._link, self._group.size, total_bytes=total_bytes)
+        packed = assign(items, first_bytes=first, bucket_bytes=rest)
+        # A bucket's turn comes when backward has passed its last parameter, which is the lowest.
+        made: list[tuple[int, Bucket]] = []
+        for part in packed:
+            places = [dense[index] for index in part]
+            made.append((min(places), DenseBucket([wanted[place] for place in places], self._group)))
+        made += self._encoded(wanted, sorted(coded))
+        made += [
+            (place, self._factored[id(p)]()) for place, p in enumerate(wanted) if id(p) in self._factored
+        ]
+        self._buckets = [bucket for _, bucket in sorted(made, key=lambda pair: -pair[0])]
+        for bucket in self._buckets:
+            for p in bucket.parameters:
+                self._bucket_of[id(p)] = bucket
+                self._listen(p)
+
+    def _encoded(self, wanted: Sequence[nn.Parameter], places: Sequence[int]) -> list[tuple[int, Bucket]]:
+        """Buckets of those whose gradients are encoded, each with its lowest place."""
+        if self._coding is None or not places:
+            return []
+        name_of = {id(p): name for name, p in reversed(self._named)}
+        items = [_item(wanted[place]) for place in places]
+        most = bucket_bytes(sum(item.size_bytes for item in items))
+        made: list[tuple[int, Bucket]] = []
+        for part in assign(items, first_bytes=most, bucket_bytes=most):
+            held = [wanted[places[index]] for index in part]
+            bucket = self._coding.bucket([(name_of[id(p)], p) for p in held])
+            made.append((min(places[index] for index in part), bucket))
+        return made
+
+    def _listen(self, p: nn.Parameter) -> None:
+        self._handles.append(p.register_post_accumulate_grad_hook(self._ready))
+        if self._summed:
+            self._handles.append(p.register_hook(self._times_workers))
+        if self._receiver is not None:
+            self._handles.append(p.register_hook(self._before_gradient))
+        if self._coding is not None:
+            self._handles.append(p.register_hook(lambda _: self._set_aside(p)))
+
+    def detach(self) -> None:
+        """Leave the parameters alone."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._bucket_of.clear()
+        self._just_landed.clear()
+        for bucket in self._buckets:
+            bucket.release()
+        self._buckets = []
+
+    def touches(self, parameter_ids: set[int]) -> bool:
+        """Whether any of these parameters is this reducer's."""
+        return any(id(p) in parameter_ids for _, p in self._named)
+
+    def missed(self, parameter_ids: set[int]) -> str:
+        """A parameter among these that has a gradient which no round has seen, by name."""
+        for name, p in self._named:
+            unseen = p.requires_grad and id(p) not in self._bucket_of and p.grad is not None
+            if unseen and id(p) in parameter_ids:
+                return name
+        return ""
+
+    def rescale(self, factor: float) -> None:
+        """Gradients kept locally are in units of the current weight: convert them to the next one."""
+        if self._summed:
+            return
+        self._set_all_aside(p for _, p in self._named)
+        for _, p in self._named:
+            before = self._carried.get(id(p))
+            if p.grad is not None and before is not None:
+                p.grad.sub_(before).mul_(factor).add_(before)
+            elif p.grad is not None:
+                p.grad.mul_(factor)
+
+    def _times_workers(self, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else grad * self._group.size  # a factored weight may get none
+
+    def _before_gradient(self, grad: Tensor | None) -> None:
+        """A gradient is about to be added to what is there: that must have landed."""
+        if not self._in_backward and self._receiver is not None:
+            self._receiver.settle()
+
+    def _set_aside(self, p: nn.Parameter) -> None:
+        """Before anything is added to a gradient: what a round has put there is not to be encoded again."""
+        gradient = p.grad
+        if gradient is None:
+            self._carried.pop(id(p), None)  # it was dropped since
+        if id(p) not in self._just_landed:
+            return
+        self._just_landed.discard(id(p))
+        bucket = self._bucket_of[id(p)]
+        if (
+            isinstance(bucket, EncodedBucket)
+            and gradient is not None
+            and bucket.holds(p, gradient)
+            and gradient.any()
+        ):
+            self._carried[id(p)] = gradient.clone()
+
+    def _set_all_aside(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Also where this worker adds nothing: others may, and all must set aside the same."""
+        if self._coding is not None:
+            for p in parameters:
+                self._set_aside(p)
+
+    def _ready(self, parameter: Tensor) -> None:
+        self._observer.computing()
+        self.unreduced = True  # until the round is over; for good, if this pass fails in the middle
+        if not self.active:
+            return
+        self._refuse(parameter)
+        if not self._in_backward:
+            self._begin()
+        bucket = self._bucket_of[id(parameter)]
+        if id(parameter) in self._reported:
+            self._refuse_parts(parameter, bucket)
+            return
+        self._reported.add(id(parameter))
+        bucket.missing -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
+            self._leave()
+
+    def _begin(self) -> None:
+        if self._receiver is not None:
+            self._receiver.settle()
+        self.refresh()
+        self._reported.clear()
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _leave(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        if self._next == len(self._buckets):
+            self._observer.arrived()
+        if isinstance(bucket, EncodedBucket):
+            self._set_all_aside(bucket.parameters)
+            ids = [id(p) for p in bucket.parameters]
+            bucket.carried = {key: self._carried.pop(key) for key in ids if key in self._carried}
+        bucket.leave(self._weight(), -self._next)
+
+    def _finish(self) -> None:
+        """Backward is over: send what is left, wait for all, put the results in place."""
+        try:
+            while self._next < len(self._buckets):
+                self._leave()
+            self.rounds += 1
+            if self._receiver is not None:
+                self._receiver.take(self, self._buckets)
+            else:
+                landed = self._receive_all()
+                for bucket in landed:
+                    for p, gradient in bucket:
+                        if gradient is not None:
+                            p.grad = gradient
+                self._reset()
+            self._observer.reduced(sum(bucket.sent_bytes() for bucket in self._buckets))
+            self.unreduced = False
+        except BaseException:
+            self._reset()
+            raise
+        finally:
+            self._in_backward = False
+            self._next = 0
+
+    def _receive_all(self) -> list[Landed]:
+        """Wait for all buckets; for the others too, if a gradient is not finite: all workers go on then."""
+        landed: list[Landed] = []
+        refused: GradientError | None = None
+        for bucket in self._buckets:
+            try:
+                landed.append(self.receive(bucket))
+            except GradientError as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
+        return landed
+
+    def _reset(self) -> None:
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def receive(self, bucket: Bucket) -> Landed:
+        """Wait for one bucket and report it."""
+        assert bucket.pending is not None
+        waiting = time.perf_counter()
+        try:
+            bucket.pending.wait()
+        except GradientError:
+            bucket.reset()  # training may go on
+            raise
+        wait_s = time.perf_counter() - waiting
+        if self._receiver is not None:
+            self._observer.waited(wait_s)
+        timing = bucket.pending.timing()
+        landed = bucket.landed()
+        self._just_landed.update(id(p) for p in bucket.parameters)
+        self._observer.bucket(
+            BucketTimes(
+                index=self._buckets.index(bucket),
+                size_bytes=bucket.size_bytes,
+                sent_bytes=bucket.sent_bytes(),
+                filled_at=bucket.filled_at,
+                encode_s=bucket.encode_s,
+                begun=timing.begun,
+                sent=timing.sent,
+                ended=timing.ended,
+                adding_s=timing.adding_s,
+                wait_s=wait_s,
+                how=bucket.how,
+                coded_bytes=bucket.coded_bytes,
+            )
+        )
+        return landed
+
+    def _refuse(self, parameter: Tensor) -> None:
+        """What cannot be reduced is refused with a reason."""
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            raise ModelError(
+                f"parameter {self._name(parameter)} has a sparse gradient, which cannot be reduced yet",
+                fix="build the embedding with sparse=False",
+            )
+        if gradient is not None and gradient.requires_grad:
+            raise ModelError(
+                f"the gradient of parameter {self._name(parameter)} has a graph of its own, "
+                "which ends at this worker",
+                where="backward(create_graph=True)",
+                fix="use torch.autograd.grad(..., create_graph=True) for the inner gradient",
+            )
+
+    def _refuse_parts(self, parameter: Tensor, bucket: Bucket) -> None:
+        """A gradient may come in parts, from several reentrant checkpoints, as long as it has not left."""
+        if bucket.pending is not None:
+            raise ModelError(
+                f"the gradient of parameter {self._name(parameter)} came in two parts, "
+                "the second after the first was sent",
+                where="torch.utils.checkpoint with use_reentrant=True",
+                fix="use use_reentrant=False",
+            )
+
+    def _name(self, parameter: Tensor) -> str:
+        return next((name for name, p in self._named if p is parameter), "?")
+
+
+def _signature(p: nn.Parameter) -> Hashable:
+    return p.requires_grad, p.dtype, p.device, p.shape
+
+
+def _item(p: nn.Parameter) -> Item:
+    return Item(size_bytes=p.numel() * p.element_size(), kind=(p.dtype, p.device))

@@ -1,0 +1,81 @@
+"""A server's process: `echelon run --servers N` starts some.
+
+    python -m echelon.launch.worker -m echelon.server.process
+
+It meets the workers, serves until they have left, and ends. The leader says in the meeting what is wanted:
+sums of gradients for the collectives (sync full), or a parameter server.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from echelon.comm.engine import Engine
+from echelon.comm.meet.place import Place
+from echelon.comm.meet.rendezvous import meet
+from echelon.comm.wire.mailbox import Mailbox
+from echelon.comm.wire.summing import SERVERS_DO, SUM, serve
+from echelon.observe.recorder import Recorder
+from echelon.observe.run_folder import RunFolder
+from echelon.plan.plan import Plan
+from echelon.server.protocol import Kind
+from echelon.server.server import ParameterServer
+
+
+def main() -> None:
+    """Serve the run that ECHELON_RUN names."""
+    serve_run(Place.from_environment(os.environ), RunFolder(Path(os.environ["ECHELON_RUN"])))
+
+
+def serve_run(place: Place, folder: RunFolder) -> ParameterServer | None:
+    """Be the server at `place` until all workers have left; returns what it kept, if it kept parameters."""
+    plan = Plan.read(folder.plan)
+    meeting = meet(
+        place,
+        node=plan.servers[place.rank - place.world_size],
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        timeout_s=plan.join_timeout_s,
+    )
+    engine = Engine.connect(
+        meeting,
+        place,
+        shared_memory=False,
+        deadline_s=plan.round_timeout_s,
+        timeout_s=plan.join_timeout_s,
+    )
+    cause = ""
+    with Recorder(folder.events_of(place.rank)) as recorder:
+        try:
+            if meeting.told(SERVERS_DO) != SUM:
+                return _keep(engine, place, recorder)
+            serve(
+                engine.loop,
+                rank=place.rank,
+                workers=place.world_size,
+                servers=place.servers,
+                deadline_s=plan.round_timeout_s,
+            )
+            return None
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise
+        finally:
+            engine.loop.close(cause)
+
+
+def _keep(engine: Engine, place: Place, recorder: Recorder) -> ParameterServer:
+    """Be a parameter server."""
+    workers, everybody = range(place.world_size), range(place.everybody)
+    server = ParameterServer(
+        rank=place.rank, servers=everybody[place.world_size :], workers=workers, recorder=recorder
+    )
+    others = set(everybody) - {place.rank}
+    server.run(Mailbox(engine.loop, others, place=server.place, farewell=Kind.BYE))
+    return server
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Groups of workers that act as one: a policy inside each group, another one between them.
+
+Inside, gradients are reduced or weights averaged over the group. The group's first member takes part in the
+policy between groups on behalf of all, and gives the others the weights that come of it. A codec is for
+what it sends to a server; inside a group everything is sent as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from echelon.codec.codec import CODECS
+from echelon.codec.codecs.between import Between
+from echelon.codec.fitting import refuse_for_weights, served_codec
+from echelon.comm.engine import EngineGroup
+from echelon.comm.schedule.cost import LinkCost
+from echelon.plan.shares import split
+from echelon.server.channel import ServerChannel
+from echelon.sync.families.mix import MixPolicy
+from echelon.sync.families.serve import ServePolicy
+from echelon.sync.policies.levels import Levels, members_of, units_of
+from echelon.sync.policy import ClusterInfo
+from echelon.train import consistency as agree
+from echelon.train.clock import StepClock
+from echelon.train.families.mix import MixSynchronizer
+from echelon.train.families.reduce import ReduceSynchronizer
+from echelon.train.families.serve import ServeSynchronizer, open_line
+from echelon.train.families.synchronizer import (
+    Explain,
+    IndependentSynchronizer,
+    ModelOptions,
+    Overlap,
+    Synchronizer,
+    replace_step,
+)
+
+
+class LevelsSynchronizer(IndependentSynchronizer):
+    """One worker's part in both levels."""
+
+    def __init__(
+        self,
+        group: EngineGroup,
+        clock: StepClock,
+        policy: Levels,
+        cluster: ClusterInfo,
+        *,
+        link: LinkCost | None,
+        replicas: int,
+        explain: Explain,
+        codec: str = "none",
+    ) -> None:
+        super().__init__(group, policy.name, explain)
+        self._clock = clock
+        self._cluster = cluster
+        self._units = units_of(cluster)
+        self.unit = next(index for index, ranks in enumerate(cluster.groups) if group.rank in ranks)
+        self._mates, leaders = _open(group, cluster)
+        self._inside: Synchronizer
+        inside, between = policy.inside, policy.between
+        if isinstance(inside, MixPolicy):
+            members = members_of(cluster, cluster.groups[self.unit])
+            self._inside = MixSynchronizer(self._mates, clock, inside, members, explain=explain)
+        else:
+            self._inside = ReduceSynchronizer(self._mates, clock, link=link, explain=explain)
+        self._served = isinstance(between, ServePolicy)
+        codec = self._towards_server(codec)
+        self.claims = self._served and len({len(ranks) for ranks in cluster.groups}) == 1
+        self._between: ServeSynchronizer | MixSynchronizer | None = None
+        self._line: ServerChannel | None = None
+        self._plan: MixPolicy | None = between if isinstance(between, MixPolicy) else None
+        if leaders is not None and isinstance(between, ServePolicy):
+            self._between = ServeSynchronizer(
+                leaders,
+                clock,
+                between,
+                policy.outer,
+                self._units,
+                replicas=replicas,
+                explain=explain,
+                codec=codec,
+                after_step=lambda optimizer: self._spread(optimizer),
+                members=[group.ranks[rank] for rank in cluster.groups[self.unit]],
+            )
+        elif leaders is not None and isinstance(between, MixPolicy):
+            self._between = MixSynchronizer(leaders, clock, between, self._units, explain=explain)
+        elif self._served:
+            self._line = open_line(group)
+        self._optimizers: list[Optimizer] = []
+        self._steps: dict[int, int] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def _towards_server(self, codec: str) -> str:
+        """The codec of first members' messages; of `between(codec)`, the inner one: a group is a site."""
+        if not self._served:
+            refuse_for_weights(codec, self._name)
+            return codec
+        built = CODECS.build(codec, where="--codec")
+        meant = built.codec if isinstance(built, Between) else codec
+        served_codec(meant)
+        return meant
+
+    @property
+    def slots(self) -> tuple[int, Callable[[int], int]]:
+        """How many groups claim parts of a batch, and which part of a group's is this worker's."""
+        size, place = self._mates.size, self._mates.rank
+        return len(self._cluster.groups), lambda slot: slot * size + place
+
+    def claim(self, ticket: Callable[[], int]) -> int:
+        """The first member draws for its group."""
+        drawn = torch.tensor([ticket() if self._mates.rank == 0 else 0])
+        self._mates.broadcast(drawn)
+        return int(drawn)
+
+    def add(self, model: nn.Module, rules: ModelOptions) -> None:
+        """All begin with the leader's weights; then each group keeps its own in step."""
+        super().add(model, rules)
+        self._inside.add(model, rules)
+        if isinstance(self._between, ServeSynchronizer):
+            self._between.know(model)
+
+    def adopt(
+        self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        """Its steps are the group's."""
+        self._optimizers.append(optimizer)
+        if not self._served:
+            self._inside.adopt(optimizer, "backward", before, after)
+            handle = optimizer.register_step_post_hook(lambda *_: self._meet(optimizer))
+            self._undo.append(handle.remove)
+        if self._between is not None:
+            if self._served:
+                self._between.adopt(optimizer, "backward", before, after)
+            else:
+                self._between.watch(optimizer)  # type: ignore[union-attr]
+        elif self._served:
+            self._undo.append(replace_step(optimizer, lambda own: self._follow(optimizer, before, after)))
+
+    def begin(self) -> None:
+        """Open the level between groups."""
+        self._inside.begin()
+        if self._between is not None:
+            self._between.begin()
+            if isinstance(self._between, ServeSynchronizer):
+                self._between.push_late()
+        self._group.barrier()
+
+    def _follow(self, optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Take the weights that the first member brings."""
+        self._clock.arrived()
+        self._spread(optimizer)
+        self._clock.reduced(0)
+        before()
+        after()
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        """After a step: if the groups meet now, let the first members do so."""
+        assert self._plan is not None
+        step = self._steps.get(id(optimizer), 0)
+        self._steps[id(optimizer)] = step + 1
+        if self._plan.meeting(step, self.unit, self._units) is None:
+            if isinstance(self._between, MixSynchronizer):
+                self._between.meet(optimizer)
+            return
+        if isinstance(self._inside, MixSynchronizer):
+            self._average(optimizer)
+        if isinstance(self._between, MixSynchronizer):
+            self._between.meet(optimizer)
+        self._spread(optimizer)
+
+    @torch.no_grad()
+    def _average(self, optimizer: Optimizer) -> None:
+        """The members' mean, by shares, before the group speaks as one."""
+        shares = (
+            members_of(self._cluster, self._cluster.groups[self.unit]).shares or (1.0,) * self._mates.size
+        )
+        part = shares[self._mates.rank] / sum(shares)
+        for p in _parameters(optimizer):
+            mean = p.detach() * part
+            self._mates.all_reduce(mean).wait()
+            p.copy_(mean)
+
+    def _spread(self, optimizer: Optimizer) -> None:
+        """Give the group its first member's weights."""
+        agree.share_tensors(self._mates, [p.data for p in _parameters(optimizer)])
+
+    def keep(self, active: bool) -> None:
+        """Whether gradients stay on this worker for now."""
+        self._inside.keep(active)
+
+    def weigh(self, weight: float, batch: int = 0) -> None:
+        """A worker's part of its group's batch, and the group's part of the whole."""
+        if batch:
+            shares: list[float] = list(self._cluster.shares) or [1.0] * self._cluster.workers
+            parts = split(batch, shares)
+            whole = sum(parts[rank] for rank in self._cluster.groups[self.unit]) / batch
+        else:  # as the script says
+            total = torch.tensor([weight], dtype=torch.float64)
+            whole = float(self._mates.all_reduce(total).wait())
+        self._inside.weigh(weight / whole)
+        if self._between is not None:
+            self._between.weigh(whole)
+
+    def refresh(self, *, ended: bool, trains: bool) -> None:
+        """Both levels. Where members differ, they go on from what was shown: a group has one state."""
+        if (
+            isinstance(self._inside, MixSynchronizer)
+            and isinstance(self._between, MixSynchronizer)
+            and trains
+        ):
+            self._between.stay()
+        if isinstance(self._inside, MixSynchronizer) and trains and not ended:
+            self._inside.stay()
+        self._inside.refresh(ended=ended, trains=trains)
+        if self._between is not None:
+            self._between.refresh(ended=ended, trains=trains)
+        for optimizer in self._optimizers:
+            self._spread(optimizer)
+        self._group.barrier()
+        self._share_buffers()
+
+    def left(self) -> None:
+        """On behalf of the group, whose members leave a loop together."""
+        if self._between is not None:
+            self._between.left()
+
+    def depart(self) -> None:
+        """On behalf of the group, whose members leave a loop together."""
+        if self._between is not None:
+            self._between.depart()
+
+    def before_step(self, optimizer: Optimizer, where: str) -> None:
+        """As inside."""
+        self._inside.before_step(optimizer, where)
+
+    def settle(self) -> None:
+        """As inside."""
+        self._inside.settle()
+
+    def before_save(self) -> None:
+        """What is shown is what is saved."""
+        if self._between is not None:
+            self._between.before_save()
+        for optimizer in self._optimizers:
+            self._spread(optimizer)
+
+    def after_save(self) -> None:
+        """Go on with what was there."""
+        if self._between is not None:
+            self._between.after_save()
+        for optimizer in self._optimizers:
+            self._spread(optimizer)
+
+    def loaded(self) -> None:
+        """All begin anew from what was loaded."""
+        self._inside.loaded()
+        if self._between is not None:
+            self._between.loaded()
+        self._group.barrier()
+
+    def residuals(self) -> dict[str, Any]:
+        """What the first member's codec has not sent to the server."""
+        return {} if self._between is None else self._between.residuals()
+
+    def restore_residuals(self, residuals: Sequence[dict[str, Any]]) -> None:
+        """First members take over what first members owed; where others did, the same sum."""
+        if self._between is None:
+            return
+        leaders = [ranks[0] for ranks in self._cluster.groups]
+        owing = [rank for rank, one in enumerate(residuals) if "tables" in one]
+        same = len(residuals) == self._cluster.workers and owing == sorted(leaders)
+        self._between.restore_residuals([residuals[rank] for rank in leaders] if same else residuals)
+
+    def finish(self) -> None:
+        """End with one model."""
+        self._inside.finish()
+        if self._between is not None:
+            self._between.finish()
+        for optimizer in self._optimizers:
+            self._spread(optimizer)
+
+    def close(self) -> None:
+        """Leave models and optimizers alone."""
+        while self._undo:
+            self._undo.pop()()
+        if self._between is not None:
+            self._between.close()
+        if self._line is not None:
+            self._line.close()
+        self._inside.close()
+
+
+def _open(group: EngineGroup, cluster: ClusterInfo) -> tuple[EngineGroup, EngineGroup | None]:
+    """This worker's group, and that of the first members; all workers open all of them, in this order."""
+    mates = [group.among(ranks) for ranks in cluster.groups]
+    own = next(found for found in mates if found is not None)
+    return own, group.among([ranks[0] for ranks in cluster.groups])
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

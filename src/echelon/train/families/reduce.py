@@ -1,0 +1,228 @@
+"""Keeps models the same on all workers: their reducers, and what goes with them.
+
+Made by the session for every model that is prepared. It knows nothing of data, records or checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.codec.fitting import refuse_factors
+from echelon.comm.group import Group
+from echelon.comm.schedule.cost import LinkCost
+from echelon.errors import ModelError
+from echelon.reduce.deferred import DeferredSteps
+from echelon.reduce.encoded.encoder import ModelEncoder
+from echelon.reduce.factors import FactorRule
+from echelon.reduce.reducer import Reducer, RoundObserver
+from echelon.train import batchnorm, linear
+from echelon.train import consistency as agree
+from echelon.train.encoding import Encoding
+from echelon.train.factoring import Factoring
+from echelon.train.families.synchronizer import Explain, ModelOptions, Overlap, Synchronizer
+
+
+class ReduceSynchronizer(Synchronizer):
+    """All models of a run, on one worker.
+
+    `link` is the slowest one between the workers, None if nothing is known or nothing is sent; `explain`
+    is told what was decided about a topic, and why.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        observer: RoundObserver,
+        *,
+        link: LinkCost | None = None,
+        encoding: Encoding | None = None,
+        explain: Explain = lambda topic, why, tell: None,
+    ) -> None:
+        self._group = group
+        self._encoding = encoding or Encoding("none", group, links=None, sites=(), explain=explain)
+        self._observer = observer
+        self._link = link
+        self._explain = explain
+        self._factorings: list[Factoring] = []
+        self._reducers: list[Reducer] = []
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._late = DeferredSteps()
+        self.weight = 1.0 / group.size  # until a prepared loader says otherwise: the mean, as in DDP
+
+    def add(self, model: nn.Module, rules: ModelOptions) -> None:
+        """Keep a model in step from now on."""
+        if self._group.size == 1 and not self._encoding.active(rules.codec):
+            return
+
+        def weight() -> float:
+            return self.weight if rules.loss == "mean" else 1.0 / self._group.size
+
+        late = rules.overlap == "step"
+        if late:
+            refuse_compiled(model)
+        if late or rules.loss == "sum":
+            self._refuse_shared(model)
+        agree.share_state(self._group, model)
+        self._models.append(model)
+        if rules.batchnorm == "global" and batchnorm.layers(model):
+            batchnorm.make_global(model, self._group.fork(), weight)
+        coding = self._encoding.add(model, rules.codec)
+        factoring = self._watch(model, self._factors(rules, coding))
+        reducer = Reducer(
+            list(model.named_parameters()),
+            self._group.fork(),
+            weight,
+            self._observer,
+            summed=rules.loss == "sum",
+            receiver=self._late if late else None,
+            link=self._link,
+            coding=coding,
+        )
+        self._reducers.append(reducer)
+        if factoring is not None:
+            factoring.serve(reducer)
+            self._factorings.append(factoring)
+
+    def _factors(self, rules: ModelOptions, coding: ModelEncoder | None) -> FactorRule:
+        """Gradients that are encoded do not travel as factors."""
+        if coding is not None:
+            refuse_factors(coding.codec, rules.factors)
+        return rules.factors if coding is None else "never"
+
+    def _refuse_shared(self, model: nn.Module) -> None:
+        held = {id(p) for p in model.parameters()}
+        if any(reducer.touches(held) for reducer in self._reducers):
+            raise ModelError(
+                "this model shares parameters with one that was prepared before",
+                where='prepare(overlap="step") or prepare(loss="sum")',
+                fix="prepare one module that holds both models",
+            )
+
+    def _watch(self, model: nn.Module, rule: FactorRule) -> Factoring | None:
+        """Prepare to decide about factors, unless that is clear already."""
+        if rule == "never":
+            return None
+        layers = linear.eligible(model)
+        if not layers:
+            return None
+        topic = f"factors of model {len(self._models)}" if len(self._models) > 1 else "factors"
+        factoring = Factoring(layers, rule=rule, link=self._link, explain=partial(self._explain, topic))
+        factoring.attach()
+        return factoring
+
+    def adopt(
+        self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        """Call back once before and once after every step of an optimizer, late or not."""
+        self._optimizers.append(optimizer)
+        if overlap == "step" and self._group.size > 1:
+            self._late.adopt(optimizer, before, after)
+            return
+        optimizer.register_step_pre_hook(lambda *_: before())
+        optimizer.register_step_post_hook(lambda *_: after())
+
+    def begin(self) -> None:
+        """Refuse momentum that a codec applies as well."""
+        for optimizer in self._optimizers:
+            self._encoding.check(optimizer)
+
+    def keep(self, active: bool) -> None:
+        """Whether gradients stay on this worker for now."""
+        for reducer in self._reducers:
+            reducer.active = not active
+
+    def refresh(self, *, ended: bool, trains: bool) -> None:
+        """A pass over the data begins or ends: take note of thawed layers, and agree on buffers."""
+        self.settle()
+        for reducer in self._reducers:
+            reducer.refresh()
+        for model in self._models:
+            buffers = list(model.buffers())
+            if buffers:
+                agree.share_tensors(self._group, buffers)
+
+    def weigh(self, weight: float, batch: int = 0) -> None:
+        """What this worker's loss counts from now on; gradients kept from before keep their weight."""
+        if weight != self.weight:
+            for reducer in self._reducers:
+                if reducer.unreduced:
+                    reducer.rescale(self.weight / weight)
+        self.weight = weight
+
+    def before_step(self, optimizer: Optimizer, where: str) -> None:
+        """Refuse a step on gradients that others do not have; decide what the first round has shown."""
+        self._check(optimizer, where)
+        for factoring in self._factorings:
+            factoring.consider()
+
+    def _check(self, optimizer: Optimizer, where: str) -> None:
+        if not self._reducers:
+            return
+        held = {id(p) for p in _parameters(optimizer)}
+        for reducer in self._reducers:
+            missed = reducer.missed(held)
+            if missed:
+                raise ModelError(
+                    f"parameter {missed} was thawed, and its gradient is this worker's only",
+                    where=where,
+                    fix="thaw it before the loop over the data begins, or before another backward pass",
+                )
+        if any(reducer.unreduced and reducer.touches(held) for reducer in self._reducers):
+            raise ModelError(
+                "optimizer.step() would apply gradients that the other workers do not have",
+                where=where,
+                fix="leave accumulate() for the last backward pass before each step, and let that end",
+            )
+
+    def settle(self) -> None:
+        """Let everything that is on its way land and be applied."""
+        self._late.settle()
+
+    def residuals(self) -> dict[str, Any]:
+        """What codecs have not sent yet."""
+        return self._encoding.residuals()
+
+    def restore_residuals(self, residuals: Sequence[dict[str, Any]]) -> None:
+        """Take over what workers owed."""
+        self._encoding.restore(residuals)
+
+    def finish(self) -> None:
+        """Say what codecs could not write, and what they owe; all workers are here."""
+        self._encoding.report()
+
+    def closed(self) -> None:
+        """The group is closed, so nothing is under way any more."""
+        self._encoding.join()
+
+    def close(self) -> None:
+        """Leave models and optimizers alone."""
+        self._encoding.close()
+        self._late.close()
+        for reducer in self._reducers:
+            reducer.detach()
+        for model in self._models:
+            batchnorm.make_local(model)
+            linear.detach(model)
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """A compiled module's parameters cannot be late."""
+    compiled = ("OptimizedModule", "ScriptModule")
+    kinds = [kind.__name__ for module in model.modules() for kind in type(module).__mro__]
+    if any(name in compiled for name in kinds):
+        raise ModelError(
+            "a compiled module reads its parameters where nobody can wait for them",
+            where='prepare(overlap="step")',
+            fix='prepare with overlap="backward", or without torch.compile',
+        )

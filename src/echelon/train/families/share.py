@@ -1,0 +1,98 @@
+"""All workers of a machine update the same weights, without locks (hogwild).
+
+The parameters are moved to memory that all workers map. Each computes and applies its own gradients with
+its own optimizer; what two of them write at once, one of them may lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from echelon.comm.engine import EngineGroup
+from echelon.comm.memory import segment
+from echelon.comm.memory.segment import Handle
+from echelon.train.families.mix import Observer
+from echelon.train.families.synchronizer import Explain, IndependentSynchronizer, ModelOptions, Overlap
+
+_ALIGN_BYTES = 64
+
+
+class ShareSynchronizer(IndependentSynchronizer):
+    """One worker's part in hogwild."""
+
+    claims = True
+
+    def __init__(self, group: EngineGroup, observer: Observer, *, explain: Explain) -> None:
+        super().__init__(group, "hogwild", explain)
+        self._pids = [member.pid for member in group.members[: group.size]]
+        self._observer = observer
+        self._handles: list[Callable[[], None]] = []
+
+    def add(self, model: nn.Module, rules: ModelOptions) -> None:
+        """Move the parameters to memory that the first worker makes and all map."""
+        super().add(model, rules)
+        parameters = list(model.parameters())
+        places, size_bytes = _places(parameters)
+
+        def gather(mine: Handle) -> list[Handle]:
+            return [Handle(*part.tolist()) for part in self._group.all_gather(torch.tensor(mine))]
+
+        (memory,) = segment.share(size_bytes, self._group.rank, self._pids, [0], gather)
+        for p, at in zip(parameters, places, strict=True):
+            length = p.numel() * p.element_size()
+            view = memory[at : at + length].view(p.dtype).view(p.shape)
+            if self._group.rank == 0:
+                view.copy_(p.detach())
+            p.data = view
+            if p.requires_grad:
+                handle = p.register_post_accumulate_grad_hook(lambda _: self._observer.computing())
+                self._handles.append(handle.remove)
+        self._group.barrier()
+
+    def adopt(
+        self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        """Its steps are its own."""
+        self._handles.append(optimizer.register_step_pre_hook(lambda *_: before()).remove)
+        self._handles.append(optimizer.register_step_post_hook(lambda *_: after()).remove)
+
+    def refresh(self, *, ended: bool, trains: bool) -> None:
+        """Wait until nobody writes any more."""
+        self._group.barrier()
+        self._share_buffers()
+
+    def before_save(self) -> None:
+        """Nobody may write while the leader reads."""
+        self._group.barrier()
+
+    def loaded(self) -> None:
+        """All have written the same."""
+        self._group.barrier()
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Give every worker weights of its own again."""
+        for model in self._models:
+            for p in model.parameters():
+                p.data = p.detach().clone()
+        while self._handles:
+            self._handles.pop()()
+
+
+def _places(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
+    """Where each begins, and how much there is in all."""
+    places: list[int] = []
+    at = 0
+    for p in parameters:
+        places.append(at)
+        length = _bytes(p)
+        at += length + -length % _ALIGN_BYTES
+    return places, max(at, _ALIGN_BYTES)
+
+
+def _bytes(p: Tensor) -> int:
+    return p.numel() * p.element_size()

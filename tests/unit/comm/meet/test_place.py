@@ -1,0 +1,74 @@
+import pytest
+
+from echelon.comm.meet.place import Place
+from echelon.errors import ConfigError
+
+FULL = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+
+
+def test_without_any_variable_the_process_is_alone():
+    place = Place.from_environment({"PATH": "/bin", "LOCAL_RANK": "3"})
+    assert place == Place()
+    assert (place.rank, place.world_size) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "0"},
+        {"WORLD_SIZE": "1"},
+        {"RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": "", "MASTER_PORT": ""},
+        {"RANK": "0", "WORLD_SIZE": ""},
+    ],
+)
+def test_a_world_of_one_needs_no_meeting_point(env):
+    assert Place.from_environment(env) == Place()
+
+
+def test_a_world_of_one_with_a_meeting_point_is_taken_as_it_is():
+    place = Place.from_environment({**FULL, "RANK": "0", "WORLD_SIZE": "1"})
+    assert (place.rank, place.world_size, place.address, place.port) == (0, 1, "head", 29500)
+
+
+def test_all_variables_say_everything():
+    place = Place.from_environment({**FULL, "LOCAL_RANK": "1"})
+    assert place == Place(rank=2, world_size=4, local_rank=1, address="head", port=29500)
+
+
+def test_local_rank_is_optional():
+    assert Place.from_environment(FULL).local_rank == 0
+
+
+def test_torchrun_keeps_the_meeting_point_and_counts_restarts():
+    env = {**FULL, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
+    place = Place.from_environment(env)
+    assert (place.hosted, place.attempt) == (True, "3")
+    assert not Place.from_environment({**FULL, "TORCHELASTIC_USE_AGENT_STORE": "False"}).hosted
+
+
+@pytest.mark.parametrize("missing", list(FULL))
+def test_a_missing_variable_is_named(missing):
+    env = {name: value for name, value in FULL.items() if name != missing}
+    with pytest.raises(ConfigError, match=f"are set but {missing} is not\n") as caught:
+        Place.from_environment(env)
+    assert caught.value.where == "environment"
+
+
+@pytest.mark.parametrize("env", [{"WORLD_SIZE": "4"}, {"RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_one_of_several_without_a_meeting_point_is_refused_rather_than_left_to_train_alone(env):
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT are not"):
+        Place.from_environment(env)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"])
+def test_a_variable_that_is_not_a_number_is_named(name):
+    with pytest.raises(ConfigError, match=f"{name} is 'many', which is not a number"):
+        Place.from_environment({**FULL, name: "many"})
+
+
+@pytest.mark.parametrize("rank", ["4", "-1"])
+def test_a_rank_outside_of_the_world_is_refused(rank):
+    with pytest.raises(ConfigError, match=f"RANK is {rank} in a world of 4") as caught:
+        Place.from_environment({**FULL, "RANK": rank})
+    assert "0 to 3" in caught.value.fix

@@ -1,0 +1,461 @@
+"""Workers speak TLS when given certificates, and to nobody who shows none, or another authority's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import ssl
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from echelon.comm.meet import mesh
+from echelon.comm.meet.handshake import Refused
+from echelon.comm.meet.rendezvous import Meeting, Member
+from echelon.comm.meet.tls import Certificates
+from echelon.comm.schedule.collective import COLLECTIVES
+from echelon.comm.wire.connection import Connection
+from echelon.comm.wire.exchange import Exchange
+from echelon.comm.wire.loop import CHANNEL_BITS, Loop
+from echelon.errors import ConfigError, JoinTimeout, PeerLost
+
+VIEW = bytes(range(16))
+FILES = Path(__file__).parents[3] / "certificates"
+
+
+def certificates(name="worker", key=None, authority="authority"):
+    return Certificates(
+        certificate=FILES / f"{name}.pem",
+        key=FILES / f"{key or name}.key",
+        authority=FILES / f"{authority}.pem",
+    )
+
+
+WORKER = certificates()
+STRANGER = certificates("stranger", authority="other-authority")
+
+
+@pytest.fixture
+def both_authorities(tmp_path):
+    """A file that trusts either."""
+    path = tmp_path / "both.pem"
+    path.write_text((FILES / "authority.pem").read_text() + (FILES / "other-authority.pem").read_text())
+    return path
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+def environment(**changes):
+    found = {
+        "ECHELON_TLS_CERT": str(FILES / "worker.pem"),
+        "ECHELON_TLS_KEY": str(FILES / "worker.key"),
+        "ECHELON_TLS_CA": str(FILES / "authority.pem"),
+    }
+    return found | {f"ECHELON_TLS_{name}": str(value) for name, value in changes.items()}
+
+
+def test_the_environment_names_all_three_files_or_none():
+    assert Certificates.from_environment({}) is None
+    assert Certificates.from_environment(environment(CERT="", KEY="", CA="")) is None
+    assert Certificates.from_environment(environment()) == WORKER
+
+
+@pytest.mark.parametrize("name", ["CERT", "KEY", "CA"])
+def test_a_variable_that_is_missing_is_named(name):
+    with pytest.raises(ConfigError, match=f"without ECHELON_TLS_{name}") as caught:
+        Certificates.from_environment(environment(**{name: ""}))
+    assert "on all workers, or on none" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["CERT", "KEY", "CA"])
+def test_a_file_that_cannot_be_read_is_named(name, tmp_path):
+    for path, why in ((tmp_path / "none.pem", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigError, match=f"{path} cannot be read: {why}") as caught:
+            Certificates.from_environment(environment(**{name: path}))
+        assert caught.value.where == f"ECHELON_TLS_{name}"
+        assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("CERT", "holds no certificate"), ("KEY", "is no private key"), ("CA", "holds no certificate")],
+)
+def test_a_file_of_another_kind_is_named(name, message):
+    junk = FILES / "README.md"
+    with pytest.raises(ConfigError, match=f"{junk} {message}") as caught:
+        Certificates.from_environment(environment(**{name: junk}))
+    assert caught.value.where == f"ECHELON_TLS_{name}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "fix"),
+    [
+        ({"KEY": "stranger.key"}, r"stranger\.key is not that of the certificate .*worker\.pem", "the key"),
+        ({"KEY": "locked.key"}, r"locked\.key is protected by a password", "without one"),
+        ({"CERT": "expired.pem"}, r"expired\.pem does not hold .*: certificate has expired", "renewed"),
+        (
+            {"CA": "other-authority.pem"},
+            r"worker\.pem does not hold under .*other-authority\.pem",
+            "signed",
+        ),
+    ],
+)
+def test_files_that_do_not_fit_each_other_or_the_date_are_named_with_a_fix(changes, message, fix):
+    with pytest.raises(ConfigError, match=message) as caught:
+        Certificates.from_environment(
+            environment(**{name: FILES / value for name, value in changes.items()})
+        )
+    assert fix in caught.value.fix
+
+
+# Joining -----------------------------------------------------------------------------------------
+
+
+def meeting(store, rank, size):
+    members = tuple(Member(rank=r, node=f"n{r}", host="h", pid=1) for r in range(size))
+    return Meeting(store, members[rank], members)
+
+
+def connect_all(given, *, timeout_s=20.0, first=None, address="127.0.0.1"):
+    """What became of each worker, by what it was given; `first` is done before anybody dials rank 0."""
+    store = HashStore()
+    found = [None] * len(given)
+    listening = threading.Event()
+
+    def work(rank):
+        if rank and first:
+            listening.wait(20)
+        place = meeting(store, rank, len(given))
+        try:
+            found[rank] = mesh.connect(
+                place, address, view=VIEW, secret=b"s", timeout_s=timeout_s, certificates=given[rank]
+            )
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            found[rank] = error
+            place.say_goodbye(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(given))]
+    for thread in threads:
+        thread.start()
+    try:
+        if first:
+            first(address_of(store, 0))
+    finally:
+        listening.set()
+        for thread in threads:
+            thread.join()
+    return found
+
+
+def address_of(store, rank):
+    key = f"address/{VIEW.hex()}/{rank}"
+    while not store.check([key]):
+        time.sleep(0.001)
+    told = msgspec.json.decode(store.get(key))
+    return told["host"], told["port"]
+
+
+def close_all(found):
+    for own in found:
+        assert isinstance(own, dict), own
+    for own in found:
+        for sock in own.values():
+            assert sock.version() == "TLSv1.3"
+            sock.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_workers_with_certificates_of_one_authority_are_connected_by_tls(address):
+    found = connect_all([WORKER] * 4, address=address)
+    assert [set(own) for own in found] == [{0, 1, 2, 3} - {rank} for rank in range(4)]
+    close_all(found)
+
+
+def test_nothing_that_workers_say_can_be_read_on_the_way():
+    """Not even the hello: a listener in the middle sees records, and neither magic nor view."""
+    store, heard = HashStore(), bytearray()
+    with ExitStack() as stack:
+        middle = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def pass_on():
+            caller = stack.enter_context(middle.accept()[0])
+            door = stack.enter_context(socket.create_connection(told["real"]))
+            while len(ready := select.select([caller, door], [], [], 5)[0]):
+                for sock in ready:
+                    data = sock.recv(1 << 16)
+                    if not data:
+                        return
+                    heard.extend(data)
+                    (door if sock is caller else caller).sendall(data)
+
+        told, found = {}, {}
+
+        def work(rank):
+            found[rank] = mesh.connect(
+                meeting(store, rank, 2),
+                "127.0.0.1",
+                view=VIEW,
+                secret=b"s",
+                timeout_s=20,
+                certificates=WORKER,
+            )
+
+        answering = threading.Thread(target=work, args=(0,))
+        answering.start()
+        told["real"] = address_of(store, 0)
+        posing = {"host": "127.0.0.1", "port": middle.getsockname()[1], "encrypted": True}
+        store.set(f"address/{VIEW.hex()}/0", msgspec.json.encode(posing).decode())
+        between = threading.Thread(target=pass_on)
+        between.start()
+        work(1)
+        answering.join()
+        close_all([found[0], found[1]])
+        between.join()
+    assert len(heard) > 1000
+    assert b"ECHH" not in heard
+    assert VIEW not in heard
+
+
+def test_a_worker_of_another_authority_is_refused_and_all_learn_which(caplog):
+    with caplog.at_level(logging.WARNING):
+        found = connect_all([WORKER, WORKER, STRANGER])
+    assert isinstance(found[2], Refused)
+    assert "rank 0 on n0 does not accept this worker's certificate" in found[2].message
+    assert "unknown ca" in found[2].message
+    assert "one authority" in found[2].fix
+    assert found[2].ranks == (0,)
+    for error in found[:2]:
+        assert isinstance(error, PeerLost), "at once, and not when the time is up"
+        assert error.ranks == (2,)
+    assert "connections of strangers were refused" in caplog.text
+
+
+def test_a_worker_that_dials_one_of_another_authority_refuses_it(both_authorities, caplog):
+    """Though that one trusts everybody."""
+    trusting = Certificates(certificate=STRANGER.certificate, key=STRANGER.key, authority=both_authorities)
+    with caplog.at_level(logging.WARNING):
+        found = connect_all([trusting, WORKER])
+    assert isinstance(found[1], Refused)
+    assert "rank 0 on n0 has a certificate that does not hold here: " in found[1].message
+    assert "one authority" in found[1].fix
+    assert isinstance(found[0], PeerLost)
+    assert "connections of strangers were refused" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((WORKER, None), "rank 0 on n0 was given TLS certificates, this worker was not"),
+        ((None, WORKER), "rank 0 on n0 was not given TLS certificates, this worker was"),
+    ],
+)
+def test_a_worker_with_tls_and_one_without_part_with_the_reason(given, message):
+    found = connect_all(given)
+    assert isinstance(found[1], Refused)
+    assert found[1].message == message
+    assert "ECHELON_TLS_CERT" in found[1].fix
+    assert isinstance(found[0], PeerLost)
+    assert message in found[0].message
+
+
+def answer_in_plain_text(sock):
+    sock.sendall(b"SSH-2.0-server\r\n")
+    sock.recv(1 << 16)
+
+
+def answer_without_a_certificate(sock):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with context.wrap_socket(sock) as encrypted:
+        encrypted.recv(1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (answer_in_plain_text, "wrong version"),
+        (answer_without_a_certificate, "did not return a certificate"),
+    ],
+)
+def test_an_answer_without_tls_or_certificate_is_refused_with_the_peers_name(answer, why):
+    """Though the store says it has both: nobody falls back to less."""
+    store = HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        address = {"host": "127.0.0.1", "port": door.getsockname()[1], "encrypted": True}
+        store.set(f"address/{VIEW.hex()}/0", msgspec.json.encode(address).decode())
+
+        def open_door():
+            sock, _ = door.accept()
+            with sock, contextlib.suppress(OSError):
+                answer(sock)
+
+        thread = threading.Thread(target=open_door)
+        thread.start()
+        with pytest.raises(Refused, match=f"rank 0 on n0 does not speak TLS .*{why}"):
+            mesh.connect(
+                meeting(store, 1, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=10, certificates=WORKER
+            )
+        thread.join()
+
+
+def test_a_peer_that_hangs_up_in_the_tls_handshake_is_tried_again_until_the_deadline():
+    store = HashStore()
+    calls = []
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        address = {"host": "127.0.0.1", "port": door.getsockname()[1], "encrypted": True}
+        store.set(f"address/{VIEW.hex()}/0", msgspec.json.encode(address).decode())
+
+        def answer():
+            door.settimeout(0.5)
+            while True:
+                try:
+                    sock, _ = door.accept()
+                except TimeoutError:
+                    return
+                calls.append(sock)
+                sock.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(JoinTimeout, match="rank 0 on n0 cannot be reached"):
+            mesh.connect(
+                meeting(store, 1, 2),
+                "127.0.0.1",
+                view=VIEW,
+                secret=b"s",
+                timeout_s=0.3,
+                certificates=WORKER,
+            )
+        thread.join()
+    assert len(calls) > 1
+
+
+def test_strangers_at_a_tls_door_hold_up_nobody_and_are_counted(caplog):
+    """Silent ones, in plain text or in the middle of a TLS handshake; junk; and those who hang up."""
+    with ExitStack() as stack, caplog.at_level(logging.WARNING):
+
+        def strangers(address):
+            for _ in range(30):
+                stack.enter_context(socket.create_connection(address))
+            for data in (b"ECHH" + bytes(52), b"GET / HTTP/1.1\r\n\r\n" * 10, b"\x16\x03\x01\x02\x00\x01"):
+                stack.enter_context(socket.create_connection(address)).sendall(data)
+            stack.enter_context(socket.create_connection(address)).sendall(hello())
+            half_an_answer(stack.enter_context(socket.create_connection(address)))
+            socket.create_connection(address).close()
+            reset = socket.create_connection(address)
+            reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            reset.close()
+            time.sleep(0.1)
+
+        begun = time.monotonic()
+        close_all(connect_all([WORKER] * 3, first=strangers, timeout_s=60))
+        assert time.monotonic() - begun < mesh._HANDSHAKE_S, "one after the other would take minutes"
+    assert "connections of strangers were refused" in caplog.text
+
+
+def test_a_caller_who_says_nothing_to_a_tls_door_is_sent_away_after_a_while(monkeypatch):
+    monkeypatch.setattr(mesh, "_HANDSHAKE_S", 0.3)
+
+    def silent(address):
+        for speak in (lambda sock: None, half_an_answer):
+            with socket.create_connection(address, timeout=10) as sock:
+                speak(sock)
+                while sock.recv(1 << 16):
+                    pass
+
+    close_all(connect_all([WORKER] * 2, first=silent))
+
+
+def test_a_caller_of_another_authority_is_shown_no_certificate(both_authorities):
+    trusting = Certificates(certificate=STRANGER.certificate, key=STRANGER.key, authority=both_authorities)
+
+    def stranger(address):
+        with socket.create_connection(address, timeout=10) as plain:
+            context = trusting.contexts().dialling
+            sock = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+            with sock, pytest.raises(ssl.SSLError, match="unknown ca"):
+                sock.do_handshake()
+
+    close_all(connect_all([WORKER] * 2, first=stranger))
+
+
+def hello():
+    """The first message of TLS."""
+    out = ssl.MemoryBIO()
+    side = WORKER.contexts().answering.wrap_bio(ssl.MemoryBIO(), out)
+    with pytest.raises(ssl.SSLWantReadError):
+        side.do_handshake()
+    return out.read()
+
+
+def half_an_answer(sock):
+    """Begin the handshake as a worker that dials would, and leave it hanging."""
+    into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
+    side = WORKER.contexts().dialling.wrap_bio(into, out, server_side=True)
+    sock.settimeout(10)
+    into.write(sock.recv(1 << 16))
+    with pytest.raises(ssl.SSLWantReadError):
+        side.do_handshake()
+    sock.sendall(out.read(300))
+
+
+# All together ------------------------------------------------------------------------------------
+
+
+def test_workers_reduce_over_tls_and_part_in_peace():
+    size, length = 3, 600_000
+    found = connect_all([WORKER] * size)
+    names = {rank: f"rank {rank} on n{rank}" for rank in range(size)}
+    loops = [
+        Loop(
+            {peer: Connection(sock, view=VIEW, peer=names[peer]) for peer, sock in own.items()},
+            names,
+            me=names[rank],
+        )
+        for rank, own in enumerate(found)
+    ]
+    try:
+        for number in range(1, 4):
+            parts = [torch.arange(length, dtype=torch.float32) + rank for rank in range(size)]
+            schedules = [COLLECTIVES.build("ring").schedule(rank, size, length) for rank in range(size)]
+            under_way = [
+                Exchange(
+                    1 << CHANNEL_BITS | number,
+                    part,
+                    schedule,
+                    rank=rank,
+                    op="sum",
+                    deadline_s=20,
+                    priority=0,
+                )
+                for rank, (part, schedule) in enumerate(zip(parts, schedules, strict=True))
+            ]
+            for loop, exchange in zip(loops, under_way, strict=True):
+                loop.submit(exchange)
+            for exchange in under_way:
+                exchange.wait()
+            for part in parts:
+                assert torch.equal(part, torch.arange(length, dtype=torch.float32) * 3 + 3)
+        loops[2].close()
+        with pytest.raises(PeerLost, match="rank 2 on n2") as caught:
+            wait_for_error(loops[0])
+        assert "died" not in caught.value.message, "its goodbye was heard"
+    finally:
+        for loop in loops:
+            loop.close()
+
+
+def wait_for_error(loop):
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        loop.check()
+        time.sleep(0.01)

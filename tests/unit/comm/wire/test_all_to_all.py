@@ -1,0 +1,809 @@
+"""Messages of any length arrive whole at everybody, or everybody who lacks one learns why."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.comm.group import Group, Pending
+from echelon.comm.wire.all_to_all import (
+    ATTEMPTS,
+    HEAD_BYTES,
+    AllToAll,
+    PendingMessages,
+    pack_head,
+    unpack_head,
+)
+from echelon.comm.wire.connection import Sink
+from echelon.comm.wire.frames import HEADER_BYTES, checksum
+from echelon.comm.wire.loop import CHANNEL_BITS
+from echelon.comm.wire.notices import Goodbye
+from echelon.comm.wire.operation import Moment
+from echelon.errors import Corrupt, PeerLost, RoundTimeout, WorkerError
+from wires import Wires, values
+
+TAG = 1 << CHANNEL_BITS | 1
+HEAD, PAYLOAD, ANSWER = range(3)
+
+
+def text(sender, receiver, length):
+    """Bytes that are those of no other pair."""
+    return random.Random(sender * 100 + receiver).randbytes(length)
+
+
+def make(messages, *, number=1, channel=1, deadline_s=20.0, priority=0):
+    """One worker's part: `messages` by peer."""
+    outgoing = {peer: memoryview(message) for peer, message in messages.items()}
+    tag = channel << CHANNEL_BITS | number
+    return AllToAll(tag, outgoing, deadline_s=deadline_s, priority=priority)
+
+
+def start_all(wires, lengths, *, order=None, **options):
+    """Everybody's part, under way; `lengths[a][b]` is that of a's message to b."""
+    size = wires.size
+    swaps = {}
+    for rank in order or range(size):
+        given = {p: text(rank, p, lengths[rank][p]) for p in range(size) if p != rank}
+        swaps[rank] = make(given, **options)
+        wires.loops[rank].submit(swaps[rank])
+    return [swaps[rank] for rank in range(size)]
+
+
+def check_all(swaps, lengths):
+    """Everybody has everybody's, and all is over."""
+    for rank, all_to_all in enumerate(swaps):
+        got = {peer: bytes(message.numpy()) for peer, message in all_to_all.messages().items()}
+        assert got == {p: text(p, rank, lengths[p][rank]) for p in range(len(swaps)) if p != rank}
+    for all_to_all in swaps:
+        all_to_all.wait()
+
+
+def even(size, length):
+    return [[length] * size for _ in range(size)]
+
+
+class Tampering:
+    """Changes what one end of a connection is given to send: `change` gets the key and the bytes.
+
+    It gives other bytes, or None if these are never to be sent.
+    """
+
+    def __init__(self, connection, change):
+        self._send = connection.send
+        self._change = change
+        connection.send = self
+
+    def __call__(self, key, data, priority, sent):
+        changed = self._change(key[1], data)
+        if changed is not None:
+            self._send(key, memoryview(changed), priority, sent)
+
+
+def flipped(data):
+    changed = bytearray(data)
+    changed[len(changed) // 2] ^= 4
+    return changed
+
+
+def damaged(*numbers):
+    """A change of these messages."""
+    return lambda number, data: flipped(data) if number in numbers else data
+
+
+class Told:
+    """A callback that counts."""
+
+    def __init__(self):
+        self.times = 0
+        self.event = threading.Event()
+
+    def __call__(self):
+        self.times += 1
+        self.event.set()
+
+
+def said(all_to_all):
+    """What a swap fails with."""
+    with pytest.raises(WorkerError) as caught:
+        all_to_all.messages()
+    return caught.value
+
+
+def let_pass(loop):
+    """Until a loop has done all that it had to do before."""
+    probe = make({}, channel=9)
+    loop.submit(probe)
+    probe.wait()
+
+
+class Hand:
+    """A peer whose connection is served by hand: it does what it is told, and no more."""
+
+    def __init__(self, wires, rank, peer):
+        self.connection = wires.ends[rank][peer]
+
+    def send(self, number, data, tag=TAG):
+        self.connection.send((tag, number), memoryview(data), 0, lambda: None)
+        while self.connection.wants_to_write:
+            self.connection.write()
+
+    def give(self, message, attempt=0):
+        self.send(3 * attempt + HEAD, pack_head(len(message), checksum(memoryview(message))))
+        self.send(3 * attempt + PAYLOAD, message)
+
+    def leave(self):
+        """In peace."""
+        self.connection.tell(Goodbye(""))
+        self.connection.write()
+        self.connection.sock.shutdown(socket.SHUT_WR)
+
+    def take(self, number, length):
+        """Read until that message is here."""
+        got = bytearray(length)
+        done = threading.Event()
+        self.connection.expect((TAG, number), Into(memoryview(got), done))
+        deadline = time.monotonic() + 10
+        while not done.is_set():
+            assert time.monotonic() < deadline
+            self.connection.read()
+        return bytes(got)
+
+
+class Into(Sink):
+    def __init__(self, memory, done):
+        self.size_bytes, self._memory, self._done = len(memory), memory, done
+
+    def place(self, offset, length):
+        return self._memory[offset : offset + length]
+
+    def take(self, offset, data):
+        raise AssertionError
+
+    def finished(self):
+        self._done.set()
+
+
+# All is well ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(size=st.integers(2, 5), frame_bytes=st.sampled_from([8, 64, 1024]), data=st.data())
+def test_messages_of_any_length_arrive_whatever_the_order_of_arrival(size, frame_bytes, data):
+    length = st.sampled_from([0, 0, 1, 7, 64, 65, 1000])
+    lengths = data.draw(
+        st.lists(st.lists(length, min_size=size, max_size=size), min_size=size, max_size=size)
+    )
+    order = data.draw(st.permutations(range(size)), label="who submits first")
+    with Wires(size, frame_bytes=frame_bytes, buffer_bytes=1) as wires:
+        check_all(start_all(wires, lengths, order=order), lengths)
+
+
+def test_messages_of_many_frames_arrive_over_small_buffers():
+    lengths = [[0, 3_000_000, 5], [700_001, 0, 0], [1, 1_048_576, 0]]
+    with Wires(3, buffer_bytes=4096) as wires:
+        check_all(start_all(wires, lengths), lengths)
+
+
+def test_the_same_memory_may_go_to_all():
+    message = memoryview(text(0, 0, 100_000))
+    with Wires(3) as wires:
+        swaps = [AllToAll(TAG, dict.fromkeys({0, 1, 2} - {r}, message), deadline_s=20) for r in range(3)]
+        for rank, all_to_all in enumerate(swaps):
+            wires.loops[rank].submit(all_to_all)
+        for all_to_all in swaps:
+            assert [bytes(got.numpy()) for got in all_to_all.messages().values()] == [bytes(message)] * 2
+
+
+def test_a_group_of_one_has_nothing_to_wait_for():
+    with Wires(2) as wires:
+        all_to_all = make({})
+        wires.loops[0].submit(all_to_all)
+        assert all_to_all.messages() == {}
+        all_to_all.wait()
+
+
+def test_swaps_and_sums_of_the_same_and_other_channels_do_not_mix():
+    lengths = [[0, 90_000, 3], [1, 0, 400_000], [0, 17, 0]]
+    with Wires(3, frame_bytes=4096, buffer_bytes=4096) as wires:
+        swaps, sums, flats = [], [], []
+        for turn in range(4):
+            channel, number = 1 + turn % 2, 1 + turn
+            swaps.append(start_all(wires, lengths, number=number, channel=channel, priority=-turn))
+            flats.append([values(rank, 50_000) for rank in range(3)])
+            for rank in range(3):
+                for own, tag in ((flats[-1][rank], number + 100), (values(rank, 9), number + 200)):
+                    sums.append(wires.start(rank, own, number=tag, channel=channel, priority=turn))
+        for turn in reversed(range(4)):
+            check_all(swaps[turn], lengths)
+        for exchange in sums:
+            exchange.wait()
+        expected = sum(values(rank, 50_000) for rank in range(3))
+        assert all(torch.equal(flat, expected) for turn in flats for flat in turn)
+
+
+def test_an_urgent_swap_overtakes_one_that_is_not():
+    """The slow one cannot be over: its bytes are more than anybody reads meanwhile."""
+    with Wires(2, buffer_bytes=4096, frame_bytes=4096, silent=(1,)) as wires:
+        hand = Hand(wires, 1, 0)
+        slow, quick = make({1: bytes(400_000)}, number=2, priority=5), make({1: b"now"}, number=1)
+        wires.loops[0].submit(slow)
+        wires.loops[0].submit(quick)
+        hand.take(HEAD, HEAD_BYTES)
+        assert hand.take(PAYLOAD, 3) == b"now"
+        assert hand.connection.received_bytes < 400_000
+        hand.give(b"you")
+        assert bytes(quick.messages()[1].numpy()) == b"you"
+        assert not slow.received
+
+
+def test_an_answer_overtakes_the_most_urgent_messages():
+    with Wires(2, buffer_bytes=4096, frame_bytes=4096, silent=(1,)) as wires:
+        hand = Hand(wires, 1, 0)
+        for number, priority in ((2, -5), (1, 0)):
+            wires.loops[0].submit(make({1: bytes(400_000)}, number=number, priority=priority))
+        hand.give(b"you")
+        assert hand.take(ANSWER, 1) == b"\1"
+        assert hand.connection.received_bytes < 400_000
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, 10_000])
+def test_bytes_are_counted_as_the_connections_carry_them(length):
+    """But for the headers of frames, and answers."""
+    with Wires(3, frame_bytes=4096) as wires:
+        lengths = even(3, length)
+        swaps = start_all(wires, lengths)
+        check_all(swaps, lengths)
+        for rank, all_to_all in enumerate(swaps):
+            assert all_to_all.sent_bytes == 2 * (HEAD_BYTES + length)
+            assert all_to_all.repeats == 0
+            carried = sum(connection.sent_bytes for connection in wires.ends[rank].values())
+            frames = 1 + -(-length // 4096) + 1
+            assert carried == all_to_all.sent_bytes + 2 * (frames * HEADER_BYTES + 1)
+
+
+def test_times_are_taken_in_their_order():
+    with Wires(2) as wires:
+        before = time.perf_counter()
+        swaps = start_all(wires, even(2, 1000))
+        for all_to_all in swaps:
+            all_to_all.wait()
+            timing = all_to_all.timing
+            assert before < timing.begun <= timing.sent < time.perf_counter()
+            assert timing.begun <= timing.ended < time.perf_counter()
+
+
+def test_messages_may_be_used_before_they_are_answered():
+    with Wires(2, silent=(1,)) as wires:
+        hand = Hand(wires, 1, 0)
+        all_to_all = make({1: b"mine"})
+        wires.loops[0].submit(all_to_all)
+        hand.give(b"yours")
+        assert bytes(all_to_all.messages()[1].numpy()) == b"yours"
+        assert all_to_all.received
+        assert not all_to_all.ended
+        assert all_to_all.needs(1)
+        assert all_to_all.awaited() == {1}
+        ended = all_to_all.timing.ended
+        assert ended > 0
+        hand.send(ANSWER, b"\1")
+        all_to_all.wait()
+        assert all_to_all.timing.ended == ended, "that is when the result was there"
+        assert hand.take(ANSWER, 1) == b"\1"
+        assert not all_to_all.needs(1)
+        assert all_to_all.awaited() == set()
+
+
+def test_a_swap_goes_on_until_its_own_answers_are_on_their_way():
+    """A worker may leave when it has ended, and then nobody may still wait for it."""
+    with Wires(2, silent=(1,)) as wires:
+        Tampering(wires.ends[0][1], lambda number, data: None if number == ANSWER else data)
+        hand = Hand(wires, 1, 0)
+        all_to_all = make({1: b"mine"})
+        wires.loops[0].submit(all_to_all)
+        hand.send(ANSWER, b"\1")
+        hand.give(b"yours")
+        all_to_all.messages()
+        let_pass(wires.loops[0])
+        assert not all_to_all.ended
+        assert all_to_all.needs(1)
+        assert all_to_all.awaited() == {1}
+
+
+def test_a_message_that_came_before_its_swap_began_is_not_lost():
+    with Wires(2, silent=(1,)) as wires:
+        hand = Hand(wires, 1, 0)
+        hand.give(b"early")
+        let_pass(wires.loops[0])
+        all_to_all = make({1: b""})
+        wires.loops[0].submit(all_to_all)
+        assert bytes(all_to_all.messages()[1].numpy()) == b"early"
+
+
+# Damage -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 5000])
+@pytest.mark.parametrize("number", [HEAD, PAYLOAD])
+def test_what_is_damaged_once_is_sent_again_and_arrives_right(number, length):
+    lengths = even(3, length)
+    with Wires(3, frame_bytes=1024) as wires:
+        Tampering(wires.ends[0][2], damaged(number))
+        swaps = start_all(wires, lengths)
+        check_all(swaps, lengths)
+        assert [all_to_all.repeats for all_to_all in swaps] == [1, 0, 0]
+        assert swaps[0].sent_bytes == 2 * (HEAD_BYTES + length), "repeats are not counted"
+
+
+def test_a_damaged_head_of_an_empty_message_is_sent_again():
+    with Wires(2) as wires:
+        Tampering(wires.ends[0][1], damaged(HEAD))
+        swaps = start_all(wires, even(2, 0))
+        check_all(swaps, even(2, 0))
+        assert [all_to_all.repeats for all_to_all in swaps] == [1, 0]
+
+
+def test_a_message_that_is_damaged_twice_still_arrives():
+    lengths = even(2, 3000)
+    with Wires(2) as wires:
+        for rank in range(2):  # its first head and its second payload
+            Tampering(wires.ends[rank][1 - rank], damaged(HEAD, 3 + PAYLOAD))
+        swaps = start_all(wires, lengths)
+        check_all(swaps, lengths)
+        assert [all_to_all.repeats for all_to_all in swaps] == [2, 2]
+
+
+def test_nothing_is_left_with_the_connection_after_damage():
+    """What is kept aside for ever would make the connection pause one day."""
+    with Wires(2, frame_bytes=1024) as wires:
+        for rank in range(2):
+            Tampering(wires.ends[rank][1 - rank], damaged(HEAD, 3 + HEAD))
+        swaps = start_all(wires, even(2, 9000))
+        check_all(swaps, even(2, 9000))
+        for rank in range(2):
+            connection = wires.ends[rank][1 - rank]
+            assert not any(connection.has((TAG, number)) for number in range(3 * ATTEMPTS))
+
+
+def test_memory_that_has_changed_since_the_swap_was_made_is_refused_not_believed():
+    """Its checksum is that of what was meant. Once it is as it was, it is taken."""
+    memory = bytearray(text(0, 1, 2000))
+    with Wires(2) as wires:
+        mine, theirs = make({1: memory}), make({0: b""})
+        memory[77] ^= 1
+
+        def mend(number, data):
+            if number == 3 + HEAD:
+                memory[77] ^= 1
+            return data
+
+        Tampering(wires.ends[0][1], mend)
+        wires.loops[0].submit(mine)
+        wires.loops[1].submit(theirs)
+        assert bytes(theirs.messages()[0].numpy()) == text(0, 1, 2000)
+        mine.wait()
+        assert mine.repeats == 1
+
+
+def test_what_is_damaged_for_ever_ends_the_swap_for_everybody_at_once():
+    with Wires(3) as wires:
+        Tampering(wires.ends[0][2], lambda number, data: flipped(data) if number % 3 == PAYLOAD else data)
+        swaps = start_all(wires, even(3, 1000))
+        receiver = said(swaps[2])
+        assert type(receiver) is Corrupt
+        assert receiver.ranks == (0,)
+        assert "rank 0 on n0 sent a message 3 times, damaged each time" in receiver.message
+        assert swaps[0].repeats == ATTEMPTS - 1
+        with pytest.raises(PeerLost, match=r"rank 2 on n2 failed: rank 0 on n0 sent a message 3 times"):
+            swaps[0].wait()
+        # What it has, the third one keeps; but from now on nothing works any more.
+        with contextlib.suppress(WorkerError):
+            swaps[1].wait()
+        for rank in range(3):
+            later = make({peer: b"x" for peer in range(3) if peer != rank}, number=2)
+            wires.loops[rank].submit(later)
+            said(later)
+
+
+@pytest.mark.parametrize(
+    ("head", "complaint"),
+    [
+        (pack_head(1 << 41, 0), "announced a message of 2199023255552 bytes"),
+        (pack_head((1 << 64) - 1, 0), "announced a message of 18446744073709551615 bytes"),
+        (pack_head(5, 0)[:7], "sent 7 bytes where 20 were due"),
+        (pack_head(5, 0) + b"x", "sent 21 bytes where 20 were due"),
+        (b"", "sent 0 bytes where 20 were due"),
+    ],
+)
+def test_an_odd_head_is_refused_with_the_name_of_its_sender(head, complaint):
+    with Wires(2, silent=(1,)) as wires:
+        all_to_all = make({1: b"mine"})
+        wires.loops[0].submit(all_to_all)
+        Hand(wires, 1, 0).send(HEAD, head)
+        error = said(all_to_all)
+        assert type(error) is Corrupt
+        assert error.ranks == (1,)
+        assert error.message == f"rank 1 on n1 {complaint}"
+
+
+def test_a_payload_of_another_length_than_announced_is_refused():
+    with Wires(2, silent=(1,)) as wires:
+        all_to_all = make({1: b"mine"})
+        wires.loops[0].submit(all_to_all)
+        hand = Hand(wires, 1, 0)
+        hand.send(HEAD, pack_head(5, checksum(memoryview(b"yours"))))
+        hand.send(PAYLOAD, b"your")
+        assert "rank 1 on n1 sent 4 bytes where 5 were due" in said(all_to_all).message
+
+
+def test_a_message_for_which_there_is_no_memory_is_refused(monkeypatch):
+    def empty(*_, **__):
+        raise RuntimeError("not enough memory")
+
+    with Wires(2, silent=(1,)) as wires:
+        all_to_all = make({1: b"mine"})
+        monkeypatch.setattr(torch, "empty", empty)
+        wires.loops[0].submit(all_to_all)
+        Hand(wires, 1, 0).send(HEAD, pack_head(1 << 39, 1))
+        assert "bytes, for which there is no memory" in said(all_to_all).message
+
+
+@pytest.mark.parametrize("answers", [[b"\0"], [b"\2", b"\2", b"\2"]])
+def test_an_answer_that_is_none_is_refused(answers):
+    """Also a wish for more attempts than there are."""
+    with Wires(2, silent=(1,)) as wires:
+        all_to_all = make({1: b"mine"})
+        wires.loops[0].submit(all_to_all)
+        hand = Hand(wires, 1, 0)
+        for attempt, answer in enumerate(answers):
+            hand.take(3 * attempt + HEAD, HEAD_BYTES)
+            assert hand.take(3 * attempt + PAYLOAD, 4) == b"mine"
+            hand.send(3 * attempt + ANSWER, answer)
+        assert said(all_to_all).message == "rank 1 on n1 gave an answer that is none"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    length=st.integers(0, 2**64 - 1),
+    digest=st.integers(0, 2**64 - 1),
+    bit=st.integers(0, 8 * HEAD_BYTES - 1),
+)
+def test_a_head_is_read_as_written_or_known_to_be_damaged(length, digest, bit):
+    raw = bytearray(pack_head(length, digest))
+    assert len(raw) == HEAD_BYTES
+    assert unpack_head(raw) == (length, digest)
+    raw[bit // 8] ^= 1 << bit % 8
+    assert unpack_head(raw) is None
+
+
+# Losses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", ["nothing", "head", "half of the payload"])
+def test_a_peer_that_dies_before_its_message_is_here_is_named(sent):
+    with Wires(2, silent=(1,), frame_bytes=2000) as wires:
+        all_to_all, told = make({1: b"mine"}), Told()
+        all_to_all.tell(told)
+        wires.loops[0].submit(all_to_all)
+        hand = Hand(wires, 1, 0)
+        if sent != "nothing":
+            hand.send(HEAD, pack_head(100_000, 1))
+        if sent == "half of the payload":
+            hand.connection.send((TAG, PAYLOAD), memoryview(bytes(100_000)), 0, lambda: None)
+            hand.connection.write()
+            assert hand.connection.wants_to_write
+        wires.kill(1)
+        error = said(all_to_all)
+        assert type(error) is PeerLost
+        assert error.ranks == (1,)
+        assert "rank 1 on n1 is gone" in error.message
+        with pytest.raises(PeerLost):
+            all_to_all.wait()
+        assert told.times == 1
+
+
+def test_a_peer_that_dies_before_it_answers_takes_no_messages_away():
+    with Wires(2, silent=(1,)) as wires:
+        all_to_all, told = make({1: b"mine"}), Told()
+        all_to_all.tell(told)
+        wires.loops[0].submit(all_to_all)
+        Hand(wires, 1, 0).give(b"yours")
+        assert told.event.wait(10)
+        wires.kill(1)
+        with pytest.raises(PeerLost, match="rank 1 on n1 is gone"):
+            all_to_all.wait()
+        assert bytes(all_to_all.messages()[1].numpy()) == b"yours"
+        assert told.times == 1
+
+
+def test_a_peer_that_leaves_in_peace_ends_the_swap_that_needs_it():
+    with Wires(3) as wires:
+        swaps = [make({p: b"x" for p in range(3) if p != rank}) for rank in range(2)]
+        for rank in range(2):
+            wires.loops[rank].submit(swaps[rank])
+        wires.loops[2].close()
+        for all_to_all in swaps:
+            assert "rank 2 on n2 ended while the others were still training" in said(all_to_all).message
+
+
+@pytest.mark.parametrize("did", ["answer", "give"])
+def test_a_peer_that_leaves_in_peace_is_needed_until_it_has_both_given_and_answered(did):
+    with Wires(2, silent=(1,)) as wires:
+        hand = Hand(wires, 1, 0)
+        all_to_all = make({1: b"mine"})
+        wires.loops[0].submit(all_to_all)
+        hand.take(HEAD, HEAD_BYTES)
+        if did == "answer":
+            hand.send(ANSWER, b"\1")
+        else:
+            hand.give(b"yours")
+        hand.leave()
+        with pytest.raises(PeerLost, match="rank 1 on n1 ended while the others were still training"):
+            all_to_all.wait()
+        assert all_to_all.awaited() == {1}
+        if did == "give":
+            assert bytes(all_to_all.messages()[1].numpy()) == b"yours"
+
+
+def test_a_swap_that_begins_after_a_peer_has_left_fails():
+    with Wires(2) as wires:
+        wires.loops[1].close()
+        all_to_all = make({1: b"x"})
+        wires.loops[0].submit(all_to_all)
+        assert said(all_to_all).ranks == (1,)
+
+
+def test_a_peer_may_leave_once_its_swap_has_ended_and_the_others_have_all():
+    lengths = [[0, 500_000], [3, 0]]
+    for _ in range(5):
+        with Wires(2, buffer_bytes=4096) as wires:
+            mine, theirs = start_all(wires, lengths)
+            mine.messages()
+            mine.see_off()
+            assert mine.ended
+            wires.loops[0].close()
+            assert bytes(theirs.messages()[0].numpy()) == text(0, 1, 500_000)
+            theirs.wait()
+
+
+def test_nobody_is_seen_off_of_whom_nothing_has_come():
+    with Wires(2) as wires:
+        all_to_all = make({1: b"x"})
+        wires.loops[0].submit(all_to_all)
+        all_to_all.see_off()
+        assert not all_to_all.ended
+
+
+def test_the_deadline_names_who_has_not_come():
+    with Wires(3) as wires:
+        swaps = [make({p: b"x" for p in range(3) if p != rank}, deadline_s=0.05) for rank in range(2)]
+        for rank in range(2):
+            wires.loops[rank].submit(swaps[rank])
+        for all_to_all in swaps:
+            error = said(all_to_all)
+            assert type(error) is RoundTimeout
+            assert error.ranks == (2,)
+
+
+@pytest.mark.parametrize("number", [HEAD, PAYLOAD, ANSWER])
+def test_the_deadline_names_whose_message_or_answer_has_not_come(number):
+    """Everybody is there, but a message is not."""
+    with Wires(3) as wires:
+        Tampering(wires.ends[2][0], lambda n, data: None if n == number else data)
+        swaps = start_all(wires, even(3, 10), deadline_s=0.05)
+        with pytest.raises(RoundTimeout) as caught:
+            swaps[0].wait()
+        assert caught.value.ranks in ((2,), (0,)), "or rank 2 was first to say that it is not answered"
+        assert swaps[0].awaited() == {2}
+        if number == ANSWER:
+            assert bytes(swaps[0].messages()[2].numpy()) == text(2, 0, 10)
+        else:
+            assert type(said(swaps[0])) is RoundTimeout
+
+
+# Callbacks --------------------------------------------------------------------------------------------
+
+
+def test_who_asked_is_told_once_when_all_messages_are_here():
+    with Wires(2, silent=(1,)) as wires:
+        hand = Hand(wires, 1, 0)
+        all_to_all, before, after = make({1: b"mine"}), Told(), Told()
+        assert all_to_all.tell(before)
+        wires.loops[0].submit(all_to_all)
+        hand.take(HEAD, HEAD_BYTES)
+        hand.send(HEAD, pack_head(5, checksum(memoryview(b"yours"))))
+        assert before.times == 0
+        hand.send(PAYLOAD, b"yours")
+        assert before.event.wait(10)
+        assert all_to_all.received
+        all_to_all.tell(after)
+        assert after.times == 1
+        hand.send(ANSWER, b"\1")
+        all_to_all.wait()
+        assert (before.times, after.times) == (1, 1)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_asked_is_told_once_when_this_worker_leaves(when):
+    with Wires(2) as wires:
+        all_to_all, told = make({1: b"mine"}), Told()
+        if when == "before":
+            wires.loops[0].close()
+        all_to_all.tell(told)
+        wires.loops[0].submit(all_to_all)
+        wires.loops[0].close()
+        assert told.times == 1
+        assert "this worker has left the group" in said(all_to_all).message
+
+
+def test_a_callback_that_fails_keeps_nobody_from_being_told(caplog):
+    def fail():
+        raise ValueError("a defect of the callback")
+
+    moment, told = Moment(), Told()
+    moment.tell(fail)
+    moment.tell(told)
+    moment.happen()
+    moment.happen()
+    assert told.times == 1
+    assert "a defect of the callback" in caplog.text
+
+
+def test_a_moment_is_told_exactly_once_whoever_is_first():
+    for _ in range(200):
+        moment, tolds = Moment(), [Told() for _ in range(4)]
+        threads = [threading.Thread(target=moment.happen) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for told in tolds:
+            moment.tell(told)
+        for thread in threads:
+            thread.join()
+        assert [told.times for told in tolds] == [1] * 4
+
+
+def test_a_sum_tells_when_it_is_over():
+    with Wires(2) as wires:
+        flats = [values(rank, 1000) for rank in range(2)]
+        first = wires.start(0, flats[0])
+        told = Told()
+        assert first.tell(told)
+        assert told.times == 0
+        wires.start(1, flats[1]).wait()
+        assert told.event.wait(10)
+        assert first.ended
+        first.wait()
+        assert told.times == 1
+
+
+def test_a_pending_passes_on_who_wants_to_be_told():
+    moment, told = Moment(), [Told(), Told()]
+
+    def tell(callback):
+        moment.tell(callback)
+        return True
+
+    pending = Pending(lambda: torch.ones(1), lambda: moment.is_past, tell=tell)
+    assert pending.tell(told[0])
+    assert pending.then(torch.neg).tell(told[1])
+    assert [one.times for one in told] == [0, 0]
+    moment.happen()
+    assert [one.times for one in told] == [1, 1]
+
+
+def test_a_pending_that_cannot_tell_says_so_unless_it_is_over():
+    over, told = [], Told()
+    pending = Pending(lambda: torch.ones(1), lambda: bool(over))
+    assert not pending.tell(told)
+    assert told.times == 0
+    over.append(1)
+    assert pending.tell(told)
+    assert Pending.finished(torch.ones(1)).tell(told)
+    assert told.times == 2
+
+
+def test_what_a_group_gives_out_is_by_rank_with_the_own_in_its_place():
+    """Members 0 and 1 of a group are ranks 2 and 0 of the view."""
+    with Wires(3) as wires:
+        own = torch.tensor([9], dtype=torch.uint8)
+        worked = []
+        swaps = {2: make({0: b"to zero"}), 0: make({2: b"to two"})}
+        mine = PendingMessages(swaps[2], (2, 0), own, lambda: worked.append(1))
+        told = Told()
+        assert mine.tell(told)
+        assert not mine.done()
+        for rank, all_to_all in swaps.items():
+            wires.loops[rank].submit(all_to_all)
+        parts = mine.parts()
+        assert parts[0] is own
+        assert bytes(parts[1].numpy()) == b"to two"
+        mine.wait()
+        assert mine.done()
+        assert told.times == 1
+        assert mine.sent_bytes == HEAD_BYTES + 7
+        assert mine.repeats == 0
+        assert mine.timing().ended >= mine.timing().begun > 0
+
+
+# Groups that can only gather and broadcast ------------------------------------------------------------
+
+
+class Paired(Group):
+    """Two members in two threads, who see each other's tensors; `change` is what the way does to bytes."""
+
+    size = 2
+
+    def __init__(self, rank, table, barrier, change):
+        self.rank, self._table, self._barrier, self._change = rank, table, barrier, change
+
+    def all_gather(self, tensor):
+        self._table[self.rank] = tensor
+        self._barrier.wait(10)
+        gathered = [part.clone() for part in self._table]
+        self._barrier.wait(10)
+        return gathered
+
+    def broadcast(self, tensor, source=0):
+        self._table[self.rank] = tensor
+        self._barrier.wait(10)
+        if self.rank != source:
+            tensor.copy_(self._table[source])
+            self._change(tensor)
+        self._barrier.wait(10)
+
+    def all_reduce(self, tensor, op="sum", *, priority=0):
+        raise NotImplementedError
+
+    def fork(self):
+        raise NotImplementedError
+
+    def close(self):
+        raise NotImplementedError
+
+
+def paired(outgoing, change=lambda tensor: None):
+    """What each of two members gets, or the error that it gets."""
+    table, barrier, results = [None, None], threading.Barrier(2), [None, None]
+
+    def all_to_all(rank):
+        given = [torch.tensor(list(message), dtype=torch.uint8) for message in outgoing[rank]]
+        try:
+            swapping = Paired(rank, table, barrier, change).all_to_all(given)
+            results[rank] = [bytes(part.numpy()) for part in swapping.parts()], swapping.sent_bytes
+        except WorkerError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=all_to_all, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@settings(max_examples=50, deadline=None)
+@given(*[st.binary(max_size=20)] * 4)
+def test_any_group_that_can_gather_and_broadcast_can_swap(a, b, c, d):
+    one, other = paired([[a, b], [c, d]])
+    assert one[0] == [a, c]
+    assert other[0] == [b, d]
+    assert one[1] - other[1] == len(b) - len(c)
+
+
+def test_a_message_that_was_damaged_on_the_way_is_not_given_out():
+    def damage(tensor):
+        if tensor.numel() == 5:
+            tensor[3] += 1
+
+    one, other = paired([[b"", b"four"], [b"fives", b""]], damage)
+    assert type(one) is Corrupt
+    assert one.ranks == (1,)
+    assert one.message == "rank 1 sent a damaged message"
+    assert other[0] == [b"four", b""]

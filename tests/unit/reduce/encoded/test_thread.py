@@ -1,0 +1,176 @@
+"""Buckets go from stage to stage in the same order everywhere, whatever is over first."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.errors import GradientError
+from echelon.reduce.encoded.thread import CodecThread
+
+PATIENCE_S = 10.0
+
+
+class Exchange:
+    """Is over when the test says so."""
+
+    def __init__(self, job, stage, *, tells=True):
+        self.key = job, stage
+        self._tells = tells
+        self._over = threading.Event()
+        self._callbacks = []
+        self._door = threading.Lock()
+
+    def done(self):
+        return self._over.is_set()
+
+    def tell(self, callback):
+        with self._door:
+            if self._tells and not self.done():
+                self._callbacks.append(callback)
+                return True
+        if self._tells:
+            callback()
+        return self._tells
+
+    def wait(self):
+        assert self._over.wait(PATIENCE_S)
+
+    def end(self):
+        with self._door:
+            self._over.set()
+        for callback in self._callbacks:
+            callback()
+
+
+@pytest.fixture
+def thread():
+    made = CodecThread()
+    yield made
+    made.close()
+    made.join(PATIENCE_S)
+
+
+def steps(job, stages, begun, *, tells=True):
+    for stage in range(stages):
+        exchange = Exchange(job, stage, tells=tells)
+        begun.put(exchange)
+        yield exchange
+        assert exchange.done()
+
+
+@given(
+    stages=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    seed=st.integers(0, 999),
+    deaf=st.lists(st.integers(0, 4), max_size=2),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_stage_is_entered_in_the_order_of_jobs_whatever_is_over_first(stages, seed, deaf):
+    """Some exchanges cannot tell when they are over: these are waited for."""
+    choice = random.Random(seed)
+    thread, begun = CodecThread(), queue.SimpleQueue()
+    jobs = [
+        thread.submit(steps(number, count, begun, tells=number not in deaf))
+        for number, count in enumerate(stages)
+    ]
+    entered, under_way = [], []
+    while len(entered) < sum(stages) or under_way:
+        while not under_way or not begun.empty():
+            under_way.append(begun.get(timeout=PATIENCE_S))
+            entered.append(under_way[-1].key)
+        under_way.pop(choice.randrange(len(under_way))).end()
+    for job in jobs:
+        job.wait()
+        assert job.ended
+    thread.close()
+    thread.join(PATIENCE_S)
+    for stage in range(max(stages)):
+        order = [job for job, at in entered if at == stage]
+        assert order == sorted(order)
+        assert len(order) == sum(count > stage for count in stages)
+
+
+def test_a_job_does_not_pass_one_whose_exchange_is_not_over(thread):
+    """Both are in stage 0; the second's is over, and it may not enter stage 1 before the first."""
+    begun = queue.SimpleQueue()
+    first, second = (thread.submit(steps(number, 2, begun)) for number in range(2))
+    exchanges = [begun.get(timeout=PATIENCE_S) for _ in range(2)]
+    assert [exchange.key for exchange in exchanges] == [(0, 0), (1, 0)]
+    exchanges[1].end()
+    exchanges[0].end()
+    later = [begun.get(timeout=PATIENCE_S) for _ in range(2)]
+    assert [exchange.key for exchange in later] == [(0, 1), (1, 1)]
+    assert not first.ended
+    assert not second.ended
+    for exchange in later:
+        exchange.end()
+    first.wait()
+    second.wait()
+
+
+class Lost(Exception):
+    """What an exchange may end with."""
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("error", [Lost("rank 2"), GradientError("rank 2")])
+def test_an_error_is_told_to_who_waits_and_other_jobs_go_on_only_if_all_workers_have_it(
+    thread, tells, error
+):
+    class Broken(Exchange):
+        def wait(self):
+            super().wait()
+            raise error
+
+    exchange = Broken(0, 0, tells=tells)
+
+    def broken():
+        yield exchange
+        exchange.wait()
+
+    begun = queue.SimpleQueue()
+    bad, good = thread.submit(broken()), thread.submit(steps(1, 1, begun))
+    exchange.end()
+    for _ in range(2):  # however often it is asked
+        with pytest.raises(type(error), match="rank 2"):
+            bad.wait()
+    if isinstance(error, GradientError) and tells:
+        begun.get(timeout=PATIENCE_S).end()
+        good.wait()
+        return
+    with pytest.raises(type(error), match="rank 2"):  # it would be taken for the one that failed
+        good.wait()
+    with pytest.raises(type(error), match="rank 2"):
+        thread.submit(steps(2, 1, begun)).wait()
+
+
+def test_a_job_that_fails_before_its_first_exchange_is_over(thread):
+    def at_once():
+        raise Lost("encoding")
+        yield
+
+    with pytest.raises(Lost, match="encoding"):
+        thread.submit(at_once()).wait()
+
+
+def test_its_thread_ends_with_the_last_job_after_it_was_closed():
+    thread, begun = CodecThread(), queue.SimpleQueue()
+    job = thread.submit(steps(0, 1, begun))
+    exchange = begun.get(timeout=PATIENCE_S)
+    thread.close()
+    exchange.end()
+    job.wait()
+    thread.join(PATIENCE_S)
+    assert not any(thread.name == "echelon-codec" for thread in threading.enumerate())
+
+
+def test_without_jobs_there_is_no_thread():
+    thread = CodecThread()
+    thread.close()
+    thread.join(PATIENCE_S)
+    assert not any(thread.name == "echelon-codec" for thread in threading.enumerate())
