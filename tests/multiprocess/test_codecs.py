@@ -864,7 +864,7 @@ def in_threads(workers, act):
         try:
             outcomes[rank] = act(group)
         finally:
-            meeting.say_goodbye("")
+            meeting.announce_departure("")
             group.close()
             meeting.linger()
 
