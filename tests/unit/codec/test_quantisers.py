@@ -436,7 +436,7 @@ def test_overflow_stays_below_its_limit_with_the_smallest_range():
         cluster.combine(gradients(2, length, 1e-4, step))
         shares.append((cluster.saturated() - before) / (2 * length))
     assert max(shares[1:]) <= 0.1
-    # The largest of these values need exponent -11. 1.5 % are beyond this range; 22 % are beyond half of it.
+    # The largest values need exponent -11. 1.5 % are beyond this range; 22 % are beyond half of it.
     assert cluster.exponents() == [-12, -12]
 
 
