@@ -1,7 +1,7 @@
-"""Runs the schedules of all workers in memory, and refuses those that break a rule of `comm/collective.py`.
+"""Runs the schedules of all workers in memory, and rejects those that break a rule of `collective.py`.
 
-Messages arrive in random order, and are added or written the moment they arrive. If the transport is said
-to `hold` messages, a send is over at once; otherwise only when its receiver takes it.
+Messages arrive in random order, and are added or written when they arrive. With `hold`, the transport
+buffers messages and a send ends at once; otherwise it ends when its receiver takes it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from echelon.comm.schedule.collective import Move, Schedule, ScheduleStep
+from echelon.comm.schedule.collective import Collective, Move, Schedule, ScheduleStep
+from echelon.comm.schedule.cost import LinkCost, critical_work
 
 
 class Broken(Exception):
@@ -97,7 +98,7 @@ def _check(rank: int, step: ScheduleStep, size: int, length: int) -> None:
 def execute(
     schedules: Sequence[Schedule], buffers: Sequence[list], *, hold: bool = True, seed: int = 0
 ) -> list[list]:
-    """Everybody's buffer after all schedules have ended."""
+    """Each worker's buffer after all schedules have ended."""
     workers = [
         _Worker(rank, schedule, list(buffer))
         for rank, (schedule, buffer) in enumerate(zip(schedules, buffers, strict=True))
@@ -119,3 +120,12 @@ def execute(
 def sent_elements(schedule: Schedule) -> int:
     """How many elements a worker sends."""
     return sum(move.length for step in schedule for move in step.sends)
+
+
+def predict(
+    collective: Collective, size: int, length_bytes: int, link: LinkCost, add_s: float, itemsize: int = 4
+) -> float:
+    """The predicted seconds for `size` workers to sum buffers of `length_bytes`, from their schedules."""
+    length = -(-length_bytes // itemsize)
+    schedules = [collective.schedule(rank, size, length) for rank in range(size)]
+    return critical_work(schedules, link, add_s, itemsize).seconds(link, add_s)

@@ -101,7 +101,7 @@ class _Servers:
         self._servers: dict[int, ParameterServer] = {}
         self._errors: list[BaseException] = []
         folder = RunFolder(Path(os.environ["ECHELON_RUN"]))
-        ranks = range(place.world_size, place.everybody)
+        ranks = range(place.world_size, place.process_count)
         self._threads = [
             threading.Thread(target=self._serve, args=(replace(place, rank=rank), folder), daemon=True)
             for rank in ranks

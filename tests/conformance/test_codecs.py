@@ -1,4 +1,4 @@
-"""Every registered codec against its contract: what is read is near, what is left is kept, all agree."""
+"""Every registered codec against its contract: errors are bounded, residuals kept, workers agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.codec.reference import ReferenceGroup, part_of
 from echelon.errors import Corrupt
 
 NAMES = [name for name in CODECS.names() if not issubclass(CODECS.get(name), StandIn)]
-# As they are without options, and with options that change what they do.
+# With default options, and with options that change the behaviour.
 TEXTS = [
     *NAMES,
     "top-k(ratio=0.3)",
@@ -58,7 +58,7 @@ kinds = st.sampled_from(["normal", "zeros", "equal", "tiny", "huge", "spike", "m
 
 
 def values_of(kind, length, seed):
-    """Gradients of all kinds, finite ones."""
+    """Finite gradients of many kinds."""
     draw = torch.Generator().manual_seed(seed)
     noise = torch.randn(length, generator=draw)
     return {
@@ -79,9 +79,9 @@ def given_values(draw, kinds=kinds):
     return shape, values_of(draw(kinds), math.prod(shape), draw(st.integers(0, 99)))
 
 
-def test_options_are_tried_of_every_codec_that_has_any():
+def test_every_codec_with_options_is_tested_with_some():
     assert {CODECS.build(text).name for text in TEXTS} == set(NAMES)
-    assert set(NAMES) < set(CODECS.names()), "those that stand for others are left out by their type"
+    assert set(NAMES) < set(CODECS.names()), "auto and between are left out by their type"
 
 
 # One worker's bytes ------------------------------------------------------------------------------
@@ -90,17 +90,17 @@ def test_options_are_tried_of_every_codec_that_has_any():
 @every_codec
 @given(given_values())
 @quick
-def test_what_is_read_is_within_the_bound_and_what_is_left_is_the_difference(text, made):
+def test_the_error_is_within_the_bound_and_equals_the_rest(text, made):
     shape, values = made
-    codec, turn = CODECS.build(text), CodecContext(shape=shape, seed=7)
+    codec, context = CODECS.build(text), CodecContext(shape=shape, seed=7)
     kept = values.clone()
     state, rest = codec.begin(len(values)), torch.empty_like(values)
-    payload = codec.write(values, state, turn, rest)
+    payload = codec.write(values, state, context, rest)
     assert payload.dtype == torch.uint8
     assert payload.dim() == 1
-    assert torch.equal(values, kept), "values stay as they are"
+    assert torch.equal(values, kept), "the values do not change"
     read = torch.full_like(values, torch.nan)
-    codec.read(payload, read, turn)
+    codec.read(payload, read, context)
     assert read.isfinite().all()
     away = (read.double() - values.double()).abs()
     bound = codec.bound(values).double()
@@ -109,7 +109,7 @@ def test_what_is_read_is_within_the_bound_and_what_is_left_is_the_difference(tex
 
 
 def _assert_left(values, read, rest):
-    """To the rounding of one subtraction: of the largest of the three."""
+    """Up to the rounding of one subtraction, relative to the largest of the three."""
     away = (values.double() - read.double() - rest.double()).abs()
     most = torch.stack([values.abs(), read.abs(), rest.abs()]).amax(0).double()
     assert (away <= most * 2.0**-22 + 1e-44).all()
@@ -118,52 +118,54 @@ def _assert_left(values, read, rest):
 @every_codec
 @given(given_values(st.sampled_from(["normal", "spike", "mixed"])))
 @quick
-def test_reading_adds_to_what_is_there_or_replaces_it(text, made):
+def test_reading_replaces_or_adds(text, made):
     shape, values = made
-    codec, turn = CODECS.build(text), CodecContext(shape=shape, seed=7)
-    payload = codec.write(values, codec.begin(len(values)), turn)
+    codec, context = CODECS.build(text), CodecContext(shape=shape, seed=7)
+    payload = codec.write(values, codec.begin(len(values)), context)
     read, added = torch.empty_like(values), torch.full_like(values, 2.0)
-    codec.read(payload, read, turn)
-    codec.read(payload, added, turn, add=True)
+    codec.read(payload, read, context)
+    codec.read(payload, added, context, add=True)
     torch.testing.assert_close(added, read + 2, rtol=1e-6, atol=0)
 
 
 @every_codec
 @given(made=given_values(st.just("normal")), data=st.data())
 @quick
-def test_bytes_that_are_cut_off_or_too_long_are_refused(text, made, data):
+def test_data_of_the_wrong_length_is_refused(text, made, data):
     shape, values = made
-    codec, turn = CODECS.build(text), CodecContext(shape=shape, seed=7)
-    payload = codec.write(values, codec.begin(len(values)), turn)
+    codec, context = CODECS.build(text), CodecContext(shape=shape, seed=7)
+    payload = codec.write(values, codec.begin(len(values)), context)
     length = data.draw(st.integers(0, len(payload) + 5).filter(lambda n: n != len(payload)))
     damaged = torch.cat([payload, torch.zeros(5, dtype=torch.uint8)])[:length]
     with pytest.raises(Corrupt):
-        codec.read(damaged, torch.empty_like(values), turn)
+        codec.read(damaged, torch.empty_like(values), context)
 
 
 @every_codec
 def test_an_empty_piece_is_written_and_read(text):
-    codec, turn = CODECS.build(text), CodecContext(shape=(0,))
+    codec, context = CODECS.build(text), CodecContext(shape=(0,))
     values = torch.empty(0)
     payload = (
-        codec.encode(values, codec.begin(0), turn) if text in TRAVELLING else codec.write(values, {}, turn)
+        codec.encode(values, codec.begin(0), context)
+        if text in TRAVELLING
+        else codec.write(values, {}, context)
     )
-    codec.read(payload, torch.empty(0), turn)
-    codec.read(payload, torch.empty(0), turn, add=True)
+    codec.read(payload, torch.empty(0), context)
+    codec.read(payload, torch.empty(0), context, add=True)
     assert codec.bound(values).shape == (0,)
     assert len(payload) <= 16
 
 
 @every_codec
-def test_bytes_may_begin_anywhere_in_memory(text):
-    codec, turn = CODECS.build(text), CodecContext(shape=(9, 33), seed=7)
+def test_data_may_begin_at_any_address(text):
+    codec, context = CODECS.build(text), CodecContext(shape=(9, 33), seed=7)
     values = values_of("normal", 297, 3)
-    payload = codec.write(values, codec.begin(297), turn)
+    payload = codec.write(values, codec.begin(297), context)
     wanted, found = torch.empty(297), torch.empty(297)
-    codec.read(payload, wanted, turn)
+    codec.read(payload, wanted, context)
     for offset in range(1, 4):
         shifted = torch.cat([torch.zeros(offset, dtype=torch.uint8), payload])[offset:]
-        codec.read(shifted, found, turn)
+        codec.read(shifted, found, context)
         assert torch.equal(found, wanted)
 
 
@@ -173,7 +175,7 @@ groups = st.tuples(st.integers(1, 4), st.lists(given_values(), min_size=1, max_s
 
 
 def gradients(shaped, workers, step):
-    """Gradients of all workers: the same kinds, other numbers."""
+    """Gradients of all workers: the same kinds, different numbers."""
     return [
         {
             f"p{at}": (values.roll(step + rank) * (1 + rank)).view(shape)
@@ -188,9 +190,9 @@ def gradients(shaped, workers, step):
 @quick
 def test_all_workers_end_with_the_same_finite_bits(text, group):
     workers, shaped, steps = group
-    together = ReferenceGroup(CODECS.build(text), workers)
+    reference = ReferenceGroup(CODECS.build(text), workers)
     for step in range(steps):
-        first, *others = together.outcomes(gradients(shaped, workers, step))
+        first, *others = reference.outcomes(gradients(shaped, workers, step))
         for name, value in first.items():
             assert value.isfinite().all()
             assert all(torch.equal(value, other[name]) for other in others)
@@ -209,10 +211,12 @@ def test_the_same_states_and_values_give_the_same_bits_again(text, group):
     assert one.sent_bytes == other.sent_bytes
 
 
-def residuals(together, name):
-    """What all workers have not sent, in float64."""
+def residuals(reference, name):
+    """The sum of all workers' residuals, in float64."""
     keys = (RESIDUAL, "gathered")
-    return sum(state[name][key].double() for state in together.states for key in keys if key in state[name])
+    return sum(
+        state[name][key].double() for state in reference.states for key in keys if key in state[name]
+    )
 
 
 @pytest.mark.parametrize("text", [text for text in KEEPING if not CODECS.build(text).momentum])
@@ -224,19 +228,19 @@ def residuals(together, name):
     steps=st.integers(1, 5),
 )
 @quick
-def test_with_feedback_what_was_read_and_what_is_owed_is_what_was_given(text, workers, shaped, steps):
-    together = ReferenceGroup(CODECS.build(text), workers)
+def test_with_feedback_results_plus_residuals_are_the_sum_of_the_inputs(text, workers, shaped, steps):
+    reference = ReferenceGroup(CODECS.build(text), workers)
     read = {f"p{at}": torch.zeros(shape, dtype=torch.float64) for at, (shape, _) in enumerate(shaped)}
     put_in = {name: value.clone() for name, value in read.items()}
     largest = dict.fromkeys(read, 0.0)
     for step in range(steps):
         given_now = gradients(shaped, workers, step)
-        for name, value in together.combine(given_now).items():
+        for name, value in reference.combine(given_now).items():
             read[name] += value.double()
             put_in[name] += sum(mine[name].double() for mine in given_now)
             largest[name] += sum(float(mine[name].abs().max()) for mine in given_now)
     for name in read:
-        left = residuals(together, name).view(read[name].shape)
+        left = residuals(reference, name).view(read[name].shape)
         away = (read[name] + left - put_in[name]).abs().max()
         assert away <= 1e-5 * largest[name] * workers
 
@@ -245,16 +249,16 @@ def test_with_feedback_what_was_read_and_what_is_owed_is_what_was_given(text, wo
 @given(length=st.integers(1, 9000), workers=st.integers(1, 4), seed=st.integers(0, 99))
 @quick
 def test_pieces_by_owner_are_encoded_one_by_one_in_views_of_one_state(text, length, workers, seed):
-    """As between machines: a parameter is cut, and each piece knows where it begins."""
+    """As between machines: a parameter is cut, and each piece has its start in the context."""
     codec = CODECS.build(text)
     name = f"p{seed}"
     state, values = codec.begin(length), values_of("normal", length, seed)
     out = torch.empty(length)
     for start, stop in owners(length, workers, seed_of(name)):
-        turn = CodecContext(seed=seed_of(name), start=start, shape=(length,), workers=workers)
+        context = CodecContext(seed=seed_of(name), start=start, shape=(length,), workers=workers)
         piece = part_of(state, length, start, stop)
-        payload = codec.encode(values[start:stop], piece, turn)
-        codec.read(payload, out[start:stop], replace(turn, rank=workers - 1))
+        payload = codec.encode(values[start:stop], piece, context)
+        codec.read(payload, out[start:stop], replace(context, rank=workers - 1))
     assert out.isfinite().all()
     if codec.feedback and not codec.momentum:
         kept = state[RESIDUAL] if RESIDUAL in state else state["gathered"]
@@ -264,12 +268,12 @@ def test_pieces_by_owner_are_encoded_one_by_one_in_views_of_one_state(text, leng
 @pytest.mark.parametrize("text", [text for text in TEXTS if isinstance(CODECS.build(text), Summed)])
 @given(groups)
 @quick
-def test_sums_keep_nothing_between_steps_that_a_checkpoint_would_not_need(text, group):
+def test_summed_codecs_keep_only_state_that_a_checkpoint_needs(text, group):
     workers, shaped, steps = group
-    together = ReferenceGroup(CODECS.build(text), workers)
+    reference = ReferenceGroup(CODECS.build(text), workers)
     for step in range(steps):
-        together.combine(gradients(shaped, workers, step))
-    for states in together.states:
+        reference.combine(gradients(shaped, workers, step))
+    for states in reference.states:
         for state in states.values():
             assert state.keys() <= {RESIDUAL, "basis"}
 
@@ -277,16 +281,16 @@ def test_sums_keep_nothing_between_steps_that_a_checkpoint_would_not_need(text, 
 @every_codec
 @given(groups)
 @quick
-def test_states_are_tensors_that_stay_what_they_were(text, group):
-    """Of the same keys, types and shapes: so they can be saved, loaded and handed over."""
+def test_states_keep_their_keys_types_and_shapes(text, group):
+    """So they can be saved, loaded and passed on."""
     workers, shaped, steps = group
     codec = CODECS.build(text)
-    together = ReferenceGroup(codec, workers)
+    reference = ReferenceGroup(codec, workers)
     for step in range(steps):
-        together.combine(gradients(shaped, workers, step))
+        reference.combine(gradients(shaped, workers, step))
     for at, (_, values) in enumerate(shaped):
         fresh = codec.begin(len(values))
-        for states in together.states:
+        for states in reference.states:
             state = states[f"p{at}"]
             for key, value in fresh.items():
                 assert (state[key].dtype, state[key].shape) == (value.dtype, value.shape)
@@ -299,8 +303,8 @@ def test_states_are_tensors_that_stay_what_they_were(text, group):
                     assert state[key].dtype == torch.float32
 
 
-def test_codecs_are_as_much_smaller_as_they_say():
-    """Of 100,000 normal numbers, in bits an element."""
+def test_codecs_reach_their_stated_sizes():
+    """In bits per element, for 100,000 normal numbers."""
     values, shape = values_of("normal", 100_000, 1), (200, 500)
     bits = {
         "none": 32,

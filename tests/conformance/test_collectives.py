@@ -1,5 +1,5 @@
-"""Every registered collective against the contract, ours and third parties', and what they say about wrong
-options. That they sum is tests/property/test_collectives.py.
+"""Every registered collective, built-in or third-party, against the contract, and its errors for wrong
+options. tests/property/test_collectives.py tests that they sum.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ with_options = pytest.mark.parametrize(
 )
 
 
-def test_the_collectives_that_the_engine_promises_are_registered():
-    promised = {"direct", "ring", "halving-doubling", "butterfly", "binary-blocks", "hierarchical", "ps"}
-    assert promised <= set(COLLECTIVES.names())
+def test_all_built_in_collectives_are_registered():
+    built_in = {"direct", "ring", "halving-doubling", "butterfly", "binary-blocks", "hierarchical", "ps"}
+    assert built_in <= set(COLLECTIVES.names())
 
 
 @every_collective
@@ -46,10 +46,10 @@ def test_collective_is_a_frozen_value_that_can_be_a_key(name):
 
 
 @every_collective
-def test_the_same_question_has_the_same_answer(name):
+def test_schedules_are_deterministic(name):
     collective = COLLECTIVES.build(name)
     assert collective.schedule(2, 5, 23) == collective.schedule(2, 5, 23)
-    collective.schedule(2, 5, 23).clear()  # what a caller does to a schedule is the caller's
+    collective.schedule(2, 5, 23).clear()  # a caller may change its copy
     assert collective.schedule(2, 5, 23)
 
 
@@ -101,8 +101,8 @@ def test_wrong_option_deep_inside_a_hierarchy_is_refused_at_once():
     ("text", "reason"),
     [
         ("hierarchical(group=-1)", "-1 workers"),
-        ("hierarchical(sizes=[])", "no sizes"),
-        ("hierarchical(sizes=[4, 0])", "no sizes"),
+        ("hierarchical(sizes=[])", "sizes cannot be"),
+        ("hierarchical(sizes=[4, 0])", "sizes cannot be"),
         ("hierarchical(sizes=[4, x])", "does not fit"),
         ("hierarchical(sizes=[4, 4], group=4)", "both group and sizes"),
         ("hierarchical(rails=perhaps)", "does not fit"),
@@ -110,7 +110,7 @@ def test_wrong_option_deep_inside_a_hierarchy_is_refused_at_once():
         ("ps(servers=-2)", "-2 servers"),
     ],
 )
-def test_options_that_mean_nothing_are_refused_at_once_with_a_remedy(text, reason):
+def test_meaningless_options_are_refused_at_once_with_a_fix(text, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         COLLECTIVES.build(text)
     assert caught.value.where

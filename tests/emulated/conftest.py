@@ -1,4 +1,4 @@
-"""Emulated clusters for tests: built under a prefix of the test's own, so that no other lab is touched."""
+"""Emulated clusters for tests, built with a prefix of their own, so that other labs are not touched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _machine_can_emulate() -> None:
 
 @pytest.fixture
 def lab_prefix(_machine_can_emulate: None) -> Iterator[str]:
-    """What all names of this test's labs begin with; afterwards there is nothing of that name."""
+    """The prefix of this test's labs; afterwards everything with that prefix is gone."""
     prefix = f"echl{secrets.token_hex(3)}"
     yield prefix
     remove_all(prefix)
@@ -44,4 +44,4 @@ def build_lab(lab_prefix: str) -> BuildLab:
 
 @pytest.fixture
 def can_emulate(_machine_can_emulate: None) -> None:
-    """For tests that build their labs themselves, such as through the command line."""
+    """For tests that build their own labs, for example through the command line."""

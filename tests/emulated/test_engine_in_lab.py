@@ -1,4 +1,4 @@
-"""A run in a lab measures its links, decides by them, and says so in the plan and the record."""
+"""A run in a lab measures its links, uses them for its decisions, and records the reasons."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ for step in range(4):
 
 
 @pytest.mark.usefixtures("can_emulate")
-def test_a_run_decides_by_measured_links_and_says_why(tmp_path: Path) -> None:
+def test_a_run_decides_by_measured_links_and_records_the_reasons(tmp_path: Path) -> None:
     (tmp_path / "engine.toml").write_text(LAB)
     (tmp_path / "script.py").write_text(SCRIPT)
     run = [sys.executable, "-m", "echelon", "run", "--lab", "engine.toml", "--overlap", "step", "script.py"]
@@ -54,5 +54,5 @@ def test_a_run_decides_by_measured_links_and_says_why(tmp_path: Path) -> None:
         (link,) = [event for event in events if isinstance(event, LinkMeasured)]
         assert 0.3 * 25e6 < link.bytes_per_s < 2 * 25e6
         ways = [event.how for event in events if isinstance(event, BucketReduced)]
-        assert ways.count("factors") == 3  # the first round is watched
+        assert ways.count("factors") == 3  # the first round only profiles
         assert len([event for event in events if isinstance(event, StepEnded)]) == 4

@@ -1,4 +1,4 @@
-"""A lab on the real kernel: it is there, it is as slow as asked, and it goes away whatever happens."""
+"""A lab on the real kernel: it exists, has the configured speeds, and is always removed."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def links_of_the_host() -> str:
 def wait_until(true: Callable[[], bool], deadline_s: float = 20.0) -> None:
     until = time.monotonic() + deadline_s
     while not true():
-        assert time.monotonic() < until, "it did not come to pass"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.02)
 
 
-def test_a_lab_exists_in_the_kernel_and_goes_away_whole(build_lab: BuildLab, lab_prefix: str) -> None:
+def test_a_lab_exists_in_the_kernel_and_is_removed_completely(build_lab: BuildLab, lab_prefix: str) -> None:
     before = links_of_the_host()
     lab = build_lab(THIN)
     names = lab.state.names
@@ -152,7 +152,7 @@ print(json.dumps({
     assert seat_of(lab, "b").speed is None
 
 
-def test_a_thin_uplink_is_slower_than_a_link_by_about_its_rate(build_lab: BuildLab) -> None:
+def test_a_slow_uplink_has_about_its_rate(build_lab: BuildLab) -> None:
     lab = build_lab(THIN)
     inside = bytes_per_s(lab, "a-0", "a-1", 12_000_000)
     across = bytes_per_s(lab, "b", "a-1", 4_000_000)
@@ -183,7 +183,7 @@ RING = "".join(f'[[node]]\nname = "{s}"\nsite = "{s}"\n' for s in "xyz")
 RING += "".join(f'[[uplink]]\nbetween = ["{a}", "{b}"]\n' for a, b in ("xy", "yz", "zx"))
 
 
-def test_a_broadcast_does_not_go_round_in_a_ring_of_sites(build_lab: BuildLab) -> None:
+def test_a_broadcast_does_not_circle_in_a_ring_of_sites(build_lab: BuildLab) -> None:
     lab = build_lab(RING)
     shout = """
 import socket, sys
@@ -215,7 +215,7 @@ def test_status_names_the_processes_of_each_node(build_lab: BuildLab) -> None:
         process.kill()
 
 
-def test_down_ends_processes_that_are_stopped_or_do_not_listen(build_lab: BuildLab) -> None:
+def test_down_ends_processes_that_are_stopped_or_ignore_signals(build_lab: BuildLab) -> None:
     lab = build_lab('[[node]]\nname = "a"\ncpu = 0.2\n')
     deaf = 'trap "" TERM; echo ready; while true; do sleep 0.2; done'
     with (
@@ -250,7 +250,7 @@ def test_a_lab_whose_maker_was_killed_is_found_and_removed(lab_prefix: str) -> N
         child = int(maker.stdout.readline())
         lab = Lab.find("some-run", lab_prefix)
         assert lab.in_use
-        with pytest.raises(LabError, match=f"belongs to a run that goes on, process {maker.pid}"):
+        with pytest.raises(LabError, match=f"belongs to a run that is still going on, process {maker.pid}"):
             take_down("crashed", lab_prefix)
         maker.kill()
     found = Lab.find("crashed", lab_prefix)

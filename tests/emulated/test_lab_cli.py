@@ -1,4 +1,4 @@
-"""`echelon lab` as a user types it, on the real kernel."""
+"""The commands of `echelon lab`, on the real kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMAND = [sys.executable, "-c", "from echelon.cli.lab import app; app()"]
 
 @pytest.fixture
 def lab_file(can_emulate: None, tmp_path: Path) -> Iterator[Path]:
-    """The file of a lab of two nodes that no one else has."""
+    """The file of a lab of two nodes with a unique name."""
     name = f"t{secrets.token_hex(4)}"
     file = tmp_path / "lab.toml"
     file.write_text(
@@ -105,7 +105,7 @@ def test_a_program_in_all_nodes_has_the_environment_of_a_cluster(lab_file: Path)
         }
 
 
-def test_words_in_braces_are_filled_in_and_other_braces_stay(lab_file: Path) -> None:
+def test_known_placeholders_in_braces_are_filled_in_and_others_stay(lab_file: Path) -> None:
     type_in("up", lab_file)
     seats = Lab.find(name_in(lab_file)).seats
     words = "{rank}/{world} {node} {address} {master}:{port} {other} {}"
@@ -117,7 +117,7 @@ def test_words_in_braces_are_filled_in_and_other_braces_stay(lab_file: Path) -> 
     ]
 
 
-def test_one_node_has_the_output_as_it_is_and_gives_its_exit_code(lab_file: Path) -> None:
+def test_one_node_has_unchanged_output_and_its_own_exit_code(lab_file: Path) -> None:
     type_in("up", lab_file)
     done = run("exec", lab_file, "--node", "a-1", "--", "sh", "-c", "echo $RANK {node}; echo x >&2; exit 5")
     assert (done.returncode, done.stdout, done.stderr) == (5, "0 a-1\n", "x\n")
@@ -207,5 +207,5 @@ def processes_in(file: Path) -> list[str]:
 def wait_until(true: Callable[[], bool], deadline_s: float = 20.0) -> None:
     until = time.monotonic() + deadline_s
     while not true():
-        assert time.monotonic() < until, "it did not come to pass"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.02)

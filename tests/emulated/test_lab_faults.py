@@ -1,4 +1,4 @@
-"""Faults on the real kernel, done to small programs in a lab."""
+"""Faults on the real kernel, injected into small programs in a lab."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ peer, _ = server.accept()
 while piece := peer.recv(1 << 16):
     peer.sendall(piece)
 """
-# For each line "COUNT TIMEOUT": sends COUNT bytes, says how long all took to come back, or "silence".
+# For each line "COUNT TIMEOUT": sends COUNT bytes, prints how long their echo took, or "silence".
 ASK = """
 import socket, sys, time
 peer = socket.create_connection((sys.argv[1], 5000), timeout=20)
@@ -60,7 +60,7 @@ for line in sys.stdin:
     except OSError as error:
         print(error, flush=True)
 """
-# Counts how often it gets through a loop in each tenth of a second that it is asked for.
+# Counts the passes of a loop in a tenth of a second, whenever asked.
 WORK = """
 import sys, time
 print("ready", flush=True)
@@ -97,7 +97,7 @@ class Program:
 
     @property
     def state(self) -> str:
-        """The kernel's message for what it does: T is stopped."""
+        """The kernel's letter for the process state: T is stopped."""
         return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -143,7 +143,7 @@ def test_kill_ends_the_programs_of_one_node_only(build_lab: BuildLab) -> None:
         assert apply(lab, fault("kill", "a")) == "killed nothing on a: no process runs there"
 
 
-def test_kill_ends_what_a_program_started_too(build_lab: BuildLab) -> None:
+def test_kill_also_ends_child_processes(build_lab: BuildLab) -> None:
     lab = build_lab(NODES)
     family = (
         'import subprocess; p = subprocess.Popen(["sleep", "60"]); print("ready", flush=True); p.wait()'
@@ -152,7 +152,7 @@ def test_kill_ends_what_a_program_started_too(build_lab: BuildLab) -> None:
         assert len(lab.pids("a")) == 2
         assert apply(lab, fault("kill", "a")).startswith("killed processes ")
         assert parent.process.wait(20) == -signal.SIGKILL
-        wait_until(lambda: lab.pids("a") == [])  # its child dies when the node's CPU has time for it
+        wait_until(lambda: lab.pids("a") == [])  # the child dies when it gets CPU time
 
 
 def test_stop_freezes_a_node_and_continue_wakes_it(build_lab: BuildLab) -> None:
@@ -180,7 +180,7 @@ def test_slow_takes_effect_on_a_running_program_and_restore_ends_it(build_lab: B
 def test_a_changed_rate_takes_effect_on_an_open_connection(build_lab: BuildLab) -> None:
     lab = build_lab(NODES)
     with conversation(lab) as asking:
-        asking.ask("300000 20")  # the connection warms up
+        asking.ask("300000 20")  # opens the TCP window
         before = float(asking.ask("300000 20"))
         rate = FaultSpec(action="rate", at_s=0.0, link="x/y", rate_bytes_per_s=500_000)
         assert apply(lab, rate) == "gave the link x/y a rate of 4mbit"
@@ -211,7 +211,7 @@ def test_a_node_can_be_cut_off_alone(build_lab: BuildLab) -> None:
         assert float(asking.ask("10 20")) > 0
 
 
-def test_a_clock_does_what_the_file_says_when_the_run_gets_there(build_lab: BuildLab) -> None:
+def test_a_clock_injects_the_faults_of_the_file_in_time(build_lab: BuildLab) -> None:
     lab = build_lab(
         NODES
         + """

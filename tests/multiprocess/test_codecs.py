@@ -864,7 +864,7 @@ def in_threads(workers, act):
         try:
             outcomes[rank] = act(group)
         finally:
-            meeting.say_goodbye("")
+            meeting.announce_departure("")
             group.close()
             meeting.linger()
 
@@ -1077,7 +1077,7 @@ def test_an_unknown_codec_names_its_nearest():
         ("fixed(bits=17)", "17 bits"),
         ("fixed(bits=0)", "0 bits"),
         ("dynamic-fixed(bits=1)", "1 bits"),
-        ("between(auto)", "stands for another codec"),
+        ("between(auto)", "cannot be used inside between"),
         ("between(power-sgd)", "writes whole parameters"),
         ("error-feedback(top-k)", "has feedback already"),
     ],

@@ -59,7 +59,7 @@ class member:  # noqa: N801 - reads as what it gives
         return self._group
 
     def __exit__(self, kind, error, trace):
-        self._meeting.say_goodbye(str(error) if error else "")
+        self._meeting.announce_departure(str(error) if error else "")
         self._group.close()
 
 

@@ -163,7 +163,7 @@ def interrupted_start():
         return float(buffer[0])
     finally:
         shm.Board.tell = tell
-        meeting.say_goodbye("")
+        meeting.announce_departure("")
         group.close()
         meeting.linger()
 

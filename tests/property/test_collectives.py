@@ -1,5 +1,5 @@
-"""Every collective, ours and third parties', for any number of workers and any length: the schedules of all
-workers are run in memory by tests/schedules.py, which also checks the rules that they keep.
+"""Every collective, built-in or third-party, for any number of workers and any length. tests/schedules.py
+runs the schedules of all workers in memory, and also checks that they keep the rules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _integers(size, length, seed):
 
 
 def _floats(size, length, seed):
-    """Of very different magnitude, so that the order of additions shows in the result."""
+    """Floats of very different magnitudes, so that the order of additions changes the result."""
     rng = random.Random(seed)
     return [
         [rng.uniform(-1, 1) * 2.0 ** rng.randrange(-40, 40) for _ in range(length)] for _ in range(size)
@@ -75,7 +75,7 @@ def test_every_worker_ends_with_the_sum(name, size, length, seed, hold):
 @every_collective
 @given(SIZES, LENGTHS, SEEDS, st.booleans())
 @modest
-def test_every_worker_ends_with_the_same_bits_whatever_arrives_first(name, size, length, seed, hold):
+def test_every_worker_ends_with_the_same_bits_for_any_order_of_arrival(name, size, length, seed, hold):
     _assert_same_bits(COLLECTIVES.build(name), size, length, seed, hold)
 
 
@@ -90,7 +90,7 @@ def test_a_lone_worker_or_an_empty_buffer_needs_no_step(name, size, length):
 
 @st.composite
 def _hierarchies(draw):
-    """A hierarchy of any shape, with the number of workers that it is for."""
+    """A hierarchy of any shape, and its number of workers."""
     size = draw(SIZES)
     flat = st.sampled_from(FLAT)
     inner = draw(flat | st.just("hierarchical(group=2)"))
@@ -145,7 +145,7 @@ def test_between_the_halves_each_element_has_one_owner_that_holds_its_sum(name, 
 @pytest.mark.parametrize("name", ["ring", "direct"])
 @given(SIZES, st.integers(0, 5))
 @modest
-def test_no_worker_sends_more_than_the_least(name, size, part):
+def test_every_worker_sends_the_minimum(name, size, part):
     for schedule in _schedules(COLLECTIVES.build(name), size, part * size):
         assert sent_elements(schedule) == 2 * (size - 1) * part
 
@@ -153,14 +153,14 @@ def test_no_worker_sends_more_than_the_least(name, size, part):
 @pytest.mark.parametrize("name", ["halving-doubling", "binary-blocks"])
 @given(power_of_two, st.integers(0, 5))
 @modest
-def test_powers_of_two_halve_with_the_bytes_of_a_ring(name, size, part):
+def test_halving_of_powers_of_two_sends_the_bytes_of_a_ring(name, size, part):
     for schedule in _schedules(COLLECTIVES.build(name), size, part * size):
         assert sent_elements(schedule) == 2 * (size - 1) * part
 
 
 @given(SIZES, st.integers(1, 5))
 @modest
-def test_a_binary_block_pays_one_share_for_each_neighbouring_block(size, part):
+def test_a_binary_block_sends_one_more_share_for_each_neighbouring_block(size, part):
     found = blocks(size)
     length = part * len(found[0])
     collective = COLLECTIVES.build("binary-blocks")
@@ -175,7 +175,7 @@ def test_a_binary_block_pays_one_share_for_each_neighbouring_block(size, part):
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 5), st.booleans())
 @modest
 def test_a_group_of_a_hierarchy_sends_its_buffer_out_less_than_twice(groups, members, part, rails):
-    """Whether by all its members or by one."""
+    """With and without rails."""
     size, length = groups * members, groups * members * part
     text = f"hierarchical(group={members}, rails={str(rails).lower()})"
     schedules = _schedules(COLLECTIVES.build(text), size, length)
@@ -221,7 +221,7 @@ def test_a_single_group_is_its_inner_collective(inner, rails, size, length):
     assert _schedules(hierarchy, size, length) == _schedules(COLLECTIVES.build(inner), size, length)
 
 
-def test_a_lone_communicating_node_spreads_the_result_along_a_tree():
+def test_a_single_rail_distributes_the_result_along_a_tree():
     text = "hierarchical(group=8, inner=butterfly, outer=butterfly, rails=false)"
     schedules = _schedules(COLLECTIVES.build(text), 16, 64)
     work = critical_work(schedules, LinkCost(latency_s=1.0, seconds_per_byte=0.0), 0.0)
@@ -243,10 +243,10 @@ def test_halving_exchanges_the_most_with_the_nearest_worker(size):
     length=st.integers(0, 12),
     hold=st.booleans(),
 )
-def test_servers_of_their_own_sum_what_workers_have_and_nothing_else(workers, servers, length, hold):
-    everybody = workers + servers
-    schedules = [served(rank, workers, servers, length) for rank in range(everybody)]
-    buffers = [[10**rank * (at + 1) for at in range(length)] for rank in range(everybody)]
+def test_separate_servers_sum_only_the_workers_buffers(workers, servers, length, hold):
+    total = workers + servers
+    schedules = [served(rank, workers, servers, length) for rank in range(total)]
+    buffers = [[10**rank * (at + 1) for at in range(length)] for rank in range(total)]
     found = execute(schedules, buffers, hold=hold)
     expected = [sum(10**rank for rank in range(workers)) * (at + 1) for at in range(length)]
     assert found[:workers] == [expected] * workers

@@ -1,4 +1,4 @@
-"""Labs: paths never circle, quotas are what was asked, faults happen once, specs survive the disk."""
+"""Labs: paths never circle, quotas are as configured, faults happen once, specs can be read back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ uplink_lists = st.lists(
 
 @given(uplinks=uplink_lists, here=st.sampled_from(SITES), there=st.sampled_from(SITES))
 @settings(max_examples=200, deadline=None)
-def test_following_uplinks_arrives_by_a_shortest_way_or_there_is_none(
+def test_following_uplinks_takes_a_shortest_path_if_there_is_one(
     uplinks: list[tuple[str, str]], here: str, there: str
 ) -> None:
     chosen = next_uplinks(SITES, uplinks)
@@ -41,14 +41,14 @@ def test_following_uplinks_arrives_by_a_shortest_way_or_there_is_none(
 
 @given(uplinks=uplink_lists)
 @settings(max_examples=100, deadline=None)
-def test_a_site_is_unreachable_exactly_when_no_way_leads_there(uplinks: list[tuple[str, str]]) -> None:
+def test_a_site_is_unreachable_exactly_if_there_is_no_path(uplinks: list[tuple[str, str]]) -> None:
     lost = unreachable(SITES, uplinks)
     first_lost = next((site for site in SITES[1:] if _distance(uplinks, SITES[0], site) is None), None)
     assert lost == first_lost
 
 
 def _distance(uplinks: list[tuple[str, str]], here: str, there: str) -> int | None:
-    """By widening the set of reached sites: another way than the code under test."""
+    """Computed by growing the set of reached sites, unlike the code under test."""
     reached, hops = {here}, 0
     while there not in reached:
         wider = reached | {s for ends in uplinks if set(ends) & reached for s in ends}
@@ -60,7 +60,7 @@ def _distance(uplinks: list[tuple[str, str]], here: str, there: str) -> int | No
 
 @given(cpu=st.floats(min_value=SLOWEST_CPU, max_value=256))
 @settings(max_examples=200, deadline=None)
-def test_a_quota_is_what_was_asked_and_what_the_kernel_takes(cpu: float) -> None:
+def test_a_quota_is_as_configured_and_within_the_kernels_limits(cpu: float) -> None:
     quota, period = quota_us(cpu)
     assert quota >= 1_000
     assert 1_000 <= period <= 1_000_000
@@ -106,6 +106,6 @@ nodes = st.builds(
 
 @given(members=st.lists(nodes, min_size=1, max_size=4), plan=st.lists(faults, max_size=3))
 @settings(max_examples=50, deadline=None)
-def test_a_lab_written_down_is_read_back_the_same(members: list[NodeSpec], plan: list[FaultSpec]) -> None:
+def test_a_lab_state_can_be_written_and_read_back(members: list[NodeSpec], plan: list[FaultSpec]) -> None:
     spec = LabSpec(name="x", nodes=tuple(members), faults=tuple(plan))
     assert msgspec.json.decode(msgspec.json.encode(spec), type=LabSpec) == spec

@@ -1,4 +1,4 @@
-"""What every quantising codec owes, for any finite values: bound, rest, totals, residual."""
+"""The contract of quantising codecs for any finite values: bound, rest, totals, residual."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ modest = settings(max_examples=16, deadline=None)
 
 @st.composite
 def values(draw: st.DrawFn, top: float = 38.4) -> torch.Tensor:
-    """Flat float32 tensors of all kinds that tend to break rounding."""
+    """Flat float32 tensors of kinds that tend to break rounding."""
     length = draw(st.one_of(st.integers(0, 9), st.integers(0, 3000)))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     kind = draw(st.sampled_from(["normal", "zeros", "equal", "denormal", "mixture", "sparse", "uniform"]))
@@ -69,8 +69,8 @@ def values(draw: st.DrawFn, top: float = 38.4) -> torch.Tensor:
 
 
 @st.composite
-def turns(draw: st.DrawFn) -> CodecContext:
-    """A piece somewhere in a parameter, whose rows are longer or shorter than it."""
+def contexts(draw: st.DrawFn) -> CodecContext:
+    """A piece somewhere in a parameter whose rows are longer or shorter than the piece."""
     width = draw(st.sampled_from([1, 30, 64, 65, 100, 1000]))
     return CodecContext(
         step=draw(st.integers(0, 5)),
@@ -84,21 +84,21 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def once(codec: Codec, x: torch.Tensor, turn: CodecContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is written of some values, and what is read of that."""
-    payload = codec.encode(x, codec.begin(len(x)), turn)
+def once(codec: Codec, x: torch.Tensor, context: CodecContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """The payload of some values, and the values read from it."""
+    payload = codec.encode(x, codec.begin(len(x)), context)
     out = torch.full_like(x, float("nan"))
-    codec.read(payload, out, turn)
+    codec.read(payload, out, context)
     return payload, out
 
 
 @every_codec
-@given(values(), turns())
+@given(values(), contexts())
 @modest
-def test_what_is_read_is_within_the_bound(name, x, turn):
+def test_the_error_is_within_the_bound(name, x, context):
     codec = CODECS.build(name)
     before = x.clone()
-    _, out = once(codec, x, turn)
+    _, out = once(codec, x, context)
     bound = codec.bound(x)
     assert bound.shape == x.shape
     assert same(x, before)
@@ -106,65 +106,65 @@ def test_what_is_read_is_within_the_bound(name, x, turn):
 
 
 @every_codec
-@given(values(), turns())
+@given(values(), contexts())
 @modest
-def test_rest_is_what_reading_lacks(name, x, turn):
+def test_the_rest_is_the_error(name, x, context):
     codec = CODECS.build(name)
     rest = torch.full_like(x, float("nan"))
     out = torch.empty_like(x)
-    payload = codec.write(x, codec.begin(len(x)), turn, rest)
-    codec.read(payload, out, turn)
+    payload = codec.write(x, codec.begin(len(x)), context, rest)
+    codec.read(payload, out, context)
     assert same(rest, x - out)
 
     in_place = x.clone()
-    assert same(codec.write(in_place, codec.begin(len(x)), turn, in_place), payload)
+    assert same(codec.write(in_place, codec.begin(len(x)), context, in_place), payload)
     assert same(in_place, rest)
 
 
 @every_codec
-@given(values(top=36), turns())
+@given(values(top=36), contexts())
 @modest
-def test_reading_can_add(name, x, turn):
+def test_reading_can_add(name, x, context):
     codec = CODECS.build(name)
-    payload, out = once(codec, x, turn)
+    payload, out = once(codec, x, context)
     there = torch.linspace(-1, 1, len(x)) * (float(x.abs().max()) if len(x) else 1.0)
     added = there.clone()
-    codec.read(payload, added, turn, add=True)
+    codec.read(payload, added, context, add=True)
     assert same(added, there + out)
 
 
 @every_codec
-@given(values(), turns(), st.data())
+@given(values(), contexts(), st.data())
 @modest
-def test_bytes_of_another_length_are_refused(name, x, turn, data):
+def test_data_of_the_wrong_length_is_refused(name, x, context, data):
     codec = CODECS.build(name)
-    payload, out = once(codec, x, turn)
+    payload, out = once(codec, x, context)
     if len(payload):
         fewer = data.draw(st.integers(0, len(payload) - 1))
         with pytest.raises(Corrupt):
-            codec.read(payload[:fewer], out, turn)
+            codec.read(payload[:fewer], out, context)
     with pytest.raises(Corrupt):
-        codec.read(torch.cat([payload, payload.new_zeros(1)]), out, turn)
+        codec.read(torch.cat([payload, payload.new_zeros(1)]), out, context)
 
 
 @every_codec
-@given(values(), turns())
+@given(values(), contexts())
 @settings(max_examples=10, deadline=None)
-def test_bytes_at_any_address_can_be_read(name, x, turn):
+def test_data_at_any_address_can_be_read(name, x, context):
     codec = CODECS.build(name)
-    payload, out = once(codec, x, turn)
+    payload, out = once(codec, x, context)
     elsewhere = torch.cat([payload.new_zeros(1), payload])[1:]
     again = torch.empty_like(x)
-    codec.read(elsewhere, again, turn)
+    codec.read(elsewhere, again, context)
     assert same(again, out)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "range" not in name and "dynamic" not in name])
-@given(st.lists(values(top=36), min_size=1, max_size=4), turns())
+@given(st.lists(values(top=36), min_size=1, max_size=4), contexts())
 @modest
-def test_total_is_what_was_read_and_added_within_the_bound(name, given_values, turn):
+def test_the_error_of_a_total_is_within_the_bound(name, given_values, context):
     codec = CODECS.build(name)
-    total, reads = merged(codec, of_one_length(given_values), turn)
+    total, reads = merged(codec, of_one_length(given_values), context)
     assert all(same(read, reads[0]) for read in reads)
     assert bool(((reads[0].double() - total.double()).abs() <= codec.bound(total).double()).all())
 
@@ -175,14 +175,19 @@ def of_one_length(given_values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def merged(
-    codec: Codec, given_values: list[torch.Tensor], turn: CodecContext
+    codec: Codec, given_values: list[torch.Tensor], context: CodecContext
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Worker 0 owns the piece: the total of what it is given, and what each worker reads."""
+    """The total of the piece, owned by worker 0, and the values that each worker reads."""
     workers, length = len(given_values), len(given_values[0])
 
     def of(rank: int) -> CodecContext:
         return CodecContext(
-            step=turn.step, workers=workers, rank=rank, seed=turn.seed, start=turn.start, shape=turn.shape
+            step=context.step,
+            workers=workers,
+            rank=rank,
+            seed=context.seed,
+            start=context.start,
+            shape=context.shape,
         )
 
     states = [codec.begin(length) for _ in given_values]
@@ -201,35 +206,40 @@ def merged(
 
 
 @pytest.mark.parametrize("name", SHARED_SCALE)
-@given(st.lists(values(top=2), min_size=1, max_size=4), turns())
+@given(st.lists(values(top=2), min_size=1, max_size=4), contexts())
 @modest
-def test_numbers_on_a_shared_scale_add_up_exactly(name, given_values, turn):
+def test_numbers_on_a_shared_scale_add_up_exactly(name, given_values, context):
     codec = CODECS.build(name)
     given_values = of_one_length(given_values)
-    _, reads = merged(codec, given_values, turn)
+    _, reads = merged(codec, given_values, context)
     assert all(same(read, reads[0]) for read in reads)
-    each = [once(codec, x, turn)[1].double() for x in given_values]
+    each = [once(codec, x, context)[1].double() for x in given_values]
     exact = torch.stack(each).sum(0)
     if POWER_OF_TWO in name or "dynamic" in name:
         assert same(reads[0].double(), exact)
-    else:  # what each alone is read as is rounded to float32
+    else:  # each value read alone is rounded to float32
         assert bool(((reads[0] - exact).abs() <= 2.0**-22 * torch.stack(each).abs().sum(0)).all())
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if CODECS.build(name).feedback])
-@given(values(top=30), st.integers(1, 3), turns())
+@given(values(top=30), st.integers(1, 3), contexts())
 @settings(max_examples=15, deadline=None)
-def test_nothing_is_lost_over_many_steps_with_feedback(name, x, workers, turn):
+def test_nothing_is_lost_over_many_steps_with_feedback(name, x, workers, context):
     codec = CODECS.build(name)
     states = [codec.begin(len(x)) for _ in range(workers)]
     given_sum = torch.zeros(len(x), dtype=torch.float64)
     read_sum = torch.zeros(len(x), dtype=torch.float64)
-    moved = torch.zeros(len(x), dtype=torch.float64)  # magnitudes that were added or subtracted as float32
+    moved = torch.zeros(len(x), dtype=torch.float64)  # magnitudes added or subtracted as float32
     for step in range(6):
         mine = [x.roll(step + 7 * rank) * (1 - 0.1 * step) for rank in range(workers)]
         of = [
             CodecContext(
-                step=step, workers=workers, rank=r, seed=turn.seed, start=turn.start, shape=turn.shape
+                step=step,
+                workers=workers,
+                rank=r,
+                seed=context.seed,
+                start=context.start,
+                shape=context.shape,
             )
             for r in range(workers)
         ]
@@ -243,6 +253,6 @@ def test_nothing_is_lost_over_many_steps_with_feedback(name, x, workers, turn):
         read_sum += out
         moved += out.abs() + sum(m.abs() for m in mine) + sum(s[RESIDUAL].abs() for s in states)
     kept = sum(state[RESIDUAL].double() for state in states)
-    # Each part may be far larger than the total, so what bounds the rounding is the largest of all.
+    # Each part may be far larger than the total, so the largest of all bounds the rounding.
     most = float(moved.max()) if len(x) else 0.0
     assert bool(((read_sum + kept - given_sum).abs() <= 1e-5 * most + 1e-43).all())

@@ -1,4 +1,4 @@
-"""Sparse codecs for values of any length and size: what is read, and that the rest is kept."""
+"""Sparse codecs for values of any length and size: bounded errors, and residuals that are kept."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def tensors(longest: int = 3000) -> st.SearchStrategy[torch.Tensor]:
     )
 
 
-turns = st.builds(
+contexts = st.builds(
     CodecContext,
     step=st.integers(0, 10),
     seed=st.integers(0, 2**32 - 1),
@@ -81,16 +81,18 @@ turns = st.builds(
 )
 
 
-def _shaped(turn: CodecContext, length: int) -> CodecContext:
-    """As a matrix, if the length has a divisor for it."""
+def _shaped(context: CodecContext, length: int) -> CodecContext:
+    """The context of a matrix if the length has a suitable divisor, otherwise of a vector."""
     rows = next((rows for rows in (16, 7, 5) if length and length % rows == 0), 0)
     shape = (rows, length // rows) if rows else (length,)
-    return CodecContext(step=turn.step, seed=turn.seed, start=turn.start, rank=turn.rank, shape=shape)
+    return CodecContext(
+        step=context.step, seed=context.seed, start=context.start, rank=context.rank, shape=shape
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(n=st.integers(0, 3000), data=st.data())
-def test_positions_come_back(n, data):
+def test_reading_gives_the_written_positions(n, data):
     m = data.draw(st.integers(0, n))
     chosen = np.sort(np.random.default_rng(data.draw(st.integers(0, 99))).choice(n, m, replace=False))
     written = positions.write(chosen, n)
@@ -114,7 +116,7 @@ def test_any_bytes_are_positions_or_are_refused(n, data):
 
 @settings(max_examples=60, deadline=None)
 @given(values=tensors(), ratio=st.floats(0.001, 1), side=st.sampled_from([-1, 0, 1]))
-def test_the_largest_are_those_that_sorting_finds(values, ratio, side):
+def test_largest_agrees_with_sorting(values, ratio, side):
     count = int(len(values) * ratio)
     array = values.numpy()
     magnitude = np.abs(array) if side == 0 else np.maximum(side * array, 0)
@@ -130,7 +132,7 @@ def test_the_largest_are_those_that_sorting_finds(values, ratio, side):
     kind=st.sampled_from(["normal", "few", "equal", "heavy"]),
     step=st.integers(0, 1000),
 )
-def test_the_largest_are_the_same_by_a_sample_over_several_blocks(blocks, ratio, kind, step):
+def test_largest_with_a_sample_agrees_with_largest_without(blocks, ratio, kind, step):
     array = _made(int(BLOCK * blocks), kind, 0, step).numpy()
     count = int(len(array) * ratio)
     by_sample = largest(Source(array), count, sample=0.01, step=step)
@@ -139,16 +141,16 @@ def test_the_largest_are_the_same_by_a_sample_over_several_blocks(blocks, ratio,
 
 @pytest.mark.parametrize("text", [*EXACT, *LOSSY])
 @settings(max_examples=30, deadline=None)
-@given(values=tensors(), turn=turns)
-def test_what_is_read_is_within_the_bound_and_the_rest_is_the_difference(text, values, turn):
+@given(values=tensors(), context=contexts)
+def test_the_error_is_within_the_bound_and_equals_the_rest(text, values, context):
     codec = CODECS.build(text)
-    turn = _shaped(turn, len(values))
+    context = _shaped(context, len(values))
     before = values.clone()
     rest = torch.full_like(values, 3.0)
-    payload = codec.write(values, {}, turn, rest)
+    payload = codec.write(values, {}, context, rest)
     assert torch.equal(values, before)
     out = torch.full_like(values, 7.0)
-    codec.read(payload, out, turn)
+    codec.read(payload, out, context)
     error = (out.double() - values.double()).abs()
     assert (error <= codec.bound(values).double()).all()
     rounding = torch.maximum(values.abs(), out.abs()).double() * 2**-23 + 2e-45
@@ -157,18 +159,18 @@ def test_what_is_read_is_within_the_bound_and_the_rest_is_the_difference(text, v
         assert torch.equal(values - rest, out)
         assert torch.equal(out[out != 0], values[out != 0])
     added = values.clone()
-    codec.read(payload, added, turn, add=True)
+    codec.read(payload, added, context, add=True)
     assert torch.equal(added, values + out)
-    assert torch.equal(codec.write(values, {}, turn), payload)
-    codec.write(values, {}, turn, values)
+    assert torch.equal(codec.write(values, {}, context), payload)
+    codec.write(values, {}, context, values)
     assert torch.equal(values, rest)
 
 
 @pytest.mark.parametrize("text", KEEPING)
 @settings(max_examples=25, deadline=None)
 @given(length=st.integers(0, 500), exponent=st.integers(-30, 30), seed=st.integers(0, 999))
-def test_all_that_was_read_and_what_is_kept_is_all_that_was_given(text, length, exponent, seed):
-    """To the rounding of a running float32 sum of each element, which is what a residual is."""
+def test_results_plus_residuals_are_the_sum_of_the_inputs(text, length, exponent, seed):
+    """Up to the rounding of a residual, a running float32 sum per element."""
     codec = CODECS.build(text)
     state, steps = codec.begin(length), 12
     kept = state[GATHERED if GATHERED in state else RESIDUAL]
@@ -234,7 +236,7 @@ def test_dgc_follows_its_recurrences(length, ratio, momentum, nesterov, masking,
 )
 @settings(max_examples=60, deadline=None)
 @given(length=st.integers(0, 1000), seed=st.integers(0, 999), data=st.data())
-def test_bytes_that_are_cut_off_are_refused_and_damaged_ones_at_least_fit(text, length, seed, data):
+def test_truncated_data_is_refused_and_damaged_data_stays_in_bounds(text, length, seed, data):
     codec = CODECS.build(text)
     payload = codec.write(_made(length, "normal", 0, seed), {}, CodecContext())
     with pytest.raises(Corrupt):

@@ -21,7 +21,7 @@ modest = settings(max_examples=60, deadline=None)
 @small_and_large
 @given(size_and_source, LENGTHS, st.booleans())
 @modest
-def test_everybody_gets_what_the_source_has(large, size_and_source, length, hold):
+def test_every_worker_gets_the_elements_of_the_source(large, size_and_source, length, hold):
     size, source = size_and_source
     schedules = [broadcast(rank, size, length, source, large=large) for rank in range(size)]
     buffers = [[(rank, at) for at in range(length)] for rank in range(size)]
@@ -31,7 +31,7 @@ def test_everybody_gets_what_the_source_has(large, size_and_source, length, hold
 @small_and_large
 @given(SIZES, st.integers(0, 6), st.booleans())
 @modest
-def test_everybody_gets_everybodys_block(large, size, length_each, hold):
+def test_every_worker_gets_every_block(large, size, length_each, hold):
     schedules = [gather_all(rank, size, length_each, large=large) for rank in range(size)]
     buffers = [
         [at if at // length_each == rank else None for at in range(size * length_each)]
@@ -43,7 +43,7 @@ def test_everybody_gets_everybodys_block(large, size, length_each, hold):
 
 @given(size_and_source, st.integers(1, 20))
 @modest
-def test_a_small_broadcast_takes_as_many_steps_as_the_workers_number_has_bits(size_and_source, length):
+def test_a_small_broadcast_takes_lg_p_steps(size_and_source, length):
     size, source = size_and_source
     schedules = [broadcast(rank, size, length, source) for rank in range(size)]
     work = critical_work(schedules, LinkCost(latency_s=1.0, seconds_per_byte=0.0), 0.0)

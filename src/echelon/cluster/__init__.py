@@ -1,11 +1,11 @@
-"""What machines and links there are, real and emulated.
+"""Machines and links, real and emulated.
 
-interfaces.py  which network interface leads to a peer, and why
+interfaces.py  finds the network interface that leads to a peer, and says why
 machine.py     facts about this machine: cores, memory, versions
-probe.py       the piece size at which this machine sums fastest, measured once
-checkup/       is this machine ready, and if not, what would help
-delay.py       pauses drawn from a distribution, injected into a worker's computation
+probe.py       measures once at which piece size this machine sums fastest
+checkup/       checks whether this machine is ready, and suggests fixes
+delay.py       the contract of delays: pauses drawn from a distribution
 delays/        the distributions, one file each
-pace.py        a slower processor, emulated by sleeping, without root
-lab/           clusters emulated from network namespaces, shaped links and CPU quotas
+pace.py        emulates a slower processor by sleeping, without root
+lab/           clusters emulated with network namespaces, shaped links and CPU quotas
 """

@@ -1,8 +1,8 @@
-"""How long does a worker pause on purpose? Delays drawn from a distribution, one file each in `delays/`.
+"""The contract of delays: pauses injected into a worker, drawn from a distribution. See `delays/`.
 
-A delay is asked for as `normal(0, 0.25)` and hands out seconds, one draw per step. Draws are never
-negative: where the distribution reaches below zero, what falls there counts as zero. All randomness
-comes from the generator that the caller passes in, so the same seed gives the same pauses.
+A delay is written as `normal(0, 0.25)` and gives seconds, one draw per step. Draws are never negative: if
+the distribution reaches below zero, negative draws count as zero. All randomness comes from the caller's
+generator, so the same seed gives the same pauses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.errors import ConfigError
 
 
 class Delay(Strategy):
-    """A distribution of pauses. Holds its options only; the generator's state is the caller's."""
+    """A distribution of pauses. It holds only its options; the caller owns the random generator."""
 
     __slots__ = ()
 
@@ -24,12 +24,8 @@ class Delay(Strategy):
     def sample(self, rng: random.Random) -> float:
         """The next pause in seconds, never negative."""
 
-    @abstractmethod
-    def average_s(self) -> float:
-        """What `sample` gives on average, in theory; infinite if the tail is that heavy."""
 
-
-# mypy cannot take an abstract class as a value; the registry never instantiates the contract.
+# mypy does not accept an abstract class as a value; the registry never instantiates it.
 DELAYS: Registry[Delay] = Registry("delay", Delay, "echelon.cluster.delays")  # type: ignore[type-abstract]
 
 

@@ -1,9 +1,8 @@
-"""Which network interface leads to a peer, and why?
+"""Finds the network interface that leads to a peer, and says why.
 
-The answer is the kernel's: a UDP socket that is connected to the peer sends nothing, but has been given
-the source address that packets to the peer would carry, and one interface has that address. No
-list of interfaces is searched for a likely one, so a container bridge is chosen only if the
-route really leaves by it, and then the reason says so.
+The kernel decides: a UDP socket that is connected to the peer sends nothing, but gets the source address
+that packets to the peer would have, and one interface has that address. There is no guessing from a list of
+interfaces, so a container bridge is chosen only if the route really uses it, and then the reason says so.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from echelon.errors import ConfigError
 
 Family = Literal["ipv4", "ipv6"]
 
-# Interfaces that container and virtual-machine software makes for itself. Bridges that people make (br0)
-# are not among them: often they carry the machine's only real address.
+# Interfaces that container and virtual-machine software creates. Bridges that people create (br0) are not
+# among them: they often carry the machine's only real address.
 _VIRTUAL = (
     "docker", "br-", "veth", "virbr", "vnet", "cni", "cali", "cilium", "flannel", "kube-", "weave",
     "podman", "lxc", "lxd", "vmnet", "vboxnet", "vxlan", "dummy", "ifb",
@@ -46,7 +45,7 @@ class Interface:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceChoice:
-    """An interface, the address of it to use, and why it is this one."""
+    """An interface, its address to use, and the reason for the choice."""
 
     name: str
     address: str
@@ -54,7 +53,7 @@ class InterfaceChoice:
 
 
 def interfaces() -> list[Interface]:
-    """Every address of this machine, in the system's order; interfaces without one are left out."""
+    """Every address of this machine, in the system's order; interfaces without an address are omitted."""
     families: dict[int, Family] = {socket.AF_INET: "ipv4", socket.AF_INET6: "ipv6"}
     stats = psutil.net_if_stats()
     out = []
@@ -82,8 +81,8 @@ def interfaces() -> list[Interface]:
 def towards(host: str, port: int = 1) -> InterfaceChoice:
     """The interface by which packets to `host` leave this machine.
 
-    The host's addresses are tried in the resolver's order, IPv4 and IPv6, as a connection would. Nothing
-    is sent. Raises ConfigError for a host that cannot be resolved or that no route leads to.
+    The host's addresses are tried in the resolver's order, IPv4 and IPv6, as for a connection. Nothing is
+    sent. Raises ConfigError if the host cannot be resolved or no route leads to it.
     """
     candidates = _resolve(host, port)
     failure = ""
@@ -96,12 +95,12 @@ def towards(host: str, port: int = 1) -> InterfaceChoice:
         return choose(interfaces(), source, host=host, peer=str(target[0]), own_name=socket.gethostname())
     fix = "check this machine's network and routes (ip route), or give another address of the host"
     if any(_needs_zone(str(target[0])) for _, target in candidates):
-        fix = f"a link-local address needs the interface it is on: {host}%eth0"
+        fix = f"add the interface to a link-local address: {host}%eth0"
     raise ConfigError(f"no route to {host!r} ({failure})", where=f"host {host}", fix=fix)
 
 
 def default_route() -> InterfaceChoice | None:
-    """The interface by which packets to the rest of the world leave; None for a machine without."""
+    """The interface of the default route; None if there is none."""
     found = interfaces()
     for nowhere in _NOWHERE:
         family = socket.AF_INET6 if ":" in nowhere else socket.AF_INET
@@ -117,7 +116,7 @@ def default_route() -> InterfaceChoice | None:
 
 
 def owning(address: str) -> InterfaceChoice | None:
-    """The interface that has this address; None if it is not one of this machine's."""
+    """The interface with this address; None if it is not one of this machine's."""
     picked = _owner(interfaces(), address)
     if picked is None:
         return None
@@ -128,7 +127,7 @@ def owning(address: str) -> InterfaceChoice | None:
 def choose(
     found: Sequence[Interface], source: str, *, host: str, peer: str, own_name: str = ""
 ) -> InterfaceChoice:
-    """The interface that has the source address which the kernel chose for `host` at address `peer`."""
+    """The interface with the source address that the kernel chose for `host` at address `peer`."""
     picked = _owner(found, source)
     if picked is None:
         raise ConfigError(
@@ -163,9 +162,9 @@ def _caveat(picked: Interface) -> str:
 
 
 def _owner(found: Sequence[Interface], address: str) -> Interface | None:
-    """The interface with that address; if several have it, one that is up, and rather a real one.
+    """The interface with that address; if several have it, preferably one that is up and not virtual.
 
-    All of 127.0.0.0/8 belongs to the loopback interface, though it lists one address only.
+    All of 127.0.0.0/8 belongs to the loopback interface, although it lists only one address.
     """
     matching = [entry for entry in found if _plain(entry.address) == _plain(address)]
     if not matching and is_loopback(address):
@@ -189,7 +188,7 @@ def is_virtual(name: str) -> bool:
 
 
 def _plain(address: str) -> str:
-    """One spelling per address: no zone, no brackets, no IPv4 dressed up as IPv6."""
+    """The canonical form of an address: no zone, no brackets, no IPv4-mapped IPv6."""
     bare = address.strip("[]").partition("%")[0]
     try:
         parsed = ipaddress.ip_address(bare)
@@ -208,7 +207,7 @@ _Target = tuple[Any, ...]  # as getaddrinfo gives it: two fields for IPv4, four 
 
 
 def _resolve(host: str, port: int) -> list[tuple[int, _Target]]:
-    """The host's addresses as socket family and target, in the order in which to try them."""
+    """The host's addresses as socket family and target, in the order to try them."""
     if not 0 < port < 65536:
         raise ConfigError(
             f"port {port} does not exist", where=f"host {host}", fix="give a port from 1 to 65535"
@@ -227,9 +226,9 @@ def _resolve(host: str, port: int) -> list[tuple[int, _Target]]:
         ) from None
     if any(ipaddress.ip_address(_plain(str(entry[4][0]))).is_unspecified for entry in found):
         raise ConfigError(
-            f"{host!r} stands for every interface, it is not the address of a peer",
+            f"{host!r} means every interface and is not the address of a peer",
             where=f"host {host}",
-            fix="give the address or name that other machines know it by",
+            fix="give the address or name by which other machines know it",
         )
     return [(int(entry[0]), entry[4]) for entry in found]
 

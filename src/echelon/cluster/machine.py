@@ -1,8 +1,8 @@
-"""What is this machine? Facts read from the system, none of them measured, torch not imported.
+"""Facts about this machine, read from the system. Nothing is measured, and torch is not imported.
 
-How many cores a process may use is less than the machine has when the process is pinned to some of them
-(affinity) or its cgroup has a CPU quota, as in most containers. Quotas hold at every level of the cgroup
-tree, so the smallest one between the process's group and the top counts; versions 1 and 2 are read.
+A process may use fewer cores than the machine has if it is pinned to some of them (affinity) or its cgroup
+has a CPU quota, as in most containers. Quotas apply at every level of the cgroup tree, so the smallest one
+between the process's group and the root counts; cgroup versions 1 and 2 are supported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Facts about one machine. None where the system does not say."""
+    """Facts about one machine. None if the system does not tell."""
 
     hostname: str
     kernel: str
@@ -33,12 +33,12 @@ class Machine:
     cores_logical: int
     cores_physical: int | None
     cores_allowed: int  # by affinity
-    cpu_quota: float | None  # cores' worth of time that the cgroup grants
+    cpu_quota: float | None  # CPU time that the cgroup grants, in cores
     cores_usable: int
     l2_bytes: int | None
     memory_bytes: int
     memory_available_bytes: int
-    memory_limit_bytes: int | None  # of the cgroup, where it is below the machine's memory
+    memory_limit_bytes: int | None  # of the cgroup, if it is below the machine's memory
     shm_bytes: int | None
     shm_free_bytes: int | None
     python: str
@@ -46,7 +46,7 @@ class Machine:
 
 
 def describe_machine(root: Path = _ROOT) -> Machine:
-    """The facts about this machine. `root` is where the system's files are looked for."""
+    """The facts about this machine. `root` is the root of the system's files."""
     memory = psutil.virtual_memory()
     logical = os.cpu_count() or 1
     quota = cpu_quota(root)
@@ -74,12 +74,12 @@ def describe_machine(root: Path = _ROOT) -> Machine:
 
 
 def processor_name(root: Path = _ROOT) -> str:
-    """What the processor calls itself."""
+    """The processor's model name."""
     return _cpu_model(root)
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """How many cores this process may keep busy: what a launcher divides among its workers' threads."""
+    """How many cores this process may use; a launcher divides them among its workers' threads."""
     return _usable(_cores_allowed(), cpu_quota(root))
 
 
@@ -92,7 +92,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """The cores' worth of CPU time that this process's cgroup grants; None without a limit.
+    """The CPU time that this process's cgroup grants, in cores; None without a limit.
 
     A quota is CPU time per period: 150 ms of every 100 ms is 1.5 cores.
     """
@@ -109,12 +109,12 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def _usable(allowed: int, quota: float | None) -> int:
-    """A part of a core is left over rather than shared: more threads than the quota get throttled."""
+    """Whole cores only: more threads than the quota allows are throttled."""
     return max(1, allowed if quota is None else min(allowed, math.floor(quota)))
 
 
 def _cores_allowed() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not everywhere outside Linux
+    if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
@@ -122,15 +122,15 @@ def _cores_allowed() -> int:
 def _memory_limit_bytes(root: Path, total_bytes: int) -> int | None:
     files = {1: "memory.limit_in_bytes", 2: "memory.max"}
     found = [_whole(_read(folder / files[version])) for version, folder in _cgroup_folders(root, "memory")]
-    # Without a limit version 1 holds a number close to 2**63.
+    # Without a limit, version 1 holds a number close to 2**63.
     return min((limit for limit in found if limit is not None and limit < total_bytes), default=None)
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """This process's cgroup and those above it, as far as they can be seen, with the cgroup version.
+    """This process's cgroup and its visible ancestors, each with the cgroup version.
 
-    `/proc/self/cgroup` says where the process is in each tree, `/proc/self/mountinfo` which part of the
-    tree is mounted where: in a container the mounted part may begin at the container's own group.
+    `/proc/self/cgroup` gives the process's place in each tree, and `/proc/self/mountinfo` the mounted part
+    of each tree: in a container the mounted part may begin at the container's own group.
     """
     places: dict[int, str] = {}
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -154,13 +154,13 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def _below(place: str, mounted: str) -> tuple[str, ...]:
-    """The steps from the mounted part of a cgroup tree down to the process's place in it."""
+    """The path from the mounted part of a cgroup tree down to the process's group."""
     steps, top = Path(place).parts[1:], Path(mounted).parts[1:]
     return steps[len(top) :] if steps[: len(top)] == top else ()
 
 
 def _container(root: Path) -> str | None:
-    """What kind of container this is, by the traces that the usual ones leave; None without any."""
+    """The kind of container, by the traces that common ones leave; None outside of a container."""
     if (root / ".dockerenv").exists():
         return "docker"
     if (root / "run/.containerenv").exists():
@@ -183,7 +183,7 @@ def _l2_bytes(root: Path) -> int | None:
 
 
 def _shm_bytes(root: Path) -> tuple[int | None, int | None]:
-    """Size of the file system for shared memory, and what is free of it."""
+    """Size and free space of the file system for shared memory."""
     try:
         usage = psutil.disk_usage(str(root / "dev/shm"))
     except OSError:
@@ -192,7 +192,7 @@ def _shm_bytes(root: Path) -> tuple[int | None, int | None]:
 
 
 def _read(file: Path) -> str:
-    """A system file's text; empty where it is missing or may not be read."""
+    """A system file's text; empty if it is missing or not readable."""
     try:
         return file.read_text(errors="replace").strip()
     except OSError:
@@ -200,5 +200,5 @@ def _read(file: Path) -> str:
 
 
 def _whole(text: str) -> int | None:
-    """A count; None for what stands for no limit (max, -1)."""
+    """A number; None for text that means no limit (max, -1)."""
     return int(text) if re.fullmatch(r"[0-9]+", text) else None

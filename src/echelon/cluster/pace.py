@@ -1,23 +1,24 @@
-"""How does a fast processor behave like a slower one, without root? It computes, then sleeps the rest.
+"""Emulates a slower processor without root: it computes, then sleeps.
 
-A processor of `speed` 0.25 needs four times as long. So after `cpu` seconds of own computation there have
-to be cpu * (1 / speed - 1) seconds of sleep, and that is the invariant: since `start()`, what has been
-slept is what the computation so far is owed. `catch_up()` may be called as often as wanted, best at the
-points where results leave the worker (each gradient bucket), so that they leave as late as they would.
+A processor of `speed` 0.25 needs four times as long. So after `cpu` seconds of computation there must be
+cpu * (1 / speed - 1) seconds of sleep. Invariant: since `start()`, the time slept equals the time due for
+the computation so far. `catch_up()` may be called at any time, best where results leave the worker (each
+gradient bucket), so that they leave as late as on the slower processor.
 
-Which clock says how long "own computation" was? The CPU time of the calling thread, `time.thread_time`:
-- Wall time would also count the time during which other processes held the processor. Four workers on two
-  cores would then slow each other down twice: once for real, once more by the sleep they think they owe.
+The clock for the computation is the CPU time of the calling thread, `time.thread_time`:
+- Wall time would include time in which other processes used the processor. Four workers on two cores would
+  slow each other down twice: once for real, and again through the sleep that this adds.
 - The process's CPU time adds up all threads: with N of them a computation would seem up to N times as long.
-  Dividing by N is wrong wherever the work is not spread over all of them.
-- torch's intra-op threads work beside the thread that called them, which takes its own part of every
-  parallel region and waits, spinning, for the others. Forward runs in that thread, and so does
-  backward on CPU, gradient hooks included. Its CPU time therefore is the time that the computation takes on
-  undisturbed cores. Measured on a small CNN with two threads: wall 22.3 ms, this thread 22.1 ms, process
-  43.9 ms; with two other processes on the same two cores: wall 55 ms, this thread 27 ms.
+  Dividing by N is wrong if the work is not spread over all of them.
+- torch's intra-op threads work next to the calling thread, which takes its own part of every parallel
+region
+  and waits, spinning, for the others. Forward runs in that thread, and so does backward on CPU, including
+  gradient hooks. So its CPU time is the time that the computation takes on undisturbed cores. Measured on a
+  small CNN with two threads: wall 22.3 ms, this thread 22.1 ms, process 43.9 ms; with two other processes
+  on the same two cores: wall 55 ms, this thread 27 ms.
 
-It is an approximation where more intra-op threads than cores make the caller spin for long (that counts),
-or block (that does not), and it says nothing about work on a GPU.
+It is an approximation if there are more intra-op threads than cores: then the caller may spin for long
+(which counts), or block (which does not). It does not cover work on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from echelon.errors import ConfigError
 
 
 class Pace:
-    """Sleeps so that the computation seems to run at `speed`. The thread that computes owns it."""
+    """Sleeps so that the computation seems to run at `speed`. Only the computing thread may use it."""
 
     def __init__(
         self,
@@ -54,16 +55,16 @@ class Pace:
         self._cpu_at_start: float | None = None
 
     def start(self) -> None:
-        """A computation begins; `slept_s` counts from here."""
+        """Mark the start of a computation; `slept_s` counts from here."""
         self.slept_s = 0.0
         if self._owed_per_cpu_s:
             self._cpu_at_start = self._cpu_clock()
 
     def catch_up(self) -> float:
-        """Sleep what is owed since `start()`; returns the seconds slept just now.
+        """Sleep for the time due since `start()`; returns the seconds slept in this call.
 
-        A sleep that the system made too long is deducted from the next one. Without a `start()`, and at
-        full speed, nothing is owed and no clock is read.
+        A sleep that took too long is deducted from the next one. Without `start()`, and at full speed, it
+        does not sleep and reads no clock.
         """
         if self._cpu_at_start is None:
             return 0.0

@@ -1,13 +1,13 @@
-"""What this machine is measured to be best at, measured once and kept. Importing this imports no torch.
+"""Measures once at which piece size this machine sums fastest, and caches it. Does not import torch.
 
 The piece size: buffers are summed piece by piece, and a piece that stays in the cache until it has been
-written is not fetched twice. Too small, and calls cost more than sums; so sizes around that of the second
-level are tried.
+written is not fetched twice. If pieces are too small, calls cost more than sums; so sizes around that of
+the second-level cache are tried.
 
-The cache is a file, `probe.json`, under the folder that ECHELON_CACHE names, else under `~/.cache/echelon`
-(XDG_CACHE_HOME moves it). It has an entry for each machine, by what the machine is, for homes are often
-shared by several. It is never in the way: a file that cannot be read, or holds something else, means
-measuring again; one that cannot be written, not keeping.
+The cache is a file, `probe.json`, in the folder that ECHELON_CACHE names, or in `~/.cache/echelon`
+(XDG_CACHE_HOME moves it). It has an entry for each machine, because machines often share a home folder. It
+never causes an error: if it cannot be read or is invalid, the machine is measured again; if it cannot be
+written, the result is not kept.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _ROOT = Path("/")
 
 
 class _ProbeEntry(msgspec.Struct, frozen=True):
-    """What is known about one machine."""
+    """The cached results of one machine."""
 
     piece_bytes: int
 
 
 def piece_bytes() -> int:
-    """The piece size at which several buffers are summed fastest here: from the cache, else measured.
+    """The piece size at which this machine sums several buffers fastest: from the cache, or measured.
 
-    Measuring takes less than half a second. Of the workers of a machine one should ask, and tell the
-    others: several that measure at once disturb each other.
+    Measuring takes less than half a second. Only one worker per machine should call this and tell the
+    others: workers that measure at the same time disturb each other.
     """
     machine, file = fingerprint(), _cache_file()
     known = _read(file)
@@ -65,7 +65,7 @@ def piece_bytes() -> int:
 
 
 def fastest(seconds: Mapping[int, Sequence[float]]) -> int:
-    """The size with the least median time; of those within 2 % of it, the smallest."""
+    """The size with the smallest median time; of those within 2 % of it, the smallest size."""
     medians = {size: statistics.median(times) for size, times in seconds.items()}
     best = min(medians.values())
     return min(size for size, median in medians.items() if median <= _TIE * best)
@@ -74,16 +74,16 @@ def fastest(seconds: Mapping[int, Sequence[float]]) -> int:
 def sweep(sizes: Sequence[int] = PIECES_BYTES) -> dict[int, list[float]]:
     """Seconds to sum four buffers and write the sum to all of them, several times for each piece size.
 
-    Sizes take turns, so that whatever else the machine does hits all of them.
+    Sizes alternate, so that other load on the machine affects all of them.
     """
     import numpy as np
 
     buffers = [np.full(_BUFFER_BYTES // 4, 0, dtype=np.float32) for _ in range(_BUFFERS)]
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    _sum(buffers, max(sizes) // 4)  # the first touch of memory is not counted
+    _sum(buffers, max(sizes) // 4)  # untimed: the first access to memory is slower
     begun = time.perf_counter()
-    for turn in range(_REPEATS):
-        if turn and time.perf_counter() - begun > _LAST_BEGIN_S:
+    for repeat in range(_REPEATS):
+        if repeat and time.perf_counter() - begun > _LAST_BEGIN_S:
             break
         for size in sizes:
             started = time.perf_counter()
@@ -93,7 +93,7 @@ def sweep(sizes: Sequence[int] = PIECES_BYTES) -> dict[int, list[float]]:
 
 
 def _sum(buffers: Sequence[npt.NDArray[np.float32]], step: int) -> None:
-    """As workers of one machine do it, but one does the work of all."""
+    """Sum as the workers of one machine do, in one process."""
     import numpy as np
 
     for low in range(0, len(buffers[0]), step):
@@ -105,14 +105,14 @@ def _sum(buffers: Sequence[npt.NDArray[np.float32]], step: int) -> None:
 
 
 def fingerprint(root: Path = _ROOT) -> str:
-    """What decides about the results: processor, caches, cores and the version of torch."""
+    """What determines the result: processor, caches, cores and the version of torch."""
     machine = describe_machine(root)
     caches = " ".join(cache_sizes(root)) or "unknown"
     return f"{machine.cpu}, caches {caches}, {machine.cores_logical} cores, torch {machine.torch}"
 
 
 def cache_sizes(root: Path = _ROOT) -> list[str]:
-    """The caches of the first core, as the system names them: `L2:1024K`; nothing where it does not say."""
+    """The caches of the first core, such as `L2:1024K`; empty if the system does not tell."""
     found = []
     for index in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
         with contextlib.suppress(OSError):
@@ -125,13 +125,13 @@ def _cache_file() -> Path | None:
     given = os.environ.get("ECHELON_CACHE", "")
     try:
         folder = Path(given).expanduser() if given else cache_folder()
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # no home folder
         return None
     return folder / "probe.json"
 
 
 def _read(file: Path | None) -> dict[str, _ProbeEntry]:
-    """The file's entries; those that are not ours are left out."""
+    """The file's valid entries."""
     if file is None:
         return {}
     try:

@@ -1,15 +1,15 @@
-"""How do values become codes of few bits on evenly spaced levels, and back?
+"""Rounds values to evenly spaced levels, written as codes of few bits, and reads them back.
 
-Code c stands for (c - top/2) step, c = 0 ... top: levels on both sides of zero, and zero itself if `top` is
-even. Codes of several writers on one grid can be added as they are: the sum of w codes is a code on the
-grid of the same step with w times the top, exactly. Three levels are packed in base 3, all others in bits.
+Code c means (c - top/2) step, c = 0 ... top: levels on both sides of zero, and zero itself if `top` is
+even. Codes of several writers on one grid can be added as they are: the sum of w codes is exactly a code on
+the grid of the same step with w times the top. Three levels are packed in base 3, all others in bits.
 
-Rounding is to the nearest level, or to one of the two next ones by chance, so that the mean is the value
-(stochastic): 16 random bits are compared with the fraction between the levels. So the mean is right to
-2^-17 of a step, and to the rounding of float32.
+Values are rounded to the nearest level, or randomly to one of the two neighbouring levels so that the mean
+is the value (stochastic): 16 random bits are compared with the fraction between the levels. The mean is
+then right to 2^-17 of a step, and to the rounding of float32.
 
-Nothing here overflows or underflows for any finite float32: where steps are below 2^-60 or above 2^40,
-values are first multiplied by a power of two (`lift`). What is read is never beyond the outermost level.
+Nothing here overflows or underflows for any finite float32: if steps are below 2^-60 or above 2^40, values
+are first multiplied by a power of two (`lift`). A value that is read is never beyond the outermost level.
 All work is done in blocks that stay in the cache.
 """
 
@@ -39,10 +39,10 @@ from echelon.errors import Corrupt
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MAGIC = 1.5 * 2**23  # added to a small float32, leaves it rounded to an integer, in the lowest bits
+_MAGIC = 1.5 * 2**23  # adding it to a small float32 leaves the rounded integer in the lowest bits
 _MAGIC_WORD = 0x4B400000  # its bits
-_ONE = 1 << 16  # a step, where chance decides between two levels
-_SLACK = 2.0**-22  # of the range: what multiplying by 1/step and by step loses to rounding
+_ONE = 1 << 16  # a step in stochastic rounding
+_SLACK = 2.0**-22  # of the range: the rounding error of multiplying by 1/step and by step
 _MOST = float(np.finfo(np.float32).max)
 _LEAST = 2.0**-148  # two of the smallest float32
 
@@ -61,7 +61,7 @@ class Grid:
 
     @property
     def lift(self) -> float:
-        """The power of two that brings values to where float32 computes well."""
+        """The power of two that scales values to a range where float32 computes well."""
         return 2.0**64 if self.step < 2.0**-60 else 2.0**-64 if self.step > 2.0**40 else 1.0
 
     @property
@@ -69,18 +69,18 @@ class Grid:
         """The type of a code."""
         return code_type(self.top.bit_length())
 
-    def bound(self, values: Tensor, *, chance: bool) -> Tensor:
-        """How far from each value its level may be: a step or half of it, and what is beyond the limit."""
-        error = self.step * (1.0 if chance else 0.5) + self.limit * _SLACK + _LEAST
+    def bound(self, values: Tensor, *, stochastic: bool) -> Tensor:
+        """The largest error of each value: a step or half a step, plus any excess over the limit."""
+        error = self.step * (1.0 if stochastic else 0.5) + self.limit * _SLACK + _LEAST
         beyond = values.abs().sub_(min(self.limit, _MOST)).clamp_(min=0)
         return beyond.mul_(1 + _SLACK).add_(min(error * (1 + _SLACK), _MOST))
 
     def total(self, writers: int) -> Grid:
-        """The grid of sums of so many codes."""
+        """The grid of sums of `writers` codes."""
         return Grid(self.top * writers, self.step)
 
     def size_bytes(self, count: int) -> int:
-        """How many bytes so many codes take."""
+        """The size of `count` codes."""
         return digits_bytes(count) if self.top == 2 else packed_bytes(count, self.top.bit_length())
 
     def pack(self, codes: Codes, out: Bytes) -> None:
@@ -91,7 +91,7 @@ class Grid:
             pack(codes, self.top.bit_length(), out)
 
     def unpack(self, data: Bytes, count: int) -> Codes:
-        """The codes of a block. Raises Corrupt if one of them is none of this grid."""
+        """Read the codes of a block. Raises Corrupt if a code is not on this grid."""
         if self.top == 2:
             return unpack_digits(data, count)
         codes = unpack(data, self.top.bit_length(), count)
@@ -101,22 +101,22 @@ class Grid:
 
 
 def most_code(bits: int) -> int:
-    """The largest code of so many bits: an odd number of levels, so that one is zero; two for 1 bit."""
+    """The largest code of `bits` bits: an odd number of levels, so that one is zero; two for 1 bit."""
     return 2**bits - 2 if bits > 1 else 1
 
 
 def reaching(most: float, top: int) -> Grid:
-    """The grid with this largest code whose outermost level is at `most`, or the least bit below."""
+    """The grid with this largest code whose outermost level is `most`, or the next float32 below it."""
     half = top / 2
     lift = Grid(top, most / half).lift
     step = np.float32(most * lift / half)
-    if float(step) * half > most * lift:  # else the outermost level of the largest float32 is infinite
+    if float(step) * half > most * lift:  # or the outermost level would be infinite
         step = np.nextafter(step, np.float32(0))
     return Grid(top, float(step) / lift)
 
 
 def largest(values: Tensor) -> float:
-    """The largest magnitude; 0 if there is none."""
+    """The largest magnitude; 0 for an empty tensor."""
     array, most = values.numpy(), 0.0
     for begin, end in blocks(len(array)):
         block = array[begin:end]
@@ -125,11 +125,11 @@ def largest(values: Tensor) -> float:
 
 
 class Coder:
-    """Writes values as codes on one grid, and reads them, in memory of its own.
+    """Writes values as codes on one grid, and reads them; it reuses its own memory.
 
-    `limits`, from the largest down, are magnitudes to watch: how many values were `beyond` each of them,
-    and which was the `largest`. Values beyond the first are written as if they were there; without limits,
-    no value may be beyond the grid's, unless `random` gives the bits for stochastic rounding.
+    `limits`, in falling order, are magnitudes to watch: `beyond` counts the values above each, and
+    `largest` is the largest value. Values above the first limit are clamped to it. Without limits, no value
+    may exceed the grid's limit, unless `random` gives the bits for stochastic rounding.
     """
 
     def __init__(
@@ -152,14 +152,14 @@ class Coder:
         self._words = np.empty(min(count, BLOCK) if random is not None else 0, np.int32)
 
     def write(self, values: Tensor, out: Bytes, rest: Tensor | None = None) -> None:
-        """Write the codes of values to these bytes; what they leave out, to `rest`."""
+        """Write the codes of the values to `out`, and the rounding errors to `rest`."""
         grid = self.grid
         for begin, end in blocks(len(values)):
             codes = self._codes_of(values[begin:end], rest[begin:end] if rest is not None else None)
             grid.pack(codes, out[grid.size_bytes(begin) : grid.size_bytes(end)])
 
     def merge(self, parts: Sequence[Bytes], own: Tensor, out: Bytes, rest: Tensor | None = None) -> None:
-        """Write the sums of the codes of own values and of the codes in `parts`."""
+        """Write the sums of the codes of `own` and of the codes in `parts`."""
         grid, total = self.grid, self.grid.total(len(parts) + 1)
         for begin, end in blocks(len(own)):
             codes = self._codes_of(own[begin:end], rest[begin:end] if rest is not None else None)
@@ -169,7 +169,7 @@ class Coder:
             total.pack(codes, out[total.size_bytes(begin) : total.size_bytes(end)])
 
     def read(self, data: Bytes, out: Tensor, *, writers: int = 1, add: bool = False) -> None:
-        """What the codes stand for, of so many writers' sums, to `out`, or added to it."""
+        """Read the values of codes summed over `writers` into `out`, or add them to it."""
         total = self.grid.total(writers)
         for begin, end in blocks(len(out)):
             block = out[begin:end]
@@ -187,7 +187,7 @@ class Coder:
         if not self.grid.step:
             codes.fill(self.grid.top // 2)
         elif self._random is not None:
-            self._by_chance(near, codes, self._random)
+            self._stochastic(near, codes, self._random)
         elif self.grid.top == 1:
             np.greater_equal(near.numpy(), 0, out=codes.view(np.bool_))
         else:
@@ -198,7 +198,7 @@ class Coder:
         return codes
 
     def _watched(self, values: Tensor) -> Tensor:
-        """The values, cut off at the first limit; those beyond each limit are counted."""
+        """The values, clamped to the first limit; counts the values above each limit."""
         import torch
 
         array = values.numpy()
@@ -223,14 +223,14 @@ class Coder:
         torch.add(centre, values, alpha=1 / (grid.step * grid.lift), out=floats)
         np.copyto(codes, floats.numpy().view(np.int32), casting="unsafe")
 
-    def _by_chance(self, values: Tensor, codes: Codes, random: np.random.BitGenerator) -> None:
+    def _stochastic(self, values: Tensor, codes: Codes, random: np.random.BitGenerator) -> None:
         import torch
 
         grid, floats, words = self.grid, self._floats[: len(codes)], self._words[: len(codes)]
         if grid.lift != 1:
             values = torch.mul(values, grid.lift, out=floats)
         scale, most = _ONE / (grid.step * grid.lift), grid.top / 2 * _ONE
-        # A rounding error beyond the outermost level would carry, so they are cut off in both cases.
+        # A rounding error beyond the outermost level would carry, so both branches clamp.
         if most < 2**22:
             torch.add(torch.tensor(_MAGIC), values, alpha=scale, out=floats)
             floats.clamp_(_MAGIC - most, _MAGIC + most)
@@ -241,19 +241,19 @@ class Coder:
             zero = 0
         chances = random.random_raw(-(-len(codes) // 4)).view(np.uint16)
         np.add(words, chances[: len(codes)], out=words, casting="unsafe")
-        if grid.top % 2:  # zero is in the middle between two levels
+        if grid.top % 2:  # zero is halfway between two levels
             words += _ONE // 2
         words >>= 16
         np.copyto(codes, words, casting="unsafe")
-        codes += np.array(grid.top // 2 - zero).astype(codes.dtype)  # wraps to what the lowest bits are
+        codes += np.array(grid.top // 2 - zero).astype(codes.dtype)  # wraps around to the lowest bits
 
     def _values_of(self, codes: Codes, grid: Grid, out: Tensor) -> Tensor:
-        """The levels of a grid that codes stand for; the codes are lost."""
+        """The values of codes on a grid; overwrites the codes."""
         import torch
 
         if grid.top % 2:
             out.copy_(torch.from_numpy(codes)).sub_(grid.top / 2)
-        else:  # subtracted here, they are signed numbers of the same size
+        else:  # after this subtraction they are signed numbers of the same size
             np.subtract(codes, grid.top // 2, out=codes)
             out.copy_(torch.from_numpy(codes.view(f"i{codes.itemsize}")))
         out.mul_(grid.step * grid.lift)

@@ -1,8 +1,8 @@
-"""How is a float32 written in a 16-bit floating-point type, so that nothing becomes infinite?
+"""Writes float32 values in a 16-bit floating-point type, so that nothing becomes infinite.
 
-The values, rounded to nearest, and one byte: an exponent e. Values are written times 2^-e, and e is 0
-unless one of them would become infinite; then it is the smallest that avoids it. So an overflow costs the
-small values some of their last bits, and loses nothing else.
+The payload holds the values, rounded to nearest, and one byte: an exponent e. Values are written times
+2^-e. e is 0 unless a value would become infinite; then it is the smallest exponent that avoids it. So an
+overflow costs small values some of their last bits, and nothing else.
 
     |read - written| <= relative |written| + smallest 2^e
 """
@@ -33,7 +33,7 @@ class Halves(Codec):
 
     __slots__ = ()
     travels: ClassVar[Travels] = "scatter"
-    infinity: ClassVar[int]  # its bits, without the sign
+    infinity: ClassVar[int]  # the bits of infinity, without the sign
     overflow: ClassVar[float]  # the smallest magnitude that is rounded to infinity
     relative: ClassVar[float]
     smallest: ClassVar[float]
@@ -42,12 +42,14 @@ class Halves(Codec):
     def dtype(self) -> torch.dtype:
         """The type that values are rounded to."""
 
-    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
-        """The halves, and an exponent in the last byte."""
+    def write(
+        self, values: Tensor, state: State, context: CodecContext, rest: Tensor | None = None
+    ) -> Tensor:
+        """The rounded values, and the exponent in the last byte."""
         import torch
 
         count = len(values)
-        payload = torch.from_numpy(np.empty(2 * count + 1, np.uint8))  # in large pages, where there are any
+        payload = torch.from_numpy(np.empty(2 * count + 1, np.uint8))  # numpy uses large pages where it can
         halves = payload[: 2 * count].view(self.dtype())
         exponent = 0
         if not self._cast(values, halves):
@@ -61,8 +63,8 @@ class Halves(Codec):
                 torch.sub(values[begin:end], read, out=rest[begin:end])
         return payload
 
-    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
-        """The halves as float32."""
+    def read(self, payload: Tensor, out: Tensor, context: CodecContext, *, add: bool = False) -> None:
+        """The values as float32."""
         if len(payload) != 2 * len(out) + 1:
             raise Corrupt(
                 f"{len(payload)} bytes are not {len(out)} halves and an exponent",
@@ -72,9 +74,7 @@ class Halves(Codec):
         if exponent > _MOST_EXPONENT:
             raise Corrupt(f"an exponent is {exponent}", where=f"codec {self.name}")
         payload = payload[:-1]
-        if (
-            payload.data_ptr() % 2 or payload.storage_offset() % 2
-        ):  # received in the middle of something else
+        if payload.data_ptr() % 2 or payload.storage_offset() % 2:  # not aligned in the received message
             payload = payload.clone()
         halves = payload.view(self.dtype())
         for begin, end in blocks(len(out)):
@@ -94,7 +94,7 @@ class Halves(Codec):
         return exponent + (most * 2.0**-exponent >= self.overflow)
 
     def _cast(self, values: Tensor, halves: Tensor, scale: float = 1.0) -> bool:
-        """Write the values; whether all are finite. Each block is checked while it is in the cache."""
+        """Write the values; returns whether all are finite. Checks each block while it is in the cache."""
         import torch
 
         scaled = torch.empty(_room(len(values)) if scale != 1 else 0)
@@ -104,14 +104,14 @@ class Halves(Codec):
                 block = torch.mul(block, scale, out=scaled[: end - begin])
             written.copy_(block)
             bits = written.view(torch.int16).numpy()
-            # As signed numbers, infinity is above all others; as unsigned ones, minus infinity is.
+            # As signed numbers, infinity is above all finite values; as unsigned ones, minus infinity is.
             if bits.max() >= self.infinity or bits.view(np.uint16).max() >= self.infinity + 2**15:
                 return False
         return True
 
 
 def _scaled(block: Tensor, exponent: int) -> Tensor:
-    """A block times 2^exponent; the largest float32 may have been rounded up to infinity."""
+    """A block times 2^exponent; clamped, because the largest float32 may have rounded up to infinity."""
     return block.mul_(2.0**exponent).clamp_(-_MOST, _MOST) if exponent else block
 
 

@@ -1,6 +1,6 @@
-"""Where are the chosen elements of a sparse vector? Sorted, distinct positions below n, in few bits.
+"""Writes the positions of the chosen elements of a sparse vector (sorted, distinct, below n) in few bits.
 
-Of m positions below n, three forms, and the smallest is taken:
+There are three forms for m positions below n, and the smallest is used:
 
     nothing      if m is 0 or n
     a bitmap     n bits
@@ -8,9 +8,9 @@ Of m positions below n, three forms, and the smallest is taken:
                  in unary, as a vector of m + (n - 1 >> k) + 1 bits, of which bit (position >> k) + i stands
                  for the i-th position; at most 2 + lg(n / m) bits a position, and a few bytes
 
-(P. Elias 1974, R. M. Fano 1971.) Invariant: n and m alone say which form it is and how long it is, so
-nothing but m has to be sent along. Low bits lie in planes of 8, 4, 2 and 1 bits, one after the other: every
-operation is one on whole arrays. Positions fit into 32 bits.
+(P. Elias 1974, R. M. Fano 1971.) Invariant: n and m alone determine the form and its length, so only m has
+to be sent along. Low bits are stored in planes of 8, 4, 2 and 1 bits, one after the other, so that every
+operation works on whole arrays. Positions fit into 32 bits.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Positions: TypeAlias = npt.NDArray[np.int64]
 
 
 def size_bytes(n: int, m: int) -> int:
-    """How many bytes m positions below n take: no more, no less."""
+    """The exact size of m positions below n."""
     if m in (0, n):
         return 0
     return min(_bytes_for(n), _fano_bytes(n, m))
 
 
 def write(positions: Positions, n: int) -> Bytes:
-    """The bytes of sorted, distinct positions below n."""
+    """Write sorted, distinct positions below n as bytes."""
     m = len(positions)
     if m in (0, n):
         return np.empty(0, np.uint8)
@@ -46,9 +46,9 @@ def write(positions: Positions, n: int) -> Bytes:
 
 
 def read(data: Bytes, n: int, m: int) -> Positions:
-    """The m positions below n that were written; Corrupt if these bytes are not m such positions."""
+    """Read m positions below n; raises Corrupt if the bytes are not that."""
     if not 0 <= m <= n:
-        raise Corrupt(f"{m} positions below {n} cannot be", where="positions")
+        raise Corrupt(f"{m} positions below {n} are impossible", where="positions")
     if len(data) != size_bytes(n, m):
         raise Corrupt(
             f"{len(data)} bytes instead of {size_bytes(n, m)} for {m} positions below {n}",
@@ -93,7 +93,7 @@ def _is_bitmap(n: int, m: int) -> bool:
 
 
 def _bits(positions: Positions, length: int) -> Bytes:
-    """A vector of so many bits, those at the positions set."""
+    """A vector of `length` bits with the bits at the positions set."""
     bits = np.zeros(length, np.uint8)
     bits[positions] = 1
     return np.packbits(bits, bitorder="little")
@@ -107,13 +107,15 @@ def _set_bits(data: Bytes, length: int, m: int) -> Positions:
 
 
 def _widths(k: int) -> list[int]:
-    """The planes that k bits are cut into, the lowest bits first."""
+    """The widths of the planes for k bits, the lowest bits first."""
     return [8] * (k // 8) + [width for width in (4, 2, 1) if k & width]
 
 
 def _low_planes(positions: Positions, k: int) -> list[Bytes]:
-    """Each plane holds its bits of all positions. Of P values in a byte, the first come from the first P-th
-    of the positions, the next from the next: so that whole ranges are shifted, not single values.
+    """The planes: each holds its bits of all positions.
+
+    With P values per byte, the first value of each byte comes from the first P-th of the positions, and so
+    on, so that whole ranges are shifted, not single values.
     """
     planes = []
     low = positions.astype(np.uint32)

@@ -1,14 +1,14 @@
-"""What do workers end with when they give each other coded gradients? In one memory, without a network.
+"""Combines the encoded gradients of a group in one process, without a network.
 
-This is the reference for the real thing, and what `echelon bench codecs` trains with. It holds the states
-of all workers, for each parameter. Bytes are written and read as between machines, and are counted:
+This is the reference for the distributed version, and `echelon bench codecs` trains with it. It holds the
+states of all workers, for each parameter. Bytes are written and read as between machines, and are counted:
 
     gather   a worker sends its bytes to all others                          (P-1) payloads
     scatter  a worker sends others their pieces, and all others its total    (P-1) pieces + (P-1) totals
-    sum      numbers are added by a ring                                     2 (P-1)/P of them, each round
+    sum      a ring adds the numbers                                         2 (P-1)/P of them, each round
 
-Sums are float32, in the order of ranks. Empty pieces do not travel. Nothing here looks at a clock: whoever
-wants to know how long coding takes brings one.
+Sums are float32, in the order of ranks. Empty pieces are not sent. Nothing here reads a clock: a caller
+that wants to time encoding passes one in.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Gradients = Mapping[str, "Tensor"]
 
 
 class ReferenceGroup:
-    """A group of workers with one codec, and what its last exchange took.
+    """A group of workers with one codec, and the cost of its last exchange.
 
-    `sent_bytes` is by rank. `encode_s` and `decode_s` are a worker's, on average; 0 without a clock.
+    `sent_bytes` is by rank. `encode_s` and `decode_s` are averages per worker; 0 without a clock.
     """
 
     def __init__(self, codec: Codec, workers: int, now: Callable[[], float] | None = None) -> None:
         if workers < 1:
-            raise ConfigError(f"{workers} workers", where="together", fix="give at least 1")
+            raise ConfigError(f"{workers} workers", where="ReferenceGroup", fix="give at least 1")
         self.codec = codec
         self.workers = workers
         self.states: list[dict[str, State]] = [{} for _ in range(workers)]
@@ -46,11 +46,11 @@ class ReferenceGroup:
         self._steps: dict[str, int] = {}
 
     def combine(self, gradients: Sequence[Gradients]) -> dict[str, Tensor]:
-        """What all workers end with: nearly the sum of their gradients, by name, in the same shapes."""
+        """The result on all workers: approximately the sum of their gradients, by name."""
         return self.outcomes(gradients)[0]
 
     def outcomes(self, gradients: Sequence[Gradients]) -> list[dict[str, Tensor]]:
-        """What each worker ends with, by rank; they are the same to the bit if the codec keeps its word."""
+        """Each worker's result, by rank; equal to the bit if the codec fulfils its contract."""
         import torch
 
         self._check(gradients)
@@ -70,16 +70,16 @@ class ReferenceGroup:
     def _check(self, gradients: Sequence[Gradients]) -> None:
         if len(gradients) != self.workers:
             raise ModelError(
-                f"there are gradients of {len(gradients)} workers, and {self.workers} workers",
-                where="together",
-                fix="give those of each worker, by rank",
+                f"there are gradients of {len(gradients)} workers, but {self.workers} workers",
+                where="ReferenceGroup",
+                fix="give the gradients of each worker, by rank",
             )
         wanted = {name: (one.shape, one.dtype) for name, one in gradients[0].items()}
         for rank, mine in enumerate(gradients):
             if {name: (one.shape, one.dtype) for name, one in mine.items()} != wanted:
                 raise ModelError(
                     f"the gradients of ranks 0 and {rank} differ in names, shapes or types",
-                    where="together",
+                    where="ReferenceGroup",
                     fix="give the same parameters on all workers",
                 )
 
@@ -90,88 +90,92 @@ class ReferenceGroup:
             if name not in mine:
                 mine[name] = self.codec.begin(given[0].numel())
         states = [mine[name] for mine in self.states]
-        turn = CodecContext(step=step, workers=self.workers, seed=seed_of(name), shape=shape)
-        turns = [replace(turn, rank=rank) for rank in range(self.workers)]
+        context = CodecContext(step=step, workers=self.workers, seed=seed_of(name), shape=shape)
+        contexts = [replace(context, rank=rank) for rank in range(self.workers)]
         if isinstance(self.codec, Summed):
-            return self._by_sums(self.codec, given, states, turns)
+            return self._by_sums(self.codec, given, states, contexts)
         if self.codec.travels == "gather":
-            return self._by_gathering(given, states, turns)
-        return self._by_scattering(given, states, turns)
+            return self._by_gathering(given, states, contexts)
+        return self._by_scattering(given, states, contexts)
 
     def _by_gathering(
-        self, given: Sequence[Tensor], states: Sequence[State], turns: Sequence[CodecContext]
+        self, given: Sequence[Tensor], states: Sequence[State], contexts: Sequence[CodecContext]
     ) -> list[Tensor]:
         import torch
 
         payloads = []
-        for values, state, turn in zip(given, states, turns, strict=True):
+        for values, state, context in zip(given, states, contexts, strict=True):
             with self._encoding():
-                payloads.append(self.codec.encode(values, state, turn))
-            self._send(turn.rank, payloads[-1], times=self.workers - 1)
+                payloads.append(self.codec.encode(values, state, context))
+            self._send(context.rank, payloads[-1], times=self.workers - 1)
         total = torch.zeros_like(given[0])
-        # All do the same with the same bytes and no state of their own, so it is done once for all.
+        # All workers do the same with the same bytes and no state, so it is done once for all.
         with self._decoding(workers=1):
-            for payload, turn in zip(payloads, turns, strict=True):
-                self.codec.read(payload, total, turn, add=True)
+            for payload, context in zip(payloads, contexts, strict=True):
+                self.codec.read(payload, total, context, add=True)
         return [total] * self.workers
 
     def _by_scattering(
-        self, given: Sequence[Tensor], states: Sequence[State], turns: Sequence[CodecContext]
+        self, given: Sequence[Tensor], states: Sequence[State], contexts: Sequence[CodecContext]
     ) -> list[Tensor]:
         import torch
 
         length = given[0].numel()
         outs = [torch.empty_like(given[0]) for _ in given]
-        for owner, (start, stop) in enumerate(owners(length, self.workers, turns[0].seed)):
+        for owner, (start, stop) in enumerate(owners(length, self.workers, contexts[0].seed)):
             if start == stop:
                 continue
             pieces = [values[start:stop] for values in given]
             parts = []
-            for rank, turn in enumerate(turns):
+            for rank, context in enumerate(contexts):
                 if rank != owner:
                     with self._encoding():
                         state = part_of(states[rank], length, start, stop)
-                        parts.append(self.codec.encode(pieces[rank], state, replace(turn, start=start)))
+                        parts.append(self.codec.encode(pieces[rank], state, replace(context, start=start)))
                     self._send(rank, parts[-1])
-            turn = replace(turns[owner], start=start)
+            context = replace(contexts[owner], start=start)
             with self._encoding():
                 state = part_of(states[owner], length, start, stop)
-                total = self.codec.merge(parts, pieces[owner], state, turn)
+                total = self.codec.merge(parts, pieces[owner], state, context)
             self._send(owner, total, times=self.workers - 1)
             for out, mine in zip(outs, states, strict=True):
                 with self._decoding():
-                    self.codec.read_total(total, out[start:stop], mine, turn)
-        for mine, turn in zip(states, turns, strict=True):
+                    self.codec.read_total(total, out[start:stop], mine, context)
+        for mine, context in zip(states, contexts, strict=True):
             with self._decoding():
-                self.codec.settle(mine, turn)
+                self.codec.settle(mine, context)
         return outs
 
     def _by_sums(
-        self, codec: Summed, given: Sequence[Tensor], states: Sequence[State], turns: Sequence[CodecContext]
+        self,
+        codec: Summed,
+        given: Sequence[Tensor],
+        states: Sequence[State],
+        contexts: Sequence[CodecContext],
     ) -> list[Tensor]:
         import torch
 
         numbers = []
-        for values, state, turn in zip(given, states, turns, strict=True):
+        for values, state, context in zip(given, states, contexts, strict=True):
             with self._encoding():
-                numbers.append(codec.first(values, state, turn))
+                numbers.append(codec.first(values, state, context))
         total = self._sum(numbers)
         for _ in range(codec.rounds - 1):
             numbers = []
-            for state, turn in zip(states, turns, strict=True):
+            for state, context in zip(states, contexts, strict=True):
                 with self._encoding():
-                    # Each its own copy, as between machines: a codec may work in what it is given.
-                    numbers.append(codec.further(total.clone(), state, turn))
+                    # Each gets a copy, as between machines: a codec may change its input.
+                    numbers.append(codec.further(total.clone(), state, context))
             total = self._sum(numbers)
         outs = []
-        for state, turn in zip(states, turns, strict=True):
+        for state, context in zip(states, contexts, strict=True):
             outs.append(torch.empty_like(given[0]))
             with self._decoding():
-                codec.finish(total.clone(), outs[-1], state, turn)
+                codec.finish(total.clone(), outs[-1], state, context)
         return outs
 
     def _sum(self, numbers: Sequence[Tensor]) -> Tensor:
-        """The sum in the order of ranks, as a ring would have added it."""
+        """The sum in the order of ranks; counts the bytes of a ring."""
         total = numbers[0].clone()
         for other in numbers[1:]:
             total += other
@@ -196,10 +200,10 @@ class ReferenceGroup:
 
 
 def part_of(state: State, length: int, start: int, stop: int) -> State:
-    """A piece's part of the state of a parameter of so many elements: views, so it is changed in place.
+    """A piece's part of a parameter's state: views, so that changes are made in place.
 
-    What is kept for each element is float32. A count is not, so it is not cut where a parameter happens to
-    have as many elements as there are counts.
+    Only float32 tensors of the parameter's length are cut; a counter of that length is not, because it is
+    not float32.
     """
     import torch
 
@@ -210,7 +214,7 @@ def part_of(state: State, length: int, start: int, stop: int) -> State:
 
 
 def ring_bytes(size_bytes: int, workers: int) -> int:
-    """What a worker sends when a ring adds up so many bytes of numbers."""
+    """The bytes that a worker sends when a ring adds up numbers of that size."""
     return round(2 * (workers - 1) * size_bytes / workers)
 
 

@@ -1,14 +1,14 @@
-"""Which elements of a gradient are chosen, and how are those written? For all sparse codecs.
+"""Chooses elements of a gradient and writes them, for all sparse codecs.
 
-Choosing. `largest` finds the k largest magnitudes without sorting all of them: a sample, every s-th
-element, tells a threshold that a few more than k should reach; one pass over the values, in blocks that fit
-into the cache, finds those that do; of these few, the k largest are taken. If the sample told too high a
-threshold, it is asked for a lower one, and in the end all values are looked at. So the sample is a matter
-of speed alone. Invariant: what is chosen follows from the values only. Of equal magnitudes the first ones
-are taken; zeros never are.
+Choosing. `largest` finds the k largest magnitudes without sorting all of them. A sample, every s-th
+element, gives a threshold that slightly more than k elements should reach; one pass over the values, in
+blocks that fit the cache, finds those that do; of these few, the k largest are taken. If the threshold was
+too high, a lower one is tried, and finally all values are compared. So the sample only affects speed.
+Invariant: the choice depends only on the values. Of equal magnitudes the first ones are taken; zeros never
+are.
 
-Writing. A piece is the number of chosen elements m (uint32), their positions (`positions.py`), their values
-(float32, or as another codec writes them). All numbers are little-endian.
+Writing. A piece holds the number of chosen elements m (uint32), their positions (`positions.py`), and their
+values (float32, or as another codec writes them). All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 Floats: TypeAlias = npt.NDArray[np.float32]
 Side = Literal[-1, 0, 1]  # only negative, all, or only positive elements
 
-BLOCK = 1 << 16  # elements that are worked on at a time: with what is beside them they stay in the cache
+BLOCK = 1 << 16  # elements per block: small enough to stay in the cache
 HEAD_BYTES = 4
-ROUNDING = 2.0**-20  # more than a few roundings are, for bounds that are computed in float32
-_ENOUGH = 100  # chosen elements that a sample should have to tell the threshold well
+ROUNDING = 2.0**-20  # more than the sum of a few roundings, for bounds that are computed in float32
+_ENOUGH = 100  # chosen elements that a sample should contain to estimate the threshold well
 _SMALLEST = np.nextafter(np.float32(0), np.float32(1))
 
 
 class Source:
-    """Values that elements are chosen from. One that is not ready yet gets ready block by block.
+    """Values to choose from, possibly computed block by block.
 
-    `peek` tells some elements as they will be; `block` is called for each block once, in order; after that
-    `values` are right.
+    `peek` gives some elements early; `block` is called once for each block, in order; then `values` is
+    complete.
     """
 
     def __init__(self, values: Floats) -> None:
         self.values = values
 
     def peek(self, cut: slice) -> Floats:
-        """Some elements as they will be."""
+        """Some elements with their final values."""
         return self.values[cut]
 
     def block(self, start: int, stop: int) -> Floats:
-        """A range of elements, now ready."""
+        """Complete and return a range of elements."""
         return self.values[start:stop]
 
 
@@ -63,8 +63,8 @@ def largest(source: Source, count: int, *, sample: float, step: int = 0, side: S
     stride = _stride(length, count, sample)
     if stride > 1:
         seen = _magnitude(source.peek(slice(step % stride, None, stride)), side)
-        for generous in (1, 4):
-            threshold = _threshold(seen, count / length, generous)
+        for factor in (1, 4):
+            threshold = _threshold(seen, count / length, factor)
             found = reaching(source, threshold, side)
             if len(found) >= count or threshold == _SMALLEST:
                 return found[_top(_magnitude(source.values[found], side), count)]
@@ -95,16 +95,16 @@ def reaching(source: Source, threshold: np.float32, side: Side = 0) -> Positions
 
 
 def _stride(length: int, count: int, sample: float) -> int:
-    """Every how manieth element to look at, 1 for all of them. It is odd: rows often have even lengths."""
+    """Sampling stride, 1 for all elements. It is odd, because rows often have even lengths."""
     if not 0 < count < length or not sample:
         return 1
     wanted = max(length * sample, _ENOUGH * length / count)
     return max(1, int(length / wanted) - 1 | 1)
 
 
-def _threshold(seen: Floats, ratio: float, generous: int) -> np.float32:
-    """What a few more than this part of the elements should reach: more by three standard deviations."""
-    expected = len(seen) * ratio * generous
+def _threshold(seen: Floats, ratio: float, factor: int) -> np.float32:
+    """A magnitude that `factor` times this part of the elements, or a few more, should reach."""
+    expected = len(seen) * ratio * factor
     rank = min(len(seen), math.ceil(expected + 3 * math.sqrt(expected)))
     return max(np.float32(np.partition(seen, len(seen) - rank)[len(seen) - rank]), _SMALLEST)
 
@@ -116,8 +116,9 @@ def _magnitude(values: Floats, side: Side) -> Floats:
 
 
 def _top(magnitude: Floats, count: int) -> Positions:
-    """The largest ones' positions, sorted. Of equals the first ones, so that the choice is the same for
-    whatever elements that are too small have been left out before."""
+    """The positions of the `count` largest magnitudes, sorted. Of equal ones the first are taken, so that
+    the choice does not depend on smaller elements that were removed before.
+    """
     if count >= len(magnitude):
         return np.flatnonzero(magnitude)
     if count == 0:
@@ -132,7 +133,7 @@ def _top(magnitude: Floats, count: int) -> Positions:
 
 
 def pack(positions: Positions, length: int, values: Bytes) -> Tensor:
-    """A piece's bytes, from the chosen positions and the bytes of their values."""
+    """The bytes of a piece, from the chosen positions and the bytes of their values."""
     import torch
 
     count = np.array([len(positions)], "<u4").view(np.uint8)
@@ -140,7 +141,7 @@ def pack(positions: Positions, length: int, values: Bytes) -> Tensor:
 
 
 def unpack(payload: Tensor, length: int) -> tuple[Positions, Bytes]:
-    """What was packed; Corrupt if it was not a piece of that length."""
+    """Split a piece into positions and value bytes; raises Corrupt if it is not a piece of that length."""
     data: Bytes = payload.numpy()
     if len(data) < HEAD_BYTES:
         raise Corrupt(f"a sparse piece of {len(data)} bytes", where="codec")
@@ -154,15 +155,15 @@ def unpack(payload: Tensor, length: int) -> tuple[Positions, Bytes]:
 
 
 def bytes_of(values: Tensor) -> Tensor:
-    """A copy of float32 numbers as bytes."""
+    """Copy float32 numbers to bytes."""
     import torch
 
-    # By numpy: torch cannot look at an empty tensor as one of another type.
+    # With numpy, because torch cannot view an empty tensor as another type.
     return torch.from_numpy(values.numpy().astype("<f4").view(np.uint8))
 
 
 def numbers_of(payload: Tensor, count: int) -> Tensor:
-    """A copy of bytes as so many float32 numbers; Corrupt if there are more or less."""
+    """Copy bytes to `count` float32 numbers; raises Corrupt for any other length."""
     import torch
 
     if len(payload) != 4 * count:
@@ -171,7 +172,7 @@ def numbers_of(payload: Tensor, count: int) -> Tensor:
 
 
 def put(positions: Positions, values: Floats | np.float32, out: Tensor, *, add: bool) -> None:
-    """The values to their positions, zeros elsewhere; or added to what is there."""
+    """Write the values at their positions and zeros elsewhere, or add the values to `out`."""
     target: Floats = out.numpy()
     if add:
         target[positions] += values
@@ -181,7 +182,7 @@ def put(positions: Positions, values: Floats | np.float32, out: Tensor, *, add: 
 
 
 def leave(values: Tensor, positions: Positions, left: Floats | np.float32, rest: Tensor | None) -> None:
-    """The rest after the chosen elements are sent: all others, and what is left of these."""
+    """Write what remains after sending to `rest`: all other elements, and `left` of the chosen ones."""
     if rest is None:
         return
     if rest is not values:
@@ -190,7 +191,7 @@ def leave(values: Tensor, positions: Positions, left: Floats | np.float32, rest:
 
 
 def check_ratio(ratio: float, name: str = "ratio") -> None:
-    """Refuse what is no part of the elements."""
+    """Refuse a ratio that is not in (0, 1]."""
     if not 0 < ratio <= 1:
         raise ConfigError(
             f"{name} is {ratio:g}, it has to be above 0 and at most 1",
@@ -200,12 +201,12 @@ def check_ratio(ratio: float, name: str = "ratio") -> None:
 
 
 def check_sample(sample: float) -> None:
-    """Refuse what is no part of the elements, and not 0 either."""
+    """Refuse a sample that is not in [0, 1]."""
     if not 0 <= sample <= 1:
         raise ConfigError(
             f"sample is {sample:g}, it has to be from 0 to 1",
             where="sample",
-            fix="give the part of the elements to look at first, such as 0.01, or 0 to look at all",
+            fix="give the part of the elements to sample first, such as 0.01, or 0 for no sampling",
         )
 
 
@@ -216,37 +217,39 @@ class Sparse(Codec):
     travels: ClassVar[Travels] = "gather"
 
     @abstractmethod
-    def choose(self, values: Tensor, turn: CodecContext) -> Positions:
-        """Which elements to send; it follows from the values, and the turn's step."""
+    def choose(self, values: Tensor, context: CodecContext) -> Positions:
+        """The elements to send; depends only on the values and the context's step."""
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The steps from which on the choice is made in another way."""
+        """The steps at which the way of choosing changes."""
         return (0,)
 
-    def pick(self, values: Tensor, state: State, turn: CodecContext) -> tuple[Tensor, Positions]:
-        """What to choose from, with what was left out before, and which elements are chosen.
+    def pick(self, values: Tensor, state: State, context: CodecContext) -> tuple[Tensor, Positions]:
+        """The values to choose from, including the residual, and the positions chosen.
 
-        With feedback the first is kept in the state: whoever sends elements takes them out of it.
+        With feedback these values are the state's residual: the caller removes the elements that it sends.
         """
         given = state[RESIDUAL].add_(values) if self.feedback else values
-        return given, self.choose(given, turn)
+        return given, self.choose(given, context)
 
-    def encode(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
-        """The chosen elements; with feedback they are taken out of what is kept."""
-        given, positions = self.pick(values, state, turn)
+    def encode(self, values: Tensor, state: State, context: CodecContext) -> Tensor:
+        """The chosen elements; with feedback they are removed from the residual."""
+        given, positions = self.pick(values, state, context)
         return self._written(given, positions, given if self.feedback else None)
 
-    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
+    def write(
+        self, values: Tensor, state: State, context: CodecContext, rest: Tensor | None = None
+    ) -> Tensor:
         """The chosen elements."""
-        return self._written(values, self.choose(values, turn), rest)
+        return self._written(values, self.choose(values, context), rest)
 
     def _written(self, values: Tensor, positions: Positions, rest: Tensor | None) -> Tensor:
         taken: Floats = values.numpy()[positions]
         leave(values, positions, np.float32(0), rest)
         return pack(positions, len(values), taken.astype("<f4", copy=False).view(np.uint8))
 
-    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, context: CodecContext, *, add: bool = False) -> None:
         """The chosen elements, zeros elsewhere."""
         positions, data = unpack(payload, len(out))
         if len(data) != 4 * len(positions):
@@ -254,7 +257,7 @@ class Sparse(Codec):
         put(positions, data.view("<f4"), out, add=add)
 
     def bound(self, values: Tensor) -> Tensor:
-        """Nothing where elements are chosen, their magnitude elsewhere."""
+        """Zero for chosen elements, the magnitude for others."""
         bound = values.abs()
         bound.numpy()[self.choose(values, CodecContext(step=self.stages[-1]))] = 0
         return bound

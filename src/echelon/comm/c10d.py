@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from echelon.comm.group import Group, Op, Pending
 from echelon.comm.meet.place import Place
-from echelon.comm.meet.rendezvous import Meeting, interface_of
+from echelon.comm.meet.rendezvous import Rendezvous, interface_of
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -29,7 +29,7 @@ class C10dGroup(Group):
     """Members of a torch.distributed process group."""
 
     def __init__(
-        self, meeting: Meeting, process_group: dist.ProcessGroup | None, *, deadline_s: float, owns: bool
+        self, meeting: Rendezvous, process_group: dist.ProcessGroup | None, *, deadline_s: float, owns: bool
     ) -> None:
         self.rank = meeting.me.rank
         self.size = len(meeting.members)
@@ -41,7 +41,7 @@ class C10dGroup(Group):
         self._under_way: list[dist.Work] = []
 
     @classmethod
-    def connect(cls, meeting: Meeting, place: Place, *, deadline_s: float) -> C10dGroup:
+    def connect(cls, meeting: Rendezvous, place: Place, *, deadline_s: float) -> C10dGroup:
         """Connect workers that have met."""
         owns = not dist.is_initialized()
         group = cls(meeting, None, deadline_s=deadline_s, owns=owns)

@@ -27,7 +27,7 @@ from echelon.comm.group import Group, Messages, Op, Pending, Timing, blocks, che
 from echelon.comm.meet import mesh
 from echelon.comm.meet.links import Links, measure
 from echelon.comm.meet.place import Place
-from echelon.comm.meet.rendezvous import Meeting, Member, interface_address
+from echelon.comm.meet.rendezvous import Member, Rendezvous, interface_address
 from echelon.comm.meet.tls import Certificates
 from echelon.comm.memory.rails import TAGS, RailLayout, Rails, machines
 from echelon.comm.memory.segment import Handle
@@ -55,7 +55,7 @@ class Engine:
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: Rendezvous,
         loop: Loop,
         view: bytes,
         *,
@@ -83,7 +83,7 @@ class Engine:
     @classmethod
     def connect(
         cls,
-        meeting: Meeting,
+        meeting: Rendezvous,
         place: Place,
         *,
         shared_memory: bool,
@@ -116,13 +116,13 @@ class Engine:
 
     def close(self) -> None:
         """Leave; the others learn why, if this worker has said it."""
-        if not any(self.meeting.last_words):
+        if not any(self.meeting.departure_causes):
             while self.swaps:  # this worker may have all it wants, and others not yet what they want of it
                 self.swaps.popleft().see_off()
             if self.servers is not None:
                 with contextlib.suppress(WorkerError):  # then they know already
                     self.servers.dismiss()
-        self.loop.close(self.meeting.last_words[-1] if self.meeting.last_words else "")
+        self.loop.close(self.meeting.departure_causes[-1] if self.meeting.departure_causes else "")
         for rails in self.rails:
             rails.close()
 

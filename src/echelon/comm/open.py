@@ -17,7 +17,7 @@ from echelon.comm.c10d import C10dGroup
 from echelon.comm.engine import Engine, EngineGroup
 from echelon.comm.group import Group
 from echelon.comm.meet.place import Place
-from echelon.comm.meet.rendezvous import Meeting
+from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.comm.meet.tls import CERTIFICATE_VARIABLE, Certificates
 from echelon.comm.memory.rails import machines
 from echelon.errors import ConfigError
@@ -26,7 +26,7 @@ Transport = Literal["auto", "shm", "tcp", "c10d"]
 
 
 def open_group(
-    meeting: Meeting,
+    meeting: Rendezvous,
     place: Place,
     *,
     transport: str,

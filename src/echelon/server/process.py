@@ -49,7 +49,7 @@ def serve_run(place: Place, folder: RunFolder) -> ParameterServer | None:
     cause = ""
     with Recorder(folder.events_of(place.rank)) as recorder:
         try:
-            if meeting.told(SERVERS_DO) != SUM:
+            if meeting.lookup(SERVERS_DO) != SUM:
                 return _keep(engine, place, recorder)
             serve(
                 engine.loop,
@@ -68,7 +68,7 @@ def serve_run(place: Place, folder: RunFolder) -> ParameterServer | None:
 
 def _keep(engine: Engine, place: Place, recorder: Recorder) -> ParameterServer:
     """Be a parameter server."""
-    workers, everybody = range(place.world_size), range(place.everybody)
+    workers, everybody = range(place.world_size), range(place.process_count)
     server = ParameterServer(
         rank=place.rank, servers=everybody[place.world_size :], workers=workers, recorder=recorder
     )

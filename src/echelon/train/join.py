@@ -29,7 +29,7 @@ from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.comm.meet.place import Place
-from echelon.comm.meet.rendezvous import Meeting, meet
+from echelon.comm.meet.rendezvous import Rendezvous, meet
 from echelon.comm.open import open_group
 from echelon.comm.wire.summing import KEEP, SERVERS_DO, SUM
 from echelon.config.units import show_bytes, show_seconds
@@ -150,7 +150,7 @@ def join(
         session = Session(group, meeting, plan, clock, recorder, folder, device, links)
     except EchelonError as error:  # what was asked for does not go together: all workers find so
         if meeting is not None:
-            meeting.say_goodbye(f"{type(error).__name__}: {error.message}")
+            meeting.announce_departure(f"{type(error).__name__}: {error.message}")
         group.close()
         if meeting is not None:
             meeting.linger()
@@ -163,13 +163,13 @@ def join(
 
 def _connect(
     place: Place, node: str, host: str, asked: PlanRequest, *, sums: bool
-) -> tuple[Group, Meeting | None]:
+) -> tuple[Group, Rendezvous | None]:
     if place.world_size == 1:
         return SoloGroup(), None
     meeting = meet(place, node=node, host=host, pid=os.getpid(), timeout_s=asked.join_timeout_s)
     try:
         if place.rank == 0 and place.servers:
-            meeting.tell(SERVERS_DO, SUM if sums else KEEP)
+            meeting.publish(SERVERS_DO, SUM if sums else KEEP)
         group = open_group(
             meeting,
             place,
@@ -180,7 +180,7 @@ def _connect(
             sums=sums,
         )
     except EchelonError as error:
-        meeting.say_goodbye(f"{type(error).__name__}: {error.message}")
+        meeting.announce_departure(f"{type(error).__name__}: {error.message}")
         meeting.linger()
         raise
     return group, meeting

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
-from echelon.comm.meet.rendezvous import Meeting
+from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.errors import ConfigError, EchelonError, ModelError
 from echelon.observe.events import (
     CheckpointLoaded,
@@ -65,7 +65,7 @@ class Session(ScriptCollectives):
     def __init__(
         self,
         group: Group,
-        meeting: Meeting | None,
+        meeting: Rendezvous | None,
         plan: Plan,
         clock: StepClock,
         recorder: Recorder,
@@ -432,7 +432,7 @@ class Session(ScriptCollectives):
         self._clock.close()
         self._recorder.close()
         if self._meeting is not None:
-            self._meeting.say_goodbye(cause)
+            self._meeting.announce_departure(cause)
         self._synchronizer.close()
         self._group.close()
         self._synchronizer.closed()

@@ -44,26 +44,26 @@ def test_healthy_machine_is_ok(subject):
     assert _hardware(subject).level == "ok"
 
 
-def test_cores_withheld_by_a_quota_are_noted_with_the_quota():
+def test_a_cpu_quota_is_a_note():
     finding = _hardware("processor", cpu_quota=2.5, cores_usable=2)
     assert finding.level == "note"
     assert "2 usable" in finding.text
     assert "2.5 cores" in finding.text
 
 
-def test_cores_withheld_by_affinity_are_noted_as_pinned():
+def test_cpu_affinity_is_a_note():
     finding = _hardware("processor", cores_allowed=3, cores_usable=3)
     assert finding.level == "note"
     assert "pinned" in finding.text
 
 
-def test_little_memory_is_noted_with_a_remedy():
+def test_little_memory_is_a_note_with_a_fix():
     finding = _hardware("memory", memory_available_bytes=10**8)
     assert finding.level == "note"
     assert "fewer workers" in finding.fix
 
 
-def test_memory_limit_of_the_container_counts_though_the_machine_has_more():
+def test_the_memory_limit_of_a_container_counts():
     finding = _hardware("memory", memory_limit_bytes=5 * 10**8)
     assert finding.level == "note"
     assert "500.0 MB" in finding.text
@@ -92,9 +92,7 @@ def test_installed_packages_are_listed_with_their_versions():
 
 
 @pytest.mark.parametrize(("least", "text"), [("9999.1", "9999.1 or newer"), (None, "not installed")])
-def test_package_that_is_too_old_or_missing_is_a_problem_with_the_command_that_helps(
-    monkeypatch, least, text
-):
+def test_a_package_that_is_too_old_or_missing_is_a_problem_with_a_fix(monkeypatch, least, text):
     requirement = f"torch>={least}" if least else "no-such-package-of-that-name"
     lines = [requirement, "numpy", "pytest ; extra == 'dev'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: lines)
@@ -109,12 +107,12 @@ def test_version_2_13_is_newer_than_2_9(monkeypatch):
     assert {finding.level for finding in versions()} == {"ok"}
 
 
-def test_packages_of_extras_are_not_asked_for(monkeypatch):
+def test_packages_of_extras_are_not_required(monkeypatch):
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ['no-such-package; extra == "dev"'])
     assert {finding.level for finding in versions()} == {"ok"}
 
 
-def test_loopback_is_there_for_local_peers_and_ports_can_be_opened():
+def test_loopback_works_for_local_peers_and_ports():
     assert _about(network(), "local peers").level == "ok"
     assert _about(ports(), "loopback").level == "ok"
 
@@ -126,13 +124,13 @@ def test_peer_that_cannot_be_resolved_is_a_problem():
     assert finding.fix
 
 
-def test_peer_that_is_this_machine_is_ok_and_says_why():
+def test_a_peer_on_this_machine_is_ok_with_a_reason():
     finding = _about(network("127.0.0.1"), "peer")
     assert finding.level == "ok"
     assert "because" in finding.text
 
 
-def test_own_name_that_leads_to_loopback_is_a_note(monkeypatch):
+def test_own_name_that_resolves_to_loopback_is_a_note(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node-a")
     entry = (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 1))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: [entry])
@@ -142,7 +140,7 @@ def test_own_name_that_leads_to_loopback_is_a_note(monkeypatch):
     assert "/etc/hosts" in finding.fix
 
 
-def test_resolver_that_does_not_answer_is_not_waited_for(monkeypatch):
+def test_a_resolver_that_does_not_answer_is_abandoned(monkeypatch):
     answered = threading.Event()
 
     def dead(*args, **kwargs):
@@ -153,7 +151,7 @@ def test_resolver_that_does_not_answer_is_not_waited_for(monkeypatch):
     finding = _about(network(), "own name")
     answered.set()
     assert finding.level == "note"
-    assert "not resolved quickly" in finding.text
+    assert "does not resolve quickly" in finding.text
 
 
 def test_machine_without_default_route_is_noted(monkeypatch):
@@ -171,7 +169,7 @@ def test_port_with_a_server_is_a_problem_that_names_the_process():
     assert f"(pid {os.getpid()})" in finding.text
 
 
-def test_port_taken_on_ipv6_only_is_a_problem():
+def test_a_port_in_use_only_on_ipv6_is_a_problem():
     if not socket.has_ipv6:
         pytest.skip("this system has no IPv6")
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
@@ -183,7 +181,7 @@ def test_port_is_free_again_after_its_server_is_gone():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(server.getsockname()):
-            server.accept()[0].close()  # leaves a connection behind that is closing
+            server.accept()[0].close()  # leaves a connection in the closing state
     assert _about(ports(port), f"port {port}").level == "ok"
 
 
@@ -197,7 +195,7 @@ def test_loopback_that_refuses_ports_is_a_problem(monkeypatch):
     assert "Too many open files" in finding.text
 
 
-def test_missing_root_for_the_lab_is_a_note_with_its_remedy(monkeypatch):
+def test_missing_root_for_the_lab_is_a_note_with_a_fix(monkeypatch):
     monkeypatch.setattr(needs, "missing", lambda: ["root"])
     (finding,) = emulation()
     assert finding.level == "note"
@@ -214,7 +212,7 @@ def test_latency_is_emulated_only_where_the_kernel_has_netem(monkeypatch, there,
     assert _about(findings, "latency").level == level
 
 
-def test_data_sets_in_the_folder_are_told_from_absent_ones(monkeypatch, tmp_path):
+def test_available_and_absent_data_sets_are_listed_separately(monkeypatch, tmp_path):
     monkeypatch.setenv("ECHELON_DATA", str(tmp_path))
     (tmp_path / "text").mkdir()
     (tmp_path / "text/tinyshakespeare.txt").write_text("to be")
@@ -225,7 +223,7 @@ def test_data_sets_in_the_folder_are_told_from_absent_ones(monkeypatch, tmp_path
     assert "text" not in _about(findings, "absent").text.partition(" not in ")[0]
 
 
-def test_cache_folder_is_looked_at_without_echelon_data(monkeypatch, tmp_path):
+def test_without_echelon_data_the_cache_folder_is_searched(monkeypatch, tmp_path):
     monkeypatch.delenv("ECHELON_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     finding = _about(data_sets(), "absent")
@@ -233,7 +231,7 @@ def test_cache_folder_is_looked_at_without_echelon_data(monkeypatch, tmp_path):
     assert finding.level == "note"
 
 
-def test_data_folder_that_is_not_there_is_a_problem(monkeypatch, tmp_path):
+def test_a_missing_data_folder_is_a_problem(monkeypatch, tmp_path):
     monkeypatch.setenv("ECHELON_DATA", str(tmp_path / "nowhere"))
     finding = _about(data_sets(), "ECHELON_DATA")
     assert finding.level == "problem"

@@ -40,7 +40,7 @@ MACHINE = [
 ]
 
 
-def test_interface_is_the_one_that_has_the_source_address():
+def test_the_interface_with_the_source_address_is_chosen():
     choice = choose(MACHINE, "10.0.0.2", host="node-b", peer="10.0.0.9")
     assert (choice.name, choice.address) == ("eth0", "10.0.0.2")
     assert choice.reason == "the route to node-b (10.0.0.9) leaves by eth0"
@@ -50,7 +50,7 @@ def test_address_given_as_host_is_named_once_in_the_reason():
     assert choose(MACHINE, "10.0.0.2", host="10.0.0.9", peer="10.0.0.9").reason.count("10.0.0.9") == 1
 
 
-def test_bridge_of_containers_is_chosen_only_by_its_own_address_and_then_named_as_such():
+def test_a_container_bridge_is_chosen_only_by_its_own_address_and_the_reason_says_so():
     choice = choose(MACHINE, "172.17.0.1", host="box", peer="172.17.0.5")
     assert choice.name == "docker0"
     assert "container" in choice.reason
@@ -64,17 +64,17 @@ def test_no_other_source_address_leads_to_the_bridge(source):
     assert "container" not in choice.reason
 
 
-def test_address_on_a_bridge_and_on_a_real_interface_counts_as_the_real_ones():
+def test_of_a_bridge_and_a_real_interface_with_one_address_the_real_one_is_chosen():
     twice = [_interface("br-1a2b", "10.0.0.2"), _interface("eth0", "10.0.0.2")]
     assert choose(twice, "10.0.0.2", host="peer", peer="10.0.0.9").name == "eth0"
 
 
-def test_address_on_two_interfaces_counts_as_the_one_that_is_up():
+def test_of_two_interfaces_with_one_address_the_one_that_is_up_is_chosen():
     twice = [_interface("eth0", "10.0.0.2", up=False), _interface("eth1", "10.0.0.2")]
     assert choose(twice, "10.0.0.2", host="peer", peer="10.0.0.9").name == "eth1"
 
 
-def test_interface_that_is_down_is_said_to_be():
+def test_the_reason_says_that_an_interface_is_down():
     assert "down" in choose(MACHINE, "10.1.0.2", host="peer", peer="10.1.0.9").reason
 
 
@@ -86,7 +86,7 @@ def test_own_name_that_resolves_to_loopback_is_pointed_out(own_name):
     assert "127.0.1.1" in choice.reason
 
 
-def test_localhost_is_this_machine_and_no_pitfall():
+def test_localhost_is_this_machine():
     choice = choose(MACHINE, "127.0.0.1", host="localhost", peer="127.0.0.1", own_name="node-a")
     assert choice.name == "lo"
     assert "/etc/hosts" not in choice.reason
@@ -106,7 +106,7 @@ def test_link_local_address_is_found_with_and_without_its_zone():
         assert choose(MACHINE, source, host="peer", peer="fe80::9").name == "eth0"
 
 
-def test_source_that_nobody_has_is_an_error_that_names_host_and_source():
+def test_a_source_that_no_interface_has_is_an_error_that_names_host_and_source():
     with pytest.raises(ConfigError, match="node-b") as caught:
         choose(MACHINE, "10.9.9.9", host="node-b", peer="10.0.0.9")
     assert "10.9.9.9" in caught.value.message
@@ -114,19 +114,19 @@ def test_source_that_nobody_has_is_an_error_that_names_host_and_source():
 
 @settings(deadline=None, max_examples=50)
 @given(st.ip_addresses(v=4).filter(lambda address: not address.is_loopback))
-def test_ipv4_address_dressed_as_ipv6_is_the_same_address(address):
+def test_an_ipv4_mapped_ipv6_address_is_the_same_address(address):
     machine = [_interface("lo", "127.0.0.1"), _interface("eth7", str(address))]
     dressed = str(ipaddress.IPv6Address("::ffff:0:0") + int(address))
     assert choose(machine, dressed, host="peer", peer="::ffff:10.0.0.9").name == "eth7"
 
 
 @pytest.mark.parametrize("name", ["docker0", "br-5f3a", "veth12ab", "virbr0", "cni0", "flannel.1", "cali9"])
-def test_interface_of_container_software_is_virtual(name):
+def test_an_interface_of_container_software_is_virtual(name):
     assert is_virtual(name)
 
 
 @pytest.mark.parametrize("name", ["eth0", "enp3s0", "wlan0", "bond0", "br0", "lo", "ib0"])
-def test_interface_that_people_use_is_not_virtual(name):
+def test_an_ordinary_interface_is_not_virtual(name):
     assert not is_virtual(name)
 
 
@@ -156,7 +156,7 @@ def test_loopback_peer_is_reached_by_the_interface_that_owns_loopback():
     assert towards("localhost", port=29500).address in ("127.0.0.1", "::1")
 
 
-def test_foreign_address_is_owned_by_nobody():
+def test_no_interface_owns_a_foreign_address():
     assert owning("203.0.113.77") is None
 
 
@@ -199,7 +199,7 @@ def test_unknown_name_is_an_error_with_the_resolvers_reason(monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
-def test_address_that_stands_for_every_interface_is_not_a_peer(host):
+def test_the_address_of_every_interface_is_not_a_peer(host):
     with pytest.raises(ConfigError, match="every interface"):
         towards(host)
 
@@ -218,7 +218,7 @@ def test_peer_without_route_is_an_error_that_names_it(monkeypatch):
         towards("198.51.100.1")
 
 
-def test_second_address_of_a_host_serves_when_the_first_has_no_route(monkeypatch):
+def test_the_second_address_of_a_host_is_used_if_the_first_has_no_route(monkeypatch):
     found = [
         (socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("2001:db8::9", 1, 0, 0)),
         (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.1", 1)),
@@ -235,7 +235,7 @@ def test_second_address_of_a_host_serves_when_the_first_has_no_route(monkeypatch
     assert towards("node-b").address == "127.0.0.1"
 
 
-def test_link_local_peer_without_its_interface_is_told_how_to_write_it():
+def test_the_error_for_a_link_local_peer_without_its_interface_shows_how_to_write_it():
     with pytest.raises(ConfigError) as caught:
         towards("fe80::1234")
     assert "fe80::1234%" in caught.value.fix

@@ -20,7 +20,7 @@ from echelon.errors import ConfigError
         (["up", "two-site"], "unknown lab"),
     ],
 )
-def test_a_command_line_that_cannot_be_meant_is_refused(words: list[str], said: str) -> None:
+def test_a_contradictory_command_line_is_refused(words: list[str], said: str) -> None:
     error = CliRunner().invoke(app, words).exception
     assert isinstance(error, ConfigError)
     assert said in error.message

@@ -1,4 +1,4 @@
-"""CPU groups on both interfaces of the kernel, written into an ordinary folder."""
+"""CPU groups of cgroup versions 1 and 2, written into an ordinary folder."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from echelon.cluster.lab.cpu import Controller, CpuGroups, find_controller
 from echelon.errors import LabError
 
 
-def test_the_old_interface_is_found_by_its_mount(tmp_path: Path) -> None:
+def test_version_1_is_found_by_its_mount(tmp_path: Path) -> None:
     (tmp_path / "cpu.cfs_quota_us").write_text("-1")
     mounts = f"tmpfs /run tmpfs rw 0 0\ncgroup {tmp_path} cgroup rw,relatime,cpu,cpuacct 0 0\n"
     assert find_controller(mounts) == Controller(1, tmp_path)
 
 
-def test_the_new_interface_is_found_when_it_controls_cpus(tmp_path: Path) -> None:
+def test_version_2_is_found_if_it_has_the_cpu_controller(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("cpuset cpu io")
     assert find_controller(f"cgroup2 {tmp_path} cgroup2 rw 0 0") == Controller(2, tmp_path)
 
 
-def test_groups_that_cannot_limit_cpus_do_not_count(tmp_path: Path) -> None:
+def test_groups_that_cannot_limit_cpus_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("hugetlb")
     mounts = f"cgroup2 {tmp_path} cgroup2 rw 0 0\ncgroup {tmp_path} cgroup rw,cpuset 0 0"
     assert find_controller(mounts) is None
 
 
-def test_old_interface_gets_quota_and_period(tmp_path: Path) -> None:
+def test_version_1_gets_quota_and_period(tmp_path: Path) -> None:
     groups = CpuGroups(Controller(1, tmp_path), "echl-1")
     groups.create()
     groups.add("a", 0.25)
@@ -39,7 +39,7 @@ def test_old_interface_gets_quota_and_period(tmp_path: Path) -> None:
     assert groups.limit_of("a") is None
 
 
-def test_new_interface_gets_one_line_and_hands_the_controller_down(tmp_path: Path) -> None:
+def test_version_2_gets_one_line_and_delegates_the_controller(tmp_path: Path) -> None:
     groups = CpuGroups(Controller(2, tmp_path), "echl-1")
     groups.create()
     groups.add("a", 0.25)
@@ -52,7 +52,7 @@ def test_new_interface_gets_one_line_and_hands_the_controller_down(tmp_path: Pat
     assert groups.limit_of("a") is None
 
 
-def test_processes_of_groups_below_a_node_are_the_nodes(tmp_path: Path) -> None:
+def test_processes_in_subgroups_belong_to_the_node(tmp_path: Path) -> None:
     groups = CpuGroups(Controller(1, tmp_path), "echl-1")
     groups.create()
     groups.add("a", None)
@@ -71,6 +71,6 @@ def test_a_group_that_does_not_empty_is_reported_with_its_processes(tmp_path: Pa
         groups.remove(deadline_s=0.05)
 
 
-def test_what_cannot_be_written_is_a_lab_error(tmp_path: Path) -> None:
+def test_a_failed_write_is_a_lab_error(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="cannot make a CPU group"):
         CpuGroups(Controller(1, tmp_path / "missing"), "echl-1").create()

@@ -1,4 +1,4 @@
-"""When faults happen, and what is done, on a lab that only takes notes."""
+"""When faults happen, and what they do, on a lab that only records calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FAULTS = (
 )
 
 
-class NotedLab:
-    """Stands for a lab: it writes down what it is told."""
+class RecordingLab:
+    """A lab that records calls."""
 
     def __init__(self) -> None:
         self.spec = LabSpec(name="n", nodes=(NodeSpec(name="a", site="s", cpu=0.5),), faults=FAULTS)
@@ -38,8 +38,8 @@ class NotedLab:
         self.done.append(("restore", link))
 
 
-def noted() -> tuple[NotedLab, Lab]:
-    lab = NotedLab()
+def noted() -> tuple[RecordingLab, Lab]:
+    lab = RecordingLab()
     return lab, cast("Lab", lab)
 
 
@@ -48,15 +48,15 @@ def test_nothing_is_due_before_its_time() -> None:
     assert due(FAULTS, (), 0.0, 9) == []
 
 
-def test_faults_that_are_late_happen_in_the_order_of_their_times() -> None:
+def test_overdue_faults_happen_in_the_order_of_their_times() -> None:
     assert due(FAULTS, (), 60.0, 10) == [1, 0, 2]
 
 
-def test_what_was_done_is_not_due_again() -> None:
+def test_a_fault_that_happened_is_not_due_again() -> None:
     assert due(FAULTS, {1, 2}, 60.0, 10) == [0]
 
 
-def test_a_clock_injects_each_fault_once_and_tells_what_it_did() -> None:
+def test_a_clock_injects_each_fault_once_and_describes_it() -> None:
     notes, lab = noted()
     clock = FaultClock(lab)
     assert clock.tick(1.0, None) == []
@@ -70,21 +70,21 @@ def test_a_clock_injects_each_fault_once_and_tells_what_it_did() -> None:
     assert notes.done == [("restore", "a"), ("cpu", "a", 0.5), ("cut", "a"), ("cpu", "a", 0.1)]
 
 
-def test_pending_faults_are_those_whose_time_never_came() -> None:
+def test_pending_faults_are_those_that_did_not_happen() -> None:
     _, lab = noted()
     clock = FaultClock(lab)
     clock.tick(3.0, 1)
     assert clock.pending == [FAULTS[0], FAULTS[2]]
 
 
-def test_a_rate_is_told_as_files_write_it() -> None:
+def test_a_rate_is_described_in_the_notation_of_lab_files() -> None:
     notes, lab = noted()
     fault = FaultSpec(action="rate", at_s=0.0, link="x/y", rate_bytes_per_s=1.25e6)
     assert apply(lab, fault) == "gave the link x/y a rate of 10mbit"
     assert notes.done == [("rate", "x/y", 1.25e6)]
 
 
-def test_killing_on_a_node_without_processes_is_said_plainly() -> None:
+def test_the_description_says_that_a_node_had_no_process_to_kill() -> None:
     _, lab = noted()
     detail = apply(lab, FaultSpec(action="kill", at_s=0.0, node="a"))
     assert detail == "killed nothing on a: no process runs there"

@@ -1,4 +1,4 @@
-"""What a machine lacks for the lab, and what the user is told."""
+"""Missing requirements of the lab, and their errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.cluster.lab.state import maker, started_at
 from echelon.errors import LabError
 
 
-def test_without_root_the_error_names_the_way_that_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_the_error_names_options_that_need_no_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needs, "missing", lambda: ["root"])
     with pytest.raises(LabError, match="the lab needs root") as caught:
         Lab.up(read_lab("two-sites"), "some run")
@@ -36,7 +36,7 @@ def test_a_kernel_without_cpu_groups_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert any("CPU quotas" in lack for lack in needs.missing())
 
 
-def test_a_process_is_told_from_another_with_its_number() -> None:
+def test_a_process_is_distinguished_from_a_later_one_with_the_same_pid() -> None:
     pid, started = maker()
     assert pid == os.getpid()
     assert started > 0

@@ -1,4 +1,4 @@
-"""The commands that make a lab's network: what they say, without running them."""
+"""The commands that build a lab's network, without running them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_no_interface_name_is_longer_than_the_kernel_allows() -> None:
     assert all(len(device) <= 15 for device in devices)
 
 
-def test_bridges_send_to_other_sites_over_the_right_uplink() -> None:
+def test_bridges_forward_to_other_sites_over_the_right_uplink() -> None:
     lines = forwarding_lines(SPEC)
     # From x, both b (in y) and c (in z, behind y) are reached over the first uplink, at its x end.
     assert "fdb add 02:ec:00:00:00:01 dev u0a master static" in lines
@@ -56,7 +56,7 @@ def test_bridges_send_to_other_sites_over_the_right_uplink() -> None:
     assert len(lines) == 9
 
 
-def test_a_node_knows_all_its_neighbours_beforehand() -> None:
+def test_a_node_has_static_entries_for_all_its_neighbours() -> None:
     lines = node_lines(SPEC, NAMES, 1)
     assert "address add 10.10.0.2/16 brd + dev eth0" in lines
     neighbours = [line for line in lines if line.startswith("neighbour")]
@@ -74,12 +74,12 @@ def test_a_rate_alone_is_a_token_bucket_with_a_burst_of_a_millisecond() -> None:
     ]
 
 
-def test_a_slow_rate_still_lets_some_packets_through_at_once() -> None:
+def test_a_slow_rate_still_allows_a_burst_of_some_packets() -> None:
     (line,) = shaping_lines("eth0", 1250.0, 0.0)
     assert "rate 10000bit burst 16384 limit 81920" in line
 
 
-def test_latency_is_netem_with_the_rate_below_it() -> None:
+def test_latency_is_netem_with_the_rate_as_its_child() -> None:
     lines = shaping_lines("eth0", 125e6, 0.0015)
     assert lines[0].startswith("qdisc replace dev eth0 root handle 1: netem delay 1500us")
     assert lines[1].startswith("qdisc replace dev eth0 parent 1:1 handle 2: tbf rate 1000000000bit")

@@ -1,4 +1,4 @@
-"""Lab files: what they mean, and what is said about each mistake."""
+"""Lab files: their meaning, and the error for each mistake."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_count_makes_numbered_nodes_that_share_everything_else() -> None:
     assert (spec.uplinks[0].rate_bytes_per_s, spec.uplinks[0].latency_s) == (12.5e6, 0.005)
 
 
-def test_a_lab_without_a_name_is_called_like_its_file(tmp_path: Path) -> None:
+def test_a_lab_without_a_name_gets_the_name_of_its_file(tmp_path: Path) -> None:
     file = tmp_path / "my lab.toml"
     file.write_text('[[node]]\nname = "a"\n')
     assert read_lab(file).name == "my-lab"
@@ -103,7 +103,7 @@ MISTAKES = {
     "a cpu that is no number": ('[[node]]\nname = "a"\ncpu = nan', "[[node]] 1, cpu", "0.001"),
     "a count of zero": ('[[node]]\nname = "a"\ncount = 0', "[[node]] 1, count", "1 to"),
     "a node without a name": ("[[node]]\ncpu = 1", "[[node]] 1", "name"),
-    "a name that is a path": ('[[node]]\nname = "../a"', "[[node]] 1, name", "messages"),
+    "a name that is a path": ('[[node]]\nname = "../a"', "[[node]] 1, name", "letters"),
     "two nodes of a name": (
         '[[node]]\nname = "a-0"\n[[node]]\nname = "a"\ncount = 2',
         "[[node]] 2, name",
@@ -194,7 +194,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_names_its_place_and_the_remedy(mistake: str) -> None:
+def test_an_error_names_the_place_and_a_fix(mistake: str) -> None:
     text, where, remedy = MISTAKES[mistake]
     with pytest.raises(ConfigError) as caught:
         parse(text)
@@ -204,13 +204,13 @@ def test_a_mistake_names_its_place_and_the_remedy(mistake: str) -> None:
 
 
 def test_text_that_is_not_toml_names_the_line() -> None:
-    with pytest.raises(ConfigError, match="not TOML") as caught:
+    with pytest.raises(ConfigError, match="not valid TOML") as caught:
         parse("[[node]]\nname = a\ncpu = 1\n")
     assert caught.value.where == "my.toml, line 2"
 
 
 def test_text_that_ends_too_early_names_its_last_line() -> None:
-    with pytest.raises(ConfigError, match="not TOML") as caught:
+    with pytest.raises(ConfigError, match="not valid TOML") as caught:
         parse('[[node]]\nname = "a"\ncpu = [1,\n')
     assert caught.value.where == "my.toml, line 3"
 
@@ -221,7 +221,7 @@ def test_an_unknown_lab_names_the_nearest_shipped_one() -> None:
     assert caught.value.nearest == "two-sites"
 
 
-def test_a_missing_file_says_so_and_names_shipped_labs(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_file_names_shipped_labs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file") as caught:
         read_lab(tmp_path / "two-sites.toml")
     assert "'two-sites'" in caught.value.fix
@@ -234,7 +234,7 @@ def test_a_folder_or_a_binary_file_is_not_a_lab(tmp_path: Path) -> None:
             read_lab(path)
 
 
-def test_a_file_in_the_current_folder_wins_over_a_shipped_lab(
+def test_a_file_in_the_current_folder_is_preferred_to_a_shipped_lab(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "two-sites").write_text('name = "mine"\n[[node]]\nname = "a"\n')
@@ -243,7 +243,7 @@ def test_a_file_in_the_current_folder_wins_over_a_shipped_lab(
 
 
 @pytest.mark.parametrize("name", shipped_labs())
-def test_a_shipped_lab_is_valid_and_its_speeds_hold_on_two_cores(name: str) -> None:
+def test_a_shipped_lab_is_valid_and_needs_at_most_two_cores(name: str) -> None:
     spec = read_lab(name)
     assert spec.name == name
     assert all(node.cpu is not None for node in spec.nodes)
@@ -277,7 +277,7 @@ def test_speeds_beyond_the_machine_are_a_note_not_an_error() -> None:
     assert spec.notes(cores=4, latency_emulated=False) == ()
 
 
-def test_latency_that_the_kernel_cannot_give_is_a_note() -> None:
+def test_latency_that_the_kernel_cannot_emulate_is_a_note() -> None:
     (note,) = parse(TWO_SITES).notes(cores=2, latency_emulated=False)
     assert "latency is not emulated" in note
     assert parse(TWO_SITES).notes(cores=2, latency_emulated=True) == ()
@@ -287,5 +287,5 @@ def test_latency_that_the_kernel_cannot_give_is_a_note() -> None:
     ("rate", "text"),
     [(None, "unlimited"), (125e6, "1gbit"), (12.5e6, "100mbit"), (1250.0, "10kbit"), (312.5e6, "2.5gbit")],
 )
-def test_a_rate_is_shown_as_files_write_it(rate: float | None, text: str) -> None:
+def test_a_rate_is_shown_in_the_notation_of_lab_files(rate: float | None, text: str) -> None:
     assert show_rate(rate) == text

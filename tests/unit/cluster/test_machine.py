@@ -41,7 +41,7 @@ def test_quota_of_version_2_is_read(tmp_path):
     assert cpu_quota(tmp_path) == 1.5
 
 
-def test_smallest_quota_on_the_way_up_counts(tmp_path):
+def test_the_smallest_quota_of_all_ancestors_counts(tmp_path):
     _write(
         tmp_path,
         {
@@ -101,7 +101,7 @@ def test_machine_without_cgroups_has_no_quota(tmp_path):
 
 @settings(deadline=None, max_examples=25)
 @given(text=st.text(max_size=60))
-def test_unreadable_cgroup_files_are_no_quota_rather_than_a_crash(tmp_path_factory, text):
+def test_unreadable_cgroup_files_mean_no_quota(tmp_path_factory, text):
     root = _write(tmp_path_factory.mktemp("root"), {"proc/self/cgroup": "0::/\n"})
     _write(root, {"proc/self/mountinfo": V2_MOUNT.format(root="/")})
     (root / "sys/fs/cgroup").mkdir(parents=True)
@@ -112,7 +112,7 @@ def test_unreadable_cgroup_files_are_no_quota_rather_than_a_crash(tmp_path_facto
 
 @pytest.mark.parametrize(("quota", "cores"), [("max", 8), ("1600000", 8), ("390000", 3), ("20000", 1)])
 @pytest.mark.usefixtures("eight_cores")
-def test_usable_cores_are_what_affinity_and_quota_both_allow(tmp_path, quota, cores):
+def test_usable_cores_are_limited_by_affinity_and_quota(tmp_path, quota, cores):
     _write(
         tmp_path,
         {
@@ -158,7 +158,7 @@ def test_facts_are_read_from_the_systems_files(tmp_path):
     assert machine.shm_bytes is None
 
 
-def test_machine_that_says_little_is_still_described(tmp_path):
+def test_a_machine_with_few_system_files_is_still_described(tmp_path):
     machine = describe_machine(tmp_path)
     assert machine.l2_bytes is None
     assert machine.container is None
@@ -182,7 +182,7 @@ def test_this_machine_is_described_and_cannot_be_changed():
         machine.hostname = "other"
 
 
-def test_version_of_a_package_is_its_installed_one_and_none_for_a_missing_one():
+def test_the_version_of_a_package_is_the_installed_one_or_none():
     assert version_of("msgspec") == importlib.metadata.version("msgspec")
     assert version_of("no-such-package-of-that-name") is None
 

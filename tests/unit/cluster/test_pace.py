@@ -9,7 +9,7 @@ from echelon.errors import ConfigError
 
 
 class Clocks:
-    """A processor and a wall clock under the test's control; `overslept_s` is added to every sleep."""
+    """Fake CPU and wall clocks; `overslept_s` is added to every sleep."""
 
     def __init__(self, overslept_s: float = 0.0) -> None:
         self.cpu_s = 100.0
@@ -43,7 +43,7 @@ computations = st.lists(st.floats(min_value=0.0, max_value=10.0), min_size=1, ma
 
 @settings(deadline=None, max_examples=100)
 @given(speed=speeds, parts=computations)
-def test_sleep_makes_up_exactly_for_the_computation_however_it_is_cut(speed, parts):
+def test_the_total_sleep_depends_only_on_the_total_computation(speed, parts):
     clocks = Clocks()
     pace = clocks.pace(speed)
     pace.start()
@@ -59,7 +59,7 @@ def test_sleep_makes_up_exactly_for_the_computation_however_it_is_cut(speed, par
 
 @settings(deadline=None, max_examples=100)
 @given(speed=speeds, parts=computations, overslept_s=st.floats(min_value=0.0, max_value=2.0))
-def test_sleep_that_was_too_long_is_deducted_from_the_next(speed, parts, overslept_s):
+def test_a_sleep_that_took_too_long_is_deducted_from_the_next(speed, parts, overslept_s):
     clocks = Clocks(overslept_s)
     pace = clocks.pace(speed)
     pace.start()
@@ -72,7 +72,7 @@ def test_sleep_that_was_too_long_is_deducted_from_the_next(speed, parts, oversle
         assert pace.slept_s == pytest.approx(really_slept_s, abs=1e-6)
 
 
-def test_time_that_other_processes_took_is_not_slept_for():
+def test_time_used_by_other_processes_causes_no_sleep():
     clocks = Clocks()
     pace = clocks.pace(0.5)
     pace.start()
@@ -89,7 +89,7 @@ def test_second_call_without_computation_in_between_does_not_sleep():
     assert pace.catch_up() == 0.0
 
 
-def test_every_start_counts_afresh():
+def test_every_start_begins_a_new_count():
     clocks = Clocks()
     pace = clocks.pace(0.5)
     pace.start()
@@ -112,18 +112,18 @@ def test_full_speed_reads_no_clock_and_never_sleeps():
     assert clocks.reads == 0
 
 
-def test_nothing_is_owed_before_the_first_start():
+def test_no_sleep_is_due_before_the_first_start():
     clocks = Clocks()
     pace = clocks.pace(0.5)
     clocks.compute(2.0)
     assert pace.catch_up() == 0.0
 
 
-def test_real_clocks_serve_by_default():
+def test_real_clocks_are_the_default():
     pace = Pace(0.5)
     pace.start()
     total = 0.0
-    while total == 0.0:  # some computation; a sleep follows as soon as the clock has seen it
+    while total == 0.0:  # compute until the clock has advanced
         sum(range(10_000))
         total += pace.catch_up()
     assert pace.slept_s == total

@@ -1,4 +1,4 @@
-"""The piece size is measured once per machine and kept; nothing about the cache is ever an error."""
+"""The piece size is measured once per machine and cached; cache problems are never errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MEASURED = 64 << 10
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The cache file, not there yet."""
+    """The path of the cache file, which does not exist yet."""
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "probe.json"
 
 
 @pytest.fixture
 def sweeps(monkeypatch):
-    """Counts the measurements, which all find the same."""
+    """Counts the measurements; all give the same result."""
     made = []
 
     def measured():
@@ -36,14 +36,14 @@ def sweeps(monkeypatch):
     return made
 
 
-def test_the_second_question_is_answered_from_the_cache(cache, sweeps):
+def test_the_second_call_uses_the_cache(cache, sweeps):
     assert [piece_bytes(), piece_bytes()] == [MEASURED] * 2
     assert len(sweeps) == 1
     assert json.loads(cache.read_text()) == {fingerprint(): {"piece_bytes": MEASURED}}
     assert [file.name for file in cache.parent.iterdir()] == ["probe.json"]
 
 
-def test_what_the_cache_says_is_believed(cache, sweeps):
+def test_a_cached_value_is_used_without_measuring(cache, sweeps):
     cache.parent.mkdir()
     cache.write_text(json.dumps({fingerprint(): {"piece_bytes": 1 << 20}}))
     assert piece_bytes() == 1 << 20
@@ -83,20 +83,20 @@ def test_machines_that_share_a_home_keep_each_others_entries(cache, sweeps, monk
     assert set(json.loads(cache.read_text())) == {fingerprint(), "another machine"}
 
 
-def test_a_folder_that_cannot_be_written_only_means_that_nothing_is_kept(tmp_path, monkeypatch, sweeps):
+def test_a_read_only_folder_only_means_that_nothing_is_cached(tmp_path, monkeypatch, sweeps):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "file" / "below"))
     assert [piece_bytes(), piece_bytes()] == [MEASURED] * 2
     assert len(sweeps) == 2
 
 
-def test_a_folder_in_place_of_the_file_only_means_that_nothing_is_kept(cache, sweeps):
+def test_a_folder_in_place_of_the_file_only_means_that_nothing_is_cached(cache, sweeps):
     cache.mkdir(parents=True)
     assert piece_bytes() == MEASURED
     assert list(cache.parent.iterdir()) == [cache]
 
 
-def test_a_user_without_a_home_only_means_that_nothing_is_kept(monkeypatch, sweeps):
+def test_a_user_without_a_home_only_means_that_nothing_is_cached(monkeypatch, sweeps):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
@@ -105,7 +105,7 @@ def test_a_user_without_a_home_only_means_that_nothing_is_kept(monkeypatch, swee
     assert piece_bytes() == MEASURED
 
 
-def test_without_a_folder_of_its_own_the_cache_is_where_caches_are(tmp_path, monkeypatch, sweeps):
+def test_without_echelon_cache_the_usual_cache_folder_is_used(tmp_path, monkeypatch, sweeps):
     monkeypatch.delenv("ECHELON_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     piece_bytes()
@@ -131,7 +131,7 @@ def test_another_processor_cache_or_torch_is_another_machine(tmp_path, monkeypat
     assert fingerprint(tmp_path / "a") != prints[0]
 
 
-def test_a_machine_that_says_nothing_about_its_caches_has_a_fingerprint(tmp_path):
+def test_a_machine_without_cache_information_has_a_fingerprint(tmp_path):
     assert "caches unknown" in fingerprint(tmp_path)
 
 
@@ -145,7 +145,7 @@ def test_a_machine_that_says_nothing_about_its_caches_has_a_fingerprint(tmp_path
         ({1: [1.0, 1.0, 9.0], 2: [2.0, 2.0, 0.1]}, 1),
     ],
 )
-def test_the_fastest_by_median_is_chosen_and_of_equals_the_smallest(seconds, chosen):
+def test_the_smallest_of_the_fastest_by_median_is_chosen(seconds, chosen):
     assert fastest(seconds) == chosen
 
 
@@ -157,7 +157,7 @@ def test_the_fastest_by_median_is_chosen_and_of_equals_the_smallest(seconds, cho
     )
 )
 @settings(max_examples=60)
-def test_nothing_is_much_faster_than_what_is_chosen(seconds):
+def test_no_size_is_much_faster_than_the_chosen_one(seconds):
     chosen = fastest(seconds)
     assert seconds[chosen][0] <= 1.02 * min(times[0] for times in seconds.values())
     assert all(times[0] > seconds[chosen][0] for size, times in seconds.items() if size < chosen)

@@ -1,4 +1,4 @@
-"""Numbers of few bits in bytes: nothing is lost, nothing is wasted, damage is seen."""
+"""Packed numbers of few bits: nothing is lost or wasted, and damage is detected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def numbers(count: int, bits: int, seed: int) -> np.ndarray:
 
 @given(COUNTS, BITS, SEEDS)
 @settings(max_examples=100, deadline=None)
-def test_numbers_come_back_as_they_were(count, bits, seed):
+def test_unpacking_gives_the_packed_numbers(count, bits, seed):
     values = numbers(count, bits, seed)
     before = values.copy()
     back = unpack(pack(values, bits), bits, count)
@@ -71,7 +71,7 @@ def test_wrong_lengths_are_refused(count, bits, seed, off):
 
 
 @pytest.mark.parametrize("bits", [0, 33])
-def test_numbers_of_no_or_too_many_bits_are_refused(bits):
+def test_zero_and_too_many_bits_are_refused(bits):
     with pytest.raises(ValueError, match="1 to 32"):
         code_type(bits)
 
@@ -95,6 +95,6 @@ def test_a_block_of_digits_can_be_read_alone(count):
 
 
 @pytest.mark.parametrize("data", [[1], [1, 1, 1], [1, 243], [255, 0]])
-def test_bytes_that_are_no_digits_are_refused(data):
+def test_bytes_that_are_not_digits_are_refused(data):
     with pytest.raises(Corrupt, match="base 3"):
         unpack_digits(np.array(data, np.uint8), 10)

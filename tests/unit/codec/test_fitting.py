@@ -1,4 +1,4 @@
-"""What a codec cannot be combined with is refused, with the remedy."""
+"""Unsupported combinations with a codec are refused, with a fix."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from echelon.errors import ConfigError
 
 
 @pytest.mark.parametrize("text", ["top-k", "one-bit", "between(fp16)", "dgc"])
-def test_servers_that_only_add_refuse_what_is_no_numbers(text):
-    with pytest.raises(ConfigError, match="only add numbers up") as refused:
+def test_summing_servers_refuse_codecs_that_write_bytes(text):
+    with pytest.raises(ConfigError, match="can only add numbers") as refused:
         fitting.refuse_sums(CODECS.build(text), 1)
-    assert "start no servers" in refused.value.fix
+    assert "leave out --servers" in refused.value.fix
 
 
 @pytest.mark.parametrize("text", ["none", "random-k", "power-sgd", "auto"])
-def test_servers_that_only_add_take_what_is_numbers(text):
+def test_summing_servers_accept_codecs_that_write_numbers(text):
     fitting.refuse_sums(CODECS.build(text), 2)
 
 
@@ -34,7 +34,7 @@ def test_momentum_is_applied_once(text):
     assert "momentum=0" in refused.value.fix
 
 
-def test_a_codec_between_sites_needs_two_of_them_and_groups_of_workers():
+def test_a_codec_between_sites_needs_two_sites_and_subgroups():
     fitting.check_sites([[0, 1], [2]])
     with pytest.raises(ConfigError, match="two sites or more"):
         fitting.check_sites([[0, 1, 2]])
@@ -58,7 +58,7 @@ def test_a_server_reads_each_push_by_itself():
             fitting.served_codec(text)
 
 
-def test_a_codec_is_the_same_however_it_is_written():
+def test_two_texts_of_one_codec_are_the_same_codec():
     assert fitting.same_codec("top-k(0.05)", "top-k(ratio=0.05)")
     assert fitting.same_codec("between(top-k(0.05))", "between(top-k(ratio=0.05))")
     assert not fitting.same_codec("top-k(0.05)", "between(top-k(0.05))")

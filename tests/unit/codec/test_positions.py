@@ -1,4 +1,4 @@
-"""Positions in few bits: how few, and what is refused."""
+"""Positions in few bits: their size, and errors for damaged data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _some(n: int, m: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 255, 256, 257, 70_001, 1_000_000])
-def test_positions_come_back_for_any_part_of_the_elements(n):
+def test_reading_gives_the_written_positions_for_any_ratio(n):
     for m in {0, 1, n // 1000, n // 100, n // 33, n // 7, n // 3, n // 2, n - 1, n}:
         chosen = _some(n, m)
         data = positions.write(chosen, n)
@@ -38,14 +38,14 @@ def test_none_and_all_take_no_bytes():
     assert positions.read(np.empty(0, np.uint8), 0, 0).tolist() == []
 
 
-def test_positions_just_below_two_to_the_thirty_two_come_back():
+def test_positions_just_below_two_to_the_thirty_two_can_be_read():
     n = 2**32
     chosen = np.array([0, 1, 2**31 - 1, 2**31, n - 2, n - 1])
     assert np.array_equal(positions.read(positions.write(chosen, n), n, 6), chosen)
 
 
 @pytest.mark.parametrize(("n", "m"), [(5000, 13), (5000, 2400)])
-def test_bytes_that_are_cut_off_or_too_many_are_refused(n, m):
+def test_data_of_the_wrong_length_is_refused(n, m):
     data = positions.write(_some(n, m), n)
     for wrong in (data[:-1], data[:0], np.append(data, np.uint8(0))):
         with pytest.raises(Corrupt, match="bytes instead of"):
@@ -66,7 +66,7 @@ def test_more_positions_than_elements_are_refused():
 
 def test_positions_beyond_the_end_are_refused():
     data = positions.write(np.array([3, 999]), 1000)
-    data[:2] |= 0xFF  # the low bits of both: 511 and 1023
+    data[:2] |= 0xFF  # sets the low bits of both: 511 and 1023
     with pytest.raises(Corrupt, match="not below 1000"):
         positions.read(data, 1000, 2)
 

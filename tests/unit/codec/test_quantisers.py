@@ -1,4 +1,4 @@
-"""Quantising codecs one by one: sizes, means, scales, overflow, and options that make no sense."""
+"""Quantising codecs one by one: sizes, means, scales, overflow, and meaningless options."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def normal(length: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def read(codec: Codec, payload: torch.Tensor, length: int, turn: CodecContext) -> torch.Tensor:
+def read(codec: Codec, payload: torch.Tensor, length: int, context: CodecContext) -> torch.Tensor:
     out = torch.empty(length)
-    codec.read(payload, out, turn)
+    codec.read(payload, out, context)
     return out
 
 
-def through(codec: Codec, x: torch.Tensor, turn: CodecContext | None = None) -> torch.Tensor:
-    turn = turn or CodecContext()
-    return read(codec, codec.write(x, codec.begin(len(x)), turn), len(x), turn)
+def through(codec: Codec, x: torch.Tensor, context: CodecContext | None = None) -> torch.Tensor:
+    context = context or CodecContext()
+    return read(codec, codec.write(x, codec.begin(len(x)), context), len(x), context)
 
 
 # All of them -------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def through(codec: Codec, x: torch.Tensor, turn: CodecContext | None = None) -> 
         ("ternary", 1.6, 4),
     ],
 )
-def test_an_element_takes_its_bits_and_a_piece_its_head(name, bits, head_bytes):
+def test_the_size_is_bits_per_element_plus_a_header(name, bits, head_bytes):
     codec = CODECS.build(name)
     for length in (16_384, LONG):
         payload = codec.encode(normal(length), codec.begin(length), CodecContext())
@@ -64,7 +64,7 @@ def test_ternary_is_sixteen_times_smaller_from_64_kilobytes_on():
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fixed(bits=12)", "dynamic-fixed", "one-bit", "ternary"])
-def test_long_pieces_keep_bound_and_rest_across_blocks(name):
+def test_bound_and_rest_hold_for_pieces_of_several_blocks(name):
     codec = CODECS.build(name)
     x = normal(LONG)
     rest = torch.empty_like(x)
@@ -75,7 +75,7 @@ def test_long_pieces_keep_bound_and_rest_across_blocks(name):
 
 
 @pytest.mark.parametrize("name", ["fixed(rounding=stochastic)", "ternary"])
-def test_chance_is_the_same_for_the_same_turn_only(name):
+def test_random_numbers_repeat_only_for_the_same_context(name):
     codec = CODECS.build(name)
     x = normal(1000)
     mine = codec.write(x, {}, CodecContext(rank=1, seed=3))
@@ -105,14 +105,14 @@ def test_chance_is_the_same_for_the_same_turn_only(name):
         "fixed(rounding=up)",
     ],
 )
-def test_options_that_make_no_sense_are_refused_with_a_fix(name):
+def test_meaningless_options_are_refused_with_a_fix(name):
     with pytest.raises(ConfigError) as caught:
         CODECS.build(name)
     assert caught.value.fix
 
 
 @pytest.mark.parametrize("make", [lambda: Fixed(rounding="up"), lambda: OneBit(per="row")])
-def test_choices_are_checked_without_the_registry_too(make):
+def test_choices_are_also_checked_without_the_registry(make):
     with pytest.raises(ConfigError):
         make()
 
@@ -135,7 +135,7 @@ def test_choices_are_checked_without_the_registry_too(make):
         ("dynamic-fixed", struct.pack("<hhI", 0, 0, 9)),
     ],
 )
-def test_impossible_heads_are_refused(name, head):
+def test_impossible_headers_are_refused(name, head):
     codec = CODECS.build(name)
     payload = codec.write(normal(100), codec.begin(100), CodecContext())
     payload[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -155,7 +155,7 @@ def test_an_impossible_exponent_is_refused(name):
 # fp16 and bf16 -----------------------------------------------------------------------------------
 
 
-def test_halves_are_what_torch_rounds_to():
+def test_halves_round_as_torch_does():
     x = normal(LONG, 1e-2)
     assert torch.equal(through(CODECS.build("fp16"), x), x.half().float())
     assert torch.equal(through(CODECS.build("bf16"), x), x.bfloat16().float())
@@ -165,7 +165,7 @@ def test_halves_are_what_torch_rounds_to():
 @pytest.mark.parametrize(
     ("at", "large"), [(0, 65519.0), (BLOCK, 65520.0), (7, 1e5), (LONG - 1, 1e30), (BLOCK - 1, 3.4028234e38)]
 )
-def test_one_large_value_in_halves_is_scaled_not_lost(large, at, sign):
+def test_halves_scale_a_large_value_and_do_not_lose_it(large, at, sign):
     codec = CODECS.build("fp16")
     x = normal(LONG)
     x[at] = sign * large
@@ -190,7 +190,7 @@ def test_the_largest_values_do_not_become_infinite_in_bf16(sign):
 # fixed -------------------------------------------------------------------------------------------
 
 
-def test_fixed_keeps_zero_and_the_range_as_they_are():
+def test_fixed_is_exact_for_zero_and_the_range():
     x = torch.tensor([-3.0, 0.0, 3.0, 1.0])
     out = through(Fixed(bits=3), x)
     assert out.tolist() == pytest.approx([-3.0, 0.0, 3.0, 1.0], abs=1e-6)
@@ -202,7 +202,7 @@ def test_one_bit_of_fixed_point_is_the_range_with_a_sign():
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 8, 16])
-def test_stochastic_rounding_is_right_in_the_mean(bits):
+def test_stochastic_rounding_is_unbiased(bits):
     codec = Fixed(bits=bits, rounding="stochastic")
     x = torch.linspace(-1, 1, 41)
     times = 800
@@ -210,11 +210,11 @@ def test_stochastic_rounding_is_right_in_the_mean(bits):
         torch.stack([through(codec, x, CodecContext(step=step)) for step in range(times)]).double().mean(0)
     )
     step = 2 / max(1, 2**bits - 2)
-    # The deviation of a mean is at most half a step over the root of how many; this is five of them.
+    # The deviation of a mean of n is at most half a step over sqrt(n); this is five deviations.
     assert float((mean - x).abs().max()) <= 5 * step / 2 / times**0.5
 
 
-def test_nearest_rounding_is_not_right_in_the_mean():
+def test_nearest_rounding_is_biased():
     assert through(Fixed(bits=2), torch.tensor([1.0, 0.4])).tolist() == [1.0, 0.0]
 
 
@@ -235,7 +235,7 @@ def test_sums_of_wide_numbers_of_many_workers_are_exact():
     assert torch.equal(out, x * workers)
 
 
-def test_values_beyond_a_given_range_are_cut_off_and_counted():
+def test_values_beyond_a_given_range_are_clamped_and_counted():
     codec = Fixed(range=0.5)
     state = codec.begin(6)
     x = torch.tensor([0.5, -0.5, 0.6, -1e38, 0.1, 0.0])
@@ -248,13 +248,13 @@ def test_values_beyond_a_given_range_are_cut_off_and_counted():
     assert int(state[SATURATED]) == 6
 
 
-def test_a_range_of_its_own_counts_nothing():
+def test_the_piece_range_clamps_nothing():
     assert Fixed().begin(6) == {}
 
 
 @pytest.mark.parametrize("bits", [1, 2, 8, 16])
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
-def test_a_total_on_a_given_range_takes_few_bits_more(bits, workers):
+def test_a_total_on_a_given_range_takes_a_few_more_bits(bits, workers):
     codec, length = Fixed(bits=bits, range=1.0), 8000
     given = [normal(length, seed=rank) for rank in range(workers)]
     parts = [codec.write(x, {}, CodecContext()) for x in given]
@@ -284,7 +284,7 @@ def test_damaged_parts_and_totals_of_a_given_range_are_refused():
 # ternary -----------------------------------------------------------------------------------------
 
 
-def test_ternary_is_right_in_the_mean():
+def test_ternary_is_unbiased():
     codec = Ternary(clip=0)
     x = torch.linspace(-1, 1, 41)
     times = 1500
@@ -299,7 +299,7 @@ def test_small_values_are_rounded_to_the_nearest_probability():
     chosen = [
         int((through(Ternary(clip=0), x, CodecContext(step=step)) > 0).sum()) - 1 for step in range(4)
     ]
-    assert 2 <= sum(chosen) <= 24  # about ten of 4 LONG; cut off to whole 2^-16, it would be none
+    assert 2 <= sum(chosen) <= 24  # about ten of 4 LONG; truncated to multiples of 2^-16, none
 
 
 def test_ternary_clips_at_deviations_from_zero():
@@ -313,7 +313,7 @@ def test_ternary_clips_at_deviations_from_zero():
 
 
 @pytest.mark.parametrize("value", [1e-45, 1e-30, 1.0, 1e30, 3e38])
-def test_equal_values_are_no_outliers(value):
+def test_equal_values_are_not_clipped(value):
     x = torch.full((500,), value)
     assert torch.equal(through(Ternary(), x), x)
 
@@ -321,7 +321,7 @@ def test_equal_values_are_no_outliers(value):
 # one-bit -----------------------------------------------------------------------------------------
 
 
-def test_signs_are_read_as_the_means_of_their_side():
+def test_signs_are_read_as_the_means_of_their_elements():
     x = torch.tensor([1.0, 3.0, -1.0, -5.0, 0.0, -0.0])
     assert through(OneBit(), x).tolist() == [1.0, 1.0, -3.0, -3.0, 1.0, 1.0]
 
@@ -335,14 +335,14 @@ def test_means_of_huge_values_are_finite():
 @pytest.mark.parametrize(
     ("start", "width"), [(0, 64), (13, 64), (64, 64), (0, 67), (13, 100), (64, 2000), (13, BLOCK + 5)]
 )
-def test_each_output_has_means_of_its_own_wherever_the_piece_begins(start, width):
+def test_each_output_has_its_own_means_wherever_the_piece_begins(start, width):
     rows = 5
     whole = normal(rows * width) * torch.arange(1, rows + 1).repeat_interleave(width)
     piece = whole[start : 4 * width + 33].clone()
-    turn = CodecContext(start=start, shape=(rows, width))
+    context = CodecContext(start=start, shape=(rows, width))
     codec = OneBit(per="column")
-    payload = codec.write(piece, {}, turn)
-    out = read(codec, payload, len(piece), turn)
+    payload = codec.write(piece, {}, context)
+    out = read(codec, payload, len(piece), context)
     row_of = (torch.arange(len(piece)) + start) // width
     touched = row_of.unique()
     assert len(payload) == 8 * len(touched) + -(-len(piece) // 8)
@@ -356,9 +356,9 @@ def test_each_output_has_means_of_its_own_wherever_the_piece_begins(start, width
 
 def test_short_outputs_share_the_means_of_the_piece():
     x = normal(63 * 10)
-    turn = CodecContext(shape=(10, 63))
-    by_column = OneBit(per="column").write(x, {}, turn)
-    assert torch.equal(by_column, OneBit().write(x, {}, turn))
+    context = CodecContext(shape=(10, 63))
+    by_column = OneBit(per="column").write(x, {}, context)
+    assert torch.equal(by_column, OneBit().write(x, {}, context))
 
 
 # dynamic-fixed -----------------------------------------------------------------------------------
@@ -383,19 +383,19 @@ class Crew:
         outs = [torch.empty(self.length) for _ in given]
         for owner in range(self.workers):
             begin, end = self.cuts[owner], self.cuts[owner + 1]
-            turns = [
+            contexts = [
                 CodecContext(step=self.step, workers=self.workers, rank=rank, start=begin)
                 for rank in range(self.workers)
             ]
             pieces = [self._cut(state, begin, end) for state in self.states]
             parts = [
-                self.codec.encode(given[rank][begin:end], pieces[rank], turns[rank])
+                self.codec.encode(given[rank][begin:end], pieces[rank], contexts[rank])
                 for rank in range(self.workers)
                 if rank != owner
             ]
-            payload = self.codec.merge(parts, given[owner][begin:end], pieces[owner], turns[owner])
+            payload = self.codec.merge(parts, given[owner][begin:end], pieces[owner], contexts[owner])
             for rank in range(self.workers):
-                self.codec.read_total(payload, outs[rank][begin:end], self.states[rank], turns[rank])
+                self.codec.read_total(payload, outs[rank][begin:end], self.states[rank], contexts[rank])
         for rank, state in enumerate(self.states):
             self.codec.settle(state, CodecContext(step=self.step, workers=self.workers, rank=rank))
         self.step += 1
@@ -421,7 +421,7 @@ def test_the_scale_finds_any_gradients_within_a_few_steps(scale, feedback):
         out = cluster.combine(given)
     exact = sum(x.double() for x in [*given, *before])
     error = (out.double() - exact).abs()
-    # All but very few values are within half a step of each of three workers.
+    # Almost all values are within half a step of each of three workers.
     allowed = 3 * 0.5 * 2.0 ** (cluster.exponents()[0] + 1 - 11) * (1 + 1e-6)
     assert float((error <= allowed).double().mean()) > 0.998
     assert allowed < 0.02 * scale
@@ -436,17 +436,17 @@ def test_overflow_stays_below_its_limit_with_the_smallest_range():
         cluster.combine(gradients(2, length, 1e-4, step))
         shares.append((cluster.saturated() - before) / (2 * length))
     assert max(shares[1:]) <= 0.1
-    # The largest of so many normal values need -11. Of these, 1.5 % are beyond; beyond half, it is 22 %.
+    # The largest values need exponent -11. 1.5 % are beyond this range; 22 % are beyond half of it.
     assert cluster.exponents() == [-12, -12]
 
 
-def test_the_scale_jumps_once_and_then_goes_by_ones():
+def test_the_scale_jumps_once_and_then_changes_by_one():
     cluster = Crew(DynamicFixed(feedback=False), 2, 100)
     few, half = torch.full((100,), 0.01), torch.full((100,), 0.004)
     few[:10] = 0.1
     cluster.combine([torch.full((100,), 0.01)] * 2)
     assert cluster.exponents() == [-6, -6]  # 0.01 is below 2^-6
-    for exponent in (-5, -4, -3, -3):  # a tenth is beyond
+    for exponent in (-5, -4, -3, -3):  # a tenth of the values is out of range
         cluster.combine([few] * 2)
         assert cluster.exponents() == [exponent] * 2
     for exponent in (-4, -5, -6, -7, -7):
@@ -457,7 +457,7 @@ def test_the_scale_jumps_once_and_then_goes_by_ones():
 def test_the_values_of_every_worker_count():
     cluster = Crew(DynamicFixed(feedback=False), 2, 100)
     small, large, few = torch.full((100,), 0.01), torch.full((100,), 0.01), torch.full((100,), 0.01)
-    large[:3], few[:3] = 5.0, 9.0  # in the piece of worker 0, who has none
+    large[:3], few[:3] = 5.0, 9.0  # in the piece owned by worker 0, which has none
     cluster.combine([small, large])
     assert cluster.exponents() == [3, 3]
     cluster.combine([small, few])
@@ -476,7 +476,7 @@ def test_the_scale_follows_gradients_that_grow_and_shrink():
     assert -29 <= seen[10] <= -26
 
 
-def test_zeros_leave_the_scale_where_it_is():
+def test_zeros_do_not_change_the_scale():
     cluster = Crew(DynamicFixed(), 2, 100)
     for _ in range(5):
         assert float(cluster.combine([torch.zeros(100)] * 2).abs().max()) == 0
@@ -484,14 +484,14 @@ def test_zeros_leave_the_scale_where_it_is():
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 4])
-def test_parameters_shorter_than_the_crew_work(length):
+def test_parameters_with_fewer_elements_than_workers_work(length):
     cluster = Crew(DynamicFixed(feedback=False), 3, length)
     for _ in range(4):
         out = cluster.combine([torch.full((length,), 0.25)] * 3)
     assert out.tolist() == pytest.approx([0.75] * length, rel=2e-3)
 
 
-def test_what_saturates_is_counted_by_its_writer_and_kept():
+def test_saturated_values_are_counted_by_the_writer_and_kept():
     codec = DynamicFixed()
     state = codec.begin(3)
     codec.encode(torch.tensor([0.5, 7.0, -9.0]), state, CodecContext())

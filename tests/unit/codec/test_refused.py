@@ -1,4 +1,4 @@
-"""What codecs do in refused rounds, in further rounds of a step, and with totals beyond float32."""
+"""Codecs in refused rounds, in further rounds of a step, and with totals beyond float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.errors import ConfigError
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_dgc_of_several_passes_in_a_step_is_momentum_of_their_sum(nesterov):
+def test_dgc_of_several_backward_passes_applies_momentum_to_their_sum(nesterov):
     codec = CODECS.build(f"dgc(ratio=1, momentum=0.9, nesterov={str(nesterov).lower()})")
     state = codec.begin(40)
     p = torch.nn.Parameter(torch.zeros(40))
@@ -21,8 +21,8 @@ def test_dgc_of_several_passes_in_a_step_is_momentum_of_their_sum(nesterov):
         parts = [torch.randn(40, generator=made) for _ in range(3)]
         total = torch.zeros(40)
         for index, part in enumerate(parts):
-            turn = CodecContext(step=3 * step + index, further=index > 0)
-            codec.read(codec.encode(part, state, turn), total, turn, add=True)
+            context = CodecContext(step=3 * step + index, further=index > 0)
+            codec.read(codec.encode(part, state, context), total, context, add=True)
         before = p.detach().clone()
         p.grad = sum(parts)
         optimizer.step()
@@ -32,7 +32,7 @@ def test_dgc_of_several_passes_in_a_step_is_momentum_of_their_sum(nesterov):
 @pytest.mark.parametrize(
     "text", ["top-k(ratio=0.1)", "one-bit", "error-feedback(fp16)", "threshold(value=0.5)"]
 )
-def test_after_a_refused_round_a_codec_owes_what_it_owed_before(text):
+def test_a_refused_round_restores_the_residual(text):
     codec = CODECS.build(text)
     state = codec.begin(500)
     made = torch.Generator().manual_seed(2)
@@ -61,12 +61,12 @@ def test_a_total_beyond_float32_is_refused_not_clipped(text):
         codec.merge([part], values, codec.begin(50), CodecContext(workers=2))
 
 
-def test_a_chain_does_not_end_in_a_codec_that_follows_totals():
-    with pytest.raises(ConfigError, match="follows the totals of all workers"):
+def test_a_chain_cannot_end_in_a_codec_that_depends_on_totals():
+    with pytest.raises(ConfigError, match="depends on the totals of all workers"):
         Chain(first="top-k(ratio=0.05)", then="dynamic-fixed")
 
 
-def test_feedback_is_known_to_need_codecs_that_come_nearer():
+def test_codecs_with_large_errors_are_not_contractions():
     grows = ["ternary", "error-feedback(ternary)", "fixed(bits=1)", "fixed(bits=8, rounding=stochastic)"]
     grows.append("chain(top-k(ratio=0.1), ternary)")
     assert not any(CODECS.build(text).contracts for text in grows)

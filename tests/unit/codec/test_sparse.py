@@ -1,4 +1,4 @@
-"""What the sparse codecs choose, send and keep."""
+"""The sparse codecs: which elements they choose and send, and what they keep."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _normal(length: int, seed: int = 0) -> torch.Tensor:
 
 
 def _back(
-    codec: Codec, payload: torch.Tensor, length: int, turn: CodecContext | None = None
+    codec: Codec, payload: torch.Tensor, length: int, context: CodecContext | None = None
 ) -> torch.Tensor:
     out = torch.full((length,), 7.0)
-    codec.read(payload, out, turn or CodecContext())
+    codec.read(payload, out, context or CodecContext())
     return out
 
 
@@ -30,7 +30,7 @@ def _back(
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.25])
-def test_a_sample_does_not_change_what_is_chosen(ratio):
+def test_sampling_does_not_change_the_choice(ratio):
     values = _normal(300_000)
     exact = TopK(ratio=ratio, sample=0).choose(values, CodecContext())
     assert len(exact) == chosen(300_000, ratio)
@@ -38,7 +38,7 @@ def test_a_sample_does_not_change_what_is_chosen(ratio):
         assert np.array_equal(TopK(ratio=ratio).choose(values, CodecContext(step=step)), exact)
 
 
-def test_a_sample_that_sees_only_the_largest_elements_still_leads_to_as_many_as_asked_for():
+def test_a_sample_of_only_the_largest_elements_still_gives_the_right_number():
     count, length = 1000, 1_000_000
     looks = []
 
@@ -53,7 +53,7 @@ def test_a_sample_that_sees_only_the_largest_elements_still_leads_to_as_many_as_
     assert np.array_equal(found, largest(Source(values), count, sample=0))
 
 
-def test_a_sample_that_sees_only_zeros_still_leads_to_as_many_as_asked_for():
+def test_a_sample_of_only_zeros_still_gives_the_right_number():
     values = _normal(1_000_000).numpy()
     stride = _stride(1_000_000, 1000, 0.01)
     assert stride > 1
@@ -63,9 +63,9 @@ def test_a_sample_that_sees_only_zeros_still_leads_to_as_many_as_asked_for():
     )
 
 
-def test_dgc_moves_once_even_if_the_sample_has_to_be_asked_again():
+def test_dgc_applies_momentum_once_even_if_it_samples_twice():
     values = _normal(1_000_000)
-    values[:: _stride(1_000_000, 1000, 0.01)] *= 100  # all that is seen is large: the threshold is too high
+    values[:: _stride(1_000_000, 1000, 0.01)] *= 100  # all samples are large: threshold too high
     codec = CODECS.build("dgc(ratio=0.001)")
     state = codec.begin(1_000_000)
     out = _back(codec, codec.encode(values, state, CodecContext()), 1_000_000)
@@ -84,7 +84,7 @@ def test_zeros_are_never_chosen():
         assert CODECS.build(text).choose(values, CodecContext()).tolist() == [2], text
 
 
-def test_the_threshold_itself_is_not_above_the_threshold():
+def test_a_value_equal_to_the_threshold_is_not_sent():
     value = 0.1
     near = np.float32(value)  # which is larger than 0.1
     values = torch.tensor([float(np.nextafter(near, np.float32(0))), float(near), -1.0, 0.0])
@@ -93,7 +93,7 @@ def test_the_threshold_itself_is_not_above_the_threshold():
     assert CODECS.build("threshold(0.5)").choose(values, CodecContext()).tolist() == [2]
 
 
-def test_a_threshold_beyond_all_values_chooses_none_until_enough_waits():
+def test_below_the_threshold_nothing_is_sent_until_enough_accumulates():
     codec = CODECS.build("threshold(1e3)")
     values, state = torch.full((10,), 400.0), codec.begin(10)
     payloads = [codec.encode(values, state, CodecContext(step=step)) for step in range(3)]
@@ -103,7 +103,7 @@ def test_a_threshold_beyond_all_values_chooses_none_until_enough_waits():
     assert not len(CODECS.build("threshold(1e300)").choose(values, CodecContext()))
 
 
-def test_sparse_binary_sends_the_side_with_the_larger_mean():
+def test_sparse_binary_sends_the_sign_with_the_larger_mean():
     codec = CODECS.build("sparse-binary(ratio=0.25, feedback=false)")
     values = torch.tensor([5.0, 1.0, 0.5, 0.0, -4.0, -4.0, -0.1, 0.0])
     rest = torch.empty(8)
@@ -123,7 +123,7 @@ def test_sparse_binary_sends_one_value_for_all():
 # Sizes ---------------------------------------------------------------------------------------------
 
 
-def test_dgc_is_hundreds_of_times_smaller_with_its_positions():
+def test_dgc_is_hundreds_of_times_smaller_including_positions():
     length = 10_000_000
     codec = CODECS.build("dgc(ratio=0.001)")
     payload = codec.encode(_normal(length), codec.begin(length), CodecContext())
@@ -182,7 +182,7 @@ def test_dgc_without_momentum_is_top_k():
     assert torch.equal(mine[GATHERED], theirs[RESIDUAL])
 
 
-def test_dgc_gathers_velocity_and_stops_what_it_sends():
+def test_dgc_accumulates_velocity_and_masks_what_it_sends():
     codec = CODECS.build("dgc(ratio=0.25, momentum=0.5)")
     state, values = codec.begin(4), torch.tensor([8.0, 4.0, 0.0, 0.0])
     assert _back(codec, codec.encode(values, state, CodecContext()), 4).tolist() == [8, 0, 0, 0]
@@ -192,7 +192,7 @@ def test_dgc_gathers_velocity_and_stops_what_it_sends():
     assert not _back(codec, codec.encode(nothing, state, CodecContext(step=2)), 4).any()
 
 
-def test_dgc_without_masking_lets_what_it_sends_go_on():
+def test_dgc_without_masking_keeps_the_velocity_of_what_it_sends():
     codec = CODECS.build("dgc(ratio=0.25, momentum=0.5, masking=false)")
     state, values = codec.begin(4), torch.tensor([8.0, 0.0, 0.0, 0.0])
     sent = [
@@ -205,16 +205,16 @@ def test_dgc_without_masking_lets_what_it_sends_go_on():
 def test_dgc_clips_to_the_workers_part_of_the_norm():
     codec = CODECS.build("dgc(ratio=1, momentum=0, clip=2)")
     values = torch.tensor([3.0, 4.0])
-    turn = CodecContext(workers=4, shape=(2,))
-    out = _back(codec, codec.encode(values, codec.begin(2), turn), 2)
+    context = CodecContext(workers=4, shape=(2,))
+    out = _back(codec, codec.encode(values, codec.begin(2), context), 2)
     torch.testing.assert_close(out, torch.tensor([0.6, 0.8]))
     small = torch.tensor([0.3, 0.4])
-    assert torch.equal(_back(codec, codec.encode(small, codec.begin(2), turn), 2), small)
-    assert torch.equal(_back(codec, codec.encode(0 * small, codec.begin(2), turn), 2), 0 * small)
+    assert torch.equal(_back(codec, codec.encode(small, codec.begin(2), context), 2), small)
+    assert torch.equal(_back(codec, codec.encode(0 * small, codec.begin(2), context), 2), 0 * small)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_dgc_clips_gradients_whose_squares_no_float_holds(scale):
+def test_dgc_clips_gradients_whose_squares_overflow(scale):
     codec = CODECS.get("dgc")(ratio=1, momentum=0, clip=scale)
     out = _back(codec, codec.encode(torch.tensor([3.0, 4.0]) * scale, codec.begin(2), CodecContext()), 2)
     torch.testing.assert_close(out / scale, torch.tensor([0.6, 0.8]))
@@ -256,7 +256,7 @@ def test_a_very_short_warm_up_skips_stages():
     assert [codec.ratio_at(step) for step in range(3)] == [0.25, 0.015625, 0.001]
 
 
-def test_only_dgc_says_that_it_has_momentum():
+def test_only_dgc_has_momentum():
     assert CODECS.build("dgc").momentum == 0.9
     assert CODECS.build("chain(dgc(momentum=0.5), fp16)").momentum == 0.5
     assert CODECS.build("top-k").momentum == 0
@@ -265,7 +265,7 @@ def test_only_dgc_says_that_it_has_momentum():
 # Random-k ------------------------------------------------------------------------------------------
 
 
-def test_random_positions_are_the_same_on_all_workers_and_others_in_each_step():
+def test_random_positions_are_equal_on_all_workers_and_differ_between_steps():
     codec = RandomK(ratio=0.05)
     first, _ = codec.positions(1003, CodecContext(rank=0, step=3, seed=5, workers=4))
     second, _ = codec.positions(1003, CodecContext(rank=3, step=3, seed=5, workers=4))
@@ -276,14 +276,14 @@ def test_random_positions_are_the_same_on_all_workers_and_others_in_each_step():
     assert (np.diff(first) > 0).all()
 
 
-def test_random_k_of_several_workers_sums_to_the_sum_of_the_same_elements():
+def test_random_k_of_several_workers_gives_the_sum_of_the_chosen_elements():
     codec = RandomK(ratio=0.1)
     gradients = [_normal(500, seed) for seed in range(3)]
     states = [codec.begin(500) for _ in gradients]
-    turns = [CodecContext(rank=rank, workers=3) for rank in range(3)]
-    numbers = [codec.first(*given) for given in zip(gradients, states, turns, strict=True)]
+    contexts = [CodecContext(rank=rank, workers=3) for rank in range(3)]
+    numbers = [codec.first(*given) for given in zip(gradients, states, contexts, strict=True)]
     out = torch.empty(500)
-    codec.finish(torch.stack(numbers).sum(0), out, states[0], turns[0])
+    codec.finish(torch.stack(numbers).sum(0), out, states[0], contexts[0])
     exact = torch.stack(gradients).sum(0)
     assert int(out.count_nonzero()) == 50
     torch.testing.assert_close(out[out != 0], exact[out != 0])
@@ -291,17 +291,17 @@ def test_random_k_of_several_workers_sums_to_the_sum_of_the_same_elements():
     torch.testing.assert_close(out + left, exact)
 
 
-def test_random_k_without_feedback_has_the_right_mean_and_with_it_multiplies_nothing():
+def test_random_k_is_unbiased_without_feedback_and_does_not_scale_with_it():
     codec = RandomK(ratio=0.3, feedback=False)  # strata of 3 and of 4 elements
     values = _normal(20, seed=3) + 5
     total = torch.zeros(20, dtype=torch.float64)
-    turns = 3000
+    steps = 3000
     out = torch.empty(20)
-    for step in range(turns):
+    for step in range(steps):
         codec.read(codec.write(values, {}, CodecContext(step=step)), out, CodecContext(step=step))
         total += out
-    spread = 2 * values.abs().max().item() / np.sqrt(turns)  # one standard deviation is below it
-    assert (total / turns - values).abs().max() < 5 * spread
+    spread = 2 * values.abs().max().item() / np.sqrt(steps)  # more than one standard deviation
+    assert (total / steps - values).abs().max() < 5 * spread
     kept = RandomK(ratio=0.3)
     kept.read(kept.write(values, {}, CodecContext()), out, CodecContext())
     assert torch.equal(out[out != 0], values[out != 0])
@@ -310,7 +310,7 @@ def test_random_k_without_feedback_has_the_right_mean_and_with_it_multiplies_not
 # Codecs of codecs ----------------------------------------------------------------------------------
 
 
-def test_a_chain_writes_the_chosen_values_by_the_other_codec():
+def test_a_chain_writes_the_chosen_values_with_the_second_codec():
     codec = CODECS.build("chain(top-k(ratio=0.01), fp16)")
     values, state = _normal(10_000), codec.begin(10_000)
     payload = codec.encode(values, state, CodecContext())
@@ -324,12 +324,12 @@ def test_a_chain_writes_the_chosen_values_by_the_other_codec():
     assert len(payload) < 100 * (2 + (2 + np.log2(100)) / 8) + 20
 
 
-def test_a_chain_can_be_asked_for_with_and_without_quotes():
+def test_a_chain_can_be_written_with_and_without_quotes():
     texts = ['chain("top-k(ratio=0.02)", "fp16")', "chain(first=top-k(ratio=0.02), then=fp16)"]
     assert len({CODECS.build(text) for text in [*texts, "chain(top-k(ratio=0.02), fp16)"]}) == 1
 
 
-def test_a_chain_of_dgc_stops_what_it_sends_and_keeps_what_the_other_codec_loses():
+def test_a_chain_of_dgc_masks_what_it_sends_and_keeps_the_second_codecs_error():
     codec = CODECS.build("chain(dgc(ratio=0.01, momentum=0.5), fp16)")
     values, state = _normal(1000) * 1.001, codec.begin(1000)
     out = _back(codec, codec.encode(values, state, CodecContext()), 1000)
@@ -345,7 +345,7 @@ def test_a_chain_of_a_codec_without_feedback_keeps_nothing():
 
 
 @pytest.mark.parametrize("then", ["fixed(8, range=2.0)", "one-bit", "ternary", "fixed(4)", "bf16"])
-def test_any_codec_of_values_can_write_chosen_ones(then):
+def test_any_codec_of_values_can_write_a_chains_values(then):
     codec = CODECS.build(f"chain(top-k(ratio=0.05), {then})")
     given, sent, state, length = torch.zeros(1000), torch.zeros(1000), codec.begin(1000), 1000
     for step in range(20):
@@ -363,9 +363,10 @@ def test_error_feedback_keeps_what_the_inner_codec_loses():
     mine, theirs = codec.begin(200), plain.begin(200)
     assert codec.feedback
     for step in range(5):
-        turn = CodecContext(step=step)
+        context = CodecContext(step=step)
         assert torch.equal(
-            codec.encode(_normal(200, step), mine, turn), plain.encode(_normal(200, step), theirs, turn)
+            codec.encode(_normal(200, step), mine, context),
+            plain.encode(_normal(200, step), theirs, context),
         )
     assert torch.equal(mine[RESIDUAL], theirs[RESIDUAL])
 
@@ -376,7 +377,7 @@ def test_error_feedback_travels_as_the_inner_codec():
 
 
 @pytest.mark.parametrize("inner", ["fixed(4)", "fixed(4, range=1.0)", "ternary", "bf16"])
-def test_error_feedback_conserves_totals_of_codecs_that_merge_in_any_way(inner):
+def test_error_feedback_conserves_totals_for_any_merge(inner):
     codec = CODECS.build(f"error-feedback({inner})")
     length, workers = 301, 3
     states = [codec.begin(length) for _ in range(workers)]
@@ -385,10 +386,10 @@ def test_error_feedback_conserves_totals_of_codecs_that_merge_in_any_way(inner):
     for step in range(12):
         gradients = [_normal(length, seed=workers * step + rank) for rank in range(workers)]
         given += sum(gradients)
-        turns = [CodecContext(step=step, workers=workers, rank=rank) for rank in range(workers)]
-        parts = [codec.encode(gradients[rank], states[rank], turns[rank]) for rank in (0, 2)]
-        total = codec.merge(parts, gradients[1], states[1], turns[1])
-        codec.read_total(total, out, states[0], turns[1])
+        contexts = [CodecContext(step=step, workers=workers, rank=rank) for rank in range(workers)]
+        parts = [codec.encode(gradients[rank], states[rank], contexts[rank]) for rank in (0, 2)]
+        total = codec.merge(parts, gradients[1], states[1], contexts[1])
+        codec.read_total(total, out, states[0], contexts[1])
         read += out
     left = sum(state[RESIDUAL] for state in states)
     torch.testing.assert_close(read + left, given, rtol=1e-4, atol=1e-3)
@@ -428,7 +429,7 @@ def test_error_feedback_conserves_totals_of_codecs_that_merge_in_any_way(inner):
         "error-feedback(between)",
     ],
 )
-def test_options_that_make_no_sense_are_refused_with_a_way_out(text):
+def test_meaningless_options_are_refused_with_a_fix(text):
     with pytest.raises(ConfigError) as refused:
         CODECS.build(text)
     assert refused.value.where
@@ -445,7 +446,7 @@ def test_feedback_around_a_summed_codec_is_that_codecs_own_option():
 @pytest.mark.parametrize(
     "text", ["none", "top-k", "threshold", "random-k", "sparse-binary", "dgc", "chain(top-k, fp16)"]
 )
-def test_bytes_that_are_no_piece_of_that_length_are_refused(text):
+def test_bytes_that_are_not_a_piece_of_that_length_are_refused(text):
     codec = CODECS.build(text)
     payload = codec.write(_normal(400), {}, CodecContext())
     for wrong in (payload[:-1], payload[:3], torch.cat([payload, payload[:1]])):
@@ -453,7 +454,7 @@ def test_bytes_that_are_no_piece_of_that_length_are_refused(text):
             _back(codec, wrong, 400)
 
 
-def test_more_chosen_elements_than_there_are_are_refused():
+def test_more_chosen_elements_than_elements_are_refused():
     codec = CODECS.build("top-k")
     payload = codec.write(_normal(400), {}, CodecContext())
     payload[1] = 255
@@ -461,7 +462,7 @@ def test_more_chosen_elements_than_there_are_are_refused():
         _back(codec, payload, 400)
 
 
-def test_pieces_at_odd_addresses_are_read_too():
+def test_pieces_at_odd_addresses_can_be_read():
     for text in ("none", "top-k", "random-k", "sparse-binary", "chain(top-k, fp16)"):
         codec = CODECS.build(text)
         payload = codec.write(_normal(400), {}, CodecContext())

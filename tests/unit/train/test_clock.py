@@ -45,9 +45,6 @@ class Pause(Delay):
     def sample(self, rng):
         return self.seconds
 
-    def average_s(self):
-        return self.seconds
-
 
 @pytest.fixture
 def watch(monkeypatch):

@@ -1,11 +1,12 @@
-"""Is this machine ready, and if not, what would help? Nothing here imports torch.
+"""Checks whether this machine is ready, and suggests fixes. Nothing here imports torch.
 
-finding.py    one thing that was looked at, and what came of it
-installed.py  Echelon's version and those of what it needs
+finding.py    the result of one check
+installed.py  versions of Echelon and of its dependencies
 hardware.py   processor, memory, shared memory, clock
-network.py    interfaces, which of them would be used, open ports
+network.py    interfaces, the ones that would be used, open ports
 emulation.py  whether clusters can be emulated here
-data.py       which data sets are there
+data.py       which data sets are available
 
-Nothing is changed and nothing is sent to other machines: ports are opened on loopback and closed again.
+Nothing is changed and nothing is sent to other machines: ports are opened only on loopback, and closed
+again.
 """

@@ -1,4 +1,4 @@
-"""Which data sets can be used right away?"""
+"""Checks which data sets are available."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.errors import DataError
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.locate import data_folder
 
-# What to look for in the data folder, any of the patterns. All others are built in, or are given a path.
+# Files to look for in the data folder, any of the patterns. Other data sets are built in, or need a path.
 _FILES = {
     "mnist": ("mnist/train-images*-ubyte*",),
     "fashion-mnist": ("fashion-mnist/train-images*-ubyte*",),
@@ -28,7 +28,7 @@ _GIVEN_A_PATH = ("image-folder",)
 
 
 def data_sets() -> Iterator[Finding]:
-    """The data folder, what is in it, and what needs no files."""
+    """The data folder, the data sets in it, and those that need no files."""
     built_in = [name for name in DATASETS.names() if name not in (*_FILES, *_GIVEN_A_PATH)]
     yield _data("ok", "built in", ", ".join(built_in))
     try:

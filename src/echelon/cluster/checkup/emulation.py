@@ -1,4 +1,4 @@
-"""Can clusters be emulated here? Training does without, so whatever is missing is a note."""
+"""Checks whether clusters can be emulated here. Training does not need it, so problems are only notes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.cluster.lab import needs
 
 
 def emulation() -> Iterator[Finding]:
-    """What `echelon lab` needs, and whether the kernel can delay packets."""
+    """The requirements of `echelon lab`, and whether the kernel can delay packets."""
     lacking = needs.missing()
     if lacking:
         yield Finding(
@@ -19,10 +19,10 @@ def emulation() -> Iterator[Finding]:
             text=f"clusters cannot be emulated, missing: {', '.join(lacking)}",
             fix="run the lab as root"
             if lacking == ["root"]
-            else "install or allow these; all other commands work without",
+            else "install or allow these; all other commands work without them",
         )
         return
-    text = "root, ip, tc, nsenter, namespaces, shaping and CPU quotas are there"
+    text = "root, ip, tc, nsenter, namespaces, shaping and CPU quotas are available"
     yield Finding(level="ok", topic="lab", subject="emulation", text=text)
     if needs.has_netem():
         yield Finding(level="ok", topic="lab", subject="latency", text="the kernel has netem")

@@ -1,7 +1,7 @@
-"""What is said about one thing that was looked at?
+"""The result of one check.
 
-A finding is ok, a note (something works less well, or not at all, without harm to plain training) or a
-problem (training would fail). Notes and problems that can be remedied say how.
+A finding is ok, a note (something works less well, or not at all, but plain training is unaffected) or a
+problem (training would fail). Notes and problems carry a fix if there is one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Level = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     level: Level
     topic: str

@@ -1,4 +1,4 @@
-"""Are processor, memory, shared memory and clock fit for training?"""
+"""Checks processor, memory, shared memory and clock."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LOW_SHM_BYTES = 256 * 2**20
 _FULL_SHM_BYTES = 2**20
 _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies")
 _CLOCK_SOURCE = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-_TIME_ERROR = 5  # what adjtimex answers while nothing keeps the clock in step
+_TIME_ERROR = 5  # the result of adjtimex while the clock is not synchronised
 
 
 def hardware(machine: Machine) -> Iterator[Finding]:
-    """Processor, memory, shared memory, clock."""
+    """Check processor, memory, shared memory and clock."""
     where = f", in a container ({machine.container})" if machine.container else ""
     yield _machine("ok", "system", f"{machine.kernel}, python {machine.python}{where}")
     yield _cores(machine)
@@ -58,10 +58,10 @@ def _memory(machine: Machine) -> Finding:
 
 def _shared_memory(machine: Machine) -> Finding:
     if machine.shm_bytes is None or machine.shm_free_bytes is None:
-        return _machine("note", "/dev/shm", "not there", "mount a tmpfs on /dev/shm")
+        return _machine("note", "/dev/shm", "missing", "mount a tmpfs on /dev/shm")
     text = f"{show_bytes(machine.shm_free_bytes)} of {show_bytes(machine.shm_bytes)} free"
     if machine.shm_free_bytes < _FULL_SHM_BYTES:
-        return _machine("problem", "/dev/shm", f"full: {text}", "remove what is left over in /dev/shm")
+        return _machine("problem", "/dev/shm", f"full: {text}", "remove leftover files in /dev/shm")
     if machine.shm_free_bytes < _LOW_SHM_BYTES:
         fix = "make it larger: mount -o remount,size=2g /dev/shm, or docker run --shm-size=2g"
         return _machine("note", "/dev/shm", text, fix)
@@ -69,7 +69,7 @@ def _shared_memory(machine: Machine) -> Finding:
 
 
 def _clock() -> Finding:
-    """Events carry each worker's own time, so machines whose clocks differ cannot be compared."""
+    """Check the clock. Events carry each worker's own time, so machines need synchronised clocks."""
     try:
         source = _CLOCK_SOURCE.read_text().strip()
     except OSError:
@@ -77,7 +77,9 @@ def _clock() -> Finding:
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     text = f"{now}, source {source}"
     if source in _SLOW_CLOCKS:
-        return _machine("note", "clock", f"{text}, which is slow to read", "see the kernel's log for why")
+        return _machine(
+            "note", "clock", f"{text}, which is slow to read", "see the kernel's log for the reason"
+        )
     if _clock_is_free_running():
         fix = "run chrony or systemd-timesyncd if workers are on several machines"
         return _machine("note", "clock", f"{text}, not synchronised with other machines", fix)
@@ -85,9 +87,9 @@ def _clock() -> Finding:
 
 
 def _clock_is_free_running() -> bool:
-    """Whether the kernel says that nothing keeps its clock in step; False where it cannot be asked."""
+    """Whether the kernel reports that its clock is not synchronised; False if it cannot be asked."""
     try:
-        question = ctypes.create_string_buffer(512)  # all zero: read, change nothing
+        question = ctypes.create_string_buffer(512)  # all zero: only read
         return bool(ctypes.CDLL(None).adjtimex(question) == _TIME_ERROR)
     except (OSError, AttributeError):
         return False

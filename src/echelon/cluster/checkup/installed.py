@@ -1,4 +1,4 @@
-"""Is what Echelon needs installed, and new enough?"""
+"""Checks that Echelon's dependencies are installed and new enough."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.cluster.machine import version_of
 
 
 def versions() -> Iterator[Finding]:
-    """Echelon's own version, and whether what it needs is installed and new enough."""
+    """Echelon's own version, and whether its dependencies are installed and new enough."""
     own = version_of("echelon")
     if own is None:
         yield Finding(
@@ -32,7 +32,7 @@ def versions() -> Iterator[Finding]:
                 level="problem",
                 topic="versions",
                 subject=name,
-                text="not installed" if found is None else f"{found}, needed is {least} or newer",
+                text="not installed" if found is None else f"{found}, but {least} or newer is needed",
                 fix=f'pip install "{wanted}"',
             )
         elif name == "torch":
@@ -43,7 +43,7 @@ def versions() -> Iterator[Finding]:
 
 
 def _requirements() -> Iterator[tuple[str, str]]:
-    """What echelon's installation says it needs: name, least version or ''."""
+    """Echelon's dependencies: name, and minimum version or ''."""
     for line in importlib.metadata.requires("echelon") or ():
         match = re.match(r"([A-Za-z0-9._-]+)(?:\s*>=\s*([0-9.]+))?", line)
         if match is not None and "extra ==" not in line:
@@ -51,6 +51,6 @@ def _requirements() -> Iterator[tuple[str, str]]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """'2.13.0+cpu' as (2, 13, 0): enough to compare releases."""
+    """The numbers of a version: '2.13.0+cpu' is (2, 13, 0)."""
     release = re.match(r"[0-9.]*", version)
     return tuple(int(part) for part in (release.group() if release else "").split(".") if part)

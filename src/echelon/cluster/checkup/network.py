@@ -1,4 +1,4 @@
-"""Can workers meet: by which interface, and on which port?"""
+"""Checks whether workers can connect: over which interface, and on which port."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from echelon.cluster.checkup.finding import Finding, Level
 from echelon.errors import ConfigError
 
 _LOOPBACK_PORTS = 4
-# A resolver that does not answer takes many seconds; the thread that asks it is left behind.
+# A resolver that does not answer takes many seconds; its thread is then abandoned.
 _RESOLVE_WITHIN_S = 0.4
 
 
 def network(peer: str | None = None) -> Iterator[Finding]:
-    """The interfaces, and which of them would be used towards whom."""
+    """The interfaces, and which of them would be used for which peers."""
     for name, entries in _by_name(net.interfaces()).items():
         addresses = ", ".join(entry.address.partition("%")[0] for entry in entries)
         speed = f", {entries[0].speed_mbit} Mbit/s" if entries[0].speed_mbit else ""
@@ -62,7 +62,7 @@ def _towards(subject: str, host: str) -> Finding:
         net.is_loopback(choice.address) and not net.is_loopback(host)
     )
     text = f"{choice.name} ({choice.address}), because {choice.reason}"
-    fix = "give the address that the workers know each other by" if surprising else ""
+    fix = "give the address by which the workers know each other" if surprising else ""
     return _network("note" if surprising else "ok", subject, text, fix)
 
 
@@ -70,28 +70,28 @@ def _default_route() -> Finding:
     choice = net.default_route()
     if choice is None:
         text = "no default route: only machines on the same network can take part"
-        return _network("note", "other peers", text, "ask for one of them with --peer HOST")
+        return _network("note", "other peers", text, "check one of them with --peer HOST")
     level: Level = "note" if net.is_virtual(choice.name) else "ok"
     return _network(level, "other peers", f"{choice.name} ({choice.address}), because {choice.reason}")
 
 
 def _own_name() -> Finding:
-    """Some libraries, Gloo among them, look for their interface by the machine's own name."""
+    """Check the machine's own name: some libraries, Gloo among them, find their interface by it."""
     name = socket.gethostname()
     found: list[Finding] = []
     asking = threading.Thread(target=lambda: found.append(_towards(name, name)), daemon=True)
     asking.start()
     asking.join(timeout=_RESOLVE_WITHIN_S)
-    fix = f"give {name} its network address in /etc/hosts if workers are on several machines"
+    fix = f"map {name} to its network address in /etc/hosts if workers are on several machines"
     if not found:
-        return _network("note", "own name", f"{name} is not resolved quickly", fix)
+        return _network("note", "own name", f"{name} does not resolve quickly", fix)
     if found[0].level == "ok":
         return _network("ok", "own name", found[0].text)
     return _network("note", "own name", found[0].text, fix)
 
 
 def ports(port: int | None = None) -> Iterator[Finding]:
-    """Whether workers on this machine can meet, and whether a given port is free."""
+    """Whether workers on this machine can connect, and whether a given port is free."""
     yield _loopback_ports()
     if port is not None:
         yield _port(port)
@@ -120,27 +120,27 @@ def _loopback_ports() -> Finding:
 def _port(port: int) -> Finding:
     subject = f"port {port}"
     try:
-        # With SO_REUSEADDR (create_server sets it) a port counts as free once its last server is gone.
+        # create_server sets SO_REUSEADDR: a port counts as free once its last server is gone.
         socket.create_server(("", port)).close()
         if socket.has_ipv6:
             socket.create_server(("::", port), family=socket.AF_INET6).close()
     except PermissionError:
         text, fix = (
-            "may not be opened by this user",
-            "take a port from 1024 to 65535, or ask for permission",
+            "this user may not open it",
+            "use a port from 1024 to 65535, or ask for permission",
         )
     except OSError as error:
-        if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # IPv6 is switched off
+        if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # IPv6 is disabled
             return Finding(level="ok", topic="ports", subject=subject, text="free")
         text = f"in use{_holder(port)}" if error.errno == errno.EADDRINUSE else str(error.strerror)
-        fix = "end that program, or take another port"
+        fix = "end that program, or use another port"
     else:
         return Finding(level="ok", topic="ports", subject=subject, text="free")
     return Finding(level="problem", topic="ports", subject=subject, text=text, fix=fix)
 
 
 def _holder(port: int) -> str:
-    """Who listens on a port, as far as this user may know."""
+    """The program that listens on a port, if this user may know."""
     try:
         for entry in psutil.net_connections(kind="tcp"):
             if (

@@ -22,7 +22,3 @@ class Constant(Delay):
     def sample(self, rng: random.Random) -> float:
         """The pause itself."""
         return self.seconds
-
-    def average_s(self) -> float:
-        """The pause itself."""
-        return self.seconds

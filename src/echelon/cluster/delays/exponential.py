@@ -1,4 +1,4 @@
-"""Mostly short pauses, now and then a long one; how long the last one took says nothing about the next."""
+"""Pauses from an exponential distribution: mostly short, occasionally long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.cluster.delay import Delay, check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExponentialDelay(Delay):
-    """Drawn from an exponential distribution: mostly short, now and then long."""
+    """Drawn from an exponential distribution: mostly short, occasionally long."""
 
     name: ClassVar[str] = "exponential"
     mean: float
@@ -20,9 +20,5 @@ class ExponentialDelay(Delay):
         check(self, "mean", low=0)
 
     def sample(self, rng: random.Random) -> float:
-        """A draw; scaled here because the standard library takes a rate, which a mean of zero has not."""
+        """A draw, scaled here because the standard library takes a rate, infinite for a mean of 0."""
         return self.mean * rng.expovariate(1.0)
-
-    def average_s(self) -> float:
-        """The mean that was asked for."""
-        return self.mean

@@ -1,6 +1,6 @@
-"""A pause from a normal distribution, cut off at zero.
+"""Pauses from a normal distribution; negative draws count as zero.
 
-A draw below zero counts as zero, so the average is not `mean` but that of max(0, X):
+The average is therefore not `mean` but that of max(0, X):
 mean * Phi(mean / deviation) + deviation * phi(mean / deviation). normal(0, 0.25) pauses in half of all
 draws, and 0.1 s on average.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import ClassVar
 
 from echelon.cluster.delay import Delay, check
@@ -17,7 +16,7 @@ from echelon.cluster.delay import Delay, check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Normal(Delay):
-    """Drawn from a normal distribution; what falls below zero counts as zero."""
+    """Drawn from a normal distribution; negative draws count as zero."""
 
     name: ClassVar[str] = "normal"
     mean: float
@@ -28,12 +27,5 @@ class Normal(Delay):
         check(self, "deviation", low=0)
 
     def sample(self, rng: random.Random) -> float:
-        """A draw, or zero where the draw is negative."""
+        """A draw, or zero if it is negative."""
         return max(0.0, rng.normalvariate(self.mean, self.deviation))
-
-    def average_s(self) -> float:
-        """The average of max(0, X)."""
-        if self.deviation == 0:
-            return max(0.0, self.mean)
-        standard, at = NormalDist(), self.mean / self.deviation
-        return max(0.0, self.mean * standard.cdf(at) + self.deviation * standard.pdf(at))

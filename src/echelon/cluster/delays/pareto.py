@@ -1,4 +1,4 @@
-"""A heavy tail: every pause is at least `scale`, and a few are very much longer.
+"""Pauses with a heavy tail: every pause is at least `scale`, and a few are very much longer.
 
 P(X > x) = (scale / x) ** shape. The smaller the shape, the heavier the tail: the average is
 scale * shape / (shape - 1), and infinite for a shape of 1 or less.
@@ -6,20 +6,19 @@ scale * shape / (shape - 1), and infinite for a shape of 1 or less.
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.cluster.delay import Delay, check
 
-# Below this a draw can leave the range of floating-point numbers, which Python answers with an exception.
+# Below this a draw can overflow floating-point numbers, which raises an exception.
 _LEAST_SHAPE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pareto(Delay):
-    """Drawn from a Pareto distribution: at least scale; the smaller the shape, the heavier the tail."""
+    """Drawn from a Pareto distribution: at least `scale`; the smaller the shape, the heavier the tail."""
 
     name: ClassVar[str] = "pareto"
     scale: float
@@ -32,9 +31,3 @@ class Pareto(Delay):
     def sample(self, rng: random.Random) -> float:
         """A draw of `scale` or more."""
         return self.scale * rng.paretovariate(self.shape)
-
-    def average_s(self) -> float:
-        """Infinite for a shape of 1 or less."""
-        if self.scale == 0:
-            return 0.0
-        return self.scale * self.shape / (self.shape - 1) if self.shape > 1 else math.inf

@@ -1,4 +1,4 @@
-"""A fixed pause now and then, as from a garbage collector or a neighbour on the same machine."""
+"""An occasional fixed pause, as from a garbage collector or another job on the same machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.cluster.delay import Delay, check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sometimes(Delay):
-    """A fixed pause with a probability, otherwise none."""
+    """A fixed pause with the given probability, otherwise none."""
 
     name: ClassVar[str] = "sometimes"
     probability: float
@@ -22,9 +22,5 @@ class Sometimes(Delay):
         check(self, "seconds", low=0)
 
     def sample(self, rng: random.Random) -> float:
-        """The pause, or zero. One draw is consumed either way."""
+        """The pause, or zero. Uses one random number either way."""
         return self.seconds if rng.random() < self.probability else 0.0
-
-    def average_s(self) -> float:
-        """The pause times its probability."""
-        return self.probability * self.seconds

@@ -1,4 +1,4 @@
-"""Any pause between two bounds, all equally likely."""
+"""Pauses between two bounds, all equally likely."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uniform(Delay):
-    """Any pause between low and high, all equally likely."""
+    """Drawn uniformly between low and high."""
 
     name: ClassVar[str] = "uniform"
     low: float
@@ -23,7 +23,7 @@ class Uniform(Delay):
         check(self, "high", low=0)
         if self.low > self.high:
             raise ConfigError(
-                f"low is {self.low:g}, above high, which is {self.high:g}",
+                f"low is {self.low:g}, which is above high, {self.high:g}",
                 where=f"delay {self.name}, low",
                 fix=f"write {self.name}({self.high:g}, {self.low:g})",
             )
@@ -31,7 +31,3 @@ class Uniform(Delay):
     def sample(self, rng: random.Random) -> float:
         """A number from low to high."""
         return rng.uniform(self.low, self.high)
-
-    def average_s(self) -> float:
-        """Half-way between the bounds."""
-        return self.low + (self.high - self.low) / 2

@@ -1,20 +1,20 @@
-"""Emulated clusters on one Linux machine: unequal CPUs, unequal links, and faults on purpose.
+"""Emulated clusters on one Linux machine: unequal CPUs, unequal links, and injected faults.
 
-spec.py       what a lab file says, checked; the only description the rest reads
+spec.py       reads and checks lab files
 files/        the lab files that ship with Echelon
-paths.py      which uplinks carry traffic between two sites
-names.py      how everything a lab makes is called, so that it is found again
-needs.py      what this machine lacks, in plain words
-commands.py   runs ip, tc and bridge, and says what went wrong
+paths.py      chooses the uplinks between two sites
+names.py      the names of everything that a lab creates
+needs.py      what a lab needs and this machine lacks
+commands.py   runs ip, tc and bridge, and reports errors
 network.py    namespaces, links, shaping
 cpu.py        CPU quotas
-state.py      what is written down about labs that are up
-processes.py  which processes are in a node, and how they are ended
-remove.py     takes a lab away, also after a crash
-lab.py        a lab that is up: its seats, its controls
-faults.py     kill, stop, slow, cut: at a second or at a step
-execute.py    runs any program in the nodes
+state.py      the state files of labs that are up
+processes.py  finds and ends the processes of a node
+remove.py     removes a lab, even after a crash
+lab.py        a lab that is up: its seats and its controls
+faults.py     injects faults at a second or at a step: kill, stop, slow, cut, ...
+execute.py    runs a program in the nodes
 
-Nothing of it touches the host's own network: every interface and bridge lives in a namespace that the
-lab made and goes away with it.
+Nothing touches the host's own network: every interface and bridge is in a namespace that the lab creates
+and removes.
 """

@@ -1,7 +1,7 @@
-"""How are ip, tc and bridge run, and what is said when they fail?
+"""Runs ip, tc and bridge, and reports their errors.
 
-Many small commands go through one process (`-batch`). A command has a session of its own, so that a
-Ctrl-C in the terminal reaches Echelon, which cleans up, and not the command in the middle of its work.
+Many small commands go through one process (`-batch`). A command runs in its own session, so that Ctrl-C in
+the terminal reaches Echelon, which cleans up, and does not interrupt the command.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from echelon.errors import LabError
 
 _DEADLINE_S = 30.0
-# The tools live in sbin, which is not on every user's PATH.
+# The tools are in sbin, which is not on every user's PATH.
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
 
 
 def tool(name: str) -> str | None:
-    """Where a command is, if it is installed."""
+    """The path of a command, if it is installed."""
     return shutil.which(name) or shutil.which(name, path=_SBIN)
 
 
 def run(argv: Sequence[str], *, doing: str, stdin: str = "") -> str:
-    """What the command prints; LabError says what could not be done and why."""
+    """Run a command and return its output; LabError says what could not be done and why."""
     path = tool(argv[0])
     if path is None:
         raise LabError(f"cannot {doing}: {argv[0]} is not installed", fix=f"install {argv[0]}")
@@ -48,14 +48,14 @@ def run(argv: Sequence[str], *, doing: str, stdin: str = "") -> str:
 
 
 def batch(tool_name: str, lines: Sequence[str], *, doing: str, namespace: str = "") -> None:
-    """Many commands of ip, tc or bridge in one process, in a namespace if one is named."""
+    """Run many commands of ip, tc or bridge in one process, optionally in a namespace."""
     if lines:
         inside = ["-n", namespace] if namespace else []
         run([tool_name, *inside, "-batch", "-"], stdin="\n".join(lines) + "\n", doing=doing)
 
 
 def _which(argv: Sequence[str], stdin: str, stderr: str) -> str:
-    """The command that failed: of a batch, the line that it stopped at."""
+    """The command that failed: in a batch, the failing line."""
     match = re.search(r"Command failed -:(\d+)", stderr)
     lines = stdin.splitlines()
     if match and 0 < int(match.group(1)) <= len(lines):

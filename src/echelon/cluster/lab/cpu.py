@@ -1,7 +1,7 @@
-"""How does a node get a slow CPU? By a quota in the kernel's `cpu` control group, v1 or v2.
+"""Slows a node's CPU down with a quota in the kernel's `cpu` control group, v1 or v2.
 
-Every process of a node is in the node's group from before its program starts, so that all its threads
-are. A quota is some microseconds of CPU time in each period; a short period keeps slowness smooth.
+Every process of a node enters the node's group before its program starts, so that all its threads are in
+it. A quota is some microseconds of CPU time in each period; a short period keeps the slowdown smooth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST_PERIOD_US = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """Where the machine keeps CPU groups, and in which of the two interfaces."""
+    """Where CPU groups are mounted, and the version of the interface."""
 
     version: int
     root: Path
@@ -34,7 +34,7 @@ class Controller:
 
 
 def find_controller(mounts: str | None = None) -> Controller | None:
-    """The mounted `cpu` controller that can set quotas, or None. `mounts` stands for /proc/mounts."""
+    """The mounted `cpu` controller that can set quotas, or None. `mounts` replaces /proc/mounts."""
     if mounts is None:
         mounts = Path("/proc/mounts").read_text(encoding="utf-8")
     for line in mounts.splitlines():
@@ -48,7 +48,7 @@ def find_controller(mounts: str | None = None) -> Controller | None:
 
 
 def quota_us(cpu: float) -> tuple[int, int]:
-    """Quota and period, in microseconds, for this many cores' worth."""
+    """Quota and period, in microseconds, for this number of cores."""
     period = _PERIOD_US
     if cpu * period < _LEAST_QUOTA_US:
         period = min(round(_LEAST_QUOTA_US / cpu), _LONGEST_PERIOD_US)
@@ -56,31 +56,31 @@ def quota_us(cpu: float) -> tuple[int, int]:
 
 
 class CpuGroups:
-    """The groups of one lab: one per node, which may hold further ones."""
+    """The groups of one lab: one per node, which may have subgroups."""
 
     def __init__(self, controller: Controller, stem: str) -> None:
         self.controller = controller
         self.path = controller.root / stem
 
     def of(self, node: str) -> Path:
-        """A node's group. The prefix keeps node names apart from the kernel's own files."""
+        """A node's group. The prefix separates node names from the kernel's own files."""
         return self.path / f"node-{node}"
 
     def create(self) -> None:
-        """The lab's own group, in which the nodes' come to be."""
+        """Create the lab's own group, which contains the nodes' groups."""
         self._do("make a CPU group", self.path.mkdir)
         if self.controller.version == 2:
             for group in (self.controller.root, self.path):
                 self._write(group / "cgroup.subtree_control", "+cpu")
 
     def add(self, node: str, cpu: float | None) -> None:
-        """A node's group with its speed."""
+        """Create a node's group with its CPU limit."""
         self._do("make a CPU group", self.of(node).mkdir)
         if cpu is not None:
             self.limit(node, cpu)
 
     def limit(self, node: str, cpu: float | None) -> None:
-        """Give a node this many cores' worth from now on; None is unlimited."""
+        """Limit a node to this number of cores from now on; None is unlimited."""
         group = self.of(node)
         quota, period = quota_us(cpu) if cpu is not None else (-1, _PERIOD_US)
         if self.controller.version == 2:
@@ -90,7 +90,7 @@ class CpuGroups:
         self._write(group / "cpu.cfs_quota_us", str(quota))
 
     def limit_of(self, node: str) -> float | None:
-        """The cores' worth a node has now; None is unlimited."""
+        """A node's current limit in cores; None is unlimited."""
         group = self.of(node)
         if self.controller.version == 2:
             quota, _, period = _read(group / "cpu.max").strip().partition(" ")
@@ -102,20 +102,20 @@ class CpuGroups:
         return int(quota) / int(period)
 
     def pids(self, group: Path | None = None) -> set[int]:
-        """The processes in a group and all below it; of the whole lab if none is named."""
+        """The processes in a group and its subgroups; by default those of the whole lab."""
         files = (group or self.path).glob("**/cgroup.procs")
         return {int(pid) for file in files for pid in _read(file).split()}
 
     def lift_quotas(self) -> None:
-        """Let everything run freely, so that it can end soon."""
+        """Remove all limits, so that processes can end quickly."""
         for group in self.path.glob("node-*"):
             try:
                 self.limit(group.name.removeprefix("node-"), None)
             except LabError:
-                continue  # being removed by someone else
+                continue  # another process is removing it
 
     def remove(self, group: Path | None = None, *, deadline_s: float = 5.0) -> None:
-        """Take a group, or the whole lab's, away once its processes are gone."""
+        """Remove a group, or the whole lab's, once its processes are gone."""
         top = group or self.path
         until = time.monotonic() + deadline_s
         while top.exists():
@@ -149,7 +149,7 @@ def _rmdir(path: Path) -> None:
     try:
         path.rmdir()
     except OSError:
-        return  # still busy, or gone already: the caller looks again
+        return  # still busy, or gone already: the caller tries again
 
 
 def _read(file: Path) -> str:

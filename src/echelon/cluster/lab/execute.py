@@ -1,8 +1,8 @@
-"""How does any program run in the nodes of a lab? With the environment that the ecosystem defines.
+"""Runs a program in the nodes of a lab, with the usual environment variables.
 
 Each node is a machine with one rank: RANK and NODE_RANK count the nodes that the program runs in, in the
-order given, WORLD_SIZE is their number, MASTER_ADDR the first one's address. A program and all it starts
-are in a group of their own below the node's, so that nothing of it outlives the call.
+given order, WORLD_SIZE is their number, MASTER_ADDR the first one's address. A program and its children are
+in a CPU group of their own below the node's, so that nothing outlives the call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJob:
-    """A command for some nodes of a lab. `keep_going`: a failure on one node does not end the others."""
+    """A command for some nodes of a lab. With `keep_going`, a failure does not end the other nodes."""
 
     command: Sequence[str]
     nodes: Sequence[str]
@@ -44,16 +44,16 @@ class NodeJob:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job ended: the exit code of its first failure and the node it was on, or 0 and nothing."""
+    """How a job ended: the exit code and node of its first failure, or 0 and no node."""
 
     code: int = 0
     node: str = ""
 
 
 def run_job(lab: Lab, job: NodeJob, on_line: OnLine) -> JobResult:
-    """Run it on all its nodes at once, until all have ended or one has failed.
+    """Run the job on all its nodes at once, until all have ended or one has failed.
 
-    `on_line(node, stream, line)` is called for every line, from several threads but one at a time;
+    `on_line(node, stream, line)` is called for every line, from several threads but never concurrently;
     stream is "stdout" or "stderr".
     """
     places = list(placements(lab, job))
@@ -79,7 +79,7 @@ def run_job(lab: Lab, job: NodeJob, on_line: OnLine) -> JobResult:
 
 
 def run_attached(lab: Lab, job: NodeJob) -> JobResult:
-    """Run it on its one node with this process's own input and output, as in a terminal there."""
+    """Run the job on its one node with this process's own input and output, as in a terminal."""
     ((seat, words, env),) = placements(lab, job)
     with _groups(lab, job) as groups, _signals() as received:
         process = _start([*lab.prefix_of(seat.node, groups[seat.node]), *words], env, piped=False)
@@ -92,7 +92,7 @@ def run_attached(lab: Lab, job: NodeJob) -> JobResult:
 
 
 def placements(lab: Lab, job: NodeJob) -> Iterator[tuple[Seat, list[str], dict[str, str]]]:
-    """For each node of a job: its seat, the command's words for it, and its environment."""
+    """For each node of a job: its seat, the words of its command, and its environment."""
     chosen = [lab.seats[lab.spec.index_of(node)] for node in job.nodes]
     for rank, seat in enumerate(chosen):
         own = {
@@ -114,7 +114,7 @@ def placements(lab: Lab, job: NodeJob) -> Iterator[tuple[Seat, list[str], dict[s
             "{port}": own["MASTER_PORT"],
         }
         words = [_fill(word, holes) for word in job.command]
-        # Lines should come when they are printed, not when a pipe's buffer is full.
+        # Unbuffered, so that lines appear when they are printed.
         yield seat, words, {**os.environ, "PYTHONUNBUFFERED": "1", **own, **job.env}
 
 
@@ -135,7 +135,7 @@ def _start(argv: list[str], env: Mapping[str, str], *, piped: bool) -> subproces
             stderr=pipe,
             text=True,
             errors="replace",
-            process_group=0,  # signals are forwarded, so that each comes once
+            process_group=0,  # signals are forwarded, so that each arrives once
         )
     except OSError as error:
         raise LabError(f"cannot start the command: {error.strerror}", where=" ".join(argv)) from error
@@ -144,7 +144,7 @@ def _start(argv: list[str], env: Mapping[str, str], *, piped: bool) -> subproces
 def _wait(
     running: Mapping[str, subprocess.Popen[str]], received: list[int], *, keep_going: bool
 ) -> JobResult:
-    """The first failure; signals that arrive are passed on, and then patience is limited."""
+    """The first failure. Signals are forwarded; after the first one, waiting is limited."""
     first = JobResult()
     passed_on = 0
     give_up = float("inf")
@@ -180,7 +180,7 @@ def _read(pipe: IO[str], node: str, stream: str, on_line: OnLine, one_at_a_time:
 
 @contextmanager
 def _groups(lab: Lab, job: NodeJob) -> Iterator[dict[str, Path]]:
-    """A group for this job in each of its nodes, removed afterwards."""
+    """Create a CPU group for this job in each of its nodes, and remove it afterwards."""
     groups = {node: lab.groups.of(node) / f"job-{os.getpid()}" for node in job.nodes}
     try:
         for node, group in groups.items():
@@ -200,14 +200,14 @@ def _groups(lab: Lab, job: NodeJob) -> Iterator[dict[str, Path]]:
 
 
 def _end(lab: Lab, groups: Mapping[str, Path]) -> None:
-    """End whatever the job left in its nodes."""
+    """End all processes that the job left in its nodes."""
     stubborn = end(lambda: {pid for group in groups.values() for pid in lab.groups.pids(group)})
     send(stubborn, signal.SIGKILL)
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects the signals that ask to end, in the order in which they arrive."""
+    """Collect termination signals, in the order of arrival."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -223,7 +223,7 @@ def _signals() -> Iterator[list[int]]:
 
 @contextmanager
 def _foreground(pid: int) -> Iterator[None]:
-    """Hand the terminal, if there is one, to a process group, and take it back afterwards."""
+    """Give the terminal, if there is one, to a process group, and take it back afterwards."""
     if not sys.stdin or not sys.stdin.isatty():
         yield
         return
@@ -232,7 +232,7 @@ def _foreground(pid: int) -> Iterator[None]:
     try:
         with suppress(OSError):
             os.tcsetpgrp(terminal, pid)
-            os.killpg(pid, signal.SIGCONT)  # in case it asked for the terminal before it had it
+            os.killpg(pid, signal.SIGCONT)  # in case it used the terminal too early
         yield
     finally:
         with suppress(OSError):

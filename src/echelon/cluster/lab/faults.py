@@ -1,7 +1,7 @@
-"""What is done to the cluster on purpose, and when? Each fault of a lab file happens once.
+"""Injects the faults of a lab file, each one once.
 
-`due` decides and is pure; `apply` does it; `FaultClock` remembers what was done. The launcher owns time:
-it says how many seconds have passed and which step the run has reached.
+`due` decides and is pure; `apply` injects a fault; `FaultClock` remembers which ones happened. The launcher
+provides the elapsed seconds and the step that the run has reached.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIGNALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectedFault:
-    """A fault that was done; the fields are those of the event `FaultInjected`."""
+    """A fault that was injected; the fields are those of the event `FaultInjected`."""
 
     action: str
     target: str
@@ -36,7 +36,7 @@ class InjectedFault:
 def due(
     faults: Sequence[FaultSpec], done: Collection[int], elapsed_s: float, step: int | None
 ) -> list[int]:
-    """The indices of the faults whose time has come: by time, then by step, then as in the file."""
+    """The indices of the faults that are due: by time, then by step, then in the order of the file."""
     ready = []
     for index, fault in enumerate(faults):
         if index in done:
@@ -49,7 +49,7 @@ def due(
 
 
 class FaultClock:
-    """The faults of one run. Call `tick` as often as wanted."""
+    """The faults of one run. `tick` may be called at any time."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class FaultClock:
 
     @property
     def pending(self) -> list[FaultSpec]:
-        """The faults that have not happened."""
+        """The faults that have not happened yet."""
         return [fault for index, fault in enumerate(self.faults) if index not in self._done]
 
     def tick(self, elapsed_s: float, step: int | None) -> list[InjectedFault]:
-        """Do all that is due now; `step` is None while no step is known."""
+        """Inject all faults that are due now; `step` is None while no step is known."""
         injected = []
         for index in due(self.faults, self._done, elapsed_s, step):
             self._done.add(index)
@@ -79,7 +79,7 @@ class FaultClock:
 
 
 def apply(lab: Lab, fault: FaultSpec, pids_of_node: PidsOfNode | None = None) -> str:
-    """Do one fault, and say in a sentence what was done."""
+    """Inject one fault, and return a sentence that describes it."""
     if fault.action in _SIGNALS:
         return _signal(fault, pids_of_node or lab.pids)
     if fault.action == "slow":
@@ -101,7 +101,7 @@ def apply(lab: Lab, fault: FaultSpec, pids_of_node: PidsOfNode | None = None) ->
 def _signal(fault: FaultSpec, pids_of_node: PidsOfNode) -> str:
     number, verb = _SIGNALS[fault.action]
     signalled: set[int] = set()
-    # A process may start another while the list is read: look until there is nothing new.
+    # A process may start another one meanwhile: repeat until there are no new ones.
     while fresh := set(pids_of_node(fault.target)) - signalled:
         send(fresh, number)
         signalled |= fresh

@@ -1,10 +1,10 @@
-"""What can be done with a lab that is up? Seats to start programs in, and controls for its CPUs and links.
+"""A lab that is up: seats to start programs in, and controls for its CPUs and links.
 
     with Lab.up(read_lab("two-sites"), run_id) as lab:
         for seat in lab.seats:
             subprocess.Popen([*seat.prefix, "python", "train.py"])
 
-A lab is built whole or not at all, and removed by `down`, from this process or any other.
+A lab is built completely or not at all. Any process can remove it with `down`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from echelon.cluster.lab.spec import LabSpec
 from echelon.cluster.lab.state import LabState, claim, maker, read_states
 from echelon.errors import LabError
 
-# Enters the group before the program starts, so that no thread escapes it; `exec` keeps the process id.
-# Where the hosts file cannot be put in place, only the nodes' names are missing: addresses do.
+# Enters the group before the program starts, so that all threads are in it; `exec` keeps the process id.
+# If the hosts file cannot be mounted, only the nodes' names are missing; addresses still work.
 _ENTER = 'echo $$ > "$0/cgroup.procs" && { mount --bind "$1" /etc/hosts 2>/dev/null; shift; exec "$@"; }'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """A place for one worker: a node, and what to put before a command so that it runs there."""
+    """A place for one worker: a node, and the words to put before a command so that it runs there."""
 
     node: str
     site: str
@@ -66,7 +66,7 @@ class Lab:
 
     @classmethod
     def up(cls, spec: LabSpec, run_id: str, *, keep: bool = False, prefix: str = PREFIX) -> Lab:
-        """Build it, whole or not at all. `keep`: it is meant to outlive this process."""
+        """Build a lab, completely or not at all. With `keep`, it outlives this process."""
         needs.check(spec.name)
         netem = spec.wants_latency and needs.has_netem()
         pid, started = maker()
@@ -105,7 +105,7 @@ class Lab:
 
     @classmethod
     def find(cls, name: str, prefix: str = PREFIX) -> Lab:
-        """The lab of that id, run or name; one that `lab up` made is preferred to a run's own."""
+        """The lab with that id, run id or name; labs made by `lab up` come before a run's own."""
         found = _named(name, cls.all(prefix))
         if len(found) > 1:
             raise LabError(
@@ -119,7 +119,7 @@ class Lab:
 
     @property
     def id(self) -> str:
-        """The short id that all its names carry."""
+        """The short id in all its names."""
         return self.state.id
 
     @property
@@ -129,22 +129,22 @@ class Lab:
 
     @property
     def spec(self) -> LabSpec:
-        """What its file said."""
+        """The contents of its file."""
         return self.state.spec
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know about it: latency not emulated, quotas too large."""
+        """Warnings for the user: latency not emulated, quotas too large."""
         return self.state.notes
 
     @property
     def latency_emulated(self) -> bool:
-        """Whether latencies asked for are in effect."""
+        """Whether latencies are in effect."""
         return self.state.netem
 
     @property
     def in_use(self) -> bool:
-        """Whether it belongs to a run that goes on."""
+        """Whether it belongs to a run that is still going on."""
         return not self.state.kept and self.state.maker_lives
 
     @property
@@ -163,8 +163,8 @@ class Lab:
         ]
 
     def prefix_of(self, node: str, group: Path) -> tuple[str, ...]:
-        """What to put before a command so that it runs in a node, in this group of it."""
-        # Not `ip netns exec`: that remounts /sys, and the groups would be out of sight.
+        """The words to put before a command so that it runs in a node, in this group."""
+        # Not `ip netns exec`, which remounts /sys and would hide the groups.
         namespace = NAMESPACES / self.state.names.namespace(node)
         enter = (tool("nsenter") or "nsenter", f"--net={namespace}", "--")
         own_mounts = (tool("unshare") or "unshare", "--mount", "--propagation", "slave", "--")
@@ -178,16 +178,16 @@ class Lab:
         return sorted(self.groups.pids(self.groups.of(node)) | in_namespaces([namespace]))
 
     def set_cpu(self, node: str, cpu: float | None) -> None:
-        """Give a node this many cores' worth from now on; None is unlimited."""
+        """Limit a node to this number of cores from now on; None is unlimited."""
         self.spec.index_of(node)
         self.groups.limit(node, cpu)
 
     def lift_quotas(self) -> None:
-        """Let every node run freely, as while programs start: imports are not what a lab measures."""
+        """Remove all CPU limits, for example while programs start and import."""
         self.groups.lift_quotas()
 
     def apply_quotas(self) -> None:
-        """Give every node the speed that its file says."""
+        """Give every node the CPU limit of its file."""
         for node in self.spec.nodes:
             self.groups.limit(node.name, node.cpu)
 
@@ -196,16 +196,16 @@ class Lab:
         self.network.shape(link, bytes_per_s)
 
     def cut(self, link: str) -> None:
-        """Let nothing through a node's link or an uplink, silently."""
+        """Silently drop all traffic on a node's link or an uplink."""
         self.network.cut(link)
 
     def restore(self, link: str) -> None:
-        """Mend a node's link or an uplink and give it the rate that its file says."""
+        """Reconnect a node's link or an uplink and give it the rate of its file."""
         self.network.mend(link)
         self.network.shape(link, self.network.link(link).rate_bytes_per_s)
 
     def status(self) -> list[NodeStatus]:
-        """Every node with its speed and its processes, as the kernel sees them now."""
+        """Every node with its current CPU limit and processes."""
         return [
             NodeStatus(
                 seat=seat,
@@ -216,7 +216,7 @@ class Lab:
         ]
 
     def down(self) -> None:
-        """End what runs in it and remove it. Can be repeated."""
+        """End its processes and remove it. May be called repeatedly."""
         remove(self.state.names)
 
     def __enter__(self) -> Lab:
@@ -229,17 +229,18 @@ class Lab:
 
 
 def take_down(name: str, prefix: str = PREFIX) -> list[str]:
-    """Remove the labs of that id, run or name; returns their ids. A run that goes on keeps its own,
-    unless it is asked for by id.
+    """Remove the labs with that id, run id or name; returns their ids.
+
+    The lab of a run that is still going on is removed only by its id.
     """
-    if name in lab_ids(prefix):  # also when what is written about it cannot be read
+    if name in lab_ids(prefix):  # works even if its state file cannot be read
         remove(Names(name, prefix))
         return [name]
     found = [lab for lab in Lab.all(prefix) if name in (lab.name, lab.state.run_id)]
     busy = [lab for lab in found if lab.in_use]
     if found and busy == found:
         raise LabError(
-            f"lab {name!r} belongs to a run that goes on, process {busy[0].state.maker_pid}",
+            f"lab {name!r} belongs to a run that is still going on, process {busy[0].state.maker_pid}",
             fix=f"end that run, or remove the lab under it: echelon lab down {busy[0].id}",
         )
     idle = [lab for lab in found if not lab.in_use]
@@ -249,15 +250,15 @@ def take_down(name: str, prefix: str = PREFIX) -> list[str]:
 
 
 def _named(name: str, labs: list[Lab]) -> list[Lab]:
-    """The labs that a name means, by the most exact way in which it means any."""
+    """The labs that match a name, by the most specific criterion that matches any."""
     ways: tuple[Callable[[Lab], bool], ...] = (
         lambda lab: lab.id == name,
         lambda lab: lab.state.run_id == name,
         lambda lab: lab.name == name and lab.state.kept,
         lambda lab: lab.name == name,
     )
-    for means in ways:
-        found = [lab for lab in labs if means(lab)]
+    for matches in ways:
+        found = [lab for lab in labs if matches(lab)]
         if found:
             return found
     return []

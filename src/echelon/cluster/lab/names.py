@@ -1,11 +1,11 @@
-"""How is everything called that a lab makes? By a common prefix and the lab's short id.
+"""The names of everything that a lab creates: a common prefix and the lab's short id.
 
     /run/netns/echl-1a2b3c4d.switch     the namespace of the bridges
     /run/netns/echl-1a2b3c4d-NODE       the namespace of a node
     .../echl-1a2b3c4d/node-NODE         the CPU group of a node
-    /run/echelon-lab/echl-1a2b3c4d.*    what is written down about the lab
+    /run/echelon-lab/echl-1a2b3c4d.*    the lab's state files
 
-What carries a lab's stem is that lab's; nothing else on the machine is ever touched.
+Everything with a lab's stem belongs to that lab; nothing else on the machine is ever touched.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Names:
 
     @property
     def stem(self) -> str:
-        """What all of them begin with."""
+        """The common beginning of all names."""
         return f"{self.prefix}-{self.id}"
 
     @property
     def switch(self) -> str:
-        """The namespace that holds the bridges; the dot keeps it apart from any node's."""
+        """The namespace of the bridges; the dot separates it from any node's."""
         return f"{self.stem}.switch"
 
     def namespace(self, node: str) -> str:
@@ -49,25 +49,25 @@ class Names:
 
     @property
     def hosts(self) -> Path:
-        """The file that tells a node the names of the others."""
+        """The hosts file with the nodes' names."""
         return STATES / f"{self.stem}.hosts"
 
     def namespaces(self) -> list[str]:
-        """The namespaces of this lab that exist."""
+        """The existing namespaces of this lab."""
         return [name for name in _entries(NAMESPACES) if stem_id(name, self.prefix) == self.id]
 
     def address(self, index: int) -> str:
-        """A node's address; the second byte differs between labs only to tell them apart when reading."""
+        """A node's address; the second byte differs between labs, only to make them easy to tell apart."""
         return f"10.{int(self.id[:2], 16)}.{(index + 1) // 256}.{(index + 1) % 256}"
 
 
 def short_id(run_id: str) -> str:
-    """Eight characters that stand for a run."""
+    """Eight characters that identify a run."""
     return hashlib.blake2s(run_id.encode(), digest_size=4).hexdigest()
 
 
 def stem_id(name: str, prefix: str = PREFIX) -> str | None:
-    """The id of the lab that a name belongs to, or None if it is no lab's."""
+    """The id of the lab that a name belongs to; None if it belongs to no lab."""
     match = re.match(rf"{re.escape(prefix)}-([0-9a-f]{{8}})(?![^.-])", name)
     return match.group(1) if match else None
 

@@ -1,4 +1,4 @@
-"""What does the lab need that this machine lacks? In plain words, for errors and for `echelon doctor`."""
+"""What a lab needs and this machine lacks, for errors and for `echelon doctor`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NET_ADMIN, _SYS_ADMIN = 12, 21  # capability numbers
 
 
 def missing() -> list[str]:
-    """Each thing that is missing, such as 'root' or 'the command tc (package iproute2)'."""
+    """The missing requirements, such as 'root' or 'the command tc (package iproute2)'."""
     if not sys.platform.startswith("linux"):
         return ["Linux"]
     lacking = [] if os.geteuid() == 0 else ["root"]
@@ -41,7 +41,7 @@ def missing() -> list[str]:
 
 
 def check(lab: str) -> None:
-    """LabError if anything is missing."""
+    """Raise LabError if a requirement is missing."""
     lacking = missing()
     if lacking:
         raise LabError(
@@ -54,7 +54,7 @@ def check(lab: str) -> None:
 
 
 def has_netem() -> bool:
-    """Whether the kernel can delay packets; found by trying, in a nameless namespace that vanishes."""
+    """Whether the kernel can delay packets; tried in a temporary namespace."""
     return _kernel_has("netem", "delay 1ms")
 
 

@@ -1,12 +1,11 @@
-"""How is the network of a lab built? Namespaces joined by shaped veth pairs and one bridge per site.
+"""Builds the network of a lab: namespaces joined by shaped veth pairs and one bridge per site.
 
     node a (namespace)         switch (one namespace per lab)           node b (namespace)
     eth0 ─ tbf ══════════ tbf ─ p0 ─ br0 ─ u0a ══ tbf ══ u0b ─ br1 ─ p1 ─ tbf ══════════ tbf ─ eth0
 
-Each end of a link shapes what it sends, so a link has its rate in both directions at once. Who is behind
-which port is written into the bridges and the nodes beforehand (static forwarding and neighbour
-entries): nothing is learnt or flooded across uplinks, so sites may be joined in a ring, and a cut link
-is silent instead of answering "no route".
+Each end of a link shapes what it sends, so a link has its rate in both directions at once. The bridges and
+nodes get static forwarding and neighbour entries: nothing is learnt or flooded across uplinks, so sites may
+form a ring, and a cut link drops packets silently instead of answering "no route".
 
 The functions that make the commands are pure; `Network` runs them.
 """
@@ -21,10 +20,10 @@ from echelon.cluster.lab.paths import next_uplinks
 from echelon.cluster.lab.spec import LabSpec
 
 # A burst of 1 ms at line rate reaches the rate (1 Gb/s: measured 956 Mb/s of TCP payload) and is still
-# short for a slow link; less than a few packets would not do.
+# short for a slow link; it must hold at least a few packets.
 _BURST_S = 1e-3
 _LEAST_BURST_BYTES = 16 * 1024
-# A queue of 100 ms, as the buffers of ordinary switches and routers; at least one large TCP segment.
+# A queue of 100 ms, like the buffers of ordinary switches and routers; at least one large TCP segment.
 _QUEUE_S = 0.1
 _LEAST_QUEUE_BYTES = 64 * 1024
 _NETEM_PACKETS = 20_000
@@ -32,7 +31,7 @@ _NETEM_PACKETS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabLink:
-    """One link as the file describes it: its two ends, and the switch ports that cut it."""
+    """One link: its rate and latency in the file, its two ends, and the switch ports that cut it."""
 
     rate_bytes_per_s: float | None
     latency_s: float
@@ -41,7 +40,7 @@ class LabLink:
 
 
 class Network:
-    """The network of one lab. Holds no state beyond what the spec says: the kernel keeps the rest."""
+    """The network of one lab. It holds no state besides the spec: the kernel keeps the rest."""
 
     def __init__(self, spec: LabSpec, names: Names, *, netem: bool) -> None:
         self.spec = spec
@@ -49,7 +48,7 @@ class Network:
         self.netem = netem
 
     def build(self) -> None:
-        """Make all of it. On failure the caller removes what is there."""
+        """Build everything. On failure the caller removes what exists."""
         spec, names = self.spec, self.names
         for name in (names.switch, *(names.namespace(node.name) for node in spec.nodes)):
             run(["ip", "netns", "add", name], doing="make a network namespace")
@@ -85,7 +84,7 @@ class Network:
         )
 
     def shape(self, name: str, bytes_per_s: float | None) -> None:
-        """Give a link this rate in both directions, now; None lifts the limit."""
+        """Give a link this rate in both directions, now; None removes the limit."""
         link = self.link(name)
         latency_s = link.latency_s if self.netem else 0.0
         for namespace, device in link.ends:
@@ -93,7 +92,7 @@ class Network:
             batch("tc", lines, doing=f"shape the link {name}", namespace=namespace)
 
     def cut(self, name: str) -> None:
-        """Let nothing through a link, silently: no carrier is lost, no connection is reset."""
+        """Silently drop all traffic on a link: no carrier is lost, no connection is reset."""
         self._set_ports(name, "0")
 
     def mend(self, name: str) -> None:
@@ -127,7 +126,7 @@ def switch_lines(spec: LabSpec) -> list[str]:
         lines.append(f"link add {ends[0]} type veth peer name {ends[1]}")
         for end, site in zip(ends, uplink.between, strict=True):
             lines.append(_up(end, f"master {bridges[site]} "))
-            # Nothing may circle when uplinks form a ring: only addresses written down may pass.
+            # Only known addresses may pass, so that nothing circles when uplinks form a ring.
             lines.append(
                 f"link set {end} type bridge_slave learning off flood off mcast_flood off bcast_flood off"
             )
@@ -135,12 +134,12 @@ def switch_lines(spec: LabSpec) -> list[str]:
 
 
 def _up(device: str, also: str = "") -> str:
-    # Without an IPv6 link-local address there is no duplicate-address chatter on emulated links.
+    # No IPv6 link-local address, so that there is no duplicate-address traffic on emulated links.
     return f"link set {device} {also}addrgenmode none up"
 
 
 def forwarding_lines(spec: LabSpec) -> list[str]:
-    """Behind which port of each site's bridge every node is."""
+    """The port of each site's bridge that leads to each node."""
     uplinks = [uplink.between for uplink in spec.uplinks]
     next_uplink = next_uplinks(spec.sites, uplinks)
     lines = []
@@ -172,7 +171,7 @@ def node_lines(spec: LabSpec, names: Names, index: int) -> list[str]:
 
 
 def shaping_lines(device: str, bytes_per_s: float | None, latency_s: float) -> list[str]:
-    """The queueing disciplines of one end of a link, replacing whatever it has."""
+    """The queueing disciplines of one end of a link; they replace existing ones."""
     lines = []
     parent = "root"
     if latency_s > 0:

@@ -1,7 +1,7 @@
-"""Which uplinks carry the traffic between two sites?
+"""Chooses the uplinks that carry the traffic between two sites.
 
-The fewest uplinks win; among equals, the one that comes first in the file. The choice is made once per
-destination, as a tree, so that following it from switch to switch can never go round in a circle.
+The path with the fewest uplinks wins; among equals, the uplink that comes first in the file. The choice is
+a tree per destination, so that following it from switch to switch never loops.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 
 def next_uplinks(sites: Iterable[str], uplinks: Sequence[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """For (here, there): the index of the uplink to take first. Pairs without a path are left out."""
+    """For (here, there): the index of the first uplink to take. Pairs without a path are omitted."""
     chosen: dict[tuple[str, str], int] = {}
     for there in sites:
         reached = {there}
@@ -30,6 +30,6 @@ def next_uplinks(sites: Iterable[str], uplinks: Sequence[tuple[str, str]]) -> di
 
 
 def unreachable(sites: Sequence[str], uplinks: Sequence[tuple[str, str]]) -> str | None:
-    """The first site that the first one has no path to, if there is any."""
+    """The first site that cannot be reached from the first one, if any."""
     chosen = next_uplinks(sites, uplinks)
     return next((site for site in sites[1:] if (sites[0], site) not in chosen), None)

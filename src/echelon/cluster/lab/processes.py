@@ -1,4 +1,4 @@
-"""Which processes are in a node, and how are they ended? Asked of the kernel, never remembered."""
+"""Finds and ends the processes of a node. The kernel is asked each time; nothing is remembered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOK_EVERY_S = 0.02
 
 
 def in_namespaces(files: Iterable[Path]) -> set[int]:
-    """The processes whose network namespace is one of these."""
+    """The processes whose network namespace is one of these files."""
     wanted = set()
     for file in files:
         with suppress(OSError):
@@ -32,7 +32,7 @@ def in_namespaces(files: Iterable[Path]) -> set[int]:
 
 
 def command_of(pid: int) -> str:
-    """The command line of a process, or nothing if it is gone."""
+    """The command line of a process; empty if it is gone."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -41,7 +41,7 @@ def command_of(pid: int) -> str:
 
 
 def send(pids: Iterable[int], *signals: signal.Signals) -> None:
-    """Send signals to processes; those that are gone already do not matter."""
+    """Send signals to processes; ignores processes that are gone."""
     for pid in pids:
         for number in signals:
             with suppress(ProcessLookupError):
@@ -49,9 +49,9 @@ def send(pids: Iterable[int], *signals: signal.Signals) -> None:
 
 
 def end(find: Callable[[], set[int]], *, grace_s: float = 2.0, deadline_s: float = 8.0) -> set[int]:
-    """End all that `find` finds: asked first, then killed. Returns what would not end."""
+    """End all processes that `find` returns, by SIGTERM, then SIGKILL. Returns those that remain."""
     started = time.monotonic()
-    asked: set[int] = set()
+    signalled: set[int] = set()
     while pids := find() - {os.getpid()}:
         elapsed_s = time.monotonic() - started
         if elapsed_s > deadline_s:
@@ -59,8 +59,8 @@ def end(find: Callable[[], set[int]], *, grace_s: float = 2.0, deadline_s: float
         if elapsed_s > grace_s:
             send(pids, signal.SIGKILL)
         else:
-            # A stopped process hears nothing until it is continued.
-            send(pids - asked, signal.SIGTERM, signal.SIGCONT)
-            asked |= pids
+            # A stopped process handles a signal only after it is continued.
+            send(pids - signalled, signal.SIGTERM, signal.SIGCONT)
+            signalled |= pids
         time.sleep(_LOOK_EVERY_S)
     return set()

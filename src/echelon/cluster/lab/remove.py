@@ -1,8 +1,8 @@
-"""How is a lab taken away, also when the process that made it was killed?
+"""Removes a lab, even if the process that made it was killed.
 
-By name: whatever carries the lab's stem goes, in an order that leaves nothing running and nothing
-unfindable. Processes first, then namespaces (their links and bridges vanish with them), then CPU groups,
-and what is written down about the lab last.
+It works by name: everything with the lab's stem is removed, in an order that leaves nothing running and
+nothing that cannot be found. Processes first, then namespaces (with their links and bridges), then CPU
+groups, and the state files last.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from echelon.errors import LabError
 
 
 def remove(names: Names) -> None:
-    """Take one lab away. Can be repeated; LabError names what could not be removed."""
+    """Remove one lab. May be called repeatedly; LabError names what could not be removed."""
     controller = find_controller()
     groups = CpuGroups(controller, names.stem) if controller else None
     with uninterrupted():
         if groups is not None:
             groups.lift_quotas()
-        stubborn = end(lambda: _pids(names, groups))
-        if stubborn:
-            pid = min(stubborn)
+        remaining = end(lambda: _pids(names, groups))
+        if remaining:
+            pid = min(remaining)
             raise LabError(
                 f"process {pid} ({command_of(pid)[:60]}) in the lab does not end",
                 where=f"lab {names.id}",
@@ -40,7 +40,7 @@ def remove(names: Names) -> None:
             try:
                 run(["ip", "netns", "delete", namespace], doing="remove a network namespace")
             except LabError:
-                if namespace in names.namespaces():  # and not removed by someone else meanwhile
+                if namespace in names.namespaces():  # otherwise another process has removed it
                     raise
         if groups is not None:
             groups.remove()
@@ -48,7 +48,7 @@ def remove(names: Names) -> None:
 
 
 def remove_all(prefix: str = PREFIX) -> list[str]:
-    """Take everything away that carries the prefix, and nothing else; returns the labs' ids."""
+    """Remove everything with the prefix, and nothing else; returns the ids of the labs."""
     found = lab_ids(prefix)
     for lab in found:
         remove(Names(lab, prefix))
@@ -56,7 +56,7 @@ def remove_all(prefix: str = PREFIX) -> list[str]:
 
 
 def lab_ids(prefix: str = PREFIX) -> list[str]:
-    """The ids of all labs of which anything is left: a namespace, a group, a state file."""
+    """The ids of all labs with anything left: a namespace, a group or a state file."""
     found = written_ids(prefix)
     if NAMESPACES.is_dir():
         found |= {lab for path in NAMESPACES.iterdir() if (lab := stem_id(path.name, prefix))}
@@ -73,7 +73,7 @@ def _pids(names: Names, groups: CpuGroups | None) -> set[int]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put a Ctrl-C off until the block is done: cleaning up half-way is worse than a short wait."""
+    """Delay Ctrl-C until the block is done: an interrupted cleanup is worse than a short wait."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What does a lab file say? Reads the TOML that describes an emulated cluster, and checks all of it.
+"""Reads and checks lab files: the TOML that describes an emulated cluster.
 
     name = "two-sites"      # the file's name if omitted
 
@@ -6,13 +6,13 @@
     name = "a"              # with count: a-0, a-1, ...
     count = 4
     site = "east"           # nodes of a site share a switch
-    cpu = 0.4               # cores' worth; unlimited if omitted
+    cpu = 0.4               # in cores; unlimited if omitted
     link = "1gbit"          # each way; unlimited if omitted
-    latency = "1ms"         # one way between node and switch, where the kernel has netem
+    latency = "1ms"         # one way between node and switch, if the kernel has netem
 
     [[uplink]]
     between = ["east", "west"]
-    rate = "100mbit"        # each way, shared by all that crosses it
+    rate = "100mbit"        # each way, shared by all traffic across it
     latency = "5ms"
 
     [[fault]]
@@ -44,7 +44,7 @@ from echelon.errors import ConfigError, UnknownName
 Action = Literal["kill", "stop", "continue", "slow", "rate", "cut", "restore"]
 ACTIONS: tuple[str, ...] = get_args(Action)
 
-# A quota is at least 1 ms of a period that is at most 1 s: the kernel's limits.
+# The kernel's limits: a quota is at least 1 ms, a period at most 1 s.
 SLOWEST_CPU = 0.001
 SLOWEST_BYTES_PER_S = 125.0
 MOST_NODES = 256
@@ -67,7 +67,7 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UplinkSpec:
-    """The line between the switches of two sites; all that crosses it shares its rate."""
+    """The link between the switches of two sites; all traffic across it shares its rate."""
 
     between: tuple[str, str]
     rate_bytes_per_s: float | None = None
@@ -75,15 +75,15 @@ class UplinkSpec:
 
     @property
     def name(self) -> str:
-        """How faults name it: 'east/west'."""
+        """Its name in faults: 'east/west'."""
         return "/".join(self.between)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSpec:
-    """Something done to the cluster on purpose, once. Exactly one of `at_s` and `at_step` is set.
+    """A fault to inject once. Exactly one of `at_s` and `at_step` is set.
 
-    Exactly one of `node` and `link` is set; for rate and cut a node stands for its own link.
+    Exactly one of `node` and `link` is set; for rate and cut a node means its own link.
     """
 
     action: Action
@@ -96,13 +96,13 @@ class FaultSpec:
 
     @property
     def target(self) -> str:
-        """The node or the uplink it is done to."""
+        """The node or uplink that the fault affects."""
         return self.node or self.link or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabSpec:
-    """A whole emulated cluster, nodes counted out and every reference checked."""
+    """A whole emulated cluster, with each node listed and every reference checked."""
 
     name: str
     nodes: tuple[NodeSpec, ...]
@@ -116,32 +116,34 @@ class LabSpec:
 
     @property
     def wants_latency(self) -> bool:
-        """Whether any link is to have a latency."""
+        """Whether any link has a latency."""
         return any(n.latency_s > 0 for n in self.nodes) or any(u.latency_s > 0 for u in self.uplinks)
 
     def index_of(self, node: str) -> int:
-        """A node's place in the order of the file; UnknownName names the nearest."""
+        """A node's index in the order of the file; UnknownName names the nearest."""
         for index, known in enumerate(self.nodes):
             if known.name == node:
                 return index
         raise UnknownName("node", node, [n.name for n in self.nodes], where=f"lab {self.name}")
 
     def notes(self, *, cores: int, latency_emulated: bool) -> tuple[str, ...]:
-        """What the user should know about this cluster on a machine of so many cores."""
+        """Warnings about this cluster on a machine with `cores` cores."""
         out = []
         if self.wants_latency and not latency_emulated:
-            out.append("latency is not emulated: this kernel has no netem; rates and CPU speeds are")
+            out.append(
+                "latency is not emulated, because this kernel has no netem; rates and CPU speeds are"
+            )
         total = sum(node.cpu for node in self.nodes if node.cpu is not None)
         if total > cores:
             out.append(
-                f"the CPU speeds add up to {total:.3g} cores and this machine has {cores}: "
-                "they will not hold when all nodes compute at once"
+                f"the CPU speeds add up to {total:.3g} cores, but this machine has {cores}: "
+                "nodes will be slower than stated when all compute at once"
             )
         return tuple(out)
 
 
 def show_rate(bytes_per_s: float | None) -> str:
-    """A rate as lab files write it: '100mbit'."""
+    """A rate in the notation of lab files: '100mbit'."""
     if bytes_per_s is None:
         return "unlimited"
     bits = bytes_per_s * 8
@@ -157,11 +159,11 @@ def shipped_labs() -> list[str]:
 
 
 def read_lab(path_or_name: str | Path) -> LabSpec:
-    """The cluster that a file, or the shipped file of that name, describes."""
+    """Read a lab file, or the shipped file of that name."""
     path = Path(path_or_name)
     if not path.is_file() and path.name == str(path_or_name) and path.suffix != ".toml":
         if path.name not in shipped_labs():
-            raise UnknownName("lab", path.name, shipped_labs(), where="no file of that name either")
+            raise UnknownName("lab", path.name, shipped_labs(), where="neither a shipped lab nor a file")
         path = _FILES / f"{path.name}.toml"
     try:
         text = path.read_text(encoding="utf-8")
@@ -178,18 +180,20 @@ def read_lab(path_or_name: str | Path) -> LabSpec:
 
 
 def parse_lab(text: str, *, file: str, name: str) -> LabSpec:
-    """The cluster that a text describes; `file` appears in errors, `name` is used if it gives none."""
+    """Parse a lab file's text; `file` appears in errors, `name` is the default name."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         at = re.search(r"line (\d+)", str(error))
-        line = at.group(1) if at else max(1, text.count("\n"))  # otherwise the text ends too early
+        line = at.group(1) if at else max(1, text.count("\n"))  # without a line, the text ends too early
         where = f"{file}, line {line}"
-        raise ConfigError(f"this is not TOML: {error}", where=where, fix="correct that line") from None
+        raise ConfigError(f"not valid TOML: {error}", where=where, fix="correct that line") from None
     for key in ("node", "uplink", "fault"):
         if isinstance(tables.get(key), dict):
             raise ConfigError(
-                f"[{key}] is a single table", where=f"{file}, {key}", fix=f"write [[{key}]], once for each"
+                f"[{key}] must be a list of tables",
+                where=f"{file}, {key}",
+                fix=f"write [[{key}]] with double brackets, once for each",
             )
     top = build_options(_File, tables, where=file)
     lab_name = _checked_name(top.name or re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-_"), f"{file}, name")
@@ -211,7 +215,7 @@ class _File:
     fault: list[dict[str, Any]] = field(default_factory=list)
 
 
-# Quantities are `Any` here, because their own readers give better errors than a type would.
+# Quantities are `Any` here, because their own parsers give better errors than a type would.
 @dataclass(frozen=True, kw_only=True)
 class _Node:
     name: str
@@ -249,7 +253,7 @@ def _nodes(tables: Iterable[Mapping[str, Any]], file: str) -> tuple[NodeSpec, ..
         _checked_name(table.site, f"{where}, site")
         if table.count is not None and not 1 <= table.count <= MOST_NODES:
             raise ConfigError(
-                f"count is {table.count}", where=f"{where}, count", fix=f"give 1 to {MOST_NODES}"
+                f"count cannot be {table.count}", where=f"{where}, count", fix=f"give 1 to {MOST_NODES}"
             )
         template = NodeSpec(
             name=table.name,
@@ -260,9 +264,7 @@ def _nodes(tables: Iterable[Mapping[str, Any]], file: str) -> tuple[NodeSpec, ..
         )
         for name in _counted(table.name, table.count):
             if name in nodes:
-                raise ConfigError(
-                    f"there are two nodes named {name!r}", where=f"{where}, name", fix="rename one"
-                )
+                raise ConfigError(f"two nodes are named {name!r}", where=f"{where}, name", fix="rename one")
             nodes[name] = NodeSpec(
                 name=name,
                 site=template.site,
@@ -271,8 +273,8 @@ def _nodes(tables: Iterable[Mapping[str, Any]], file: str) -> tuple[NodeSpec, ..
                 latency_s=template.latency_s,
             )
     if not 1 <= len(nodes) <= MOST_NODES:
-        found = "there is no node" if not nodes else f"there are {len(nodes)} nodes"
-        raise ConfigError(found, where=file, fix=f"describe 1 to {MOST_NODES} of them with [[node]] tables")
+        found = "the lab has no nodes" if not nodes else f"the lab has {len(nodes)} nodes"
+        raise ConfigError(found, where=file, fix=f"describe 1 to {MOST_NODES} nodes with [[node]] tables")
     return tuple(nodes.values())
 
 
@@ -291,7 +293,7 @@ def _uplinks(tables: Iterable[Mapping[str, Any]], sites: list[str], file: str) -
                 raise UnknownName("site", site, sites, where=f"{where}, between")
         if len(ends) != 2 or ends[0] == ends[1]:
             raise ConfigError(
-                f"an uplink joins two sites, not {ends}",
+                f"an uplink must join two different sites, not {ends}",
                 where=f"{where}, between",
                 fix='write between = ["one-site", "another"]',
             )
@@ -299,7 +301,7 @@ def _uplinks(tables: Iterable[Mapping[str, Any]], sites: list[str], file: str) -
             raise ConfigError(
                 f"there are two uplinks between {ends[0]} and {ends[1]}",
                 where=f"{where}, between",
-                fix="describe it once, with the rate of both together",
+                fix="describe it once, with the combined rate",
             )
         found.append(
             UplinkSpec(
@@ -327,9 +329,11 @@ def _fault(
     _check_time(table, where)
     for key, action in (("cpu", "slow"), ("rate", "rate")):
         if (getattr(table, key) is not None) != (table.action == action):
-            verb = "needs" if table.action == action else "has no"
+            verb = "needs" if table.action == action else "does not take"
             raise ConfigError(
-                f"{table.action} {verb} {key}", where=f"{where}, {key}", fix=f"{key} belongs to {action}"
+                f"action {table.action} {verb} {key}",
+                where=f"{where}, {key}",
+                fix=f"{key} goes with action {action}",
             )
     node, link = _target(table, nodes, uplinks, where)
     return FaultSpec(
@@ -345,21 +349,21 @@ def _fault(
 
 def _check_time(table: _Fault, where: str) -> None:
     if (table.at_s is None) == (table.at_step is None):
-        said = "neither at_s nor at_step" if table.at_s is None else "both at_s and at_step"
-        raise ConfigError(f"{said} is given", where=where, fix="give exactly one of them")
+        which = "neither at_s nor at_step" if table.at_s is None else "both at_s and at_step"
+        raise ConfigError(f"{which} is given", where=where, fix="give exactly one of them")
     at = table.at_s if table.at_s is not None else table.at_step
     if at is None or not math.isfinite(at) or at < 0:
         key = "at_s" if table.at_s is not None else "at_step"
-        raise ConfigError(f"{key} is {at}", where=f"{where}, {key}", fix="give 0 or more")
+        raise ConfigError(f"{key} cannot be {at}", where=f"{where}, {key}", fix="give 0 or more")
 
 
 def _target(
     table: _Fault, nodes: tuple[NodeSpec, ...], uplinks: tuple[UplinkSpec, ...], where: str
 ) -> tuple[str | None, str | None]:
-    """The node or the uplink that a fault names, as the file first spelt it."""
+    """The node or uplink that a fault names, in the file's spelling."""
     if (table.node is None) == (table.link is None):
-        said = "neither node nor link" if table.node is None else "both node and link"
-        raise ConfigError(f"{said} is given", where=where, fix="give exactly one of them")
+        which = "neither node nor link" if table.node is None else "both node and link"
+        raise ConfigError(f"{which} is given", where=where, fix="give exactly one of them")
     names = [node.name for node in nodes]
     if table.node is not None:
         if table.node not in names:
@@ -367,7 +371,9 @@ def _target(
         return table.node, None
     if table.action not in _LINK_ACTIONS:
         raise ConfigError(
-            f"{table.action} is done to a node, not to a link", where=f"{where}, link", fix="give node"
+            f"action {table.action} applies to a node, not to a link",
+            where=f"{where}, link",
+            fix="give node in place of link",
         )
     for uplink in uplinks:
         if table.link in (uplink.name, "/".join(reversed(uplink.between))):
@@ -381,9 +387,9 @@ def _target(
 def _checked_name(name: str, where: str) -> str:
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} is not a name",
+            f"{name!r} is not a valid name",
             where=where,
-            fix="use up to 40 messages, digits, - and _, beginning with a message or digit",
+            fix="use up to 40 letters, digits, - and _, beginning with a letter or digit",
         )
     return name
 
@@ -411,5 +417,5 @@ def _latency(value: Any, where: str) -> float:
         raise ConfigError(f"{value!r} is not a duration", where=where, fix='write a duration such as "5ms"')
     latency = duration_s(value, where=where)
     if not 0 <= latency <= 10:
-        raise ConfigError(f"a latency of {value} is not possible", where=where, fix="give 0 to 10 s")
+        raise ConfigError(f"latency cannot be {value}", where=where, fix="give 0 to 10 s")
     return latency

@@ -1,7 +1,7 @@
-"""What is written down about labs that are up, so that any process finds and removes them?
+"""The state files of labs that are up, by which any process can find and remove them.
 
-One JSON file per lab, made before the first namespace and removed after the last. Making it claims the
-lab's id: of two processes that build the same lab, one is told that it is up already.
+One JSON file per lab, created before the first namespace and removed after the last. Creating it claims the
+lab's id: of two processes that build the same lab, one gets the error that it is already up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.errors import LabError
 
 
 class LabState(msgspec.Struct, frozen=True, kw_only=True):
-    """One lab: what it is, who made it, and whether it outlives its maker."""
+    """One lab: its spec, the process that made it, and whether it outlives that process."""
 
     id: str
     prefix: str
@@ -33,27 +33,27 @@ class LabState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> Names:
-        """The names of all that the lab made."""
+        """The names of everything that the lab created."""
         return Names(self.id, self.prefix)
 
     @property
     def maker_lives(self) -> bool:
-        """Whether the process that made it is still there (and not another one with its number)."""
+        """Whether the process that made it still exists (and not another one with the same pid)."""
         return started_at(self.maker_pid) == self.maker_started
 
 
 def started_at(pid: int) -> int:
-    """When a process started, in clock ticks after boot; 0 if there is none."""
+    """The start time of a process, in clock ticks after boot; 0 if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return 0
-    # Field 22; the command's name before it may hold spaces and brackets, and ends at the last one.
+    # Field 22; the command name before it may contain spaces and brackets, and ends at the last bracket.
     return int(stat.rpartition(")")[2].split()[19])
 
 
 def claim(state: LabState) -> None:
-    """Write a lab down; LabError if one of its id is up."""
+    """Write a lab's state file; LabError if a lab with its id is up."""
     file = state.names.state
     try:
         _make(file)
@@ -76,14 +76,14 @@ def claim(state: LabState) -> None:
 def _make(file: Path) -> None:
     for _ in range(10):
         file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        # The last lab to go may take the folder with it just now: then make it again.
+        # Removing the last lab removes the folder too: then create it again.
         with suppress(FileNotFoundError):
             return file.open("x").close()
-    raise FileNotFoundError(2, "its folder keeps vanishing", str(file))
+    raise FileNotFoundError(2, "its folder is removed repeatedly", str(file))
 
 
 def replace(state: LabState) -> None:
-    """Write what is now known about a lab; a reader sees the old text or the new, never half."""
+    """Replace a lab's state file atomically."""
     file = state.names.state
     fresh = file.with_suffix(".new")
     fresh.write_bytes(msgspec.json.encode(state))
@@ -91,27 +91,27 @@ def replace(state: LabState) -> None:
 
 
 def write_hosts(state: LabState) -> None:
-    """The machine's own hosts file, and the nodes' names; each process in a node sees it as /etc/hosts."""
+    """Write the machine's hosts file plus the nodes' names; processes in a node see it as /etc/hosts."""
     names = state.names
     own = Path("/etc/hosts").read_text(encoding="utf-8") if Path("/etc/hosts").is_file() else ""
     lines = []
     for index, node in enumerate(state.spec.nodes):
         address = names.address(index)
-        # The mapped form too: c10d looks up the names of IPv4 peers on IPv6 sockets, and warns otherwise.
+        # The mapped form too: c10d looks up IPv4 peers' names on IPv6 sockets, and would warn.
         lines += [f"{address} {node.name}", f"::ffff:{address} {node.name}"]
     names.hosts.write_text("\n".join([own, *lines, ""]), encoding="utf-8")
 
 
 def forget(names: Names) -> None:
-    """Remove what is written about a lab."""
+    """Remove a lab's state files."""
     for file in (names.hosts, names.state.with_suffix(".new"), names.state):
         file.unlink(missing_ok=True)
     with suppress(OSError):
-        STATES.rmdir()  # only when it was the last
+        STATES.rmdir()  # succeeds only after the last lab
 
 
 def read_states(prefix: str = PREFIX) -> list[LabState]:
-    """All labs that are written down, oldest first; unreadable files are left to `down --all`."""
+    """All labs with a readable state file, oldest first; `down --all` removes the unreadable ones."""
     states = []
     for file in _files(prefix):
         with suppress(OSError, msgspec.DecodeError):
@@ -125,7 +125,7 @@ def written_ids(prefix: str = PREFIX) -> set[str]:
 
 
 def maker() -> tuple[int, int]:
-    """This process, as a lab remembers it."""
+    """The pid and start time of this process."""
     return os.getpid(), started_at(os.getpid())
 
 

@@ -1,12 +1,12 @@
-"""Auto: none, or one of a few codecs, whichever takes the least time on the links that there are.
+"""Auto: none, or one of a few codecs, whichever takes the least time on the run's links.
 
-A codec pays if encoding and decoding take less than what it saves on the wire:
+A codec pays off if encoding and decoding take less time than it saves on the wire:
 
     encode + decode  <  (1 - 1/r) wire        r times smaller
 
 Both are measured when the run begins: the links, and the codecs on this machine. On one machine there is
-nothing to save, and nothing is measured. Where sites are known, codecs on the links between them only are
-candidates as well. Where links are fast, codecs rarely beat dense gradients, so one must win by a margin.
+nothing to save, and nothing is measured. If sites are known, codecs that apply only between sites are
+candidates too. On fast links codecs rarely beat dense gradients, so one must win by a margin.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from echelon.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoCodec(StandIn):
-    """None or the cheapest of some codecs, by measured links and speeds.
+    """Chooses none or the cheapest of some codecs, by measured links and speeds.
 
-    `among` are the candidates, with semicolons between them; `margin` is how many times faster one must be.
+    `among` lists the candidates, separated by semicolons; `margin` is how many times faster one must be.
     """
 
     name: ClassVar[str] = "auto"
@@ -37,17 +37,19 @@ class AutoCodec(StandIn):
         for text, codec in self.candidates.items():
             if isinstance(codec, StandIn):
                 raise ConfigError(
-                    f"{text} is no candidate", where="codec auto, among", fix="name codecs themselves"
+                    f"{text} cannot be a candidate",
+                    where="codec auto, among",
+                    fix="name codecs other than auto and between",
                 )
             if codec.momentum:
                 raise ConfigError(
                     f"{text} applies momentum, so the optimizer would have to know whether it is chosen",
                     where="codec auto, among",
-                    fix=f"say {codec.name}(momentum=0, ...), or top-k",
+                    fix=f"use {codec.name}(momentum=0, ...), or top-k",
                 )
 
     @property
     def candidates(self) -> dict[str, Codec]:
-        """The codecs to choose from, by how they are written."""
+        """The codecs to choose from, by their text."""
         texts = [text.strip() for text in self.among.split(";")]
         return {text: CODECS.build(text, where="codec auto, among") for text in texts if text}

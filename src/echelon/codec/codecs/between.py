@@ -1,8 +1,8 @@
-"""Between: full precision inside a site, a codec on the thin links between sites.
+"""Between: full precision inside a site, a codec on the slow links between sites.
 
-Workers of a site add up their gradients as they are; each then exchanges one part of every parameter with
-its counterparts of the other sites, encoded. Sites are the groups of the run: those of --groups, or of a
-lab.
+Workers of a site add up their gradients unencoded; each then exchanges one part of every parameter,
+encoded, with its counterparts of the other sites. Sites are the groups of the run: those of --groups, or of
+a lab.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Between(StandIn):
-    """A codec between sites only; inside a site gradients are added in full precision."""
+    """Uses a codec between sites only; inside a site gradients are added in full precision."""
 
     name: ClassVar[str] = "between"
     codec: str = "top-k(ratio=0.01)"
@@ -24,18 +24,18 @@ class Between(StandIn):
     def __post_init__(self) -> None:
         if isinstance(self.inner, StandIn):
             raise ConfigError(
-                f"{self.codec} stands for another codec",
+                f"{self.codec} cannot be used inside between",
                 where="codec between",
-                fix="name the codec itself; auto alone chooses per level as well",
+                fix="name another codec, such as top-k; --codec auto also considers codecs between sites",
             )
         if self.inner.whole:
             raise ConfigError(
-                f"{self.codec} writes whole parameters, and workers of a site have parts of them",
+                f"{self.codec} writes whole parameters, but here each worker of a site has a part of them",
                 where="codec between",
                 fix="use top-k, one-bit or another codec that writes elements",
             )
 
     @property
     def inner(self) -> Codec:
-        """What is used between sites."""
+        """The codec used between sites."""
         return CODECS.build(self.codec, where="codec between")

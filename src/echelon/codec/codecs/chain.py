@@ -1,8 +1,8 @@
 """Chain: a sparse codec chooses the elements, another codec writes their values.
 
-A piece is that of any sparse codec, the values as the other codec writes them. What both leave out,
-elements that are not chosen and what the other codec loses of the chosen ones, is kept if the first codec
-has feedback. The other codec's own feedback is not used: it would write other elements in each step.
+The format is that of any sparse codec, with the values as the other codec writes them. If the first codec
+has feedback, the residual holds the elements that are not chosen and the second codec's error on the chosen
+ones. The second codec's own feedback is not used, because it would see other elements in each step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain(Codec):
-    """The elements that the sparse codec `first` chooses, their values written by the codec `then`."""
+    """Sends the elements that the sparse codec `first` chooses, with values written by the codec `then`."""
 
     name: ClassVar[str] = "chain"
     travels: ClassVar[Travels] = "gather"
@@ -42,33 +42,33 @@ class Chain(Codec):
             )
         if then.travels == "sum" or then.momentum or isinstance(then, StandIn):
             raise ConfigError(
-                f"{self.then} cannot write the values of elements that each worker chooses for itself",
+                f"{self.then} cannot write the values that a sparse codec chooses on each worker",
                 where="then",
                 fix="use a codec of values, such as fp16 or one-bit",
             )
         if type(then).settle is not Codec.settle:
             raise ConfigError(
-                f"{self.then} follows the totals of all workers, and here there are none",
+                f"{self.then} depends on the totals of all workers, which a chain does not have",
                 where="then",
-                fix="use a codec that looks at the values only, such as fixed(bits=12)",
+                fix="use a codec that depends only on the values, such as fixed(bits=12)",
             )
         if isinstance(then, Dgc):
             raise ConfigError(
-                f"{self.then} remembers each element, but here they are others in each step",
+                f"{self.then} keeps a state for each element, but a chain's elements change in each step",
                 where="then",
-                fix="use a codec of values that does not, such as fp16 or one-bit",
+                fix="use a codec without such a state, such as fp16 or one-bit",
             )
 
     @property
     def contracts(self) -> bool:
-        """As the codec of the values."""
+        """That of the codec that writes the values."""
         return self._writer.contracts
 
     @property
     def _chooser(self) -> Sparse:
         first = _built(self.first, "chain, first")
         if not isinstance(first, Sparse):
-            raise TypeError(self.first)  # cannot be: it was looked at
+            raise TypeError(self.first)  # unreachable: __post_init__ has checked it
         return first
 
     @property
@@ -86,29 +86,32 @@ class Chain(Codec):
         return self._chooser.momentum
 
     def begin(self, length: int) -> State:
-        """The first codec's state, and of the other's what does not belong to single elements."""
+        """The first codec's state, and the second's state except tensors with one entry per element."""
         state = self._chooser.begin(length)
         others, longer = self._writer.begin(length), self._writer.begin(length + 1)
-        lasting = {name for name in others if others[name].shape == longer[name].shape}
-        if missing := sorted(others.keys() - lasting - {RESIDUAL}):
+        shared = {name for name in others if others[name].shape == longer[name].shape}
+        if missing := sorted(others.keys() - shared - {RESIDUAL}):
             raise ConfigError(
-                f"{self.then} remembers each element ({missing[0]}), but here they are others in each step",
+                f"{self.then} keeps a state for each element ({missing[0]}), "
+                "but a chain's elements change in each step",
                 where="codec chain, then",
-                fix="use a codec of values that does not, such as fp16 or one-bit",
+                fix="use a codec without such a state, such as fp16 or one-bit",
             )
-        return state | {name: others[name] for name in lasting}
+        return state | {name: others[name] for name in shared}
 
-    def encode(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
-        """The elements that the first codec picks, written by the other."""
-        given, positions = self._chooser.pick(values, state, turn)
-        return self._written(given, positions, state, turn, given if self.feedback else None)
+    def encode(self, values: Tensor, state: State, context: CodecContext) -> Tensor:
+        """The elements that the first codec picks, written by the second."""
+        given, positions = self._chooser.pick(values, state, context)
+        return self._written(given, positions, state, context, given if self.feedback else None)
 
-    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
-        """The elements that the first codec chooses, written by the other."""
-        return self._written(values, self._chooser.choose(values, turn), state, turn, rest)
+    def write(
+        self, values: Tensor, state: State, context: CodecContext, rest: Tensor | None = None
+    ) -> Tensor:
+        """The elements that the first codec chooses, written by the second."""
+        return self._written(values, self._chooser.choose(values, context), state, context, rest)
 
     def _written(
-        self, values: Tensor, positions: Positions, state: State, turn: CodecContext, rest: Tensor | None
+        self, values: Tensor, positions: Positions, state: State, context: CodecContext, rest: Tensor | None
     ) -> Tensor:
         import torch
 
@@ -116,22 +119,22 @@ class Chain(Codec):
         left = torch.empty_like(taken)
         data = np.empty(0, np.uint8)
         if len(positions):
-            data = self._writer.write(taken, state, _turn_of(turn, len(positions)), left).numpy()
+            data = self._writer.write(taken, state, _context_for(context, len(positions)), left).numpy()
         leave(values, positions, left.numpy(), rest)
         return pack(positions, len(values), data)
 
-    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
-        """The other codec's values at the chosen positions, zeros elsewhere."""
+    def read(self, payload: Tensor, out: Tensor, context: CodecContext, *, add: bool = False) -> None:
+        """The second codec's values at the chosen positions, zeros elsewhere."""
         import torch
 
         positions, data = unpack(payload, len(out))
         values = torch.empty(len(positions))
-        if len(positions):  # a copy, for it begins where any number may
-            self._writer.read(torch.from_numpy(data.copy()), values, _turn_of(turn, len(positions)))
+        if len(positions):  # a copy, because the data may be unaligned
+            self._writer.read(torch.from_numpy(data.copy()), values, _context_for(context, len(positions)))
         put(positions, values.numpy(), out, add=add)
 
     def bound(self, values: Tensor) -> Tensor:
-        """The other codec's where elements are chosen, their magnitude elsewhere."""
+        """The second codec's bound for chosen elements, the magnitude for others."""
         import torch
 
         worst = torch.zeros(len(values))
@@ -144,12 +147,12 @@ class Chain(Codec):
         return worst
 
 
-def _turn_of(turn: CodecContext, count: int) -> CodecContext:
-    """Chosen values are a vector, whatever the shape of the parameter that they are from."""
-    return replace(turn, shape=(count,))
+def _context_for(context: CodecContext, count: int) -> CodecContext:
+    """The context of the chosen values: they are a vector, whatever the shape of the parameter."""
+    return replace(context, shape=(count,))
 
 
 @lru_cache(maxsize=64)
 def _built(text: str, where: str) -> Codec:
-    """Kept, for every piece asks for it."""
+    """Cached, because every piece needs it."""
     return CODECS.build(text, where=where)

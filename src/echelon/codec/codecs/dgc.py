@@ -1,19 +1,20 @@
-"""DGC: momentum before the choice, so that very few elements are enough (Lin, Han, Mao, Wang, Dally 2018).
+"""DGC: applies momentum before choosing, so very few elements suffice (Lin, Han, Mao, Wang, Dally 2018).
 
-For a gradient g, each element's velocity u and what it has gathered v, all on the worker:
+For a gradient g, a velocity u and an accumulated value v per element, all local to the worker:
 
     u = m u + g,   v = v + u,   send v where it is largest,   there v = 0 and u = 0 (masking)
 
-A further part of a step's gradient (several backward passes before the optimizer steps) is added to both as
-it is. With `nesterov`, v = v + g + m u, as torch has it. Before it, g is clipped to the norm
-clip / sqrt(workers): the sum of that many independent gradients has about the norm `clip`. The optimizer
-must have no momentum: it is in here. What is gathered is the feedback; for m = 0, the residual of top-k.
+A further part of a step's gradient (several backward passes before the optimizer steps) is added unchanged
+to both. With `nesterov`, v = v + g + m u, as in torch. Before that, g is clipped to the norm clip /
+sqrt(workers): the sum of that many independent gradients has about the norm `clip`. The optimizer must have
+no momentum, because it is applied here. The accumulated values are the feedback; for m = 0 they are the
+residual of top-k.
 
-Masking drops the velocity of elements that are late: what they gathered has been sent. Where many elements
-are sent in each step few are late, and masking would only take the momentum away: so nothing is masked in
-the warm-up, nor where all elements are sent; then DGC is momentum SGD, to the bit.
+Masking drops the velocity of elements that were delayed: their accumulated value has just been sent. If
+many elements are sent in each step, few are delayed, and masking would only remove momentum. So nothing is
+masked during warm-up, nor if all elements are sent; then DGC equals momentum SGD, to the bit.
 
-In the warm-up the ratio falls: 1/4, 1/16, 1/64 and so on, each for the same number of steps, then `ratio`.
+During warm-up the ratio falls: 1/4, 1/16, 1/64 and so on, each for the same number of steps, then `ratio`.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ if TYPE_CHECKING:
 
 VELOCITY = "velocity"
 GATHERED = "gathered"
-_WARM_RATIO = 0.25  # of the first stage, and of each stage to the one before
+_WARM_RATIO = 0.25  # of the first warm-up stage, and of each stage relative to the previous one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dgc(Sparse):
-    """Sends a part `ratio` of the elements, those that have gathered most, momentum included.
+    """Sends the part `ratio` of the elements with the largest accumulated gradient, momentum included.
 
-    `momentum` and `nesterov` are instead of the optimizer's. `clip` is the largest norm of a parameter's
-    gradient, 0 for any. `warmup` is the number of steps in which the ratio falls from 1/4. `masking` stops
-    elements that are sent. `sample` is the part of the elements that is looked at to guess a threshold, 0
-    to look at all: which ones are sent does not depend on it.
+    `momentum` and `nesterov` replace the optimizer's. `clip` is the largest norm of a parameter's gradient,
+    0 for no limit. `warmup` is the number of steps in which the ratio falls from 1/4. `masking` resets the
+    velocity of elements that are sent. `sample` is the part of the elements that is sampled to estimate a
+    threshold, 0 for no sampling; it does not change which elements are sent.
     """
 
     name: ClassVar[str] = "dgc"
@@ -73,25 +74,25 @@ class Dgc(Sparse):
             )
         if not 0 <= self.clip < math.inf:
             raise ConfigError(
-                f"clip is {self.clip:g}, which is no norm",
+                f"clip is {self.clip:g}, which is not a norm",
                 where="clip",
                 fix="give a norm, or 0 for no clipping",
             )
         if self.warmup < 0:
             raise ConfigError(
-                f"a warm-up of {self.warmup} steps",
+                f"warmup is {self.warmup}, which is not a number of steps",
                 where="warmup",
-                fix="give a number of steps, or 0 for none",
+                fix="give a number of steps, or 0 for no warm-up",
             )
 
     @property
     def feedback(self) -> bool:
-        """What is not sent is gathered."""
+        """What is not sent accumulates."""
         return True
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The steps from which on the ratio is another one."""
+        """The steps at which the ratio changes."""
         later = range(1, self.warmup + 1)
         return (0, *(step for step in later if self.ratio_at(step) != self.ratio_at(step - 1)))
 
@@ -103,26 +104,28 @@ class Dgc(Sparse):
         return warm[step * len(warm) // self.warmup]
 
     def begin(self, length: int) -> State:
-        """Nothing is moving, nothing is gathered."""
+        """Zero velocity and zero accumulated gradient."""
         import torch
 
         state = {GATHERED: torch.zeros(length, dtype=torch.float32)}
         return state | {VELOCITY: torch.zeros(length, dtype=torch.float32)} if self.momentum else state
 
-    def choose(self, values: Tensor, turn: CodecContext) -> Positions:
-        """The largest ones."""
-        return self._largest(Source(values.numpy()), turn)
+    def choose(self, values: Tensor, context: CodecContext) -> Positions:
+        """The largest elements."""
+        return self._largest(Source(values.numpy()), context)
 
-    def pick(self, values: Tensor, state: State, turn: CodecContext) -> tuple[Tensor, Positions]:
-        """What is gathered, this step's values included, and its largest elements; their velocity is 0."""
+    def pick(self, values: Tensor, state: State, context: CodecContext) -> tuple[Tensor, Positions]:
+        """The accumulated gradient, including this step's, and its largest elements; masks velocity."""
         gathered = state[GATHERED]
         velocity: Floats | None = state[VELOCITY].numpy() if self.momentum else None
-        factor = self._factor(values, turn)
-        source = _Gathering(self, values.numpy(), velocity, gathered.numpy(), factor, further=turn.further)
+        factor = self._factor(values, context)
+        source = _Gathering(
+            self, values.numpy(), velocity, gathered.numpy(), factor, further=context.further
+        )
         with np.errstate(over="ignore", invalid="ignore"):
-            positions = self._largest(source, turn)
-        late = turn.step >= self.warmup and self._count(len(values), turn) < len(values)
-        if velocity is not None and self.masking and late:
+            positions = self._largest(source, context)
+        delayed = context.step >= self.warmup and self._count(len(values), context) < len(values)
+        if velocity is not None and self.masking and delayed:
             velocity[positions] = 0
         return gathered, positions
 
@@ -134,25 +137,25 @@ class Dgc(Sparse):
             ratio *= _WARM_RATIO
         return ratios
 
-    def _count(self, length: int, turn: CodecContext) -> int:
-        return chosen(length, self.ratio_at(turn.step))
+    def _count(self, length: int, context: CodecContext) -> int:
+        return chosen(length, self.ratio_at(context.step))
 
-    def _largest(self, source: Source, turn: CodecContext) -> Positions:
-        count = self._count(len(source.values), turn)
-        return largest(source, count, sample=self.sample, step=turn.step)
+    def _largest(self, source: Source, context: CodecContext) -> Positions:
+        count = self._count(len(source.values), context)
+        return largest(source, count, sample=self.sample, step=context.step)
 
-    def _factor(self, values: Tensor, turn: CodecContext) -> float:
-        """What clipping multiplies the gradient by. A part of a parameter may have its part of the norm."""
+    def _factor(self, values: Tensor, context: CodecContext) -> float:
+        """The factor of gradient clipping. A part of a parameter gets its part of the norm."""
         if not self.clip or not len(values):
             return 1.0
-        part = len(values) / max(len(values), math.prod(turn.shape))
-        most = self.clip * math.sqrt(part / turn.workers)
+        part = len(values) / max(len(values), math.prod(context.shape))
+        most = self.clip * math.sqrt(part / context.workers)
         norm = _norm(values.numpy())
         return most / norm if norm > most else 1.0
 
 
 class _Gathering(Source):
-    """What is gathered, block by block: momentum, and the sum, while a block is in the cache."""
+    """The accumulated gradient, block by block: applies momentum and adds while a block is in the cache."""
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class _Gathering(Source):
         self.scratch = np.empty(min(BLOCK, len(gradient)), np.float32)
 
     def peek(self, cut: slice) -> Floats:
-        """Some elements as they will be, to a rounding."""
+        """Some elements with their final values, up to rounding."""
         moved = self.gradient[cut] * self.factor
         if self.further:
             moved = moved * (1 + self.momentum) if self.nesterov else moved
@@ -186,7 +189,7 @@ class _Gathering(Source):
         return found
 
     def block(self, start: int, stop: int) -> Floats:
-        """A range with this step's gradient in it."""
+        """A range with this step's gradient added."""
         gradient, gathered = self.gradient[start:stop], self.values[start:stop]
         scratch = self.scratch[: stop - start]
         if self.factor != 1:
@@ -194,7 +197,7 @@ class _Gathering(Source):
         if self.velocity is None:
             return np.add(gathered, gradient, out=gathered)
         velocity = self.velocity[start:stop]
-        if self.further:  # the rest of the velocity was gathered in the round before
+        if self.further:  # the previous round has already added the rest of the velocity
             np.add(velocity, gradient, out=velocity)
             ahead = np.multiply(gradient, 1 + self.momentum, out=scratch) if self.nesterov else gradient
             return np.add(gathered, ahead, out=gathered)
@@ -206,7 +209,7 @@ class _Gathering(Source):
 
 
 def _norm(values: Floats) -> float:
-    """The norm; in float32, which is quicker, if squares neither overflow nor underflow there."""
+    """The norm; in float32, which is faster, unless squares overflow or underflow."""
     square = 0.0
     with np.errstate(over="ignore"):
         for start in range(0, len(values), BLOCK):
@@ -218,7 +221,7 @@ def _norm(values: Floats) -> float:
 
 
 def _ahead(gradient: Floats, velocity: Floats, momentum: float, out: Floats) -> Floats:
-    """g + m u, rounded once, as torch's optimizer does it: numpy would round the product too."""
+    """g + m u, rounded once, as in torch's optimizer: numpy would also round the product."""
     import torch
 
     added = torch.from_numpy(out)

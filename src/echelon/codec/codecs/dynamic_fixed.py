@@ -1,18 +1,18 @@
 """dynamic-fixed: fixed point whose scale follows the gradients of each parameter.
 
-As in Courbariaux et al. (2014), "Training deep neural networks with low precision multiplications": an
-exponent e is kept for a parameter; its values are written with b bits in steps of 2^(e-b+1), up to (2^(b-1)
-- 1) steps. After each step of training, if more than `most_overflow` of the values were beyond, e goes up
-by one; if no more than that would have been beyond half of it, e goes down by one. It begins at 0, and
-jumps to where the largest value fits after the first step, and whenever most values were beyond or all were
+As in Courbariaux et al. (2014), "Training deep neural networks with low precision multiplications": a
+parameter has an exponent e; its values are written with b bits in steps of 2^(e-b+1), up to (2^(b-1) - 1)
+steps. After each training step, e rises by one if more than `most_overflow` of the values were out of
+range; e falls by one if no more than that would have been out of half the range. It begins at 0. It jumps
+to where the largest value fits after the first step, and whenever most values were out of range or all
 rounded to zero.
 
-e is the same on all workers, because all that it follows from is in what all of them read: so numbers are
-added as they are, exactly, as in `fixed` with a range. Each part says how many of its values were beyond e
-and beyond e-1, and which e would fit; totals say it of all workers; `settle` decides.
+e is equal on all workers, because it depends only on data that all of them read. So numbers are added
+exactly as they are, as in `fixed` with a range. Each part reports how many of its values were beyond e and
+beyond e-1, and which e would fit; totals report it for all workers; `settle` decides.
 
-What is cut off or rounded is kept and added to the next values, unless `feedback` is off; how many were cut
-off is counted in the writer's state as `saturated`.
+What is clamped or rounded is kept and added to the next step's values, unless `feedback` is off. The
+writer's state counts clamped values as `saturated`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EXPONENT = "exponent"
-TALLY = "tally"  # of this step: values, those beyond, those beyond half, the exponent that would fit
-BEGUN = "begun"  # whether a step has decided already
+TALLY = (
+    "tally"  # of this step: values, those out of range, those out of half the range, the fitting exponent
+)
+BEGUN = "begun"  # whether a step has been decided already
 
 _FIRST = 0
-_LOWEST, _HIGHEST = -126, 128  # steps and levels of all between are numbers of float32
-_NOTHING = -(2**15)  # what would fit zeros
+_LOWEST, _HIGHEST = -126, 128  # all steps and levels in between are float32 numbers
+_NOTHING = -(2**15)  # the fitting exponent of zeros
 _HEAD = struct.Struct("<hhIQQ")
 
 
@@ -53,7 +55,7 @@ class _Head(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicFixed(Codec):
-    """Fixed point of `bits` bits; the scale of each parameter follows how many values are beyond it."""
+    """Fixed point of `bits` bits; the scale of each parameter follows how many values overflow it."""
 
     name: ClassVar[str] = "dynamic-fixed"
     travels: ClassVar[Travels] = "scatter"
@@ -70,13 +72,13 @@ class DynamicFixed(Codec):
             )
         if not 0 <= self.most_overflow < 0.5:
             raise ConfigError(
-                f"a share of {self.most_overflow:g} cannot be let overflow",
+                f"most_overflow cannot be {self.most_overflow:g}",
                 where="codec dynamic-fixed, most_overflow",
-                fix="give a share of the values below one half, such as 1e-4",
+                fix="give the share of values that may overflow, below one half, such as 1e-4",
             )
 
     def begin(self, length: int) -> State:
-        """A scale that reaches to 1, and nothing counted."""
+        """A scale with range 1, and empty counts."""
         import torch
 
         return Codec.begin(self, length) | {
@@ -86,31 +88,33 @@ class DynamicFixed(Codec):
             SATURATED: torch.tensor([0]),
         }
 
-    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
-        """What `settle` must know, and the codes; nothing of an empty piece."""
+    def write(
+        self, values: Tensor, state: State, context: CodecContext, rest: Tensor | None = None
+    ) -> Tensor:
+        """The header for `settle`, and the codes; nothing for an empty piece."""
         return self._write(values, (), state, rest)
 
-    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
-        """The levels that the codes, or sums of codes, stand for."""
+    def read(self, payload: Tensor, out: Tensor, context: CodecContext, *, add: bool = False) -> None:
+        """The levels of the codes, or of sums of codes."""
         data = payload.numpy()
         if len(out) or len(data):
             head = self._head(data, len(out))
             coder = Coder(self._grid(head.exponent), len(out))
             coder.read(data[_HEAD.size :], out, writers=head.writers, add=add)
 
-    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: CodecContext) -> Tensor:
-        """The sums of all workers' codes, and of what they have counted."""
-        ranks = (rank for rank in range(len(parts) + 1) if rank != turn.rank)
+    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, context: CodecContext) -> Tensor:
+        """The sums of all workers' codes and counts."""
+        ranks = (rank for rank in range(len(parts) + 1) if rank != context.rank)
         written = []
         for part, rank in zip(parts, ranks, strict=False):
             if len(own):
                 head = self._head(part.numpy(), len(own))
                 if head.exponent != self._exponent(state) or head.writers != 1:
                     raise Corrupt(
-                        f"worker {rank} has exponent {head.exponent}, others {self._exponent(state)}",
+                        f"worker {rank} has exponent {head.exponent}, this worker {self._exponent(state)}",
                         ranks=(rank,),
                         where="codec dynamic-fixed",
-                        fix="workers that join or resume need the codec state of the others",
+                        fix="give workers that join or resume the codec state of the others",
                     )
             written.append(part.numpy())
         if not self.feedback:
@@ -118,9 +122,9 @@ class DynamicFixed(Codec):
         kept = state[RESIDUAL].add_(own)
         return self._write(kept, written, state, kept)
 
-    def read_total(self, payload: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
-        """What `merge` has written; what it has counted is added to that of other pieces."""
-        self.read(payload, out, turn)
+    def read_total(self, payload: Tensor, out: Tensor, state: State, context: CodecContext) -> None:
+        """Read what `merge` wrote, and add its counts to those of other pieces."""
+        self.read(payload, out, context)
         if not len(out):
             return
         head = self._head(payload.numpy(), len(out))
@@ -128,7 +132,7 @@ class DynamicFixed(Codec):
             raise Corrupt(
                 f"a total has exponent {head.exponent}, this worker {self._exponent(state)}",
                 where="codec dynamic-fixed",
-                fix="workers that join or resume need the codec state of the others",
+                fix="give workers that join or resume the codec state of the others",
             )
         values, beyond, beyond_half, fit = state[TALLY].tolist()
         counts = (
@@ -139,8 +143,8 @@ class DynamicFixed(Codec):
         )
         state[TALLY].copy_(state[TALLY].new_tensor(counts))
 
-    def settle(self, state: State, turn: CodecContext) -> None:
-        """The exponent of the next step."""
+    def settle(self, state: State, context: CodecContext) -> None:
+        """Decide the exponent of the next step."""
         values, beyond, beyond_half, fit = state[TALLY].tolist()
         state[TALLY].copy_(state[TALLY].new_tensor((0, 0, 0, _NOTHING)))
         if fit == _NOTHING:
@@ -157,14 +161,14 @@ class DynamicFixed(Codec):
         state[BEGUN].fill_(1)
 
     def bound(self, values: Tensor) -> Tensor:
-        """Half a step of the first scale, and what is beyond it."""
-        return self._grid(_FIRST).bound(values, chance=False)
+        """Half a step of the first scale, plus any excess over its range."""
+        return self._grid(_FIRST).bound(values, stochastic=False)
 
     def _write(self, values: Tensor, parts: Sequence[Bytes], state: State, rest: Tensor | None) -> Tensor:
         import torch
 
         count, writers = len(values), len(parts) + 1
-        if not count:  # and of a parameter of one element, no state either
+        if not count:  # an empty piece of a one-element parameter has no state
             return torch.empty(0, dtype=torch.uint8)
         exponent = self._exponent(state)
         grid = self._grid(exponent)
@@ -193,14 +197,14 @@ class DynamicFixed(Codec):
         return Grid(most_code(self.bits), 2.0 ** (exponent - self.bits + 1))
 
     def _fit(self, most: float) -> int:
-        """The smallest exponent that this magnitude is not beyond."""
+        """The smallest exponent whose range includes this magnitude."""
         if not most:
             return _NOTHING
         exponent = math.frexp(most)[1]
         return exponent + (most > self._grid(exponent).limit)
 
     def _head(self, data: Bytes, count: int) -> _Head:
-        """The head of a part or of a total of so many values. Raises Corrupt if it is none."""
+        """The header of a part or total of `count` values. Raises Corrupt if it is not one."""
         head = _Head(*_HEAD.unpack(data[: _HEAD.size].tobytes())) if len(data) >= _HEAD.size else None
         if head is not None and _LOWEST <= head.exponent <= _HIGHEST and 0 < head.writers < 2**16:
             size_bytes = self._grid(head.exponent).total(head.writers).size_bytes(count)

@@ -1,9 +1,9 @@
-"""Error-feedback: what a codec loses in a step is added to the next one's values (Karimireddy et al. 2019).
+"""Error-feedback: adds what a codec loses in a step to the next step's values (Karimireddy et al. 2019).
 
-It is the contract's own feedback (`codec.py`), for codecs that do without. The bytes are the inner codec's.
-It suits codecs that come nearer to what they are given: where the error may be larger than the values, as
-with ternary, residuals grow with every step. A codec that adds up totals in its own way (`merge`) goes on
-doing so: what a total differs by from the sum of what it was made of stays with its owner.
+It adds the feedback of the contract (`codec.py`) to codecs without it. The bytes are the inner codec's. It
+suits codecs whose error is smaller than the input: if the error may be larger, as with ternary, residuals
+grow with every step. A codec with its own `merge` keeps using it: the difference between the total it
+writes and the sum of its inputs stays with the owner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorFeedback(Codec):
-    """Any codec that loses something, with what it loses added to the next step's values."""
+    """Adds feedback to a lossy codec: what it loses in a step is added to the next step's values."""
 
     name: ClassVar[str] = "error-feedback"
     codec: str = "fixed(bits=4)"
@@ -33,13 +33,15 @@ class ErrorFeedback(Codec):
         alone = f"use {self.codec} without error-feedback"
         if isinstance(inner, StandIn):
             raise ConfigError(
-                f"{self.codec} stands for another codec", where="codec", fix="name the codec itself"
+                f"{self.codec} cannot be used inside error-feedback",
+                where="codec",
+                fix="name another codec",
             )
         if inner.feedback:
             raise ConfigError(f"{self.codec} has feedback already", where="codec", fix=alone)
         if isinstance(inner, Summed):
             own = any(option.name == "feedback" for option in options_of(type(inner)))
-            why = "must keep for itself what it leaves out" if own else "loses nothing"
+            why = "has its own feedback option" if own else "loses nothing"
             raise ConfigError(
                 f"{self.codec} {why}",
                 where="codec",
@@ -48,7 +50,7 @@ class ErrorFeedback(Codec):
 
     @property
     def contracts(self) -> bool:
-        """As the inner codec."""
+        """That of the inner codec."""
         return self.inner.contracts
 
     @property
@@ -58,12 +60,12 @@ class ErrorFeedback(Codec):
 
     @property
     def travels(self) -> Travels:  # type: ignore[override]
-        """As the inner codec."""
+        """That of the inner codec."""
         return self.inner.travels
 
     @property
     def feedback(self) -> bool:
-        """It is what this is for."""
+        """Always: this is its purpose."""
         return True
 
     @property
@@ -72,50 +74,52 @@ class ErrorFeedback(Codec):
         return self.inner.momentum
 
     def begin(self, length: int) -> State:
-        """The inner codec's state, and nothing left out yet."""
+        """The inner codec's state, and a zero residual."""
         import torch
 
         return self.inner.begin(length) | {RESIDUAL: torch.zeros(length)}
 
-    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
+    def write(
+        self, values: Tensor, state: State, context: CodecContext, rest: Tensor | None = None
+    ) -> Tensor:
         """The inner codec's bytes."""
-        return self.inner.write(values, state, turn, rest)
+        return self.inner.write(values, state, context, rest)
 
-    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
-        """What the inner codec reads."""
-        self.inner.read(payload, out, turn, add=add)
+    def read(self, payload: Tensor, out: Tensor, context: CodecContext, *, add: bool = False) -> None:
+        """Read with the inner codec."""
+        self.inner.read(payload, out, context, add=add)
 
     def bound(self, values: Tensor) -> Tensor:
         """The inner codec's."""
         return self.inner.bound(values)
 
-    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: CodecContext) -> Tensor:
-        """The total as the inner codec writes it, with what totals have left out before."""
+    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, context: CodecContext) -> Tensor:
+        """The total as the inner codec writes it, including what earlier totals left out."""
         if type(self.inner).merge is Codec.merge:
-            return Codec.merge(self, parts, own, state, turn)
+            return Codec.merge(self, parts, own, state, context)
         import torch
 
         kept = state[RESIDUAL].add_(own)
-        payload = self.inner.merge(parts, kept, state, turn)
+        payload = self.inner.merge(parts, kept, state, context)
         read = torch.empty_like(own)
         for part in parts:
-            self.inner.read(part, read, turn)
+            self.inner.read(part, read, context)
             kept += read
-        # Reading a total may count things in the state: that is for those who read it, here it is a look.
-        self.inner.read_total(payload, read, {name: kind.clone() for name, kind in state.items()}, turn)
+        # Reading a total may change counts in the state; this read must not, so it works on a copy.
+        self.inner.read_total(payload, read, {name: kind.clone() for name, kind in state.items()}, context)
         kept -= read
         return payload
 
-    def read_total(self, payload: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
-        """What the inner codec reads."""
-        self.inner.read_total(payload, out, state, turn)
+    def read_total(self, payload: Tensor, out: Tensor, state: State, context: CodecContext) -> None:
+        """Read with the inner codec."""
+        self.inner.read_total(payload, out, state, context)
 
-    def settle(self, state: State, turn: CodecContext) -> None:
-        """As the inner codec does."""
-        self.inner.settle(state, turn)
+    def settle(self, state: State, context: CodecContext) -> None:
+        """Settle the inner codec."""
+        self.inner.settle(state, context)
 
 
 @lru_cache(maxsize=64)
 def _built(text: str) -> Codec:
-    """Kept, for every piece asks for it."""
+    """Cached, because every piece needs it."""
     return CODECS.build(text, where="error-feedback, codec")

@@ -1,13 +1,13 @@
-"""fixed: whole numbers of a few bits, on evenly spaced levels from -range to +range.
+"""fixed: integers of a few bits, on evenly spaced levels from -range to +range.
 
 With b bits, the levels are -L ... L times range / L, L = 2^(b-1) - 1; with one bit, -range and +range.
-Three levels (2 bits) take 1.6 bits. An element that is read is at most half a step away (a step, if
-rounding is stochastic), and nothing is beyond the range.
+Three levels (2 bits) take 1.6 bits. The error of an element is at most half a step (a step with stochastic
+rounding), and no level is beyond the range.
 
-`range=0` is the largest magnitude of the piece, which goes with it; a total is added up in float32 and
-written again. A `range` that is given is the same on all workers, so that their numbers are added as they
-are: the total is exact, takes lg(workers) bits more, and costs no second rounding. Values beyond a given
-range are cut off, and counted in the state as `saturated`.
+`range=0` uses the largest magnitude of the piece, which is sent along; a total is added up in float32 and
+written again. A given `range` is equal on all workers, so that their numbers are added as they are: the
+total is exact, takes lg(workers) more bits, and needs no second rounding. Values beyond a given range are
+clamped, and counted in the state as `saturated`.
 
 Gupta et al. (2015), "Deep Learning with Limited Numerical Precision", for stochastic rounding: its mean is
 the value itself, to 2^-17 of a step.
@@ -30,12 +30,12 @@ from echelon.errors import ConfigError, Corrupt
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HEAD_BYTES = 4  # the range as float32, or in a total of added numbers, how many workers it is of
+_HEAD_BYTES = 4  # the range as float32, or in a total of added numbers, the number of workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed(Codec):
-    """Fixed point of `bits` bits up to the largest magnitude, or to `range`: then integers are added."""
+    """Fixed point of `bits` bits up to the largest magnitude, or up to `range`: then integers are added."""
 
     name: ClassVar[str] = "fixed"
     travels: ClassVar[Travels] = "scatter"
@@ -45,7 +45,7 @@ class Fixed(Codec):
 
     @property
     def contracts(self) -> bool:
-        """Only where small values are not rounded up to large ones by chance, or for lack of a zero."""
+        """Only if small values are never rounded to large ones, randomly or for lack of a level zero."""
         return self.bits > 1 and self.rounding == "nearest"
 
     def __post_init__(self) -> None:
@@ -53,44 +53,46 @@ class Fixed(Codec):
             raise ConfigError(
                 f"a fixed-point number cannot have {self.bits} bits",
                 where="codec fixed, bits",
-                fix="give 1 to 16; fp16 and bf16 keep small values better than 16",
+                fix="give 1 to 16; at 16 bits, fp16 and bf16 are better for small values",
             )
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(
-                f"rounding {self.rounding!r} is not known",
+                f"unknown rounding {self.rounding!r}",
                 where="codec fixed, rounding",
                 fix="give nearest or stochastic",
             )
         if self.range != 0 and not 2.0**-126 <= self.range <= 2.0**127:
             raise ConfigError(
-                f"a range of {self.range:g} cannot be used",
+                f"range cannot be {self.range:g}",
                 where="codec fixed, range",
-                fix="give the largest magnitude to expect, or 0 to take each piece's own",
+                fix="give the largest magnitude to expect, or 0 for that of each piece",
             )
 
     def begin(self, length: int) -> State:
-        """A count of saturated values, if there can be any."""
+        """A count of saturated values, if there is a range."""
         import torch
 
         return {SATURATED: torch.zeros(1, dtype=torch.int64)} if self.range else {}
 
-    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
+    def write(
+        self, values: Tensor, state: State, context: CodecContext, rest: Tensor | None = None
+    ) -> Tensor:
         """The range, if it is the piece's own, and the codes."""
         if self.range:
-            coder = self._coder(len(values), turn)
+            coder = self._coder(len(values), context)
             payload, data = _room(coder.grid.size_bytes(len(values)))
             coder.write(values, data, rest)
             _count(state, coder)
             return payload
         most = np.float32(largest(values))
-        coder = self._coder(len(values), turn, float(most))
+        coder = self._coder(len(values), context, float(most))
         payload, data = _room(_HEAD_BYTES + coder.grid.size_bytes(len(values)))
         data[:_HEAD_BYTES] = np.frombuffer(most.tobytes(), np.uint8)
         coder.write(values, data[_HEAD_BYTES:], rest)
         return payload
 
-    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
-        """The levels that the codes stand for."""
+    def read(self, payload: Tensor, out: Tensor, context: CodecContext, *, add: bool = False) -> None:
+        """The levels of the codes."""
         data, most = payload.numpy(), self.range
         if not self.range:
             self._check(len(data) >= _HEAD_BYTES, data, out)
@@ -101,11 +103,11 @@ class Fixed(Codec):
         self._check(len(data) == grid.size_bytes(len(out)), data, out)
         Coder(grid, len(out)).read(data, out, add=add)
 
-    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, turn: CodecContext) -> Tensor:
-        """With a given range, the sum of all workers' codes; else a total like any other."""
+    def merge(self, parts: Sequence[Tensor], own: Tensor, state: State, context: CodecContext) -> Tensor:
+        """With a given range, the sum of all workers' codes; otherwise the default."""
         if not self.range:
-            return Codec.merge(self, parts, own, state, turn)
-        coder = self._coder(len(own), turn)
+            return Codec.merge(self, parts, own, state, context)
+        coder = self._coder(len(own), context)
         for part in parts:
             self._check(len(part) == coder.grid.size_bytes(len(own)), part.numpy(), own)
         writers = len(parts) + 1
@@ -115,10 +117,10 @@ class Fixed(Codec):
         _count(state, coder)
         return payload
 
-    def read_total(self, payload: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
-        """What `merge` has written."""
+    def read_total(self, payload: Tensor, out: Tensor, state: State, context: CodecContext) -> None:
+        """Read what `merge` wrote."""
         if not self.range:
-            self.read(payload, out, turn)
+            self.read(payload, out, context)
             return
         data = payload.numpy()
         self._check(len(data) >= _HEAD_BYTES, data, out)
@@ -129,15 +131,15 @@ class Fixed(Codec):
         Coder(grid, len(out)).read(data[_HEAD_BYTES:], out, writers=writers)
 
     def bound(self, values: Tensor) -> Tensor:
-        """Half a step, or a step by chance; and what is beyond a given range."""
+        """Half a step, or a step with stochastic rounding, plus any excess over a given range."""
         most = self.range or largest(values)
-        return self._grid(most).bound(values, chance=self.rounding == "stochastic")
+        return self._grid(most).bound(values, stochastic=self.rounding == "stochastic")
 
     def _grid(self, most: float) -> Grid:
         return reaching(most, most_code(self.bits))
 
-    def _coder(self, count: int, turn: CodecContext, most: float = 0.0) -> Coder:
-        random = turn.stream() if self.rounding == "stochastic" else None
+    def _coder(self, count: int, context: CodecContext, most: float = 0.0) -> Coder:
+        random = context.stream() if self.rounding == "stochastic" else None
         limits = (self.range,) if self.range else ()
         return Coder(self._grid(self.range or most), count, random=random, limits=limits)
 

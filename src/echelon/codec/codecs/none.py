@@ -1,4 +1,4 @@
-"""None: numbers as they are. The total is that of the all-reduce, to the bit."""
+"""None: unencoded numbers. The total is that of the all-reduce, to the bit."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoCodec(Summed):
-    """All numbers as they are, in 32 bits: nothing is saved, nothing is lost."""
+    """Sends float32 numbers as they are: nothing is saved, nothing is lost."""
 
     name: ClassVar[str] = "none"
 
-    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
-        """The values' own bytes."""
+    def write(
+        self, values: Tensor, state: State, context: CodecContext, rest: Tensor | None = None
+    ) -> Tensor:
+        """The bytes of the values."""
         payload = bytes_of(values)
         if rest is not None:
             rest.zero_()
         return payload
 
-    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
-        """The same values again."""
+    def read(self, payload: Tensor, out: Tensor, context: CodecContext, *, add: bool = False) -> None:
+        """The same values."""
         values = numbers_of(payload, len(out))
         if add:
             out += values
@@ -37,11 +39,11 @@ class NoCodec(Summed):
         """Nothing is lost."""
         return values.new_zeros(len(values))
 
-    def first(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
+    def first(self, values: Tensor, state: State, context: CodecContext) -> Tensor:
         """The values themselves, not a copy."""
         return values
 
-    def finish(self, total: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
-        """The total as it is."""
+    def finish(self, total: Tensor, out: Tensor, state: State, context: CodecContext) -> None:
+        """The total itself."""
         if out is not total:
             out.copy_(total)

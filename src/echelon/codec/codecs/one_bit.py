@@ -1,13 +1,12 @@
-"""one-bit: the sign of each element, and two numbers to read signs as; what is left out is kept.
+"""one-bit: the sign of each element, and two numbers that the signs are read as, with error feedback.
 
 Seide et al. (2014), "1-Bit Stochastic Gradient Descent". A negative element is read as the mean of the
-negative ones, any other as the mean of the others; this is the nearest that two values by sign can be.
-Without feedback it does not train, so there is no way to have it without.
+negative ones, any other as the mean of the others; no other two values are closer. Training fails without
+feedback, so feedback is always on.
 
-The means are those of the piece, or with per=column of the piece's part of each output of a weight (its
-first index: a column of the weight where that is written input by output, as in the paper), 8 bytes each.
-Outputs of fewer than 64 elements are not worth that: their means would be more bytes than their signs.
-There, the means are the piece's.
+The means are those of the piece, or with per=column those of the piece's part of each output of a weight
+(its first index: a column if the weight is written input by output, as in the paper), 8 bytes each. Outputs
+of fewer than 64 elements use the piece's means, because their own would take more bytes than their signs.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _SLACK = 2.0**-16
 
 
 class _Span(NamedTuple):
-    """So many whole rows, from `row` on; or one row, or a part of it."""
+    """Whole rows, `rows` of them from `row` on; or one row, or a part of one."""
 
     begin: int
     end: int
@@ -44,7 +43,7 @@ class _Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneBit(Codec):
-    """Signs and two means, of a piece or of each output (column), with error feedback: 32x smaller."""
+    """Sends signs and two means, per tensor or per output (column), with error feedback: 32x smaller."""
 
     name: ClassVar[str] = "one-bit"
     travels: ClassVar[Travels] = "scatter"
@@ -53,7 +52,7 @@ class OneBit(Codec):
     def __post_init__(self) -> None:
         if self.per not in ("tensor", "column"):
             raise ConfigError(
-                f"means per {self.per!r} are not known",
+                f"unknown value of per: {self.per!r}",
                 where="codec one-bit, per",
                 fix="give tensor or column",
             )
@@ -63,38 +62,40 @@ class OneBit(Codec):
         """Always."""
         return True
 
-    def encode(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
-        """As the contract has it, but a block is added up and looked at while it is in the cache."""
+    def encode(self, values: Tensor, state: State, context: CodecContext) -> Tensor:
+        """As in the contract, but each block is added and encoded while it is in the cache."""
         kept = state[RESIDUAL]
-        return self._write(kept, turn, kept, values)
+        return self._write(kept, context, kept, values)
 
-    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
+    def write(
+        self, values: Tensor, state: State, context: CodecContext, rest: Tensor | None = None
+    ) -> Tensor:
         """The means of the negative and of the other elements, row by row, and the signs."""
-        return self._write(values, turn, rest)
+        return self._write(values, context, rest)
 
     def _write(
-        self, values: Tensor, turn: CodecContext, rest: Tensor | None, added: Tensor | None = None
+        self, values: Tensor, context: CodecContext, rest: Tensor | None, added: Tensor | None = None
     ) -> Tensor:
         import torch
 
-        width = self._width(turn)
-        head_bytes = _MEANS_BYTES * _rows(len(values), width, turn.start)
+        width = self._width(context)
+        head_bytes = _MEANS_BYTES * _rows(len(values), width, context.start)
         payload = torch.empty(head_bytes + -(-len(values) // 8), dtype=torch.uint8)
         data = payload.numpy()
         signs = data[head_bytes:]
-        means = _means(values, width, turn.start, signs, added)
+        means = _means(values, width, context.start, signs, added)
         data[:head_bytes] = np.frombuffer(means.tobytes(), np.uint8)
         if rest is not None:
-            for span, read in _read(signs, means, len(values), width, turn.start):
+            for span, read in _read(signs, means, len(values), width, context.start):
                 torch.sub(values[span.begin : span.end], read, out=rest[span.begin : span.end])
         return payload
 
-    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
-        """The mean that each sign stands for."""
+    def read(self, payload: Tensor, out: Tensor, context: CodecContext, *, add: bool = False) -> None:
+        """The mean for each sign."""
         import torch
 
-        width = self._width(turn)
-        rows = _rows(len(out), width, turn.start)
+        width = self._width(context)
+        rows = _rows(len(out), width, context.start)
         data, head_bytes = payload.numpy(), rows * _MEANS_BYTES
         if len(data) != head_bytes + -(-len(out) // 8):
             raise Corrupt(
@@ -102,9 +103,9 @@ class OneBit(Codec):
             )
         means = np.frombuffer(data[:head_bytes].tobytes(), np.float32).reshape(2, rows)
         if not (np.isfinite(means).all() and (means[0] <= 0).all() and (means[1] >= 0).all()):
-            raise Corrupt("the means have other signs than their elements", where="codec one-bit")
+            raise Corrupt("the means do not have the signs of their elements", where="codec one-bit")
         whole = len(out) // 8 * 8
-        if rows == 1 and not add and whole:  # straight to where it belongs
+        if rows == 1 and not add and whole:  # write directly to `out`
             table, signs = _table(means[:, 0]), data[head_bytes:]
             for begin in range(0, whole, BLOCK):
                 end = min(begin + BLOCK, whole)
@@ -112,7 +113,7 @@ class OneBit(Codec):
                 np.take(table, signs[begin // 8 : end // 8], axis=0, out=there, mode="clip")
             out[whole:] = torch.from_numpy(table[signs[-1]])[: len(out) - whole]
             return
-        for span, read in _read(data[head_bytes:], means, len(out), width, turn.start):
+        for span, read in _read(data[head_bytes:], means, len(out), width, context.start):
             block = out[span.begin : span.end]
             if add:
                 block.add_(read)
@@ -120,14 +121,14 @@ class OneBit(Codec):
                 block.copy_(read)
 
     def bound(self, values: Tensor) -> Tensor:
-        """The distance to the mean; for outputs, which are not known here, to the furthest possible one."""
+        """The distance to the mean; with per=column, to the furthest possible mean."""
         import torch
 
         negative = values < 0
         if self.per == "tensor" and len(values):
             below, above = (float(mean) for mean in _means(values, 0, 0)[:, 0])
             distance = (values - torch.where(negative, below, above)).abs_()
-            # Sums, and this difference, may be rounded otherwise than when they were written.
+            # Sums and this difference may round differently than when they were written.
             return distance.mul_(1 + _SLACK).add_(torch.where(negative, -below, above) * _SLACK)
         magnitudes = values.abs()
         lowest = float(values.min().clamp(max=0)) if len(values) else 0.0
@@ -135,26 +136,26 @@ class OneBit(Codec):
         most = torch.where(negative, -lowest, highest)
         return torch.maximum(magnitudes, most - magnitudes).add_(most * _SLACK)
 
-    def _width(self, turn: CodecContext) -> int:
-        """The elements of a row, 0 if the piece is one."""
-        width = math.prod(turn.shape[1:]) if turn.shape else 0
+    def _width(self, context: CodecContext) -> int:
+        """The elements per row; 0 if the whole piece shares its means."""
+        width = math.prod(context.shape[1:]) if context.shape else 0
         return width if self.per == "column" and width >= _SHORTEST_ROW else 0
 
 
 def _rows(length: int, width: int, start: int) -> int:
-    """How many rows a piece has a part of."""
+    """The number of rows that a piece overlaps."""
     if not length or not width:
         return min(length, 1)
     return (start + length - 1) // width - start // width + 1
 
 
 def _spans(length: int, width: int, start: int) -> Iterator[_Span]:
-    """The piece in parts that fit the cache: whole rows, or parts of one."""
+    """Split the piece into spans that fit the cache: whole rows, or parts of one."""
     at = row = 0
     if not width:
         width, start = length, 0
     while at < length:
-        left = width - (start + at) % width  # of the present row
+        left = width - (start + at) % width  # of the current row
         if left == width <= min(BLOCK, length - at):
             rows = min(BLOCK, length - at) // width
             end = at + rows * width
@@ -173,9 +174,9 @@ def _means(
     signs: Bytes | None = None,
     added: Tensor | None = None,
 ) -> Floats:
-    """Of each row, the mean of its negative elements and the mean of its others; 0 of none.
+    """For each row, the mean of its negative elements and the mean of the others; 0 if there are none.
 
-    On the way, the signs of all elements go to `signs`, and `added` is added to the values before.
+    Also writes the signs of all elements to `signs`, and first adds `added` to the values.
     """
     import torch
 
@@ -204,21 +205,21 @@ def _means(
 
 
 def _put_signs(signs: Bytes, flags: npt.NDArray[np.bool_], marks: Bytes, span: _Span) -> None:
-    """Write a span's signs; `marks` are the same, each row in bytes of its own."""
+    """Write a span's signs; `marks` are the same, but each row begins at a new byte."""
     inside = span.begin % 8
     if not inside and (span.rows == 1 or flags.shape[1] % 8 == 0):
         packed = marks.reshape(-1)
     else:
         packed = np.packbits(np.concatenate([np.zeros(inside, np.bool_), flags.reshape(-1)]))
         if inside:
-            packed[0] |= signs[span.begin // 8]  # the end of the span before, which has zeros here
+            packed[0] |= signs[span.begin // 8]  # keep the end of the previous span
     signs[span.begin // 8 : -(-span.end // 8)] = packed
 
 
 def _read(
     signs: Bytes, means: Floats, length: int, width: int, start: int
 ) -> Iterator[tuple[_Span, Tensor]]:
-    """What the signs stand for, span by span, in memory that is used again."""
+    """The values of the signs, span by span, in reused memory."""
     import torch
 
     scratch = np.empty(-(-min(length, BLOCK) // 8) * 8, np.float32)
@@ -242,7 +243,7 @@ def _read(
 
 
 def _table(means: Floats) -> Floats:
-    """For every byte of signs, what its eight elements are read as."""
+    """The values of eight elements, for every possible byte of signs."""
     flags = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
     table: Floats = np.where(flags, means[0], means[1])
     return table

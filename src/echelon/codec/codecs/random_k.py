@@ -1,12 +1,13 @@
-"""Random-k: all workers send the same elements, chosen by chance, so that only their values travel.
+"""Random-k: all workers send the same random elements, so that only their values are sent.
 
-The positions come from the turn's shared random numbers: one in each of k strata, which are nearly equal
-ranges of the elements. So they are exactly k, sorted, and cheap, as k out of all n would not be. An element
-is chosen with the probability 1 / (length of its stratum), which is near k / n; two of one stratum are
-never chosen at once. (Random elements: Konecny et al. 2016; with feedback: Stich et al. 2018.)
+The positions come from the context's shared random numbers: one in each of k strata, which are nearly equal
+ranges of the elements. So there are exactly k, they are sorted, and they are cheaper than k out of all n.
+An element is chosen with the probability 1 / (length of its stratum), which is about k / n; two elements of
+one stratum are never chosen together. (Random elements: Konecny et al. 2016; with feedback: Stich et al.
+2018.)
 
-Without feedback values are multiplied by the lengths of their strata: what is read has the mean of what was
-given. With feedback nothing is multiplied: what is not sent now is sent later.
+Without feedback, values are multiplied by the lengths of their strata, so that the result is unbiased. With
+feedback nothing is multiplied: what is not sent now is sent later.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomK(Summed):
-    """Sends a part `ratio` of the elements, by chance, the same on all workers: so only values travel."""
+    """Sends a random part `ratio` of the elements, the same on all workers, so positions are not sent."""
 
     name: ClassVar[str] = "random-k"
     ratio: float = 0.01
@@ -35,44 +36,46 @@ class RandomK(Summed):
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
 
-    def positions(self, length: int, turn: CodecContext) -> tuple[Positions, Floats]:
-        """The elements that all workers send in this turn, and what their values are multiplied by."""
+    def positions(self, length: int, context: CodecContext) -> tuple[Positions, Floats]:
+        """The elements that all workers send in this step, and the factors of their values."""
         edges = np.arange(chosen(length, self.ratio) + 1) * length // max(1, chosen(length, self.ratio))
         widths = np.diff(edges)
-        found = edges[:-1] + (turn.stream(shared=True).random(len(widths)) * widths).astype(np.int64)
+        found = edges[:-1] + (context.stream(shared=True).random(len(widths)) * widths).astype(np.int64)
         return found, np.ones(len(widths), np.float32) if self.feedback else widths.astype(np.float32)
 
-    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
-        """The values of the chosen elements, nothing else."""
-        return bytes_of(self._sent(values, turn, rest))
+    def write(
+        self, values: Tensor, state: State, context: CodecContext, rest: Tensor | None = None
+    ) -> Tensor:
+        """The values of the chosen elements, and nothing else."""
+        return bytes_of(self._sent(values, context, rest))
 
-    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, context: CodecContext, *, add: bool = False) -> None:
         """The chosen elements, zeros elsewhere."""
-        found, _ = self.positions(len(out), turn)
+        found, _ = self.positions(len(out), context)
         put(found, numbers_of(payload, len(found)).numpy(), out, add=add)
 
     def bound(self, values: Tensor) -> Tensor:
-        """Any element may be left out; without feedback those that are sent are made as much larger."""
+        """Any element may be left out; without feedback, sent elements are multiplied."""
         if self.feedback or not len(values):
             return values.abs()
         widest = -(-len(values) // chosen(len(values), self.ratio))
         return values.abs() * (max(1, widest - 1) * (1 + ROUNDING))
 
-    def first(self, values: Tensor, state: State, turn: CodecContext) -> Tensor:
-        """The values of the chosen elements; all others are kept, with feedback."""
+    def first(self, values: Tensor, state: State, context: CodecContext) -> Tensor:
+        """The values of the chosen elements; with feedback, all others are kept."""
         if not self.feedback:
-            return self._sent(values, turn, None)
+            return self._sent(values, context, None)
         kept = state[RESIDUAL].add_(values)
-        return self._sent(kept, turn, kept)
+        return self._sent(kept, context, kept)
 
-    def finish(self, total: Tensor, out: Tensor, state: State, turn: CodecContext) -> None:
+    def finish(self, total: Tensor, out: Tensor, state: State, context: CodecContext) -> None:
         """The totals at their positions."""
-        put(self.positions(len(out), turn)[0], total.numpy(), out, add=False)
+        put(self.positions(len(out), context)[0], total.numpy(), out, add=False)
 
-    def _sent(self, values: Tensor, turn: CodecContext, rest: Tensor | None) -> Tensor:
+    def _sent(self, values: Tensor, context: CodecContext, rest: Tensor | None) -> Tensor:
         import torch
 
-        found, factors = self.positions(len(values), turn)
+        found, factors = self.positions(len(values), context)
         taken: Floats = values.numpy()[found]
         with np.errstate(over="ignore"):
             sent = taken * factors

@@ -1,8 +1,8 @@
 """Sparse-binary: positions and one value for all of them (sparse binary compression, Sattler et al. 2018).
 
 Of the k largest positive and the k largest negative elements, those with the larger mean magnitude are
-sent, each as that mean. Feedback keeps the differences, as well as all that is left out. A piece is written
-like that of any sparse codec, with one float32 instead of a value for each element.
+sent, each as that mean. Feedback keeps the differences, and everything that is left out. The format is that
+of any sparse codec, with one float32 in place of a value for each element.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseBinary(Codec):
-    """Sends where the largest elements of one sign are, and one value for all: a part `ratio`, or less.
+    """Sends positions of the largest elements of one sign, at most a part `ratio`, and one value for all.
 
-    `sample` is the part of the elements that is looked at to guess a threshold, 0 to look at all: which
-    ones are sent does not depend on it.
+    `sample` is the part of the elements that is sampled to estimate a threshold, 0 for no sampling; it does
+    not change which elements are sent.
     """
 
     name: ClassVar[str] = "sparse-binary"
@@ -51,15 +51,17 @@ class SparseBinary(Codec):
         check_ratio(self.ratio)
         check_sample(self.sample)
 
-    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
-        """The positions of one side's largest elements, and their mean."""
+    def write(
+        self, values: Tensor, state: State, context: CodecContext, rest: Tensor | None = None
+    ) -> Tensor:
+        """The positions of the largest elements of one sign, and their mean."""
         given: Floats = values.numpy()
-        positions, mean = self._side(given, turn.step)
+        positions, mean = self._side(given, context.step)
         payload = pack(positions, len(values), np.array([mean], "<f4").view(np.uint8))
         leave(values, positions, given[positions] - mean, rest)
         return payload
 
-    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, context: CodecContext, *, add: bool = False) -> None:
         """The mean at the chosen positions, zeros elsewhere."""
         positions, data = unpack(payload, len(out))
         if len(data) != 4:
@@ -67,7 +69,7 @@ class SparseBinary(Codec):
         put(positions, data.view("<f4")[0], out, add=add)
 
     def bound(self, values: Tensor) -> Tensor:
-        """The distance from the mean where elements are chosen, their magnitude elsewhere."""
+        """The distance from the mean for chosen elements, the magnitude for others."""
         bound = values.abs()
         given: Floats = values.numpy()
         positions, mean = self._side(given, 0)
@@ -75,7 +77,7 @@ class SparseBinary(Codec):
         return bound
 
     def _side(self, values: Floats, step: int) -> tuple[Positions, np.float32]:
-        """The largest elements of the side with the larger mean, the positive one if they are equal."""
+        """The largest elements of the sign with the larger mean, the positive ones if they are equal."""
         best = np.empty(0, np.int64), np.float32(0)
         sides: tuple[Side, Side] = (1, -1)
         for side in sides:

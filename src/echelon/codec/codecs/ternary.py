@@ -1,11 +1,11 @@
-"""ternary: every element is -s, 0 or +s by chance, so that its mean is the value; five to a byte.
+"""ternary: every element becomes -s, 0 or +s at random, so that its mean is the value; five to a byte.
 
-TernGrad (Wen et al. 2017). The values of a piece are cut off at `clip` deviations; s is the largest
-magnitude that is left; an element x becomes sign(x) s with probability |x| / s, else 0. So what is read is
-right in the mean, to 2^-17 of s (16 random bits an element), for all that is not cut off.
+TernGrad (Wen et al. 2017). The values of a piece are clamped to `clip` deviations; s is the largest
+magnitude after that; an element x becomes sign(x) s with probability |x| / s, otherwise 0. So the mean of
+what is read is the value, to 2^-17 of s (16 random bits per element), except for clamped values.
 
-The deviation is sqrt(mean(x^2)), from zero: what is cut off are magnitudes, and values that are all equal
-are not outliers. A total is added up in float32 and written in the same way.
+The deviation is sqrt(mean(x^2)), from zero: magnitudes are clamped, and equal values are not outliers. A
+total is added up in float32 and written in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOP = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ternary(Codec):
-    """Writes -s, 0 or +s by chance, right in the mean (TernGrad): 20x smaller."""
+    """Sends -s, 0 or +s at random, with the right mean (TernGrad): 20x smaller."""
 
     name: ClassVar[str] = "ternary"
     travels: ClassVar[Travels] = "scatter"
@@ -40,18 +40,20 @@ class Ternary(Codec):
     def __post_init__(self) -> None:
         if not 0 <= self.clip < math.inf:
             raise ConfigError(
-                f"values cannot be cut off at {self.clip:g} deviations",
+                f"clip cannot be {self.clip:g} deviations",
                 where="codec ternary, clip",
-                fix="give 2.5, or 0 to cut nothing off",
+                fix="give a number such as 2.5, or 0 for no clipping",
             )
 
     @property
     def contracts(self) -> bool:
-        """Its errors may be larger than the values: it is right in the mean only."""
+        """Its errors may be larger than the values; only the mean is right."""
         return False
 
-    def write(self, values: Tensor, state: State, turn: CodecContext, rest: Tensor | None = None) -> Tensor:
-        """The scale, and digits of base 3."""
+    def write(
+        self, values: Tensor, state: State, context: CodecContext, rest: Tensor | None = None
+    ) -> Tensor:
+        """The scale, and base-3 digits."""
         import torch
 
         scale = np.float32(self._scale(values))
@@ -59,10 +61,10 @@ class Ternary(Codec):
         payload = torch.empty(_HEAD_BYTES + grid.size_bytes(len(values)), dtype=torch.uint8)
         data = payload.numpy()
         data[:_HEAD_BYTES] = np.frombuffer(scale.tobytes(), np.uint8)
-        Coder(grid, len(values), random=turn.stream()).write(values, data[_HEAD_BYTES:], rest)
+        Coder(grid, len(values), random=context.stream()).write(values, data[_HEAD_BYTES:], rest)
         return payload
 
-    def read(self, payload: Tensor, out: Tensor, turn: CodecContext, *, add: bool = False) -> None:
+    def read(self, payload: Tensor, out: Tensor, context: CodecContext, *, add: bool = False) -> None:
         """Digits times the scale."""
         data = payload.numpy()
         scale = float(np.frombuffer(data[:_HEAD_BYTES].tobytes(), np.float32)[0]) if len(data) > 3 else -1.0
@@ -74,9 +76,9 @@ class Ternary(Codec):
         Coder(grid, len(out)).read(data[_HEAD_BYTES:], out, add=add)
 
     def bound(self, values: Tensor) -> Tensor:
-        """The element itself, if it becomes 0, or what it lacks to the scale, if it does not."""
+        """The element itself if it becomes 0, or its distance to the scale if not."""
         magnitudes = values.abs()
-        scale = self._scale(values) * (1 + 2.0**-12)  # sums of squares may be rounded otherwise
+        scale = self._scale(values) * (1 + 2.0**-12)  # sums of squares may round differently
         return magnitudes.maximum(scale - magnitudes)
 
     def _scale(self, values: Tensor) -> float:
@@ -96,7 +98,7 @@ def _extent(values: Tensor) -> tuple[float, float]:
         block, unit = values[begin:end], 1.0
         here = largest(block)
         most = max(most, here)
-        if here and not 2.0**-40 < here < 2.0**40:  # squares of these are not float32
+        if here and not 2.0**-40 < here < 2.0**40:  # squares of these are out of the range of float32
             scaled = torch.empty(min(BLOCK, len(values))) if not len(scaled) else scaled
             unit = 2.0 ** max(-126, min(126, math.frexp(here)[1]))
             block = torch.mul(block, 1 / unit, out=scaled[: end - begin])

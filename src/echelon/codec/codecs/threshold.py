@@ -1,6 +1,6 @@
-"""Threshold: elements above a fixed magnitude are sent (N. Strom 2015), all others wait.
+"""Threshold: sends the elements above a fixed magnitude (N. Strom 2015); the others wait.
 
-How many that are depends on the gradient, none at all or all of them; what waits adds up until it is above.
+Their number depends on the gradient, from none to all; waiting elements add up until they are above it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdCodec(Sparse):
-    """Sends the elements whose magnitude is above `value`, however many that are."""
+    """Sends the elements whose magnitude is above `value`, however many there are."""
 
     name: ClassVar[str] = "threshold"
     value: float = 1e-3
@@ -32,14 +32,14 @@ class ThresholdCodec(Sparse):
     def __post_init__(self) -> None:
         if not 0 <= self.value < math.inf:
             raise ConfigError(
-                f"a magnitude cannot be above {self.value:g}",
+                f"value cannot be {self.value:g}",
                 where="value",
                 fix="give 0 or more, such as 1e-3",
             )
 
-    def choose(self, values: Tensor, turn: CodecContext) -> Positions:
-        """The elements above."""
-        with np.errstate(over="ignore"):  # a value beyond float32 is infinity: nothing is above
+    def choose(self, values: Tensor, context: CodecContext) -> Positions:
+        """The elements above the value."""
+        with np.errstate(over="ignore"):  # a value beyond float32 becomes infinity: nothing is above it
             least = np.float32(self.value)
         if float(least) <= self.value:
             least = np.nextafter(least, np.float32(np.inf))

@@ -1,7 +1,7 @@
-"""Top-k: the largest elements are sent, all others wait (gradient dropping, Aji and Heafield 2017).
+"""Top-k: sends the largest elements; the others wait (gradient dropping, Aji and Heafield 2017).
 
-With feedback, k elements of n a step and any k, SGD converges as if nothing were left out, later by a time
-that grows with n / k (Stich et al. 2018). How the k are found quickly is in `echelon.codec.sparse`.
+With feedback, and for any k of n elements per step, SGD converges as if nothing were left out, delayed by a
+time that grows with n / k (Stich et al. 2018). `codec/sparse.py` finds the k elements quickly.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK(Sparse):
-    """Sends the largest elements, a part `ratio` of all; what is left out is added to the next step's.
+    """Sends the largest part `ratio` of the elements; the others are added to the next step's.
 
-    `sample` is the part of the elements that is looked at to guess a threshold, 0 to look at all: which
-    ones are sent does not depend on it.
+    `sample` is the part of the elements that is sampled to estimate a threshold, 0 for no sampling; it does
+    not change which elements are sent.
     """
 
     name: ClassVar[str] = "top-k"
@@ -36,7 +36,7 @@ class TopK(Sparse):
         check_ratio(self.ratio)
         check_sample(self.sample)
 
-    def choose(self, values: Tensor, turn: CodecContext) -> Positions:
-        """The largest ones."""
+    def choose(self, values: Tensor, context: CodecContext) -> Positions:
+        """The largest elements."""
         count = chosen(len(values), self.ratio)
-        return largest(Source(values.numpy()), count, sample=self.sample, step=turn.step)
+        return largest(Source(values.numpy()), count, sample=self.sample, step=context.step)

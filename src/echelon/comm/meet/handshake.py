@@ -1,11 +1,11 @@
-"""A joining peer proves that it knows the run's secret before anything it says is believed.
+"""The handshake: a connecting peer proves that it knows the run's secret before any other data is accepted.
 
-Both sides say hello with their rank, the view and a random challenge. Then each sends an HMAC over both
-hellos and its role: first who dialled, and only if that is right who answered, so that a stranger at the
-door learns nothing. Comparison takes constant time. A recorded handshake is worthless, since challenges
-differ, and so is one that is reflected, since roles do.
+Both sides send a hello with their rank, the view and a random challenge. Then each side sends an HMAC over
+both hellos and its role. The dialling side sends its proof first, and the answering side replies only if
+that proof is right, so an outsider learns nothing. Comparison takes constant time. A recorded handshake
+cannot be replayed, because challenges differ; a reflected one fails, because roles differ.
 
-`conversation` is the protocol without a socket; `greet` holds it over one.
+`conversation` is the protocol without a socket; `greet` runs it over a socket.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Refused(WorkerError):
 
 
 class HungUp(Refused):
-    """A peer ended the conversation, or let it hang."""
+    """A peer closed the connection, or timed out, during the handshake."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandshakeStep:
-    """What to say, and how many bytes to hear before going on."""
+    """Bytes to send, and the number of bytes to receive before the next step."""
 
     say: bytes
     awaits: int
@@ -46,7 +46,7 @@ class HandshakeStep:
 def conversation(
     *, view: bytes, rank: int, secret: bytes, dialled: bool
 ) -> Generator[HandshakeStep, bytes, int]:
-    """Prove who we are and have the peer prove who it is; returns its rank."""
+    """Prove this worker's membership and check the peer's; returns the peer's rank."""
     mine = _HELLO.pack(_MAGIC, view, rank, os.urandom(32))
     if dialled:
         theirs = yield HandshakeStep(mine, _HELLO.size)
@@ -59,7 +59,7 @@ def conversation(
     their_rank = _rank_of(theirs, view)
     proof = yield HandshakeStep(mine, _PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(secret, b"dialled", theirs + mine)):
-        yield HandshakeStep(_NO_PROOF, 0)  # so that it learns the reason too
+        yield HandshakeStep(_NO_PROOF, 0)  # so that the peer learns the reason too
         raise _no_secret(their_rank)
     yield HandshakeStep(_proof(secret, b"answered", theirs + mine), 0)
     return their_rank
@@ -68,25 +68,25 @@ def conversation(
 def greet(
     connection: socket.socket, *, view: bytes, rank: int, secret: bytes, dialled: bool, timeout_s: float
 ) -> int:
-    """Hold the conversation over a socket, in so many seconds altogether; returns the peer's rank."""
+    """Run the handshake over a socket within `timeout_s` in total; returns the peer's rank."""
     deadline = time.monotonic() + timeout_s
     talk = conversation(view=view, rank=rank, secret=secret, dialled=dialled)
     try:
-        turn = next(talk)
+        step = next(talk)
         while True:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-            connection.sendall(turn.say)
-            turn = talk.send(_exactly(connection, turn.awaits, deadline))
+            connection.sendall(step.say)
+            step = talk.send(_exactly(connection, step.awaits, deadline))
     except StopIteration as end:
         return int(end.value)
     except OSError as error:
-        raise HungUp(f"a peer hung up during the handshake: {error}") from error
+        raise HungUp(f"a peer closed the connection during the handshake: {error}") from error
 
 
 def _rank_of(hello: bytes, view: bytes) -> int:
     magic, their_view, rank, _ = _HELLO.unpack(hello)
     if magic != _MAGIC or their_view != view:
-        raise Refused("a stranger knocked: it is of another run, or no worker at all")
+        raise Refused("rejected a connection: wrong run id, or not an Echelon worker")
     return int(rank)
 
 
@@ -108,6 +108,6 @@ def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         part = connection.recv(count - len(data))
         if not part:
-            raise HungUp("a peer hung up during the handshake")
+            raise HungUp("a peer closed the connection during the handshake")
         data += part
     return data

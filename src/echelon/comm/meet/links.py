@@ -1,21 +1,21 @@
-"""How fast are the links between the members of a group? Measured, by all of them together.
+"""Measures the links between the members of a group; all members take part together.
 
-For shifts d = 1, 2, 4, ... below the number of members, everybody talks to the member d places further, all
-at once: flows that share an uplink show what each of them gets.
+For shifts d = 1, 2, 4, ... below the number of members, every member talks to the member d ranks further,
+all at the same time. Flows that share an uplink therefore show the bandwidth that each of them gets.
 
-Latency is half of the shortest of a few round trips of one byte, with all that a step costs in software.
+Latency is half of the shortest of a few round trips of one byte, including the software cost of a step.
 
-Bandwidth is what the receiver sees. It asks for two messages, one right behind the other, and counts the
-second, from the end of the first: by then the first one has emptied token buckets and opened windows, and
-nothing depends on who began when. Each link has an operation of its own, so that a slow way out does not
-look like a slow way in. The second message doubles from 256 KiB until it takes 20 ms on all links, or to
-8 MiB; the median of the last three rates counts. One that takes 0.1 s on any link is the last; links that
-are much faster than the slowest one are then known roughly, and rather too fast.
+The receiver measures bandwidth. It asks for two messages, one right behind the other, and times the second,
+from the end of the first: by then the first has emptied token buckets and opened TCP windows, and it does
+not matter who began when. Each link has its own operation, so that a slow outgoing link does not look like
+a slow incoming one. The second message doubles from 256 KiB until it takes 20 ms on all links, or reaches 8
+MiB; the result is the median of the last three rates. The measurement stops after a message that takes 0.1
+s on any link. Links much faster than the slowest one are then known only roughly, and are overestimated.
 
-How long it takes: at 1 Gb/s each, some 0.3 s for 8 workers (1 s where 2 cores emulate all of them). At
-10 Mb/s, 0.4 s a shift, times the flows that share a link, and no shift is begun when 1 s has gone: less
-than 2 s for 8 workers with such links, or for two sites on one such uplink. The pairs of a shift that was
-left out are not in the result; neighbours always are.
+Duration: about 0.3 s for 8 workers at 1 Gb/s (1 s where 2 cores emulate all of them). At 10 Mb/s, 0.4 s per
+shift times the number of flows that share a link; no shift starts after 1 s. That is less than 2 s for 8
+workers with such links, or for two sites on one such uplink. The result omits pairs whose shift was
+skipped; it always contains neighbours.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from echelon.comm.group import Op, Pending
 from echelon.comm.schedule.collective import Move, Schedule, ScheduleStep
 from echelon.comm.schedule.cost import LinkCost
 
-Pair = tuple[int, int]  # from this rank, to that one
+Pair = tuple[int, int]  # sender's rank, receiver's rank
 
 _ROUND_TRIPS = 8
 _OPENING_BYTES = 256 << 10  # more than token buckets usually hold
@@ -43,28 +43,28 @@ _LONG_ENOUGH_S = 20e-3
 _LONG_S = 100e-3
 _COUNTED = 3
 _LAST_BEGIN_S = 1.0
-_SHORTEST_S = 1e-6  # clocks are no finer; nothing is divided by zero
+_SHORTEST_S = 1e-6  # clock resolution; avoids a division by zero
 
 
 class Wired(Protocol):
-    """A group that carries out any schedule; all members call `exchange` in the same order."""
+    """A group that can run any schedule; all members call `exchange` in the same order."""
 
     rank: int
     size: int
 
     def exchange(self, flat: Tensor, schedule: Schedule, *, priority: int = 0) -> Pending:
-        """This member's schedule on a flat buffer, in the background. An empty schedule is over at once."""
+        """Run this member's schedule on a flat buffer, in the background. An empty one ends at once."""
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
-        """As a group does."""
+        """As `Group.all_reduce`."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """As a group does."""
+        """As `Group.all_gather`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What was measured, the same numbers on all members."""
+    """Measured latencies and bandwidths, identical on all members."""
 
     size: int
     latency_s: Mapping[Pair, float]
@@ -72,7 +72,7 @@ class Links:
 
     @property
     def slowest(self) -> LinkCost:
-        """The longest latency and the least bandwidth between neighbours, whose links a ring uses."""
+        """The longest latency and the lowest bandwidth between neighbours, whose links a ring uses."""
         ring = [(rank, (rank + 1) % self.size) for rank in range(self.size)] if self.size > 1 else []
         return LinkCost(
             latency_s=max((self.latency_s[pair] for pair in ring), default=0.0),
@@ -97,8 +97,10 @@ def measure(group: Wired) -> Links:
 
 
 def gathered(shifts: list[int], rows: list[list[float]]) -> Links:
-    """What each member found, by rank: per shift, the latency to the member so much further, and the rate
-    of the member so much before. A latency is half a round trip, so it holds for both directions.
+    """Combine the rows that the members measured, by rank.
+
+    Per shift, a row holds the latency to the member `shift` ranks further and the rate from the member
+    `shift` ranks before. A latency is half a round trip, so it holds for both directions.
     """
     size = len(rows)
     latency_s: dict[Pair, float] = {}
@@ -113,9 +115,9 @@ def gathered(shifts: list[int], rows: list[list[float]]) -> Links:
 
 
 def _latency_s(group: Wired, shift: int) -> float:
-    """One byte to the member `shift` further, and one back; meanwhile another one's comes and goes back.
+    """Send one byte to the member `shift` ranks further and get one back, while answering another member.
 
-    Who begins late is not fooled: the answer is sent when the question has come.
+    A late start does not distort the result: the reply is sent only after the request has arrived.
     """
     after, before = (group.rank + shift) % group.size, (group.rank - shift) % group.size
     there = ScheduleStep(sends=(Move(after, 0, 1),), takes=(Move(before, 1, 2),))
@@ -130,7 +132,7 @@ def _latency_s(group: Wired, shift: int) -> float:
 
 
 def _bytes_per_s(group: Wired, shift: int) -> float:
-    """The rate of the link from the member `shift` before."""
+    """The rate of the link from the member `shift` ranks before."""
     length = _FIRST_BYTES
     rates: list[float] = []
     while True:
@@ -144,8 +146,8 @@ def _bytes_per_s(group: Wired, shift: int) -> float:
 
 
 def _receive_s(group: Wired, shift: int, length: int) -> float:
-    """How long a message of that length takes to come in, behind another one."""
-    # One buffer serves all: it holds nothing but ones, so what comes in changes nothing that goes out.
+    """Time to receive a message of that length right behind another one."""
+    # One buffer serves all: it holds only ones, so incoming data does not change outgoing data.
     ones = torch.ones(max(length, _OPENING_BYTES), dtype=torch.uint8)
     pending: dict[tuple[int, bool], Pending] = {}
     for senders in _at_once(group.size, shift):
@@ -161,14 +163,15 @@ def _receive_s(group: Wired, shift: int, length: int) -> float:
 
 
 def _at_once(size: int, shift: int) -> list[range]:
-    """All members send at once. But two who would send to each other take turns, lest the question of one
-    waits behind the other one's answer.
+    """The groups of senders that send at the same time: all, unless pairs would send to each other.
+
+    Such pairs take turns, so that one member's request does not wait behind the other's reply.
     """
     return [range(shift), range(shift, size)] if 2 * shift == size else [range(size)]
 
 
 def _asked_for(rank: int, sender: int, receiver: int, length: int) -> Schedule:
-    """The receiver asks with one byte and gets `length` of them; nobody else does anything."""
+    """The receiver requests `length` bytes with one byte; all other members do nothing."""
     if rank == receiver:
         return [ScheduleStep(sends=(Move(sender, 0, 1),)), ScheduleStep(takes=(Move(sender, 0, length),))]
     if rank == sender:
@@ -180,7 +183,7 @@ def _asked_for(rank: int, sender: int, receiver: int, length: int) -> Schedule:
 
 
 def _extremes(group: Wired, seconds: float) -> tuple[float, float]:
-    """The largest and the smallest of all members' numbers: what all of them decide by."""
+    """The largest and the smallest number over all members, so that all of them decide alike."""
     both = torch.tensor([seconds, -seconds], dtype=torch.float64)
     longest, shortest = group.all_reduce(both, "max").wait().tolist()
     return longest, -shortest

@@ -1,7 +1,7 @@
-"""Which worker am I? Read from the variables that every launcher of the ecosystem sets.
+"""This worker's rank, the world size and the leader's address, from the variables that launchers set.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say it all; LOCAL_RANK picks a device. With none of them
-set, the process is alone. With some of them, something is wrong, and guessing would hang.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are needed; LOCAL_RANK selects a device. With none of them
+set, the process is alone. With only some of them set, joining is an error: guessing would hang.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One worker's place among the workers, and where they meet."""
+    """One worker's rank, and where the workers meet."""
 
     rank: int = 0
     world_size: int = 1
@@ -25,20 +25,20 @@ class Place:
     address: str = ""
     port: int = 0
     servers: int = 0
-    """Processes beyond the workers that only sum; their ranks follow those of the workers."""
+    """Server processes besides the workers; their ranks follow those of the workers."""
     hosted: bool = False
-    """The launcher keeps the meeting point itself (torchrun does)."""
+    """The launcher runs the store itself (torchrun does)."""
     attempt: str = "0"
-    """Tells restarts of one job apart, so that none reads what another left behind."""
+    """Distinguishes restarts of one job, so that none reads keys that another left behind."""
 
     @property
-    def everybody(self) -> int:
-        """Workers and servers."""
+    def process_count(self) -> int:
+        """Number of workers and servers."""
         return self.world_size + self.servers
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Place:
-        """The place that the launcher gave this process."""
+        """The place that the launcher's variables describe."""
         present = [name for name in _NEEDED if env.get(name)]
         alone = (env.get("RANK") or "0") == "0" and (env.get("WORLD_SIZE") or "1") == "1"
         if alone and set(present) <= {"RANK", "WORLD_SIZE"}:
@@ -60,7 +60,7 @@ class Place:
             hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
-        if not 0 <= place.rank < place.everybody:
+        if not 0 <= place.rank < place.process_count:
             raise ConfigError(
                 f"RANK is {place.rank} in a world of {place.world_size}",
                 where="environment",
@@ -78,5 +78,5 @@ def _number(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except ValueError:
         raise ConfigError(
-            f"{name} is {env[name]!r}, which is not a number", where="environment", fix="set it to one"
+            f"{name} is {env[name]!r}, which is not a number", where="environment", fix="set it to a number"
         ) from None

@@ -1,9 +1,8 @@
-"""Workers meet over a small key-value store, and tell each other there why they failed.
+"""Workers meet at a small key-value store, and report there why they failed.
 
-The leader opens the store; everybody signs in, and waits, up to a deadline, for all the others. When a
-worker fails it leaves the reason in the store; when a reduction breaks, each survivor reports that
-it is still there and looks who else is, so that the error names the worker that is missing or the
-reason that it left.
+The leader opens the store; each worker signs in and waits, up to a deadline, for all the others. A worker
+that fails writes the reason to the store. When a reduction breaks, each survivor reports that it is still
+present and checks who else is, so that the error names the missing worker or the reason why it left.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LINGER_S = 0.3
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as the others know it. `leader_address` is where it reached the leader."""
+    """A worker as the others know it. `leader_address` is the address at which it reached the leader."""
 
     rank: int
     node: str
@@ -42,10 +41,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         return f"rank {self.rank} on {self.node}"
 
 
-class Farewell(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker leaves in the store when it goes: `cause` is empty if it ended well.
+class Departure(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker writes to the store when it leaves; `cause` is empty if it ended normally.
 
-    `because` names the workers whose fault it is, where it is not its own; `late`, if they were late.
+    `because` names other workers that caused it to leave; `late` says whether those were late.
     """
 
     t: float
@@ -55,72 +54,75 @@ class Farewell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Workers that have met."""
+class Rendezvous:
+    """Workers that have joined, and the store through which they report."""
 
     store: Store
     me: Member
     members: tuple[Member, ...]
-    last_words: list[str] = field(default_factory=list)
+    departure_causes: list[str] = field(default_factory=list)
     reasons: list[WorkerError] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
-        """How errors call each worker, by rank."""
+        """Each worker's name in errors, by rank."""
         return [str(member) for member in self.members]
 
-    def tell(self, what: str, value: str) -> None:
-        """Leave word for those who ask."""
-        self.store.set(f"told/{what}", value)
+    def publish(self, what: str, value: str) -> None:
+        """Publish a value for the other workers."""
+        self.store.set(f"published/{what}", value)
 
-    def told(self, what: str) -> str:
-        """What somebody has left word of, when it is there."""
+    def lookup(self, what: str) -> str:
+        """Wait for a published value and return it."""
         try:
-            said: str = self.store.get(f"told/{what}").decode()
+            value: str = self.store.get(f"published/{what}").decode()
         except (DistError, RuntimeError) as error:
-            raise PeerLost(f"the leader never said {what!r}", where=str(self.me)) from error
-        return said
+            raise PeerLost(f"the leader did not publish {what!r}", where=str(self.me)) from error
+        return value
 
-    def say_goodbye(self, cause: str = "") -> None:
-        """Leave word of why this worker goes; best effort, since the store may be gone."""
-        self.last_words.append(cause)
-        bye = Farewell(t=time.time(), cause=cause)
+    def announce_departure(self, cause: str = "") -> None:
+        """Write why this worker leaves; best effort, since the store may be gone."""
+        self.departure_causes.append(cause)
+        departure = Departure(t=time.time(), cause=cause)
         for reason in self.reasons:
-            if reason.message in cause:  # it goes because of another: all shall hear of the first
+            if reason.message in cause:  # another worker is the cause: report that one
                 late = isinstance(reason, RoundTimeout)
-                bye = Farewell(t=bye.t, cause=reason.message, because=reason.ranks, late=late)
+                departure = Departure(t=departure.t, cause=reason.message, because=reason.ranks, late=late)
         try:
-            _put(self.store, f"bye/{self.me.rank}", bye)
+            _put(self.store, f"departure/{self.me.rank}", departure)
         except (DistError, RuntimeError):
             return
 
     def linger(self) -> None:
-        """The store ends with the leader: let the others, who notice now that it goes, read why."""
+        """Keep the leader, and so the store, alive until the others have read why it leaves."""
         if self.me.rank != 0:
             return
         deadline = time.monotonic() + _LINGER_S
         others = [member.rank for member in self.members if member.rank != 0]
         try:
             while time.monotonic() < deadline:
-                if all(self.store.check([f"here/{r}"]) or self.store.check([f"bye/{r}"]) for r in others):
+                if all(self._has_answered(rank) for rank in others):
                     return
                 time.sleep(_POLL_S / 5)
         except (DistError, RuntimeError):
             return
 
-    def check_goodbyes(self) -> None:
-        """Raise if a worker has failed and said why: nobody need wait for it."""
+    def _has_answered(self, rank: int) -> bool:
+        return bool(self.store.check([f"here/{rank}"]) or self.store.check([f"departure/{rank}"]))
+
+    def check_departures(self) -> None:
+        """Raise if a worker has failed and reported why: waiting for it is pointless."""
         gone = {}
         for member in self.members:
-            if member.rank != self.me.rank and self.store.check([f"bye/{member.rank}"]):
-                gone[member.rank] = self._farewell(member.rank)
+            if member.rank != self.me.rank and self.store.check([f"departure/{member.rank}"]):
+                gone[member.rank] = self._departure(member.rank)
         failed = sorted((b.t, rank, b.cause) for rank, b in gone.items() if b.cause and not b.because)
         if failed:
             _, rank, cause = failed[0]
             raise blame.failed(self.names, rank, cause, str(self.me))
 
     def explain(self, error: Exception, *, deadline_s: float) -> WorkerError:
-        """Turn a broken operation into an error that names who is to blame."""
+        """Turn a failed operation into an error that names the worker at fault."""
         reason = self._explain(error, deadline_s)
         self.reasons.append(reason)
         return reason
@@ -133,36 +135,37 @@ class Meeting:
         if failed:
             _, rank, cause = failed[0]
             return blame.failed(self.names, rank, cause, where)
-        ended = sorted(rank for rank, bye in gone.items() if not bye.cause)
+        ended = sorted(rank for rank, departure in gone.items() if not departure.cause)
         if ended:
             return blame.ended(self.names, ended, where)
-        for bye in gone.values():
-            kind = RoundTimeout if bye.late else PeerLost
-            return kind(bye.cause, ranks=bye.because, where=where, fix="see the log of the worker it names")
+        for departure in gone.values():
+            kind = RoundTimeout if departure.late else PeerLost
+            fix = "see the log of the worker it names"
+            return kind(departure.cause, ranks=departure.because, where=where, fix=fix)
         if not reachable and self.me.rank != 0:
             return blame.died(self.names, (0,), where)
         if timed_out:
             return blame.late(self.names, silent, deadline_s, where)
         return blame.died(self.names, silent, f"{where} ({error})")
 
-    def _farewell(self, rank: int) -> Farewell:
-        return msgspec.json.decode(self.store.get(f"bye/{rank}"), type=Farewell)
+    def _departure(self, rank: int) -> Departure:
+        return msgspec.json.decode(self.store.get(f"departure/{rank}"), type=Departure)
 
-    def _roll_call(self) -> tuple[dict[int, Farewell], list[int], bool]:
-        """Who said goodbye, who says nothing, and whether the store can be reached at all."""
-        gone: dict[int, Farewell] = {}
+    def _roll_call(self) -> tuple[dict[int, Departure], list[int], bool]:
+        """Departed workers, silent workers, and whether the store can be reached."""
+        gone: dict[int, Departure] = {}
         waiting = {member.rank for member in self.members} - {self.me.rank}
         deadline = time.monotonic() + _ROLL_CALL_S
         try:
             self.store.set(f"here/{self.me.rank}", "1")
             while waiting and time.monotonic() < deadline:
                 for rank in sorted(waiting):
-                    if self.store.check([f"bye/{rank}"]):
-                        gone[rank] = self._farewell(rank)
+                    if self.store.check([f"departure/{rank}"]):
+                        gone[rank] = self._departure(rank)
                         waiting.discard(rank)
                     elif self.store.check([f"here/{rank}"]):
                         waiting.discard(rank)
-                if any(bye.cause for bye in gone.values()):
+                if any(departure.cause for departure in gone.values()):
                     break
                 time.sleep(_POLL_S)
         except (DistError, RuntimeError):
@@ -170,13 +173,13 @@ class Meeting:
         return gone, sorted(waiting), True
 
 
-def meet(place: Place, *, node: str, host: str, pid: int, timeout_s: float) -> Meeting:
-    """Sign in and wait for everybody; JoinTimeout names who is missing."""
+def meet(place: Place, *, node: str, host: str, pid: int, timeout_s: float) -> Rendezvous:
+    """Sign in and wait for all processes; JoinTimeout names the missing ones."""
     store = PrefixStore(f"echelon/{place.attempt}", _open_store(place, timeout_s))
     leader = _address_of(place)
     me = Member(rank=place.rank, node=node, host=host, pid=pid, leader_address=leader)
     deadline = time.monotonic() + timeout_s
-    missing = set(range(place.everybody))
+    missing = set(range(place.process_count))
     try:
         _put(store, f"joined/{place.rank}", me)
         while missing:
@@ -185,14 +188,14 @@ def meet(place: Place, *, node: str, host: str, pid: int, timeout_s: float) -> M
                 raise _missing(place, missing, f"did not join within {timeout_s:g} s")
             if missing:
                 time.sleep(_POLL_S)
-        keys = [f"joined/{rank}" for rank in range(place.everybody)]
+        keys = [f"joined/{rank}" for rank in range(place.process_count)]
         members = tuple(msgspec.json.decode(store.get(key), type=Member) for key in keys)
-    except (DistError, RuntimeError) as error:  # the store went with the leader
+    except (DistError, RuntimeError) as error:  # the store ends with the leader
         raise _missing(place, missing or {0}, "had not joined when rank 0 left") from error
-    return Meeting(store, me, members)
+    return Rendezvous(store, me, members)
 
 
-def _put(store: Store, key: str, value: Member | Farewell) -> None:
+def _put(store: Store, key: str, value: Member | Departure) -> None:
     store.set(key, msgspec.json.encode(value).decode())
 
 
@@ -200,9 +203,9 @@ def _missing(place: Place, missing: set[int], what: str) -> JoinTimeout:
     names = ", ".join(str(rank) for rank in sorted(missing))
     plural = "ranks" if len(missing) > 1 else "rank"
     return JoinTimeout(
-        f"{plural} {names} of {place.everybody} {what}",
+        f"{plural} {names} of {place.process_count} {what}",
         ranks=tuple(sorted(missing)),
-        where=f"rank {place.rank}, meeting at {place.address}:{place.port}",
+        where=f"rank {place.rank}, waiting at {place.address}:{place.port}",
         fix=f"see the log of {plural} {names}; a longer wait is join(timeout_s=...) or --join-timeout-s",
     )
 
@@ -234,23 +237,23 @@ def _open_store(place: Place, timeout_s: float) -> Store:
             f"no leader answered at {where} within {timeout_s:g} s",
             ranks=(0,),
             where=f"rank {place.rank}",
-            fix="start rank 0; check that MASTER_ADDR and MASTER_PORT name it, and firewalls between",
+            fix="start rank 0; check that MASTER_ADDR and MASTER_PORT name it, and check firewalls",
         ) from error
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
 def _within(limit_s: float, act: Callable[[], Store]) -> Store:
-    """What `act` returns. A program that listens at the port and says nothing would hold it up for ever.
+    """Return `act()`, or raise TimeoutError: a silent program at that port would block it for ever.
 
-    It cannot be interrupted, so it is left to a thread that nobody waits for.
+    The call cannot be interrupted, so it runs in a daemon thread that is abandoned on a timeout.
     """
     outcome: list[Store | Exception] = []
 
     def run() -> None:
         try:
             outcome.append(act())
-        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+        except Exception as error:  # noqa: BLE001 - the waiting thread raises it
             outcome.append(error)
 
     thread = threading.Thread(target=run, name="echelon-store", daemon=True)
@@ -268,27 +271,27 @@ def _address_of(place: Place) -> str:
     return str(found[0][4][0])
 
 
-def interface_of(meeting: Meeting, place: Place) -> str:
+def interface_of(rendezvous: Rendezvous, place: Place) -> str:
     """The name of the network interface towards the others."""
-    return _interface(meeting, place).name
+    return _interface(rendezvous, place).name
 
 
-def interface_address(meeting: Meeting, place: Place) -> str:
+def interface_address(rendezvous: Rendezvous, place: Place) -> str:
     """This worker's own address on the network interface towards the others."""
-    choice = _interface(meeting, place)
-    link_local = choice.address.lower().startswith("fe80:")  # means something only with its interface
+    choice = _interface(rendezvous, place)
+    link_local = choice.address.lower().startswith("fe80:")  # meaningless without its interface
     return f"{choice.address}%{choice.name}" if link_local else choice.address
 
 
-def _interface(meeting: Meeting, place: Place) -> interfaces.InterfaceChoice:
+def _interface(rendezvous: Rendezvous, place: Place) -> interfaces.InterfaceChoice:
     """The network interface towards the others: the one that the route to the leader takes.
 
-    The leader itself uses the one that has the address at which workers of other hosts reached it, so
-    that a name that means loopback on its own machine does no harm.
+    The leader uses the interface with the address at which workers of other hosts reached it, because its
+    own host name may resolve to loopback on its machine.
     """
     if place.rank != 0:
         return interfaces.towards(place.address, place.port)
-    others = [m.leader_address for m in meeting.members if m.host != meeting.me.host]
+    others = [m.leader_address for m in rendezvous.members if m.host != rendezvous.me.host]
     if not others:
         return interfaces.towards(place.address, place.port)
     return interfaces.owning(others[0]) or interfaces.towards(others[0], place.port)

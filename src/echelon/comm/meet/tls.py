@@ -1,16 +1,17 @@
-"""TLS between workers, on request: with which certificates, and how a socket that speaks it is used.
+"""Optional TLS between workers: which certificates to use, and a socket class that encrypts.
 
-Each worker is given a certificate, its key, and the authority that signed the certificates of all workers:
-ECHELON_TLS_CERT, ECHELON_TLS_KEY and ECHELON_TLS_CA name the files, in PEM form. All workers have them, or
-none has. Connections are TLS 1.3, and both sides must show a certificate that the authority signed.
+Each worker has a certificate, its key, and the certificate of the authority that signed all workers'
+certificates: ECHELON_TLS_CERT, ECHELON_TLS_KEY and ECHELON_TLS_CA name the files, in PEM form. All workers
+have them, or none. Connections use TLS 1.3, and both sides must show a certificate that the authority
+signed.
 
-Host names in certificates are not checked, for workers find each other by address: any certificate of the
-authority will do for any worker, so let it sign for workers only. That a peer is a worker of this run is
-proven by the HMAC that follows inside the encrypted connection (`handshake.py`).
+Host names in certificates are not checked, because workers find each other by address. Any certificate of
+the authority is accepted for any worker, so the authority should sign for workers only. The HMAC that
+follows inside the encrypted connection proves that a peer is a worker of this run (`handshake.py`).
 
-Who dials plays TLS's server, who answers its client. A TLS client shows its certificate only when it has
-accepted the server's: so a stranger at the door is shown none, and who dials knows at the end of the
-handshake that both have accepted, or else why not.
+The dialling side acts as the TLS server, the answering side as the TLS client. A TLS client shows its
+certificate only after it has accepted the server's, so an outsider that connects sees none. At the end of
+the handshake the dialling side knows that both sides have accepted, or why not.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ AUTHORITY_VARIABLE = "ECHELON_TLS_CA"
 _VARIABLES = (CERTIFICATE_VARIABLE, KEY_VARIABLE, AUTHORITY_VARIABLE)
 ALL_OR_NONE = f"set {', '.join(_VARIABLES)} on all workers, or on none"
 _SAME_AUTHORITY = f"give all workers certificates of one authority; {AUTHORITY_VARIABLE} names it"
-_RECORD_BYTES = 16 << 10  # the most that TLS encrypts at a time
+_RECORD_BYTES = 16 << 10  # the largest TLS record
 _LATER = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _OUT_OF_DATE = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contexts:
-    """How a worker shakes hands, by role."""
+    """TLS settings by role."""
 
     dialling: ssl.SSLContext
     answering: ssl.SSLContext
@@ -48,7 +49,7 @@ class Contexts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
-    """The files that a worker proves itself with, and by which it believes others."""
+    """The certificate files of a worker."""
 
     certificate: Path
     key: Path
@@ -56,7 +57,7 @@ class Certificates:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Certificates | None:
-        """What the environment names, found to be in order; None if it names nothing."""
+        """Read and check the files that the environment names; None if it names none."""
         missing = [name for name in _VARIABLES if not env.get(name)]
         if len(missing) == len(_VARIABLES):
             return None
@@ -70,7 +71,7 @@ class Certificates:
         return found
 
     def contexts(self) -> Contexts:
-        """The files, loaded. ConfigError if others that have the same authority would refuse them."""
+        """Load the files. ConfigError if peers with the same authority would reject them."""
         _check_certificates(self.authority, AUTHORITY_VARIABLE)
         _check_certificates(self.certificate, CERTIFICATE_VARIABLE)
         _check_readable(self.key, KEY_VARIABLE)
@@ -79,9 +80,9 @@ class Certificates:
             _shake_hands(made)
         except ssl.SSLCertVerificationError as error:
             raise ConfigError(
-                f"{self.certificate} does not hold under {self.authority}: {error.verify_message}",
+                f"{self.certificate} is not valid under {self.authority}: {error.verify_message}",
                 where=f"{CERTIFICATE_VARIABLE}, {AUTHORITY_VARIABLE}",
-                fix="have it renewed, or set this machine's clock right"
+                fix="renew it, or correct this machine's clock"
                 if error.verify_code in _OUT_OF_DATE
                 else "give a certificate that the authority signed, for clients and servers",
             ) from None
@@ -89,7 +90,7 @@ class Certificates:
             raise ConfigError(
                 f"no TLS connection can be made with {self.certificate}: {reason(error)}",
                 where=CERTIFICATE_VARIABLE,
-                fix="give a certificate with a key of today's usual kind and length",
+                fix="give a certificate with a key type and length that TLS 1.3 accepts",
             ) from None
         return made
 
@@ -100,55 +101,55 @@ class Certificates:
         context.verify_mode = ssl.CERT_REQUIRED
         context.sslsocket_class = TlsSocket
         if dialling:
-            context.num_tickets = 0  # nobody resumes: a connection lasts as long as its view
+            context.num_tickets = 0  # no session resumption: a connection lasts as long as its view
         context.load_verify_locations(cafile=self.authority)
         try:
             context.load_cert_chain(self.certificate, self.key, password=self._refuse_password)
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
-                message = f"the key {self.key} is not that of the certificate {self.certificate}"
+                message = f"the key {self.key} does not belong to the certificate {self.certificate}"
             else:
-                message = f"{self.key} is no private key in PEM form"
+                message = f"{self.key} is not a private key in PEM form"
             raise ConfigError(
                 message, where=KEY_VARIABLE, fix="give the key that the certificate was made with"
             ) from None
         return context
 
     def _refuse_password(self) -> NoReturn:
-        """Nobody is there to type one in."""
+        """Raise: nobody is present to type a password."""
         raise ConfigError(
             f"the key {self.key} is protected by a password",
             where=KEY_VARIABLE,
-            fix="write it without one, readable by you alone: openssl pkey -in KEY -out NEW-KEY",
+            fix="write it without a password, readable only by you: openssl pkey -in KEY -out NEW-KEY",
         )
 
 
 class TlsSocket(ssl.SSLSocket):
-    """Used like any socket that does not block: one error means later, and several parts go out at once."""
+    """A non-blocking TLS socket: raises BlockingIOError like a plain socket, and sends several buffers."""
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-        """At most one record, decrypted."""
+        """Receive at most one record, decrypted."""
         try:
             return super().recv(buflen, flags)
         except _LATER:
             raise BlockingIOError from None
 
     def recv_into(self, buffer: WriteableBuffer, nbytes: int | None = None, flags: int = 0) -> int:
-        """At most one record, decrypted. What it leaves is `pending()`: the kernel knows nothing of it."""
+        """Receive at most one record, decrypted. The rest is in `pending()`, unseen by `select`."""
         try:
             return super().recv_into(buffer, nbytes, flags)
         except _LATER:
             raise BlockingIOError from None
 
     def send(self, data: ReadableBuffer, flags: int = 0) -> int:
-        """At most one record. One that the kernel did not take must be sent again from the same byte on."""
+        """Send at most one record. After BlockingIOError, send again from the same byte."""
         try:
             return super().send(data, flags)
         except _LATER:
             raise BlockingIOError from None
 
-    def sendmsg(self, buffers: Iterable[ReadableBuffer]) -> int:  # type: ignore[override]  # it had none
-        """As much as the kernel takes, record by record; a short first part shares one with the next."""
+    def sendmsg(self, buffers: Iterable[ReadableBuffer]) -> int:  # type: ignore[override]  # base has none
+        """Send as many records as the kernel takes; a short first buffer shares a record with the next."""
         parts = [memoryview(buffer) for buffer in buffers]
         if len(parts) > 1 and len(parts[0]) < _RECORD_BYTES:
             room = _RECORD_BYTES - len(parts[0])
@@ -168,19 +169,19 @@ class TlsSocket(ssl.SSLSocket):
 
 
 def refusal(error: ssl.SSLError, *, peer: str, rank: int, where: str) -> Refused:
-    """Why a worker that was dialled and this one do not come together."""
+    """The error for a failed TLS handshake with a dialled worker."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        message = f"{peer} has a certificate that does not hold here: {error.verify_message}"
+        message = f"{peer} has a certificate that is not valid here: {error.verify_message}"
         return Refused(message, ranks=(rank,), where=where, fix=_SAME_AUTHORITY)
     if "ALERT" in (error.reason or ""):
         message = f"{peer} does not accept this worker's certificate: {reason(error)}"
         return Refused(message, ranks=(rank,), where=where, fix=_SAME_AUTHORITY)
-    message = f"{peer} does not speak TLS as this worker does: {reason(error)}"
+    message = f"{peer} does not use TLS as this worker does: {reason(error)}"
     return Refused(message, ranks=(rank,), where=where, fix=ALL_OR_NONE)
 
 
 def reason(error: ssl.SSLError) -> str:
-    """What OpenSSL says is wrong, in words."""
+    """OpenSSL's reason in words."""
     return error.reason.lower().replace("_", " ") if error.reason else str(error)
 
 
@@ -201,14 +202,14 @@ def _check_certificates(path: Path, variable: str) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=path)
     except ssl.SSLError:
         raise ConfigError(
-            f"{path} holds no certificate in PEM form",
+            f"{path} does not contain a certificate in PEM form",
             where=variable,
             fix="give a file with a BEGIN CERTIFICATE line; openssl x509 converts other forms",
         ) from None
 
 
 def _shake_hands(contexts: Contexts) -> None:
-    """With oneself, in memory: what no peer with the same authority would accept shows here."""
+    """Handshake in memory with this worker itself: fails if peers with this authority would refuse."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
         contexts.answering.wrap_bio(back, there),

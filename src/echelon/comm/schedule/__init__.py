@@ -1,8 +1,8 @@
-"""Collectives as lists of sends and receives. All of it is pure.
+"""Collectives as lists of sends and receives. Everything here is pure.
 
-collective.py  what a collective is
+collective.py  the contract: what a collective, a schedule and a step are
 collectives/   one file per collective
 fold.py        adapts algorithms for powers of two to any number of workers
-spread.py      broadcast and all-gather
-cost.py        what a schedule costs on given links
+spread.py      schedules of broadcast and all-gather
+cost.py        predicts the time of a schedule, and chooses the cheapest collective
 """

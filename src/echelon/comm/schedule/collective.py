@@ -1,20 +1,21 @@
-"""What a collective is: for each worker, a list of steps that together leave everybody with the same sum.
+"""The contract of a collective: one list of steps per worker that leave the same sum on every worker.
 
 A step sends ranges of the buffer, and receives ranges that are added to it or overwrite it. Steps are
-plain data, so that the same schedule is executed over sockets, checked by a property test for any number
-of workers, costed by the planner and drawn in a report. Indices are elements; ranks are positions in the
-group.
+plain data, so that the same schedule can be executed over sockets, checked by a property test for any
+number of workers, costed by the planner and drawn in a report. Indices count elements; ranks are positions
+in the group.
 
-Schedules and those who execute them keep these rules:
+Rules for schedules and for the code that executes them:
 
 - Between two workers, the k-th send of one is the k-th receive of the other, and of the same length.
-  Steps are not numbered across workers: their numbers of steps may differ.
+  Workers may have different numbers of steps.
 - Within a step a worker sends at most once to a peer, and receives at most once from it.
-- A step is over when all its sends and receives are. Nobody has to hold messages that are not awaited
-  yet: a schedule ends even if a send waits until its receiver has reached the step that wants it.
-- What a step sends is what the buffer holds when the step begins, even where the step's receives change it.
-- A range that is overwritten is touched by no other receive of its step. Ranges that are added may overlap.
-  Applied in the order listed, they give the same bits in every run; in order of arrival, they still give
+- A step ends when all its sends and receives have ended. No buffering is required: a schedule ends even if
+  each send waits until its receiver has reached the matching step.
+- A step sends the values that the buffer holds when the step begins, even where the step's receives change
+it.
+- No other receive of a step touches a range that the step overwrites. Ranges that are added may overlap.
+  Applied in the listed order, they give the same bits in every run; in order of arrival, they still give
   the same bits to every member.
 """
 
@@ -38,13 +39,13 @@ class Move:
 
     @property
     def length(self) -> int:
-        """How many elements move."""
+        """Number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleStep:
-    """What happens at once: sends, receives that are added, receives that overwrite."""
+    """Moves that happen at the same time: sends, receives to add, receives that overwrite."""
 
     sends: tuple[Move, ...] = ()
     adds: tuple[Move, ...] = ()
@@ -55,43 +56,43 @@ Schedule = list[ScheduleStep]
 
 
 class Collective(Strategy):
-    """A way for a group to sum a buffer. Everybody ends with identical bits."""
+    """A way for a group to sum a buffer. All workers end with identical bits."""
 
     __slots__ = ()
 
     @abstractmethod
     def schedule(self, rank: int, size: int, length: int) -> Schedule:
-        """What worker `rank` of `size` does to sum buffers of `length` elements."""
+        """The steps of worker `rank` of `size` to sum buffers of `length` elements."""
 
     def check(self, size: int) -> None:
-        """Raise ConfigError if this collective, as configured, does not serve `size` workers.
+        """Raise ConfigError if this collective, as configured, does not support `size` workers.
 
-        `schedule` does so too, and on every rank: were it refused by some only, the others would wait.
+        `schedule` also raises it, and on every rank: if only some ranks refused, the others would wait.
         """
 
 
 class Scattering(Collective):
-    """A collective of two halves: first each worker gets the sum of one range, then all get all ranges."""
+    """A collective in two halves: a reduce-scatter, then an all-gather."""
 
     __slots__ = ()
 
     @abstractmethod
     def reduce_scatter(self, rank: int, size: int, length: int) -> Schedule:
-        """The first half, of sends and adds only: after it, each worker holds the sum of its own range."""
+        """The first half, with sends and adds only: it leaves each worker with the sum of its own range."""
 
     @abstractmethod
     def owned_range(self, rank: int, size: int, length: int) -> tuple[int, int]:
-        """The range whose sum a worker holds between the halves.
+        """The range whose sum a worker holds between the halves; it may be empty.
 
-        It may be empty; together the ranges of all workers are the buffer, each element once.
+        The ranges of all workers cover each element of the buffer exactly once.
         """
 
     def all_gather(self, rank: int, size: int, length: int) -> Schedule:
-        """The second half: the first one backwards, with finished ranges."""
+        """The second half: the first half reversed, with the finished ranges."""
         return mirrored(self.reduce_scatter(rank, size, length))
 
     def schedule(self, rank: int, size: int, length: int) -> Schedule:
-        """One half after the other."""
+        """Both halves in sequence."""
         scatter = self.reduce_scatter(rank, size, length)
         return scatter + self.all_gather(rank, size, length)
 
@@ -104,7 +105,7 @@ COLLECTIVES: Registry[Collective] = Registry(
 
 
 def pieces(start: int, stop: int, count: int) -> list[tuple[int, int]]:
-    """A range cut into `count` nearly equal parts; the first ones are longer by one, some may be empty."""
+    """Cut a range into `count` nearly equal parts; the first may be one element longer, some are empty."""
     whole, rest = divmod(stop - start, count)
     cuts = [start]
     for index in range(count):
@@ -113,7 +114,7 @@ def pieces(start: int, stop: int, count: int) -> list[tuple[int, int]]:
 
 
 def on(members: Sequence[int], schedule: Schedule, offset: int = 0) -> Schedule:
-    """A schedule of a subgroup as one of the whole group: positions become ranks, ranges are shifted."""
+    """Translate a schedule of a subgroup to the whole group: positions become ranks, ranges are shifted."""
 
     def renamed(moves: tuple[Move, ...]) -> tuple[Move, ...]:
         return tuple(Move(members[m.peer], m.start + offset, m.stop + offset) for m in moves)
@@ -125,12 +126,12 @@ def on(members: Sequence[int], schedule: Schedule, offset: int = 0) -> Schedule:
 
 
 def mirrored(scatter: Schedule) -> Schedule:
-    """A reduce-scatter backwards, which is an all-gather: who got a range to add gives back its sum."""
+    """Reverse a reduce-scatter into an all-gather: a worker that added a range returns its sum."""
     return [ScheduleStep(sends=step.adds, takes=step.sends) for step in reversed(scatter)]
 
 
 def trim(schedule: Schedule) -> Schedule:
-    """Without empty moves, and without steps that do nothing."""
+    """Remove empty moves and empty steps."""
 
     def real(moves: tuple[Move, ...]) -> tuple[Move, ...]:
         return tuple(move for move in moves if move.length)

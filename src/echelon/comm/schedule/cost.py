@@ -1,4 +1,4 @@
-"""What a collective costs, before it runs: from its schedule, and by formula.
+"""Predicts the time of a collective, from its schedule or by formula, and chooses the cheapest.
 
 With alpha seconds per message, beta per byte on the wire, gamma per byte added, n bytes, P workers:
 
@@ -7,8 +7,8 @@ With alpha seconds per message, beta per byte on the wire, gamma per byte added,
     butterfly          lg P (alpha + n beta + n gamma)
     direct             2 alpha + 2 (P-2) m + the beta and gamma of a ring, m for a further message in a step
 
-Folding P to a power of two adds 2 alpha + 2 n beta + n gamma. Links are taken to be alike, to carry both
-directions at once, and to be shared by nobody else.
+Folding P to a power of two adds 2 alpha + 2 n beta + n gamma. The model assumes equal, full-duplex links
+that nobody else uses.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echelon.comm.schedule.collective import COLLECTIVES, Collective, Schedule, ScheduleStep
+from echelon.comm.schedule.collective import COLLECTIVES, Schedule, ScheduleStep
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError
 
-# Where costs are this near, the order of preference decides: a ring talks to neighbours only, and
-# what it sends in a step is what came in the step before, still in the cache.
+# If costs are this close, the order of preference decides: a ring talks only to neighbours, and
+# it sends in a step what arrived in the step before, which is still in the cache.
 _NEAR = 1.01
 _PREFERRED = ("ring", "halving-doubling", "binary-blocks", "direct", "butterfly")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCost:
-    """A worker's way to the others. `message_s` is what each further message of a step costs.
+    """The cost of a worker's link. `message_s` is the cost of each further message of a step.
 
-    Not known, it is taken to be a whole latency: as if messages left one after the other.
+    If unknown, it defaults to the full latency, as if messages left one after the other.
     """
 
     latency_s: float
@@ -40,13 +40,13 @@ class LinkCost:
 
     @property
     def further_s(self) -> float:
-        """Seconds for each message of a step but the first."""
+        """Seconds for each message of a step after the first."""
         return self.latency_s if self.message_s is None else self.message_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What the slowest worker does, counted: the terms of the formulas."""
+    """The work of the slowest worker: the terms of the formulas."""
 
     steps: int = 0
     further_messages: int = 0
@@ -54,7 +54,7 @@ class Work:
     added_bytes: float = 0.0
 
     def seconds(self, link: LinkCost, reduce_seconds_per_byte: float) -> float:
-        """The time it takes."""
+        """The time that the work takes."""
         return (
             self.steps * link.latency_s
             + self.further_messages * link.further_s
@@ -71,34 +71,19 @@ class Work:
         )
 
 
-def predict(
-    collective: Collective,
-    size: int,
-    length_bytes: int,
-    link: LinkCost,
-    reduce_seconds_per_byte: float,
-    itemsize: int = 4,
-) -> float:
-    """Seconds that `size` workers need to sum buffers of `length_bytes`, read from their schedules."""
-    length = -(-length_bytes // itemsize)
-    schedules = [collective.schedule(rank, size, length) for rank in range(size)]
-    work = critical_work(schedules, link, reduce_seconds_per_byte, itemsize)
-    return work.seconds(link, reduce_seconds_per_byte)
-
-
 def critical_work(
     schedules: Sequence[Schedule], link: LinkCost, reduce_seconds_per_byte: float, itemsize: int = 4
 ) -> Work:
-    """The longest chain of work until all workers are through their schedules.
+    """The longest chain of dependent work until all workers have finished their schedules.
 
-    A step begins when the worker's last one is over and everybody it receives from has begun to send. It
-    lasts for its messages' latency, the larger of what it sends and receives, and what it adds.
+    A step begins when the worker's previous step has ended and all its senders have begun to send. It takes
+    its messages' latency, the larger of its sent and received bytes, and its additions.
     """
 
     def later(*chains: Work) -> Work:
         return max(chains, key=lambda work: work.seconds(link, reduce_seconds_per_byte))
 
-    before = [[Work()] for _ in schedules]  # for each worker, what precedes the steps that it has reached
+    before = [[Work()] for _ in schedules]  # for each worker, the work before each step that it has reached
     senders = _senders(schedules)
     behind = {rank for rank, schedule in enumerate(schedules) if schedule}
     while behind:
@@ -115,7 +100,7 @@ def critical_work(
                 behind.remove(rank)
         if not moved:
             raise ConfigError(
-                f"the schedules never end: workers {sorted(behind)} wait for each other",
+                f"the schedules deadlock: workers {sorted(behind)} wait for each other",
                 where="collective",
                 fix="repair the collective: the k-th send to a worker is its k-th receive from the sender",
             )
@@ -123,7 +108,7 @@ def critical_work(
 
 
 def _senders(schedules: Sequence[Schedule]) -> list[list[list[tuple[int, int]]]]:
-    """For each worker's each step: which peers, in which of their steps, send what it receives."""
+    """For each step of each worker: the peers, and their steps, that send what it receives."""
     sent: dict[tuple[int, int], deque[int]] = {}
     for rank, schedule in enumerate(schedules):
         for at, step in enumerate(schedule):
@@ -131,14 +116,14 @@ def _senders(schedules: Sequence[Schedule]) -> list[list[list[tuple[int, int]]]]
                 sent.setdefault((rank, move.peer), deque()).append(at)
 
     def sender(receiver: int, peer: int) -> tuple[int, int]:
-        way = sent.get((peer, receiver))
-        if not way:
+        steps = sent.get((peer, receiver))
+        if not steps:
             raise ConfigError(
                 f"worker {receiver} waits for a message that worker {peer} does not send",
                 where="collective",
                 fix="repair the collective: the k-th send to a worker is its k-th receive from the sender",
             )
-        return peer, way.popleft()
+        return peer, steps.popleft()
 
     return [
         [[sender(rank, move.peer) for move in (*step.adds, *step.takes)] for step in schedule]
@@ -172,20 +157,20 @@ def direct_work(size: int, length_bytes: float) -> Work:
 
 
 def halving_doubling_work(size: int, length_bytes: float) -> Work:
-    """2 lg P steps of n/2, n/4, ..., and back; folded if P is no power of two."""
+    """2 lg P steps of n/2, n/4, ..., and back; folded if P is not a power of two."""
     bits = size.bit_length() - 1
     return Work(steps=2 * bits) + _scattered(1 << bits, length_bytes) + _folding(size, length_bytes)
 
 
 def butterfly_work(size: int, length_bytes: float) -> Work:
-    """lg P steps of n; folded if P is no power of two."""
+    """lg P steps of n; folded if P is not a power of two."""
     bits = size.bit_length() - 1
     whole = bits * length_bytes
     return Work(steps=bits, wire_bytes=whole, added_bytes=whole) + _folding(size, length_bytes)
 
 
 def _scattered(size: int, length_bytes: float) -> Work:
-    """The bytes of every algorithm that gives each worker one part to sum."""
+    """The bytes of every algorithm in which each worker sums one part."""
     most = (size - 1) / size * length_bytes
     return Work(wire_bytes=2 * most, added_bytes=most)
 
@@ -207,19 +192,19 @@ _FORMULAS = {
 def choose(
     size: int, length_bytes: int, link: LinkCost, reduce_seconds_per_byte: float = 0.0, itemsize: int = 4
 ) -> tuple[str, dict[str, float], str]:
-    """The cheapest flat collective, the predicted seconds of each, and a sentence of reason.
+    """The cheapest flat collective, the predicted seconds of each, and a sentence with the reason.
 
-    Of those within 1 % of the cheapest, the first in order of preference is taken, `ring` before all. Costs
-    are by formula, so that many buckets can be asked about; those of binary blocks, which have none, come
-    from the schedule, and only where P is no power of two.
+    Of those within 1 % of the cheapest, the first in order of preference is chosen, `ring` first. Costs
+    come from formulas, because many buckets ask; binary blocks have no formula, so their cost comes from
+    the schedule, and only if P is not a power of two.
 
-    Two workers take `direct` whatever the costs say, to keep one way for all lengths. That gives away a
-    little where buffers are small: over loopback, in four short runs on a busy machine, a butterfly of two
-    took 0.7 to 1.0 of its time for 4 kB, 0.8 to 1.1 for 64 kB and 0.9 to 1.5 for 1 MB.
+    Two workers always use `direct`, so that they use one algorithm for all lengths. That loses a little for
+    small buffers: over loopback, in four short runs on a busy machine, a butterfly of two took 0.7 to 1.0
+    of its time for 4 kB, 0.8 to 1.1 for 64 kB and 0.9 to 1.5 for 1 MB.
     """
     if size == 1 or not length_bytes:
-        nothing = "direct" if size == 2 else "ring"
-        return nothing, dict.fromkeys(_FORMULAS, 0.0), f"{nothing}: nothing to send"
+        name = "direct" if size == 2 else "ring"
+        return name, dict.fromkeys(_FORMULAS, 0.0), f"{name}: nothing to send"
     work = {name: formula(size, length_bytes) for name, formula in _FORMULAS.items()}
     if size & (size - 1):
         work["binary-blocks"] = _blocks_work(size, length_bytes, link, reduce_seconds_per_byte, itemsize)
@@ -241,7 +226,7 @@ def _blocks_work(
 
 
 def _reason(name: str, size: int, length_bytes: int, work: dict[str, Work]) -> str:
-    """A ring moves the fewest bytes, so others beat it by steps; a butterfly is beaten by bytes."""
+    """Its advantages: fewer steps than a ring, or fewer bytes than a butterfly."""
     mine, ring, butterfly = work[name], work["ring"], work["butterfly"]
     beats = []
     if mine.steps < ring.steps:

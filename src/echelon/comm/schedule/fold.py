@@ -1,8 +1,8 @@
-"""How an algorithm for powers of two serves any number of workers: the surplus workers are folded in.
+"""Extends an algorithm for powers of two to any number of workers by folding in the surplus workers.
 
-Each surplus worker is the guest of the neighbour before it: it hands over its buffer at the beginning and
-gets the result at the end, and in between the hosts and the unpaired workers are a power of two. This
-costs two steps and, for a host, the whole buffer each way.
+Each surplus worker is the guest of the neighbour before it: it sends its buffer to that host at the
+beginning and gets the result at the end. In between, the hosts and the unpaired workers are a power of two.
+This costs two steps and, for a host, the whole buffer each way.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from echelon.comm.schedule.collective import Move, Schedule, ScheduleStep
 
 
 def hosts(size: int) -> list[int]:
-    """The workers that stay, a power of two. Of the first pairs, the odd ones are guests."""
+    """The workers that stay, a power of two. In the first pairs, the odd ranks are guests."""
     guests = _guests(size)
     return [*range(0, 2 * guests, 2), *range(2 * guests, size)]
 
 
 def fold(rank: int, size: int, length: int) -> Schedule:
-    """Guests send their buffer, their hosts add it; backwards, guests get the result."""
+    """Guests send their buffer and hosts add it; reversed, guests get the result."""
     if rank >= 2 * _guests(size):
         return []
     if rank % 2:

@@ -1,4 +1,4 @@
-"""Who knows the secret is let in; nobody else is, whatever it says or does not say."""
+"""A peer that knows the secret is accepted; any other peer is rejected, whatever it sends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def outcome(act):
 
 
 def meet(dialler, answerer):
-    """What becomes of both sides."""
+    """The outcome on both sides."""
     with two_sockets() as (one, other):
         found = []
         options = {"view": VIEW, "secret": SECRET, "timeout_s": 5.0}
@@ -51,13 +51,13 @@ def meet(dialler, answerer):
 
 
 def hold(talk, hear):
-    """A side of a conversation on the test's terms: what it says, and how it ends."""
+    """Run one side of a handshake against scripted input; returns what it sends, and its outcome."""
     said = []
     try:
-        turn = next(talk)
+        step = next(talk)
         while True:
-            said.append(turn.say)
-            turn = talk.send(hear(turn.awaits))
+            said.append(step.say)
+            step = talk.send(hear(step.awaits))
     except StopIteration as end:
         return said, end.value
     except Refused as refusal:
@@ -68,11 +68,11 @@ def answering(secret=SECRET, view=VIEW):
     return conversation(view=view, rank=0, secret=secret, dialled=False)
 
 
-def test_two_who_know_the_secret_learn_each_others_rank():
+def test_peers_with_the_same_secret_learn_each_others_rank():
     assert meet({"rank": 5}, {"rank": 2}) == (2, 5)
 
 
-def test_a_wrong_secret_is_refused_by_both_who_both_say_so():
+def test_both_sides_refuse_a_wrong_secret_and_name_the_peer():
     for refusal, rank in zip(meet({"rank": 5, "secret": b"other"}, {"rank": 2}), (2, 5), strict=True):
         assert type(refusal) is Refused
         assert f"rank {rank} does not know the run's secret" in refusal.message
@@ -82,25 +82,25 @@ def test_a_wrong_secret_is_refused_by_both_who_both_say_so():
 def test_another_view_is_refused():
     dialled, answered = meet({"rank": 5, "view": bytes(16)}, {"rank": 2})
     assert type(answered) is Refused
-    assert "stranger" in answered.message
+    assert "wrong run id" in answered.message
     assert type(dialled) is HungUp
 
 
-def test_who_hangs_up_is_refused():
+def test_a_peer_that_closes_the_connection_is_refused():
     with two_sockets() as (one, other):
         one.sendall(b"EC")
         one.close()
-        with pytest.raises(HungUp, match="hung up"):
+        with pytest.raises(HungUp, match="closed the connection"):
             greet(other, view=VIEW, rank=0, secret=SECRET, dialled=False, timeout_s=5)
 
 
 @pytest.mark.parametrize("dialled", [True, False])
-def test_who_says_nothing_is_given_up_in_time(dialled):
+def test_a_silent_peer_times_out(dialled):
     with two_sockets() as (_, other), pytest.raises(HungUp):
         greet(other, view=VIEW, rank=0, secret=SECRET, dialled=dialled, timeout_s=0.05)
 
 
-def test_who_says_it_byte_by_byte_has_no_more_time_than_others():
+def test_a_peer_that_sends_single_bytes_gets_no_more_time():
     with two_sockets() as (one, other):
         ended = threading.Event()
 
@@ -117,7 +117,7 @@ def test_who_says_it_byte_by_byte_has_no_more_time_than_others():
         finally:
             ended.set()
             thread.join()
-        assert time.monotonic() - begun < 56 * 0.02, "it would have dripped on"
+        assert time.monotonic() - begun < 56 * 0.02, "the timeout is for the whole handshake"
 
 
 @given(junk=st.binary(min_size=HELLO_BYTES, max_size=HELLO_BYTES))
@@ -127,30 +127,30 @@ def test_junk_is_refused_and_learns_nothing(junk):
     assert isinstance(end, Refused)
 
 
-def test_a_stranger_who_knows_the_view_gets_no_proof():
+def test_a_peer_without_the_secret_gets_no_proof():
     hello, _ = next(t := conversation(view=VIEW, rank=1, secret=b"?", dialled=True)), t
     heard = iter([hello.say, bytes(32)])
     said, end = hold(answering(), lambda count: next(heard, b""))
     assert isinstance(end, Refused)
-    assert said[-1] == bytes(32), "nothing that is made with the secret"
+    assert said[-1] == bytes(32), "an empty proof, not one made with the secret"
 
 
-def test_a_recorded_handshake_is_worthless():
-    """What an honest dialler said once is said again to another answerer."""
+def test_a_replayed_handshake_is_refused():
+    """An attacker sends the recorded messages of an honest peer to another worker."""
     dialler = conversation(view=VIEW, rank=1, secret=SECRET, dialled=True)
     answerer = answering()
     recorded = [next(dialler).say]
     next(answerer)
     recorded.append(dialler.send(answerer.send(recorded[0]).say).say)
-    assert answerer.send(recorded[1]).say != bytes(32), "the first time it is let in"
+    assert answerer.send(recorded[1]).say != bytes(32), "the original is accepted"
     replayed = iter([*recorded, b""])
     _, end = hold(answering(), lambda count: next(replayed))
     assert isinstance(end, Refused)
     assert "does not know" in end.message
 
 
-def test_a_handshake_that_is_reflected_is_worthless():
-    """A stranger at the address of a worker sends back what the dialler says."""
+def test_a_reflected_handshake_is_refused():
+    """An attacker at a worker's address sends back what the dialling side sends."""
     dialler = conversation(view=VIEW, rank=1, secret=SECRET, dialled=True)
     hello = next(dialler).say
     proof = dialler.send(hello).say

@@ -1,4 +1,4 @@
-"""Links are measured right whatever the shaping, by all members alike, and in bounded time."""
+"""Links are measured correctly under any shaping, identically on all members, and in bounded time."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ def emulated(monkeypatch):
 
 
 @pytest.mark.parametrize("bytes_per_s", [1.25e6, 1.25e7, 1.25e8, 1.25e9])
-def test_the_burst_of_a_token_bucket_does_not_count(emulated, bytes_per_s):
+def test_the_burst_of_a_token_bucket_does_not_affect_the_rate(emulated, bytes_per_s):
     found = measure(emulated(4, latency_s=1e-4, bytes_per_s=bytes_per_s))
     for rate in found.bytes_per_s.values():
         assert rate == pytest.approx(bytes_per_s, rel=0.01)
 
 
-def test_latency_is_that_of_one_way(emulated):
+def test_latency_is_one_way(emulated):
     found = measure(emulated(4, latency_s=3e-4, bytes_per_s=1e8))
     for latency_s in found.latency_s.values():
         assert latency_s == pytest.approx(3e-4)
@@ -127,7 +127,7 @@ def test_slow_links_are_measured_with_few_bytes_and_for_a_bounded_time(emulated)
     assert set(found.bytes_per_s) == {(r, (r + d) % 8) for r in range(8) for d in (1, 2, 4)}
 
 
-def test_what_takes_too_long_is_left_out_but_never_the_neighbours(emulated):
+def test_slow_shifts_are_skipped_but_never_the_neighbours(emulated):
     group = emulated(64, latency_s=1e-4, bytes_per_s=1.25e6, shared=True)
     found = measure(group)
     assert group.now < 2
@@ -135,7 +135,7 @@ def test_what_takes_too_long_is_left_out_but_never_the_neighbours(emulated):
     assert found.slowest.seconds_per_byte == pytest.approx(1 / 1.25e6, rel=0.01)
 
 
-def test_flows_that_share_a_link_show(emulated):
+def test_flows_that_share_a_link_show_their_part_of_it(emulated):
     found = measure(emulated(8, latency_s=1e-4, bytes_per_s=1.25e7, shared=True))
     for (rank, peer), rate in found.bytes_per_s.items():
         assert rate == pytest.approx(1.25e7 / ((peer - rank) % 8), rel=0.02)
@@ -166,10 +166,10 @@ def test_a_worker_alone_has_no_links():
     assert found.slowest == LinkCost(latency_s=0.0, seconds_per_byte=0.0)
 
 
-def test_numbers_belong_to_the_link_that_they_were_measured_on():
+def test_results_are_assigned_to_the_measured_link():
     found = gathered([1, 2], [[1.0, 10.0, 5.0, 50.0], [2.0, 20.0, 6.0, 60.0], [3.0, 30.0, 7.0, 70.0]])
-    # Rank r asks the member after it for a round trip, and times what comes from the member before it.
-    # Of three members, the one two places further is the one before: those round trips count as well.
+    # Rank r measures the round trip to the next member, and the rate from the previous one.
+    # With three members, shift 2 reaches the previous member, so those round trips count as well.
     assert found.latency_s == {
         (0, 1): 1.0, (1, 0): 1.0, (1, 2): 2.0, (2, 1): 2.0, (2, 0): 3.0, (0, 2): 3.0,
     }  # fmt: skip
@@ -178,7 +178,7 @@ def test_numbers_belong_to_the_link_that_they_were_measured_on():
     }  # fmt: skip
 
 
-def test_decisions_are_made_by_the_worst_of_the_neighbours_links():
+def test_slowest_is_the_worst_link_between_neighbours():
     rows = [[1e-4, 1e8, 9e-4, 1e6], [3e-4, 2e8, 9e-4, 1e6], [2e-4, 5e7, 9e-4, 1e6], [1e-4, 1e8, 9e-4, 1e6]]
     slowest = gathered([1, 2], rows).slowest
     assert slowest == LinkCost(latency_s=3e-4, seconds_per_byte=1 / 5e7)

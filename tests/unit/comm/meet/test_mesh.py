@@ -1,4 +1,4 @@
-"""Workers as threads connect with each other; strangers at the door neither get in nor hold anybody up."""
+"""Workers (threads here) connect with each other; other connections are rejected and delay nobody."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch.distributed import HashStore
 from echelon.cluster.interfaces import interfaces
 from echelon.comm.meet import mesh
 from echelon.comm.meet.handshake import HungUp, Refused, greet
-from echelon.comm.meet.rendezvous import Meeting, Member
+from echelon.comm.meet.rendezvous import Member, Rendezvous
 from echelon.errors import JoinTimeout, LaunchError, PeerLost
 
 VIEW = bytes(range(16))
 
 
-def meeting(store, rank, size):
+def rendezvous(store, rank, size):
     members = tuple(Member(rank=r, node=f"n{r}", host="h", pid=1) for r in range(size))
-    return Meeting(store, members[rank], members)
+    return Rendezvous(store, members[rank], members)
 
 
 def connect_all(size, *, address="127.0.0.1", secrets=None, timeout_s=20.0, first=None, view=VIEW):
-    """What became of each worker; `first` is done when rank 0 listens, before anybody dials it."""
+    """Each worker's sockets or error; `first` runs when rank 0 listens, before others dial it."""
     store = HashStore()
     found = [None] * size
     listening = threading.Event()
@@ -36,13 +36,13 @@ def connect_all(size, *, address="127.0.0.1", secrets=None, timeout_s=20.0, firs
     def work(rank):
         if rank and first:
             listening.wait(20)
-        place = meeting(store, rank, size)
+        place = rendezvous(store, rank, size)
         secret = secrets[rank] if secrets else b"secret"
         try:
             found[rank] = mesh.connect(place, address, view=view, secret=secret, timeout_s=timeout_s)
         except Exception as error:  # noqa: BLE001 - the test looks at it
             found[rank] = error
-            place.say_goodbye(f"{type(error).__name__}: {error}")
+            place.announce_departure(f"{type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -61,12 +61,12 @@ def address_of(store, rank):
     key = f"address/{VIEW.hex()}/{rank}"
     while not store.check([key]):
         time.sleep(0.001)
-    told = msgspec.json.decode(store.get(key))
-    return told["host"], told["port"]
+    address = msgspec.json.decode(store.get(key))
+    return address["host"], address["port"]
 
 
 def assert_connected(found):
-    """Every pair can talk, and every end is where it should be."""
+    """Every pair can exchange bytes over the right sockets."""
     size = len(found)
     with ExitStack() as stack:
         for own in found:
@@ -84,7 +84,7 @@ def assert_connected(found):
 
 
 def link_local_addresses():
-    """Such as this machine has: each is good on its own link only, which it names."""
+    """Link-local addresses of this machine, at most one; each names its interface."""
     found = [entry.address for entry in interfaces() if entry.up and entry.address.startswith("fe80")]
     return found[:1]
 
@@ -94,15 +94,15 @@ def test_every_worker_is_connected_with_every_other(address):
     assert_connected(connect_all(5, address=address))
 
 
-def test_an_address_is_told_without_the_name_of_the_link():
-    """Each machine has its own name for it."""
-    told = []
+def test_an_address_is_published_without_its_interface():
+    """Interface names differ between machines."""
+    published = []
     for address in ("127.0.0.1", "::1", *link_local_addresses()):
-        assert_connected(connect_all(2, address=address, first=told.append))
-        assert told.pop()[0] == address.partition("%")[0]
+        assert_connected(connect_all(2, address=address, first=published.append))
+        assert published.pop()[0] == address.partition("%")[0]
 
 
-def test_two_runs_on_one_machine_do_not_meet():
+def test_two_runs_on_one_machine_stay_apart():
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(connect_all, 3, view=bytes([n]) * 16) for n in range(2)]
         found = [run.result() for run in runs]
@@ -112,17 +112,17 @@ def test_two_runs_on_one_machine_do_not_meet():
         assert_connected(run)
 
 
-def test_a_worker_of_another_run_is_turned_away(caplog):
+def test_a_worker_of_another_run_is_rejected(caplog):
     def lost(address):
         with socket.create_connection(address) as sock, pytest.raises(HungUp):
             greet(sock, view=bytes(16), rank=1, secret=b"secret", dialled=True, timeout_s=10)
 
     with caplog.at_level(logging.WARNING):
         assert_connected(connect_all(2, first=lost))
-    assert "1 connections of strangers were refused" in caplog.text
+    assert "rejected 1 connections" in caplog.text
 
 
-def test_fifty_callers_who_say_nothing_hold_up_nobody():
+def test_fifty_silent_connections_delay_nobody():
     with ExitStack() as stack:
 
         def crowd(address):
@@ -134,10 +134,10 @@ def test_fifty_callers_who_say_nothing_hold_up_nobody():
         assert time.monotonic() - begun < mesh._HANDSHAKE_S, "one after the other would take 250 s"
 
 
-def test_junk_and_half_open_connections_and_hang_ups_are_turned_away_and_counted(caplog):
+def test_junk_and_half_open_and_closed_connections_are_rejected_and_counted(caplog):
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
 
-        def strangers(address):
+        def outsiders(address):
             for data in (b"GET / HTTP/1.1\r\n\r\n" * 10, b"ECHH", bytes(100), b""):
                 sock = stack.enter_context(socket.create_connection(address))
                 sock.sendall(data)
@@ -147,11 +147,11 @@ def test_junk_and_half_open_connections_and_hang_ups_are_turned_away_and_counted
             reset.close()
             time.sleep(0.1)
 
-        assert_connected(connect_all(3, first=strangers))
-    assert "connections of strangers were refused" in caplog.text
+        assert_connected(connect_all(3, first=outsiders))
+    assert "connections that are not from this run's workers" in caplog.text
 
 
-def test_more_callers_than_there_is_room_for_push_out_the_oldest_only(monkeypatch):
+def test_too_many_connections_drop_the_oldest_only(monkeypatch):
     monkeypatch.setattr(mesh, "_MOST_CALLERS", 16)
     with ExitStack() as stack:
 
@@ -162,24 +162,24 @@ def test_more_callers_than_there_is_room_for_push_out_the_oldest_only(monkeypatc
         assert_connected(connect_all(3, first=crowd))
 
 
-def test_a_caller_who_says_nothing_is_sent_away_after_a_while(monkeypatch):
+def test_a_silent_connection_is_closed_after_the_timeout(monkeypatch):
     monkeypatch.setattr(mesh, "_HANDSHAKE_S", 0.1)
 
     def silent(address):
         with socket.create_connection(address) as sock:
             sock.settimeout(10)
-            assert sock.recv(1) == b"", "it was hung up on"
+            assert sock.recv(1) == b"", "the listener closed the connection"
 
     assert_connected(connect_all(2, first=silent))
 
 
-def test_a_worker_with_another_secret_is_refused_and_all_learn_which():
+def test_a_worker_with_another_secret_is_refused_and_all_errors_name_it():
     found = connect_all(3, secrets=[b"secret", b"secret", b"other"], timeout_s=20)
     assert isinstance(found[2], Refused)
     assert "does not know the run's secret" in found[2].message
     assert "ECHELON_SECRET" in found[2].fix
     for error in found[:2]:
-        assert isinstance(error, PeerLost), "at once, and not when the time is up"
+        assert isinstance(error, PeerLost), "at once, not at the deadline"
         assert error.ranks == (2,)
         assert "does not know the run's secret" in error.message
 
@@ -187,7 +187,7 @@ def test_a_worker_with_another_secret_is_refused_and_all_learn_which():
 def test_a_worker_that_never_dials_is_named_at_the_deadline():
     store = HashStore()
     with pytest.raises(JoinTimeout) as caught:
-        mesh.connect(meeting(store, 0, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=0.3)
+        mesh.connect(rendezvous(store, 0, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=0.3)
     assert caught.value.ranks == (1,)
     assert "rank 1 on n1 did not connect within 0.3 s" in caught.value.message
     assert "listening at 127.0.0.1 port" in caught.value.where
@@ -195,28 +195,28 @@ def test_a_worker_that_never_dials_is_named_at_the_deadline():
 
 def test_a_worker_that_never_listens_is_named_at_the_deadline():
     with pytest.raises(JoinTimeout, match="rank 0 on n0 does not listen"):
-        mesh.connect(meeting(HashStore(), 1, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=0.3)
+        mesh.connect(rendezvous(HashStore(), 1, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=0.3)
 
 
 def test_a_worker_that_cannot_be_reached_is_named_at_the_deadline():
     store = HashStore()
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     store.set(f"address/{VIEW.hex()}/0", msgspec.json.encode({"host": "127.0.0.1", "port": port}).decode())
     with pytest.raises(JoinTimeout, match=r"cannot be reached at 127\.0\.0\.1 port") as caught:
-        mesh.connect(meeting(store, 1, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=0.3)
+        mesh.connect(rendezvous(store, 1, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=0.3)
     assert caught.value.ranks == (0,)
 
 
 def test_an_impostor_at_a_workers_address_is_refused():
-    """It lets itself be dialled, and cannot prove that it knows the secret."""
+    """It accepts the connection, and cannot prove that it knows the secret."""
     store = HashStore()
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        address = {"host": "127.0.0.1", "port": door.getsockname()[1]}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = {"host": "127.0.0.1", "port": listener.getsockname()[1]}
         store.set(f"address/{VIEW.hex()}/0", msgspec.json.encode(address).decode())
 
         def pose():
-            sock, _ = door.accept()
+            sock, _ = listener.accept()
             with sock:
                 hello = sock.recv(56)
                 sock.sendall(hello[:20] + bytes(4) + hello[24:])
@@ -226,22 +226,22 @@ def test_an_impostor_at_a_workers_address_is_refused():
         thread = threading.Thread(target=pose)
         thread.start()
         with pytest.raises(Refused, match="rank 0 does not know the run's secret"):
-            mesh.connect(meeting(store, 1, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=10)
+            mesh.connect(rendezvous(store, 1, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=10)
         thread.join()
 
 
 def test_an_address_that_is_not_this_machines_is_refused():
     with pytest.raises(LaunchError, match=r"cannot listen at 192\.0\.2\.1"):
-        mesh.connect(meeting(HashStore(), 0, 2), "192.0.2.1", view=VIEW, secret=b"s", timeout_s=1)
+        mesh.connect(rendezvous(HashStore(), 0, 2), "192.0.2.1", view=VIEW, secret=b"s", timeout_s=1)
 
 
 @pytest.mark.parametrize("given", [None, b"given"])
 def test_all_agree_on_the_view_and_the_secret(given):
     store = HashStore()
-    found = [mesh.agree_on_view(meeting(store, rank, 3), given) for rank in range(3)]
+    found = [mesh.agree_on_view(rendezvous(store, rank, 3), given) for rank in range(3)]
     assert found[0] == found[1] == found[2]
     view, secret = found[0]
     assert len(view) == 16
     assert secret == given if given else len(secret) == 64
-    again = mesh.agree_on_view(meeting(HashStore(), 0, 3), given)
-    assert again[0] != view, "views are never the same"
+    again = mesh.agree_on_view(rendezvous(HashStore(), 0, 3), given)
+    assert again[0] != view, "each view is new"

@@ -22,16 +22,16 @@ def test_without_any_variable_the_process_is_alone():
         {"RANK": "0", "WORLD_SIZE": ""},
     ],
 )
-def test_a_world_of_one_needs_no_meeting_point(env):
+def test_a_world_of_one_needs_no_address(env):
     assert Place.from_environment(env) == Place()
 
 
-def test_a_world_of_one_with_a_meeting_point_is_taken_as_it_is():
+def test_a_world_of_one_may_have_an_address():
     place = Place.from_environment({**FULL, "RANK": "0", "WORLD_SIZE": "1"})
     assert (place.rank, place.world_size, place.address, place.port) == (0, 1, "head", 29500)
 
 
-def test_all_variables_say_everything():
+def test_all_variables_together_give_the_place():
     place = Place.from_environment({**FULL, "LOCAL_RANK": "1"})
     assert place == Place(rank=2, world_size=4, local_rank=1, address="head", port=29500)
 
@@ -40,7 +40,7 @@ def test_local_rank_is_optional():
     assert Place.from_environment(FULL).local_rank == 0
 
 
-def test_torchrun_keeps_the_meeting_point_and_counts_restarts():
+def test_torchrun_hosts_the_store_and_counts_restarts():
     env = {**FULL, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
     place = Place.from_environment(env)
     assert (place.hosted, place.attempt) == (True, "3")
@@ -56,7 +56,7 @@ def test_a_missing_variable_is_named(missing):
 
 
 @pytest.mark.parametrize("env", [{"WORLD_SIZE": "4"}, {"RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "2"}])
-def test_one_of_several_without_a_meeting_point_is_refused_rather_than_left_to_train_alone(env):
+def test_one_of_several_workers_without_an_address_is_refused(env):
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT are not"):
         Place.from_environment(env)
 

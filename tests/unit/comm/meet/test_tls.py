@@ -1,4 +1,4 @@
-"""Workers speak TLS when given certificates, and to nobody who shows none, or another authority's."""
+"""With certificates, workers use TLS, and reject peers without a certificate of their authority."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 from echelon.comm.meet import mesh
 from echelon.comm.meet.handshake import Refused
-from echelon.comm.meet.rendezvous import Meeting, Member
+from echelon.comm.meet.rendezvous import Member, Rendezvous
 from echelon.comm.meet.tls import Certificates
 from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.comm.wire.connection import Connection
@@ -40,12 +40,12 @@ def certificates(name="worker", key=None, authority="authority"):
 
 
 WORKER = certificates()
-STRANGER = certificates("stranger", authority="other-authority")
+OUTSIDER = certificates("stranger", authority="other-authority")
 
 
 @pytest.fixture
 def both_authorities(tmp_path):
-    """A file that trusts either."""
+    """A file with both authorities."""
     path = tmp_path / "both.pem"
     path.write_text((FILES / "authority.pem").read_text() + (FILES / "other-authority.pem").read_text())
     return path
@@ -87,7 +87,11 @@ def test_a_file_that_cannot_be_read_is_named(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("CERT", "holds no certificate"), ("KEY", "is no private key"), ("CA", "holds no certificate")],
+    [
+        ("CERT", "does not contain a cert"),
+        ("KEY", "is not a private key"),
+        ("CA", "does not contain a cert"),
+    ],
 )
 def test_a_file_of_another_kind_is_named(name, message):
     junk = FILES / "README.md"
@@ -99,12 +103,16 @@ def test_a_file_of_another_kind_is_named(name, message):
 @pytest.mark.parametrize(
     ("changes", "message", "fix"),
     [
-        ({"KEY": "stranger.key"}, r"stranger\.key is not that of the certificate .*worker\.pem", "the key"),
-        ({"KEY": "locked.key"}, r"locked\.key is protected by a password", "without one"),
-        ({"CERT": "expired.pem"}, r"expired\.pem does not hold .*: certificate has expired", "renewed"),
+        (
+            {"KEY": "stranger.key"},
+            r"stranger\.key does not belong to .*worker\.pem",
+            "the key",
+        ),
+        ({"KEY": "locked.key"}, r"locked\.key is protected by a password", "without a password"),
+        ({"CERT": "expired.pem"}, r"expired\.pem is not valid .*: certificate has expired", "renew it"),
         (
             {"CA": "other-authority.pem"},
-            r"worker\.pem does not hold under .*other-authority\.pem",
+            r"worker\.pem is not valid under .*other-authority\.pem",
             "signed",
         ),
     ],
@@ -120,13 +128,13 @@ def test_files_that_do_not_fit_each_other_or_the_date_are_named_with_a_fix(chang
 # Joining -----------------------------------------------------------------------------------------
 
 
-def meeting(store, rank, size):
+def rendezvous(store, rank, size):
     members = tuple(Member(rank=r, node=f"n{r}", host="h", pid=1) for r in range(size))
-    return Meeting(store, members[rank], members)
+    return Rendezvous(store, members[rank], members)
 
 
 def connect_all(given, *, timeout_s=20.0, first=None, address="127.0.0.1"):
-    """What became of each worker, by what it was given; `first` is done before anybody dials rank 0."""
+    """Each worker's sockets or error, by its certificates; `first` runs before others dial rank 0."""
     store = HashStore()
     found = [None] * len(given)
     listening = threading.Event()
@@ -134,14 +142,14 @@ def connect_all(given, *, timeout_s=20.0, first=None, address="127.0.0.1"):
     def work(rank):
         if rank and first:
             listening.wait(20)
-        place = meeting(store, rank, len(given))
+        place = rendezvous(store, rank, len(given))
         try:
             found[rank] = mesh.connect(
                 place, address, view=VIEW, secret=b"s", timeout_s=timeout_s, certificates=given[rank]
             )
         except Exception as error:  # noqa: BLE001 - the test looks at it
             found[rank] = error
-            place.say_goodbye(f"{type(error).__name__}: {error}")
+            place.announce_departure(f"{type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(given))]
     for thread in threads:
@@ -160,8 +168,8 @@ def address_of(store, rank):
     key = f"address/{VIEW.hex()}/{rank}"
     while not store.check([key]):
         time.sleep(0.001)
-    told = msgspec.json.decode(store.get(key))
-    return told["host"], told["port"]
+    address = msgspec.json.decode(store.get(key))
+    return address["host"], address["port"]
 
 
 def close_all(found):
@@ -180,28 +188,28 @@ def test_workers_with_certificates_of_one_authority_are_connected_by_tls(address
     close_all(found)
 
 
-def test_nothing_that_workers_say_can_be_read_on_the_way():
-    """Not even the hello: a listener in the middle sees records, and neither magic nor view."""
+def test_traffic_between_workers_is_encrypted():
+    """Even the hello: a proxy in the middle sees neither magic nor view."""
     store, heard = HashStore(), bytearray()
     with ExitStack() as stack:
         middle = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 
         def pass_on():
             caller = stack.enter_context(middle.accept()[0])
-            door = stack.enter_context(socket.create_connection(told["real"]))
-            while len(ready := select.select([caller, door], [], [], 5)[0]):
+            target = stack.enter_context(socket.create_connection(real["address"]))
+            while len(ready := select.select([caller, target], [], [], 5)[0]):
                 for sock in ready:
                     data = sock.recv(1 << 16)
                     if not data:
                         return
                     heard.extend(data)
-                    (door if sock is caller else caller).sendall(data)
+                    (target if sock is caller else caller).sendall(data)
 
-        told, found = {}, {}
+        real, found = {}, {}
 
         def work(rank):
             found[rank] = mesh.connect(
-                meeting(store, rank, 2),
+                rendezvous(store, rank, 2),
                 "127.0.0.1",
                 view=VIEW,
                 secret=b"s",
@@ -211,7 +219,7 @@ def test_nothing_that_workers_say_can_be_read_on_the_way():
 
         answering = threading.Thread(target=work, args=(0,))
         answering.start()
-        told["real"] = address_of(store, 0)
+        real["address"] = address_of(store, 0)
         posing = {"host": "127.0.0.1", "port": middle.getsockname()[1], "encrypted": True}
         store.set(f"address/{VIEW.hex()}/0", msgspec.json.encode(posing).decode())
         between = threading.Thread(target=pass_on)
@@ -225,30 +233,30 @@ def test_nothing_that_workers_say_can_be_read_on_the_way():
     assert VIEW not in heard
 
 
-def test_a_worker_of_another_authority_is_refused_and_all_learn_which(caplog):
+def test_a_worker_of_another_authority_is_refused_and_all_errors_name_it(caplog):
     with caplog.at_level(logging.WARNING):
-        found = connect_all([WORKER, WORKER, STRANGER])
+        found = connect_all([WORKER, WORKER, OUTSIDER])
     assert isinstance(found[2], Refused)
     assert "rank 0 on n0 does not accept this worker's certificate" in found[2].message
     assert "unknown ca" in found[2].message
     assert "one authority" in found[2].fix
     assert found[2].ranks == (0,)
     for error in found[:2]:
-        assert isinstance(error, PeerLost), "at once, and not when the time is up"
+        assert isinstance(error, PeerLost), "at once, not at the deadline"
         assert error.ranks == (2,)
-    assert "connections of strangers were refused" in caplog.text
+    assert "connections that are not from this run's workers" in caplog.text
 
 
 def test_a_worker_that_dials_one_of_another_authority_refuses_it(both_authorities, caplog):
-    """Though that one trusts everybody."""
-    trusting = Certificates(certificate=STRANGER.certificate, key=STRANGER.key, authority=both_authorities)
+    """Even though the dialled one trusts both authorities."""
+    trusting = Certificates(certificate=OUTSIDER.certificate, key=OUTSIDER.key, authority=both_authorities)
     with caplog.at_level(logging.WARNING):
         found = connect_all([trusting, WORKER])
     assert isinstance(found[1], Refused)
-    assert "rank 0 on n0 has a certificate that does not hold here: " in found[1].message
+    assert "rank 0 on n0 has a certificate that is not valid here: " in found[1].message
     assert "one authority" in found[1].fix
     assert isinstance(found[0], PeerLost)
-    assert "connections of strangers were refused" in caplog.text
+    assert "connections that are not from this run's workers" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -258,7 +266,7 @@ def test_a_worker_that_dials_one_of_another_authority_refuses_it(both_authoritie
         ((None, WORKER), "rank 0 on n0 was not given TLS certificates, this worker was"),
     ],
 )
-def test_a_worker_with_tls_and_one_without_part_with_the_reason(given, message):
+def test_a_worker_with_tls_and_one_without_fail_with_the_reason(given, message):
     found = connect_all(given)
     assert isinstance(found[1], Refused)
     assert found[1].message == message
@@ -287,38 +295,43 @@ def answer_without_a_certificate(sock):
     ],
 )
 def test_an_answer_without_tls_or_certificate_is_refused_with_the_peers_name(answer, why):
-    """Though the store says it has both: nobody falls back to less."""
+    """Even though the store says that it has both: there is no fallback."""
     store = HashStore()
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        address = {"host": "127.0.0.1", "port": door.getsockname()[1], "encrypted": True}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = {"host": "127.0.0.1", "port": listener.getsockname()[1], "encrypted": True}
         store.set(f"address/{VIEW.hex()}/0", msgspec.json.encode(address).decode())
 
-        def open_door():
-            sock, _ = door.accept()
+        def accept_one():
+            sock, _ = listener.accept()
             with sock, contextlib.suppress(OSError):
                 answer(sock)
 
-        thread = threading.Thread(target=open_door)
+        thread = threading.Thread(target=accept_one)
         thread.start()
-        with pytest.raises(Refused, match=f"rank 0 on n0 does not speak TLS .*{why}"):
+        with pytest.raises(Refused, match=f"rank 0 on n0 does not use TLS .*{why}"):
             mesh.connect(
-                meeting(store, 1, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=10, certificates=WORKER
+                rendezvous(store, 1, 2),
+                "127.0.0.1",
+                view=VIEW,
+                secret=b"s",
+                timeout_s=10,
+                certificates=WORKER,
             )
         thread.join()
 
 
-def test_a_peer_that_hangs_up_in_the_tls_handshake_is_tried_again_until_the_deadline():
+def test_a_peer_that_closes_during_the_tls_handshake_is_tried_again_until_the_deadline():
     store = HashStore()
     calls = []
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        address = {"host": "127.0.0.1", "port": door.getsockname()[1], "encrypted": True}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = {"host": "127.0.0.1", "port": listener.getsockname()[1], "encrypted": True}
         store.set(f"address/{VIEW.hex()}/0", msgspec.json.encode(address).decode())
 
         def answer():
-            door.settimeout(0.5)
+            listener.settimeout(0.5)
             while True:
                 try:
-                    sock, _ = door.accept()
+                    sock, _ = listener.accept()
                 except TimeoutError:
                     return
                 calls.append(sock)
@@ -328,7 +341,7 @@ def test_a_peer_that_hangs_up_in_the_tls_handshake_is_tried_again_until_the_dead
         thread.start()
         with pytest.raises(JoinTimeout, match="rank 0 on n0 cannot be reached"):
             mesh.connect(
-                meeting(store, 1, 2),
+                rendezvous(store, 1, 2),
                 "127.0.0.1",
                 view=VIEW,
                 secret=b"s",
@@ -339,11 +352,11 @@ def test_a_peer_that_hangs_up_in_the_tls_handshake_is_tried_again_until_the_dead
     assert len(calls) > 1
 
 
-def test_strangers_at_a_tls_door_hold_up_nobody_and_are_counted(caplog):
-    """Silent ones, in plain text or in the middle of a TLS handshake; junk; and those who hang up."""
+def test_other_connections_to_a_tls_worker_delay_nobody_and_are_counted(caplog):
+    """Silent ones, in plain text or in the middle of a TLS handshake; junk; and closed ones."""
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
 
-        def strangers(address):
+        def outsiders(address):
             for _ in range(30):
                 stack.enter_context(socket.create_connection(address))
             for data in (b"ECHH" + bytes(52), b"GET / HTTP/1.1\r\n\r\n" * 10, b"\x16\x03\x01\x02\x00\x01"):
@@ -357,12 +370,12 @@ def test_strangers_at_a_tls_door_hold_up_nobody_and_are_counted(caplog):
             time.sleep(0.1)
 
         begun = time.monotonic()
-        close_all(connect_all([WORKER] * 3, first=strangers, timeout_s=60))
+        close_all(connect_all([WORKER] * 3, first=outsiders, timeout_s=60))
         assert time.monotonic() - begun < mesh._HANDSHAKE_S, "one after the other would take minutes"
-    assert "connections of strangers were refused" in caplog.text
+    assert "connections that are not from this run's workers" in caplog.text
 
 
-def test_a_caller_who_says_nothing_to_a_tls_door_is_sent_away_after_a_while(monkeypatch):
+def test_a_silent_connection_to_a_tls_worker_is_closed_after_the_timeout(monkeypatch):
     monkeypatch.setattr(mesh, "_HANDSHAKE_S", 0.3)
 
     def silent(address):
@@ -375,21 +388,21 @@ def test_a_caller_who_says_nothing_to_a_tls_door_is_sent_away_after_a_while(monk
     close_all(connect_all([WORKER] * 2, first=silent))
 
 
-def test_a_caller_of_another_authority_is_shown_no_certificate(both_authorities):
-    trusting = Certificates(certificate=STRANGER.certificate, key=STRANGER.key, authority=both_authorities)
+def test_a_peer_of_another_authority_sees_no_certificate(both_authorities):
+    trusting = Certificates(certificate=OUTSIDER.certificate, key=OUTSIDER.key, authority=both_authorities)
 
-    def stranger(address):
+    def outsider(address):
         with socket.create_connection(address, timeout=10) as plain:
             context = trusting.contexts().dialling
             sock = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
             with sock, pytest.raises(ssl.SSLError, match="unknown ca"):
                 sock.do_handshake()
 
-    close_all(connect_all([WORKER] * 2, first=stranger))
+    close_all(connect_all([WORKER] * 2, first=outsider))
 
 
 def hello():
-    """The first message of TLS."""
+    """The first TLS message."""
     out = ssl.MemoryBIO()
     side = WORKER.contexts().answering.wrap_bio(ssl.MemoryBIO(), out)
     with pytest.raises(ssl.SSLWantReadError):
@@ -398,7 +411,7 @@ def hello():
 
 
 def half_an_answer(sock):
-    """Begin the handshake as a worker that dials would, and leave it hanging."""
+    """Begin the handshake as a dialling worker would, and stop halfway."""
     into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
     side = WORKER.contexts().dialling.wrap_bio(into, out, server_side=True)
     sock.settimeout(10)
@@ -411,7 +424,7 @@ def half_an_answer(sock):
 # All together ------------------------------------------------------------------------------------
 
 
-def test_workers_reduce_over_tls_and_part_in_peace():
+def test_workers_reduce_over_tls_and_close_cleanly():
     size, length = 3, 600_000
     found = connect_all([WORKER] * size)
     names = {rank: f"rank {rank} on n{rank}" for rank in range(size)}
@@ -427,7 +440,7 @@ def test_workers_reduce_over_tls_and_part_in_peace():
         for number in range(1, 4):
             parts = [torch.arange(length, dtype=torch.float32) + rank for rank in range(size)]
             schedules = [COLLECTIVES.build("ring").schedule(rank, size, length) for rank in range(size)]
-            under_way = [
+            exchanges = [
                 Exchange(
                     1 << CHANNEL_BITS | number,
                     part,
@@ -439,16 +452,16 @@ def test_workers_reduce_over_tls_and_part_in_peace():
                 )
                 for rank, (part, schedule) in enumerate(zip(parts, schedules, strict=True))
             ]
-            for loop, exchange in zip(loops, under_way, strict=True):
+            for loop, exchange in zip(loops, exchanges, strict=True):
                 loop.submit(exchange)
-            for exchange in under_way:
+            for exchange in exchanges:
                 exchange.wait()
             for part in parts:
                 assert torch.equal(part, torch.arange(length, dtype=torch.float32) * 3 + 3)
         loops[2].close()
         with pytest.raises(PeerLost, match="rank 2 on n2") as caught:
             wait_for_error(loops[0])
-        assert "died" not in caught.value.message, "its goodbye was heard"
+        assert "died" not in caught.value.message, "its departure notice arrived"
     finally:
         for loop in loops:
             loop.close()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.comm.meet.place import Place
-from echelon.comm.meet.rendezvous import Meeting, Member
+from echelon.comm.meet.rendezvous import Member, Rendezvous
 from echelon.comm.memory.rails import TAGS, Crossing, RailLayout, RailReduction, Rails, machines
 from echelon.comm.memory.shm import DONE, READY, Board, SharedMemoryTeam
 from echelon.comm.open import open_group
@@ -135,7 +135,7 @@ def test_shared_memory_alone_is_refused_on_several_machines():
     members = (member(0, "a"), member(1, "b"))
     with pytest.raises(ConfigError, match="different machines"):
         open_group(
-            Meeting(None, members[0], members),
+            Rendezvous(None, members[0], members),
             Place(world_size=2),
             transport="shm",
             collective="auto",

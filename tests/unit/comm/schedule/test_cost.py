@@ -1,4 +1,4 @@
-"""What collectives cost: formulas against schedules, and the choice between collectives."""
+"""The cost of collectives: formulas against schedules, and the choice between collectives."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from echelon.comm.schedule.cost import (
     critical_work,
     direct_work,
     halving_doubling_work,
-    predict,
     ring_work,
 )
 from echelon.errors import ConfigError
+from schedules import predict
 
 FORMULAS = {
     "ring": ring_work,
@@ -63,14 +63,14 @@ def test_formulas_are_those_of_the_papers(name, size, expected):
     assert FORMULAS[name](size, 1) == expected
 
 
-def test_each_unit_of_work_has_its_price():
+def test_the_time_is_the_sum_of_all_kinds_of_work():
     work = Work(steps=2, further_messages=3, wire_bytes=100, added_bytes=10)
     assert work.seconds(LinkCost(latency_s=1, seconds_per_byte=0.5, message_s=0.1), 2) == pytest.approx(
         72.3
     )
 
 
-def test_a_further_message_of_a_step_costs_a_latency_if_nothing_is_known_about_it():
+def test_a_further_message_of_a_step_costs_a_latency_by_default():
     direct = COLLECTIVES.build("direct")
     known = LinkCost(latency_s=1.0, seconds_per_byte=0.0, message_s=0.0)
     unknown = LinkCost(latency_s=1.0, seconds_per_byte=0.0)
@@ -79,7 +79,7 @@ def test_a_further_message_of_a_step_costs_a_latency_if_nothing_is_known_about_i
 
 
 def test_workers_with_different_numbers_of_steps_wait_for_their_senders_only():
-    """The guest of five folded workers has two steps; the second one ends last of all."""
+    """With five folded workers, the guest has two steps, and its second step ends last."""
     link = LinkCost(latency_s=1.0, seconds_per_byte=0.0)
     assert len(COLLECTIVES.build("halving-doubling").schedule(1, 5, 40)) == 2
     assert predict(COLLECTIVES.build("halving-doubling"), 5, 160, link, 0.0) == 6
@@ -103,7 +103,7 @@ def test_blocks_cost_less_than_folding():
 
 
 class _Endless(Collective):
-    """Everybody waits before it sends."""
+    """Every worker waits before it sends."""
 
     name = "endless"
 
@@ -116,7 +116,7 @@ class _Endless(Collective):
 
 
 class _Mute(Collective):
-    """Everybody waits, nobody sends."""
+    """Every worker waits, none sends."""
 
     name = "mute"
 
@@ -124,7 +124,7 @@ class _Mute(Collective):
         return [ScheduleStep(adds=((Move((rank - 1) % size, 0, length)),))]
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(_Endless, "never end"), (_Mute, "does not send")])
+@pytest.mark.parametrize(("kind", "reason"), [(_Endless, "deadlock"), (_Mute, "does not send")])
 def test_a_collective_that_would_hang_is_refused(kind, reason):
     with pytest.raises(ConfigError, match=reason):
         predict(kind(), 3, 40, GIGABIT, ADD_S)
@@ -147,21 +147,21 @@ def test_a_collective_that_would_hang_is_refused(kind, reason):
         (8, 0, "ring: nothing to send"),
     ],
 )
-def test_the_choice_says_why(size, length_bytes, reason):
+def test_the_choice_has_a_reason(size, length_bytes, reason):
     name, costs, why = choose(size, length_bytes, GIGABIT, ADD_S)
     assert why == reason
     assert why.startswith(name)
     assert name in costs
 
 
-def test_where_messages_are_cheap_and_the_way_is_long_a_direct_exchange_is_chosen():
+def test_direct_is_chosen_where_messages_are_cheap_and_latency_is_long():
     far = LinkCost(latency_s=20e-3, seconds_per_byte=8e-9, message_s=20e-6)
     name, _, why = choose(8, 4_000_000, far, ADD_S)
     assert name == "direct"
     assert "2 steps of latency beat 14" in why
 
 
-def test_blocks_are_chosen_where_the_number_of_workers_is_no_power_of_two():
+def test_binary_blocks_are_chosen_if_the_number_of_workers_is_not_a_power_of_two():
     name, costs, _ = choose(48, 400_000, GIGABIT, ADD_S)
     assert name == "binary-blocks"
     assert "binary-blocks" not in choose(64, 400_000, GIGABIT, ADD_S)[1]

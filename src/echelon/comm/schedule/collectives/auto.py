@@ -1,8 +1,9 @@
 """Auto: the collective that the cost model finds cheapest for this group, this length and these links.
 
-Small buffers want few steps, large ones few bytes (`comm/cost.py` has the formulas); two workers exchange
-directly. The choice follows from the options alone, so members that agree on them choose alike: a group
-that has measured its links passes them in (`AutoCollective.measured`); others assume a 1 Gb/s network.
+Small buffers need few steps, large ones few bytes (`cost.py` has the formulas); two workers exchange
+directly. The choice depends on the options alone, so members with equal options make the same choice. A
+group that has measured its links passes them in (`AutoCollective.measured`); others assume a 1 Gb/s
+network.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError
 
 _ITEM_BYTES = 4  # schedules count elements; most are float32
-# What a message costs the software at both ends, however long the way: the loop wakes up, reads the header,
-# finds the receiver. Further messages of a step cost this, for their ways overlap.
+# Software cost of a message at both ends, independent of the link: the loop wakes up, reads the header and
+# finds the receiver. Each further message of a step costs this much, because transfers overlap.
 _MESSAGE_S = 60e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoCollective(Collective):
-    """The cheapest for the number of workers, the length and the links.
+    """The cheapest collective for the number of workers, the length and the links.
 
-    `latency_s` is what a step costs beside its bytes, software and wire; `bytes_per_s` what a link carries;
-    `reduce_bytes_per_s` how fast a worker adds.
+    `latency_s` is the cost of a step beside its bytes, software and wire; `bytes_per_s` is the bandwidth of
+    a link; `reduce_bytes_per_s` is how fast a worker adds.
     """
 
     name: ClassVar[str] = "auto"
@@ -50,19 +51,19 @@ class AutoCollective(Collective):
 
     @classmethod
     def measured(cls, link: LinkCost) -> AutoCollective:
-        """With what was found about the slowest link, to three digits: no measurement has more."""
+        """With the slowest link's measured values, rounded to three digits: measurements have no more."""
         latency_s = float(f"{link.latency_s:.3g}")
         if not link.seconds_per_byte:
             return cls(latency_s=latency_s)
         return cls(latency_s=latency_s, bytes_per_s=float(f"{1 / link.seconds_per_byte:.3g}"))
 
     def __str__(self) -> str:
-        """As it is written on the command line."""
+        """The text that selects this collective on the command line."""
         return str(Call(self.name, (), dataclasses.asdict(self)))
 
     @property
     def link(self) -> LinkCost:
-        """What the cost model is asked with."""
+        """The link costs for the cost model."""
         return LinkCost(
             latency_s=self.latency_s,
             seconds_per_byte=1 / self.bytes_per_s,
@@ -74,17 +75,17 @@ class AutoCollective(Collective):
         return COLLECTIVES.build(self.choose(size, length)).schedule(rank, size, length)
 
     def choose(self, size: int, length: int) -> str:
-        """The name of the collective that would be used for so many elements."""
+        """The name of the collective for a buffer of `length` elements."""
         return _chosen(self, size, length * _ITEM_BYTES)[0]
 
     def reason(self, size: int, length_bytes: int) -> str:
-        """A sentence for the plan: what would be used for so many bytes, and why."""
+        """A sentence for the plan: the collective for a buffer of `length_bytes`, and why."""
         why = _chosen(self, size, length_bytes)[1]
         return f"{why}, at {show_bytes(self.bytes_per_s)}/s and {show_seconds(self.latency_s)} a step"
 
 
 @lru_cache(maxsize=1024)
 def _chosen(auto: AutoCollective, size: int, length_bytes: int) -> tuple[str, str]:
-    """The name and the reason."""
+    """The chosen name and the reason."""
     name, _, why = choose(size, length_bytes, auto.link, 1 / auto.reduce_bytes_per_s, _ITEM_BYTES)
     return name, why

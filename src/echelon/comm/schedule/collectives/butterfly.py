@@ -1,8 +1,8 @@
-"""Butterfly (recursive doubling): in step k everybody exchanges the whole buffer with the worker whose
+"""Butterfly (recursive doubling): in step k each worker exchanges the whole buffer with the worker whose
 position differs in bit k.
 
-lg P steps of n elements: the fewest steps, so best for small buffers. Where P is no power of two, the
-surplus workers are folded in (`comm/fold.py`).
+lg P steps of n elements: the fewest steps, so best for small buffers. If P is not a power of two, the
+surplus workers are folded in (`fold.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.comm.schedule.fold import fold, hosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Butterfly(Collective):
-    """Whole buffers are exchanged in lg P steps; best for small buffers."""
+    """Exchanges whole buffers in lg P steps; best for small buffers."""
 
     name: ClassVar[str] = "butterfly"
 
@@ -30,7 +30,7 @@ class Butterfly(Collective):
 
 
 def _double(rank: int, size: int, length: int) -> Schedule:
-    """For a power of two. Both partners add the same two numbers, so their bits are the same."""
+    """For a power of two. Both partners add the same two numbers, so their bits are equal."""
     bits = [1 << k for k in range(size.bit_length() - 1)]
     whole = [Move(rank ^ bit, 0, length) for bit in bits]
     return [ScheduleStep(sends=(move,), adds=(move,)) for move in whole]

@@ -1,7 +1,7 @@
-"""Direct: everybody sends every other worker its part, adds what it gets, and sends the result back.
+"""Direct: each worker sends every other worker its part, adds what it receives, and returns the result.
 
-Two steps whatever the number of workers, and the bytes of a ring; but every pair of workers talks, and
-each worker sends and receives P-1 messages at once. With two workers it is the best there is.
+Two steps for any number of workers, and the bytes of a ring; but every pair of workers communicates, and
+each worker sends and receives P-1 messages at once. With two workers nothing is faster.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from echelon.comm.schedule.collective import Move, Scattering, Schedule, Schedul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectExchange(Scattering):
-    """Everybody exchanges parts with everybody, in two steps; best for two workers."""
+    """All pairs exchange parts, in two steps; best for two workers."""
 
     name: ClassVar[str] = "direct"
 
     def reduce_scatter(self, rank: int, size: int, length: int) -> Schedule:
-        """Everybody's part r goes to worker r."""
+        """All workers send part r to worker r."""
         return to_owners(rank, pieces(0, length, size))
 
     def owned_range(self, rank: int, size: int, length: int) -> tuple[int, int]:
@@ -28,8 +28,9 @@ class DirectExchange(Scattering):
 
 
 def to_owners(rank: int, parts: list[tuple[int, int]]) -> Schedule:
-    """Everybody sends part r to worker r, who adds them up. Each begins with the worker after it, so that
-    not all begin with the same one.
+    """All workers send part r to worker r, which adds them up.
+
+    Each worker begins with the next rank, so that not all begin with the same one.
     """
     size = len(parts)
     others = [(rank + shift) % size for shift in range(1, size)]

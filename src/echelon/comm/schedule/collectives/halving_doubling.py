@@ -1,9 +1,9 @@
 """Halving-doubling: exchange half of the buffer with the nearest worker, half of that half with a worker
-twice as far away, and so on; then the way back.
+twice as far away, and so on; then back in reverse order.
 
-2 lg P steps and the bytes of a ring, for powers of two (Rabenseifner). The largest exchange is the one
-between neighbours, who often share a machine or a switch. Other numbers are folded (`comm/fold.py`), which
-costs hosts the whole buffer once more each way; `binary-blocks` does without.
+2 lg P steps and the bytes of a ring, for powers of two (Rabenseifner). The largest exchange is between
+neighbours, which often share a machine or a switch. Other numbers of workers are folded (`fold.py`), which
+costs hosts the whole buffer once more each way; `binary-blocks` avoids that.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from echelon.comm.schedule.fold import fold, hosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalvingDoubling(Scattering):
-    """Halves, quarters, ... are exchanged in 2 lg P steps; few steps and few bytes."""
+    """Exchanges halves, quarters, ... in 2 lg P steps; few steps and few bytes."""
 
     name: ClassVar[str] = "halving-doubling"
 
     def reduce_scatter(self, rank: int, size: int, length: int) -> Schedule:
-        """Fold surplus workers in, halve."""
+        """Fold surplus workers in, then halve."""
         members = hosts(size)
         steps = fold(rank, size, length)
         if rank in members:
@@ -30,13 +30,13 @@ class HalvingDoubling(Scattering):
         return trim(steps)
 
     def owned_range(self, rank: int, size: int, length: int) -> tuple[int, int]:
-        """A share of the buffer; nothing for workers that were folded in."""
+        """A share of the buffer; an empty range for workers that were folded in."""
         members = hosts(size)
         return share(members.index(rank), len(members), length) if rank in members else (length, length)
 
 
 def halve(rank: int, size: int, length: int) -> Schedule:
-    """Reduce-scatter for a power of two: partners split what both still have to sum."""
+    """Reduce-scatter for a power of two: partners split the range that both still have to sum."""
     steps = []
     bit = 1
     while bit < size:
@@ -48,9 +48,9 @@ def halve(rank: int, size: int, length: int) -> Schedule:
 
 
 def share(rank: int, size: int, length: int) -> tuple[int, int]:
-    """What is left to a worker after the halvings among `size` workers: bit k of its rank picks a half.
+    """The range of a worker after the halvings among `size` workers: bit k of its rank selects a half.
 
-    Of a larger power of two, the workers of equal rank modulo `size` divide this very range among them.
+    In a larger power of two, the workers of equal rank modulo `size` divide exactly this range.
     """
     low, high = 0, length
     bit = 1

@@ -1,18 +1,19 @@
-"""Hierarchical: consecutive workers form groups that sum inside, then among each other, then spread inside.
+"""Hierarchical: consecutive ranks form groups that sum inside, then between groups, then distribute inside.
 
-Inside a group elements travel by the `inner` collective, between groups by the `outer` one; each is any
-collective with its options, so `outer="hierarchical(group=4)"` makes a third level. By an outer ring, each
-of G groups sends 2 (G-1)/G n elements to the others, however many members it has; by a flat ring in which
-the members of groups alternate, g times as many for groups of g.
+Inside a group the `inner` collective is used, between groups the `outer` one; each is any collective with
+its options, so `outer="hierarchical(group=4)"` makes a third level. With an outer ring, each of G groups
+sends 2 (G-1)/G n elements to the others, however many members it has; a flat ring in which the members of
+groups alternate sends g times as many for groups of g.
 
-Rails. With `rails` every member sums a slice of the buffer with its counterparts of the other groups, so
+Rails. With `rails` each member sums one slice of the buffer with its counterparts of the other groups, so
 that all members' links to the outside are used at once. Without, only the first member of each group
-communicates outside. Groups of unequal size have as many rails as the smallest has members: the members of
-larger groups hand the ranges that they own to their group's rails, and get the results back from them.
+communicates outside. Groups of unequal size have as many rails as the smallest group has members: the other
+members of larger groups pass the ranges that they own to their group's rails, and get the results back.
 
-Inner collectives of two halves (`Scattering`: ring, direct, halving-doubling, binary-blocks, ps) are cut in
-the middle: reduce-scatter, outer sum, all-gather. Others (butterfly, hierarchical) run whole; at the end
-each rail gives the others its slice, along a tree if there is one rail. To add levels, nest in `outer`.
+Inner collectives with two halves (`Scattering`: ring, direct, halving-doubling, binary-blocks, ps) are
+split: reduce-scatter, outer sum, all-gather. Others (butterfly, hierarchical) run as a whole; at the end
+each rail sends its slice to the others, along a tree if there is only one rail. To add levels, nest in
+`outer`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ Range = tuple[int, int]
 class Hierarchical(Collective):
     """Sums inside groups, then between them; best where links between groups are slow.
 
-    `group` is the number of workers in a group, 0 for about the square root of all; the last group has the
-    rest. `sizes` gives each group's number of workers instead.
+    `group` is the number of workers in a group, 0 for about the square root of all; the last group may be
+    smaller. `sizes` gives each group's number of workers instead.
     """
 
     name: ClassVar[str] = "hierarchical"
@@ -69,14 +70,14 @@ class Hierarchical(Collective):
             )
         if self.sizes is not None and (not self.sizes or min(self.sizes) < 1):
             raise ConfigError(
-                f"{list(self.sizes)} are no sizes of groups",
+                f"sizes cannot be {list(self.sizes)}",
                 where="sizes",
                 fix="give each group's number of workers, 1 or more, such as sizes=[4, 4, 3]",
             )
         self._levels()
 
     def group_sizes(self, size: int) -> list[int]:
-        """How many workers each group has; consecutive ranks are in one group."""
+        """The number of workers in each group; consecutive ranks share a group."""
         if self.sizes is not None:
             return list(self.sizes)
         if self.group:
@@ -84,7 +85,7 @@ class Hierarchical(Collective):
         return [stop - start for start, stop in pieces(0, size, _even_count(size))]
 
     def check(self, size: int) -> None:
-        """Given sizes must be those of all workers, and both levels must serve their groups."""
+        """The sizes must sum to the number of workers, and both levels must support their groups."""
         sizes = self.group_sizes(size)
         if sum(sizes) != size:
             raise ConfigError(
@@ -98,7 +99,7 @@ class Hierarchical(Collective):
         outer.check(len(sizes))
 
     def schedule(self, rank: int, size: int, length: int) -> Schedule:
-        """Down to the rails, along the rail, and back up."""
+        """To the rails, along the rail, and back."""
         self.check(size)
         inner, outer = self._levels()
         sizes = self.group_sizes(size)
@@ -110,7 +111,7 @@ class Hierarchical(Collective):
         position = rank - members.start
         rails = min(sizes) if self.rails else 1
         if isinstance(inner, Scattering):
-            inside = _cut(inner, position, len(members), rails, length)
+            inside = _split(inner, position, len(members), rails, length)
         else:
             inside = _whole(inner, position, len(members), rails, length)
         between: Schedule = []
@@ -126,22 +127,22 @@ class Hierarchical(Collective):
 
 @lru_cache(maxsize=64)
 def _built(text: str, where: str) -> Collective:
-    """Kept, for every schedule asks for it, and reading the text takes longer than the schedule."""
+    """Cached, because each schedule needs it and parsing takes longer than the schedule."""
     return COLLECTIVES.build(text, where=where)
 
 
 class _Inside(NamedTuple):
-    """What a worker does inside its group before and after the rails sum their slices."""
+    """The rails' slices, and a worker's steps inside its group before and after the rails sum."""
 
     slices: list[Range]
     down: Schedule
     up: Schedule
 
 
-def _cut(inner: Scattering, position: int, size: int, rails: int, length: int) -> _Inside:
-    """Reduce-scatter, hand what is owned to the rails; back again, all-gather.
+def _split(inner: Scattering, position: int, size: int, rails: int, length: int) -> _Inside:
+    """Reduce-scatter, pass owned ranges to the rails; then the results back, and all-gather.
 
-    A slice is what a member of the smallest group owns, so groups of that size have nothing to hand over.
+    A slice is what a member of the smallest group owns, so groups of that size have nothing to pass.
     """
     slices = [inner.owned_range(k, rails, length) for k in range(rails)] if rails > 1 else [(0, length)]
     mine = inner.owned_range(position, size, length)
@@ -158,7 +159,7 @@ def _cut(inner: Scattering, position: int, size: int, rails: int, length: int) -
 
 
 def _whole(inner: Collective, position: int, size: int, rails: int, length: int) -> _Inside:
-    """Everybody gets the group's sum; in the end each rail gives the others its slice."""
+    """All members get the group's sum; at the end each rail sends its slice to the others."""
     slices = pieces(0, length, rails)
     down = inner.schedule(position, size, length)
     if rails == 1:
@@ -172,7 +173,7 @@ def _whole(inner: Collective, position: int, size: int, rails: int, length: int)
 
 
 def _overlap(one: Range, other: Range) -> Range:
-    """What two ranges share; an empty range if nothing."""
+    """The intersection of two ranges, possibly empty."""
     start = max(one[0], other[0])
     return start, max(start, min(one[1], other[1]))
 
@@ -182,7 +183,7 @@ def _every(group: int, size: int) -> list[Range]:
 
 
 def _even_count(size: int) -> int:
-    """About the square root, rather such that all groups are equal: then every member is a rail."""
+    """About the square root; preferably such that groups are equal, because then each member is a rail."""
     root = math.isqrt(size)
     equal = [count for count in range(1, root + 1) if size % count == 0 and 4 * count * count >= size]
     return max(equal, default=round(math.sqrt(size)))

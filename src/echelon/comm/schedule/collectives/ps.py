@@ -1,10 +1,10 @@
-"""Parameter server: some of the workers sum for all; each of s servers has one of s shards of the buffer.
+"""Parameter server: some of the workers sum for all; each of s servers sums one of s shards of the buffer.
 
-Two steps. A worker sends n elements and gets n; a server gets (P-1) n/s for its shard and sends as many
-back, so one server is right for few workers or small buffers only. The first workers are the servers; with
-as many servers as workers this is `direct`.
+Two steps. A worker sends n elements and receives n; a server receives (P-1) n/s for its shard and sends as
+many back, so one server is enough only for few workers or small buffers. The first workers are the servers;
+with as many servers as workers this equals `direct`.
 
-Servers may also be members of their own that have nothing to add (`served`): `echelon run --servers 2`.
+Servers can also be separate processes that have nothing to add (`served`): `echelon run --servers 2`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from echelon.errors import ConfigError
 
 
 def served(rank: int, workers: int, servers: int, length: int) -> Schedule:
-    """What a worker or, behind the workers, a server does so that the workers' buffers are summed.
+    """The steps of a worker, or of a server (whose rank follows the workers'), to sum the workers' buffers.
 
-    A server's own buffer counts for nothing: the first worker's shard overwrites it.
+    A server's own buffer is not part of the sum: the first worker's shard overwrites it.
     """
     shards = pieces(0, length, servers)
     if rank < workers:
         moves = tuple(Move(workers + at, *shard) for at, shard in enumerate(shards))
         return trim([ScheduleStep(sends=moves), ScheduleStep(takes=moves)])
     shard = shards[rank - workers]
-    everybody = tuple(Move(worker, *shard) for worker in range(workers))
-    return trim(
-        [ScheduleStep(takes=everybody[:1]), ScheduleStep(adds=everybody[1:]), ScheduleStep(sends=everybody)]
-    )
+    moves = tuple(Move(worker, *shard) for worker in range(workers))
+    return trim([ScheduleStep(takes=moves[:1]), ScheduleStep(adds=moves[1:]), ScheduleStep(sends=moves)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterServer(Scattering):
-    """The first workers are servers: each sums a shard for all; two steps, few connections."""
+    """The first workers are servers that each sum a shard; two steps, few connections."""
 
     name: ClassVar[str] = "ps"
     servers: int = 1
@@ -57,11 +55,11 @@ class ParameterServer(Scattering):
             )
 
     def reduce_scatter(self, rank: int, size: int, length: int) -> Schedule:
-        """Everybody's shard j goes to server j."""
+        """All workers send shard j to server j."""
         return to_owners(rank, self._shards(size, length))
 
     def owned_range(self, rank: int, size: int, length: int) -> tuple[int, int]:
-        """A server's shard; nothing for other workers."""
+        """A server's shard; an empty range for other workers."""
         return self._shards(size, length)[rank]
 
     def _shards(self, size: int, length: int) -> list[tuple[int, int]]:
