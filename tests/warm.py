@@ -42,9 +42,11 @@ import psutil
 
 from leaks import descendants, new_threads
 
-_START_S = 90.0
-_CLEAN_S = 10.0
-_AFTER_FAILURE_S = 10.0
+_START_S = 180.0
+_CLEAN_S = 60.0
+_AFTER_FAILURE_S = 20.0
+_STACKS_S = 20.0
+_WAIT_S = 90.0
 _LOG_TAIL_BYTES = 4000
 _PER_CALL = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -77,11 +79,11 @@ class WarmPool:
         function: Callable[..., Any],
         *args: Any,
         env: Mapping[str, str] | None = None,
-        timeout_s: float = 60,
+        timeout_s: float = 180,
     ) -> list[Any]:
         """What the function returned on each rank; raises the WorkerFailure of the first to fail.
 
-        Once one rank has failed the others have ten more seconds.
+        Once one rank has failed the others have twenty more seconds.
         """
         outcomes, failures = self._call(
             world_size, function, args, env or {}, timeout_s, after_failure_s=_AFTER_FAILURE_S
@@ -97,7 +99,7 @@ class WarmPool:
         function: Callable[..., Any],
         *args: Any,
         env: Mapping[str, str] | None = None,
-        timeout_s: float = 60,
+        timeout_s: float = 180,
     ) -> list[Any]:
         """What became of each rank: what the function returned, or a WorkerFailure."""
         return self._call(world_size, function, args, env or {}, timeout_s, after_failure_s=timeout_s)[0]
@@ -200,9 +202,14 @@ class _Worker:
 
     def show_stacks(self) -> None:
         """Let a hanging worker print where its threads are."""
+        before = self.position()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
-        time.sleep(0.2)
+        deadline = time.monotonic() + _STACKS_S
+        seen = -1
+        while (self.position() == before or self.position() != seen) and time.monotonic() < deadline:
+            seen = self.position()
+            time.sleep(0.1)
 
     def end(self) -> None:
         """End it and whatever it started."""
@@ -331,6 +338,18 @@ def _free_port() -> int:
 
 
 # The worker's side
+
+
+def wait_for(count: int, what: str = "here") -> None:
+    """In a worker: wait until so many ranks have called this, however their session fares meanwhile.
+
+    A rank that left earlier would be an error of its own to those who are not as far.
+    """
+    Path(f"{what}-{os.environ['RANK']}").touch()
+    deadline = time.monotonic() + _WAIT_S
+    while len(list(Path.cwd().glob(f"{what}-*"))) < count:
+        assert time.monotonic() < deadline, f"waited {_WAIT_S:.0f} s for {count} ranks"
+        time.sleep(0.01)
 
 
 def _serve(handle: int, parent: int) -> None:

@@ -125,7 +125,7 @@ def meeting(store, rank, size):
     return Meeting(store, members[rank], members)
 
 
-def connect_all(given, *, timeout_s=20.0, first=None, address="127.0.0.1"):
+def connect_all(given, *, timeout_s=90, first=None, address="127.0.0.1"):
     """What became of each worker, by what it was given; `first` is done before anybody dials rank 0."""
     store = HashStore()
     found = [None] * len(given)
@@ -133,7 +133,7 @@ def connect_all(given, *, timeout_s=20.0, first=None, address="127.0.0.1"):
 
     def work(rank):
         if rank and first:
-            listening.wait(20)
+            listening.wait(90)
         place = meeting(store, rank, len(given))
         try:
             found[rank] = mesh.connect(
@@ -189,7 +189,7 @@ def test_nothing_that_workers_say_can_be_read_on_the_way():
         def pass_on():
             caller = stack.enter_context(middle.accept()[0])
             door = stack.enter_context(socket.create_connection(told["real"]))
-            while len(ready := select.select([caller, door], [], [], 5)[0]):
+            while len(ready := select.select([caller, door], [], [], 90)[0]):
                 for sock in ready:
                     data = sock.recv(1 << 16)
                     if not data:
@@ -205,7 +205,7 @@ def test_nothing_that_workers_say_can_be_read_on_the_way():
                 "127.0.0.1",
                 view=VIEW,
                 secret=b"s",
-                timeout_s=20,
+                timeout_s=90,
                 certificates=WORKER,
             )
 
@@ -302,7 +302,7 @@ def test_an_answer_without_tls_or_certificate_is_refused_with_the_peers_name(ans
         thread.start()
         with pytest.raises(Refused, match=f"rank 0 on n0 does not speak TLS .*{why}"):
             mesh.connect(
-                meeting(store, 1, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=10, certificates=WORKER
+                meeting(store, 1, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=90, certificates=WORKER
             )
         thread.join()
 
@@ -310,17 +310,18 @@ def test_an_answer_without_tls_or_certificate_is_refused_with_the_peers_name(ans
 def test_a_peer_that_hangs_up_in_the_tls_handshake_is_tried_again_until_the_deadline():
     store = HashStore()
     calls = []
+    over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as door:
         address = {"host": "127.0.0.1", "port": door.getsockname()[1], "encrypted": True}
         store.set(f"address/{VIEW.hex()}/0", msgspec.json.encode(address).decode())
 
         def answer():
-            door.settimeout(0.5)
-            while True:
+            door.settimeout(0.1)
+            while not over.is_set():
                 try:
                     sock, _ = door.accept()
                 except TimeoutError:
-                    return
+                    continue
                 calls.append(sock)
                 sock.close()
 
@@ -332,14 +333,15 @@ def test_a_peer_that_hangs_up_in_the_tls_handshake_is_tried_again_until_the_dead
                 "127.0.0.1",
                 view=VIEW,
                 secret=b"s",
-                timeout_s=0.3,
+                timeout_s=2,
                 certificates=WORKER,
             )
+        over.set()
         thread.join()
     assert len(calls) > 1
 
 
-def test_strangers_at_a_tls_door_hold_up_nobody_and_are_counted(caplog):
+def test_strangers_at_a_tls_door_hold_up_nobody_and_are_counted(monkeypatch, caplog):
     """Silent ones, in plain text or in the middle of a TLS handshake; junk; and those who hang up."""
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
 
@@ -356,9 +358,8 @@ def test_strangers_at_a_tls_door_hold_up_nobody_and_are_counted(caplog):
             reset.close()
             time.sleep(0.1)
 
-        begun = time.monotonic()
-        close_all(connect_all([WORKER] * 3, first=strangers, timeout_s=60))
-        assert time.monotonic() - begun < mesh._HANDSHAKE_S, "one after the other would take minutes"
+        monkeypatch.setattr(mesh, "_HANDSHAKE_S", 1000)  # waiting for a single one would take too long
+        close_all(connect_all([WORKER] * 3, first=strangers))
     assert "connections of strangers were refused" in caplog.text
 
 
@@ -367,10 +368,11 @@ def test_a_caller_who_says_nothing_to_a_tls_door_is_sent_away_after_a_while(monk
 
     def silent(address):
         for speak in (lambda sock: None, half_an_answer):
-            with socket.create_connection(address, timeout=10) as sock:
+            with socket.create_connection(address, timeout=90) as sock:
                 speak(sock)
                 while sock.recv(1 << 16):
                     pass
+        monkeypatch.setattr(mesh, "_HANDSHAKE_S", 90)
 
     close_all(connect_all([WORKER] * 2, first=silent))
 
@@ -379,7 +381,7 @@ def test_a_caller_of_another_authority_is_shown_no_certificate(both_authorities)
     trusting = Certificates(certificate=STRANGER.certificate, key=STRANGER.key, authority=both_authorities)
 
     def stranger(address):
-        with socket.create_connection(address, timeout=10) as plain:
+        with socket.create_connection(address, timeout=90) as plain:
             context = trusting.contexts().dialling
             sock = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
             with sock, pytest.raises(ssl.SSLError, match="unknown ca"):
@@ -401,7 +403,7 @@ def half_an_answer(sock):
     """Begin the handshake as a worker that dials would, and leave it hanging."""
     into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
     side = WORKER.contexts().dialling.wrap_bio(into, out, server_side=True)
-    sock.settimeout(10)
+    sock.settimeout(90)
     into.write(sock.recv(1 << 16))
     with pytest.raises(ssl.SSLWantReadError):
         side.do_handshake()
@@ -434,7 +436,7 @@ def test_workers_reduce_over_tls_and_part_in_peace():
                     schedule,
                     rank=rank,
                     op="sum",
-                    deadline_s=20,
+                    deadline_s=90,
                     priority=0,
                 )
                 for rank, (part, schedule) in enumerate(zip(parts, schedules, strict=True))
@@ -455,7 +457,7 @@ def test_workers_reduce_over_tls_and_part_in_peace():
 
 
 def wait_for_error(loop):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         loop.check()
         time.sleep(0.01)
