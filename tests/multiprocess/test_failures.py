@@ -187,7 +187,8 @@ def test_a_worker_that_stops_arriving_is_named_at_the_deadline(warm_pool, transp
         assert error.ranks == (1,)
         assert "rank 1 on " in error.message
         assert f"did not arrive within {ROUND_S} s" in error.message
-    assert isinstance(of(outcomes[1]), PeerLost), "it finds the others gone"
+    said = "it finds the others gone, or hears that they gave up on it"
+    assert isinstance(of(outcomes[1]), PeerLost | RoundTimeout), said
 
 
 def test_workers_that_never_join_are_named(warm_pool):
