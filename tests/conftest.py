@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +14,42 @@ import pytest
 if str(Path(__file__).parent) not in sys.path:
     sys.path.append(str(Path(__file__).parent))
 
-from leaks import Snapshot, left_behind
+from leaks import Snapshot, left_behind, left_on_machine
 from warm import WarmPool
 
 _pool = pytest.StashKey[WarmPool]()
+_machine_before = pytest.StashKey[Snapshot]()
+
+# A shell that starts pytest in the background has it ignore Ctrl-C, and all programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`: files in parallel, then the tests that need the machine for themselves."""
+    from scheduler import FilesThenAlone
+
+    return FilesThenAlone(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before pytest-xdist starts its workers, if it does."""
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[_machine_before] = Snapshot.take()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """After pytest-xdist's workers: none of them could say which of them left something on the machine."""
+    yield
+    before = session.config.stash.get(_machine_before, None)
+    found = left_on_machine(before) if before is not None else []
+    if found:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.write_line("the test run left behind:\n  " + "\n  ".join(found), red=True)
 
 
 def _exempt(config: pytest.Config) -> set[int]:

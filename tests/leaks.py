@@ -1,28 +1,35 @@
 """What did a test leave behind: threads, processes, shared memory, namespaces, environment, folder?
 
 A snapshot is taken before and compared after; both cost a fraction of a millisecond. Only when something
-is new is it looked at closely: given up to a second to go away, and, where the whole machine shares it
-(/dev/shm, namespaces), left out if it is another program's.
+is new is it looked at closely: it has up to ten seconds to go away. Shared memory and namespaces belong to
+the whole machine: only those that this process or its descendants made count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
 
-_GRACE_S = 1.0
+# Long enough for a thread or process that is about to end on a machine with ten times the load.
+_GRACE_S = 10.0
 _SHARED_MEMORY = Path("/dev/shm")
 _NAMESPACES = Path("/run/netns")
 _NAMESPACE_PREFIX = "echl"
+# What the namespaces of this session's labs begin with, where a test may choose.
+LAB_PREFIX = f"{_NAMESPACE_PREFIX}{os.getpid():x}t"
+
+# The processes that this one ever saw among its descendants: they may be gone, and what they made not.
+_seen_pids = {os.getpid()}
 
 # Set by pytest, and by scikit-learn and torch when parts of them are first imported.
 _OTHERS_VARIABLES = {
@@ -49,9 +56,11 @@ class Snapshot:
     @classmethod
     def take(cls, exempt: Set[int] = frozenset()) -> Snapshot:
         """Look around; `exempt` are processes that may be there, with all that they start."""
+        processes = frozenset(descendants(exempt))
+        _seen_pids.update(processes, exempt)
         return cls(
             threads=frozenset(threading.enumerate()),
-            processes=frozenset(descendants(exempt)),
+            processes=processes,
             segments=frozenset(_names(_SHARED_MEMORY)),
             namespaces=frozenset(n for n in _names(_NAMESPACES) if n.startswith(_NAMESPACE_PREFIX)),
             environment={k: v for k, v in os.environ.items() if k not in _OTHERS_VARIABLES},
@@ -66,16 +75,24 @@ def left_behind(before: Snapshot, exempt: Set[int] = frozenset()) -> list[str]:
     """
     found = _changes(before)
     deadline = time.monotonic() + _GRACE_S
+    pause_s = 0.005
     while True:
         now = Snapshot.take(exempt)
-        things = [text for kind, name, text in _things(before, now) if not _is_anothers(kind, name)]
+        things = [text for kind, name, text in _things(before, now) if _is_ours(kind, name)]
         if not things or time.monotonic() > deadline:
             break
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.25)
     for pid in now.processes - before.processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return found + things
+
+
+def left_on_machine(before: Snapshot) -> list[str]:
+    """New shared memory and namespaces of the whole test run, after all its processes have ended."""
+    machine = replace(Snapshot.take(), threads=before.threads, processes=before.processes)
+    return [text for kind, name, text in _things(before, machine) if _is_ours(kind, name)]
 
 
 def _changes(before: Snapshot) -> list[str]:
@@ -168,19 +185,34 @@ def _command(pid: int) -> str:
         return "ended meanwhile"
 
 
-# Whose is it? Shared memory and namespaces belong to the machine, and so may be another program's.
+# Who made it? Shared memory and namespaces belong to the machine, and so may be another program's.
 
 
-def _is_anothers(kind: str, name: str) -> bool:
+def _is_ours(kind: str, name: str) -> bool:
     if kind not in ("segment", "namespace"):
-        return False
+        return True
     ours = {os.getpid(), *descendants()}
-    others = [p.pid for p in psutil.process_iter() if p.pid not in ours]
     uses = _maps_segment if kind == "segment" else _lives_in
     if any(uses(pid, name) for pid in ours):
+        return True
+    if _carries_our_mark(kind, name):
+        return _exists(kind, name)
+    others = [p.pid for p in psutil.process_iter() if p.pid not in ours]
+    if any(uses(pid, name) for pid in others):
         return False
-    # With a second test session on the machine nobody can say whose an unused one is.
-    return any(uses(pid, name) for pid in others) or _another_session(others)
+    # Nobody uses it. It is ours if nobody else could have made it; asked last, for it may be gone by now.
+    return not _another_maker(others) and _exists(kind, name)
+
+
+def _exists(kind: str, name: str) -> bool:
+    return ((_SHARED_MEMORY if kind == "segment" else _NAMESPACES) / name).exists()
+
+
+def _carries_our_mark(kind: str, name: str) -> bool:
+    """Torch names a segment torch_PID_...; tests name their labs by LAB_PREFIX."""
+    if kind == "namespace":
+        return name.startswith(LAB_PREFIX)
+    return not _seen_pids.isdisjoint(int(number) for number in re.findall(r"(?<=_)[0-9]+(?=_|$)", name))
 
 
 def _maps_segment(pid: int, name: str) -> bool:
@@ -199,6 +231,16 @@ def _lives_in(pid: int, name: str) -> bool:
     return False
 
 
-def _another_session(others: list[int]) -> bool:
+def _another_maker(others: list[int]) -> bool:
+    """Is there another test session (also a pytest-xdist sibling) or another program that uses torch?"""
     above = {parent.pid for parent in psutil.Process().parents()}
-    return any("pytest" in _command(pid) for pid in others if pid not in above)
+    return any(_may_make(pid) for pid in others if pid not in above)
+
+
+def _may_make(pid: int) -> bool:
+    command = _command(pid)
+    if "pytest" in command or "echelon" in command:
+        return True
+    with contextlib.suppress(OSError):
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    return False

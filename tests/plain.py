@@ -91,7 +91,7 @@ def plainly(script: Callable[..., Any], *args: Any) -> Trained:
 
 def in_session(script: Callable[..., Any], options: Mapping[str, Any], *args: Any) -> Trained:
     """Run the script as one of the workers that there are; they join with these options."""
-    with echelon.join(record=False, round_timeout_s=30, **options) as session:
+    with echelon.join(record=False, round_timeout_s=90, **options) as session:
         journal = Journal()
         models = script(session, journal, *args)
         sums = session.all_reduce(torch.tensor(journal.sums, dtype=torch.float64))

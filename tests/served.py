@@ -31,7 +31,7 @@ from echelon.server.server import ParameterServer
 from warm import WarmPool
 
 _PROCESSES = 4
-_PATIENCE_S = 30.0
+_PATIENCE_S = 90.0
 
 
 @dataclass
@@ -50,12 +50,12 @@ class Crew:
         self.workers = workers
         self.servers = servers
         self.folder = RunFolder(folder).with_subfolders()
-        told = PlanRequest(sync=sync, round_timeout_s=asked.pop("round_timeout_s", 30.0), **asked)
+        told = PlanRequest(sync=sync, round_timeout_s=asked.pop("round_timeout_s", 90.0), **asked)
         plan = make_plan("test", ["here"] * workers, told, cores=1)
         self.folder.plan.write_text(replace(plan, servers=("here",) * servers).to_toml())
 
     def run(
-        self, pool: WarmPool, work: Callable[..., Any], *args: Any, timeout_s: float = 60
+        self, pool: WarmPool, work: Callable[..., Any], *args: Any, timeout_s: float = 180
     ) -> tuple[list[Any], list[Kept]]:
         """What the workers returned, and what the servers had in the end."""
         apart = self.servers > 0 and self.workers < _PROCESSES

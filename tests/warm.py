@@ -11,6 +11,9 @@ Each rank runs in a process of its own, with RANK, WORLD_SIZE, LOCAL_RANK, MASTE
 in a temporary folder that the ranks of one call share. A call begins with seed 0, one thread, and warnings
 as errors. After it a worker is as it was before; one that is not (dead, hanging, with threads or child
 processes left) is replaced. What workers print is shown when they fail.
+
+Importing torch takes seconds of computing. One process, the template, does it, and the workers are forks of
+it; it has a single thread, so that forking it is safe.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import importlib.util
 import os
 import pickle
 import random
+import selectors
 import signal
 import socket
 import subprocess
@@ -42,9 +46,11 @@ import psutil
 
 from leaks import descendants, new_threads
 
-_START_S = 90.0
-_CLEAN_S = 10.0
-_AFTER_FAILURE_S = 10.0
+_START_S = 180.0
+_CLEAN_S = 60.0
+_AFTER_FAILURE_S = 20.0
+_STACKS_S = 20.0
+_WAIT_S = 90.0
 _LOG_TAIL_BYTES = 4000
 _PER_CALL = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -70,6 +76,7 @@ class WarmPool:
     def __init__(self, size: int = 4) -> None:
         self._size = size
         self._workers: list[_Worker] = []
+        self._template: _Template | None = None
 
     def run(
         self,
@@ -77,11 +84,11 @@ class WarmPool:
         function: Callable[..., Any],
         *args: Any,
         env: Mapping[str, str] | None = None,
-        timeout_s: float = 60,
+        timeout_s: float = 180,
     ) -> list[Any]:
         """What the function returned on each rank; raises the WorkerFailure of the first to fail.
 
-        Once one rank has failed the others have ten more seconds.
+        Once one rank has failed the others have twenty more seconds.
         """
         outcomes, failures = self._call(
             world_size, function, args, env or {}, timeout_s, after_failure_s=_AFTER_FAILURE_S
@@ -97,19 +104,23 @@ class WarmPool:
         function: Callable[..., Any],
         *args: Any,
         env: Mapping[str, str] | None = None,
-        timeout_s: float = 60,
+        timeout_s: float = 180,
     ) -> list[Any]:
         """What became of each rank: what the function returned, or a WorkerFailure."""
         return self._call(world_size, function, args, env or {}, timeout_s, after_failure_s=timeout_s)[0]
 
     def pids(self) -> set[int]:
-        """The processes of the pool."""
-        return {worker.process.pid for worker in self._workers}
+        """The processes of the pool: the workers, and the template that they are forks of."""
+        template = {self._template.pid} if self._template is not None else set()
+        return {worker.process.pid for worker in self._workers} | template
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers, and the template."""
         while self._workers:
             self._workers.pop().end()
+        if self._template is not None:
+            self._template.end()
+            self._template = None
 
     def _call(
         self,
@@ -143,8 +154,10 @@ class WarmPool:
         for worker in [w for w in self._workers if w.process.poll() is not None]:
             self._workers.remove(worker)
             worker.end()
+        if self._template is None:
+            self._template = _Template()
         while len(self._workers) < count:
-            self._workers.append(_Worker())
+            self._workers.append(_Worker(self._template))
         workers = self._workers[:count]
         for worker in workers:
             try:
@@ -156,23 +169,107 @@ class WarmPool:
         return workers
 
 
-class _Worker:
-    """One process and the pipe to it. It prints into a file of its own."""
+class _Template:
+    """The process that workers are forks of. It tells of each fork's end in a line of text."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - end() closes it
+        self._socket, theirs = socket.socketpair()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - end() closes it
+        self._text = b""
+        self._codes: dict[int, int] = {}
         environment = {k: v for k, v in os.environ.items() if k not in _PER_CALL}
-        self.process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-u", __file__, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
+            stdout=self._log,
+            stderr=self._log,
             env={**environment, "OMP_NUM_THREADS": "1"},
+            cwd=Path(__file__).parent,
         )
         theirs.close()
+        self.pid = self._process.pid
+
+    def fork(self, pipe: int, log: int) -> int:
+        """Start a worker with these files; its process number."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._socket, [b"f"], [pipe, log])
+        deadline = time.monotonic() + _START_S
+        while (pid := self._codes.pop(0, 0)) == 0:
+            self._read(max(0.0, deadline - time.monotonic()))
+        return pid
+
+    def exit_code(self, pid: int, timeout_s: float) -> int | None:
+        """What a fork ended with, or None if it has not."""
+        deadline = time.monotonic() + timeout_s
+        while pid not in self._codes:
+            try:
+                self._read(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                return None
+        return self._codes[pid]
+
+    def _read(self, timeout_s: float) -> None:
+        """Take what it tells; TimeoutError if there is nothing."""
+        self._socket.settimeout(max(timeout_s, 1e-6))
+        data = self._socket.recv(4096)
+        if not data:
+            said = os.pread(self._log.fileno(), _LOG_TAIL_BYTES, 0).decode(errors="replace")
+            raise RuntimeError(f"the template of warm workers died\n{said}")
+        *lines, self._text = (self._text + data).split(b"\n")
+        for line in lines:
+            pid, code = line.split()
+            self._codes[int(pid)] = int(code)
+
+    def end(self) -> None:
+        """End it; the workers go with it."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+        self._log.close()
+
+
+class _Fork:
+    """A worker's process, as `subprocess.Popen` would show it."""
+
+    def __init__(self, template: _Template, pid: int) -> None:
+        self._template = template
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, if it has ended."""
+        if self.returncode is None:
+            self.returncode = self._template.exit_code(self.pid, 0.0)
+        return self.returncode
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit code, or None if it has not ended in time."""
+        if self.returncode is None:
+            self.returncode = self._template.exit_code(self.pid, timeout_s)
+        return self.returncode
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class _Worker:
+    """One process and the pipe to it. It prints into a file of its own."""
+
+    def __init__(self, template: _Template) -> None:
+        ours, theirs = socket.socketpair()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - end() closes it
         self.pipe = Connection(ours.detach())
+        try:
+            self.process = _Fork(template, template.fork(theirs.fileno(), self.log.fileno()))
+        except BaseException:
+            self.pipe.close()
+            self.log.close()
+            raise
+        finally:
+            theirs.close()
         self._is_ready = False
 
     def wait_ready(self) -> None:
@@ -200,9 +297,14 @@ class _Worker:
 
     def show_stacks(self) -> None:
         """Let a hanging worker print where its threads are."""
+        before = self.position()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
-        time.sleep(0.2)
+        deadline = time.monotonic() + _STACKS_S
+        seen = -1
+        while (self.position() == before or self.position() != seen) and time.monotonic() < deadline:
+            seen = self.position()
+            time.sleep(0.1)
 
     def end(self) -> None:
         """End it and whatever it started."""
@@ -212,7 +314,7 @@ class _Worker:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
         self.process.kill()
-        self.process.wait()
+        self.process.wait(_CLEAN_S)
         self.pipe.close()
         self.log.close()
 
@@ -297,10 +399,8 @@ def _collect(
     return [call.outcome for call in calls], failures
 
 
-def _exit_text(process: subprocess.Popen[bytes]) -> str:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(5)
-    code = process.returncode
+def _exit_text(process: _Fork) -> str:
+    code = process.wait(_CLEAN_S)
     if code is None:
         return "it closed its pipe"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -333,19 +433,74 @@ def _free_port() -> int:
 # The worker's side
 
 
+def wait_for(count: int, what: str = "here") -> None:
+    """In a worker: wait until so many ranks have called this, however their session fares meanwhile.
+
+    A rank that left earlier would be an error of its own to those who are not as far.
+    """
+    Path(f"{what}-{os.environ['RANK']}").touch()
+    deadline = time.monotonic() + _WAIT_S
+    while len(list(Path.cwd().glob(f"{what}-*"))) < count:
+        assert time.monotonic() < deadline, f"waited {_WAIT_S:.0f} s for {count} ranks"
+        time.sleep(0.01)
+
+
+def _fork_on_demand(handle: int, parent: int) -> None:
+    """The template: import what takes long, then fork a worker for each byte that arrives."""
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test session, which ends its workers
+    import torch._dynamo  # noqa: F401 - the first optimizer would import it
+
+    with contextlib.suppress(ImportError):
+        import echelon
+
+        assert echelon.join  # with what it needs
+    gc.freeze()  # what is there by now need not be searched for garbage after each call
+    session = socket.socket(fileno=handle)
+    waiting = selectors.DefaultSelector()
+    waiting.register(session, selectors.EVENT_READ)
+    while True:
+        for key, _ in waiting.select():
+            if key.fileobj is session:
+                data, files, _, _ = socket.recv_fds(session, 1, 2)
+                if not data:
+                    return
+                me = os.getpid()
+                pid = os.fork()
+                if pid == 0:
+                    session.close()
+                    waiting.close()
+                    _become_worker(*files, me)
+                waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+                for file in files:
+                    os.close(file)
+                session.sendall(b"0 %d\n" % pid)
+            else:
+                _, status = os.waitpid(key.data, 0)
+                waiting.unregister(key.fileobj)
+                os.close(key.fd)
+                session.sendall(b"%d %d\n" % (key.data, os.waitstatus_to_exitcode(status)))
+
+
+def _become_worker(pipe: int, log: int, parent: int) -> None:
+    for standard in (1, 2):
+        os.dup2(log, standard)
+    os.close(log)
+    try:
+        _serve(pipe, parent)
+    finally:
+        os._exit(0)
+
+
 def _serve(handle: int, parent: int) -> None:
     _die_with(parent)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test session, which ends its workers
     pipe = Connection(handle)
-    import numpy  # noqa: F401
     import torch
-    import torch.distributed
 
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    gc.freeze()  # what is there by now need not be searched for garbage after each call
     pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError, ConnectionResetError):  # the test session has ended
         while True:
@@ -464,6 +619,6 @@ class _Before:
 
 
 if __name__ == "__main__":
-    from warm import _serve as serve  # under its own name, as tests import it
+    from warm import _fork_on_demand as fork_on_demand  # under its own name, as tests import it
 
-    serve(int(sys.argv[1]), int(sys.argv[2]))
+    fork_on_demand(int(sys.argv[1]), int(sys.argv[2]))

@@ -52,7 +52,7 @@ class Wires:
         for thread in closing:
             thread.join()
 
-    def make(self, rank, flat, schedule, *, number=1, channel=1, op="sum", deadline_s=20.0, priority=0):
+    def make(self, rank, flat, schedule, *, number=1, channel=1, op="sum", deadline_s=90.0, priority=0):
         """One worker's part, not yet submitted."""
         return Exchange(
             channel << CHANNEL_BITS | number,

@@ -37,7 +37,7 @@ class member:  # noqa: N801 - reads as what it gives
     """A worker's group, for the time of a call."""
 
     def __init__(self, transport):
-        self._session = echelon.join(record=False, transport=transport, round_timeout_s=30, timeout_s=30)
+        self._session = echelon.join(record=False, transport=transport, round_timeout_s=90, timeout_s=90)
 
     def __enter__(self):
         self._session.__enter__()
@@ -222,7 +222,7 @@ def swaps(transport):
             told[0].release()
 
         swapping = group.all_to_all(outgoing(group, LENGTHS_OF["different"]))
-        out["told"] = (swapping.tell(tell), told[0].acquire(timeout=20), swapping.done())
+        out["told"] = (swapping.tell(tell), told[0].acquire(timeout=90), swapping.done())
         swapping.wait()
         out["times"] = told[1]
     return out
@@ -265,7 +265,7 @@ def told_of_reductions(transport):
                 told = threading.Semaphore(0)
                 pending = begin(torch.ones(length))
                 can = pending.tell(told.release)
-                out.append((can, told.acquire(timeout=20) and pending.done() if can else None))
+                out.append((can, told.acquire(timeout=90) and pending.done() if can else None))
                 pending.wait()
                 out.append(told.acquire(blocking=False))
     return out

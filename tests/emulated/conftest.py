@@ -11,6 +11,7 @@ from echelon.cluster.lab import needs
 from echelon.cluster.lab.lab import Lab
 from echelon.cluster.lab.remove import lab_ids, remove_all
 from echelon.cluster.lab.spec import parse_lab
+from leaks import LAB_PREFIX
 
 BuildLab = Callable[[str], Lab]
 
@@ -25,7 +26,7 @@ def _machine_can_emulate() -> None:
 @pytest.fixture
 def lab_prefix(_machine_can_emulate: None) -> Iterator[str]:
     """The prefix of this test's labs; afterwards everything with that prefix is gone."""
-    prefix = f"echl{secrets.token_hex(3)}"
+    prefix = f"{LAB_PREFIX}{secrets.token_hex(3)}"
     yield prefix
     remove_all(prefix)
     assert lab_ids(prefix) == []

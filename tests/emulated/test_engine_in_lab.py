@@ -25,7 +25,7 @@ import torch
 from torch import nn
 import echelon
 
-session = echelon.join(round_timeout_s=60)
+session = echelon.join(round_timeout_s=120)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -42,7 +42,7 @@ def test_a_run_decides_by_measured_links_and_records_the_reasons(tmp_path: Path)
     (tmp_path / "engine.toml").write_text(LAB)
     (tmp_path / "script.py").write_text(SCRIPT)
     run = [sys.executable, "-m", "echelon", "run", "--lab", "engine.toml", "--overlap", "step", "script.py"]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     plan = tomllib.loads((folder / "plan.toml").read_text())

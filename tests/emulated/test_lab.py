@@ -47,7 +47,7 @@ rate = "100mbit"
 RECEIVE = """
 import socket, sys, time
 server = socket.create_server(("0.0.0.0", 5000))
-server.settimeout(20)
+server.settimeout(90)
 print("ready", flush=True)
 peer, _ = server.accept()
 started, count = time.perf_counter(), 0
@@ -57,7 +57,7 @@ print(count / (time.perf_counter() - started))
 """
 SEND = """
 import socket, sys
-with socket.create_connection((sys.argv[1], 5000), timeout=20) as peer:
+with socket.create_connection((sys.argv[1], 5000), timeout=90) as peer:
     peer.sendall(bytes(int(sys.argv[2])))
 """
 COUNT = """
@@ -80,7 +80,7 @@ def python_in(seat: Seat, code: str, *words: str) -> subprocess.Popen[str]:
 
 def result_of(seat: Seat, code: str, *words: str) -> str:
     with python_in(seat, code, *words) as process:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     return output.strip()
 
@@ -91,14 +91,14 @@ def bytes_per_s(lab: Lab, source: str, target: str, count: int) -> float:
         assert receiver.stdout is not None
         receiver.stdout.readline()
         result_of(seat_of(lab, source), SEND, seat_of(lab, target).address, str(count))
-        return float(receiver.communicate(timeout=30)[0])
+        return float(receiver.communicate(timeout=120)[0])
 
 
 def links_of_the_host() -> str:
     return subprocess.run(["ip", "-o", "-br", "link"], capture_output=True, text=True, check=True).stdout
 
 
-def wait_until(true: Callable[[], bool], deadline_s: float = 20.0) -> None:
+def wait_until(true: Callable[[], bool], deadline_s: float = 90.0) -> None:
     until = time.monotonic() + deadline_s
     while not true():
         assert time.monotonic() < until, "the condition did not become true"
@@ -142,7 +142,7 @@ print(json.dumps({
 }))
 """
     with python_in(seat, code) as process:
-        said = json.loads(process.communicate(timeout=30)[0])
+        said = json.loads(process.communicate(timeout=120)[0])
     assert said["pid"] == process.pid
     assert said["interfaces"] == ["eth0", "lo"]
     assert said["groups"] == 1
@@ -166,7 +166,7 @@ def test_a_smaller_quota_does_less_work(build_lab: BuildLab) -> None:
         python_in(seat_of(lab, "fast"), COUNT, "1") as fast,
         python_in(seat_of(lab, "slow"), COUNT, "1") as slow,
     ):
-        done = [int(process.communicate(timeout=60)[0]) for process in (fast, slow)]
+        done = [int(process.communicate(timeout=120)[0]) for process in (fast, slow)]
     assert 2.5 < done[0] / done[1] < 40
     assert [status.cpu for status in lab.status()] == [0.5, 0.05]
 
@@ -227,8 +227,8 @@ def test_down_ends_processes_that_are_stopped_or_ignore_signals(build_lab: Build
         wait_until(lambda: stopped.pid in lab.pids("a"))
         stopped.send_signal(signal.SIGSTOP)
         lab.down()
-        assert stopped.wait(5) == -signal.SIGTERM
-        assert stubborn.wait(5) == -signal.SIGKILL
+        assert stopped.wait(60) == -signal.SIGTERM
+        assert stubborn.wait(60) == -signal.SIGKILL
 
 
 MAKER = """
@@ -239,7 +239,7 @@ text, run, prefix = sys.argv[1:]
 lab = Lab.up(parse_lab(text, file="f", name="crashed"), run, prefix=prefix)
 child = subprocess.Popen([*lab.seats[0].prefix, "sleep", "60"], start_new_session=True)
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(250)
 """
 
 

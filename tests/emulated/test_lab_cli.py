@@ -52,7 +52,7 @@ def error_of(result: Result) -> EchelonError:
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, *(str(word) for word in words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_lab_goes_up_is_shown_and_goes_down(lab_file: Path) -> None:
@@ -157,7 +157,7 @@ def test_an_interrupt_reaches_the_programs_and_ends_the_call(where: list[str], l
         for _ in range(2 if where == ["--all"] else 1):
             assert "ready" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=30)[0]
+        rest = process.communicate(timeout=120)[0]
     assert process.returncode == 128 + signal.SIGINT
     assert rest.count("interrupted") == (2 if where == ["--all"] else 1)
     assert processes_in(lab_file) == []
@@ -204,7 +204,7 @@ def processes_in(file: Path) -> list[str]:
     return [command for status in lab.status() for command in status.processes.values()]
 
 
-def wait_until(true: Callable[[], bool], deadline_s: float = 20.0) -> None:
+def wait_until(true: Callable[[], bool], deadline_s: float = 90.0) -> None:
     until = time.monotonic() + deadline_s
     while not true():
         assert time.monotonic() < until, "the condition did not become true"

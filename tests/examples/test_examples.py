@@ -47,7 +47,7 @@ def numbers(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"\d+\.\d+", text)]
 
 
-def command(*words: str, timeout_s: float = 110, **environment: str) -> str:
+def command(*words: str, timeout_s: float = 115, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "echelon", *words],
         capture_output=True,
@@ -96,7 +96,8 @@ def test_thin_links_trains_once_with_each_codec(warm_pool):
     words = ["--epochs", "3", "--codec", "none", "--codec", "top-k(ratio=0.05)"]
     leader, _ = warm_pool.run(2, run_example, "thin_links.py", *words)
     dense, sparse = leader.splitlines()
-    assert dense.startswith("none") and sparse.startswith("top-k(ratio=0.05)")
+    assert dense.startswith("none")
+    assert sparse.startswith("top-k(ratio=0.05)")
     assert numbers(dense)[-1] > 60
 
 
@@ -112,8 +113,19 @@ def test_a_parameter_server_goes_on_without_the_slow_worker(tmp_path):
 
 def test_an_installed_policy_is_listed_and_simulated(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-        + ["--no-index", "--target", str(tmp_path / "installed"), str(EXAMPLES / "plugin")],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--target",
+            str(tmp_path / "installed"),
+            str(EXAMPLES / "plugin"),
+        ],  # fmt: skip
         capture_output=True,
         text=True,
         timeout=110,
@@ -137,8 +149,16 @@ def test_an_installed_policy_is_listed_and_simulated(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="the lab needs root")
 def test_lab_experiment_prints_a_row_for_each_variant(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "lab_experiment.py"), "--epochs", "1", "--runs", str(tmp_path)]
-        + ["--only", "shares by speed"],
+        [
+            sys.executable,
+            str(EXAMPLES / "lab_experiment.py"),
+            "--epochs",
+            "1",
+            "--runs",
+            str(tmp_path),
+            "--only",
+            "shares by speed",
+        ],  # fmt: skip
         capture_output=True,
         text=True,
         timeout=115,

@@ -121,7 +121,7 @@ def assert_all_same(found, other):
 
 
 def join(codec, **options):
-    return echelon.join(**{"record": False, "codec": codec, "round_timeout_s": 20, **options})
+    return echelon.join(**{"record": False, "codec": codec, "round_timeout_s": 90, **options})
 
 
 def attempt(act):
@@ -755,7 +755,7 @@ def at_sites(pool, folder, codec, sites, work, *args):
     """Run in warm workers whose plan has these groups."""
     workers = sum(len(site) for site in sites)
     folder = RunFolder(folder).with_subfolders()
-    asked = PlanRequest(codec=codec, groups=sites, transport="tcp", round_timeout_s=20.0)
+    asked = PlanRequest(codec=codec, groups=sites, transport="tcp", round_timeout_s=90)
     folder.plan.write_text(make_plan("test", ["here"] * workers, asked, cores=1).to_toml())
     return pool.run(workers, work, *args, env={"ECHELON_RUN": str(folder.path)})
 
@@ -859,8 +859,8 @@ def in_threads(workers, act):
 
     def work(rank):
         place = Place(rank=rank, world_size=workers, address="127.0.0.1", port=port)
-        meeting = meet(place, node="here", host="here", pid=os.getpid(), timeout_s=20)
-        group = open_group(meeting, place, transport="tcp", collective="auto", deadline_s=20, timeout_s=20)
+        meeting = meet(place, node="here", host="here", pid=os.getpid(), timeout_s=90)
+        group = open_group(meeting, place, transport="tcp", collective="auto", deadline_s=90, timeout_s=90)
         try:
             outcomes[rank] = act(group)
         finally:
@@ -1143,7 +1143,7 @@ def killed(codec, who):
             os.kill(os.getpid(), signal.SIGKILL)
         return begun[-1]
 
-    with join(codec, transport="tcp", round_timeout_s=60) as session:
+    with join(codec, transport="tcp", round_timeout_s=90) as session:
         deadly = 2 if session.rank == who else 0
         model = session.prepare(Known())
         if deadly:
@@ -1156,7 +1156,7 @@ def killed(codec, who):
 
 def test_a_worker_killed_in_an_encoded_round_is_named_by_all(warm_pool):
     who = 1
-    outcomes = warm_pool.outcomes(3, killed, "one-bit", who, timeout_s=40)
+    outcomes = warm_pool.outcomes(3, killed, "one-bit", who)
     dead = outcomes.pop(who)
     assert isinstance(dead, WorkerFailure)
     assert dead.how == "died"

@@ -62,7 +62,7 @@ def draw_all(seed, epochs, names):
     """By loader and epoch, the batches that this worker draws."""
     drawn = {}
     shares = SHARES[int(os.environ.get("WORLD_SIZE", "1"))]
-    with echelon.join(record=False, seed=seed, round_timeout_s=30, shares=shares) as session:
+    with echelon.join(record=False, seed=seed, round_timeout_s=90, shares=shares) as session:
         torch.manual_seed(seed + session.rank)  # a sampler's randomness is the leader's
         for name in names:
             loader = session.prepare(LOADERS[name]())

@@ -18,17 +18,17 @@ from echelon.comm.meet import mesh
 from echelon.comm.meet.handshake import Refused
 from echelon.comm.memory import segment
 from echelon.errors import ConfigError, EchelonError, PeerLost, RoundTimeout
-from warm import WorkerFailure
+from warm import WorkerFailure, wait_for
 
 LENGTH = 4_000_000
-DEADLINE_S = 60.0
-SHORT_S = 1.5
+DEADLINE_S = 90.0
+SHORT_S = 5.0
 CPU = torch.device("cpu")
 
 
 def join(transport, deadline_s=DEADLINE_S, **options):
     return echelon.join(
-        record=False, transport=transport, round_timeout_s=deadline_s, timeout_s=20, **options
+        record=False, transport=transport, round_timeout_s=deadline_s, timeout_s=90, **options
     )
 
 
@@ -64,10 +64,11 @@ def killed_in_a_reduction(transport, who, collective):
 
             session._group.all_reduce = all_reduce
             session.all_reduce(tensor)
-            time.sleep(60)
-        error, seconds = attempt(lambda: [session.all_reduce(tensor) for _ in range(2)][-1])
+            time.sleep(100)
+        error, _ = attempt(lambda: [session.all_reduce(tensor) for _ in range(2)][-1])
         again, _ = attempt(session.barrier)
-        return error, seconds, bool((tensor == tensor[0]).all()), again
+        wait_for(session.world_size - 1)
+        return error, bool((tensor == tensor[0]).all()), again
 
 
 def killed_with_shared_buffers(who):
@@ -79,9 +80,10 @@ def killed_with_shared_buffers(who):
         if session.rank == who:
             pending[0].wait()
             os.kill(os.getpid(), signal.SIGKILL)
-        error, seconds = attempt(lambda: [one.wait() for one in pending])
+        error, _ = attempt(lambda: [one.wait() for one in pending])
         again, _ = attempt(session.barrier)
-        return error, seconds, True, again
+        wait_for(session.world_size - 1)
+        return error, True, again
 
 
 def assert_all_name(outcomes, who):
@@ -90,12 +92,11 @@ def assert_all_name(outcomes, who):
     assert dead.how == "died"
     for outcome in outcomes:
         assert isinstance(outcome, tuple), outcome
-        error, seconds, unharmed, again = outcome
+        error, unharmed, again = outcome
         for one in (error, again):
-            assert type(one) is PeerLost
+            assert type(one) is PeerLost, "at once, and not at the deadline"
             assert one.ranks == (who,)
             assert f"rank {who} on " in one.message
-        assert seconds < 10, "not the whole deadline"
         assert unharmed
 
 
@@ -107,42 +108,40 @@ def test_a_worker_killed_in_a_reduction_is_named_by_all_at_once_and_tensors_are_
     warm_pool, transport, who, collective
 ):
     """Also by the one across the ring; also if the one who is killed is the leader, with the store."""
-    outcomes = warm_pool.outcomes(4, killed_in_a_reduction, transport, who, collective, timeout_s=40)
+    outcomes = warm_pool.outcomes(4, killed_in_a_reduction, transport, who, collective)
     assert_all_name(outcomes, who)
 
 
 @pytest.mark.parametrize("who", [0, 2])
 def test_a_worker_killed_among_shared_buffers_is_named_by_all_at_once(warm_pool, who):
-    assert_all_name(warm_pool.outcomes(3, killed_with_shared_buffers, who, timeout_s=40), who)
+    assert_all_name(warm_pool.outcomes(3, killed_with_shared_buffers, who), who)
 
 
 # A worker is stopped -----------------------------------------------------------------------------
 
 
-def stopped_in_a_reduction(transport, who, folder):
-    """Nobody leaves before all others have their error: that of who comes later would be another."""
-    with join(transport, SHORT_S, collective="ring") as session:
+def stopped_in_a_reduction(transport, who):
+    """All others have their error before it goes on."""
+    with join(transport, collective="ring") as session:
         group = session._group
         pids = [int(pid) for pid in session.all_gather(torch.tensor(os.getpid()))]
-        buffer = group.buffer(LENGTH, torch.float32, CPU)
+        buffer = group.buffer(LENGTH // 10, torch.float32, CPU)
         group.barrier()
+        group._engine.deadline_s = SHORT_S  # not while all join
         if session.rank == who:
             os.kill(os.getpid(), signal.SIGSTOP)
         error, seconds = attempt(lambda: group.all_reduce(buffer).wait())
         if session.rank == who:
             return error, seconds
-        (folder / str(session.rank)).touch()
-        until = time.monotonic() + 20
-        while len(list(folder.iterdir())) < session.world_size - 1 and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_for(session.world_size - 1)
         if session.rank == (who + 1) % session.world_size:
             os.kill(pids[who], signal.SIGCONT)
         return error, seconds
 
 
 @pytest.mark.parametrize(("transport", "who"), [("tcp", 0), ("tcp", 2), ("shm", 0), ("shm", 1)])
-def test_a_stopped_worker_is_named_by_all_at_the_deadline(warm_pool, tmp_path, transport, who):
-    outcomes = warm_pool.outcomes(4, stopped_in_a_reduction, transport, who, tmp_path, timeout_s=60)
+def test_a_stopped_worker_is_named_by_all_at_the_deadline(warm_pool, transport, who):
+    outcomes = warm_pool.outcomes(4, stopped_in_a_reduction, transport, who)
     error, _ = outcomes.pop(who)
     assert isinstance(error, PeerLost), "it finds the others gone, or hears that they gave up on it"
     for error, seconds in outcomes:
@@ -150,7 +149,7 @@ def test_a_stopped_worker_is_named_by_all_at_the_deadline(warm_pool, tmp_path, t
         assert error.ranks == (who,)
         assert f"rank {who} on " in error.message
         assert f"did not arrive within {SHORT_S:g} s" in error.message
-        assert SHORT_S <= seconds < 20
+        assert seconds >= SHORT_S
 
 
 # Workers that differ -----------------------------------------------------------------------------
@@ -170,7 +169,7 @@ def differing():
 
 def differing_below():
     """The same beneath the session, where nobody looks first: an error on all, and no process ends."""
-    with join("tcp", 5.0) as session:
+    with join("tcp") as session:
         tensor = torch.ones(3000 if session.rank == 1 else 2000)
         return attempt(lambda: session._group.all_reduce(tensor).wait())[0]
 
@@ -203,7 +202,7 @@ def test_workers_that_share_a_secret_meet(warm_pool):
 
 
 def test_a_worker_with_a_wrong_secret_is_refused_and_all_learn_of_it(warm_pool):
-    outcomes = warm_pool.outcomes(3, join_with_secret, ["a", "a", "b"], timeout_s=15)
+    outcomes = warm_pool.outcomes(3, join_with_secret, ["a", "a", "b"])
     errors = [outcome.error for outcome in outcomes]
     assert type(errors[2]) is Refused
     for error in errors:
@@ -235,7 +234,7 @@ def join_in_a_crowd():
 
 
 def test_strangers_at_the_port_do_not_keep_workers_from_joining(warm_pool):
-    assert warm_pool.run(3, join_in_a_crowd, timeout_s=20) == [3, 3, 3]
+    assert warm_pool.run(3, join_in_a_crowd) == [3, 3, 3]
 
 
 # Machines ----------------------------------------------------------------------------------------

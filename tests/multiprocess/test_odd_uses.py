@@ -47,7 +47,7 @@ def assert_all_same(outcomes):
 
 
 def one_reads(overlap):
-    with echelon.join(record=False, round_timeout_s=4, overlap=overlap) as session:
+    with echelon.join(record=False, round_timeout_s=90, overlap=overlap) as session:
         model = nn.Linear(16, 16)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(2):
@@ -65,7 +65,7 @@ def test_one_worker_may_read_a_late_parameter_before_all_meet(warm_pool):
 def other_order():
     """Batches grow, so that factors must be gathered again; workers look at layers in another order."""
     with echelon.join(
-        record=False, round_timeout_s=8, overlap="step", factors="always", transport="tcp"
+        record=False, round_timeout_s=90, overlap="step", factors="always", transport="tcp"
     ) as session:
         model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -94,7 +94,7 @@ class Checkpointed(nn.Module):
 
 
 def checkpointed(width, factors):
-    with echelon.join(record=False, round_timeout_s=8, factors=factors) as session:
+    with echelon.join(record=False, round_timeout_s=90, factors=factors) as session:
         model = Checkpointed(width)
         alone = copy.deepcopy(model)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -117,7 +117,7 @@ def twice_checkpointed():
     kept = buckets.FIRST_BYTES, buckets.BUCKET_BYTES
     buckets.FIRST_BYTES = buckets.BUCKET_BYTES = 64
     try:
-        with echelon.join(record=False, round_timeout_s=8, factors="never") as session:
+        with echelon.join(record=False, round_timeout_s=90, factors="never") as session:
             model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
             alone = copy.deepcopy(model)
             model = session.prepare(model)
@@ -145,9 +145,9 @@ def interrupted_start():
     """The trainer loses the interpreter lock just when it has said that it is ready."""
     place = Place.from_environment(os.environ)
     meeting = meet(
-        place, node=f"machine-{place.rank // 2}", host=socket.gethostname(), pid=os.getpid(), timeout_s=20
+        place, node=f"machine-{place.rank // 2}", host=socket.gethostname(), pid=os.getpid(), timeout_s=90
     )
-    group = open_group(meeting, place, transport="auto", collective="auto", deadline_s=5, timeout_s=20)
+    group = open_group(meeting, place, transport="auto", collective="auto", deadline_s=90, timeout_s=90)
     tell = shm.Board.tell
 
     def slowly(board, row, turn):
@@ -173,7 +173,7 @@ def test_a_reduction_over_rails_may_be_ready_before_its_trainer_goes_on(warm_poo
 
 
 def swapped():
-    with echelon.join(record=False, round_timeout_s=8) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
         model[0].requires_grad_(False)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -190,7 +190,7 @@ def test_layers_that_are_thawed_while_all_others_are_frozen_do_not_diverge(warm_
 
 
 def sharing(overlap, loss):
-    with echelon.join(record=False, round_timeout_s=8, overlap=overlap, factors="never") as session:
+    with echelon.join(record=False, round_timeout_s=90, overlap=overlap, factors="never") as session:
         shared = nn.Linear(16, 16)
         one, other = nn.Sequential(shared, nn.Linear(16, 4)), nn.Sequential(shared, nn.Linear(16, 4))
         alone = copy.deepcopy((one, other))
@@ -210,7 +210,7 @@ def test_models_that_share_a_layer_are_right_or_refused(warm_pool, overlap, loss
 
 
 def used_while_late(what):
-    with echelon.join(record=False, round_timeout_s=8, overlap="step", factors="never") as session:
+    with echelon.join(record=False, round_timeout_s=90, overlap="step", factors="never") as session:
         model = nn.Linear(16, 16)
         model, optimizer = session.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
         learn(model, optimizer, rows(0))
@@ -233,7 +233,7 @@ def scripted(overlap):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)))
-    with echelon.join(record=False, round_timeout_s=8, factors="never") as session:
+    with echelon.join(record=False, round_timeout_s=90, factors="never") as session:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
             model, optimizer = session.prepare(model, optimizer, overlap=overlap)
@@ -252,7 +252,7 @@ def test_a_scripted_model_gives_the_same_when_late_or_is_refused(warm_pool):
 
 def changed_while_late(what, overlap):
     """The optimizer is reset, or gets another group, right after a step."""
-    with echelon.join(record=False, round_timeout_s=8, factors="never") as session:
+    with echelon.join(record=False, round_timeout_s=90, factors="never") as session:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
         extra = nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -277,7 +277,7 @@ def test_an_optimizer_may_be_changed_while_its_updates_are_due(warm_pool, what):
 
 
 def hooked_later():
-    with echelon.join(record=False, round_timeout_s=8) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         model = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = session.prepare(model, optimizer, overlap="step")
@@ -296,7 +296,7 @@ def test_step_hooks_that_come_later_are_refused_too(warm_pool):
 def closed_while_late():
     """A session that ends for a reason while updates are due: the model is torch's own, without them."""
     model = nn.Linear(4, 4)
-    session = echelon.join(record=False, round_timeout_s=8)
+    session = echelon.join(record=False, round_timeout_s=90)
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap="step")
     before = weights(model)
     learn(model, optimizer, rows(session.rank, width=4))
@@ -311,7 +311,7 @@ def test_a_model_is_torchs_own_when_a_session_ends_for_a_reason_while_it_is_late
 
 
 def pickled_norm():
-    with echelon.join(record=False, round_timeout_s=8) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         model = session.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
         model(rows(session.rank, width=4)).sum().backward()
         copied = pickle.loads(pickle.dumps(model))

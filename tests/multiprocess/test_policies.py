@@ -159,7 +159,8 @@ def test_a_policy_trains_digits_on_four_workers(run_of, sync):
     run = run_of(sync)
     accuracy = run.workers[0].accuracy[-1]
     assert all(worker.accuracy[-1] == accuracy for worker in run.workers), "of all workers together"
-    assert accuracy > (0.8 if sync == "none" else 0.95)
+    depends_on_timing = sync in SERVED or sync in ("none", "hogwild")
+    assert accuracy > (0.8 if depends_on_timing else 0.95)
 
 
 @pytest.mark.parametrize("sync", [sync for sync in SETTINGS if sync != "none"])
@@ -300,7 +301,7 @@ def test_with_hogwild_all_workers_have_one_memory_until_the_session_ends(warm_po
 
 
 def slow_one():
-    """Of the workers, the last takes its time."""
+    """The last worker is four times slower than the others or more, whatever else the machine does."""
     with echelon.join() as session:
         data = Subset(Numbered(DATASETS.build("digits").load().train), range(240))
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
@@ -310,11 +311,12 @@ def slow_one():
         drawn = []
         for _ in session.epochs(2):
             for x, y, number in loader:
+                begun = time.monotonic()
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
-                if session.rank == session.world_size - 1:
-                    time.sleep(0.05)
                 optimizer.step()
+                if session.rank == session.world_size - 1:
+                    time.sleep(max(0.05, 3 * (time.monotonic() - begun)))
                 drawn.append(number.tolist())
         return drawn, flat(model)
 

@@ -20,7 +20,7 @@ def train(folder, options):
     dropout    draw random numbers in every step        epoch_end   save after each epoch, not after steps
     """
     stop, resume = options.get("stop"), options.get("resume", False)
-    with echelon.join(record=False, shares=options.get("shares"), round_timeout_s=30) as session:
+    with echelon.join(record=False, shares=options.get("shares"), round_timeout_s=90) as session:
         torch.manual_seed(50 + session.rank if resume else 10 + session.rank)
         layers = [nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Dropout(options.get("dropout", 0.0))]
         model = nn.Sequential(*layers, nn.Linear(12, 3)).double()

@@ -22,7 +22,7 @@ import sys, time, torch
 from torch import nn
 import echelon
 
-session = echelon.join(round_timeout_s=60)
+session = echelon.join(round_timeout_s=90)
 torch.manual_seed(session.rank)
 model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 2)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -47,7 +47,7 @@ def trained(folder: Path, *words: str) -> list[list]:
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
     run = command("--workers", "2", *words, "script.py", "step", "5")
-    done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return [torch.load(file) for file in sorted(folder.glob("rank-*.pt"))]
 
@@ -76,7 +76,7 @@ def test_a_server_that_dies_is_named_and_ends_the_run(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     ) as run:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         logs = tmp_path / "runs"
         while not _has_stepped(logs) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -86,7 +86,7 @@ def test_a_server_that_dies_is_named_and_ends_the_run(tmp_path: Path) -> None:
             if "echelon.server.process" in child.cmdline()
         )
         os.kill(server.pid, signal.SIGKILL)
-        said, _ = run.communicate(timeout=60)
+        said, _ = run.communicate(timeout=120)
     assert run.returncode != 0
     assert "rank 2" in said
 

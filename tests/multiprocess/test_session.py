@@ -26,7 +26,7 @@ def attempt(act):
 
 def recorded():
     """Two epochs with a record, kept in one folder by all; what this worker's events say."""
-    with echelon.join(name="together", shares=(3, 1, 1), seed=8, round_timeout_s=20) as session:
+    with echelon.join(name="together", shares=(3, 1, 1), seed=8, round_timeout_s=90) as session:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(TensorDataset(torch.randn(13, 2)), batch_size=10, shuffle=True)
@@ -48,7 +48,7 @@ def recorded():
 
 def afterwards():
     """What is left of the session on a model when it is over."""
-    with echelon.join(record=False, round_timeout_s=20) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         during = type(model[1])
@@ -87,13 +87,13 @@ class Lookup(nn.Module):
 
 
 def sparse():
-    with echelon.join(record=False, round_timeout_s=20) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         model = session.prepare(Lookup())
         return attempt(lambda: model(torch.tensor([1, 2])).sum().backward())
 
 
 def weightless():
-    with echelon.join(record=False, round_timeout_s=20) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         result = attempt(lambda: session.weigh(session.rank))
         return result, session.all_reduce(torch.ones(1)).item()
 
@@ -113,7 +113,7 @@ class Counting(nn.Module):
 
 def buffers():
     """What a buffer is at the beginning and the end of each epoch, and in the middle."""
-    with echelon.join(record=False, round_timeout_s=20) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         model = Counting()
         model.seen += session.rank
         loader = DataLoader(TensorDataset(torch.ones(6, 1)), batch_size=3)
@@ -129,7 +129,7 @@ def buffers():
 
 def late(transport):
     """The leader ends with the pass; the others come later, and still need what it has to tell."""
-    with echelon.join(record=False, transport=transport, round_timeout_s=20) as session:
+    with echelon.join(record=False, transport=transport, round_timeout_s=90) as session:
         model = Counting()
         model, loader = session.prepare(model, DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=3))
         for _ in loader:
@@ -139,7 +139,7 @@ def late(transport):
 
 
 def sent_before_leaving():
-    with echelon.join(record=False, transport="tcp", round_timeout_s=20) as session:
+    with echelon.join(record=False, transport="tcp", round_timeout_s=90) as session:
         told = torch.full((3,), float(session.rank))
         time.sleep(0.5 * session.rank)
         session._group.broadcast(told)

@@ -22,7 +22,7 @@ def attempt(act, *args, **options):
 
 
 def reductions(transport):
-    with echelon.join(record=False, transport=transport, round_timeout_s=20) as session:
+    with echelon.join(record=False, transport=transport, round_timeout_s=90) as session:
         rank = session.rank
         out = {}
         for op in ("sum", "mean", "max", "min"):
@@ -54,7 +54,7 @@ def reductions(transport):
 
 
 def parts(transport):
-    with echelon.join(record=False, transport=transport, round_timeout_s=20) as session:
+    with echelon.join(record=False, transport=transport, round_timeout_s=90) as session:
         rank = session.rank
         rows = torch.arange(10.0).view(5, 2) * (rank + 1)
         out = {op: session.reduce_scatter(rows, op) for op in ("sum", "mean", "max")}
@@ -75,7 +75,7 @@ def parts(transport):
 
 
 def gathers(transport):
-    with echelon.join(record=False, transport=transport, round_timeout_s=20) as session:
+    with echelon.join(record=False, transport=transport, round_timeout_s=90) as session:
         rank = session.rank
         out = {"pieces": session.all_gather(torch.full((rank, 2), float(rank)))}
         out["scalars"] = session.all_gather(torch.tensor(rank))
@@ -94,7 +94,7 @@ def gathers(transport):
 
 def mistakes(transport):
     """Every one of them raises on every worker, and the session works after each."""
-    with echelon.join(record=False, transport=transport, round_timeout_s=20) as session:
+    with echelon.join(record=False, transport=transport, round_timeout_s=90) as session:
         odd = session.rank == 1
         one = torch.ones(2)
         calls = {
@@ -118,7 +118,7 @@ def mistakes(transport):
 
 def disagreements():
     """What workers prepare differently, one thing after the other."""
-    with echelon.join(record=False, round_timeout_s=20) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         odd = session.rank == 1
         data = TensorDataset(torch.ones(9 if odd else 10, 2))
         frozen = nn.Linear(2, 2)

@@ -120,7 +120,7 @@ def test_factors_and_gradients_in_place_train_as_dense_gradients_do(warm_pool, h
 
 def forgets():
     """What a backward pass that failed has left behind."""
-    with echelon.join(record=False, round_timeout_s=20) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -144,7 +144,7 @@ def test_rows_of_a_backward_pass_that_failed_are_forgotten_with_its_gradients(wa
 
 
 def recorded(rule):
-    with echelon.join(name="factored", transport="tcp", round_timeout_s=20) as session:
+    with echelon.join(name="factored", transport="tcp", round_timeout_s=90) as session:
         model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = session.prepare(model, optimizer, factors=rule)
@@ -207,7 +207,7 @@ def test_what_a_layers_factors_do_not_show_is_summed_all_the_same(warm_pool, way
 
 
 def doubled():
-    with echelon.join(record=False, round_timeout_s=20) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = session.prepare(model, optimizer, factors="always")

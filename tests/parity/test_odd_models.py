@@ -105,7 +105,7 @@ def test_parameters_that_change_in_the_middle_of_a_pass_are_still_reduced(parity
 
 
 def doubled():
-    with echelon.join(record=False, round_timeout_s=20) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         model = session.prepare(nn.Linear(2, 1))
         loss = model(torch.ones(1, 2)).square().sum()
         with pytest.warns(UserWarning, match="create_graph"), pytest.raises(ModelError) as error:

@@ -90,7 +90,7 @@ def test_parameters_are_late_between_the_step_and_their_use(warm_pool):
 
 
 def lateness():
-    with many_buckets(), echelon.join(record=False, round_timeout_s=20) as session:
+    with many_buckets(), echelon.join(record=False, round_timeout_s=90) as session:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = session.prepare(model, optimizer, overlap="step")
@@ -160,7 +160,7 @@ def left_alone():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     step = optimizer.step
-    with echelon.join(record=False, round_timeout_s=20) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         model, optimizer = session.prepare(model, optimizer, overlap="step")
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -185,7 +185,7 @@ class Foreign(torch.optim.SGD):
 
 def refused():
     said = []
-    with echelon.join(record=False, round_timeout_s=20) as session:
+    with echelon.join(record=False, round_timeout_s=90) as session:
         model = nn.Linear(2, 2)
         for make in (
             lambda: torch.optim.LBFGS(model.parameters()),

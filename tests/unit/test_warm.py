@@ -178,7 +178,7 @@ def test_a_killed_worker_is_told_and_replaced(warm_pool):
 
 
 def test_a_hanging_worker_is_given_up_and_replaced(warm_pool):
-    outcomes = warm_pool.outcomes(2, _hang_on, 1, timeout_s=1)
+    outcomes = warm_pool.outcomes(2, _hang_on, 1, timeout_s=5)
     assert outcomes[1].how == "hung"
     assert "_hang_on" in outcomes[1].detail, "the stack of the hanging worker is shown"
     pids = warm_pool.run(2, _pid)
@@ -233,7 +233,7 @@ def test_workers_die_with_a_killed_test_session(tmp_path):
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     worker = int(done.stdout)
-    for _ in range(500):
+    for _ in range(6000):
         if not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE:
             return
         time.sleep(0.01)

@@ -181,14 +181,14 @@ def test_commands_that_only_tell_do_not_import_torch():
         "        sys.exit('imported torch: echelon ' + ' '.join(args))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], env=dict(os.environ), capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], env=dict(os.environ), capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_the_module_is_the_program():
     done = subprocess.run(
-        [sys.executable, "-m", "echelon", "list", "nothing"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "echelon", "list", "nothing"], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 2
     assert done.stdout == ""

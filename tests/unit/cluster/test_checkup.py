@@ -144,7 +144,7 @@ def test_a_resolver_that_does_not_answer_is_abandoned(monkeypatch):
     answered = threading.Event()
 
     def dead(*args, **kwargs):
-        answered.wait(30)
+        answered.wait(200)
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
     monkeypatch.setattr(socket, "getaddrinfo", dead)

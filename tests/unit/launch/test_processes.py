@@ -14,7 +14,7 @@ from echelon.launch.failure import Failure
 from echelon.launch.processes import LogTail, WorkerCommand, WorkerProcesses
 from echelon.observe.run_folder import RunFolder
 
-SLEEP = "import time; time.sleep(60)"
+SLEEP = "import time; time.sleep(250)"
 SAY_AND_SLEEP = "print('here', flush=True); " + SLEEP
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SAY_AND_SLEEP
 PARENT = (
@@ -38,9 +38,9 @@ def _commands(*programs: str, **env: str) -> list[WorkerCommand]:
 
 
 def _until(condition, what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < deadline, f"waited 20 s for: {what}"
+        assert time.monotonic() < deadline, f"waited 120 s for: {what}"
         time.sleep(0.01)
 
 
@@ -103,7 +103,11 @@ def _fails(rank: int, folder: RunFolder, *, consequence: bool, after: int | None
         rank=rank, t=float(rank), kind="ValueError", message=f"reason {rank}", consequence=consequence
     )
     data = msgspec.json.encode(failure)
-    wait = f"while not Path({str(folder.error_of(after))!r}).exists(): pass" if after is not None else ""
+    wait = (
+        f"while not Path({str(folder.error_of(after))!r}).exists(): time.sleep(0.01)"
+        if after is not None
+        else ""
+    )
     return (
         "import sys, time\nfrom pathlib import Path\nprint('here', flush=True)\n"
         f"{wait}\ntime.sleep({0.1 if wait else 0})\n"
@@ -117,7 +121,8 @@ def test_a_workers_own_reason_counts_more_than_its_exit_code(folder):
         assert processes.failure().cause == "ValueError: reason 0"
 
 
-def test_the_cause_gets_a_moment_when_a_consequence_ends_first(folder):
+def test_the_cause_gets_a_moment_when_a_consequence_ends_first(folder, monkeypatch):
+    monkeypatch.setattr("echelon.launch.processes._SETTLE_S", 90)
     trigger = folder.error_of(9)
     waits = f"from pathlib import Path\nwhile not Path({str(trigger)!r}).exists(): pass\n"
     programs = [
@@ -166,7 +171,7 @@ def test_a_worker_that_was_stopped_is_ended_too(folder):
         (pid,) = processes.pids_on("n0")
         os.kill(pid, signal.SIGSTOP)
         _until(lambda: Path(f"/proc/{pid}/stat").read_text().split()[2] == "T", "it to be stopped")
-        processes.end(grace_s=20)
+        processes.end(grace_s=120)
     assert processes.exit_codes() == {0: -signal.SIGTERM}
 
 
@@ -179,7 +184,7 @@ def test_workers_may_clean_up_when_they_are_asked_to_end(folder):
     )
     with WorkerProcesses(folder, _commands(program)) as processes:
         _said(folder, 0)
-        processes.end(grace_s=20)
+        processes.end(grace_s=120)
         assert processes.exit_codes() == {0: 0}
     assert folder.log_of(0).read_text() == "here\ntidy\n"
 

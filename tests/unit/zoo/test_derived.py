@@ -25,7 +25,7 @@ def test_arrays_are_made_once_when_several_ask_at_the_same_time(data_home: Path)
         return {"a": np.arange(10, dtype=np.uint8)}
 
     def ask() -> list[int]:
-        barrier.wait(timeout=10)
+        barrier.wait(timeout=90)
         return derived_arrays("thing", source, ("a",), make)["a"].tolist()
 
     with ThreadPoolExecutor(4) as pool:

@@ -27,13 +27,13 @@ FIVE = [[0, 1], [2], [3, 4]]
 class Yard:
     """Threads in place of workers: loops that are connected, and a team for each machine."""
 
-    def __init__(self, layout, *, collective="ring", deadline_s=20.0):
+    def __init__(self, layout, *, collective="ring", deadline_s=90.0):
         self.layout = layout
         self.size = sum(len(ranks) for ranks in layout)
         self.wires = Wires(self.size)
         self._collective = COLLECTIVES.build(collective)
         self._deadline_s = deadline_s
-        self._barrier = threading.Barrier(self.size, timeout=20)
+        self._barrier = threading.Barrier(self.size, timeout=90)
         self._said = [None] * self.size
         self.workers = [None] * self.size
 
@@ -214,7 +214,7 @@ def test_one_that_overtakes_on_the_wire_is_not_taken_for_the_one_before_it():
 def test_it_goes_on_in_the_background():
     def work(worker):
         pending = worker.start(worker.buffer(1000).fill_(1))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 90
         while not pending.done() and time.monotonic() < deadline:
             time.sleep(0.001)
         return pending.done()
@@ -248,7 +248,7 @@ def test_a_worker_that_dies_is_named_by_all_and_all_fails_from_then_on(who):
 
 @pytest.mark.parametrize("who", [1, 2, 3])
 def test_who_is_late_is_named_by_all_at_the_deadline(who):
-    over = threading.Barrier(5, timeout=20)
+    over = threading.Barrier(5, timeout=90)
 
     def work(worker):
         buffer = worker.buffer(1000)
@@ -260,7 +260,7 @@ def test_who_is_late_is_named_by_all_at_the_deadline(who):
         if worker.rank == who:
             worker.start(buffer).wait()
 
-    with Yard(FIVE, deadline_s=0.3) as yard:
+    with Yard(FIVE, deadline_s=1) as yard:
         results = yard.reduce(work)
     late = results.pop(who)
     assert isinstance(late, PeerLost)
@@ -268,7 +268,7 @@ def test_who_is_late_is_named_by_all_at_the_deadline(who):
     for error in results:
         assert type(error) is RoundTimeout
         assert error.ranks == (who,)
-        assert f"rank {who} on n{who} did not arrive within 0.3 s" in error.message
+        assert f"rank {who} on n{who} did not arrive within 1 s" in error.message
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -344,7 +344,7 @@ def test_a_defect_in_the_thread_reaches_who_waits(monkeypatch, caplog):
     def work(worker):
         worker.start(worker.buffer(100)).wait()
 
-    with Yard([[0, 1], [2]], deadline_s=0.5) as yard:
+    with Yard([[0, 1], [2]], deadline_s=2) as yard:
         results = yard.reduce(work)
     assert "MemoryError: no room" in results[0].message
     assert all(isinstance(error, WorkerError) for error in results)

@@ -37,7 +37,7 @@ class Crew:
         self.names = [f"rank {rank} on n" for rank in range(size)]
         self.pids = [os.getpid()] * size
         self.lost = None
-        self._barrier = threading.Barrier(size, timeout=20)
+        self._barrier = threading.Barrier(size, timeout=90)
         self._said = [None] * size
 
     def gather(self, rank, mine):
@@ -189,8 +189,8 @@ def test_a_reduction_is_not_finished_before_somebody_waits_for_it():
         buffer = team.buffer(4, torch.float32)
         turn = team.begin(buffer.fill_(1), "sum")[0]
         before = team.has_finished(turn)
-        team.finish(turn, 20)
-        team.finish(turn, 20)
+        team.finish(turn, 90)
+        team.finish(turn, 90)
         return before, team.has_finished(turn), buffer.tolist()
 
     assert right(cluster.run(work)) == [(False, True, [2.0] * 4)] * 2
@@ -383,7 +383,7 @@ def test_a_worker_that_was_through_before_it_left_is_not_missed():
     """Its numbers are on the board; that it has gone since does not matter."""
     cluster = Crew(2)
     waiting, through = threading.Event(), threading.Event()
-    begun = threading.Barrier(2, timeout=20)  # then rank 0 looks when only rank 1's end is missing
+    begun = threading.Barrier(2, timeout=90)  # then rank 0 looks when only rank 1's end is missing
 
     def work(rank):
         team = cluster.team(rank)
@@ -391,8 +391,8 @@ def test_a_worker_that_was_through_before_it_left_is_not_missed():
         turn = team.begin(buffer, "sum")[0]
         begun.wait()
         if rank == 1:
-            waiting.wait(20)
-            team.finish(turn, 20)
+            waiting.wait(90)
+            team.finish(turn, 90)
             cluster.lost = PeerLost("rank 1 is gone", ranks=(1,))
             through.set()
             return buffer[0].item()
@@ -400,11 +400,11 @@ def test_a_worker_that_was_through_before_it_left_is_not_missed():
 
         def look():
             waiting.set()
-            through.wait(20)
+            through.wait(90)
             whole()
 
         team._check = look
-        team.finish(turn, 20)
+        team.finish(turn, 90)
         return buffer[0].item()
 
     assert right(cluster.run(work)) == [2.0, 2.0]
@@ -413,7 +413,7 @@ def test_a_worker_that_was_through_before_it_left_is_not_missed():
 @pytest.mark.parametrize("phase", ["begin", "finish"])
 def test_who_is_late_is_named_at_the_deadline(phase):
     cluster = Crew(3)
-    over = threading.Barrier(3, timeout=20)
+    over = threading.Barrier(3, timeout=90)
 
     def work(rank):
         team = cluster.team(rank)
@@ -424,7 +424,7 @@ def test_who_is_late_is_named_at_the_deadline(phase):
             over.wait()
             return None
         try:
-            team.finish(team.begin(buffer, "sum")[0], 0.1)
+            team.finish(team.begin(buffer, "sum")[0], 1)
         except RoundTimeout as error:
             return error
         finally:
@@ -434,4 +434,4 @@ def test_who_is_late_is_named_at_the_deadline(phase):
     first, _, last = cluster.run(work)
     for error in (first, last):
         assert error.ranks == (1,)
-        assert "rank 1 on n did not arrive within 0.1 s" in error.message
+        assert "rank 1 on n did not arrive within 1 s" in error.message

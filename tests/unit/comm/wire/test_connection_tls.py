@@ -209,7 +209,7 @@ def by_hand():
     into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
     side = contexts.dialling.wrap_bio(into, out, server_side=True)
     with socket.create_server(("127.0.0.1", 0)) as door:
-        plain = socket.create_connection(door.getsockname(), timeout=10)
+        plain = socket.create_connection(door.getsockname(), timeout=90)
         other = door.accept()[0]
     with plain, contexts.answering.wrap_socket(other, do_handshake_on_connect=False) as sock:
         receiver = Connection(sock, view=VIEW, peer="rank 0 on a")

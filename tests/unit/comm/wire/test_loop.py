@@ -21,7 +21,7 @@ def failure(exchange):
 
 
 def wait_until(condition):
-    for _ in range(2000):
+    for _ in range(20_000):
         if condition():
             return
         time.sleep(0.005)
@@ -201,21 +201,21 @@ def test_a_worker_that_lags_behind_does_not_miss_one_that_has_sent_it_all_and_le
 
 def test_who_is_not_there_at_the_deadline_is_named_by_all_and_told():
     with Wires(4) as wires:
-        waiting = [wires.start(rank, torch.ones(10), "ring", deadline_s=0.2) for rank in range(3)]
+        waiting = [wires.start(rank, torch.ones(10), "ring", deadline_s=1) for rank in range(3)]
         for exchange in waiting:
             error = failure(exchange)
             assert type(error) is RoundTimeout
             assert error.ranks == (3,)
-            assert "rank 3 on n3 did not arrive within 0.2 s" in error.message
+            assert "rank 3 on n3 did not arrive within 1 s" in error.message
         late = failure(wires.start(3, torch.ones(10), "ring", deadline_s=600))
         assert type(late) is PeerLost
         assert "gave up on this worker" in late.message
-        assert "did not arrive within 0.2 s" in late.message
+        assert "did not arrive within 1 s" in late.message
 
 
 def test_who_says_nothing_at_the_deadline_is_named_by_all():
     with Wires(4, silent=(1,)) as wires:
-        waiting = [wires.start(rank, torch.ones(10), "ring", deadline_s=0.2) for rank in (0, 2, 3)]
+        waiting = [wires.start(rank, torch.ones(10), "ring", deadline_s=1) for rank in (0, 2, 3)]
         for exchange in waiting:
             error = failure(exchange)
             assert type(error) is RoundTimeout
@@ -224,7 +224,7 @@ def test_who_says_nothing_at_the_deadline_is_named_by_all():
 
 def test_after_a_deadline_the_next_operation_works():
     with Wires(3) as wires:
-        waiting = [wires.start(rank, torch.ones(100_000), "ring", deadline_s=0.2) for rank in range(2)]
+        waiting = [wires.start(rank, torch.ones(100_000), "ring", deadline_s=1) for rank in range(2)]
         for exchange in waiting:
             assert failure(exchange).ranks == (2,)
         assert isinstance(failure(wires.start(2, torch.ones(100_000), deadline_s=600)), PeerLost)
@@ -239,7 +239,7 @@ def test_who_waits_for_an_earlier_one_is_not_to_blame():
     """Rank 0's deadline passes first; rank 1 is in it as well, and is believed."""
     with Wires(3) as wires:
         second = wires.start(1, torch.ones(10), "ring", deadline_s=600)
-        first = wires.start(0, torch.ones(10), "ring", deadline_s=0.2)
+        first = wires.start(0, torch.ones(10), "ring", deadline_s=1)
         assert failure(first).ranks == failure(second).ranks == (2,)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from echelon.errors import GradientError
 from echelon.reduce.encoded.thread import CodecThread
 
-PATIENCE_S = 10.0
+PATIENCE_S = 90.0
 
 
 class Exchange:
