@@ -3,9 +3,9 @@
     echelon run --workers 4 examples/cifar_cnn.py --images cifar10 --epochs 10
     echelon run --workers 2 examples/cifar_cnn.py --images cifar10 --epochs 10    # goes on after Ctrl-C
 
-`--images` is a folder with `train/CLASS/*.png` and `test/CLASS/*.png`, as CIFAR-10 is often distributed. Without
-it the script draws shapes, so that it runs anywhere. Stop it at any moment and start it again, also with another
-number of workers: it continues with the next sample of the epoch.
+`--images` is a folder with `train/CLASS/*.png` and `test/CLASS/*.png`, as CIFAR-10 is often distributed.
+Without it the script draws shapes, so that it runs anywhere. Stop it at any moment and start it again, also
+with another number of workers: it continues with the next sample of the epoch.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def drawn(count: int, seed: int) -> TensorDataset:
 
 
 def network(classes: int) -> nn.Module:
-    """Three blocks of convolution, batch normalisation and pooling; BatchNorm spans all workers' samples."""
+    """Three convolutional blocks; their batch statistics are of all workers' samples."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
@@ -80,6 +80,7 @@ def evaluate(session: echelon.Session, model: nn.Module, loader: DataLoader) -> 
 
 
 def main() -> None:
+    """The whole script."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument(
         "--images", type=Path, help="folder with train/ and test/; shapes are drawn otherwise"

@@ -2,8 +2,9 @@
 
     echelon run --workers 4 examples/gan.py --epochs 30
 
-Generator and discriminator are prepared in one call; each optimizer steps on the gradients of the global batch.
-The noise has a random generator of its own per worker, so that four workers draw four times as many samples of it.
+Generator and discriminator are prepared in one call; each optimizer steps on the gradients of the global
+batch. Every worker has a random generator of its own for noise, so that four workers draw four times as
+much.
 """
 
 import argparse
@@ -27,6 +28,7 @@ def picture(image: torch.Tensor) -> str:
 
 
 def main() -> None:
+    """The whole script."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--epochs", type=int, default=20)
     given = options.parse_args()

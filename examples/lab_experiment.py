@@ -1,9 +1,10 @@
-"""An experiment on an emulated cluster: the same training under several policies, and a table of what came out.
+"""An experiment on an emulated cluster: the same training in several variants, and a table of the results.
 
     sudo .venv/bin/python examples/lab_experiment.py
 
-The lab (`lab.toml`) emulates four machines on this one: CPU quotas, shaped links, two sites. It needs root on Linux;
-`echelon doctor` says whether it works here. Every run leaves a record; the table is made of their summaries.
+The lab (`lab.toml`) emulates four machines on this one: CPU quotas, shaped links, two sites. It needs
+root on Linux; `echelon doctor` says whether it works here. Every run leaves a record with a summary; the
+table is made of these.
 """
 
 import argparse
@@ -34,6 +35,7 @@ def run(name: str, more: list[str], epochs: int, runs: Path) -> dict:
 
 
 def main() -> None:
+    """The whole script."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--epochs", type=int, default=3)
     options.add_argument("--runs", type=Path, default=Path("runs"))

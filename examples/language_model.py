@@ -2,8 +2,8 @@
 
     echelon run --workers 4 examples/language_model.py --text shakespeare.txt --steps 2000
 
-Without `--text` it reads the topics of Python's own manual. One optimizer step sees `--batch` windows of all workers
-together, in `--pieces` backward passes, so that a batch which does not fit into memory still counts as one.
+Without `--text` it reads the topics of Python's own manual. One optimizer step sees `--batch` windows of
+all workers together, in `--pieces` backward passes, for batches that do not fit into memory.
 """
 
 import argparse
@@ -46,6 +46,7 @@ class Block(nn.Module):
         self.wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add attention to the input, then the wider layer."""
         batch, length, width = x.shape
         parts = self.queries_keys_values(self.before(x)).view(batch, length, 3, self.heads, -1)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -67,11 +68,13 @@ class Gpt(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores of every next character."""
         embedded = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         return self.head(self.last(self.blocks(embedded)))
 
 
 def main() -> None:
+    """The whole script."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--text", type=Path)
     options.add_argument("--steps", type=int, default=200)
@@ -105,9 +108,7 @@ def main() -> None:
                 logits = model(window[:, :-1])
                 loss = functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
                 (loss / given.pieces).backward()
-        norm = nn.utils.clip_grad_norm_(
-            model.parameters(), 1.0
-        )  # of the global batch: the same on all workers
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the same on all workers
         optimizer.step()
         scheduler.step()
         session.log(loss=loss, grad_norm=norm)

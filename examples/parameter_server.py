@@ -3,8 +3,8 @@
     echelon run --workers 4 --servers 1 --speed 1,1,1,0.2 --sync "backup(1)" examples/parameter_server.py
     echelon run --workers 4 --servers 1 --speed 1,1,1,0.2 --sync full examples/parameter_server.py
 
-The script does not change with the policy: `--sync` decides when workers agree (`echelon list sync`). `--speed` makes
-the last worker five times slower, to see what that costs. With `backup(1)` an update is made of the first three
+The script does not change with the policy: `--sync` decides when workers agree (`echelon list sync`).
+`--speed` makes the last worker five times slower. With `backup(1)` an update is made of the first three
 gradients and the last one is dropped; with `full` everybody waits for the slow worker.
 """
 
@@ -20,6 +20,7 @@ import echelon
 
 
 def main() -> None:
+    """The whole script."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--epochs", type=int, default=10)
     given = options.parse_args()

@@ -1,10 +1,11 @@
-"""How many bytes does a codec save, and what does it cost in accuracy? The same training with several codecs.
+"""What does a codec cost in accuracy? The same training with several codecs.
 
     echelon run --workers 4 examples/thin_links.py
     echelon run --workers 4 examples/thin_links.py --codec none --codec "power-sgd(rank=2)"
 
-Models of one script may have different codecs: `prepare(codec=...)`. Codecs keep what they leave out of a step as a
-residual and send it later. `dgc` applies momentum itself, before it chooses what to send, so its optimizer has none.
+Models of one script may have different codecs: `prepare(codec=...)`. Codecs keep what they leave out of a
+step as a residual and send it later. `dgc` applies momentum itself, before it chooses what to send, so
+its optimizer has none.
 """
 
 import argparse
@@ -20,6 +21,7 @@ CODECS = ["none", "bf16", "one-bit", "top-k(ratio=0.01)", "dgc(ratio=0.01, warmu
 
 
 def main() -> None:
+    """The whole script."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument(
         "--codec", action="append", help="may be given several times; see `echelon list codec`"

@@ -125,7 +125,7 @@ def test_an_installed_policy_is_listed_and_simulated(tmp_path):
             "--target",
             str(tmp_path / "installed"),
             str(EXAMPLES / "plugin"),
-        ],  # fmt: skip
+        ],
         capture_output=True,
         text=True,
         timeout=110,
@@ -158,7 +158,7 @@ def test_lab_experiment_prints_a_row_for_each_variant(tmp_path):
             str(tmp_path),
             "--only",
             "shares by speed",
-        ],  # fmt: skip
+        ],
         capture_output=True,
         text=True,
         timeout=115,

@@ -1,7 +1,7 @@
 """Asynchronous updates in which old gradients count less.
 
-A gradient that was computed on weights `a` updates old is multiplied by (1 + a) ** -power. After Zhang and others
-(2016), "Staleness-aware Async-SGD for Distributed Deep Learning".
+A gradient that was computed on weights `a` updates old is multiplied by (1 + a) ** -power. After Zhang and
+others (2016), "Staleness-aware Async-SGD for Distributed Deep Learning".
 """
 
 from __future__ import annotations
