@@ -1,23 +1,23 @@
-"""What can go wrong, as a tree of typed errors.
+"""The errors that Echelon raises, as a tree.
 
     EchelonError
-    ├── ConfigError        a name, key, value or combination that the user gave
-    │   └── UnknownName    ... that is not known; carries the nearest known one
+    ├── ConfigError        a name, key, value or combination from the user does not work
+    │   └── UnknownName    a name is unknown; the error suggests the nearest known one
     ├── DataError          a data set is missing, damaged or too small
-    ├── ModelError         models cannot be prepared, or differ between workers
+    ├── ModelError         a model cannot be prepared, or models differ between workers
     ├── CheckpointError    a checkpoint cannot be written or read
     ├── LaunchError        workers cannot be started
-    ├── LabError           an emulated cluster cannot be built or is in the way
+    ├── LabError           an emulated cluster cannot be built, or one is in the way
     └── WorkerError        something happened to, or on, another worker
         ├── JoinTimeout    workers did not join in time
         ├── PeerLost       a worker is gone
         ├── RoundTimeout   a worker did not arrive at a round in time
-        ├── Corrupt        what a worker sent is not what it meant to send
-        ├── GradientError  a worker's gradient is not a number, or infinite
-        └── StaleView      a worker speaks for another membership
+        ├── Corrupt        a worker's message arrived damaged
+        ├── GradientError  a worker's gradient holds NaN or infinity
+        └── StaleView      a worker's message belongs to another view
 
-Each error prints what is wrong, where, and what would fix it, on three lines. It survives pickling,
-so that the process that knows the reason can tell the others.
+Each error prints the problem, where it is, and how to fix it, on three lines. Errors can be pickled, so
+that the process that knows the reason can send it to the others.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ConfigError(EchelonError):
 
 
 class UnknownName(ConfigError):
-    """A name that is not known; `nearest` is the known one it resembles most, if any does."""
+    """An unknown name; `nearest` is the most similar known one, if any is similar."""
 
     def __init__(self, what: str, name: str, known: Iterable[str], *, where: str = "") -> None:
         choices = sorted(known)
@@ -73,7 +73,7 @@ class UnknownName(ConfigError):
 
 
 class DataError(EchelonError):
-    """A data set is missing, damaged, or too small for what was asked."""
+    """A data set is missing, damaged, or too small for the request."""
 
 
 class ModelError(EchelonError):
@@ -115,12 +115,12 @@ class RoundTimeout(WorkerError):
 
 
 class Corrupt(WorkerError):
-    """What a worker sent is damaged, replayed, too long or no frame at all."""
+    """A worker's message is damaged, replayed, too long or not a valid frame."""
 
 
 class GradientError(WorkerError):
-    """A worker's gradient holds NaN or infinity, which no codec may write, clip or spread."""
+    """A worker's gradient holds NaN or infinity, which a codec must not encode, clip or spread."""
 
 
 class StaleView(WorkerError):
-    """A worker speaks for another membership than ours."""
+    """A worker's message belongs to another view than this worker's."""

@@ -1,4 +1,4 @@
-"""Every registered model and data set against its contract; a new one is tested by being added."""
+"""Every registered model and data set against its contract; new ones are tested automatically."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def classify(*shape: int, classes: int = 10) -> SampleSpec:
     return SampleSpec(shape=shape, dtype="float32", classes=classes, task="classify")
 
 
-# What each data set's samples look like: most need files that a fresh machine does not have.
+# The samples of each data set: most need files that a fresh machine does not have.
 SAMPLES = {
     "digits": classify(1, 8, 8),
     "generated": classify(20),
@@ -39,7 +39,7 @@ SAMPLES = {
 BUILT_IN = ("digits", "generated", "activity")  # data sets that need no files
 WRONG_DTYPE: dict[bool, Literal["float32", "int64"]] = {False: "int64", True: "float32"}
 WRONG_TASK: dict[bool, Literal["classify", "next-token"]] = {False: "next-token", True: "classify"}
-# Too heavy for more than one real pass: their other passes are on the meta device, which computes nothing.
+# Too large for more than one real pass: other passes run on the meta device, which computes nothing.
 HEAVY = ("alexnet", "vgg16", "resnet18")
 
 KINDS: list[tuple[Registry[Strategy], str]] = [
@@ -50,7 +50,7 @@ FITTING = [(model, data) for model in MODELS.names() for data in MODELS.get(mode
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """On a busy machine the threads of one operation wait for each other longer than they compute."""
+    """On a busy machine, threads of one operation wait for each other longer than they compute."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,7 +74,7 @@ def without_gradient(module: torch.nn.Module) -> list[str]:
 
 
 def refusal(model: str, sample: SampleSpec) -> ConfigError | None:
-    """Why the model does not take the sample; None if it builds."""
+    """The error if the model does not take the sample; None if it builds."""
     try:
         with torch.device("meta"):
             MODELS.build(model).build(sample)
@@ -94,7 +94,7 @@ def test_a_strategy_is_a_frozen_dataclass_with_name_and_help(
     assert re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name)
     help_line = (inspect.getdoc(kind) or "").partition("\n")[0]
     assert re.fullmatch(r"[A-Z0-9].{20,100}\.", help_line)
-    assert not help_line.startswith(f"{kind.__name__}(")  # what dataclass writes when there is none
+    assert not help_line.startswith(f"{kind.__name__}(")  # the default docstring of a dataclass
 
 
 @pytest.mark.parametrize(("registry", "name"), KINDS, ids=lambda value: str(getattr(value, "kind", value)))
@@ -108,7 +108,7 @@ def test_every_data_set_has_its_sample_in_this_file() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS.names())
-def test_a_model_says_what_it_takes_and_names_data_that_fits(name: str) -> None:
+def test_a_model_describes_suitable_samples_and_names_data_sets(name: str) -> None:
     model = MODELS.get(name)
     assert "takes" in vars(model)
     assert model.fits
@@ -159,7 +159,7 @@ def test_building_twice_gives_the_same_state_keys_and_values_by_seed(name: str) 
 
 
 @pytest.mark.parametrize("name", MODELS.names())
-def test_a_sample_that_does_not_suit_is_refused_with_what_would(name: str) -> None:
+def test_an_unsuitable_sample_is_refused_with_suitable_data_sets(name: str) -> None:
     model = MODELS.get(name)
     wrong_dtype = dataclasses.replace(SAMPLES[model.fits[0]], dtype=WRONG_DTYPE[model.fits[0] == "text"])
     wrong_task = dataclasses.replace(SAMPLES[model.fits[0]], task=WRONG_TASK[model.fits[0] == "text"])
@@ -175,7 +175,7 @@ def test_a_sample_that_does_not_suit_is_refused_with_what_would(name: str) -> No
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_a_data_set_gives_samples_as_its_spec_says(name: str) -> None:
+def test_the_samples_of_a_data_set_match_its_spec(name: str) -> None:
     splits = DATASETS.build(name).load()
     assert isinstance(splits, Splits)
     assert splits.spec == SAMPLES[name]

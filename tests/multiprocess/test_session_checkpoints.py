@@ -155,7 +155,7 @@ def test_what_goes_wrong_on_the_leader_is_an_error_on_every_worker(warm_pool, tm
         assert isinstance(results["unsavable"], CheckpointError)
         assert "extra.what" in results["unsavable"].where
         assert isinstance(results["load"], CheckpointError)
-        assert "holds no checkpoint" in results["load"].message
+        assert "contains no checkpoint" in results["load"].message
         assert results["optional"] is None
         assert results["nowhere"] is None
         assert results["still there"] == 2

@@ -1,4 +1,4 @@
-"""Any state that a checkpoint accepts comes back exactly as it was."""
+"""Any state that a checkpoint accepts can be restored exactly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def bits(tensor):
 
 
 def through_bytes(state):
-    """To the bytes that are stored, and back."""
+    """The state, converted to the stored bytes and back."""
     tree, tensors = flatten(state)
     return restore(tree, load(save(tensors)))
 
@@ -96,7 +96,7 @@ states = st.recursive(
 
 @given(states)
 @settings(max_examples=200, deadline=None)
-def test_state_comes_back_exactly(state):
+def test_state_is_restored_exactly(state):
     assert same(through_bytes(state), state)
 
 
@@ -111,7 +111,7 @@ def test_the_tree_is_strict_json_in_ascii(state):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 3)], ids=str)
-def test_every_dtype_and_shape_comes_back(dtype, shape):
+def test_every_dtype_and_shape_is_restored(dtype, shape):
     tensor = torch.ones(shape).to(dtype)
     assert same(through_bytes({"t": tensor}), {"t": tensor})
 
@@ -119,16 +119,16 @@ def test_every_dtype_and_shape_comes_back(dtype, shape):
 @pytest.mark.parametrize(
     "number", [10**5000, -(10**5000), 2**63, -(2**63) - 1, 2**53 + 1], ids=int.bit_length
 )
-def test_numbers_of_any_size_come_back(number):
+def test_numbers_of_any_size_are_restored(number):
     assert through_bytes([number]) == [number]
 
 
-def test_numpy_scalars_become_pythons():
+def test_numpy_scalars_become_python_scalars():
     state = {"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True), np.int64(7): np.str_("x")}
     assert same(through_bytes(state), {"a": 0.5, "b": 3, "c": True, 7: "x"})
 
 
-def test_tied_weights_come_back_equal_and_apart():
+def test_tied_weights_are_restored_equal_and_separate():
     weight = torch.arange(6.0)
     back = through_bytes({"a": weight, "b": weight, "c": weight[2:4], "d": weight.view(2, 3)})
     assert same(back, {"a": weight, "b": weight, "c": weight[2:4], "d": weight.view(2, 3)})
@@ -136,7 +136,7 @@ def test_tied_weights_come_back_equal_and_apart():
     assert torch.equal(back["b"], weight)
 
 
-def test_conjugated_and_negated_views_come_back_as_their_values():
+def test_conjugated_and_negated_views_are_restored_as_their_values():
     z = torch.tensor([1 + 2j, 3 - 4j])
     assert same(
         through_bytes([z.conj(), z.conj().imag]),
@@ -145,17 +145,17 @@ def test_conjugated_and_negated_views_come_back_as_their_values():
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "", "a.b", "\udc80"])
-def test_any_name_can_be_a_tensors(name):
+def test_a_tensor_may_have_any_name(name):
     state = {name: torch.ones(1), "a": {"b": torch.zeros(2)}, "tensor": {"tensor": torch.ones(3)}}
     assert same(through_bytes(state), state)
 
 
-def test_dicts_that_look_like_the_format_come_back():
+def test_dicts_that_look_like_the_format_are_restored():
     state = {"tensor": "x", "dict": {"tuple": [1]}, "bytes": "AA==", "float": "nan", "int": "0x1"}
     assert same(through_bytes(state), state)
 
 
-def test_modules_and_parameters_come_back_with_their_versions():
+def test_modules_and_parameters_are_restored_with_their_versions():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     saved = through_bytes({"model": model.state_dict(), "parameter": model[0].weight})
     assert saved["model"]._metadata == model.state_dict()._metadata
@@ -178,7 +178,7 @@ def _schedulers(optimizer):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
-def test_optimizers_come_back(kind):
+def test_optimizers_are_restored(kind):
     model = nn.Linear(3, 1)
     optimizer = kind(model.parameters(), lr=torch.tensor(0.1) if kind is torch.optim.AdamW else 0.1)
 
@@ -192,7 +192,7 @@ def test_optimizers_come_back(kind):
     assert same(through_bytes(optimizer.state_dict()), optimizer.state_dict())
 
 
-def test_torchs_schedulers_come_back():
+def test_torchs_schedulers_are_restored():
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1, momentum=0.9)
     for scheduler in _schedulers(optimizer):
         assert same(through_bytes(scheduler.state_dict()), scheduler.state_dict()), scheduler
@@ -223,7 +223,7 @@ class Thing:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_stored_is_named_by_its_path_with_a_fix(bad, what, fix):
+def test_a_value_that_cannot_be_stored_is_named_by_its_path_with_a_fix(bad, what, fix):
     with pytest.raises(CheckpointError) as caught:
         flatten({"scheduler": {0: {"lr_lambdas": [bad]}}})
     assert caught.value.where == "scheduler.0.lr_lambdas[0]"
@@ -250,6 +250,6 @@ def test_state_that_contains_itself_is_refused():
      b'{"bytes":"?"}', b'{"int":"x"}', b'{"items":[[1]]}', b'{"items":[[[],1]]}', b'{"tensor":[]}',
      b"[" * 9999],
 )  # fmt: skip
-def test_a_tree_that_is_not_ours_is_a_checkpoint_error(tree):
+def test_an_invalid_tree_is_a_checkpoint_error(tree):
     with pytest.raises(CheckpointError, match="cannot be read"):
         restore(tree, {})

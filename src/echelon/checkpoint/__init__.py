@@ -1,5 +1,5 @@
-"""How state is written to disk whole, and read back exactly, without pickle.
+"""Writes state to disk atomically and reads it back exactly, without pickle.
 
-store.py       writes a checkpoint atomically, and finds the newest one that can be read
-state_tree.py  nested state as JSON plus named tensors
+store.py       writes a checkpoint atomically, and finds the newest readable one
+state_tree.py  converts nested state to JSON plus named tensors, and back
 """

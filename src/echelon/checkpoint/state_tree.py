@@ -1,19 +1,19 @@
-"""How is nested state written as JSON plus named tensors, and read back exactly?
+"""Converts nested state to JSON plus named tensors, and back exactly.
 
 `flatten` and `restore` are inverse for None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict,
-Counter and dense tensors of any dtype, nested at will. Two things change on the way: numpy scalars come
-back as Python's, and tensors that shared memory (tied weights) come back as equal tensors that do not.
-Nothing else is accepted, so reading a checkpoint never runs code: there is no pickle.
+Counter and dense tensors of any dtype, nested freely. Two things change: numpy scalars become Python
+scalars, and tensors that shared memory (tied weights) become equal tensors that do not. Nothing else is
+accepted, so reading a checkpoint never runs code: there is no pickle.
 
-In JSON null, true, numbers, text and lists stand for themselves. Everything else is an object whose
-first key says what it is:
+In JSON, null, true, numbers, text and lists represent themselves. Everything else is an object whose first
+key names its type:
 
     {"dict": {"a": 1}}                   a dict whose keys are all text
     {"items": [[1, "a"], [null, "b"]]}   a dict with other keys
     {"ordered": [["a", 1]], "metadata"}  an OrderedDict, with the `_metadata` of a module's state_dict
     {"counter": [[30, 1]]}               a Counter
     {"tuple": [1, 2]}   {"bytes": "base64"}   {"float": "nan"}   {"int": "0x..."}
-    {"tensor": "model.fc.weight"}        a tensor of that name; "as" when it is stored as another dtype
+    {"tensor": "model.fc.weight"}        a tensor of that name; "as" if it is stored as another dtype
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Node: TypeAlias = Any  # what json.dumps takes
 
 _MAX_DEPTH = 100
 _INT64_BITS = 63
-_RESERVED = "__metadata__"  # safetensors keeps this name for itself
+_RESERVED = "__metadata__"  # safetensors reserves this name
 
-# Stored as they are. Two more are stored as other dtypes, and anything else is refused.
+# Stored directly. Two more are stored as other dtypes, and all others are refused.
 _DTYPES = frozenset(
     {
         torch.bool,
@@ -68,9 +68,9 @@ _OTHER_DTYPES = {torch.complex128: _AS_FLOAT64, torch.float8_e8m0fnu: _AS_UINT8}
 
 
 def flatten(state: Any) -> tuple[bytes, dict[str, Tensor]]:
-    """The state as JSON and tensors: on the CPU, contiguous, none sharing memory with another.
+    """The state as JSON and tensors: on the CPU, contiguous, without shared memory.
 
-    A tensor is copied only where it must be, so write the result before training changes the state.
+    A tensor is copied only if necessary, so write the result before training changes the state.
     """
     writer = _Writer()
     tree = writer.node(state, "", 0)
@@ -78,26 +78,26 @@ def flatten(state: Any) -> tuple[bytes, dict[str, Tensor]]:
 
 
 def restore(tree_json: bytes, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that `flatten` was given."""
+    """The state that was passed to `flatten`."""
     try:
         return _read(json.loads(tree_json), tensors)
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:
         raise CheckpointError(
-            f"the state's tree cannot be read: {type(error).__name__}: {error}",
-            fix="use another checkpoint; this one was not written by Echelon, or is damaged",
+            f"the checkpoint's state cannot be read: {type(error).__name__}: {error}",
+            fix="use another checkpoint; Echelon did not write this one, or it is damaged",
         ) from error
 
 
 def pack(state: Any) -> bytes:
-    """A state as one run of bytes."""
+    """The state as one sequence of bytes."""
     tree, tensors = flatten(state)
     return len(tree).to_bytes(8, "little") + tree + safetensors.torch.save(tensors)
 
 
 def unpack(data: bytes) -> Any:
-    """The state that `pack` wrote."""
+    """The state that was passed to `pack`."""
     length = int.from_bytes(data[:8], "little")
     return restore(data[8 : 8 + length], safetensors.torch.load(data[8 + length :]))
 
@@ -110,7 +110,7 @@ class _Writer:
         self._storages: set[int] = set()
 
     def node(self, value: Any, path: str, depth: int) -> Node:
-        """One value as JSON; `path` is how an error names it."""
+        """One value as JSON; `path` names it in errors."""
         if depth > _MAX_DEPTH:
             raise CheckpointError(
                 f"the state is nested deeper than {_MAX_DEPTH} levels, or contains itself",
@@ -146,7 +146,7 @@ class _Writer:
 
     def _ordered(self, value: OrderedDict[Any, Any], path: str, depth: int) -> Node:
         node: dict[str, Node] = {"ordered": self._pairs(value, path, depth)}
-        # A module's state_dict carries the versions of its modules' formats here.
+        # A module's state_dict keeps the format versions of its modules here.
         metadata = getattr(value, "_metadata", None)
         if metadata is not None:
             node["metadata"] = self.node(metadata, _join(path, "_metadata"), depth + 1)
@@ -176,7 +176,7 @@ class _Writer:
 
 
 def _plain(value: Tensor, path: str) -> Tensor:
-    """The tensor's values alone, or the reason why they cannot be stored."""
+    """The tensor as a plain one; raises CheckpointError if it cannot be stored."""
     if is_lazy(value):
         raise _refusal("a parameter that has no shape yet", path, "run one batch through the model first")
     tensor = value.detach()
@@ -218,7 +218,7 @@ def _key(key: Any, path: str) -> Node:
 
 
 def _unknown(value: Any, path: str) -> tuple[str, str, str]:
-    """What the value is, where, and what to store instead."""
+    """The value's description, its path, and what to store instead."""
     name = _type_name(value)
     if isinstance(value, np.ndarray):
         return "a numpy array", path, "store torch.from_numpy(array), or array.tolist()"
@@ -260,7 +260,7 @@ def _read(node: Node, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(node, dict):
         return node
     if not node:
-        raise ValueError("an object without a tag")
+        raise ValueError("a JSON object without a type key")
     tag, body = next(iter(node.items()))
     if tag == "dict":
         return {key: _read(value, tensors) for key, value in body.items()}
@@ -280,7 +280,7 @@ def _read(node: Node, tensors: Mapping[str, Tensor]) -> Any:
         return float(body)
     if tag == "int":
         return int(body, 16)
-    raise ValueError(f"unknown tag {tag!r}")
+    raise ValueError(f"unknown type key {tag!r}")
 
 
 def _read_tensor(tensor: Tensor, stored_as: str | None) -> Tensor:

@@ -1,14 +1,14 @@
-"""How does a checkpoint get onto disk whole, and which one can be read back?
+"""Writes checkpoints atomically, and finds the newest readable one.
 
     <root>/step-000000123/tensors.safetensors   the tensors
-    <root>/step-000000123/state.json            all else, and checksums of both files
+    <root>/step-000000123/state.json            everything else, and checksums of both files
 
-A checkpoint is written into a hidden folder beside, forced to disk, and renamed: under its own name it is
-complete or not there. A writer that is killed, or a disk that is full, leaves the previous checkpoints as
-they were. Any byte that is missing or changed later is noticed when reading, and the one before is used.
+A checkpoint is written into a hidden folder, forced to disk, and renamed: under its own name it is
+complete, or it does not exist. A killed writer or a full disk leaves earlier checkpoints intact. Reading
+detects any missing or changed byte, and falls back to the checkpoint before.
 
-`state.json` is `{"checksum":"<16 hex digits>"` followed by the rest; the checksum is the xxh3-64 of exactly
-that rest, so that the file can be checked before any of it is believed.
+`state.json` is `{"checksum":"<16 hex digits>"` followed by the rest. The checksum is the xxh3-64 of exactly
+that rest, so that the file is verified before any of it is used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DIGITS = 16
 _TREE = b',"tree":'
 _END = b"}\n"
 _STEP = re.compile(r"step-(\d{9,})(\.replaced)?")
-_TEMPORARY = ".checkpoint-"  # unfinished, or on its way out
+_TEMPORARY = ".checkpoint-"  # unfinished, or being removed
 _CHUNK_BYTES = 1 << 22
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The newest checkpoint that can be used; `rejected` names newer ones, each with its reason."""
+    """The newest usable checkpoint; `rejected` names newer ones, each with the reason."""
 
     path: Path
     step: int
@@ -69,18 +69,18 @@ class Found:
 
 
 class _Damaged(Exception):
-    """Why one checkpoint cannot be read."""
+    """The reason why a checkpoint cannot be read."""
 
 
 def write(root: Path, step: int, state: dict[str, Any], *, keep: int = 2) -> Written:
-    """Write one checkpoint, then remove the oldest so that `keep` are left up to this step.
+    """Write one checkpoint, then remove the oldest so that `keep` remain up to this step.
 
-    Checkpoints of later steps, left by a run that went further, are not touched.
+    Checkpoints of later steps, from a run that went further, are not touched.
     """
     if keep < 1 or step < 0:
         raise CheckpointError(
             f"cannot write step {step} and keep {keep} checkpoints",
-            fix="step is at least 0, keep at least 1",
+            fix="step must be at least 0, keep at least 1",
         )
     tree, tensors = flatten(state)
     target = root / f"step-{step:09d}"
@@ -96,13 +96,13 @@ def write(root: Path, step: int, state: dict[str, Any], *, keep: int = 2) -> Wri
 
 
 def read_newest(root: Path, accept: Accept) -> Found:
-    """The newest checkpoint under `root` that is whole and that `accept` has no reason to refuse.
+    """The newest checkpoint under `root` that is intact and that `accept` gives no reason to refuse.
 
-    A path that names one checkpoint's own folder is read alone.
+    If `root` is the folder of one checkpoint, only that one is read.
     """
     candidates = _candidates(root)
     if not candidates:
-        what = "holds no checkpoint" if root.is_dir() else "is not there"
+        what = "contains no checkpoint" if root.is_dir() else "does not exist"
         raise CheckpointError(
             f"nothing to load: {root} {what}",
             where=str(root),
@@ -123,7 +123,7 @@ def read_newest(root: Path, accept: Accept) -> Found:
     raise CheckpointError(
         f"no checkpoint can be used: {reasons}",
         where=str(root),
-        fix="load from another folder, or begin anew",
+        fix="load from another folder, or start without a checkpoint",
     )
 
 
@@ -133,7 +133,7 @@ def exists(root: Path) -> bool:
 
 
 def _candidates(root: Path) -> list[Path]:
-    """The checkpoint folders, newest first; a replaced one comes after the one that replaced it."""
+    """The checkpoint folders, newest first; a replaced checkpoint comes after its replacement."""
     try:
         found = sorted(((step, not aside, path) for step, aside, path in _steps(root)), reverse=True)
     except (FileNotFoundError, NotADirectoryError):
@@ -148,7 +148,7 @@ def _candidates(root: Path) -> list[Path]:
 
 
 def _steps(root: Path) -> list[tuple[int, bool, Path]]:
-    """Step, whether it was set aside by a replacement, and folder of each checkpoint."""
+    """For each checkpoint: its step, whether a newer one replaced it, and its folder."""
     matches = [match for path in root.iterdir() if (match := _STEP.fullmatch(path.name))]
     return [(int(match[1]), match[2] is not None, root / match.string) for match in matches]
 
@@ -164,7 +164,7 @@ def _make_root(root: Path) -> None:
 
 @contextlib.contextmanager
 def _temporary(root: Path) -> Iterator[Path]:
-    """A hidden folder that is gone afterwards, unless it was renamed."""
+    """A hidden folder that is removed afterwards, unless it was renamed."""
     path, handle = _claim(root)
     try:
         yield path
@@ -174,10 +174,10 @@ def _temporary(root: Path) -> Iterator[Path]:
 
 
 def _claim(root: Path) -> tuple[Path, int]:
-    """A new hidden folder, with the lock that shows that its writer lives.
+    """Create a hidden folder, with a lock that shows that its writer is alive.
 
-    The kernel releases the lock when the writer dies, so a hidden folder whose lock is free belongs to
-    nobody. Another writer may find the folder before it is locked, and sweep it away: then take another.
+    The kernel releases the lock when the writer dies, so a hidden folder whose lock is free is abandoned.
+    Another writer may find the folder before it is locked, and remove it: then create another.
     """
     while True:
         path = root / f"{_TEMPORARY}{uuid.uuid4().hex}"
@@ -192,7 +192,7 @@ def _claim(root: Path) -> tuple[Path, int]:
 
 
 def _lock(handle: int) -> bool | None:
-    """Whether the lock is ours now; None where the file system has no locks."""
+    """Take the lock; False if another process has it, None if the file system has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -216,14 +216,14 @@ def _fill(folder: Path, step: int, tree: bytes, tensors: dict[str, Tensor]) -> i
     rest = b'",' + json.dumps(facts)[1:-1].encode() + _TREE + tree + _END
     digest = xxhash.xxh3_64_hexdigest(rest).encode()
     state_file.write_bytes(_HEAD + digest + rest)
-    tensors_file.chmod(state_file.stat().st_mode)  # safetensors makes it readable by its owner alone
+    tensors_file.chmod(state_file.stat().st_mode)  # safetensors makes it readable only by its owner
     for path in (tensors_file, state_file, folder):
         _sync(path)
     return size_bytes + state_file.stat().st_size
 
 
 def _put(temporary: Path, target: Path) -> None:
-    """Give the finished folder its name. At every moment the old or the new one can be found."""
+    """Rename the finished folder. At every moment the old or the new checkpoint can be found."""
     aside = target.with_name(target.name + ".replaced")
     if target.exists():
         _discard(aside)
@@ -238,7 +238,7 @@ def _put(temporary: Path, target: Path) -> None:
 
 
 def _tidy(root: Path, step: int, keep: int) -> None:
-    """Remove what is no longer wanted. The new checkpoint is safe, so a failure here is only noted."""
+    """Remove old checkpoints. The new one is safe, so a failure here is only logged."""
     try:
         upto = [found for found in _steps(root) if found[0] <= step]
         kept = sorted({found[0] for found in upto}, reverse=True)[:keep]
@@ -252,7 +252,7 @@ def _tidy(root: Path, step: int, keep: int) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a checkpoint so that no half of it is ever seen under its name."""
+    """Remove a checkpoint so that it is never partly visible under its name."""
     hidden = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}")
     try:
         path.rename(hidden)
@@ -262,7 +262,7 @@ def _discard(path: Path) -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove a hidden folder whose writer is gone, holding its lock so that nobody takes it meanwhile."""
+    """Remove a hidden folder whose writer is dead, holding its lock so that nobody else takes it."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -283,8 +283,8 @@ def _sync(path: Path) -> None:
 
 
 _FIXES = {
-    errno.ENOSPC: "make room on that disk, or save to another",
-    errno.EDQUOT: "make room in your quota, or save elsewhere",
+    errno.ENOSPC: "free space on that disk, or save to another",
+    errno.EDQUOT: "free space in your quota, or save elsewhere",
     errno.EFBIG: "raise the file size limit (ulimit -f), or save elsewhere",
     errno.EROFS: "save to a folder that can be written to",
     errno.EACCES: "save to a folder that you may write to",
@@ -295,7 +295,7 @@ _FIXES = {
 
 
 def _write_error(error: OSError | SafetensorError, target: Path) -> CheckpointError:
-    """The library that writes tensors reports the system's error only as text."""
+    """The error for a failed write. safetensors reports the system's error only as text."""
     number = error.errno if isinstance(error, OSError) else None
     match = re.search(r"\(os error (\d+)\)", str(error))
     if number is None and match is not None:
@@ -303,7 +303,7 @@ def _write_error(error: OSError | SafetensorError, target: Path) -> CheckpointEr
     return CheckpointError(
         f"the checkpoint cannot be written: {os.strerror(number) if number else error}",
         where=str(target),
-        fix=_FIXES.get(number or 0, "save to another folder") + "; earlier checkpoints are as they were",
+        fix=_FIXES.get(number or 0, "save to another folder") + "; earlier checkpoints are intact",
     )
 
 
@@ -311,7 +311,7 @@ def _write_error(error: OSError | SafetensorError, target: Path) -> CheckpointEr
 
 
 def _read(path: Path) -> tuple[int, dict[str, Any]]:
-    """Step and state of one checkpoint; raises _Damaged, or CheckpointError, with the reason."""
+    """Step and state of one checkpoint; raises _Damaged or CheckpointError with the reason."""
     try:
         facts, tree = _checked_state(path / _STATE)
         tensors = _checked_tensors(path / _TENSORS, facts)
@@ -321,30 +321,30 @@ def _read(path: Path) -> tuple[int, dict[str, Any]]:
         raise _Damaged(f"{type(error).__name__}: {error}") from error
     state = restore(tree, tensors)
     if not isinstance(state, dict):
-        raise _Damaged(f"{_STATE} holds no state")
+        raise _Damaged(f"{_STATE} contains no state")
     return facts["step"], state
 
 
 def _checked_state(file: Path) -> tuple[dict[str, Any], bytes]:
-    """The facts about the checkpoint, and the state's tree as it was written."""
+    """The metadata of the checkpoint, and the state's JSON."""
     data = file.read_bytes()
     head, rest = data[: len(_HEAD) + _DIGITS], data[len(_HEAD) + _DIGITS :]
     if head != _HEAD + xxhash.xxh3_64_hexdigest(rest).encode():
-        raise _Damaged(f"{_STATE} is cut off or damaged: its checksum differs")
+        raise _Damaged(f"{_STATE} is truncated or damaged: its checksum differs")
     written, _, tree = data.partition(_TREE)
     facts: dict[str, Any] = json.loads(written + b"}")
     if facts["format"] != _FORMAT:
-        raise _Damaged(f"it has format {facts['format']}; this version of Echelon reads {_FORMAT}")
+        raise _Damaged(f"it has format {facts['format']}; this version of Echelon reads format {_FORMAT}")
     return facts, tree.removesuffix(_END)
 
 
 def _checked_tensors(file: Path, facts: dict[str, Any]) -> dict[str, Tensor]:
     size_bytes, wanted_bytes = file.stat().st_size, facts["tensors_bytes"]
     if size_bytes != wanted_bytes:
-        raise _Damaged(f"{_TENSORS} has {size_bytes} bytes, {wanted_bytes} were written")
+        raise _Damaged(f"{_TENSORS} has {size_bytes} bytes, but {wanted_bytes} were written")
     if _hash(file) != facts["tensors_xxh3"]:
         raise _Damaged(f"{_TENSORS} is damaged: its checksum differs")
-    # Read, not mapped: the state must not hang on a file that is replaced or removed later.
+    # Read, not memory-mapped: the state must not depend on a file that may be replaced or removed.
     return load_file(file, backend="pread")
 
 

@@ -196,7 +196,7 @@ def check_ratio(ratio: float, name: str = "ratio") -> None:
         raise ConfigError(
             f"{name} is {ratio:g}, it has to be above 0 and at most 1",
             where=name,
-            fix="give the part of the elements to send, such as 0.01",
+            fix="give the fraction of elements to send, such as 0.01",
         )
 
 
@@ -206,7 +206,7 @@ def check_sample(sample: float) -> None:
         raise ConfigError(
             f"sample is {sample:g}, it has to be from 0 to 1",
             where="sample",
-            fix="give the part of the elements to sample first, such as 0.01, or 0 for no sampling",
+            fix="give the fraction of elements to sample first, such as 0.01, or 0 for no sampling",
         )
 
 

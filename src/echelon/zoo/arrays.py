@@ -1,7 +1,7 @@
-"""Samples that are held in memory. A batch is fetched with one tensor index, not sample by sample.
+"""Samples in memory. A batch is fetched with one tensor index, not sample by sample.
 
-Values stay as small as their file has them (images and characters as bytes) and become float32 or int64
-when they are fetched: a quarter of the memory in every worker, for little time per batch.
+Values stay as small as in their file (images and characters as bytes) and become float32 or int64 when they
+are fetched: this takes a quarter of the memory in every worker, for little time per batch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.utils.data import Dataset, default_collate
 
 
 class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Inputs and targets of equal length. `scale` and `shift` are applied to float inputs on the way out.
+    """Inputs and targets of equal length. `scale` and `shift` are applied to float inputs when fetched.
 
-    A loader that fetches with `__getitems__` receives whole batches; give it `collate` of this file.
+    A loader that calls `__getitems__` receives whole batches; it needs `collate` from this file.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         return self._finish(self.inputs[index]), self.targets[index].long()
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The samples of those indices as one batch."""
+        """The samples with those indices, as one batch."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         return self._finish(self.inputs[index]), self.targets[index].long()
 
@@ -58,13 +58,13 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 def collate(fetched: Any) -> Any:
-    """A batch as it is, if it was fetched whole; a list of samples is stacked as torch does it."""
+    """Return a whole batch unchanged; stack a list of samples as torch does."""
     return fetched if isinstance(fetched, tuple) else default_collate(fetched)
 
 
 def normaliser(
     mean: Sequence[float], deviation: Sequence[float], *, full: float = 255.0
 ) -> tuple[Tensor, Tensor]:
-    """Scale and shift, per channel, that turn values of 0..full into ones of that mean and deviation."""
+    """Scale and shift, per channel, that normalise values of 0..full with that mean and deviation."""
     over = torch.tensor(deviation).view(-1, 1, 1)
     return 1.0 / (full * over), -torch.tensor(mean).view(-1, 1, 1) / over

@@ -1,8 +1,9 @@
-"""Images that are read when asked for: scaled, cropped, normalised.
+"""Images read on demand: scaled, cropped, normalised.
 
-The shorter side is scaled to `scaled` pixels and a square of `size` is cut out: at random and flipped at
-random to train on, from the middle to test with. Both happen in one resampling, so that only the pixels
-of the square are computed. Chance comes from torch's generator, which loaders seed in every worker.
+The shorter side is scaled to `scaled` pixels and a square of `size` is cut out: at a random place and
+randomly flipped for training, from the middle for testing. Both happen in one resampling, so that only the
+pixels of the square are computed. Randomness comes from torch's generator, which loaders seed in every
+worker.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class CropDataset(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         name = self.images.names[index]
         image = self.tree.open_image(name)
-        # A JPEG can be decoded at a fraction of its size, as long as that is no smaller than needed.
+        # A JPEG can be decoded at a fraction of its size, as long as that is not smaller than needed.
         image.draft("RGB", (self.scaled, self.scaled))
         square = self._square(self.tree.decode(name, image))
         pixels = torch.from_numpy(np.array(square)).permute(2, 0, 1)

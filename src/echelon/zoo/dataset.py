@@ -1,6 +1,6 @@
-"""What a data set is: it loads two splits, and says what a sample of them looks like.
+"""The contract of a data set: it loads two splits, and describes their samples.
 
-A strategy file imports numpy, torch and the like inside `load`, so that listing data sets is quick.
+A strategy file imports numpy, torch and the like inside `load`, so that listing data sets is fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSpec:
-    """What one sample looks like, without the batch dimension; enough to build a model for it.
+    """The description of one sample, without the batch dimension; enough to build a model for it.
 
     Task "classify": one target per sample. Task "next-token": one target per position, and `classes`
     is the size of the vocabulary.
@@ -36,7 +36,7 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Splits:
-    """A loaded data set. Loaders take `collate` as their `collate_fn`; None is torch's own."""
+    """A loaded data set. Loaders take `collate` as their `collate_fn`; None means torch's own."""
 
     train: Dataset[Any]
     test: Dataset[Any]
@@ -45,14 +45,14 @@ class Splits:
 
 
 class Data(Strategy):
-    """A data set: options are its fields, `load` reads or makes it."""
+    """A data set: its fields are its options, and `load` reads or makes it."""
 
     __slots__ = ()
 
     @abstractmethod
     def load(self) -> Splits:
-        """Both splits as map-style torch data sets. Raises DataError if files are absent or damaged."""
+        """Both splits as map-style torch data sets. Raises DataError if files are missing or damaged."""
 
 
-# mypy cannot take an abstract class as a value; the registry never instantiates the contract.
+# mypy does not accept an abstract class as a value; the registry never instantiates it.
 DATASETS: Registry[Data] = Registry("data", Data, "echelon.zoo.datasets")  # type: ignore[type-abstract]

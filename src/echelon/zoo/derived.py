@@ -1,8 +1,8 @@
-"""Keeps arrays that took long to make from a file, for the next time and for the other workers.
+"""Caches arrays that take long to make from a file, for later runs and for other workers.
 
-They are valid for a source of the same size and modification time. One process makes them while the
-others wait for its lock, which the system releases if it dies. They are mapped into memory, so that the
-workers of a machine share them. Where nothing can be written, they are made each time.
+They are valid for a source of the same size and modification time. One process makes them while the others
+wait for its lock, which the system releases if it dies. They are memory-mapped, so that the workers of a
+machine share them. If the cache cannot be written, they are made each time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Arrays: TypeAlias = Mapping[str, NDArray[np.uint8]]
 
 
 def derived_arrays(name: str, source: Path, parts: Sequence[str], make: Callable[[], Arrays]) -> Arrays:
-    """The arrays called `parts` that `make` makes from `source`, from the cache if they are there."""
+    """The arrays `parts` that `make` makes from `source`, from the cache if possible."""
     state = source.stat()
     folder = cache_folder() / "derived"
     files = {part: folder / f"{name}-{part}-{state.st_size}-{state.st_mtime_ns}.npy" for part in parts}
@@ -61,7 +61,7 @@ def _read(files: Mapping[str, Path]) -> Arrays | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:
-        _log.warning("a kept file is damaged and will be made again: %s", error)
+        _log.warning("a cached file is damaged and will be made again: %s", error)
         return None
 
 
@@ -76,7 +76,7 @@ def _keep(name: str, files: Mapping[str, Path], made: Arrays) -> Arrays:
                 np.save(out, made[part], allow_pickle=False)
             partial.replace(file)
         except OSError as error:
-            _log.warning("%s cannot be kept: %s: %s", name, file, error.strerror)
+            _log.warning("%s cannot be cached: %s: %s", name, file, error.strerror)
             partial.unlink(missing_ok=True)
             return made
     return _read(files) or made

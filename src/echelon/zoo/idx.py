@@ -1,7 +1,7 @@
-"""How are IDX files read, plain or gzipped, and a data set made of four of them?
+"""Reads IDX files, plain or gzipped, and makes a data set from four of them.
 
 The format: two zero bytes, one for the type (8 is unsigned byte), one for the number of dimensions, each
-dimension as a big-endian 32-bit number, then the values. Only unsigned bytes are read.
+dimension as a big-endian 32-bit number, then the values. Only unsigned bytes are supported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLASSES = 10
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    """The array in the file; DataError if it is not an IDX file of that many dimensions, or cut short."""
+    """The array in the file; DataError if it is not an IDX file of that many dimensions, or truncated."""
     import numpy as np
 
     raw = _bytes_of(path)
@@ -38,8 +38,8 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
     shape = struct.unpack(f">{dimensions}I", raw[4:header])
     if len(raw) - header != math.prod(shape):
         sizes = " x ".join(str(n) for n in shape)
-        raise damaged(path, f"{sizes} values are announced, {len(raw) - header} are there")
-    # The buffer of bytes is read-only, which torch warns about; the copy is not.
+        raise damaged(path, f"the header promises {sizes} values, but there are {len(raw) - header}")
+    # Copied, because torch warns about read-only buffers.
     return np.frombuffer(raw, dtype=np.uint8, offset=header).reshape(shape).copy()
 
 
@@ -56,7 +56,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def load_idx_splits(data: str, *, mean: float, deviation: float) -> Splits:
-    """The data set whose four IDX files are in the folder of its name; pixels are normalised."""
+    """The data set from the four IDX files in the folder of its name; pixels are normalised."""
     from echelon.zoo.arrays import collate
 
     stems = [f"{split}-{kind}" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
@@ -64,7 +64,7 @@ def load_idx_splits(data: str, *, mean: float, deviation: float) -> Splits:
     train = _split(files[0], files[1], mean, deviation)
     test = _split(files[2], files[3], mean, deviation)
     if train.inputs.shape[1:] != test.inputs.shape[1:]:
-        raise damaged(files[2], "its images are of another size than those to train on")
+        raise damaged(files[2], "its images have another size than the training images")
     shape = tuple(train.inputs.shape[1:])
     spec = SampleSpec(shape=shape, dtype="float32", classes=_CLASSES, task="classify")
     return Splits(train=train, test=test, spec=spec, collate=collate)

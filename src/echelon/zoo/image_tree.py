@@ -1,10 +1,10 @@
-"""Which images are in a folder, or in a zip of one, and what is in each?
+"""Lists and reads the images in a folder, or in a zip of one.
 
     train/<class>/.../image.jpg     and test/ (or val/, valid/, validation/) likewise;
     all of it may be inside one more folder
 
-Classes are numbered in the order of their sorted names. A zip is opened once per process: a handle that
-a forked loader worker inherits shares its position with the parent's, so the worker opens its own.
+Classes are numbered in the order of their sorted names. A zip is opened once per process: a handle that a
+forked loader worker inherits shares its position with the parent's, so the worker opens its own.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ImageTree:
         return sorted(name for name in found if _is_image(name))
 
     def splits(self) -> tuple[list[str], LabelledNames, LabelledNames]:
-        """Classes, images to train on, images to test with; DataError if the layout is another."""
+        """Classes, training images, test images; DataError if the layout is different."""
         names = self.names()
         depth = 0 if _below(names, "train", 0) else 1
         train = _below(names, "train", depth)
@@ -74,7 +74,7 @@ class ImageTree:
         unknown = sorted({kind for kind, _ in test} - set(classes))
         if unknown:
             raise DataError(
-                f"class {unknown[0]!r} has images to test with but none to train on",
+                f"class {unknown[0]!r} has test images but no training images",
                 where=str(self.path),
                 fix=f"add train/{unknown[0]}/, or remove it from the test folder",
             )
@@ -82,21 +82,21 @@ class ImageTree:
         return classes, _labelled(train, number), _labelled(test, number)
 
     def open_image(self, name: str) -> Image.Image:
-        """The image, not decoded yet; give it to `decode`, or choose a draft size first."""
+        """The image, not decoded yet; pass it to `decode`, or set a draft size first."""
         try:
             return Image.open(io.BytesIO(self._read(name)))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise self._broken(name, error) from error
 
     def decode(self, name: str, image: Image.Image) -> Image.Image:
-        """The pixels of an image that `open_image` gave, as RGB; DataError if they are incomplete."""
+        """Decode an image from `open_image` as RGB; DataError if it is incomplete."""
         try:
             return image.convert("RGB")
         except (OSError, SyntaxError, ValueError, EOFError, zlib.error) as error:
             raise self._broken(name, error) from error
 
     def _broken(self, name: str, error: Exception) -> DataError:
-        # Pillow's message names the buffer by its address, which helps nobody.
+        # Pillow's message names the buffer by its address, which does not help.
         reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
         return damaged(f"{self.path}, {name}", f"unreadable image: {reason}")
 
@@ -115,11 +115,11 @@ class ImageTree:
             try:
                 self._archive = (os.getpid(), zipfile.ZipFile(self.path))
             except (zipfile.BadZipFile, EOFError, ValueError) as error:
-                raise damaged(self.path, f"not a zip, or cut short: {error}") from error
+                raise damaged(self.path, f"not a zip, or truncated: {error}") from error
         return self._archive[1]
 
     def close(self) -> None:
-        """Let go of the zip; the next read opens it again."""
+        """Close the zip; the next read opens it again."""
         if self._archive is not None:
             self._archive[1].close()
             self._archive = None
@@ -132,7 +132,7 @@ def _is_image(name: str) -> bool:
 
 
 def _below(names: Sequence[str], folder: str, depth: int) -> list[tuple[str, str]]:
-    """Class and name of each image below a folder of that name at that depth."""
+    """Class and name of each image below a folder with that name at that depth."""
     found = []
     for name in names:
         parts = PurePosixPath(name).parts

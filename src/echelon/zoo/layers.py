@@ -1,7 +1,7 @@
-"""The few layers that the models need and torch.nn does not have.
+"""Layers that the models need and torch.nn does not have.
 
-They are defined here and not where they are used, so that modules can be pickled, and outside of
-`models/`, so that listing models does not import torch.
+They are at module level, so that modules can be pickled, and outside of `models/`, so that listing models
+does not import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 
 class Frame(nn.Module):
-    """Puts a small image in the middle of a `side` x `side` one, enlarged by the greatest whole factor."""
+    """Centres a small image in a `side` x `side` one, enlarged by the largest possible integer factor."""
 
     def __init__(self, side: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Frame(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """The residual block of ResNet-18 and -34: two 3 x 3 convolutions beside a shortcut."""
+    """The residual block of ResNet-18 and -34: two 3 x 3 convolutions and a shortcut."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -46,19 +46,19 @@ class BasicBlock(nn.Module):
             self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Both ways, summed."""
-        aside = x if self.downsample is None else self.downsample(x)
+        """The sum of both paths."""
+        shortcut = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
-        return cast(Tensor, self.relu(self.bn2(self.conv2(out)) + aside))
+        return cast(Tensor, self.relu(self.bn2(self.conv2(out)) + shortcut))
 
 
 class TokenLstm(nn.Module):
-    """An LSTM over embedded tokens that gives its outputs only, and starts each window from zero."""
+    """An LSTM over embedded tokens that returns only its outputs, and starts each window from zero."""
 
     def __init__(self, vocabulary: int, width: int, depth: int, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        # torch warns about dropout in a single layer, which has no place for it.
+        # torch warns about dropout in a single layer, where it has no effect.
         between = dropout if depth > 1 else 0.0
         self.lstm = nn.LSTM(width, width, depth, batch_first=True, dropout=between)
         self.head = nn.Linear(width, vocabulary)
@@ -70,7 +70,7 @@ class TokenLstm(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """What a token is plus where it stands; positions are learnt."""
+    """The sum of a token's embedding and its learnt position."""
 
     def __init__(self, vocabulary: int, context: int, width: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class TokenEmbedding(nn.Module):
 
 
 class CausalBlock(nn.Module):
-    """A transformer block, normalised first: attention to earlier positions, then a wider layer."""
+    """A pre-norm transformer block: attention to earlier positions, then a wider layer."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ class CausalBlock(nn.Module):
     def _attend(self, x: Tensor) -> Tensor:
         by_head = self.mix(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = by_head.unbind(0)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return seen.transpose(1, 2).flatten(-2)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return attended.transpose(1, 2).flatten(-2)
 
     def _drop(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self.dropout, self.training)

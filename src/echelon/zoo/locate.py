@@ -1,10 +1,10 @@
-"""Where are data files looked for?
+"""Finds data files.
 
-Under the folder that ECHELON_DATA names, else under `~/.cache/echelon/data` (XDG_CACHE_HOME moves it):
+They are in the folder that ECHELON_DATA names, or in `~/.cache/echelon/data` (XDG_CACHE_HOME moves it):
 
     mnist/*-ubyte.gz, fashion-mnist/*-ubyte.gz, cifar10.zip, text/tinyshakespeare.txt
 
-That folder is only read. What is made from the files is kept under the cache folder.
+That folder is only read. Derived files are kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from echelon.errors import DataError
 
 
 def cache_folder() -> Path:
-    """Echelon's own folder for files it can make again."""
+    """Echelon's folder for files that it can make again."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says that relative paths are to be ignored.
+    # The XDG specification says to ignore relative paths.
     base = Path(given) if Path(given).is_absolute() else Path("~/.cache").expanduser()
     return base / "echelon"
 
 
 def data_folder() -> Path:
-    """The folder that holds the data sets; DataError if ECHELON_DATA names none."""
+    """The folder of the data sets; DataError if ECHELON_DATA does not name a folder."""
     given = os.environ.get("ECHELON_DATA", "")
     if not given:
         return cache_folder() / "data"
@@ -42,8 +42,8 @@ def data_folder() -> Path:
 def locate(data: str, files: Sequence[Sequence[str]], *, instead: str = "") -> list[Path]:
     """One path per file: the first of its spellings, relative to the data folder, that exists.
 
-    DataError names every file that has none, in its first spelling, and the folder to put it in; `instead`
-    says what else would do.
+    DataError names every missing file, in its first spelling, and the folder to put it in; `instead` names
+    an alternative.
     """
     folder = data_folder()
     found: list[Path] = []
@@ -59,7 +59,7 @@ def locate(data: str, files: Sequence[Sequence[str]], *, instead: str = "") -> l
     names = ", ".join(Path(name).name for name in missing)
     other = f" (or {instead})" if instead else ""
     raise DataError(
-        f"data set {data} is not there: {len(missing)} of {len(files)} files are missing",
+        f"data set {data} is missing: {len(missing)} of {len(files)} files were not found",
         where=f"data folder {folder}",
         fix=f"put {names}{other} into {' and '.join(sorted(into))}, or set ECHELON_DATA to the folder "
         f"that contains {missing[0]}",
@@ -67,7 +67,7 @@ def locate(data: str, files: Sequence[Sequence[str]], *, instead: str = "") -> l
 
 
 def locate_given(data: str, path: str) -> Path:
-    """A path the user gave: as it is, or relative to the data folder."""
+    """A path from the user: used directly, or relative to the data folder."""
     direct = Path(path).expanduser()
     if _exists(direct):
         return direct.absolute()
@@ -89,7 +89,7 @@ def _exists(path: Path) -> bool:
 
 
 def unreadable(path: Path | str, error: OSError) -> DataError:
-    """The error for a file that the system does not let us read."""
+    """The error for a file that cannot be read."""
     return DataError(
         f"cannot read data: {error.strerror or error}",
         where=str(path),
@@ -98,7 +98,7 @@ def unreadable(path: Path | str, error: OSError) -> DataError:
 
 
 def damaged(path: Path | str, reason: str) -> DataError:
-    """The error for a file that is there but not what it should be."""
+    """The error for a file with invalid contents."""
     return DataError(
         f"damaged data file: {reason}", where=str(path), fix="replace the file by an intact copy"
     )

@@ -1,7 +1,7 @@
-"""What a model is: it builds a torch module for a given kind of sample.
+"""The contract of a model: it builds a torch module for a given kind of sample.
 
-Logits come out with the classes in the last dimension. A strategy file imports torch inside `build`,
-so that listing models is quick.
+Logits have the classes in the last dimension. A strategy file imports torch inside `build`, so that listing
+models is fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Model(Strategy):
-    """A model: options are its fields, `takes` says in words which samples suit it, `fits` names data."""
+    """A model: its fields are its options; `takes` describes suitable samples, `fits` names data sets."""
 
     __slots__ = ()
     takes: ClassVar[str] = "other samples"
@@ -26,10 +26,10 @@ class Model(Strategy):
 
     @abstractmethod
     def build(self, sample: SampleSpec) -> torch.nn.Module:
-        """A new module with torch's current random state; ConfigError if the sample does not suit it."""
+        """A new module with torch's current random state; ConfigError if the sample is not suitable."""
 
     def misfit(self, sample: SampleSpec) -> ConfigError:
-        """The error to raise for a sample that this model does not take."""
+        """The error for a sample that this model does not take."""
         fix = f"data sets that fit: {', '.join(self.fits)}" if self.fits else "choose other data"
         return ConfigError(
             f"{self.name} takes {self.takes}; these samples are {sample}",
@@ -44,9 +44,9 @@ def is_images(sample: SampleSpec) -> bool:
 
 
 def is_tokens(sample: SampleSpec) -> bool:
-    """Whether the samples are runs of tokens, each to be predicted from those before it."""
+    """Whether the samples are sequences of tokens, each to be predicted from those before it."""
     return sample.task == "next-token" and sample.dtype == "int64" and len(sample.shape) == 1
 
 
-# mypy cannot take an abstract class as a value; the registry never instantiates the contract.
+# mypy does not accept an abstract class as a value; the registry never instantiates it.
 MODELS: Registry[Model] = Registry("model", Model, "echelon.zoo.models")  # type: ignore[type-abstract]

@@ -1,4 +1,4 @@
-"""Is an option's value within its limits? Types are checked by the registry, limits here."""
+"""Checks the ranges of option values; the registry checks their types."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ def check_range(where: str, option: str, value: float, *, least: float, most: fl
     if value >= least and (most is None or value <= most):
         return
     limits = f"of at least {least}" if most is None else f"between {least} and {most}"
-    raise ConfigError(f"{option}={value} does not work", where=where, fix=f"give a value {limits}")
+    raise ConfigError(f"{option} cannot be {value}", where=where, fix=f"give a value {limits}")
 
 
 def check_seed(where: str, seed: int) -> None:
-    """Raise ConfigError unless numpy's legacy generator takes the seed."""
+    """Raise ConfigError unless numpy's legacy generator accepts the seed."""
     check_range(where, "seed", seed, least=0, most=2**32 - 1)

@@ -1,7 +1,7 @@
-"""How good are the answers: the loss to train with, and the count of right ones.
+"""The loss to train with, and the count of correct answers.
 
-Both tasks have logits of shape (..., classes) and targets of shape (...), so that one rule serves: the
-mean is over all targets, be they one per sample or one per position.
+Both tasks have logits of shape (..., classes) and targets of shape (...), so one rule covers both: the mean
+is over all targets, whether one per sample or one per position.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def count_correct(logits: Tensor, targets: Tensor) -> tuple[int, int]:
-    """How many targets the highest logit names, and how many targets there are."""
+    """How many targets have the highest logit, and how many targets there are."""
     return int((logits.argmax(dim=-1) == targets).sum()), targets.numel()

@@ -1,4 +1,4 @@
-"""A checkpoint is on disk whole or not at all, and damage of any kind is noticed."""
+"""A checkpoint is on disk completely or not at all, and any damage is detected."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def damage(folder, file="tensors.safetensors", at=-1):
     (folder / file).write_bytes(data)
 
 
-def test_what_was_written_is_read_back(tmp_path):
+def test_the_written_state_can_be_read_back(tmp_path):
     written = write(tmp_path / "deep" / "root", 123, state_of(123))
     assert written.path == tmp_path / "deep" / "root" / "step-000000123"
     assert written.size_bytes == sum((written.path / name).stat().st_size for name in FILES)
@@ -56,12 +56,12 @@ def test_what_was_written_is_read_back(tmp_path):
     assert found.state["model"]["notes"] == (123, None)
 
 
-def test_state_without_tensors_is_read_back(tmp_path):
+def test_state_without_tensors_can_be_read_back(tmp_path):
     write(tmp_path, 0, {"a": 1})
     assert newest(tmp_path).state == {"a": 1}
 
 
-def test_what_was_read_stays_when_the_file_is_changed(tmp_path):
+def test_state_that_was_read_does_not_depend_on_the_file(tmp_path):
     folder = write(tmp_path, 1, state_of(1, size=4096)).path
     found = newest(tmp_path)
     with (folder / "tensors.safetensors").open("r+b") as file:
@@ -69,7 +69,7 @@ def test_what_was_read_stays_when_the_file_is_changed(tmp_path):
     assert torch.equal(found.state["model"]["weight"], torch.full((4096,), 1.0))
 
 
-def test_both_files_may_be_read_by_those_whom_the_umask_lets(tmp_path):
+def test_the_umask_decides_who_may_read_both_files(tmp_path):
     old = os.umask(0o027)
     try:
         folder = write(tmp_path, 1, state_of(1)).path
@@ -79,25 +79,25 @@ def test_both_files_may_be_read_by_those_whom_the_umask_lets(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_are_kept_and_older_ones_removed(tmp_path, keep):
+def test_the_newest_checkpoints_are_kept_and_older_ones_removed(tmp_path, keep):
     for step in (10, 20, 30, 40):
         write(tmp_path, step, state_of(step), keep=keep)
     assert names(tmp_path) == [f"step-{step:09d}" for step in (10, 20, 30, 40)[-keep:]]
 
 
-def test_a_run_that_goes_back_keeps_what_it_writes_and_what_lies_ahead(tmp_path):
+def test_a_run_resumed_from_an_earlier_step_keeps_later_checkpoints(tmp_path):
     for step in (10, 20, 15):
         write(tmp_path, step, state_of(step), keep=1)
     assert names(tmp_path) == ["step-000000015", "step-000000020"]
 
 
 @pytest.mark.parametrize(("step", "keep"), [(-1, 2), (1, 0)])
-def test_numbers_that_make_no_sense_are_refused(tmp_path, step, keep):
+def test_invalid_numbers_are_refused(tmp_path, step, keep):
     with pytest.raises(CheckpointError, match="cannot write step"):
         write(tmp_path, step, {}, keep=keep)
 
 
-def test_a_step_that_is_there_already_is_replaced(tmp_path):
+def test_an_existing_step_is_replaced(tmp_path):
     write(tmp_path, 5, {"try": 1})
     write(tmp_path, 5, {"try": 2})
     assert names(tmp_path) == ["step-000000005"]
@@ -105,7 +105,7 @@ def test_a_step_that_is_there_already_is_replaced(tmp_path):
 
 
 def test_a_crash_in_the_middle_of_replacing_loses_nothing(tmp_path):
-    """The old one was set aside, the new one not yet named."""
+    """The old checkpoint was moved away, the new one not yet renamed."""
     folder = write(tmp_path, 5, {"try": 1}).path
     folder.rename(tmp_path / "step-000000005.replaced")
     assert exists(tmp_path)
@@ -115,7 +115,7 @@ def test_a_crash_in_the_middle_of_replacing_loses_nothing(tmp_path):
     assert newest(tmp_path).state == {"try": 2}
 
 
-def test_a_crash_after_replacing_leaves_the_new_one_first(tmp_path):
+def test_after_a_crash_the_replacement_is_preferred(tmp_path):
     folder = write(tmp_path, 5, {"try": 2}).path
     shutil.copytree(folder, tmp_path / "step-000000005.replaced")
     assert newest(tmp_path).path == folder
@@ -123,7 +123,7 @@ def test_a_crash_after_replacing_leaves_the_new_one_first(tmp_path):
     assert names(tmp_path) == ["step-000000005", "step-000000006"]
 
 
-def test_a_replacement_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
+def test_a_failed_replacement_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     folder = write(tmp_path, 5, {"try": 1}).path
     rename = Path.rename
 
@@ -139,7 +139,7 @@ def test_a_replacement_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     assert newest(tmp_path).state == {"try": 1}
 
 
-def test_what_dead_writers_left_is_swept_and_what_live_ones_write_is_not(tmp_path):
+def test_leftovers_of_dead_writers_are_removed_and_those_of_live_ones_are_not(tmp_path):
     (tmp_path / ".checkpoint-dead").mkdir()
     (tmp_path / ".checkpoint-dead" / "tensors.safetensors").write_text("half")
     (tmp_path / "notes").mkdir()
@@ -155,7 +155,7 @@ def test_several_writers_at_once_do_not_disturb_each_other(tmp_path):
         try:
             for step in range(number, 40, 4):
                 write(tmp_path, step, state_of(step), keep=100)
-        except Exception as error:  # noqa: BLE001 - told below
+        except Exception as error:  # noqa: BLE001 - raised below
             problems.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -187,7 +187,7 @@ def pair(pristine, tmp_path):
 
 @given(data=st.data(), file=st.sampled_from(FILES))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_flipped_bit_is_noticed_and_the_one_before_is_used(pair, data, file):
+def test_any_flipped_bit_is_detected_and_the_previous_checkpoint_used(pair, data, file):
     path = pair / "step-000000002" / file
     whole = path.read_bytes()
     at = data.draw(st.integers(0, len(whole) * 8 - 1))
@@ -203,7 +203,7 @@ def test_any_flipped_bit_is_noticed_and_the_one_before_is_used(pair, data, file)
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_cut_off_at_any_byte_is_noticed(pair, file):
+def test_a_file_truncated_at_any_byte_is_detected(pair, file):
     path = pair / "step-000000002" / file
     whole = path.read_bytes()
     for length in range(len(whole)):
@@ -213,28 +213,28 @@ def test_a_file_cut_off_at_any_byte_is_noticed(pair, file):
         assert file in found.rejected["step-000000002"]
 
 
-def test_tensors_that_are_cut_off_are_told_by_their_size(pair):
+def test_truncated_tensors_are_detected_by_their_size(pair):
     path = pair / "step-000000002" / "tensors.safetensors"
     size = path.stat().st_size
     os.truncate(path, 10)
     rejected = newest(pair).rejected
-    assert rejected == {"step-000000002": f"tensors.safetensors has 10 bytes, {size} were written"}
+    assert rejected == {"step-000000002": f"tensors.safetensors has 10 bytes, but {size} were written"}
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_that_grew_is_noticed(pair, file):
+def test_a_file_that_grew_is_detected(pair, file):
     with (pair / "step-000000002" / file).open("ab") as end:
         end.write(b"\n")
     assert newest(pair).step == 1
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_missing_file_is_noticed(pair, file):
+def test_a_missing_file_is_detected(pair, file):
     (pair / "step-000000002" / file).unlink()
     assert newest(pair).rejected == {"step-000000002": f"{file}: No such file or directory"}
 
 
-def test_tensors_of_another_checkpoint_are_noticed(pair):
+def test_tensors_of_another_checkpoint_are_detected(pair):
     shutil.copy(pair / "step-000000001" / "tensors.safetensors", pair / "step-000000002")
     assert newest(pair).rejected == {
         "step-000000002": "tensors.safetensors is damaged: its checksum differs"
@@ -253,15 +253,15 @@ def test_a_format_of_another_version_is_skipped(tmp_path, monkeypatch):
         write(tmp_path, 2, {})
     found = newest(tmp_path)
     assert found.step == 1
-    assert found.rejected == {"step-000000002": "it has format 2; this version of Echelon reads 1"}
+    assert found.rejected == {"step-000000002": "it has format 2; this version of Echelon reads format 1"}
 
 
-def test_a_checkpoint_that_does_not_fit_is_skipped_with_the_reason(pair):
+def test_an_unsuitable_checkpoint_is_skipped_with_the_reason(pair):
     found = read_newest(pair, lambda state: "of another model" if state["step"] == 2 else None)
     assert (found.step, found.rejected) == (1, {"step-000000002": "of another model"})
 
 
-def test_none_that_can_be_used_is_an_error_with_every_reason(pair):
+def test_if_no_checkpoint_can_be_used_the_error_has_every_reason(pair):
     damage(pair / "step-000000002")
     with pytest.raises(CheckpointError) as caught:
         read_newest(pair, lambda state: "of another model")
@@ -270,29 +270,29 @@ def test_none_that_can_be_used_is_an_error_with_every_reason(pair):
     assert caught.value.where == str(pair)
 
 
-def test_a_step_folder_is_read_alone(pair):
+def test_the_folder_of_one_checkpoint_is_read_alone(pair):
     assert newest(pair / "step-000000001").step == 1
     damage(pair / "step-000000002")
     with pytest.raises(CheckpointError, match="step-000000002: tensors"):
         newest(pair / "step-000000002")
 
 
-def test_a_step_folder_under_another_name_is_read(pair):
+def test_a_renamed_checkpoint_folder_can_be_read(pair):
     (pair / "step-000000001").rename(pair.parent / "best")
     found = newest(pair.parent / "best")
     assert (found.step, found.path) == (1, pair.parent / "best")
 
 
-def test_without_a_folder_the_error_says_so(tmp_path):
+def test_a_missing_folder_is_an_error(tmp_path):
     assert not exists(tmp_path / "none")
-    with pytest.raises(CheckpointError, match="none is not there"):
+    with pytest.raises(CheckpointError, match="none does not exist"):
         newest(tmp_path / "none")
 
 
-def test_an_empty_folder_holds_no_checkpoint(tmp_path):
+def test_an_empty_folder_contains_no_checkpoint(tmp_path):
     (tmp_path / ".checkpoint-dead").mkdir()
     assert not exists(tmp_path)
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         newest(tmp_path)
 
 
@@ -306,7 +306,7 @@ def test_checkpoints_exist_even_if_damaged(pair):
 # Writing that fails
 
 
-def test_state_that_cannot_be_stored_leaves_the_disk_alone(tmp_path):
+def test_state_that_cannot_be_stored_writes_nothing(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         write(tmp_path / "root", 1, {"hook": print})
     assert caught.value.where == "hook"
@@ -322,9 +322,9 @@ def test_a_file_in_the_way_is_an_error_with_a_fix(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "fix"), [(28, "make room"), (30, "can be written to"), (13, "may write to")]
+    ("number", "fix"), [(28, "free space"), (30, "can be written to"), (13, "may write to")]
 )
-def test_the_systems_errors_come_with_a_fix_and_leave_the_others(pair, monkeypatch, number, fix):
+def test_system_errors_have_a_fix_and_leave_earlier_checkpoints(pair, monkeypatch, number, fix):
     def fail(handle):
         raise OSError(number, os.strerror(number))
 
@@ -338,7 +338,7 @@ def test_the_systems_errors_come_with_a_fix_and_leave_the_others(pair, monkeypat
 
 
 def _write_beyond_limit(root, size, limit_bytes):
-    """A limit on file sizes fails in the middle of a write, as a full disk does."""
+    """Write under a file size limit, which fails in the middle of a write, like a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
@@ -351,14 +351,14 @@ def _write_beyond_limit(root, size, limit_bytes):
 @pytest.mark.parametrize("limit_bytes", [0, 100, 50_000, 399_000, 400_200])
 def test_a_disk_that_fills_up_leaves_the_previous_checkpoints(warm_pool, pair, limit_bytes):
     outcome = warm_pool.outcomes(1, _write_beyond_limit, str(pair), 100_000, limit_bytes)[0]
-    if limit_bytes > 400_100:  # the tensors fit, header included; so does the rest
+    if limit_bytes > 400_100:  # the tensors fit, including their header, and so does the rest
         assert outcome is None
         assert newest(pair).step == 3
         return
     assert isinstance(outcome.error, CheckpointError), outcome
     assert outcome.error.message == "the checkpoint cannot be written: File too large"
     assert "ulimit" in outcome.error.fix
-    assert "earlier checkpoints are as they were" in outcome.error.fix
+    assert "earlier checkpoints are intact" in outcome.error.fix
     assert names(pair) == ["step-000000001", "step-000000002"]
     assert newest(pair).step == 2
 
@@ -383,7 +383,7 @@ def _write_text_beyond_limit(root):
 
 
 def _kill_writers(root, rounds):
-    """Fork writers, kill each at some moment, and see what can be read afterwards."""
+    """Fork writers, kill each at some moment, and check what can be read afterwards."""
     chance = random.Random(1)
     root, done, seen = Path(root), 0, []
     for _ in range(rounds):
@@ -413,7 +413,7 @@ def _write_for_ever(root, done, writer):
 
 
 def _look(root, done):
-    """What is wrong with what a killed writer left, if anything."""
+    """The problem with the files of a killed writer, if any."""
     found = newest(root)
     if found.step < done:
         return f"step {done} was complete, {found.step} was found; rejected: {found.rejected}"
@@ -424,7 +424,7 @@ def _look(root, done):
     return None
 
 
-def test_writers_killed_at_any_moment_leave_a_whole_checkpoint(warm_pool, tmp_path):
+def test_writers_killed_at_any_moment_leave_an_intact_checkpoint(warm_pool, tmp_path):
     [(done, seen)] = warm_pool.run(1, _kill_writers, str(tmp_path), 40)
     assert done >= 40, "every writer completed one, and was killed in a later one"
     assert seen == [None] * 40

@@ -178,13 +178,17 @@ MISTAKES = {
         "[[fault]] 1, at_s",
         "0 or more",
     ),
-    "slow without a speed": (FAULT + 'at_s = 1\naction = "slow"\nnode = "b"', "[[fault]] 1, cpu", "slow"),
+    "slow without a speed": (
+        FAULT + 'at_s = 1\naction = "slow"\nnode = "b"',
+        "[[fault]] 1, cpu",
+        "cpu = 0.1",
+    ),
     "kill with a speed": (
         FAULT + 'at_s = 1\naction = "kill"\nnode = "b"\ncpu = 0.1',
         "[[fault]] 1, cpu",
         "slow",
     ),
-    "rate without a rate": (FAULT + 'at_s = 1\naction = "rate"\nnode = "b"', "[[fault]] 1, rate", "rate"),
+    "rate without a rate": (FAULT + 'at_s = 1\naction = "rate"\nnode = "b"', "[[fault]] 1, rate", "10mbit"),
     "slow to nothing": (
         FAULT + 'at_s = 1\naction = "slow"\nnode = "b"\ncpu = 0',
         "[[fault]] 1, cpu",
@@ -195,12 +199,12 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_an_error_names_the_place_and_a_fix(mistake: str) -> None:
-    text, where, remedy = MISTAKES[mistake]
+    text, where, fix = MISTAKES[mistake]
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert caught.value.where.startswith("my.toml")
     assert where in f"{caught.value.where} {caught.value.message}"
-    assert remedy in caught.value.fix
+    assert fix in caught.value.fix
 
 
 def test_text_that_is_not_toml_names_the_line() -> None:

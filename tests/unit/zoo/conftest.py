@@ -1,4 +1,4 @@
-"""What the tests of data sets and models share: an empty data folder, and one thread."""
+"""Fixtures for data sets and models: an empty data folder, and one thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @pytest.fixture
 def data_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that ECHELON_DATA names; the cache folder is beside it."""
+    """An empty folder that ECHELON_DATA names, with a cache folder next to it."""
     folder = tmp_path / "data"
     folder.mkdir()
     monkeypatch.setenv("ECHELON_DATA", str(folder))
@@ -21,7 +21,7 @@ def data_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Small models are quickest on one thread, above all on a busy machine."""
+    """Small models are fastest on one thread, especially on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Samples in memory: batches equal samples, values become what the spec says, workers get them."""
+"""Samples in memory: batches equal samples, values have the specified types, loader workers work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_bytes_become_normalised_floats() -> None:
     assert torch.allclose(inputs.flatten(), torch.tensor([2.0, 1.0, 0.5]))
 
 
-def test_fetching_does_not_change_what_is_held() -> None:
+def test_fetching_does_not_change_the_stored_values() -> None:
     held = torch.ones(2, 1, 1, 1)
     dataset = ArrayDataset(held, torch.zeros(2), scale=torch.tensor(3.0), shift=torch.tensor(1.0))
     assert dataset[0][0].item() == 4.0

@@ -1,4 +1,4 @@
-"""CIFAR-10 from the binary version and from a zip of images, and the decoded images that are kept."""
+"""CIFAR-10 from the binary version and from a zip of images, and the cache of decoded images."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_zip(file: Path, *, first_seed: int = 0, classes: list[str] = CLASSES) 
 
 
 def normalised(pixels: np.ndarray) -> np.ndarray:
-    """Pixels of height x width x 3 as the data set should give them."""
+    """The expected sample for pixels of height x width x 3."""
     mean, deviation = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     return ((pixels / 255 - mean) / deviation).transpose(2, 0, 1)
 
@@ -88,7 +88,7 @@ def test_a_damaged_batch_is_an_error_naming_it(data_home: Path, damage: bytes) -
     assert caught.value.where == str(file)
 
 
-def test_nothing_there_is_an_error_naming_both_forms(data_home: Path) -> None:
+def test_missing_files_are_an_error_naming_both_forms(data_home: Path) -> None:
     with pytest.raises(DataError) as caught:
         load()
     assert "cifar10.zip" in caught.value.fix
@@ -116,14 +116,14 @@ def test_decoding_is_reported_and_done_once(data_home: Path, caplog: pytest.LogC
     assert all(bool((first.train[i][0] == second.train[i][0]).all()) for i in range(20))
 
 
-def test_kept_images_are_not_under_the_data_folder(data_home: Path) -> None:
+def test_cached_images_are_not_in_the_data_folder(data_home: Path) -> None:
     write_zip(data_home / "cifar10.zip")
     load()
     assert [file.name for file in data_home.iterdir()] == ["cifar10.zip"]
 
 
 @pytest.mark.parametrize("what", ["size", "time"])
-def test_another_zip_is_decoded_anew(data_home: Path, what: str) -> None:
+def test_another_zip_is_decoded_again(data_home: Path, what: str) -> None:
     file = data_home / "cifar10.zip"
     write_zip(file)
     before = file.stat()
@@ -141,7 +141,7 @@ def test_another_zip_is_decoded_anew(data_home: Path, what: str) -> None:
             load()
 
 
-def test_images_of_an_older_zip_are_removed(data_home: Path, tmp_path: Path) -> None:
+def test_cached_images_of_an_older_zip_are_removed(data_home: Path, tmp_path: Path) -> None:
     file = data_home / "cifar10.zip"
     write_zip(file)
     load()
@@ -152,7 +152,7 @@ def test_images_of_an_older_zip_are_removed(data_home: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("keep", [0, 200])
-def test_a_damaged_kept_file_is_made_again(data_home: Path, tmp_path: Path, keep: int) -> None:
+def test_a_damaged_cached_file_is_made_again(data_home: Path, tmp_path: Path, keep: int) -> None:
     write_zip(data_home / "cifar10.zip")
     load()
     (train,) = (tmp_path / "cache" / "echelon" / "derived").glob("cifar10-train-*.npy")
@@ -193,7 +193,7 @@ def test_an_image_of_another_size_is_named(data_home: Path) -> None:
     assert "train/cat/big.png" in caught.value.where
 
 
-def test_a_failed_decoding_leaves_nothing_behind(data_home: Path, tmp_path: Path) -> None:
+def test_a_failed_decoding_leaves_no_files(data_home: Path, tmp_path: Path) -> None:
     write_zip(data_home / "cifar10.zip")
     with zipfile.ZipFile(data_home / "cifar10.zip", "a") as archive:
         archive.writestr("train/cat/bad.png", b"not an image")

@@ -1,4 +1,4 @@
-"""Arrays that are kept: made once, also by several at the same time."""
+"""Cached arrays are made once, even if several processes ask at the same time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_arrays_are_made_once_when_several_ask_at_the_same_time(data_home: Path)
 
     def make() -> Arrays:
         made.append(1)
-        time.sleep(0.2)  # long enough for the others to find nothing kept
+        time.sleep(0.2)  # long enough for the others to find an empty cache
         return {"a": np.arange(10, dtype=np.uint8)}
 
     def ask() -> list[int]:
@@ -34,7 +34,7 @@ def test_arrays_are_made_once_when_several_ask_at_the_same_time(data_home: Path)
     assert answers == [list(range(10))] * 4
 
 
-def test_changing_an_array_does_not_change_what_is_kept(data_home: Path) -> None:
+def test_changing_an_array_does_not_change_the_cache(data_home: Path) -> None:
     source = data_home / "source"
     source.touch()
 
@@ -45,7 +45,7 @@ def test_changing_an_array_does_not_change_what_is_kept(data_home: Path) -> None
     assert ask().tolist() == [0, 0, 0]
 
 
-def test_when_the_disk_is_full_the_arrays_are_used_unkept(
+def test_with_a_full_disk_the_arrays_are_used_without_caching(
     data_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = data_home / "source"

@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST: IDX files as they should be, and in every way damaged."""
+"""MNIST and Fashion-MNIST: intact IDX files, and damaged ones of every kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def idx_bytes(values: np.ndarray) -> bytes:
 
 
 def write_set(folder: Path, *, gz: bool = True, train: int = 5, test: int = 3) -> dict[str, np.ndarray]:
-    """The four files with random pixels; returns the images."""
+    """Write the four files with random pixels; returns the images."""
     folder.mkdir(exist_ok=True)
     random = np.random.RandomState(0)
     images = {}
@@ -47,7 +47,7 @@ def test_files_are_read_gzipped_and_plain(data_home: Path, name: str, gz: bool) 
     image, label = splits.train[3]
     assert image.shape == (1, 28, 28)
     assert label == 3
-    # Normalising keeps the order of pixels; undo it and compare.
+    # Undo the normalisation and compare.
     low, high = image.min(), image.max()
     source = images["train"][3].astype(np.float32)
     scaled = (source - source.min()) / (source.max() - source.min())
@@ -61,14 +61,14 @@ def test_mnist_is_normalised_with_its_mean_and_deviation(data_home: Path) -> Non
     assert np.allclose(image[0].numpy(), expected, atol=1e-4)
 
 
-def test_names_with_a_dot_are_found_too(data_home: Path) -> None:
+def test_names_with_a_dot_are_also_found(data_home: Path) -> None:
     write_set(data_home / "mnist", gz=False)
     for file in list((data_home / "mnist").iterdir()):
         file.rename(file.with_name(file.name.replace("-idx", ".idx")))
     assert len(DATASETS.build("mnist").load().train) == 5
 
 
-def test_absent_files_are_named_with_their_folder(data_home: Path) -> None:
+def test_missing_files_are_named_with_their_folder(data_home: Path) -> None:
     write_set(data_home / "mnist")
     (data_home / "mnist" / (LABELS["test"] + ".gz")).unlink()
     with pytest.raises(DataError) as caught:
@@ -124,7 +124,7 @@ def test_a_damaged_gzip_is_an_error_naming_it(data_home: Path, damage: Callable[
     assert caught.value.where == str(file)
 
 
-def test_labels_where_images_should_be_are_an_error(data_home: Path) -> None:
+def test_labels_in_place_of_images_are_an_error(data_home: Path) -> None:
     write_set(data_home / "mnist", gz=False)
     file = data_home / "mnist" / IMAGES["train"]
     file.write_bytes((data_home / "mnist" / LABELS["train"]).read_bytes() + b"\x00" * 100)

@@ -1,4 +1,4 @@
-"""Images of one's own: layouts that are understood, crops, chance, damage, loader workers."""
+"""The user's own images: layouts, crops, randomness, damage, loader workers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_classes_are_numbered_by_name_in_both_splits(tmp_path: Path, test: str) 
     assert [splits.test[i][1] for i in range(4)] == [0, 0, 1, 1]
 
 
-def test_a_zip_gives_what_its_folder_gives(tmp_path: Path) -> None:
+def test_a_zip_gives_the_same_as_its_folder(tmp_path: Path) -> None:
     folder = small_set(tmp_path / "set")
     unpacked, packed = small(folder).load(), small(zipped(folder)).load()
     assert len(packed.test) == 4
@@ -66,7 +66,7 @@ def test_a_zip_gives_what_its_folder_gives(tmp_path: Path) -> None:
         assert unpacked.test[i][1] == packed.test[i][1]
 
 
-def test_one_folder_around_all_is_allowed(tmp_path: Path) -> None:
+def test_one_enclosing_folder_is_allowed(tmp_path: Path) -> None:
     small_set(tmp_path / "outer" / "inner")
     assert len(small(zipped(tmp_path / "outer")).load().train) == 6
 
@@ -79,7 +79,7 @@ def test_a_class_may_be_called_test(tmp_path: Path) -> None:
     assert (len(splits.train), len(splits.test)) == (2, 2)
 
 
-def test_files_that_are_no_images_are_left_out(tmp_path: Path) -> None:
+def test_files_that_are_not_images_are_ignored(tmp_path: Path) -> None:
     folder = small_set(tmp_path / "set")
     (folder / "train" / "fire" / "notes.txt").write_text("not an image")
     (folder / "train" / "fire" / "._1.png").write_text("what macOS leaves behind")
@@ -118,8 +118,8 @@ def test_a_crop_as_large_as_the_scaled_image_stays_within_it(tmp_path: Path) -> 
     assert splits.train[0][0].shape == splits.test[0][0].shape == (3, 59, 59)
 
 
-def test_training_crops_begin_anywhere(tmp_path: Path) -> None:
-    # Each pixel tells its row and column; 16 of 20 can begin at 5 places along either side.
+def test_training_crops_begin_at_any_place(tmp_path: Path) -> None:
+    # Each pixel encodes its row and column; a crop of 16 of 20 has 5 possible starts along either side.
     rows, columns = np.mgrid[0:20, 0:20].astype(np.uint8)
     image = Image.fromarray(np.stack([rows, columns, rows], axis=2))
     names = {f"{split}/a/1.png": image for split in ("train", "test")}
@@ -132,7 +132,7 @@ def test_training_crops_begin_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 900), (900, 3), (257, 256), (255, 1023)])
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_images_of_any_size_and_mode_fit(tmp_path: Path, size: tuple[int, int], mode: str) -> None:
+def test_images_of_any_size_and_mode_are_accepted(tmp_path: Path, size: tuple[int, int], mode: str) -> None:
     image = noise(*size).convert(mode)
     folder = write(tmp_path / "set", {"train/a/1.jpg": image, "test/a/1.jpg": image})
     splits = ImageFolder(path=str(folder)).load()
@@ -142,7 +142,7 @@ def test_images_of_any_size_and_mode_fit(tmp_path: Path, size: tuple[int, int], 
         assert bool(pixels.isfinite().all())
 
 
-def test_training_crops_and_flips_by_torchs_chance(tmp_path: Path) -> None:
+def test_training_crops_and_flips_follow_torchs_seed(tmp_path: Path) -> None:
     splits = small(small_set(tmp_path / "set")).load()
 
     def draw(seed: int) -> list[torch.Tensor]:
@@ -155,7 +155,7 @@ def test_training_crops_and_flips_by_torchs_chance(tmp_path: Path) -> None:
 
 
 def test_half_of_the_training_images_are_flipped(tmp_path: Path) -> None:
-    # Darker to the left: a flip is seen in which side is brighter, wherever the crop is.
+    # The image is darker on the left, so the brighter side of any crop shows a flip.
     ramp = np.repeat(np.linspace(0, 255, 32).astype(np.uint8)[None, :, None], 32, axis=0).repeat(3, axis=2)
     names = {f"{split}/a/1.png": Image.fromarray(ramp) for split in ("train", "test")}
     splits = small(write(tmp_path / "set", names)).load()
@@ -231,7 +231,7 @@ def test_a_damaged_entry_of_a_zip_is_an_error_naming_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"not a zip"])
-def test_a_file_that_is_no_zip_is_an_error_naming_it(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_zip_is_an_error_naming_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "set.zip").write_bytes(content)
     with pytest.raises(DataError) as caught:
         small(tmp_path / "set.zip").load()
@@ -247,7 +247,7 @@ def test_a_file_that_is_no_zip_is_an_error_naming_it(tmp_path: Path, content: by
         (["a/1.png", "b/1.png"], "train/"),
     ],
 )
-def test_another_layout_is_an_error_saying_what_is_expected(
+def test_another_layout_is_an_error_naming_the_expected_one(
     tmp_path: Path, names: list[str], absent: str
 ) -> None:
     folder = write(tmp_path / "set", {name: noise(20, 20) for name in names})
@@ -256,17 +256,17 @@ def test_another_layout_is_an_error_saying_what_is_expected(
     assert "train/<class>/<image>" in caught.value.fix
 
 
-def test_a_class_with_nothing_to_train_on_is_an_error(tmp_path: Path) -> None:
+def test_a_class_without_training_images_is_an_error(tmp_path: Path) -> None:
     names = {name: noise(20, 20) for name in ("train/a/1.png", "test/a/1.png", "test/b/1.png")}
     with pytest.raises(DataError, match="'b'"):
         small(write(tmp_path / "set", names)).load()
 
 
-def test_a_path_that_is_not_there_is_an_error(data_home: Path) -> None:
+def test_a_path_that_does_not_exist_is_an_error(data_home: Path) -> None:
     with pytest.raises(DataError, match="'nowhere'"):
         ImageFolder(path="nowhere").load()
 
 
 def test_a_crop_larger_than_the_scaled_image_is_refused() -> None:
-    with pytest.raises(ConfigError, match="scaled=100"):
+    with pytest.raises(ConfigError, match="scaled cannot be 100"):
         ImageFolder(path="x", size=224, scaled=100)

@@ -1,4 +1,4 @@
-"""Where files are looked for, and what is said when they are not there."""
+"""Finding data files, and the errors for missing ones."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_a_relative_xdg_cache_home_is_ignored(tmp_path: Path, monkeypatch: pytes
     assert cache_folder() == tmp_path / ".cache" / "echelon"
 
 
-def test_echelon_data_that_is_no_folder_is_an_error_naming_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_echelon_data_that_is_not_a_folder_is_an_error_naming_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_DATA", "/nowhere/at/all")
     with pytest.raises(DataError) as caught:
         data_folder()
     assert "/nowhere/at/all" in caught.value.where
 
 
-def test_first_spelling_that_exists_is_taken(data_home: Path) -> None:
+def test_the_first_spelling_that_exists_is_used(data_home: Path) -> None:
     (data_home / "b.gz").touch()
     (data_home / "b").touch()
     assert locate("x", [["a", "b.gz", "b"]]) == [data_home / "b.gz"]
@@ -59,7 +59,7 @@ def test_error_lists_only_the_missing_files_and_their_folder(data_home: Path) ->
     assert "here" not in caught.value.fix
 
 
-def test_given_path_is_taken_as_it_is_before_the_data_folder(
+def test_a_given_path_is_tried_directly_before_the_data_folder(
     data_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,7 +69,7 @@ def test_given_path_is_taken_as_it_is_before_the_data_folder(
     assert locate_given("x", "mine") == tmp_path / "mine"
 
 
-def test_given_path_that_is_nowhere_is_an_error_naming_both_places(data_home: Path) -> None:
+def test_a_given_path_that_does_not_exist_is_an_error_naming_both_places(data_home: Path) -> None:
     with pytest.raises(DataError) as caught:
         locate_given("x", "mine")
     assert str(data_home) in caught.value.where

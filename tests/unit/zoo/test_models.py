@@ -1,4 +1,4 @@
-"""The models: their sizes as published, and what is particular to each."""
+"""The models: their published sizes, and the special properties of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokens(context: int, vocabulary: int) -> SampleSpec:
 
 
 def parameters(model: str, sample: SampleSpec) -> int:
-    with torch.device("meta"):  # no memory, no time
+    with torch.device("meta"):  # needs no memory
         module = MODELS.build(model).build(sample)
     return sum(parameter.numel() for parameter in module.parameters())
 
@@ -56,7 +56,7 @@ def test_parameter_counts_are_as_documented(model: str, sample: SampleSpec, coun
     assert parameters(model, sample) == count
 
 
-def test_resnet_keeps_a_small_image_whole_and_shrinks_a_large_one() -> None:
+def test_resnet_keeps_the_size_of_a_small_image_and_shrinks_a_large_one() -> None:
     with torch.device("meta"):
         small = MODELS.build("resnet18").build(images(3, 32, 32))
         large = MODELS.build("resnet18").build(images(3, 224, 224))
@@ -98,7 +98,7 @@ def test_a_character_model_never_looks_ahead(model: str, changed: int) -> None:
     assert bool((later > 1e-6).all())
 
 
-def test_a_transformer_takes_runs_shorter_than_its_context() -> None:
+def test_a_transformer_takes_sequences_shorter_than_its_context() -> None:
     module = MODELS.build("char-transformer(width=16, depth=1, heads=2)").build(tokens(8, 5))
     assert module(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 5)
 
@@ -130,7 +130,7 @@ def test_dropout_out_of_range_is_refused(model: str, dropout: str) -> None:
         "char-transformer(width=10, heads=4)",
     ],
 )
-def test_sizes_that_make_no_model_are_refused(model: str) -> None:
+def test_impossible_sizes_are_refused(model: str) -> None:
     with pytest.raises(ConfigError):
         MODELS.build(model)
 
@@ -161,7 +161,7 @@ def test_a_module_can_be_pickled(model: str, sample: SampleSpec) -> None:
 
 
 def accuracy_after(model: str, data: str, *, epochs: int, rate: float) -> float:
-    """Plain SGD with momentum in one process; the share of right answers on the test split."""
+    """The accuracy on the test split after plain SGD with momentum in one process."""
     torch.manual_seed(0)
     splits = DATASETS.build(data).load()
     module = MODELS.build(model).build(splits.spec)

@@ -1,4 +1,4 @@
-"""The loss and the count of right answers, for one target per sample and for one per position."""
+"""The loss and the count of correct answers, for one target per sample and for one per position."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_losses_of_unequal_shares_combine_to_that_of_the_batch(spec: SampleSpec,
 
 
 @pytest.mark.parametrize("task", ["classify", "next-token"])
-def test_loss_can_be_trained_with(task: Literal["classify", "next-token"]) -> None:
+def test_training_lowers_the_loss(task: Literal["classify", "next-token"]) -> None:
     spec = CLASSIFY if task == "classify" else NEXT
     shape = (2, 3) if task == "classify" else (2, 5, 3)
     logits = torch.zeros(shape, requires_grad=True)
@@ -54,11 +54,11 @@ def test_loss_can_be_trained_with(task: Literal["classify", "next-token"]) -> No
     assert logits.grad[..., 1].max() < 0 < logits.grad[..., 0].min()
 
 
-def test_right_answers_are_counted_per_sample() -> None:
+def test_correct_answers_are_counted_per_sample() -> None:
     logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 3.0]])
     assert count_correct(logits, torch.tensor([0, 2, 2])) == (2, 3)
 
 
-def test_right_answers_are_counted_per_position() -> None:
+def test_correct_answers_are_counted_per_position() -> None:
     logits = torch.eye(3)[torch.tensor([[0, 1, 2], [2, 2, 2]])]
     assert count_correct(logits, torch.tensor([[0, 1, 1], [2, 2, 0]])) == (4, 6)

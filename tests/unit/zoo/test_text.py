@@ -19,7 +19,9 @@ from echelon.zoo.datasets.text import Text
     text=st.text(st.characters(codec="utf-8", exclude_characters="\r"), min_size=60, max_size=400),
     context=st.integers(1, 5),
 )
-def test_windows_spell_the_text_and_targets_are_one_later(tmp_path: Path, text: str, context: int) -> None:
+def test_windows_cover_the_text_and_targets_are_shifted_by_one(
+    tmp_path: Path, text: str, context: int
+) -> None:
     file = tmp_path / "text.txt"
     file.write_text(text, encoding="utf-8")
     splits = Text(path=str(file), context=context).load()
@@ -36,7 +38,7 @@ def test_windows_spell_the_text_and_targets_are_one_later(tmp_path: Path, text: 
         assert "".join(vocabulary[code] for code in targets.flatten()) == part[1 : used + 1]
 
 
-def test_more_than_256_characters_are_told_apart(tmp_path: Path) -> None:
+def test_a_vocabulary_of_more_than_256_characters_works(tmp_path: Path) -> None:
     text = "".join(chr(0x4E00 + n) for n in range(1000)) * 2
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     splits = Text(path=str(tmp_path / "text.txt"), context=10).load()
@@ -55,13 +57,13 @@ def test_default_is_tinyshakespeare_under_the_data_folder(data_home: Path) -> No
 
 def test_a_text_shorter_than_a_window_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("abc " * 200)
-    with pytest.raises(DataError, match=r"the last 10 % of the text are 80 characters") as caught:
+    with pytest.raises(DataError, match=r"the last 10 % of the text has 80 characters") as caught:
         Text(path=str(tmp_path / "text.txt"), context=80).load()
     assert caught.value.where == str(tmp_path / "text.txt")
 
 
 @pytest.mark.parametrize(("content", "reason"), [(b"", "empty"), (b"abc\xff\xfe", "UTF-8")])
-def test_a_file_that_is_no_text_is_an_error_naming_it(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_file_that_is_not_text_is_an_error_naming_it(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "text.txt").write_bytes(content)
     with pytest.raises(DataError, match=reason) as caught:
         Text(path=str(tmp_path / "text.txt")).load()
@@ -74,11 +76,11 @@ def test_a_folder_in_place_of_a_text_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_context_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="context=0"):
+    with pytest.raises(ConfigError, match="context cannot be 0"):
         Text(context=0)
 
 
-def test_pythons_manual_is_a_text_that_every_machine_has():
+def test_the_path_python_loads_pythons_manual():
     splits = DATASETS.build("text(path=python, context=16)").load()
     assert len(splits.train) > 5000
     assert 60 < splits.spec.classes < 300

@@ -11,7 +11,7 @@ from echelon.cluster.delay import Delay, check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExponentialDelay(Delay):
-    """Drawn from an exponential distribution: mostly short, occasionally long."""
+    """Pauses (in seconds) from an exponential distribution: mostly short, occasionally long."""
 
     name: ClassVar[str] = "exponential"
     mean: float

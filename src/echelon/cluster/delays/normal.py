@@ -16,7 +16,7 @@ from echelon.cluster.delay import Delay, check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Normal(Delay):
-    """Drawn from a normal distribution; negative draws count as zero."""
+    """Pauses (in seconds) from a normal distribution; negative draws count as zero."""
 
     name: ClassVar[str] = "normal"
     mean: float

@@ -18,7 +18,7 @@ _LEAST_SHAPE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pareto(Delay):
-    """Drawn from a Pareto distribution: at least `scale`; the smaller the shape, the heavier the tail."""
+    """Pauses (in seconds) from a Pareto distribution: at least scale; a small shape gives a long tail."""
 
     name: ClassVar[str] = "pareto"
     scale: float

@@ -12,7 +12,7 @@ from echelon.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uniform(Delay):
-    """Drawn uniformly between low and high."""
+    """Pauses (in seconds) drawn uniformly between low and high."""
 
     name: ClassVar[str] = "uniform"
     low: float

@@ -114,7 +114,11 @@ class Lab:
             )
         if not found:
             up = ", ".join(f"{lab.name} ({lab.id})" for lab in cls.all(prefix)) or "none"
-            raise LabError(f"lab {name!r} is not up", where=f"labs up: {up}", fix=f"echelon lab up {name}")
+            raise LabError(
+                f"lab {name!r} is not up",
+                where=f"labs that are up: {up}",
+                fix=f"run: echelon lab up {name}",
+            )
         return found[0]
 
     @property

@@ -327,14 +327,15 @@ def _fault(
     if table.action not in ACTIONS:
         raise UnknownName("action", table.action, ACTIONS, where=f"{where}, action")
     _check_time(table, where)
-    for key, action in (("cpu", "slow"), ("rate", "rate")):
-        if (getattr(table, key) is not None) != (table.action == action):
-            verb = "needs" if table.action == action else "does not take"
-            raise ConfigError(
-                f"action {table.action} {verb} {key}",
-                where=f"{where}, {key}",
-                fix=f"{key} goes with action {action}",
-            )
+    for key, action, example in (("cpu", "slow", "cpu = 0.1"), ("rate", "rate", 'rate = "10mbit"')):
+        if (getattr(table, key) is not None) == (table.action == action):
+            continue
+        needed = table.action == action
+        raise ConfigError(
+            f"action {table.action} {'needs' if needed else 'does not take'} {key}",
+            where=f"{where}, {key}",
+            fix=f"add {example}" if needed else f"remove {key}, or use action {action}",
+        )
     node, link = _target(table, nodes, uplinks, where)
     return FaultSpec(
         action=table.action,  # type: ignore[arg-type]  # one of ACTIONS, checked above

@@ -36,9 +36,9 @@ class Chain(Codec):
         first, then = _built(self.first, "chain, first"), _built(self.then, "chain, then")
         if not isinstance(first, Sparse):
             raise ConfigError(
-                f"{self.first} does not choose elements whose values another codec could write",
+                f"{self.first} is not a sparse codec: it does not choose elements",
                 where="first",
-                fix="choose them by top-k, threshold or dgc",
+                fix="use top-k, threshold or dgc as first",
             )
         if then.travels == "sum" or then.momentum or isinstance(then, StandIn):
             raise ConfigError(

@@ -40,11 +40,11 @@ _WARM_RATIO = 0.25  # of the first warm-up stage, and of each stage relative to 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dgc(Sparse):
-    """Sends the part `ratio` of the elements with the largest accumulated gradient, momentum included.
+    """Deep gradient compression: applies momentum, then sends the fraction `ratio` of largest elements.
 
     `momentum` and `nesterov` replace the optimizer's. `clip` is the largest norm of a parameter's gradient,
     0 for no limit. `warmup` is the number of steps in which the ratio falls from 1/4. `masking` resets the
-    velocity of elements that are sent. `sample` is the part of the elements that is sampled to estimate a
+    velocity of elements that are sent. `sample` is the fraction of elements that is sampled to estimate a
     threshold, 0 for no sampling; it does not change which elements are sent.
     """
 

@@ -35,7 +35,7 @@ class ErrorFeedback(Codec):
             raise ConfigError(
                 f"{self.codec} cannot be used inside error-feedback",
                 where="codec",
-                fix="name another codec",
+                fix="name another codec, such as bf16",
             )
         if inner.feedback:
             raise ConfigError(f"{self.codec} has feedback already", where="codec", fix=alone)

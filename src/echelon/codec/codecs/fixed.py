@@ -35,7 +35,7 @@ _HEAD_BYTES = 4  # the range as float32, or in a total of added numbers, the num
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed(Codec):
-    """Fixed point of `bits` bits up to the largest magnitude, or up to `range`: then integers are added."""
+    """Fixed point of `bits` bits, up to the largest magnitude or `range`; with `range`, sums are exact."""
 
     name: ClassVar[str] = "fixed"
     travels: ClassVar[Travels] = "scatter"

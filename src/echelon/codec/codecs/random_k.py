@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomK(Summed):
-    """Sends a random part `ratio` of the elements, the same on all workers, so positions are not sent."""
+    """Sends a random fraction `ratio` of elements, the same on all workers, so positions are not sent."""
 
     name: ClassVar[str] = "random-k"
     ratio: float = 0.01

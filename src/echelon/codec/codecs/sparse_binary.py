@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseBinary(Codec):
-    """Sends positions of the largest elements of one sign, at most a part `ratio`, and one value for all.
+    """Sends the positions of the largest elements of one sign, at most a fraction `ratio`, and their mean.
 
-    `sample` is the part of the elements that is sampled to estimate a threshold, 0 for no sampling; it does
+    `sample` is the fraction of elements that is sampled to estimate a threshold, 0 for no sampling; it does
     not change which elements are sent.
     """
 

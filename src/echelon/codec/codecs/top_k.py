@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK(Sparse):
-    """Sends the largest part `ratio` of the elements; the others are added to the next step's.
+    """Sends the largest elements, a fraction `ratio` of all; the rest is added to the next step's.
 
-    `sample` is the part of the elements that is sampled to estimate a threshold, 0 for no sampling; it does
+    `sample` is the fraction of elements that is sampled to estimate a threshold, 0 for no sampling; it does
     not change which elements are sent.
     """
 

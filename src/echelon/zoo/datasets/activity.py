@@ -1,10 +1,10 @@
-"""Made-up windows of human activity, in the layout of UCI's (Anguita et al., 2013).
+"""Generated windows of human activity, in the layout of UCI's data set (Anguita et al., 2013).
 
 A phone at the waist, 50 samples a second, windows of 128: three channels each of body acceleration [g],
 angular velocity [rad/s] and total acceleration [g]. Six classes: walking, walking upstairs, walking
 downstairs, sitting, standing, lying. A walk is a periodic motion with harmonics, whose pace, strength and
-phase differ from window to window; rest is a posture with a little sway; both are seen through noise and
-through a phone that sits a little askew.
+phase differ from window to window; rest is a posture with a little sway. Both have noise, and a phone that
+is slightly tilted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity(Data):
-    """Generated activity windows: 9 channels of motion, 128 steps, 6 classes, 80 % to train on.
+    """Generated activity windows: 9 channels of motion, 128 steps, 6 classes, 80 % for training.
 
     Another seed gives other windows of the same activities.
     """
@@ -50,13 +50,13 @@ class Activity(Data):
         check_range("data activity", "samples", self.samples, least=100)
 
     def load(self) -> Splits:
-        """Windows of 9 x 128, in their units."""
+        """Windows of 9 x 128, in physical units."""
         import numpy as np
         import torch
 
         from echelon.zoo.arrays import ArrayDataset, collate
 
-        # numpy promises that this generator's numbers never change.
+        # numpy guarantees that this generator's numbers never change.
         random = np.random.RandomState(self.seed)
         labels = random.randint(len(_KINDS), size=self.samples)
         inputs = torch.from_numpy(_windows(labels, random))
@@ -84,9 +84,9 @@ def _windows(labels: NDArray[np.int64], random: np.random.RandomState) -> NDArra
     down = np.array([kind[2] for kind in kinds]) + random.normal(0.0, 0.12, (count, 3))
     down /= np.linalg.norm(down, axis=1, keepdims=True)
 
-    turn = 2 * np.pi * np.arange(_STEPS) / _RATE_PER_S
+    cycle = 2 * np.pi * np.arange(_STEPS) / _RATE_PER_S
     phase = random.uniform(0.0, 2 * np.pi, (count, 6, 1))
-    angle = pace[:, None, None] * turn + phase
+    angle = pace[:, None, None] * cycle + phase
     wave = np.sin(angle) + harmonic[:, None, None] * np.sin(2 * angle + phase)
     # Most of the motion is along gravity; the two other axes swing less.
     weight = 0.4 + 0.6 * np.abs(down)

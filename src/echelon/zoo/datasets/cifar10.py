@@ -1,6 +1,6 @@
 """CIFAR-10: Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
 
-Both sources are brought to records of the binary version: one byte for the class, then 3 x 32 x 32.
+Both sources are converted to records of the binary version: one byte for the class, then 3 x 32 x 32.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _log = logging.getLogger(__name__)
 class Cifar10(Data):
     """CIFAR-10: 60,000 colour images of 32 x 32, from cifar10.zip or cifar-10-batches-bin/.
 
-    50,000 to train on and 10,000 to test with. cifar10.zip holds images as train/<class>/ and
-    test/<class>/; it is decoded once and kept in the cache folder. cifar-10-batches-bin/ is the binary
-    version; the Python version is not read, because that means running pickle.
+    50,000 for training and 10,000 for testing. cifar10.zip holds images as train/<class>/ and
+    test/<class>/; it is decoded once and cached. cifar-10-batches-bin/ is the binary version; the Python
+    version is not supported, because reading it runs pickle.
     """
 
     name: ClassVar[str] = "cifar10"
@@ -100,12 +100,12 @@ def _decode_zip(source: Path) -> dict[str, NDArray[np.uint8]]:
     classes, train, test = tree.splits()
     if len(classes) != _CLASSES:
         raise DataError(
-            f"{len(classes)} class folders where CIFAR-10 has {_CLASSES}",
+            f"{len(classes)} class folders, but CIFAR-10 has {_CLASSES}",
             where=str(source),
             fix="put another copy of CIFAR-10 there; for other images use image-folder(path=...)",
         )
     total = len(train.names) + len(test.names)
-    _log.info("decoding %d images of %s, once; the result is kept", total, source)
+    _log.info("decoding %d images of %s, once; the result is cached", total, source)
     records = {"train": _decode(tree, train), "test": _decode(tree, test)}
     tree.close()
     return records

@@ -1,4 +1,4 @@
-"""The handwritten digits that come with scikit-learn (UCI, Alpaydin and Kaynak, 1998)."""
+"""The handwritten digits that scikit-learn includes (UCI, Alpaydin and Kaynak, 1998)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FULL = 16.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digits(Data):
-    """1,797 handwritten digits of 8 x 8 grey pixels, which come with scikit-learn: nothing to fetch.
+    """1,797 handwritten digits of 8 x 8 grey pixels, included in scikit-learn: nothing to download.
 
-    1,437 to train on and 360 to test with, always the same ones.
+    1,437 for training and 360 for testing, always the same ones.
     """
 
     name: ClassVar[str] = "digits"
@@ -29,7 +29,7 @@ class Digits(Data):
         from echelon.zoo.arrays import ArrayDataset, collate, normaliser
 
         source = load_digits()
-        # numpy promises that this generator's numbers never change.
+        # numpy guarantees that this generator's numbers never change.
         order = np.random.RandomState(0).permutation(len(source.target))
         inputs = torch.from_numpy(source.images[order].astype(np.uint8)).unsqueeze(1)
         targets = torch.from_numpy(source.target[order].astype(np.uint8))

@@ -1,4 +1,4 @@
-"""A classification problem made of random clusters (Guyon's design, as scikit-learn makes it)."""
+"""A classification problem of random clusters (Guyon's design, as in scikit-learn)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLASSES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated(Data):
-    """A generated problem: 20 dimensions, 10 classes, 10,000 samples, 80 % of them to train on.
+    """A generated problem: 20 dimensions, 10 classes, 10,000 samples, 80 % of them for training.
 
     Each class is two Gaussian clusters in 12 dimensions; 4 more are mixtures of those, the last 4 noise.
     Another seed gives another problem.

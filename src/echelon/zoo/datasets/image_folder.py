@@ -14,9 +14,9 @@ from echelon.zoo.options import check_range
 class ImageFolder(Data):
     """Images in a folder, or a zip of one, as train/<class>/ and test/<class>/ (or val/<class>/).
 
-    The shorter side is scaled to `scaled` pixels and `size` x `size` are cut out: at random and flipped at
-    random to train on, from the middle to test with. Normalised with mean .485/.456/.406 and deviation
-    .229/.224/.225. Images are read when they are needed: give the loader workers to read ahead.
+    The shorter side is scaled to `scaled` pixels and `size` x `size` are cut out: at a random place and
+    randomly flipped for training, from the middle for testing. Normalised with mean .485/.456/.406 and
+    deviation .229/.224/.225. Images are read on demand: use loader workers to read ahead.
     """
 
     name: ClassVar[str] = "image-folder"

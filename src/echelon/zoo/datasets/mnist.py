@@ -12,7 +12,7 @@ from echelon.zoo.dataset import Data, Splits
 class Mnist(Data):
     """MNIST: 70,000 handwritten digits of 28 x 28 grey pixels, four IDX files in mnist/.
 
-    60,000 to train on and 10,000 to test with; the files may be gzipped or plain.
+    60,000 for training and 10,000 for testing; the files may be gzipped or plain.
     """
 
     name: ClassVar[str] = "mnist"

@@ -25,10 +25,10 @@ _MANUAL = "python"
 class Text(Data):
     """A text file, to predict each next character; text/tinyshakespeare.txt if no path is given.
 
-    The path `python` stands for the topics of Python's own manual, which every interpreter brings along.
-    The first 90 % are to train on, the rest to test with. Samples are windows of `context` characters that
-    do not overlap; what is left over at the end of a part is not used. The vocabulary is the sorted
-    characters of the whole file.
+    The path `python` means the topics of Python's own manual, which every interpreter includes. The first
+    90 % are for training, the rest for testing. Samples are windows of `context` characters that do not
+    overlap; the remainder of each part is not used. The vocabulary is the sorted characters of the whole
+    file.
     """
 
     name: ClassVar[str] = "text"
@@ -40,7 +40,7 @@ class Text(Data):
         check_range("data text", "context", self.context, least=1)
 
     def load(self) -> Splits:
-        """Windows of character numbers, and the same windows one character later."""
+        """Windows of character numbers, and the same windows shifted by one character."""
         from echelon.zoo.arrays import collate
 
         file = self._file()
@@ -68,13 +68,13 @@ class Text(Data):
         count = (len(codes) - 1) // self.context
         if count < 1:
             raise DataError(
-                f"{part} of the text are {len(codes)} characters, too few for one window of {self.context}",
+                f"{part} of the text has {len(codes)} characters, too few for a window of {self.context}",
                 where=str(file),
                 fix="give a longer text, or a smaller context",
             )
         values = torch.from_numpy(codes)
         used = count * self.context
-        # Two views of one run of characters: nothing is held twice.
+        # Two views of one array, so that no memory is used twice.
         inputs = values[:used].view(count, self.context)
         targets = values[1 : used + 1].view(count, self.context)
         return ArrayDataset(inputs, targets, dtype=torch.int64)
@@ -100,7 +100,7 @@ def _read(file: Path) -> str:
 
 
 def _encode(text: str) -> tuple[NDArray[np.generic], int]:
-    """Each character's place in the vocabulary, in the smallest type that holds it, and its size."""
+    """Each character's index in the vocabulary, in the smallest type, and the vocabulary's size."""
     import numpy as np
 
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)

@@ -20,8 +20,8 @@ _SMALLEST = 63
 class AlexNet(Model):
     """AlexNet for 224 x 224 colour images (Krizhevsky, 2014); 61,100,840 parameters for 1,000 classes.
 
-    Five convolutions and three linear layers, of which the linear ones hold most parameters. Layers are
-    named as is usual (features, classifier). Other sizes from 63 x 63 on are pooled to 6 x 6.
+    Five convolutions and three linear layers, which hold most parameters. Layers have the usual names
+    (features, classifier). Other sizes from 63 x 63 are pooled to 6 x 6.
     """
 
     name: ClassVar[str] = "alexnet"

@@ -21,7 +21,7 @@ class CharLstm(Model):
     """
 
     name: ClassVar[str] = "char-lstm"
-    takes: ClassVar[str] = "runs of tokens (length, int64), to predict the next token of each"
+    takes: ClassVar[str] = "sequences of tokens (length, int64), to predict the next token of each"
     fits: ClassVar[tuple[str, ...]] = ("text",)
 
     width: int = 128

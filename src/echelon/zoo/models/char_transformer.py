@@ -20,11 +20,11 @@ class CharTransformer(Model):
     """A transformer that predicts the next character: `depth` causal blocks of `width`, `heads` heads.
 
     For v characters and a context of t it has 2 v w + v + t w + d (12 w² + 13 w) + 2 w parameters. The
-    context is the length of the samples; shorter runs may be given to the module.
+    context is the length of the samples; the module also takes shorter sequences.
     """
 
     name: ClassVar[str] = "char-transformer"
-    takes: ClassVar[str] = "runs of tokens (length, int64), to predict the next token of each"
+    takes: ClassVar[str] = "sequences of tokens (length, int64), to predict the next token of each"
     fits: ClassVar[tuple[str, ...]] = ("text",)
 
     width: int = 128

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Cnn(Model):
     """A small CNN for 32 x 32 colour images, three convolutions; 188,810 parameters on cifar10.
 
-    3 x 3 convolutions of w, 2w and 2w channels, each followed by ReLU and maximum pooling by 2, then 4w
-    and `classes` units. No normalisation layers, so that a batch can be split at will.
+    3 x 3 convolutions of w, 2w and 2w channels, each followed by ReLU and max pooling by 2, then 4w
+    and `classes` units. There are no normalisation layers, so that a batch can be split freely.
     """
 
     name: ClassVar[str] = "cnn"

@@ -1,7 +1,7 @@
 """A 1-D convolutional network for human activity recognition.
 
 Hasheminezhad et al., "Towards a scalable and distributed infrastructure for deep learning applications",
-measure "a 4-layers CNN on a Human Activity Recognition data" and give no widths; those here are ours.
+measure "a 4-layers CNN on a Human Activity Recognition data" and give no widths; these widths are ours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAYERS = 4
 class HarCnn(Model):
     """A 4-layer 1-D CNN for activity windows of 9 channels and 128 steps; 41,926 parameters.
 
-    Four times: convolution over 3 steps, ReLU, maximum pooling by 2; then dropout and one linear layer.
+    Four times: convolution over 3 steps, ReLU, max pooling by 2; then dropout and one linear layer.
     """
 
     name: ClassVar[str] = "har-cnn"

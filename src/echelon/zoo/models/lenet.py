@@ -18,9 +18,9 @@ _SIDE = 32
 class LeNet(Model):
     """LeNet-5 for small grey images (LeCun et al., 1998); 61,706 parameters for 10 classes.
 
-    The paper's layers with ReLU and maximum pooling, as is usual today. It sees 32 x 32 pixels, as in the
-    paper: a smaller image is enlarged by the greatest whole factor and framed with zeros, so that 28 x 28
-    gets a border of 2 and 8 x 8 is enlarged four times.
+    The paper's layers with ReLU and max pooling. Its input is 32 x 32 pixels, as in the paper: a smaller
+    image is enlarged by the largest possible integer factor and padded with zeros, so that 28 x 28 gets a
+    border of 2 and 8 x 8 is enlarged four times.
     """
 
     name: ClassVar[str] = "lenet"

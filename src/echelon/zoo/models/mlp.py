@@ -1,4 +1,4 @@
-"""A multilayer perceptron, for anything that can be flattened."""
+"""A multilayer perceptron, for any samples that can be flattened."""
 
 from __future__ import annotations
 

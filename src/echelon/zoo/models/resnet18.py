@@ -18,11 +18,11 @@ _SMALL_STEM_UP_TO = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResNet18(Model):
-    """ResNet-18 (He et al., 2016), its stem by image size; 11,689,512 parameters for 1,000 classes.
+    """ResNet-18 (He et al., 2016), with a stem by image size; 11,689,512 parameters for 1,000 classes.
 
-    Images above 64 x 64 get the paper's stem (7 x 7 convolution of stride 2, pooling); smaller ones a
-    3 x 3 convolution of stride 1 and no pooling, as is usual for 32 x 32: 11,173,962 parameters for 10
-    classes of colour images. Layers carry the usual names, the same for both stems. BatchNorm follows each
+    Images above 64 x 64 get the paper's stem (7 x 7 convolution of stride 2, pooling); smaller ones get a
+    3 x 3 convolution of stride 1 without pooling, as usual for 32 x 32: 11,173,962 parameters for 10
+    classes of colour images. Layers have the usual names, the same for both stems. BatchNorm follows each
     convolution.
     """
 

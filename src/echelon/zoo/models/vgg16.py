@@ -22,7 +22,7 @@ class Vgg16(Model):
     """VGG-16 for 224 x 224 colour images (Simonyan, 2015); 138,357,544 parameters for 1,000 classes.
 
     The paper's configuration D: thirteen 3 x 3 convolutions and three linear layers. Other sizes from
-    32 x 32 on are pooled to 7 x 7. Convolutions start from He's normal distribution, linear layers from
+    32 x 32 are pooled to 7 x 7. Convolutions start from He's normal distribution, linear layers from
     a deviation of 0.01: sixteen layers without normalisation do not learn from torch's default.
     """
 

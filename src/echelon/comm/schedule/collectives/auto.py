@@ -28,7 +28,7 @@ _MESSAGE_S = 60e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoCollective(Collective):
-    """The cheapest collective for the number of workers, the length and the links.
+    """Chooses the cheapest collective for the number of workers, the length and the links.
 
     `latency_s` is the cost of a step beside its bytes, software and wire; `bytes_per_s` is the bandwidth of
     a link; `reduce_bytes_per_s` is how fast a worker adds.

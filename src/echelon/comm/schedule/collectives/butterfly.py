@@ -16,7 +16,7 @@ from echelon.comm.schedule.fold import fold, hosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Butterfly(Collective):
-    """Exchanges whole buffers in lg P steps; best for small buffers."""
+    """Exchanges whole buffers in log2(workers) steps; best for small buffers."""
 
     name: ClassVar[str] = "butterfly"
 

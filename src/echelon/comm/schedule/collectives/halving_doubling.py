@@ -17,7 +17,7 @@ from echelon.comm.schedule.fold import fold, hosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalvingDoubling(Scattering):
-    """Exchanges halves, quarters, ... in 2 lg P steps; few steps and few bytes."""
+    """Exchanges halves, quarters, ... in 2 log2(workers) steps; few steps and few bytes."""
 
     name: ClassVar[str] = "halving-doubling"
 
