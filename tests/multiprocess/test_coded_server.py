@@ -15,7 +15,7 @@ from echelon.observe.events import ServerEnded, read_events
 from echelon.server import encoding as coding
 from echelon.server import shards
 from echelon.server.channel import ServerChannel
-from echelon.server.protocol import CODED, Kind
+from echelon.server.protocol import PushPiece
 from plain import examples, seed_weights
 from served import Crew, take_part
 from warm import WorkerFailure
@@ -51,10 +51,10 @@ def trained(options, epochs=6):
         losses, (table,), came, pulled = [], session._synchronizer._tables, [], []
         take_in = table._take_in
 
-        def noted(message, how):
-            came.append(message.head.flags)
-            pulled.append(len(message.payload))
-            take_in(message, how)
+        def noted(peer, message, payload, how):
+            came.append(message.coded)
+            pulled.append(len(payload))
+            take_in(peer, message, payload, how)
 
         table._take_in = noted
         for _ in session.epochs(epochs):
@@ -71,11 +71,11 @@ def trained(options, epochs=6):
 # Codec, policy, options, how much smaller a push is, and whether weights that a worker is handed in the
 # course of a pass come coded: not if it has taken steps of its own.
 TRAINED = {
-    "top-k": ("top-k(ratio=0.05)", "async", {}, 15, {CODED}),
-    "one-bit": ("one-bit", "backup(0)", {}, 25, {CODED}),
-    "fp16, late": ("fp16", "async", {"overlap": "step"}, 1.9, {CODED}),
-    "alone at times": ("top-k(ratio=0.05)", "percentage(0.5)", {}, 0, {0, CODED}),
-    "summed": ("one-bit", "downpour(2, 2)", {}, 0, {0}),
+    "top-k": ("top-k(ratio=0.05)", "async", {}, 15, {True}),
+    "one-bit": ("one-bit", "backup(0)", {}, 25, {True}),
+    "fp16, late": ("fp16", "async", {"overlap": "step"}, 1.9, {True}),
+    "alone at times": ("top-k(ratio=0.05)", "percentage(0.5)", {}, 0, {False, True}),
+    "summed": ("one-bit", "downpour(2, 2)", {}, 0, {False}),
 }
 
 
@@ -90,9 +90,9 @@ def test_workers_learn_by_fewer_bytes_and_end_with_the_servers_weights_exactly(w
         assert losses[-1] < 0.5 * losses[0]
         assert sorted(own.tolist()) == sorted(weights.tolist()), "the server's weights, in another order"
         assert sent_bytes * smaller < 4 * length
-        assert came[:1] + came[-1:] == [0, 0], "weights as they are, when a pass begins and ends"
+        assert came[:1] + came[-1:] == [False, False], "weights as they are, when a pass begins and ends"
         for _ in range(12):
-            came.remove(0)
+            came.remove(False)
         assert set(came) == handed
     assert torch.equal(outcomes[0][1], outcomes[1][1])
     assert kept.waiting == 0
@@ -125,7 +125,7 @@ def stepped(codec, strength):
         lengths = [p.numel() for p in model.parameters()]
         (shard,) = shards.shard(lengths, 1, item_bytes=4)
         (piece,) = shards.pieces([shard], item_bytes=4)
-        ways = coding.open_coding(codec, torch.float32, 0, [p.shape for p in model.parameters()])
+        ways = coding.open_codec(codec, torch.float32, 0, [p.shape for p in model.parameters()])
         out = coding.PushEncoder(ways, [piece], 0)
         weights = flat(reversed(list(model.parameters())))  # as they lie in the shard
         velocity, shadows = torch.zeros_like(weights), coding.Shadows(ways, weights, 1)
@@ -201,21 +201,21 @@ def test_of_a_group_the_first_member_sends_coded_gradients_for_all(warm_pool, tm
         assert loss < 0.5
         assert torch.equal(weights, outcomes[0][1])
         assert bool(sent) == (rank in (0, 2))
-        assert all(flags == CODED and size * 20 < 4 * weights.numel() for flags, size in sent)
+        assert all(coded and size * 20 < 4 * weights.numel() for coded, size in sent)
 
 
 # What is sent ------------------------------------------------------------------------------------
 
 
 def messages():
-    """Note flags and bytes of all pushed pieces from now on; call what is returned to stop, and know."""
+    """Record all pushed pieces from now on; the returned function stops that, and returns them."""
     sent = []
     send = ServerChannel.send
 
-    def noted(self, server, what, *payload):
-        if what.kind == Kind.PUSH:
-            sent.append((what.flags, len(payload[0])))
-        send(self, server, what, *payload)
+    def noted(self, server, message, *payload):
+        if isinstance(message, PushPiece):
+            sent.append((message.coded, len(payload[0])))
+        send(self, server, message, *payload)
 
     ServerChannel.send = noted
 
@@ -287,7 +287,7 @@ def test_what_moved_the_weights_and_what_is_owed_are_all_gradients(
     residuals = sum(outcome[1] for outcome in outcomes) / 2
     for _, _, moved, sent in outcomes:
         torch.testing.assert_close(moved + residuals, given, rtol=1e-4, atol=1e-3)
-        assert {flags for flags, _ in sent} == {CODED}
+        assert {coded for coded, _ in sent} == {True}
     assert float(residuals.norm()) > 0
     assert kept.waiting == 0
 
@@ -305,7 +305,7 @@ def test_without_a_codec_gradients_are_sent_as_they_are_and_nothing_besides(warm
     cluster = Crew(tmp_path, workers=2, servers=1, sync="backup(0)", codec="none")
     outcomes, _ = cluster.run(warm_pool, work, "pushed", False, False)
     for _, residuals, _, sent in outcomes:
-        assert sent == [(0, 4 * (FEATURES * 60 + 60))] * 10
+        assert sent == [(False, 4 * (FEATURES * 60 + 60))] * 10
         assert not residuals.any()
     told = logged(cluster)
     assert (told.codec, told.pushed_bytes) == ("none", told.dense_pushed_bytes)

@@ -16,8 +16,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 import echelon
 from echelon.errors import ConfigError
 from echelon.observe.recorder import Recorder
-from echelon.server.coordinator import Coordinator, Freed
-from echelon.server.protocol import Done
+from echelon.server.coordinator import Coordinator
+from echelon.server.protocol import Freed, PushInfo
 from echelon.sync import policy as policies
 from echelon.sync.families.serve import Invite
 from plain import Trained, assert_same, examples, in_session, network, plainly
@@ -356,14 +356,14 @@ class Alone:
 
     def push(self, worker):
         step, self.steps[worker] = self.steps[worker], self.steps[worker] + 1
-        done = Done(kind="gradient", read=0, samples=1.0, compute_s=0.0, transfer_s=0.0)
-        self.coordinator.have(worker, step, 0.0, 0.0)
-        return self.coordinator.done(worker, step, done)
+        info = PushInfo(kind="gradient", read=0, samples=1.0, compute_s=0.0, transfer_s=0.0)
+        self.coordinator.held(worker, step, 0.0, 0.0)
+        return self.coordinator.done(worker, step, info)
 
     def ask(self, worker):
         step, self.steps[worker] = self.steps[worker], self.steps[worker] + 1
-        done = Done(kind="ask", read=0, samples=1.0, compute_s=0.0, transfer_s=0.0)
-        return self.coordinator.ask(worker, step, done)
+        info = PushInfo(kind="ask", read=0, samples=1.0, compute_s=0.0, transfer_s=0.0)
+        return self.coordinator.ask(worker, step, info)
 
 
 @pytest.mark.parametrize("order", sorted(set(permutations((0, 0, 1, 1)))))

@@ -6,9 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from echelon.comm.wire.mailbox import Mailbox, MessageHead
+from echelon.comm.wire.mailbox import Mailbox
 from echelon.errors import RoundTimeout, WorkerError
-from echelon.server.protocol import Kind, decode, head
+from echelon.server.protocol import (
+    AskAwaited,
+    AwaitedWorkers,
+    Bye,
+    ServerMessage,
+    ToWorker,
+    WeightsPiece,
+    refused,
+)
 
 if TYPE_CHECKING:
     from echelon.server.client import Table
@@ -27,21 +35,27 @@ class ServerChannel:
         self.rank = rank
         self.me = names[rank]
         self.tables: list[Table] = []
-        self.mailbox: Mailbox | None = None
+        self.mailbox: Mailbox[ToWorker] | None = None
 
     @property
     def coordinator(self) -> int:
         """The server that decides."""
         return self.servers[0]
 
-    def place(self, peer: int, message: MessageHead, length: int) -> memoryview | None:
-        """Weights go straight to where they are taken from. Runs in the loop's thread."""
-        return self.tables[message.table].place(message, length) if message.kind == Kind.WEIGHTS else None
+    def place(self, peer: int, message: ToWorker, length: int) -> memoryview | None:
+        """Weights are received straight into the table's memory. Runs in the loop's thread."""
+        table = self._table(peer, message)
+        return table.place(peer, message, length) if isinstance(message, WeightsPiece) else None
 
-    def send(self, server: int, what: MessageHead, payload: memoryview = _NOTHING) -> None:
+    def _table(self, peer: int, message: ToWorker) -> Table:
+        if message.table >= len(self.tables):
+            raise refused(self.names[peer], message, f"this worker has no table {message.table}")
+        return self.tables[message.table]
+
+    def send(self, server: int, message: ServerMessage, payload: memoryview = _NOTHING) -> None:
         """Queue a message to a server."""
         assert self.mailbox is not None
-        self.mailbox.send(server, what, payload)
+        self.mailbox.send(server, message, payload)
 
     def until(
         self, there: Callable[[], bool], table: int, silent: Callable[[], list[int]] | None = None
@@ -55,9 +69,9 @@ class ServerChannel:
         begun = time.perf_counter()
         while not there():
             left = self.deadline_s - (time.perf_counter() - begun)
-            message = self.mailbox.receive(left) if left > 0 else None
-            if message is not None:
-                self.tables[message.head.table].hear(message)
+            delivery = self.mailbox.receive(left) if left > 0 else None
+            if delivery is not None:
+                self._table(delivery.peer, delivery.message).hear(delivery)
             elif time.perf_counter() - begun >= self.deadline_s:
                 raise self._late(self._awaited(table) if silent is None else silent())
         return time.perf_counter() - begun
@@ -65,12 +79,12 @@ class ServerChannel:
     def _awaited(self, table: int) -> list[int]:
         """Those whom the coordinator waits for; itself, if it does not say."""
         assert self.mailbox is not None
-        self.send(self.coordinator, head(Kind.WHO, table))
+        self.send(self.coordinator, AskAwaited(table=table))
         until = time.perf_counter() + _ANSWER_S
         while time.perf_counter() < until:
-            message = self.mailbox.receive(until - time.perf_counter())
-            if message is not None and message.head.kind == Kind.AWAITED:
-                return decode(message.payload, list[int])
+            delivery = self.mailbox.receive(until - time.perf_counter())
+            if delivery is not None and isinstance(delivery.message, AwaitedWorkers):
+                return delivery.message.ranks
         return [self.coordinator]
 
     def _late(self, ranks: list[int]) -> WorkerError:
@@ -88,4 +102,4 @@ class ServerChannel:
         """Say goodbye to the servers."""
         if self.mailbox is None or self.mailbox.error is not None:
             return
-        self.mailbox.leave(self.servers, head(Kind.BYE), _ANSWER_S)
+        self.mailbox.leave(self.servers, Bye(), _ANSWER_S)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from echelon.checkpoint import state_tree
 from echelon.comm.wire.exchange import as_bytes
-from echelon.comm.wire.mailbox import Message, MessageHead
+from echelon.comm.wire.mailbox import Delivery
 from echelon.errors import ConfigError, GradientError
 from echelon.reduce.deferred import DeferredParameter, restore
 from echelon.reduce.reducer import RoundObserver
@@ -31,21 +31,29 @@ from echelon.server.channel import ServerChannel
 from echelon.server.layout import TableLayout
 from echelon.server.outbox import Outbox
 from echelon.server.protocol import (
-    ASKING,
-    CODED,
-    FRESH,
-    LOOK,
-    RESTING,
-    Done,
-    Kind,
-    Opening,
+    AskToPush,
+    FetchedState,
+    FetchState,
+    Invited,
+    JoinTable,
+    LeaveTable,
+    MembershipNoted,
+    OpenTable,
+    PullWeights,
+    PushDone,
+    PushInfo,
+    PushPiece,
     Released,
-    decode,
-    encode,
-    head,
+    Seeded,
+    SeedState,
+    SeedWeights,
+    TableOpened,
+    ToWorker,
+    WeightsPiece,
+    refused,
 )
 from echelon.server.shards import ShardPiece
-from echelon.sync.families.serve import ServePolicy
+from echelon.sync.families.serve import Kind, ServePolicy
 from echelon.sync.policy import ClusterInfo
 
 
@@ -90,7 +98,7 @@ class Table:
         self._name_of = name_of
         self._members = tuple(members) or (line.rank,)
         shapes = [p.shape for p in self._parameters]
-        self._coding = coding.open_coding(codec, self._layout.dtype, self._number, shapes)
+        self._coding = coding.open_codec(codec, self._layout.dtype, self._number, shapes)
         coded = None
         if self._coding is not None:
             coded = coding.PushEncoder(self._coding, self._layout.pieces, worker)
@@ -108,7 +116,7 @@ class Table:
         self._transfer_s = self._compute_s = self._arrived_at = 0.0
         self._ask = self._alone = False
         self._sum: list[Tensor] | None = None
-        self._answer: Message | None = None
+        self._answer: Released | Invited | None = None
         self._landed: set[tuple[int, int]] = set()
         self._noted = False
         self._seeded = 0
@@ -126,14 +134,14 @@ class Table:
 
     def open(self, policy: str, cluster: ClusterInfo, workers: Sequence[int], *, replicas: int = 0) -> None:
         """By the leader: tell the servers what they keep, and the weights to begin with."""
-        told = {name: getattr(cluster, name) for name in ClusterInfo.__dataclass_fields__}
-        opening = Opening(
+        opening = OpenTable(
+            table=self._number,
             policy=policy,
-            cluster=told,
+            cluster=cluster,
             workers=list(workers),
             shapes=[list(p.shape) for p in self._parameters],
             dtype=str(self._layout.dtype).removeprefix("torch."),
-            spec=self._spec,
+            optimizer=self._spec,
             groups=self._group_of,
             replicas=replicas,
             whole=self._whole,
@@ -141,7 +149,7 @@ class Table:
         )
         self._opened.clear()
         for server in self._line.servers:
-            self._line.send(server, head(Kind.OPEN, self._number), memoryview(encode(opening)))
+            self._line.send(server, opening)
         self._line.until(
             lambda: len(self._opened) == len(self._line.servers),
             self._number,
@@ -163,12 +171,11 @@ class Table:
                 continue
             for copy in range(replicas + 1):
                 server = self._line.servers[(index + copy) % len(self._line.servers)]
-                what = head(Kind.SEED, self._number, shard=index)
-                self._line.send(server, what, as_bytes(flat))
+                self._line.send(server, SeedWeights(table=self._number, shard=index), as_bytes(flat))
                 sent += 1 + bool(states)
                 if states:
-                    what = head(Kind.SEED, self._number, shard=index, flags=1)
-                    self._line.send(server, what, memoryview(state_tree.pack({"parts": states[index]})))
+                    packed = memoryview(state_tree.pack({"parts": states[index]}))
+                    self._line.send(server, SeedState(table=self._number, shard=index), packed)
         # Or others would be handed zeros.
         self._line.until(lambda: self._seeded == sent, self._number, lambda: self._line.servers)
 
@@ -186,10 +193,11 @@ class Table:
             self.settle()
             self.outbox.ready(self._place_of[id(parameter)])
 
-    def _send(self, piece: ShardPiece, memory: memoryview, flags: int) -> None:
-        fields = {"shard": piece.shard, "step": self._step, "start": piece.start}
-        what = head(Kind.PUSH, self._number, flags=flags, **fields)
-        self._line.send(self._line.servers[piece.shard], what, memory)
+    def _send(self, piece: ShardPiece, memory: memoryview, coded: bool) -> None:
+        message = PushPiece(
+            table=self._number, shard=piece.shard, step=self._step, start=piece.start, coded=coded
+        )
+        self._line.send(self._line.servers[piece.shard], message, memory)
 
     def _refusal(self, place: int, step: int, what: str = "gradient") -> GradientError:
         name = self._name_of(self._parameters[place]) or f"number {place}"
@@ -247,9 +255,9 @@ class Table:
 
     def _step_by_server(self, own_step: Callable[[], None], compute_s: float) -> None:
         if self._ask:
-            self._send_done(Kind.ASK, "delta", compute_s)
+            self._send_done("delta", compute_s, asks=True)
             self._await_release()
-            if self._answer is not None and self._answer.head.kind == Kind.INVITE:
+            if isinstance(self._answer, Invited):
                 self._answer = None
                 if self._alone:
                     own_step()
@@ -322,91 +330,101 @@ class Table:
     def _used(self) -> list[bool]:
         return [p.grad is not None for p in self._parameters]
 
-    def _finish_push(self, kind: str, compute_s: float, used: list[bool], *, pull: bool = True) -> None:
-        self._send_done(Kind.DONE, kind, compute_s, used, pull=pull)
+    def _finish_push(self, kind: Kind, compute_s: float, used: list[bool], *, pull: bool = True) -> None:
+        self._send_done(kind, compute_s, used, pull=pull)
         self.outbox.finish()
 
     def _send_done(
-        self, what: Kind, kind: str, compute_s: float, used: Sequence[bool] = (), *, pull: bool = True
+        self,
+        kind: Kind,
+        compute_s: float,
+        used: Sequence[bool] = (),
+        *,
+        pull: bool = True,
+        asks: bool = False,
     ) -> None:
         settings = spec.settings(self.optimizer)
-        shards = self._layout.shards if what == Kind.DONE else self._layout.shards[:1]
-        for index, shard in enumerate(shards):
+        for index, shard in enumerate(self._layout.shards[:1] if asks else self._layout.shards):
             if not shard.length:
                 continue
-            done = Done(
+            info = PushInfo(
                 kind=kind,
                 read=self._read,
                 samples=self.samples,
                 compute_s=compute_s,
                 transfer_s=self._transfer_s,
-                pull=pull,
-                used=bytes(used[part.parameter] for part in shard.parts) if used else b"",
-                settings=settings if what == Kind.DONE else None,
+                wants_weights=pull,
+                used=[used[part.parameter] for part in shard.parts] if used else [],
+                settings=None if asks else settings,
             )
-            message = head(what, self._number, shard=index, step=self._step)
-            self._line.send(self._line.servers[index], message, memoryview(encode(done)))
+            message = (
+                AskToPush(table=self._number, step=self._step, info=info)
+                if asks
+                else PushDone(table=self._number, shard=index, step=self._step, info=info)
+            )
+            self._line.send(self._line.servers[index], message)
         self._landed.clear()
-        if what == Kind.DONE:
+        if not asks:
             self._step += 1
 
     # Answers -------------------------------------------------------------------------------------
 
-    def place(self, message: MessageHead, length: int) -> memoryview | None:
+    def place(self, peer: int, message: WeightsPiece, length: int) -> memoryview | None:
         """Where handed weights go. With a codec they are taken in one by one, as they were sent."""
+        if (message.shard, message.start) not in self._layout.piece_at:
+            raise refused(self._line.names[peer], message, "there is no such piece")
         if self._coding is not None:
             return None
         room = self._rooms[message.shard]
         at = message.start * room.element_size()
         return as_bytes(room)[at : at + length]
 
-    def hear(self, message: Message) -> None:
+    def hear(self, delivery: Delivery[ToWorker]) -> None:
         """A message for this table."""
-        match Kind(message.head.kind):
-            case Kind.RELEASE | Kind.INVITE:
+        match message := delivery.message:
+            case Released() | Invited():
                 self._answer = message
-            case Kind.WEIGHTS:
+            case WeightsPiece():
                 if self._coding is not None:
-                    self._take_in(message, self._coding)
-                self._landed.add((message.head.shard, message.head.start))
-                self._read = message.head.step
-            case Kind.NOTED:
+                    self._take_in(delivery.peer, message, delivery.payload, self._coding)
+                self._landed.add((message.shard, message.start))
+                self._read = message.version
+            case MembershipNoted():
                 self._noted = True
-            case Kind.SEEDED:
+            case Seeded():
                 self._seeded += 1
-            case Kind.OPENED:
-                self._opened[message.peer] = bytes(message.payload).decode().strip("\0")
-            case Kind.STATES:
-                self._states[message.head.shard] = bytes(message.payload)
+            case TableOpened():
+                self._opened[delivery.peer] = message.problem
+            case FetchedState():
+                self._states[message.shard] = bytes(delivery.payload)
             case _:
                 pass  # an answer that came too late
 
-    def _take_in(self, message: Message, how: coding.TableCodec) -> None:
+    def _take_in(
+        self, peer: int, message: WeightsPiece, payload: memoryview, how: coding.TableCodec
+    ) -> None:
         """Weights as they are, or how they differ from what this worker has."""
-        room = self._rooms[message.head.shard]
-        piece = self._layout.piece_at[message.head.shard, message.head.start]
-        if message.head.flags & CODED:
-            sender = self._line.names[message.peer]
-            coding.add_change(how, message.payload, piece, room, self._worker, sender)
+        room = self._rooms[message.shard]
+        piece = self._layout.piece_at[message.shard, message.start]
+        if message.coded:
+            sender = self._line.names[peer]
+            coding.add_change(how, payload, piece, room, self._worker, sender)
         else:
-            room[piece.start : piece.stop].copy_(
-                torch.frombuffer(message.payload, dtype=self._layout.dtype)
-            )
+            room[piece.start : piece.stop].copy_(torch.frombuffer(payload, dtype=self._layout.dtype))
 
     def _await_release(self) -> None:
         self._line.until(lambda: self._answer is not None, self._number)
 
     def _take_answer(self, own_step: Callable[[], None]) -> None:
         """Do as the coordinator says: take the weights that come, or a step alone."""
-        assert self._answer is not None
+        assert isinstance(self._answer, Released)
         answer, self._answer = self._answer, None
-        self._ask = bool(answer.head.flags & ASKING)
-        if answer.head.flags & FRESH:
+        self._ask = answer.ask
+        if answer.fresh:
             self._line.until(self._all_landed, self._number, self._silent)
             self._put_in_place()
             self._alone = False
-            held_s = decode(answer.payload, Released).held_s
-            self._transfer_s = max(0.0, time.perf_counter() - self._arrived_at - held_s)
+            self._transfer_s = max(0.0, time.perf_counter() - self._arrived_at - answer.held_s)
         elif self._policy.pull_every == 1 and self._policy.push_every == 1:
             own_step()
             self._alone = True
@@ -456,8 +474,8 @@ class Table:
         self._layout.fill(self._rooms, place)
         if not self._on_its_way:
             self._line.until(lambda: self._answer is not None, self._number)
-            assert self._answer is not None
-            held_s = decode(self._answer.payload, Released).held_s
+            assert isinstance(self._answer, Released)
+            held_s = self._answer.held_s
             self._transfer_s = max(0.0, time.perf_counter() - self._arrived_at - held_s)
             self._answer = None
 
@@ -479,7 +497,7 @@ class Table:
         """Take the weights as they are now; `look`: only for a moment, and the server takes no note."""
         self.settle()
         self._landed.clear()
-        self._line.send(self._line.coordinator, head(Kind.PULL, self._number, flags=LOOK * look))
+        self._line.send(self._line.coordinator, PullWeights(table=self._number, look=look))
         self._line.until(self._all_landed, self._number, self._silent)
         self._put_in_place()
         self._alone = False
@@ -490,7 +508,7 @@ class Table:
             return
         self._arrived_at = time.perf_counter()
         if self._sum is None:
-            kind = "delta"
+            kind: Kind = "delta"
             self._push_tensors(self._delta(), "change")
         else:
             kind = "gradient"
@@ -532,19 +550,19 @@ class Table:
         if self.present:
             return
         self.present = True
-        self._note(Kind.JOIN)
+        self._note(JoinTable(table=self._number))
         self._released_at = time.perf_counter()
 
     def leave(self, *, rests: bool = False) -> None:
         """Take no part, for now; `rests`: all others come to where this worker is, and then all go on."""
         if self.present:
             self.present = False
-            self._note(Kind.LEAVE, RESTING * rests)
+            self._note(LeaveTable(table=self._number, resting=rests))
 
-    def _note(self, kind: Kind, flags: int = 0) -> None:
+    def _note(self, message: JoinTable | LeaveTable) -> None:
         self.settle()
         self._noted = False
-        self._line.send(self._line.coordinator, head(kind, self._number, flags=flags))
+        self._line.send(self._line.coordinator, message)
         self._line.until(lambda: self._noted, self._number, lambda: [self._line.coordinator])
 
     def detach(self) -> None:
@@ -564,7 +582,7 @@ class Table:
         self._states.clear()
         kept = [index for index, shard in enumerate(self._layout.shards) if shard.length]
         for index in kept:
-            self._line.send(self._line.servers[index], head(Kind.STATE, self._number))
+            self._line.send(self._line.servers[index], FetchState(table=self._number))
         self._line.until(
             lambda: len(self._states) == len(kept),
             self._number,

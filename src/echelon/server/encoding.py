@@ -107,7 +107,7 @@ class TableCodec:
         )
 
 
-def open_coding(
+def open_codec(
     text: str, dtype: torch.dtype, table: int, shapes: Sequence[Sequence[int]]
 ) -> TableCodec | None:
     """The codecs of a table; None if it has none, or numbers that no codec writes."""

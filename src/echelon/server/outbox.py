@@ -18,7 +18,6 @@ from torch import Tensor
 from echelon.comm.wire.exchange import as_bytes
 from echelon.server import encoding as coding
 from echelon.server.layout import TableLayout, cut_out, part_of
-from echelon.server.protocol import CODED
 from echelon.server.shards import ShardPiece
 
 _PATIENCE = 3  # how often pieces may be sent in vain before they wait for step()
@@ -31,7 +30,7 @@ class Outbox:
         self,
         layout: TableLayout,
         coded: coding.PushEncoder | None,
-        send: Callable[[ShardPiece, memoryview, int], None],
+        send: Callable[[ShardPiece, memoryview, bool], None],
         *,
         early: bool,
     ) -> None:
@@ -168,7 +167,7 @@ class Outbox:
             self._send_plain(piece)
             return
         payload = self._codec.write(number, self._flats[piece.shard], self._absent, early=early)
-        self._count(piece, as_bytes(payload), CODED)
+        self._count(piece, as_bytes(payload), coded=True)
         self._codes = True
 
     def _send_plain(self, piece: ShardPiece) -> None:
@@ -176,8 +175,8 @@ class Outbox:
         item_bytes = flat.element_size()
         self._count(piece, as_bytes(flat)[piece.start * item_bytes : piece.stop * item_bytes])
 
-    def _count(self, piece: ShardPiece, memory: memoryview, flags: int = 0) -> None:
-        self._send(piece, memory, flags)
+    def _count(self, piece: ShardPiece, memory: memoryview, *, coded: bool = False) -> None:
+        self._send(piece, memory, coded)
         self._given_bytes += len(memory)
 
     def finish(self) -> None:

@@ -20,7 +20,7 @@ from echelon.comm.wire.summing import SERVERS_DO, SUM, serve
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
-from echelon.server.protocol import Kind
+from echelon.server.protocol import Bye, ToServer
 from echelon.server.server import ParameterServer
 
 
@@ -73,7 +73,7 @@ def _keep(engine: Engine, place: Place, recorder: Recorder) -> ParameterServer:
         rank=place.rank, servers=everybody[place.world_size :], workers=workers, recorder=recorder
     )
     others = set(everybody) - {place.rank}
-    server.run(Mailbox(engine.loop, others, place=server.place, farewell=Kind.BYE))
+    server.run(Mailbox(engine.loop, others, ToServer, place=server.place, farewell=Bye))
     return server
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from echelon.observe.events import Arrived, Decided
-from echelon.server.coordinator import Coordinator, Freed
-from echelon.server.protocol import Done
+from echelon.server.coordinator import Coordinator
+from echelon.server.protocol import Freed, PushInfo
 from echelon.simulate.replay import replay
 from echelon.sync.families.serve import Apply, Arrival, Drop, Invite, Release, Rule, Wake, WeightedPush
 from echelon.sync.policy import POLICIES, ClusterInfo
@@ -73,20 +73,20 @@ class Stage:
         """All of a push arrives; `decisions` are what the rule then says."""
         given = {"kind": "gradient", "read": 0, "samples": 1.0, "compute_s": 0.5, "transfer_s": 0.25}
         self.rule.next = list(decisions)
-        orders = self.coordinator.done(worker, step, Done(**{**given, **facts}))
+        orders = self.coordinator.done(worker, step, PushInfo(**{**given, **facts}))
         for _ in range(2):
-            orders += self.coordinator.have(worker, step, 1.5, 0.5)
+            orders += self.coordinator.held(worker, step, 1.5, 0.5)
         return orders
 
 
 def done(**facts):
-    return Done(
+    return PushInfo(
         **{"kind": "gradient", "read": 3, "samples": 2.0, "compute_s": 0.5, "transfer_s": 0.1, **facts}
     )
 
 
 @pytest.mark.parametrize(
-    "order", [("done", "have", "have"), ("have", "done", "have"), ("have", "have", "done")]
+    "order", [("done", "held", "held"), ("held", "done", "held"), ("held", "held", "done")]
 )
 def test_the_rule_hears_of_a_push_when_every_holder_has_it_and_all_was_said_about_it(stage, order):
     stage.rule.next = [Apply((WeightedPush(1, 4, 1.0),))]
@@ -94,7 +94,7 @@ def test_the_rule_hears_of_a_push_when_every_holder_has_it_and_all_was_said_abou
         if what == "done":
             orders = stage.coordinator.done(2, 4, done())
         else:
-            orders = stage.coordinator.have(2, 4, 1.5, 0.25)
+            orders = stage.coordinator.held(2, 4, 1.5, 0.25)
         assert bool(orders) == bool(stage.rule.heard) == (number == 2)
     assert stage.rule.heard == [
         Arrival(
@@ -115,11 +115,11 @@ def test_the_rule_hears_of_a_push_when_every_holder_has_it_and_all_was_said_abou
 def test_pushes_of_several_workers_do_not_mix(stage):
     coordinator = stage.coordinator
     coordinator.done(0, 0, done())
-    coordinator.have(2, 0, 0.0, 0.0)
-    coordinator.have(0, 1, 0.0, 0.0)
+    coordinator.held(2, 0, 0.0, 0.0)
+    coordinator.held(0, 1, 0.0, 0.0)
     assert stage.rule.heard == []
-    coordinator.have(0, 0, 0.0, 0.0)
-    coordinator.have(0, 0, 0.0, 0.0)
+    coordinator.held(0, 0, 0.0, 0.0)
+    coordinator.held(0, 0, 0.0, 0.0)
     assert [(heard.worker, heard.step) for heard in stage.rule.heard] == [(0, 0)]
 
 
@@ -138,7 +138,7 @@ def test_a_release_says_how_long_the_policy_kept_a_worker_and_the_version(stage)
 
 
 def test_a_worker_that_wants_no_weights_gets_none(stage):
-    assert stage.push(0, 0, Release(0), pull=False) == [Freed(0, False, False, 0, 0.0)]
+    assert stage.push(0, 0, Release(0), wants_weights=False) == [Freed(0, False, False, 0, 0.0)]
     assert stage.push(0, 1, Release(0, fresh=False)) == [Freed(0, False, False, 0, 0.0)]
 
 
@@ -215,7 +215,7 @@ def test_what_is_recorded_replays(sync):
                 orders += stage.coordinator.ask(worker, step, facts)
             else:
                 orders += stage.coordinator.done(worker, step, facts)
-                orders += stage.coordinator.have(worker, step, 0.0, 0.0)
+                orders += stage.coordinator.held(worker, step, 0.0, 0.0)
         for order in orders:
             if isinstance(order, Freed):
                 here.discard(order.worker)

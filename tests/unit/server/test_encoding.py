@@ -58,7 +58,7 @@ class Wire:
     """A worker, the servers' layout, and what the servers read."""
 
     def __init__(self, codec, *, servers=1, worker=1, shapes=SHAPES):
-        made = coding.open_coding(codec, torch.float32, 0, shapes)
+        made = coding.open_codec(codec, torch.float32, 0, shapes)
         assert made is not None
         self.coding = made
         self.worker = worker
@@ -402,4 +402,4 @@ def test_an_unknown_codec_is_refused_with_its_nearest():
 
 @pytest.mark.parametrize(("codec", "dtype"), [("none", torch.float32), ("fp16", torch.float64)])
 def test_nothing_is_coded_without_a_codec_or_with_numbers_that_none_writes(codec, dtype):
-    assert coding.open_coding(codec, dtype, 0, SHAPES) is None
+    assert coding.open_codec(codec, dtype, 0, SHAPES) is None

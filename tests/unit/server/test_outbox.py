@@ -12,7 +12,6 @@ from echelon.errors import ConfigError
 from echelon.server import encoding as coding
 from echelon.server.layout import TableLayout
 from echelon.server.outbox import Outbox
-from echelon.server.protocol import CODED
 
 LARGE = 300_000  # elements: above a piece, and cut if there are two servers
 SHAPES = ((3, 4), (LARGE,), (), (5,), (LARGE, 2))
@@ -33,20 +32,20 @@ class Post:
         self.parameters = parameters(shapes)
         self.layout = TableLayout(self.parameters, servers, whole=False)
         self.messages = []
-        how = coding.open_coding(codec, torch.float32, 0, [p.shape for p in self.parameters])
+        how = coding.open_codec(codec, torch.float32, 0, [p.shape for p in self.parameters])
         coded = None if how is None else coding.PushEncoder(how, self.layout.pieces, 0)
         self.outbox = Outbox(self.layout, coded, self._take, early=early)
         for p in self.parameters:
             p.grad = torch.randn_like(p)
 
-    def _take(self, piece, memory, flags):
-        self.messages.append((piece, bytes(memory), flags))
+    def _take(self, piece, memory, coded):
+        self.messages.append((piece, bytes(memory), coded))
 
     def received(self):
         """What the servers have, shaped like the parameters; of what was sent twice, the last."""
         flats = self.layout.room()
-        for piece, memory, flags in self.messages:
-            assert not flags
+        for piece, memory, coded in self.messages:
+            assert not coded
             values = torch.frombuffer(bytearray(memory), dtype=torch.float32)
             flats[piece.shard][piece.start : piece.stop] = values
         return self.layout.spread(flats)
@@ -213,7 +212,7 @@ def test_with_a_codec_a_changed_gradient_takes_the_round_back():
     pieces = len(plain.layout.pieces)
     assert len(changed.messages) == 2 * pieces
     assert changed.messages[pieces:] == plain.messages, "as if nothing had left before"
-    assert all(flags == CODED for *_, flags in plain.messages)
+    assert all(coded for *_, coded in plain.messages)
     for kept, other in zip(
         plain.outbox.codec_state().values(), changed.outbox.codec_state().values(), strict=True
     ):
@@ -224,9 +223,9 @@ def test_what_is_no_gradient_is_sent_as_it_is_and_sums_are_coded():
     mailbox = Post(codec="one-bit")
     tensors = [p.detach() for p in mailbox.parameters]
     mailbox.outbox.push(tensors)
-    assert {flags for *_, flags in mailbox.messages} == {0}
+    assert {coded for *_, coded in mailbox.messages} == {False}
     for got, put in zip(mailbox.received(), tensors, strict=True):
         assert torch.equal(got, put)
     mailbox.messages.clear()
     mailbox.outbox.push_sum(tensors)
-    assert {flags for *_, flags in mailbox.messages} == {CODED}
+    assert {coded for *_, coded in mailbox.messages} == {True}

@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import msgspec
+
 from echelon.errors import ConfigError
 from echelon.sync.policy import ClusterInfo, Family, Policy
 
@@ -58,8 +60,7 @@ class Arrival:
     dot: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedPush:
+class WeightedPush(msgspec.Struct, frozen=True):
     """A pushed gradient (delta, weights) and what it is multiplied by."""
 
     worker: int
@@ -67,15 +68,13 @@ class WeightedPush:
     weight: float
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(msgspec.Struct, frozen=True, tag="apply"):
     """Make one update of these parts; the version of the weights grows by one."""
 
     parts: tuple[WeightedPush, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
     """Forget a push."""
 
     worker: int
@@ -83,8 +82,7 @@ class Drop:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """Let a worker go on: with the weights as they are now, or (not fresh) with its own, alone."""
 
     worker: int
@@ -92,15 +90,13 @@ class Release:
     ask: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Invite:
+class Invite(msgspec.Struct, frozen=True, tag="invite"):
     """Let a worker that asked push now."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(msgspec.Struct, frozen=True):
     """Call `tick` at this time, or somewhat later."""
 
     t: float

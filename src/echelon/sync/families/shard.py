@@ -76,9 +76,8 @@ class ShardState:
         """How many pushes wait for a decision."""
         return len(self._pushes)
 
-    def seed(self, flat: Tensor) -> None:
-        """Begin with these weights."""
-        self.flat.copy_(flat)
+    def seeded(self) -> None:
+        """First weights have been written into `flat`."""
         self._snapshot = None
 
     def push(self, worker: int, step: int, push: Push) -> tuple[float, float]:

@@ -26,6 +26,7 @@ from echelon.reduce.encoded.states import Saved, handed_over
 from echelon.reduce.reducer import RoundObserver
 from echelon.server.channel import ServerChannel
 from echelon.server.client import Table
+from echelon.server.protocol import ToWorker
 from echelon.sync.families.serve import ServePolicy
 from echelon.sync.policy import ClusterInfo
 from echelon.train.encoding import check_momentum
@@ -45,7 +46,7 @@ def open_line(group: EngineGroup) -> ServerChannel:
     """A worker's post to the servers."""
     names = {member.rank: str(member) for member in group.members}
     line = ServerChannel(group.deadline_s, group.servers, names, group.ranks[group.rank])
-    line.mailbox = Mailbox(group.loop, set(group.servers), place=line.place)
+    line.mailbox = Mailbox(group.loop, set(group.servers), ToWorker, place=line.place)
     return line
 
 
