@@ -12,12 +12,12 @@ import echelon
 from echelon.checkpoint import store as checkpoint
 from echelon.errors import ConfigError, GradientError
 from echelon.observe.events import ServerEnded, read_events
-from echelon.server import encoding as coding
-from echelon.server import shards
+from echelon.server import encoding
 from echelon.server.channel import ServerChannel
+from echelon.server.layout import cut_pieces, split
 from echelon.server.protocol import PushPiece
 from plain import examples, seed_weights
-from served import Crew, take_part
+from served import ServedRun, take_part
 from warm import WorkerFailure
 
 FEATURES = 400
@@ -48,15 +48,15 @@ def trained(options, epochs=6):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(data, batch_size=12, shuffle=True)
         model, optimizer, loader = session.prepare(model, optimizer, loader, **options)
-        losses, (table,), came, pulled = [], session._synchronizer._tables, [], []
-        take_in = table._take_in
+        losses, (client,), came, pulled = [], session._synchronizer._clients, [], []
+        receive = client.weights.receive
 
-        def noted(peer, message, payload, how):
+        def noted(sender, message, payload):
             came.append(message.coded)
             pulled.append(len(payload))
-            take_in(peer, message, payload, how)
+            receive(sender, message, payload)
 
-        table._take_in = noted
+        client.weights.receive = noted
         for _ in session.epochs(epochs):
             for x, y in loader:
                 optimizer.zero_grad()
@@ -65,7 +65,7 @@ def trained(options, epochs=6):
             x, y = data.tensors
             with torch.no_grad():
                 losses.append(float(F.cross_entropy(model(x), y)))
-        return losses, flat(model.parameters()), table.outbox.sent_bytes, came, sum(pulled)
+        return losses, flat(model.parameters()), client.pushes.sent_bytes, came, sum(pulled)
 
 
 # Codec, policy, options, how much smaller a push is, and whether weights that a worker is handed in the
@@ -82,7 +82,7 @@ TRAINED = {
 @pytest.mark.parametrize("how", TRAINED)
 def test_workers_learn_by_fewer_bytes_and_end_with_the_servers_weights_exactly(warm_pool, tmp_path, how):
     codec, sync, options, smaller, handed = TRAINED[how]
-    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec=codec, seed=1)
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync=sync, codec=codec, seed=1)
     outcomes, (kept,) = cluster.run(warm_pool, work, "trained", options)
     (weights,) = (weights for weights in kept.weights.values())
     length, hand_outs = weights.numel(), sum(len(outcome[3]) for outcome in outcomes)
@@ -121,14 +121,14 @@ def stepped(codec, strength):
         if session.rank:
             session.rest()
             return []
-        (table,) = session._synchronizer._tables
+        (client,) = session._synchronizer._clients
         lengths = [p.numel() for p in model.parameters()]
-        (shard,) = shards.shard(lengths, 1, item_bytes=4)
-        (piece,) = shards.pieces([shard], item_bytes=4)
-        ways = coding.open_codec(codec, torch.float32, 0, [p.shape for p in model.parameters()])
-        out = coding.PushEncoder(ways, [piece], 0)
+        (shard,) = split(lengths, 1, item_bytes=4)
+        (piece,) = cut_pieces([shard], item_bytes=4)
+        ways = encoding.open_codec(codec, torch.float32, 0, [p.shape for p in model.parameters()])
+        out = encoding.PushEncoder(ways, [piece], 0)
         weights = flat(reversed(list(model.parameters())))  # as they lie in the shard
-        velocity, shadows = torch.zeros_like(weights), coding.Shadows(ways, weights, 1)
+        velocity, shadows = torch.zeros_like(weights), encoding.Shadows(ways, weights, 1)
         found = []
         for step in range(8):
             optimizer.zero_grad()
@@ -137,16 +137,16 @@ def stepped(codec, strength):
             optimizer.step()
             payload = memoryview(bytearray(out.write(0, gradient, ()).numpy().tobytes()))
             out.finish()
-            coding.read_push(ways, payload, piece, gradient, 0, "this worker")
+            encoding.read_push(ways, payload, piece, gradient, 0, "this worker")
             gradient += strength * gradient * gradient * (weights - shadows.of(0))
             velocity = 0.9 * velocity + gradient
             weights = weights - 0.01 * velocity
             shadows.change(0, piece, weights, step + 1)
             if step == 3:
-                table.pull()
+                client.pull()
                 shadows.of(0).copy_(weights)
             found.append((flat(reversed(list(model.parameters()))), shadows.of(0).clone()))
-        table.pull()
+        client.pull()
         return [*found, (flat(reversed(list(model.parameters()))), weights)]
 
 
@@ -154,7 +154,7 @@ def stepped(codec, strength):
 @pytest.mark.parametrize("codec", ["top-k(ratio=0.05)", "one-bit"])
 def test_a_worker_always_has_what_arithmetic_says(warm_pool, tmp_path, codec, sync):
     """Gradients are corrected, where they are, by what the worker had, which is not what the server has."""
-    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec=codec)
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync=sync, codec=codec)
     (found, _), _ = cluster.run(warm_pool, work, "stepped", codec, 0.0 if sync == "async" else 0.5)
     assert len(found) == 9
     for own, expected in found:
@@ -165,7 +165,7 @@ def test_a_worker_always_has_what_arithmetic_says(warm_pool, tmp_path, codec, sy
 
 @pytest.mark.parametrize("sync", ["backup(0)", "delay-compensated"])
 def test_replicas_have_what_they_are_replicas_of_to_the_bit(warm_pool, tmp_path, sync):
-    cluster = Crew(tmp_path, workers=2, servers=2, replicas=1, sync=sync, codec="one-bit", seed=1)
+    cluster = ServedRun(tmp_path, workers=2, servers=2, replicas=1, sync=sync, codec="one-bit", seed=1)
     outcomes, (one, other) = cluster.run(warm_pool, work, "trained", {}, 2)
     for shard in (0, 1):
         assert one.weights[0, shard].numel() > FEATURES
@@ -195,7 +195,7 @@ def test_of_a_group_the_first_member_sends_coded_gradients_for_all(warm_pool, tm
     sync = 'levels(full, "async")'
     groups = ((0, 1), (2, 3))
     codec = "between(one-bit)"
-    cluster = Crew(tmp_path, workers=4, servers=1, sync=sync, codec=codec, groups=groups)
+    cluster = ServedRun(tmp_path, workers=4, servers=1, sync=sync, codec=codec, groups=groups)
     outcomes, _ = cluster.run(warm_pool, work, "in_groups")
     for rank, (loss, weights, sent) in enumerate(outcomes):
         assert loss < 0.5
@@ -264,7 +264,7 @@ def pushed(clips, spoils):
             tables[f"0/{place}"]["residual"] if tables else torch.zeros(p.numel())
             for place, p in enumerate(model.parameters())
         ]
-        session._synchronizer._tables[0].pull()
+        session._synchronizer._clients[0].pull()
         moved = begun - flat(model.parameters()).double()
         session.barrier()  # a load is for all at once
         session._synchronizer.loaded()
@@ -281,7 +281,7 @@ def test_what_moved_the_weights_and_what_is_owed_are_all_gradients(
     warm_pool, tmp_path, codec, clips, spoils
 ):
     """Also of gradients that had left too early, and of steps that were not taken."""
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="backup(0)", codec=codec)
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync="backup(0)", codec=codec)
     outcomes, (kept,) = cluster.run(warm_pool, work, "pushed", clips, spoils)
     given = sum(outcome[0] for outcome in outcomes) / 2
     residuals = sum(outcome[1] for outcome in outcomes) / 2
@@ -294,7 +294,7 @@ def test_what_moved_the_weights_and_what_is_owed_are_all_gradients(
 
 def test_a_codec_that_had_nothing_to_write_is_not_told_of(warm_pool, tmp_path):
     sync = "elastic-averaging(asynchronous=true)"  # pushes weights
-    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="one-bit")
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync=sync, codec="one-bit")
     cluster.run(warm_pool, work, "trained", {}, 1)
     told = logged(cluster)
     assert (told.codec, told.pushed_bytes) == ("none", told.dense_pushed_bytes)
@@ -302,7 +302,7 @@ def test_a_codec_that_had_nothing_to_write_is_not_told_of(warm_pool, tmp_path):
 
 
 def test_without_a_codec_gradients_are_sent_as_they_are_and_nothing_besides(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="backup(0)", codec="none")
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync="backup(0)", codec="none")
     outcomes, _ = cluster.run(warm_pool, work, "pushed", False, False)
     for _, residuals, _, sent in outcomes:
         assert sent == [(False, 4 * (FEATURES * 60 + 60))] * 10
@@ -338,14 +338,14 @@ def spoiled():
             optimizer.step()
         session.rest()
         session.barrier()
-        session._synchronizer._tables[0].pull()
+        session._synchronizer._clients[0].pull()
         return begun - flat(model.parameters())
 
 
 @pytest.mark.parametrize("sync", ["async", "downpour(2, 2)", "downpour(1, 3)", "percentage(0.5)"])
 def test_a_gradient_that_is_not_finite_goes_nowhere_and_a_script_may_go_on(warm_pool, tmp_path, sync):
     """Neither to the server, nor into the worker's own weights or sums."""
-    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
     outcomes, (kept,) = cluster.run(warm_pool, work, "spoiled")
     for moved in outcomes:
         torch.testing.assert_close(moved, torch.full_like(moved, moved[0]), rtol=1e-3, atol=1e-3)
@@ -374,14 +374,14 @@ def overflowing(sync):
             with pytest.raises(GradientError, match=f"the {what} of parameter weight"):
                 session.rest()
         session.barrier()
-        session._synchronizer._tables[0].pull()
+        session._synchronizer._clients[0].pull()
         session.rest()
         return flat(model.parameters())
 
 
 @pytest.mark.parametrize("sync", ["downpour(4, 4)", "percentage(shares=[0.1, 1.0])"])
 def test_what_has_become_infinite_on_the_way_is_not_merged(warm_pool, tmp_path, sync):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
     outcomes, _ = cluster.run(warm_pool, work, "overflowing", sync)
     assert all(bool(weights.isfinite().all()) for weights in outcomes)
 
@@ -399,7 +399,7 @@ def spoiled_in_a_group():
 def test_of_a_group_all_members_are_named_for_whose_gradient_it_was_is_not_known(warm_pool, tmp_path):
     groups = ((0, 1), (2, 3))
     sync = 'levels(full, "async")'
-    cluster = Crew(tmp_path, workers=4, servers=1, sync=sync, codec="one-bit", groups=groups)
+    cluster = ServedRun(tmp_path, workers=4, servers=1, sync=sync, codec="one-bit", groups=groups)
     with pytest.raises(WorkerFailure) as caught:
         cluster.run(warm_pool, work, "spoiled_in_a_group")
     error = caught.value.outcomes[2].error
@@ -442,7 +442,7 @@ def test_going_on_after_an_epoch_is_as_if_nobody_had_stopped(warm_pool, tmp_path
         ("first", 10, 10, "saved"),
         ("second", 20, 0, "saved"),
     ):
-        cluster = Crew(
+        cluster = ServedRun(
             tmp_path / part, workers=2, servers=2, sync="backup(0)", seed=4, codec="top-k(ratio=0.05)"
         )
         ended[part] = cluster.run(warm_pool, work, "saving", upto, save_at, str(tmp_path / where))[0]
@@ -456,7 +456,7 @@ def test_going_on_after_an_epoch_is_as_if_nobody_had_stopped(warm_pool, tmp_path
 def test_saving_in_the_middle_of_an_epoch_changes_nothing(warm_pool, tmp_path):
     ended = []
     for part, save_at in (("saving", 8), ("not", 0)):
-        cluster = Crew(
+        cluster = ServedRun(
             tmp_path / part, workers=2, servers=1, sync="backup(0)", seed=4, codec="top-k(ratio=0.05)"
         )
         ended.append(cluster.run(warm_pool, work, "saving", 15, save_at, str(tmp_path / part / "saved"))[0])
@@ -494,7 +494,7 @@ def test_what_workers_owed_is_owed_by_first_members_whoever_they_are(warm_pool, 
     )
     saved = []
     for number, (sync, groups, codec, leaders) in enumerate(runs):
-        cluster = Crew(
+        cluster = ServedRun(
             tmp_path / str(number), workers=4, servers=1, sync=sync, groups=groups, codec=codec, seed=4
         )
         outcomes, _ = cluster.run(warm_pool, work, "resuming", str(tmp_path / "saved"))
@@ -524,7 +524,7 @@ def misplaced():
 
 
 def test_what_was_owed_of_parameters_in_other_places_is_dropped_and_said_so(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="async", codec="top-k")
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync="async", codec="top-k")
     outcomes, _ = cluster.run(warm_pool, work, "misplaced")
     assert [residuals for residuals, _ in outcomes] == [{}, {}]
     assert "2 parameters in other places" in outcomes[0][1]
@@ -540,7 +540,7 @@ def prepare():
 
 
 def test_momentum_in_the_codec_and_on_the_server_is_refused(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="async", codec="dgc")
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync="async", codec="dgc")
     with pytest.raises(WorkerFailure) as caught:
         cluster.run(warm_pool, work, "prepare")
     workers = caught.value.outcomes[:2]

@@ -19,7 +19,7 @@ from echelon.checkpoint import store as checkpoint
 from echelon.cli import main
 from echelon.errors import ConfigError
 from plain import examples, network
-from served import Crew, take_part
+from served import ServedRun, take_part
 from warm import WorkerFailure
 
 
@@ -70,7 +70,7 @@ def stopped_and_gone_on(pool, folder, kind, save_at, servers):
         ("first", save_at, save_at, "saved"),
         ("second", 20, 0, "saved"),
     ):
-        cluster = Crew(folder / part, workers=3, servers=servers, sync="backup(0)", seed=4)
+        cluster = ServedRun(folder / part, workers=3, servers=servers, sync="backup(0)", seed=4)
         ended.append(cluster.run(pool, work, "train", kind, upto, saves, str(folder / where))[0])
     assert [steps for steps, _ in ended[1]] == [save_at] * 3
     return ended[0], ended[2]
@@ -216,12 +216,12 @@ def prepare(what):
     [
         ("lbfgs", "LBFGS evaluates the loss while it steps"),
         ("mine", "optimizer Mine is defined in the script, where a server cannot import it"),
-        ("types", "keeps one type of numbers"),
+        ("types", "keeps parameters of one dtype"),
         ("sum", "the loss must be a mean"),
     ],
 )
 def test_a_script_that_no_server_can_serve_is_told_so_by_prepare(warm_pool, tmp_path, what, says):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="async")
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync="async")
     with pytest.raises(WorkerFailure) as caught:
         cluster.run(warm_pool, work, "prepare", what)
     workers = caught.value.outcomes[:2]

@@ -21,7 +21,7 @@ from echelon.server.protocol import Freed, PushInfo
 from echelon.sync import policy as policies
 from echelon.sync.families.serve import Invite
 from plain import Trained, assert_same, examples, in_session, network, plainly
-from served import Crew, take_part
+from served import ServedRun, take_part
 
 EPOCHS = 7
 GROUPS = ((0, 2), (1, 3))
@@ -37,7 +37,7 @@ def as_in_one_process(name, *args):
 
 def check(pool, folder, sync, script, *args, workers=3, servers=1, **asked):
     """The script ends on these workers as it does in one process."""
-    cluster = Crew(folder, workers=workers, servers=servers, sync=sync, **asked)
+    cluster = ServedRun(folder, workers=workers, servers=servers, sync=sync, **asked)
     trained, kept = cluster.run(pool, as_in_one_process, script.__name__, *args)
     assert all(isinstance(worker, Trained) for worker in trained)
     assert_same(plainly(script, *args), trained, rtol=1e-9)
@@ -89,7 +89,7 @@ def large():
 
 
 def test_a_large_model_begins_with_the_leaders_weights(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="async")
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync="async")
     (one, one_kept), (other, other_kept) = cluster.run(warm_pool, work, "large")[0]
     assert one + other == [True] * 2
     assert one_kept
@@ -209,7 +209,7 @@ def gradients_of_groups(steps):
 )
 def test_a_gradient_is_the_mean_of_the_group_alone(warm_pool, tmp_path, sync):
     servers = 0 if "local" in sync else 1
-    cluster = Crew(tmp_path, workers=4, servers=servers, sync=sync, groups=GROUPS)
+    cluster = ServedRun(tmp_path, workers=4, servers=servers, sync=sync, groups=GROUPS)
     seen = cluster.run(warm_pool, work, "gradients_of_groups", 3)[0]
     assert seen == [[2.0] * 3, [3.0] * 3, [2.0] * 3, [3.0] * 3]
 
@@ -232,7 +232,7 @@ def slow_group():
 
 
 def test_a_slow_group_does_not_hold_up_another(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=4, servers=1, sync="levels(full, async)", groups=GROUPS)
+    cluster = ServedRun(tmp_path, workers=4, servers=1, sync="levels(full, async)", groups=GROUPS)
     workers = cluster.run(warm_pool, work, "slow_group")[0]
     steps = [len(drawn) for drawn, _ in workers]
     assert steps[0] == steps[2] > 2 * steps[1] == 2 * steps[3]
@@ -266,7 +266,9 @@ def test_groups_weigh_by_samples_or_as_they_say(warm_pool, tmp_path, shares, say
 
 def test_groups_that_average_weigh_as_they_say(warm_pool, tmp_path):
     clusters = [
-        Crew(tmp_path / name, workers=4, sync="levels(full, local(2))", groups=GROUPS, shares="4,3,2,1")
+        ServedRun(
+            tmp_path / name, workers=4, sync="levels(full, local(2))", groups=GROUPS, shares="4,3,2,1"
+        )
         for name in ("said", "unsaid")
     ]
     said = clusters[0].run(warm_pool, as_in_one_process, "weighed", True)[0]
@@ -300,8 +302,10 @@ def averaging(saves):
 
 @pytest.mark.parametrize("sync", ["elastic-averaging(period=3)", "local(3)"])
 def test_a_save_amid_a_pass_changes_nothing_for_workers_that_average(warm_pool, tmp_path, sync):
-    saving = Crew(tmp_path / "saving", workers=2, sync=sync).run(warm_pool, work, "averaging", True)[0]
-    without = Crew(tmp_path / "without", workers=2, sync=sync).run(warm_pool, work, "averaging", False)[0]
+    saving = ServedRun(tmp_path / "saving", workers=2, sync=sync).run(warm_pool, work, "averaging", True)[0]
+    without = ServedRun(tmp_path / "without", workers=2, sync=sync).run(
+        warm_pool, work, "averaging", False
+    )[0]
     assert not torch.equal(saving[0][1], saving[1][1]), "each has weights of its own"
     for one, other in zip(saving, without, strict=True):
         assert torch.equal(one, other)
@@ -331,7 +335,7 @@ def leader_alone(saves, momentum):
 def test_a_worker_that_is_alone_goes_on_with_its_own_after_a_save(warm_pool, tmp_path, momentum):
     sync = "percentage(shares=[0.25, 1.0])"
     saving, without = (
-        Crew(tmp_path / str(saves), workers=2, servers=1, sync=sync).run(
+        ServedRun(tmp_path / str(saves), workers=2, servers=1, sync=sync).run(
             warm_pool, work, "leader_alone", saves, momentum
         )[0]
         for saves in (True, False)
@@ -423,7 +427,7 @@ def saved_and_loaded():
 
 
 def test_what_is_saved_is_what_would_be_shown_not_the_leaders_own(warm_pool, tmp_path):
-    seen = Crew(tmp_path, workers=2, sync="local(5)").run(warm_pool, work, "saved_and_loaded")[0]
+    seen = ServedRun(tmp_path, workers=2, sync="local(5)").run(warm_pool, work, "saved_and_loaded")[0]
     assert seen == [(-2.0, -3.0), (-4.0, -3.0)]
 
 
@@ -455,7 +459,7 @@ def drawn_again():
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_after_an_older_checkpoint_is_loaded_all_is_drawn_again(warm_pool, tmp_path, servers):
-    cluster = Crew(tmp_path, workers=2, servers=servers, sync="async")
+    cluster = ServedRun(tmp_path, workers=2, servers=servers, sync="async")
     workers = cluster.run(warm_pool, work, "drawn_again")[0]
     for index in range(3):
         assert Counter(number for worker in workers for number in worker[index]) == Counter(range(48))
@@ -486,7 +490,7 @@ def hooked():
 @pytest.mark.parametrize(("sync", "groups"), [("backup(0)", ()), ('levels(full, "backup(0)")', GROUPS)])
 def test_hooks_of_steps_run_around_a_step_by_the_server(warm_pool, tmp_path, sync, groups):
     workers = 4 if groups else 2
-    seen = Crew(tmp_path, workers=workers, servers=1, sync=sync, groups=groups).run(
+    seen = ServedRun(tmp_path, workers=workers, servers=1, sync=sync, groups=groups).run(
         warm_pool, work, "hooked"
     )
     expected = [("before", 0.0), ("after", -1.0), ("before", -1.0), ("after", -2.0)]
@@ -512,7 +516,7 @@ def added():
 
 @pytest.mark.parametrize("sync", ["async", "downpour(2, 2)"])
 def test_parameters_that_come_after_prepare_are_refused_by_name(warm_pool, tmp_path, sync):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync)
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync=sync)
     for where, message in cluster.run(warm_pool, work, "added")[0]:
         assert where == "optimizer.add_param_group"
         assert "2 parameters" in message
@@ -538,5 +542,5 @@ def prepared_amid_a_pass():
 
 
 def test_an_optimizer_may_be_prepared_amid_a_pass(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="backup(0)")
+    cluster = ServedRun(tmp_path, workers=2, servers=1, sync="backup(0)")
     assert cluster.run(warm_pool, work, "prepared_amid_a_pass")[0] == [(-4.0, -2.0)] * 2

@@ -232,10 +232,9 @@ class AwaitedWorkers(ServerMessage, frozen=True, kw_only=True, tag="awaited-work
 
 
 class FetchedState(ServerMessage, frozen=True, kw_only=True, tag="fetched-state"):
-    """A server sends a worker the optimizer's state of its shard (payload)."""
+    """A server sends a worker the optimizer's state of its own shard (payload)."""
 
     table: Index
-    shard: Index
 
 
 # Between servers -----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from echelon.comm.wire.mailbox import Delivery, Mailbox
 from echelon.errors import EchelonError
 from echelon.observe.events import ServerEnded
 from echelon.observe.recorder import Recorder
-from echelon.server import encoding, optimizer_spec, shards
+from echelon.server import encoding, layout, optimizer_spec
 from echelon.server.coordinator import Coordinator
 from echelon.server.protocol import (
     AskAwaited,
@@ -81,10 +81,10 @@ class _KeptShard:
     index: int
     state: ShardState
     optimizer: torch.optim.Optimizer
-    pieces: tuple[shards.ShardPiece, ...]
+    pieces: tuple[layout.ShardPiece, ...]
     shadows: encoding.Shadows | None = None
 
-    def piece_at(self, start: int) -> shards.ShardPiece | None:
+    def piece_at(self, start: int) -> layout.ShardPiece | None:
         """The piece that begins at this element."""
         return next((piece for piece in self.pieces if piece.start == start), None)
 
@@ -99,8 +99,8 @@ class _KeptTable:
         self.policy = policy
         self.dtype: torch.dtype = getattr(torch, opening.dtype)
         lengths = [torch.Size(shape).numel() for shape in opening.shapes]
-        self.layout = shards.shard(lengths, servers, item_bytes=self.dtype.itemsize, whole=opening.whole)
-        self.pieces = shards.pieces(self.layout, item_bytes=self.dtype.itemsize)
+        self.shards = layout.split(lengths, servers, item_bytes=self.dtype.itemsize, whole=opening.whole)
+        self.pieces = layout.cut_pieces(self.shards, item_bytes=self.dtype.itemsize)
         self.codec = encoding.open_codec(opening.codec, self.dtype, opening.table, opening.shapes)
         # Workers that take steps of their own in between get whole weights, not changes.
         steady = policy.push_every == policy.pull_every == 1 and policy.pushes == "gradient"
@@ -109,12 +109,12 @@ class _KeptTable:
         self.alone: set[int] = set()  # ranks of workers that train on weights of their own for now
         kept = [(server - copy) % servers for copy in range(opening.replicas + 1)]
         self.own = server
-        self.kept = {index: self._keep(index) for index in kept if self.layout[index].length}
+        self.kept = {index: self._keep(index) for index in kept if self.shards[index].length}
         self.coordinator: Coordinator | None = None
 
     def _keep(self, index: int) -> _KeptShard:
-        parts = self.layout[index].parts
-        flat = torch.zeros(self.layout[index].length, dtype=self.dtype)
+        parts = self.shards[index].parts
+        flat = torch.zeros(self.shards[index].length, dtype=self.dtype)
         views = [self._view(flat, part) for part in parts]
         groups = [self.opening.groups[part.parameter] for part in parts]
         optimizer = optimizer_spec.build(self.opening.optimizer, views, groups)
@@ -135,7 +135,7 @@ class _KeptTable:
             return None
         return encoding.Shadows(self.codec, flat, len(self.opening.workers))
 
-    def _view(self, flat: Tensor, part: shards.ParameterSlice) -> Tensor:
+    def _view(self, flat: Tensor, part: layout.ParameterSlice) -> Tensor:
         view = flat[part.at : part.at + part.length]
         shape = self.opening.shapes[part.parameter]
         whole = part.length == torch.Size(shape).numel()
@@ -292,7 +292,7 @@ class ParameterServer:
         key = (message.table, message.shard, worker, message.step)
         if key not in self._arriving:
             shard = self._shard(peer, message, message.table, message.shard)
-            self._arriving[key] = shard.state.room()
+            self._arriving[key] = shard.state.push_memory()
         return self._arriving[key]
 
     # Messages ------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ class ParameterServer:
 
     def _new_coordinator(self, table: _KeptTable) -> Coordinator:
         opening = table.opening
-        shard_count = sum(bool(shard.length) for shard in table.layout)
+        shard_count = sum(bool(shard.length) for shard in table.shards)
         return Coordinator(
             table.policy.rule(opening.cluster),
             workers=opening.workers,
@@ -393,7 +393,7 @@ class ParameterServer:
     def _send_state(self, peer: int, message: FetchState) -> None:
         self._shard(peer, message, message.table, self._index)
         packed = memoryview(state_tree.pack(self._tables[message.table].optimizer_state()))
-        self._mailbox.send(peer, FetchedState(table=message.table, shard=self._index), packed)
+        self._mailbox.send(peer, FetchedState(table=message.table), packed)
 
     # Pushes --------------------------------------------------------------------------------------
 
