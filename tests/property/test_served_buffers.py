@@ -1,5 +1,5 @@
-"""In any order of arrivals, no worker reads weights that are too old, K grows to the number of workers, no push
-is lost, and policies that wait for all workers do what one process does.
+"""In any order of arrivals, weights are never too old, K grows to the number of workers, no push is lost,
+and policies that wait for all workers do what one process does.
 """
 
 from __future__ import annotations
