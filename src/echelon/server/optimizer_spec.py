@@ -87,9 +87,9 @@ def build(spec: dict[str, Any], parameters: Sequence[Tensor], group_of: Sequence
     return made
 
 
-def update(optimizer: Optimizer, told: list[dict[str, Any]]) -> None:
+def update(optimizer: Optimizer, changed: list[dict[str, Any]]) -> None:
     """Set options that have changed, such as a learning rate."""
-    for group, options in zip(optimizer.param_groups, told, strict=True):
+    for group, options in zip(optimizer.param_groups, changed, strict=True):
         group.update(_read(options))
 
 

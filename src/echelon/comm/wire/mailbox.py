@@ -117,12 +117,12 @@ class Mailbox(Operation, Generic[M]):
         A loop that closes drops its unsent messages, and the last message must not be among them.
         """
         sent = threading.Semaphore(0)
-        told = list(peers)
-        for peer in told:
+        last = list(peers)
+        for peer in last:
             self.wanted.discard(peer)
             self.send(peer, message, sent=sent.release)
         until = time.monotonic() + timeout_s
-        for _ in told:
+        for _ in last:
             while self.error is None and time.monotonic() < until and not sent.acquire(timeout=_POLL_S):
                 pass
 

@@ -145,10 +145,10 @@ class ShardState:
         reply = self._replies.pop(worker, None)
         if reply is not None:
             return reply
-        handed = self.flat.clone()
+        weights = self.flat.clone()
         if self._policy.amends:
-            self._read[worker] = handed
-        return handed
+            self._read[worker] = weights
+        return weights
 
     def snapshot(self, worker: int) -> Tensor:
         """As `read`, but all workers that get one version share its memory, which must not be changed."""
@@ -159,10 +159,10 @@ class ShardState:
                 self._recycle(self._snapshot[1])
             self._idle = False
             self._snapshot = (self.version, self.push_memory().copy_(self.flat))
-        handed = self._snapshot[1]
+        weights = self._snapshot[1]
         if self._policy.amends:
-            self._read[worker] = handed
-        return handed
+            self._read[worker] = weights
+        return weights
 
     def lent(self, snapshot: Tensor, *, back: bool) -> None:
         """A snapshot is being sent, or, with `back`, was sent: its memory may be reused."""
