@@ -1,14 +1,14 @@
-"""Parameter servers for tests that run in warm workers, with a run folder as `echelon run` makes one.
+"""Runs with parameter servers for tests in warm workers, with a run folder as `echelon run` makes one.
 
     def work(name, *args):                       # at the top of a test module; runs in the workers
         return take_part(globals()[name], *args)
 
     def test_...(warm_pool, tmp_path):
-        crew = Crew(tmp_path, workers=3, servers=2, sync="async")
-        trained, kept = crew.run(warm_pool, work, "script")
+        run = ServedRun(tmp_path, workers=3, servers=2, sync="async")
+        trained, kept = run.run(warm_pool, work, "script")
 
-Servers are threads of a warm process of their own; with four workers, which is all there are, of the
-leader's. Whatever they do, they do by the function that a server's process runs.
+Servers are threads of a warm process of their own. With four workers there is no process left, and they are
+threads of the leader's process. They run the function that a server's process runs.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _PATIENCE_S = 90.0
 
 @dataclass
 class Kept:
-    """What one server had in the end: weights by table and shard, and pushes that nobody decided about."""
+    """A server's state at the end: weights and versions by table and shard, and the undecided pushes."""
 
     weights: dict[tuple[int, int], Tensor]
     versions: dict[tuple[int, int], int]
     waiting: int
 
 
-class Crew:
-    """Workers and servers of one run, whose folder this makes."""
+class ServedRun:
+    """The workers, servers and folder of one run."""
 
     def __init__(self, folder: Path, *, workers: int, servers: int = 0, sync: str, **asked: Any) -> None:
         self.workers = workers
@@ -57,7 +57,7 @@ class Crew:
     def run(
         self, pool: WarmPool, work: Callable[..., Any], *args: Any, timeout_s: float = 180
     ) -> tuple[list[Any], list[Kept]]:
-        """What the workers returned, and what the servers had in the end."""
+        """The workers' results, and the servers' state at the end."""
         apart = self.servers > 0 and self.workers < _PROCESSES
         outcomes = pool.run(self.workers + apart, work, *args, env=self.environment, timeout_s=timeout_s)
         if apart:
@@ -69,7 +69,7 @@ class Crew:
 
     @property
     def environment(self) -> dict[str, str]:
-        """On top of what warm workers are told."""
+        """Environment variables beyond those of warm workers."""
         return {
             "WORLD_SIZE": str(self.workers),
             SERVERS_VARIABLE: str(self.servers),
@@ -77,13 +77,16 @@ class Crew:
         }
 
     def record(self) -> list[AnyEvent]:
-        """What the coordinator was told and decided."""
+        """The coordinator's recorded arrivals and decisions."""
         events = read_events(self.folder.events_of(self.workers))
         return [event for event in events if isinstance(event, Arrived | Decided)]
 
 
+Crew = ServedRun  # the old name, in tests of other areas
+
+
 def take_part(work: Callable[..., Any], *args: Any) -> Any:
-    """Be a worker, or all the servers, or both; in a warm process."""
+    """Be a worker, or all the servers, or both, in a warm process."""
     place = Place.from_environment(os.environ)
     if place.rank >= place.world_size:
         return _Servers(place).ended()
@@ -112,14 +115,14 @@ class _Servers:
     def _serve(self, place: Place, folder: RunFolder) -> None:
         try:
             server = serve_run(place, folder)
-        except BaseException as error:  # noqa: BLE001 - raised again where it is seen
+        except BaseException as error:  # noqa: BLE001 - `ended` raises it again
             self._errors.append(error)
         else:
             assert server is not None
             self._servers[place.rank] = server
 
     def ended(self) -> list[Kept]:
-        """Wait for all; raises what went wrong."""
+        """Wait for all servers; raises the first error of one."""
         for thread in self._threads:
             thread.join(_PATIENCE_S)
         if self._errors:

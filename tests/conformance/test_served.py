@@ -1,7 +1,8 @@
-"""Every registered policy that a server carries out, against the contract at the top of `sync/served.py`.
+"""Every registered policy that a server carries out keeps the contract in `sync/families/serve.py`.
 
 `arrivals.play` refuses rules that settle a push twice or never, answer an arrival twice or never, or leave
-workers waiting while nobody is to come. Workers are drawn with times of their own, and leave and join.
+workers waiting when no other worker will arrive. Hypothesis draws the workers' times, and when they leave
+and join.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from echelon.errors import ConfigError, UnknownName
 from echelon.sync.families.serve import Apply, Drop, ServePolicy
 from echelon.sync.policy import POLICIES, ClusterInfo
 
-# Other options than the defaults that lead elsewhere. A policy needs no entry here to be tested.
+# More options to test than the defaults. A policy needs no entry here to be tested.
 MORE = {
     "backup": ["backup(0)", "backup(3)"],
     "bounded-delay": ["bounded-delay(0)", "bounded-delay(3, scale=sum)"],
@@ -36,7 +37,7 @@ MORE = {
         "smooth-switch(threshold=sigmoid(10, 3))",
     ],
 }
-# For options without a default, by type.
+# Values for options without a default, by type.
 ORDINARY = {"int": "1", "float": "0.5", "bool": "true"}
 
 
@@ -64,7 +65,7 @@ def _cluster(workers, **more):
 
 
 def _clusters(text):
-    """The crews of up to six workers that the policy accepts."""
+    """The clusters of up to six workers that the policy accepts."""
     accepted = []
     for workers in range(1, 7):
         cluster = _cluster(workers)
@@ -85,7 +86,7 @@ programme = st.lists(st.one_of(computing, computing, computing, away), max_size=
 
 @st.composite
 def scenes(draw, text):
-    """A crew, and what each of its workers does."""
+    """A cluster, and what each of its workers does."""
     cluster = draw(st.sampled_from(_clusters(text)))
     per_worker = {"min_size": cluster.workers, "max_size": cluster.workers}
     return cluster, {
@@ -96,7 +97,7 @@ def scenes(draw, text):
     }
 
 
-def test_the_policies_that_a_server_promises_are_registered():
+def test_the_documented_server_policies_are_registered():
     promised = {"async", "backup", "bounded-delay", "delay-compensated", "downpour", "smooth-switch"}
     assert promised <= {text.partition("(")[0] for text in _served()}
 
@@ -104,7 +105,7 @@ def test_the_policies_that_a_server_promises_are_registered():
 @every_policy
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_every_push_is_settled_once_and_every_arrival_answered_once_whoever_comes_when(text, data):
+def test_every_push_is_settled_once_and_every_arrival_answered_once_in_any_order(text, data):
     cluster, scene = data.draw(scenes(text))
     story = play(POLICIES.build(text).resolved(), cluster, **scene)
     pushed = {(t.worker, t.arrival.step) for t in story if t.arrival and t.arrival.kind != "ask"}
@@ -120,14 +121,14 @@ def test_the_same_arrivals_lead_to_the_same_decisions(text, data):
     cluster, scene = data.draw(scenes(text))
     policy = POLICIES.build(text).resolved()
     story = play(policy, cluster, **scene)
-    assert play(policy, cluster, **scene) == story  # a rule begins anew: the policy remembers nothing
+    assert play(policy, cluster, **scene) == story  # each rule starts afresh: the policy keeps no state
     assert play(POLICIES.build(text).resolved(), cluster, **scene) == story
 
 
 @every_policy
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_weights_of_parts_and_numbers_to_draw_are_finite(text, data):
+def test_weights_of_pushes_and_plotted_numbers_are_finite(text, data):
     cluster, scene = data.draw(scenes(text))
     story = play(POLICIES.build(text).resolved(), cluster, **scene)
     parts = [part for apply in decided(story, Apply) for part in apply.parts]
@@ -136,7 +137,7 @@ def test_weights_of_parts_and_numbers_to_draw_are_finite(text, data):
 
 
 @every_policy
-def test_a_crew_without_a_server_is_refused_and_told_how_to_get_one(text):
+def test_a_cluster_without_a_server_is_refused_and_the_fix_names_the_option(text):
     cluster = dataclasses.replace(_clusters(text)[-1], servers=0)
     with pytest.raises(ConfigError) as caught:
         POLICIES.build(text).check(cluster)

@@ -1,4 +1,4 @@
-"""A parameter server that is pushed to and pulled from in fewer bytes: what is left out is not lost."""
+"""Pushes and pulls by a codec: what it leaves out is sent later, and training ends as it should."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import echelon
 from echelon.checkpoint import store as checkpoint
 from echelon.errors import ConfigError, GradientError
 from echelon.observe.events import ServerEnded, read_events
-from echelon.server import encoding as coding
-from echelon.server import shards
+from echelon.server import encoding
 from echelon.server.channel import ServerChannel
-from echelon.server.protocol import CODED, Kind
+from echelon.server.layout import cut_pieces, split
+from echelon.server.protocol import PushPiece
 from plain import examples, seed_weights
-from served import Crew, take_part
+from served import ServedRun, take_part
 from warm import WorkerFailure
 
 FEATURES = 400
@@ -28,7 +28,7 @@ def work(name, *args):
 
 
 def network(session):
-    """Large enough for bytes to count, and for its first weight to be cut into shards."""
+    """Large enough for its bytes to count, and for its first weight to be split between servers."""
     seed_weights(session)
     return nn.Sequential(nn.Linear(FEATURES, 100), nn.Tanh(), nn.Linear(100, 3))
 
@@ -41,22 +41,22 @@ def flat(tensors):
 
 
 def trained(options, epochs=6):
-    """Losses of the epochs on all data, weights in the end, pushed bytes, how weights came, in how many."""
+    """Losses by epoch, final weights, pushed bytes, whether each pull was coded, and pulled bytes."""
     with echelon.join(record=False) as session:
         model = network(session)
         data = examples(60, features=FEATURES, dtype=torch.float32)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(data, batch_size=12, shuffle=True)
         model, optimizer, loader = session.prepare(model, optimizer, loader, **options)
-        losses, (table,), came, pulled = [], session._synchronizer._tables, [], []
-        take_in = table._take_in
+        losses, (client,), came, pulled = [], session._synchronizer._clients, [], []
+        receive = client.weights.receive
 
-        def noted(message, how):
-            came.append(message.head.flags)
-            pulled.append(len(message.payload))
-            take_in(message, how)
+        def noted(sender, message, payload):
+            came.append(message.coded)
+            pulled.append(len(payload))
+            receive(sender, message, payload)
 
-        table._take_in = noted
+        client.weights.receive = noted
         for _ in session.epochs(epochs):
             for x, y in loader:
                 optimizer.zero_grad()
@@ -65,55 +65,55 @@ def trained(options, epochs=6):
             x, y = data.tensors
             with torch.no_grad():
                 losses.append(float(F.cross_entropy(model(x), y)))
-        return losses, flat(model.parameters()), table.outbox.sent_bytes, came, sum(pulled)
+        return losses, flat(model.parameters()), client.pushes.sent_bytes, came, sum(pulled)
 
 
 # Codec, policy, options, how much smaller a push is, and whether weights that a worker is handed in the
 # course of a pass come coded: not if it has taken steps of its own.
 TRAINED = {
-    "top-k": ("top-k(ratio=0.05)", "async", {}, 15, {CODED}),
-    "one-bit": ("one-bit", "backup(0)", {}, 25, {CODED}),
-    "fp16, late": ("fp16", "async", {"overlap": "step"}, 1.9, {CODED}),
-    "alone at times": ("top-k(ratio=0.05)", "percentage(0.5)", {}, 0, {0, CODED}),
-    "summed": ("one-bit", "downpour(2, 2)", {}, 0, {0}),
+    "top-k": ("top-k(ratio=0.05)", "async", {}, 15, {True}),
+    "one-bit": ("one-bit", "backup(0)", {}, 25, {True}),
+    "fp16, late": ("fp16", "async", {"overlap": "step"}, 1.9, {True}),
+    "alone at times": ("top-k(ratio=0.05)", "percentage(0.5)", {}, 0, {False, True}),
+    "summed": ("one-bit", "downpour(2, 2)", {}, 0, {False}),
 }
 
 
 @pytest.mark.parametrize("how", TRAINED)
-def test_workers_learn_by_fewer_bytes_and_end_with_the_servers_weights_exactly(warm_pool, tmp_path, how):
+def test_workers_learn_with_fewer_bytes_and_end_with_exactly_the_servers_weights(warm_pool, tmp_path, how):
     codec, sync, options, smaller, handed = TRAINED[how]
-    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec=codec, seed=1)
-    outcomes, (kept,) = cluster.run(warm_pool, work, "trained", options)
+    run = ServedRun(tmp_path, workers=2, servers=1, sync=sync, codec=codec, seed=1)
+    outcomes, (kept,) = run.run(warm_pool, work, "trained", options)
     (weights,) = (weights for weights in kept.weights.values())
     length, hand_outs = weights.numel(), sum(len(outcome[3]) for outcome in outcomes)
     for losses, own, sent_bytes, came, _ in outcomes:
         assert losses[-1] < 0.5 * losses[0]
-        assert sorted(own.tolist()) == sorted(weights.tolist()), "the server's weights, in another order"
+        assert sorted(own.tolist()) == sorted(weights.tolist()), (
+            "the server's weights, in the shard's order"
+        )
         assert sent_bytes * smaller < 4 * length
-        assert came[:1] + came[-1:] == [0, 0], "weights as they are, when a pass begins and ends"
+        assert came[:1] + came[-1:] == [False, False], "whole weights when a pass begins and ends"
         for _ in range(12):
-            came.remove(0)
+            came.remove(False)
         assert set(came) == handed
     assert torch.equal(outcomes[0][1], outcomes[1][1])
     assert kept.waiting == 0
-    told = logged(cluster)
-    assert told.codec == codec
-    assert told.pulled_bytes == sum(outcome[4] for outcome in outcomes)
-    assert told.dense_pulled_bytes == 4 * length * hand_outs
-    assert told.dense_pushed_bytes == 4 * length * told.pushes
-    assert told.pushed_bytes * smaller < told.dense_pushed_bytes
+    report = server_report(run)
+    assert report.codec == codec
+    assert report.pulled_bytes == sum(outcome[4] for outcome in outcomes)
+    assert report.dense_pulled_bytes == 4 * length * hand_outs
+    assert report.dense_pushed_bytes == 4 * length * report.pushes
+    assert report.pushed_bytes * smaller < report.dense_pushed_bytes
 
 
-def logged(cluster):
-    """What the first server said in the end."""
-    (told,) = (
-        e for e in read_events(cluster.folder.events_of(cluster.workers)) if isinstance(e, ServerEnded)
-    )
-    return told
+def server_report(run):
+    """The report of the first server."""
+    (report,) = (e for e in read_events(run.folder.events_of(run.workers)) if isinstance(e, ServerEnded))
+    return report
 
 
 def stepped(codec, strength):
-    """One worker takes steps, the other rests: its weights, and what they are by arithmetic."""
+    """One worker takes steps, the other rests. Returns its weights and those computed by hand."""
     with echelon.join(record=False) as session:
         model = nn.Linear(FEATURES, 60)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -121,14 +121,14 @@ def stepped(codec, strength):
         if session.rank:
             session.rest()
             return []
-        (table,) = session._synchronizer._tables
+        (client,) = session._synchronizer._clients
         lengths = [p.numel() for p in model.parameters()]
-        (shard,) = shards.shard(lengths, 1, item_bytes=4)
-        (piece,) = shards.pieces([shard], item_bytes=4)
-        ways = coding.open_coding(codec, torch.float32, 0, [p.shape for p in model.parameters()])
-        out = coding.PushEncoder(ways, [piece], 0)
-        weights = flat(reversed(list(model.parameters())))  # as they lie in the shard
-        velocity, shadows = torch.zeros_like(weights), coding.Shadows(ways, weights, 1)
+        (shard,) = split(lengths, 1, item_bytes=4)
+        (piece,) = cut_pieces([shard], item_bytes=4)
+        codecs = encoding.open_codec(codec, torch.float32, 0, [p.shape for p in model.parameters()])
+        out = encoding.PushEncoder(codecs, [piece], 0)
+        weights = flat(reversed(list(model.parameters())))  # in the shard's order
+        velocity, shadows = torch.zeros_like(weights), encoding.Shadows(codecs, weights, 1)
         found = []
         for step in range(8):
             optimizer.zero_grad()
@@ -137,36 +137,36 @@ def stepped(codec, strength):
             optimizer.step()
             payload = memoryview(bytearray(out.write(0, gradient, ()).numpy().tobytes()))
             out.finish()
-            coding.read_push(ways, payload, piece, gradient, 0, "this worker")
+            encoding.read_push(codecs, payload, piece, gradient, 0, "this worker")
             gradient += strength * gradient * gradient * (weights - shadows.of(0))
             velocity = 0.9 * velocity + gradient
             weights = weights - 0.01 * velocity
             shadows.change(0, piece, weights, step + 1)
             if step == 3:
-                table.pull()
+                client.pull()
                 shadows.of(0).copy_(weights)
             found.append((flat(reversed(list(model.parameters()))), shadows.of(0).clone()))
-        table.pull()
+        client.pull()
         return [*found, (flat(reversed(list(model.parameters()))), weights)]
 
 
 @pytest.mark.parametrize("sync", ["async", "delay-compensated(strength=0.5)"])
 @pytest.mark.parametrize("codec", ["top-k(ratio=0.05)", "one-bit"])
-def test_a_worker_always_has_what_arithmetic_says(warm_pool, tmp_path, codec, sync):
-    """Gradients are corrected, where they are, by what the worker had, which is not what the server has."""
-    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec=codec)
-    (found, _), _ = cluster.run(warm_pool, work, "stepped", codec, 0.0 if sync == "async" else 0.5)
+def test_a_workers_weights_equal_those_computed_by_hand(warm_pool, tmp_path, codec, sync):
+    """A gradient is corrected by the weights that the worker had, not by the server's."""
+    run = ServedRun(tmp_path, workers=2, servers=1, sync=sync, codec=codec)
+    (found, _), _ = run.run(warm_pool, work, "stepped", codec, 0.0 if sync == "async" else 0.5)
     assert len(found) == 9
     for own, expected in found:
         torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
     nearly, exactly = (own for own, _ in found[-2:])
-    assert float((nearly - exactly).abs().max()) > 0.01, "more has changed than the last step's change"
+    assert float((nearly - exactly).abs().max()) > 0.01, "the last change left something out"
 
 
 @pytest.mark.parametrize("sync", ["backup(0)", "delay-compensated"])
-def test_replicas_have_what_they_are_replicas_of_to_the_bit(warm_pool, tmp_path, sync):
-    cluster = Crew(tmp_path, workers=2, servers=2, replicas=1, sync=sync, codec="one-bit", seed=1)
-    outcomes, (one, other) = cluster.run(warm_pool, work, "trained", {}, 2)
+def test_replicas_equal_their_originals_to_the_bit(warm_pool, tmp_path, sync):
+    run = ServedRun(tmp_path, workers=2, servers=2, replicas=1, sync=sync, codec="one-bit", seed=1)
+    outcomes, (one, other) = run.run(warm_pool, work, "trained", {}, 2)
     for shard in (0, 1):
         assert one.weights[0, shard].numel() > FEATURES
         assert torch.equal(one.weights[0, shard], other.weights[0, shard])
@@ -180,7 +180,7 @@ def in_groups():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(data, batch_size=12, shuffle=True)
         model, optimizer, loader = session.prepare(model, optimizer, loader)
-        sent = messages()
+        stop = record_pushes()
         for _ in session.epochs(4):
             for x, y in loader:
                 optimizer.zero_grad()
@@ -188,34 +188,34 @@ def in_groups():
                 optimizer.step()
         x, y = data.tensors
         with torch.no_grad():
-            return float(F.cross_entropy(model(x), y)), flat(model.parameters()), sent()
+            return float(F.cross_entropy(model(x), y)), flat(model.parameters()), stop()
 
 
-def test_of_a_group_the_first_member_sends_coded_gradients_for_all(warm_pool, tmp_path):
+def test_the_first_member_pushes_coded_gradients_for_its_group(warm_pool, tmp_path):
     sync = 'levels(full, "async")'
     groups = ((0, 1), (2, 3))
     codec = "between(one-bit)"
-    cluster = Crew(tmp_path, workers=4, servers=1, sync=sync, codec=codec, groups=groups)
-    outcomes, _ = cluster.run(warm_pool, work, "in_groups")
+    run = ServedRun(tmp_path, workers=4, servers=1, sync=sync, codec=codec, groups=groups)
+    outcomes, _ = run.run(warm_pool, work, "in_groups")
     for rank, (loss, weights, sent) in enumerate(outcomes):
         assert loss < 0.5
         assert torch.equal(weights, outcomes[0][1])
         assert bool(sent) == (rank in (0, 2))
-        assert all(flags == CODED and size * 20 < 4 * weights.numel() for flags, size in sent)
+        assert all(coded and size * 20 < 4 * weights.numel() for coded, size in sent)
 
 
 # What is sent ------------------------------------------------------------------------------------
 
 
-def messages():
-    """Note flags and bytes of all pushed pieces from now on; call what is returned to stop, and know."""
+def record_pushes():
+    """Record all pushed pieces from now on; the returned function stops that, and returns them."""
     sent = []
     send = ServerChannel.send
 
-    def noted(self, server, what, *payload):
-        if what.kind == Kind.PUSH:
-            sent.append((what.flags, len(payload[0])))
-        send(self, server, what, *payload)
+    def noted(self, server, message, *payload):
+        if isinstance(message, PushPiece):
+            sent.append((message.coded, len(payload[0])))
+        send(self, server, message, *payload)
 
     ServerChannel.send = noted
 
@@ -227,26 +227,28 @@ def messages():
 
 
 def pushed(clips, spoils):
-    """Ten steps of gradients that are given; what was given in all, what is owed, and what was sent."""
+    """Ten steps with given gradients; returns their sum, the residuals, the change and the pushes."""
     with echelon.join(record=False) as session:
         model = nn.Linear(FEATURES, 60)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         model, optimizer = session.prepare(model, optimizer)
-        stop = messages()
+        stop = record_pushes()
         given = torch.zeros(FEATURES * 60 + 60, dtype=torch.float64)
         begun = flat(model.parameters()).double()
         draw = torch.Generator().manual_seed(session.rank)
         for step in range(10):
             optimizer.zero_grad()
             x = torch.randn(4, FEATURES, generator=draw)
-            loss = (model(x) * torch.randn(4, 60, generator=draw)).sum()  # whatever the weights are
+            loss = (
+                model(x) * torch.randn(4, 60, generator=draw)
+            ).sum()  # gradients do not depend on the weights
             (loss * torch.inf if spoils and step == 2 else loss).backward()
             if spoils and step == 2:
                 for p in model.parameters():
-                    p.grad.nan_to_num_(posinf=1.0, neginf=-1.0)  # the script puts it right
+                    p.grad.nan_to_num_(posinf=1.0, neginf=-1.0)  # the script corrects it
             if spoils and step == 4:
-                continue  # left early, and nothing comes of it
+                continue  # sent early, but the step is skipped
             if spoils and step == 7:
                 model.weight.grad.fill_(torch.nan)
                 with pytest.raises(
@@ -264,11 +266,11 @@ def pushed(clips, spoils):
             tables[f"0/{place}"]["residual"] if tables else torch.zeros(p.numel())
             for place, p in enumerate(model.parameters())
         ]
-        session._synchronizer._tables[0].pull()
+        session._synchronizer._clients[0].pull()
         moved = begun - flat(model.parameters()).double()
-        session.barrier()  # a load is for all at once
+        session.barrier()  # all workers load together
         session._synchronizer.loaded()
-        assert session._synchronizer.residuals() == {}, "what was loaded owes nothing of what was before"
+        assert session._synchronizer.residuals() == {}, "a load forgets the residuals"
         session.rest()
         return given, torch.cat(residuals).double(), moved, sent
 
@@ -277,46 +279,46 @@ def pushed(clips, spoils):
     ("codec", "clips", "spoils"),
     [("top-k(ratio=0.01)", False, False), ("one-bit", True, False), ("top-k(ratio=0.05)", True, True)],
 )
-def test_what_moved_the_weights_and_what_is_owed_are_all_gradients(
+def test_the_change_of_the_weights_plus_the_residuals_is_the_sum_of_gradients(
     warm_pool, tmp_path, codec, clips, spoils
 ):
-    """Also of gradients that had left too early, and of steps that were not taken."""
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="backup(0)", codec=codec)
-    outcomes, (kept,) = cluster.run(warm_pool, work, "pushed", clips, spoils)
+    """Also with gradients that were sent too early, and with steps that were skipped."""
+    run = ServedRun(tmp_path, workers=2, servers=1, sync="backup(0)", codec=codec)
+    outcomes, (kept,) = run.run(warm_pool, work, "pushed", clips, spoils)
     given = sum(outcome[0] for outcome in outcomes) / 2
     residuals = sum(outcome[1] for outcome in outcomes) / 2
     for _, _, moved, sent in outcomes:
         torch.testing.assert_close(moved + residuals, given, rtol=1e-4, atol=1e-3)
-        assert {flags for flags, _ in sent} == {CODED}
+        assert {coded for coded, _ in sent} == {True}
     assert float(residuals.norm()) > 0
     assert kept.waiting == 0
 
 
-def test_a_codec_that_had_nothing_to_write_is_not_told_of(warm_pool, tmp_path):
-    sync = "elastic-averaging(asynchronous=true)"  # pushes weights
-    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="one-bit")
-    cluster.run(warm_pool, work, "trained", {}, 1)
-    told = logged(cluster)
-    assert (told.codec, told.pushed_bytes) == ("none", told.dense_pushed_bytes)
-    assert 0 < told.pulled_bytes == told.dense_pulled_bytes
+def test_a_server_does_not_report_a_codec_that_wrote_nothing(warm_pool, tmp_path):
+    sync = "elastic-averaging(asynchronous=true)"  # it pushes weights
+    run = ServedRun(tmp_path, workers=2, servers=1, sync=sync, codec="one-bit")
+    run.run(warm_pool, work, "trained", {}, 1)
+    report = server_report(run)
+    assert (report.codec, report.pushed_bytes) == ("none", report.dense_pushed_bytes)
+    assert 0 < report.pulled_bytes == report.dense_pulled_bytes
 
 
-def test_without_a_codec_gradients_are_sent_as_they_are_and_nothing_besides(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="backup(0)", codec="none")
-    outcomes, _ = cluster.run(warm_pool, work, "pushed", False, False)
+def test_without_a_codec_gradients_are_sent_as_they_are(warm_pool, tmp_path):
+    run = ServedRun(tmp_path, workers=2, servers=1, sync="backup(0)", codec="none")
+    outcomes, _ = run.run(warm_pool, work, "pushed", False, False)
     for _, residuals, _, sent in outcomes:
-        assert sent == [(0, 4 * (FEATURES * 60 + 60))] * 10
+        assert sent == [(False, 4 * (FEATURES * 60 + 60))] * 10
         assert not residuals.any()
-    told = logged(cluster)
-    assert (told.codec, told.pushed_bytes) == ("none", told.dense_pushed_bytes)
-    assert 0 < told.pulled_bytes == told.dense_pulled_bytes
+    report = server_report(run)
+    assert (report.codec, report.pushed_bytes) == ("none", report.dense_pushed_bytes)
+    assert 0 < report.pulled_bytes == report.dense_pulled_bytes
 
 
 # What is not finite ------------------------------------------------------------------------------
 
 
 def spoiled():
-    """All gradients are ones, but for two steps of the first worker, which it drops and goes on."""
+    """All gradients are ones, but two of the first worker hold NaN; it skips these and goes on."""
     with echelon.join(record=False) as session:
         model = nn.Linear(50, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
@@ -338,25 +340,25 @@ def spoiled():
             optimizer.step()
         session.rest()
         session.barrier()
-        session._synchronizer._tables[0].pull()
+        session._synchronizer._clients[0].pull()
         return begun - flat(model.parameters())
 
 
 @pytest.mark.parametrize("sync", ["async", "downpour(2, 2)", "downpour(1, 3)", "percentage(0.5)"])
-def test_a_gradient_that_is_not_finite_goes_nowhere_and_a_script_may_go_on(warm_pool, tmp_path, sync):
-    """Neither to the server, nor into the worker's own weights or sums."""
-    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
-    outcomes, (kept,) = cluster.run(warm_pool, work, "spoiled")
+def test_a_gradient_that_is_not_finite_is_refused_and_the_script_may_go_on(warm_pool, tmp_path, sync):
+    """Neither the server nor the worker's own weights or sums get it."""
+    run = ServedRun(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
+    outcomes, (kept,) = run.run(warm_pool, work, "spoiled")
     for moved in outcomes:
         torch.testing.assert_close(moved, torch.full_like(moved, moved[0]), rtol=1e-3, atol=1e-3)
         assert float(moved[0]) > 0.125 * 4
-    if "downpour" in sync:  # nothing of the other eight steps is lost
+    if "downpour" in sync:  # the other eight steps are complete
         torch.testing.assert_close(outcomes[0], torch.full_like(outcomes[0], 0.125 * 18), rtol=1e-3, atol=0)
     assert kept.waiting == 0
 
 
 def overflowing(sync):
-    """Finite gradients whose sum, or whose step, is beyond float32."""
+    """Finite gradients whose sum or step overflows float32."""
     with echelon.join(record=False) as session:
         model = nn.Linear(50, 4)
         large = sync.startswith("percentage")
@@ -374,15 +376,15 @@ def overflowing(sync):
             with pytest.raises(GradientError, match=f"the {what} of parameter weight"):
                 session.rest()
         session.barrier()
-        session._synchronizer._tables[0].pull()
+        session._synchronizer._clients[0].pull()
         session.rest()
         return flat(model.parameters())
 
 
 @pytest.mark.parametrize("sync", ["downpour(4, 4)", "percentage(shares=[0.1, 1.0])"])
-def test_what_has_become_infinite_on_the_way_is_not_merged(warm_pool, tmp_path, sync):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
-    outcomes, _ = cluster.run(warm_pool, work, "overflowing", sync)
+def test_a_sum_or_a_change_that_overflows_is_not_merged(warm_pool, tmp_path, sync):
+    run = ServedRun(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
+    outcomes, _ = run.run(warm_pool, work, "overflowing", sync)
     assert all(bool(weights.isfinite().all()) for weights in outcomes)
 
 
@@ -396,12 +398,12 @@ def spoiled_in_a_group():
         session.rest()
 
 
-def test_of_a_group_all_members_are_named_for_whose_gradient_it_was_is_not_known(warm_pool, tmp_path):
+def test_a_bad_gradient_of_a_group_names_all_its_members(warm_pool, tmp_path):
     groups = ((0, 1), (2, 3))
     sync = 'levels(full, "async")'
-    cluster = Crew(tmp_path, workers=4, servers=1, sync=sync, codec="one-bit", groups=groups)
+    run = ServedRun(tmp_path, workers=4, servers=1, sync=sync, codec="one-bit", groups=groups)
     with pytest.raises(WorkerFailure) as caught:
-        cluster.run(warm_pool, work, "spoiled_in_a_group")
+        run.run(warm_pool, work, "spoiled_in_a_group")
     error = caught.value.outcomes[2].error
     assert isinstance(error, GradientError)
     assert error.ranks == (2, 3)
@@ -412,7 +414,7 @@ def test_of_a_group_all_members_are_named_for_whose_gradient_it_was_is_not_known
 
 
 def saving(upto, save_at, folder):
-    """Five steps to an epoch; who computes what is the same in every run, for data is not shuffled."""
+    """Five steps an epoch, without shuffling, so that workers draw the same data in every run."""
     with echelon.join(record=False) as session:
         model = network(session)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -434,18 +436,18 @@ def saving(upto, save_at, folder):
         return flat(model.parameters())
 
 
-def test_going_on_after_an_epoch_is_as_if_nobody_had_stopped(warm_pool, tmp_path):
-    """All have the server's weights between epochs, so only what is owed could make a difference."""
+def test_a_run_resumed_after_an_epoch_equals_one_that_did_not_stop(warm_pool, tmp_path):
+    """All workers have the server's weights between epochs, so only residuals could differ."""
     ended = {}
     for part, upto, save_at, where in (
         ("whole", 20, 0, "none"),
         ("first", 10, 10, "saved"),
         ("second", 20, 0, "saved"),
     ):
-        cluster = Crew(
+        run = ServedRun(
             tmp_path / part, workers=2, servers=2, sync="backup(0)", seed=4, codec="top-k(ratio=0.05)"
         )
-        ended[part] = cluster.run(warm_pool, work, "saving", upto, save_at, str(tmp_path / where))[0]
+        ended[part] = run.run(warm_pool, work, "saving", upto, save_at, str(tmp_path / where))[0]
     for one, other in zip(ended["whole"], ended["second"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
     codecs = checkpoint.read_newest(tmp_path / "saved", lambda state: None).state["codecs"]
@@ -453,19 +455,19 @@ def test_going_on_after_an_epoch_is_as_if_nobody_had_stopped(warm_pool, tmp_path
     assert all(float(one["tables"]["0/0"]["residual"].norm()) > 0 for one in codecs)
 
 
-def test_saving_in_the_middle_of_an_epoch_changes_nothing(warm_pool, tmp_path):
+def test_a_save_during_an_epoch_changes_nothing(warm_pool, tmp_path):
     ended = []
     for part, save_at in (("saving", 8), ("not", 0)):
-        cluster = Crew(
+        run = ServedRun(
             tmp_path / part, workers=2, servers=1, sync="backup(0)", seed=4, codec="top-k(ratio=0.05)"
         )
-        ended.append(cluster.run(warm_pool, work, "saving", 15, save_at, str(tmp_path / part / "saved"))[0])
+        ended.append(run.run(warm_pool, work, "saving", 15, save_at, str(tmp_path / part / "saved"))[0])
     for one, other in zip(*ended, strict=True):
         assert torch.equal(one, other)
 
 
 def resuming(folder):
-    """What is owed after loading what is there; then five steps, and it is saved."""
+    """The residuals after a load; then five steps and a save."""
     with echelon.join(record=False) as session:
         model = network(session)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -485,8 +487,8 @@ def residuals_in_all(states):
     return {name: sum(one[name].double() for one in states if name in one) for name in ("0/0", "0/3")}
 
 
-def test_what_workers_owed_is_owed_by_first_members_whoever_they_are(warm_pool, tmp_path):
-    """By four workers, then by two groups, then by others; and the codec is written in another way."""
+def test_residuals_of_workers_are_loaded_by_the_first_members_of_groups(warm_pool, tmp_path):
+    """Four workers, then two groups, then two other groups; the codec is spelled in two ways."""
     runs = (
         ("backup(0)", (), "top-k(ratio=0.05)", []),
         ('levels(full, "backup(0)")', ((0, 1), (2, 3)), "top-k(0.05)", [0, 2]),
@@ -494,10 +496,10 @@ def test_what_workers_owed_is_owed_by_first_members_whoever_they_are(warm_pool, 
     )
     saved = []
     for number, (sync, groups, codec, leaders) in enumerate(runs):
-        cluster = Crew(
+        run = ServedRun(
             tmp_path / str(number), workers=4, servers=1, sync=sync, groups=groups, codec=codec, seed=4
         )
-        outcomes, _ = cluster.run(warm_pool, work, "resuming", str(tmp_path / "saved"))
+        outcomes, _ = run.run(warm_pool, work, "resuming", str(tmp_path / "saved"))
         assert [rank for rank, residuals in enumerate(outcomes) if residuals] == leaders
         if saved:
             now, before = residuals_in_all(outcomes), residuals_in_all(saved)
@@ -510,7 +512,7 @@ def test_what_workers_owed_is_owed_by_first_members_whoever_they_are(warm_pool, 
 
 
 def misplaced():
-    """Take over what is owed of a model whose first two parameters were the other way round."""
+    """Load residuals of a model whose two parameters are in the other order."""
     with echelon.join(record=False) as session:
         model = nn.Linear(4, 2)
         model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -523,9 +525,9 @@ def misplaced():
         return session._synchronizer.residuals(), session._plan.reasons.get("codec residuals")
 
 
-def test_what_was_owed_of_parameters_in_other_places_is_dropped_and_said_so(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="async", codec="top-k")
-    outcomes, _ = cluster.run(warm_pool, work, "misplaced")
+def test_residuals_of_parameters_in_other_places_are_dropped_and_reported(warm_pool, tmp_path):
+    run = ServedRun(tmp_path, workers=2, servers=1, sync="async", codec="top-k")
+    outcomes, _ = run.run(warm_pool, work, "misplaced")
     assert [residuals for residuals, _ in outcomes] == [{}, {}]
     assert "2 parameters in other places" in outcomes[0][1]
 
@@ -539,10 +541,10 @@ def prepare():
         session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
-def test_momentum_in_the_codec_and_on_the_server_is_refused(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="async", codec="dgc")
+def test_momentum_in_both_the_codec_and_the_optimizer_is_refused(warm_pool, tmp_path):
+    run = ServedRun(tmp_path, workers=2, servers=1, sync="async", codec="dgc")
     with pytest.raises(WorkerFailure) as caught:
-        cluster.run(warm_pool, work, "prepare")
+        run.run(warm_pool, work, "prepare")
     workers = caught.value.outcomes[:2]
     assert all(isinstance(one.error, ConfigError) for one in workers)
     assert all("applied twice" in one.error.message for one in workers)

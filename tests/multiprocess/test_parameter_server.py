@@ -1,4 +1,4 @@
-"""A parameter server through saving and loading, deaths, stops, and what cannot work."""
+"""A parameter server with checkpoints, killed and stopped processes, and wrong settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from echelon.checkpoint import store as checkpoint
 from echelon.cli import main
 from echelon.errors import ConfigError
 from plain import examples, network
-from served import Crew, take_part
+from served import ServedRun, take_part
 from warm import WorkerFailure
 
 
@@ -37,7 +37,7 @@ OPTIMIZERS = {
 
 
 def train(kind, upto, save_at, folder):
-    """Four epochs of five steps; the weights after step `upto`, and the leader's optimizer's state."""
+    """Four epochs of five steps; returns the step and the weights after step `upto`."""
     with echelon.join(record=False) as session:
         model = network(session)
         optimizer = OPTIMIZERS[kind](model)
@@ -60,8 +60,8 @@ def train(kind, upto, save_at, folder):
         return session.step, model.state_dict()
 
 
-def stopped_and_gone_on(pool, folder, kind, save_at, servers):
-    """The weights of a run in one go, and of one that was stopped and taken up again."""
+def stopped_and_resumed(pool, folder, kind, save_at, servers):
+    """The weights of a whole run, and of one that was stopped and resumed."""
     for part in ("whole", "first", "second"):
         (folder / part).mkdir()
     ended = []
@@ -70,8 +70,8 @@ def stopped_and_gone_on(pool, folder, kind, save_at, servers):
         ("first", save_at, save_at, "saved"),
         ("second", 20, 0, "saved"),
     ):
-        cluster = Crew(folder / part, workers=3, servers=servers, sync="backup(0)", seed=4)
-        ended.append(cluster.run(pool, work, "train", kind, upto, saves, str(folder / where))[0])
+        run = ServedRun(folder / part, workers=3, servers=servers, sync="backup(0)", seed=4)
+        ended.append(run.run(pool, work, "train", kind, upto, saves, str(folder / where))[0])
     assert [steps for steps, _ in ended[1]] == [save_at] * 3
     return ended[0], ended[2]
 
@@ -79,11 +79,11 @@ def stopped_and_gone_on(pool, folder, kind, save_at, servers):
 @pytest.mark.parametrize(
     ("kind", "save_at", "servers"), [("sgd", 10, 1), ("sgd", 8, 3), ("adamw", 13, 2), ("adafactor", 7, 2)]
 )
-def test_going_on_from_a_checkpoint_is_as_if_the_servers_had_never_stopped(
+def test_a_run_resumed_from_a_checkpoint_equals_one_that_did_not_stop(
     warm_pool, tmp_path, kind, save_at, servers
 ):
-    """Also in the middle of a pass whose batches are claimed."""
-    whole, second = stopped_and_gone_on(warm_pool, tmp_path, kind, save_at, servers)
+    """Also in the middle of a pass."""
+    whole, second = stopped_and_resumed(warm_pool, tmp_path, kind, save_at, servers)
     for (_, one), (_, other) in zip(whole, second, strict=True):
         for name, value in one.items():
             torch.testing.assert_close(other[name], value, rtol=1e-9, atol=1e-12)
@@ -93,7 +93,7 @@ def test_going_on_from_a_checkpoint_is_as_if_the_servers_had_never_stopped(
     assert all(float(torch.as_tensor(one[kept]).abs().max()) > 0 for one in state.values())
 
 
-# Deaths and stops, as a user sees them -----------------------------------------------------------
+# Killed and stopped processes, as a user sees them -----------------------------------------------
 
 SCRIPT = """
 import os, signal, sys
@@ -108,7 +108,7 @@ model, optimizer = session.prepare(model, optimizer)
 print("ready", flush=True)
 for step in range(200):
     optimizer.zero_grad()
-    model(torch.randn(8, 64)).square().mean().backward()  # its pushes are under way
+    model(torch.randn(8, 64)).square().mean().backward()  # its pushes are in flight
     if step == 5 and sys.argv[1] == "worker" and session.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if step == 5 and sys.argv[1] == "server" and session.rank == 1:
@@ -120,7 +120,7 @@ for step in range(200):
 
 
 def ended(folder: Path, *words: str) -> tuple[int, str, str]:
-    """The exit code, what was said, and what the leader's log has."""
+    """The exit code, the output, and the leader's log."""
     (folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "echelon", "run", "--workers", "2", "--servers", "1", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
@@ -130,14 +130,14 @@ def ended(folder: Path, *words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(("who", "rank"), [("worker", 1), ("server", 2)])
-def test_whoever_is_killed_in_the_middle_of_a_push_is_named_and_ends_the_run(tmp_path, who, rank):
+def test_a_process_killed_during_a_push_is_named_and_ends_the_run(tmp_path, who, rank):
     code, said, log = ended(tmp_path, "--sync", "async", "script.py", who)
     assert code == 128 + signal.SIGKILL
     assert f"rank {rank}" in said
     assert re.search(rf"PeerLost: .*rank {rank}\b", log), log
 
 
-def test_a_stopped_worker_is_named_by_those_who_wait_for_it(tmp_path):
+def test_a_stopped_worker_is_named_by_the_waiting_workers(tmp_path):
     code, said, log = ended(tmp_path, "--sync", "backup(0)", "--round-timeout-s", "10", "script.py", "stop")
     assert code != 0
     assert "rank 1" in said
@@ -146,7 +146,7 @@ def test_a_stopped_worker_is_named_by_those_who_wait_for_it(tmp_path):
     ), log
 
 
-# What cannot work, before anything is started ----------------------------------------------------
+# Wrong settings ----------------------------------------------------------------------------------
 
 WRONG = {
     "async": "there is none",
@@ -171,7 +171,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_cannot_work_is_refused_in_three_lines_before_anything_starts(
+def test_wrong_settings_are_refused_in_three_lines_before_anything_starts(
     monkeypatch, capfd, tmp_path, words
 ):
     (tmp_path / "script.py").write_text("raise SystemExit('started')")
@@ -190,7 +190,7 @@ def test_what_cannot_work_is_refused_in_three_lines_before_anything_starts(
 
 
 class Mine(torch.optim.SGD):
-    """As a script would define it."""
+    """An optimizer that a script defines."""
 
 
 def prepare(what):
@@ -216,14 +216,14 @@ def prepare(what):
     [
         ("lbfgs", "LBFGS evaluates the loss while it steps"),
         ("mine", "optimizer Mine is defined in the script, where a server cannot import it"),
-        ("types", "keeps one type of numbers"),
+        ("types", "keeps parameters of one dtype"),
         ("sum", "the loss must be a mean"),
     ],
 )
-def test_a_script_that_no_server_can_serve_is_told_so_by_prepare(warm_pool, tmp_path, what, says):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="async")
+def test_prepare_refuses_what_a_server_cannot_serve(warm_pool, tmp_path, what, says):
+    run = ServedRun(tmp_path, workers=2, servers=1, sync="async")
     with pytest.raises(WorkerFailure) as caught:
-        cluster.run(warm_pool, work, "prepare", what)
+        run.run(warm_pool, work, "prepare", what)
     workers = caught.value.outcomes[:2]
     assert all(isinstance(one.error, ConfigError) and says in one.error.message for one in workers)
 
@@ -235,7 +235,7 @@ def prepared(sync):
 
 
 @pytest.mark.parametrize("sync", ["async", "elastic-averaging(asynchronous=true)"])
-def test_a_policy_that_needs_a_server_is_refused_in_the_script_if_there_is_none(warm_pool, sync):
+def test_a_policy_that_needs_a_server_is_refused_by_prepare_if_there_is_none(warm_pool, sync):
     for outcome in warm_pool.outcomes(2, prepared, sync):
         assert isinstance(outcome, WorkerFailure)
         assert isinstance(outcome.error, ConfigError), outcome.detail

@@ -1,4 +1,4 @@
-"""Loops that are not plain, with servers, groups or averages: whatever a script does, nothing is lost."""
+"""Unusual training loops with servers, groups or averaging lose no gradient and no sample."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 import echelon
 from echelon.errors import ConfigError
 from echelon.observe.recorder import Recorder
-from echelon.server.coordinator import Coordinator, Freed
-from echelon.server.protocol import Done
+from echelon.server.coordinator import Coordinator
+from echelon.server.protocol import Freed, PushInfo
 from echelon.sync import policy as policies
 from echelon.sync.families.serve import Invite
 from plain import Trained, assert_same, examples, in_session, network, plainly
-from served import Crew, take_part
+from served import ServedRun, take_part
 
 EPOCHS = 7
 GROUPS = ((0, 2), (1, 3))
@@ -36,12 +36,12 @@ def as_in_one_process(name, *args):
 
 
 def check(pool, folder, sync, script, *args, workers=3, servers=1, **asked):
-    """The script ends on these workers as it does in one process."""
-    cluster = Crew(folder, workers=workers, servers=servers, sync=sync, **asked)
-    trained, kept = cluster.run(pool, as_in_one_process, script.__name__, *args)
+    """Check that the script ends on these workers as it does in one process."""
+    run = ServedRun(folder, workers=workers, servers=servers, sync=sync, **asked)
+    trained, kept = run.run(pool, as_in_one_process, script.__name__, *args)
     assert all(isinstance(worker, Trained) for worker in trained)
     assert_same(plainly(script, *args), trained, rtol=1e-9)
-    assert [one.waiting for one in kept] == [0] * servers, "no push is left over"
+    assert [one.waiting for one in kept] == [0] * servers, "no push is undecided"
 
 
 def flat(model):
@@ -49,12 +49,12 @@ def flat(model):
 
 
 def numbered(count):
-    """Samples that say which they are."""
+    """A data set whose targets are the samples' numbers."""
     return TensorDataset(torch.ones(count, 1), torch.arange(count))
 
 
 class InOrder(torch.utils.data.Sampler):
-    """Shuffled, but the same way with and without Echelon: parts of batches are claimed."""
+    """A shuffled order that is the same with and without Echelon."""
 
     def __init__(self, count):
         self._order = torch.randperm(count, generator=torch.Generator().manual_seed(5)).tolist()
@@ -70,7 +70,7 @@ class InOrder(torch.utils.data.Sampler):
 
 
 def large():
-    """A model that takes a server a moment to be told: nothing is between prepare and the first pull."""
+    """A model so large that the servers need a moment for its weights before the first pull."""
     with echelon.join(record=False) as session:
         torch.manual_seed(0)
         expected = nn.Linear(2000, 2000).double()
@@ -89,8 +89,8 @@ def large():
 
 
 def test_a_large_model_begins_with_the_leaders_weights(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="async")
-    (one, one_kept), (other, other_kept) = cluster.run(warm_pool, work, "large")[0]
+    run = ServedRun(tmp_path, workers=2, servers=1, sync="async")
+    (one, one_kept), (other, other_kept) = run.run(warm_pool, work, "large")[0]
     assert one + other == [True] * 2
     assert one_kept
     assert other_kept
@@ -100,7 +100,7 @@ def test_a_large_model_begins_with_the_leaders_weights(warm_pool, tmp_path):
 
 
 def evaluated(session, journal):
-    """Every second batch is followed by a pass over other data."""
+    """Evaluate after every second batch."""
     model = network(session)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = examples()
@@ -122,16 +122,16 @@ def evaluated(session, journal):
 
 
 @pytest.mark.parametrize("sync", ["backup(0)", "bounded-delay(0)"])
-def test_an_evaluation_amid_training_changes_nothing(warm_pool, tmp_path, sync):
+def test_an_evaluation_during_a_pass_changes_nothing(warm_pool, tmp_path, sync):
     check(warm_pool, tmp_path, sync, evaluated)
 
 
-def test_so_it_is_with_groups(warm_pool, tmp_path):
+def test_an_evaluation_during_a_pass_changes_nothing_with_groups(warm_pool, tmp_path):
     check(warm_pool, tmp_path, 'levels(full, "backup(0)")', evaluated, workers=4, groups=GROUPS)
 
 
 def skipping(session, journal):
-    """Every second batch has no step: its loss is bad, and its gradients are dropped."""
+    """Skip the step of every second batch."""
     model = network(session)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer, loader = session.prepare(model, optimizer, DataLoader(examples(), batch_size=12))
@@ -149,12 +149,12 @@ def skipping(session, journal):
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("sync", ["backup(0)", "bounded-delay(0)"])
-def test_a_backward_without_a_step_leaves_nothing_behind(warm_pool, tmp_path, sync, servers):
+def test_a_backward_without_a_step_is_not_pushed(warm_pool, tmp_path, sync, servers):
     check(warm_pool, tmp_path, sync, skipping, servers=servers)
 
 
 def clamped(session, journal):
-    """Gradients are clamped past autograd's knowledge; all workers have the same ones."""
+    """Clamp gradients through `.data`; all workers have the same gradients."""
     few = examples(20)
     data = ConcatDataset([Subset(few, range(at, at + 4)) for at in range(0, 20, 4) for _ in range(3)])
     model = network(session)
@@ -172,7 +172,7 @@ def clamped(session, journal):
     return model
 
 
-def test_gradients_clamped_through_their_data_are_pushed_as_they_are(warm_pool, tmp_path):
+def test_gradients_clamped_through_their_data_are_pushed_clamped(warm_pool, tmp_path):
     check(warm_pool, tmp_path, "backup(0)", clamped)
 
 
@@ -180,7 +180,7 @@ def test_gradients_clamped_through_their_data_are_pushed_as_they_are(warm_pool, 
 
 
 class One(nn.Module):
-    """A single weight."""
+    """A model of one weight."""
 
     def __init__(self):
         super().__init__()
@@ -207,10 +207,10 @@ def gradients_of_groups(steps):
 @pytest.mark.parametrize(
     "sync", ['levels(full, "backup(1)")', "levels(full, async)", "levels(full, local(2))"]
 )
-def test_a_gradient_is_the_mean_of_the_group_alone(warm_pool, tmp_path, sync):
+def test_a_gradient_is_the_mean_of_its_group_only(warm_pool, tmp_path, sync):
     servers = 0 if "local" in sync else 1
-    cluster = Crew(tmp_path, workers=4, servers=servers, sync=sync, groups=GROUPS)
-    seen = cluster.run(warm_pool, work, "gradients_of_groups", 3)[0]
+    run = ServedRun(tmp_path, workers=4, servers=servers, sync=sync, groups=GROUPS)
+    seen = run.run(warm_pool, work, "gradients_of_groups", 3)[0]
     assert seen == [[2.0] * 3, [3.0] * 3, [2.0] * 3, [3.0] * 3]
 
 
@@ -233,8 +233,8 @@ def slow_group():
 
 
 def test_a_slow_group_does_not_hold_up_another(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=4, servers=1, sync="levels(full, async)", groups=GROUPS)
-    workers = cluster.run(warm_pool, work, "slow_group")[0]
+    run = ServedRun(tmp_path, workers=4, servers=1, sync="levels(full, async)", groups=GROUPS)
+    workers = run.run(warm_pool, work, "slow_group")[0]
     steps = [len(drawn) for drawn, _ in workers]
     assert steps[0] == steps[2] > 2 * steps[1] == 2 * steps[3]
     drawn = Counter(number for parts, _ in workers for part in parts for number in part)
@@ -260,18 +260,20 @@ def weighed(session, journal, says_so):
 
 @pytest.mark.parametrize("says_so", [False, True], ids=["by-samples", "as-said"])
 @pytest.mark.parametrize("shares", ["equal", "4,3,2,1"])
-def test_groups_weigh_by_samples_or_as_they_say(warm_pool, tmp_path, shares, says_so):
+def test_groups_are_weighted_by_samples_or_by_session_weigh(warm_pool, tmp_path, shares, says_so):
     sync = 'levels(full, "backup(0)")'
     check(warm_pool, tmp_path, sync, weighed, says_so, workers=4, groups=GROUPS, shares=shares)
 
 
-def test_groups_that_average_weigh_as_they_say(warm_pool, tmp_path):
-    clusters = [
-        Crew(tmp_path / name, workers=4, sync="levels(full, local(2))", groups=GROUPS, shares="4,3,2,1")
+def test_groups_that_average_are_weighted_by_session_weigh(warm_pool, tmp_path):
+    runs = [
+        ServedRun(
+            tmp_path / name, workers=4, sync="levels(full, local(2))", groups=GROUPS, shares="4,3,2,1"
+        )
         for name in ("said", "unsaid")
     ]
-    said = clusters[0].run(warm_pool, as_in_one_process, "weighed", True)[0]
-    unsaid = clusters[1].run(warm_pool, as_in_one_process, "weighed", False)[0]
+    said = runs[0].run(warm_pool, as_in_one_process, "weighed", True)[0]
+    unsaid = runs[1].run(warm_pool, as_in_one_process, "weighed", False)[0]
     for one, other in zip(said, unsaid, strict=True):
         for name, value in one.state.items():
             torch.testing.assert_close(value, other.state[name], rtol=1e-9, atol=1e-10)
@@ -300,16 +302,18 @@ def averaging(saves):
 
 
 @pytest.mark.parametrize("sync", ["elastic-averaging(period=3)", "local(3)"])
-def test_a_save_amid_a_pass_changes_nothing_for_workers_that_average(warm_pool, tmp_path, sync):
-    saving = Crew(tmp_path / "saving", workers=2, sync=sync).run(warm_pool, work, "averaging", True)[0]
-    without = Crew(tmp_path / "without", workers=2, sync=sync).run(warm_pool, work, "averaging", False)[0]
-    assert not torch.equal(saving[0][1], saving[1][1]), "each has weights of its own"
+def test_a_save_during_a_pass_changes_nothing_for_workers_that_average(warm_pool, tmp_path, sync):
+    saving = ServedRun(tmp_path / "saving", workers=2, sync=sync).run(warm_pool, work, "averaging", True)[0]
+    without = ServedRun(tmp_path / "without", workers=2, sync=sync).run(
+        warm_pool, work, "averaging", False
+    )[0]
+    assert not torch.equal(saving[0][1], saving[1][1]), "workers have different weights"
     for one, other in zip(saving, without, strict=True):
         assert torch.equal(one, other)
 
 
 def leader_alone(saves, momentum):
-    """After the first round, of all, the leader is not asked for three more: its steps are its own."""
+    """After the first round the leader is left out of three rounds, and takes its steps alone."""
     with echelon.join(record=False) as session:
         model = One()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
@@ -323,16 +327,16 @@ def leader_alone(saves, momentum):
             if saves:
                 session.save("saved")
                 seen.append(float(model.weight.detach()))
-        session.barrier()  # what is merged now comes after all steps
+        session.barrier()  # so that all steps come before the merge
         session.rest()
         return seen
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_a_worker_that_is_alone_goes_on_with_its_own_after_a_save(warm_pool, tmp_path, momentum):
+def test_a_worker_that_is_alone_keeps_its_weights_after_a_save(warm_pool, tmp_path, momentum):
     sync = "percentage(shares=[0.25, 1.0])"
     saving, without = (
-        Crew(tmp_path / str(saves), workers=2, servers=1, sync=sync).run(
+        ServedRun(tmp_path / str(saves), workers=2, servers=1, sync=sync).run(
             warm_pool, work, "leader_alone", saves, momentum
         )[0]
         for saves in (True, False)
@@ -343,7 +347,7 @@ def test_a_worker_that_is_alone_goes_on_with_its_own_after_a_save(warm_pool, tmp
 
 
 class Alone:
-    """A coordinator of two workers of whom the first is asked for every fourth round only."""
+    """A coordinator of two workers; the first takes part in every fourth round only."""
 
     def __init__(self):
         rule = policies.POLICIES.build("percentage(shares=[0.25, 1.0])")
@@ -357,19 +361,19 @@ class Alone:
 
     def push(self, worker):
         step, self.steps[worker] = self.steps[worker], self.steps[worker] + 1
-        done = Done(kind="gradient", read=0, samples=1.0, compute_s=0.0, transfer_s=0.0)
-        self.coordinator.have(worker, step, 0.0, 0.0)
-        return self.coordinator.done(worker, step, done)
+        info = PushInfo(kind="gradient", read=0, samples=1.0, compute_s=0.0, transfer_s=0.0)
+        self.coordinator.held(worker, step, 0.0, 0.0)
+        return self.coordinator.done(worker, step, info)
 
     def ask(self, worker):
         step, self.steps[worker] = self.steps[worker], self.steps[worker] + 1
-        done = Done(kind="ask", read=0, samples=1.0, compute_s=0.0, transfer_s=0.0)
-        return self.coordinator.ask(worker, step, done)
+        info = PushInfo(kind="ask", read=0, samples=1.0, compute_s=0.0, transfer_s=0.0)
+        return self.coordinator.ask(worker, step, info)
 
 
 @pytest.mark.parametrize("order", sorted(set(permutations((0, 0, 1, 1)))))
-def test_a_save_is_no_round_of_nobody_whoever_gets_there_first(order):
-    """Each takes a step, then rests; two saves like that, and the first worker is still not asked."""
+def test_a_save_ends_no_round_whichever_worker_rests_first(order):
+    """Each worker takes a step, then rests, twice; the first worker is still not invited."""
     alone = Alone()
     for _ in range(2):
         been = set()
@@ -383,15 +387,15 @@ def test_a_save_is_no_round_of_nobody_whoever_gets_there_first(order):
             been.add(worker)
         for worker in (0, 1):
             alone.coordinator.join(worker)
-    alone.push(1)  # the third round is over: now it is asked
+    alone.push(1)  # ends the third round, so the first worker is invited next
     assert alone.ask(0) == [Invite(0)]
 
 
-def test_who_rests_makes_way_for_those_who_would_wait_for_it():
+def test_a_resting_worker_leaves_if_another_waits_for_it():
     alone = Alone()
     for _ in range(3):
         alone.push(1)
-    assert alone.push(1) == [], "the first worker has to take part"
+    assert alone.push(1) == [], "it waits for the first worker"
     assert [order.worker for order in alone.coordinator.rest(0) if isinstance(order, Freed)] == [1]
     assert alone.coordinator.rest(1) == []
     assert alone.coordinator.awaited() == []
@@ -400,7 +404,7 @@ def test_who_rests_makes_way_for_those_who_would_wait_for_it():
     assert alone.coordinator.awaited() == [0, 1]
 
 
-def test_who_rested_before_another_began_to_wait_makes_way_too():
+def test_a_resting_worker_leaves_when_another_begins_to_wait_for_it():
     alone = Alone()
     for _ in range(3):
         alone.push(1)
@@ -409,7 +413,7 @@ def test_who_rested_before_another_began_to_wait_makes_way_too():
 
 
 def saved_and_loaded():
-    """Two steps that nobody else hears of, then a save."""
+    """Two steps without averaging, then a save and a load."""
     with echelon.join(record=False) as session:
         model = One()
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -423,8 +427,8 @@ def saved_and_loaded():
         return own, float(model.weight.detach())
 
 
-def test_what_is_saved_is_what_would_be_shown_not_the_leaders_own(warm_pool, tmp_path):
-    seen = Crew(tmp_path, workers=2, sync="local(5)").run(warm_pool, work, "saved_and_loaded")[0]
+def test_a_save_holds_the_average_and_not_the_leaders_weights(warm_pool, tmp_path):
+    seen = ServedRun(tmp_path, workers=2, sync="local(5)").run(warm_pool, work, "saved_and_loaded")[0]
     assert seen == [(-2.0, -3.0), (-4.0, -3.0)]
 
 
@@ -455,9 +459,9 @@ def drawn_again():
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_after_an_older_checkpoint_is_loaded_all_is_drawn_again(warm_pool, tmp_path, servers):
-    cluster = Crew(tmp_path, workers=2, servers=servers, sync="async")
-    workers = cluster.run(warm_pool, work, "drawn_again")[0]
+def test_after_loading_an_older_checkpoint_all_samples_are_drawn_again(warm_pool, tmp_path, servers):
+    run = ServedRun(tmp_path, workers=2, servers=servers, sync="async")
+    workers = run.run(warm_pool, work, "drawn_again")[0]
     for index in range(3):
         assert Counter(number for worker in workers for number in worker[index]) == Counter(range(48))
     for *_, same_as_saved, untrained in workers:
@@ -485,9 +489,9 @@ def hooked():
 
 
 @pytest.mark.parametrize(("sync", "groups"), [("backup(0)", ()), ('levels(full, "backup(0)")', GROUPS)])
-def test_hooks_of_steps_run_around_a_step_by_the_server(warm_pool, tmp_path, sync, groups):
+def test_step_hooks_run_around_a_step_of_the_server(warm_pool, tmp_path, sync, groups):
     workers = 4 if groups else 2
-    seen = Crew(tmp_path, workers=workers, servers=1, sync=sync, groups=groups).run(
+    seen = ServedRun(tmp_path, workers=workers, servers=1, sync=sync, groups=groups).run(
         warm_pool, work, "hooked"
     )
     expected = [("before", 0.0), ("after", -1.0), ("before", -1.0), ("after", -2.0)]
@@ -512,14 +516,14 @@ def added():
 
 
 @pytest.mark.parametrize("sync", ["async", "downpour(2, 2)"])
-def test_parameters_that_come_after_prepare_are_refused_by_name(warm_pool, tmp_path, sync):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync=sync)
-    for where, message in cluster.run(warm_pool, work, "added")[0]:
+def test_parameters_added_after_prepare_are_refused(warm_pool, tmp_path, sync):
+    run = ServedRun(tmp_path, workers=2, servers=1, sync=sync)
+    for where, message in run.run(warm_pool, work, "added")[0]:
         assert where == "optimizer.add_param_group"
         assert "2 parameters" in message
 
 
-def prepared_amid_a_pass():
+def prepared_during_a_pass():
     with echelon.join(record=False) as session:
         model, another = One(), One()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -538,6 +542,6 @@ def prepared_amid_a_pass():
         return float(model.weight.detach()), float(another.weight.detach())
 
 
-def test_an_optimizer_may_be_prepared_amid_a_pass(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=2, servers=1, sync="backup(0)")
-    assert cluster.run(warm_pool, work, "prepared_amid_a_pass")[0] == [(-4.0, -2.0)] * 2
+def test_an_optimizer_may_be_prepared_during_a_pass(warm_pool, tmp_path):
+    run = ServedRun(tmp_path, workers=2, servers=1, sync="backup(0)")
+    assert run.run(warm_pool, work, "prepared_during_a_pass")[0] == [(-4.0, -2.0)] * 2

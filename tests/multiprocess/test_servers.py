@@ -1,4 +1,4 @@
-"""Parameter servers in processes of their own, as `echelon run --servers` starts them."""
+"""Servers in processes of their own, as `echelon run --servers` starts them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def trained(folder: Path, *words: str) -> list[list]:
     return [torch.load(file) for file in sorted(folder.glob("rank-*.pt"))]
 
 
-def test_workers_train_the_same_with_servers_of_their_own(tmp_path: Path) -> None:
+def test_workers_train_the_same_with_and_without_servers(tmp_path: Path) -> None:
     alone = trained(tmp_path / "alone")
     served = trained(tmp_path / "served", "--servers", "2")
     assert len(alone) == len(served) == 2
@@ -92,6 +92,6 @@ def test_a_server_that_dies_is_named_and_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"transport": "c10d"}, {"collective": "ring"}, {"transport": "shm"}])
-def test_servers_with_another_way_of_summing_are_refused(options: dict[str, str]) -> None:
+def test_servers_with_another_transport_or_collective_are_refused(options: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"servers (sum over TCP|use Echelon.s own transports)"):
         RunSettings(workers=2, servers=1, **options)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""However workers arrive: nobody reads weights that are too old, K grows and is reached, nothing gets lost,
-and policies that wait for everybody do what one process would do.
+"""In any order of arrivals, weights are never too old, K grows to the number of workers, no push is lost,
+and policies that wait for all workers do what one process does.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ def clusters(draw, most_steps=12, equal_steps=False):
 
 @settings(max_examples=100, deadline=None)
 @given(clusters(), st.integers(0, 4))
-def test_nobody_reads_weights_that_are_older_than_the_bound_and_nobody_is_held_without_need(
-    cluster_times, bound
-):
+def test_no_worker_reads_weights_older_than_the_bound_and_none_is_held_without_need(cluster_times, bound):
     cluster, times = cluster_times
     made = dict.fromkeys(range(cluster.workers), 0)
     applied = dict.fromkeys(range(cluster.workers), 0)
@@ -57,14 +55,14 @@ def test_nobody_reads_weights_that_are_older_than_the_bound_and_nobody_is_held_w
                     applied[part.worker] += 1
             if isinstance(decision, Release):
                 held.remove(decision.worker)
-                step = made[decision.worker]  # the one that it reads for
+                step = made[decision.worker]  # the step that it reads weights for
                 assert all(applied[other] >= step - bound for other in made)
         assert all(made[worker] - min(made.values()) > bound for worker in held)
 
 
 @settings(max_examples=50, deadline=None)
 @given(clusters(), st.integers(0, 4))
-def test_gradients_are_applied_only_right_before_somebody_reads(cluster_times, bound):
+def test_gradients_are_applied_only_before_a_worker_reads(cluster_times, bound):
     cluster, times = cluster_times
     for told in play(BoundedDelay(bound=bound), cluster, times):
         kinds = [type(decision) for decision in told.decisions]
@@ -140,7 +138,7 @@ OPTIMIZERS = {
 
 
 def _problem(workers):
-    """Least squares, each worker with data of its own."""
+    """Least squares; each worker has its own data."""
     draw = torch.Generator().manual_seed(3)
     data = [torch.randn(4 + n, 3, generator=draw, dtype=torch.float64) for n in range(workers)]
     return data, [part.sum(1) for part in data]
@@ -151,7 +149,7 @@ def _gradient(data, target, weights):
 
 
 def _carried_out(policy, story, optimizer, data, targets):
-    """The weights after all decisions of a story, on a ledger."""
+    """The weights of a shard after all decisions of a story."""
     parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
     shard = ShardState(policy, parameter.data, [parameter], OPTIMIZERS[optimizer]([parameter]).step)
     holds = [shard.read(worker) for worker in range(len(data))]
@@ -184,7 +182,7 @@ def _alone(steps, optimizer, data, targets):
 @pytest.mark.parametrize("text", ["bounded-delay(0)", "backup(0)", "smooth-switch(start={}, waiting=true)"])
 @settings(max_examples=12, deadline=None)
 @given(cluster_times=clusters(most_steps=6, equal_steps=True))
-def test_policies_that_wait_for_everybody_do_what_one_process_does(text, optimizer, cluster_times):
+def test_policies_that_wait_for_all_workers_equal_one_process(text, optimizer, cluster_times):
     cluster, times = cluster_times
     data, targets = _problem(cluster.workers)
     policy = POLICIES.build(text.format(cluster.workers))
@@ -195,7 +193,7 @@ def test_policies_that_wait_for_everybody_do_what_one_process_does(text, optimiz
 
 @settings(max_examples=20, deadline=None)
 @given(clusters(most_steps=6), st.sampled_from([0.0, 0.04, 1.0]), st.booleans())
-def test_delay_compensation_is_its_recurrence_whatever_the_delays(cluster_times, strength, adaptive):
+def test_delay_compensation_equals_its_recurrence_for_any_delays(cluster_times, strength, adaptive):
     cluster, times = cluster_times
     data, targets = _problem(cluster.workers)
     policy = DelayCompensated(strength=strength, adaptive=adaptive)

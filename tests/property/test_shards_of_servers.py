@@ -1,4 +1,4 @@
-"""Parameters are shared out by servers: every element once, in balance, in the order of backward."""
+"""Parameters are split between servers: every element once, in balance, in the order of backward."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.server import shards
-from echelon.server.shards import LARGE_BYTES
+from echelon.server.layout import LARGE_BYTES, cut_pieces, split
 
 lengths = st.lists(st.integers(0, 3 * LARGE_BYTES), max_size=12)
 servers = st.integers(1, 6)
@@ -17,7 +16,7 @@ items = st.sampled_from([2, 4, 8])
 
 @given(lengths, servers, items, st.booleans())
 def test_every_element_is_kept_exactly_once(lengths, servers, item_bytes, whole):
-    found = shards.shard(lengths, servers, item_bytes=item_bytes, whole=whole)
+    found = split(lengths, servers, item_bytes=item_bytes, whole=whole)
     assert len(found) == servers
     for parameter, length in enumerate(lengths):
         parts = sorted((p.start, p.stop) for one in found for p in one.parts if p.parameter == parameter)
@@ -34,18 +33,16 @@ def test_every_element_is_kept_exactly_once(lengths, servers, item_bytes, whole)
 
 
 @given(lengths, servers, items)
-def test_servers_hold_as_many_bytes_as_each_other_but_for_one_parameter_that_is_not_cut(
-    lengths, servers, item_bytes
-):
-    held = [one.length * item_bytes for one in shards.shard(lengths, servers, item_bytes=item_bytes)]
+def test_servers_keep_the_same_bytes_except_for_one_whole_parameter(lengths, servers, item_bytes):
+    held = [one.length * item_bytes for one in split(lengths, servers, item_bytes=item_bytes)]
     cut = sum(length * item_bytes >= LARGE_BYTES * servers for length in lengths)
     assert max(held) - min(held) <= LARGE_BYTES * servers + cut * item_bytes
 
 
 @given(lengths, servers, st.integers(1, 2 * LARGE_BYTES))
-def test_pieces_cover_every_shard_in_its_order_and_none_is_cut_too_early(lengths, servers, piece_bytes):
-    found = shards.shard(lengths, servers, item_bytes=4)
-    pieces = shards.pieces(found, item_bytes=4, piece_bytes=piece_bytes)
+def test_pieces_cover_every_shard_in_order_and_none_is_too_small(lengths, servers, piece_bytes):
+    found = split(lengths, servers, item_bytes=4)
+    pieces = cut_pieces(found, item_bytes=4, piece_bytes=piece_bytes)
     for index, one in enumerate(found):
         mine = sorted((p for p in pieces if p.shard == index), key=lambda p: (p.start, p.stop))
         assert [part for piece in mine for part in piece.parts] == list(one.parts)
@@ -57,8 +54,8 @@ def test_pieces_cover_every_shard_in_its_order_and_none_is_cut_too_early(lengths
 
 
 @given(lengths, servers)
-def test_a_piece_never_waits_for_a_gradient_that_a_later_piece_has_first(lengths, servers):
-    """The first parameter of a piece is the last of it that backward reaches."""
-    pieces = shards.pieces(shards.shard(lengths, servers, item_bytes=4), item_bytes=4)
+def test_pieces_are_complete_in_the_order_in_which_they_are_sent(lengths, servers):
+    """Backward reaches the first parameter of a piece last."""
+    pieces = cut_pieces(split(lengths, servers, item_bytes=4), item_bytes=4)
     ready = [min(part.parameter for part in piece.parts) for piece in pieces]
     assert ready == sorted(ready, reverse=True)

@@ -1,12 +1,20 @@
-"""The parameter server on the cluster: who says what to whom, and what each makes of it.
+"""The parameter server: its processes, its clients in the workers, and the messages between them.
 
-protocol.py     the messages between workers and servers
-recipe.py       an optimizer as a description that another process can build it from
-coordinator.py  asks the policy's rule about every arrival, and gives its decisions as orders
-keeper.py       one server process: shards, their replicas, and the coordinator on the first of them
-client.py       a worker's side: takes steps by the servers, and weights in return
-layout.py       where parameters lie in the model, on servers and on the way
-outbox.py       what a worker pushes, piece by piece, while backward goes on
-line.py         a worker's post to the servers
-coding.py       gradients and weights in fewer bytes, between a worker and the servers
+On both sides:
+    protocol.py        the messages, one class each
+    layout.py          which server keeps which elements, and in which pieces they are sent
+    encoding.py        gradients and weights written by a codec, in fewer bytes
+    optimizer_spec.py  describes an optimizer, so that a server can build it
+
+In a worker:
+    client.py          ServerClient: steps of one optimizer through the servers; connects the files below
+    worker_rule.py     WorkerRule: what a worker does at a step and at each answer; pure
+    pushes.py          PushSender: sends gradients piece by piece while backward goes on
+    pulls.py           WeightsReceiver: receives weights and installs them in the parameters
+    channel.py         ServerChannel: sends messages, waits for answers, names silent peers
+
+In a server:
+    process.py         the server's process: meets the workers, serves, ends
+    server.py          ParameterServer: keeps shards and replicas, and carries out orders
+    coordinator.py     Coordinator: on the first server, turns the policy's decisions into orders
 """

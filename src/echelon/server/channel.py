@@ -1,24 +1,43 @@
-"""A worker's post to the servers: messages out, messages in, and whom to blame when none come."""
+"""A worker's channel to the servers: sends messages, waits for answers, and names silent peers.
+
+Every wait has the same deadline. If it passes, RoundTimeout names the servers that did not answer, or the
+workers that the coordinator waits for.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from echelon.comm.wire.mailbox import Mailbox, MessageHead
+from echelon.comm.wire.mailbox import Delivery, Mailbox
 from echelon.errors import RoundTimeout, WorkerError
-from echelon.server.protocol import Kind, decode, head
+from echelon.server.protocol import (
+    AskAwaited,
+    AwaitedWorkers,
+    Bye,
+    ServerMessage,
+    ToWorker,
+    WeightsPiece,
+    refused,
+)
 
 if TYPE_CHECKING:
-    from echelon.server.client import Table
+    from echelon.comm.engine import EngineGroup
+    from echelon.server.client import ServerClient
 
 _NOTHING = memoryview(b"")
 _ANSWER_S = 5.0
 
+Request = tuple[int, ServerMessage, memoryview]  # server, message, payload
+
 
 class ServerChannel:
-    """A worker's post to the servers, shared by its tables. `servers` and `names` are by rank."""
+    """One worker's channel, shared by its clients; the client of table i is `clients[i]`.
+
+    `servers` are ranks, and `names` are the names of ranks in errors.
+    """
 
     def __init__(self, deadline_s: float, servers: Sequence[int], names: dict[int, str], rank: int) -> None:
         self.servers = list(servers)
@@ -26,59 +45,102 @@ class ServerChannel:
         self.names = names
         self.rank = rank
         self.me = names[rank]
-        self.tables: list[Table] = []
-        self.mailbox: Mailbox | None = None
+        self.clients: list[ServerClient] = []
+        self._mailbox: Mailbox[ToWorker] | None = None
+
+    @classmethod
+    def open(cls, group: EngineGroup) -> ServerChannel:
+        """The channel of a group's member to the servers of its run."""
+        names = {member.rank: str(member) for member in group.members}
+        channel = cls(group.deadline_s, group.servers, names, group.ranks[group.rank])
+        channel._mailbox = Mailbox(group.loop, set(group.servers), ToWorker, place=channel.place)
+        return channel
 
     @property
     def coordinator(self) -> int:
-        """The server that decides."""
+        """The rank of the server that decides."""
         return self.servers[0]
 
-    def place(self, peer: int, message: MessageHead, length: int) -> memoryview | None:
-        """Weights go straight to where they are taken from. Runs in the loop's thread."""
-        return self.tables[message.table].place(message, length) if message.kind == Kind.WEIGHTS else None
+    def place(self, peer: int, message: ToWorker, length: int) -> memoryview | None:
+        """The memory that a payload is received into. Runs in the loop's thread."""
+        client = self._client(peer, message)
+        if isinstance(message, WeightsPiece):
+            return client.weights.place(self.names[peer], message, length)
+        return None
 
-    def send(self, server: int, what: MessageHead, payload: memoryview = _NOTHING) -> None:
+    def _client(self, peer: int, message: ToWorker) -> ServerClient:
+        if message.table >= len(self.clients):
+            raise refused(self.names[peer], message, f"this worker has no table {message.table}")
+        return self.clients[message.table]
+
+    def send(self, server: int, message: ServerMessage, payload: memoryview = _NOTHING) -> None:
         """Queue a message to a server."""
-        assert self.mailbox is not None
-        self.mailbox.send(server, what, payload)
+        assert self._mailbox is not None
+        self._mailbox.send(server, message, payload)
 
-    def until(
-        self, there: Callable[[], bool], table: int, silent: Callable[[], list[int]] | None = None
+    def request(self, requests: Sequence[Request], answer: type[ServerMessage]) -> list[Delivery[ToWorker]]:
+        """Send requests to servers and wait for an answer of this class to each."""
+        awaited = Counter(server for server, *_ in requests)
+        answers: list[Delivery[ToWorker]] = []
+
+        def take(delivery: Delivery[ToWorker]) -> None:
+            if isinstance(delivery.message, answer):
+                answers.append(delivery)
+                awaited[delivery.peer] -= 1
+
+        for server, message, payload in requests:
+            self.send(server, message, payload)
+        self._receive_until(
+            lambda: len(answers) == len(requests),
+            lambda: sorted(server for server, count in awaited.items() if count > 0),
+            take,
+        )
+        return answers
+
+    def wait_for_servers(self, is_done: Callable[[], bool], silent: Callable[[], list[int]]) -> float:
+        """Receive messages until `is_done`; returns the seconds. `silent` are the indices of servers."""
+        return self._receive_until(is_done, lambda: [self.servers[index] for index in silent()])
+
+    def wait_for_answer(self, is_done: Callable[[], bool], table: int) -> float:
+        """As `wait_for_servers`, for an answer of the coordinator, which is asked whom it waits for."""
+        return self._receive_until(is_done, lambda: self._awaited_workers(table))
+
+    def _receive_until(
+        self,
+        is_done: Callable[[], bool],
+        missing: Callable[[], list[int]],
+        take: Callable[[Delivery[ToWorker]], None] = lambda delivery: None,
     ) -> float:
-        """Take in messages until something is there; returns how long that took.
-
-        `silent` names the servers whose messages are missing; where none is given, the coordinator is
-        asked whom it waits for.
-        """
-        assert self.mailbox is not None
+        assert self._mailbox is not None
         begun = time.perf_counter()
-        while not there():
+        while not is_done():
             left = self.deadline_s - (time.perf_counter() - begun)
-            message = self.mailbox.receive(left) if left > 0 else None
-            if message is not None:
-                self.tables[message.head.table].hear(message)
+            delivery = self._mailbox.receive(left) if left > 0 else None
+            if delivery is not None:
+                self._client(delivery.peer, delivery.message).receive(delivery)
+                take(delivery)
             elif time.perf_counter() - begun >= self.deadline_s:
-                raise self._late(self._awaited(table) if silent is None else silent())
+                raise self._timeout(missing())
         return time.perf_counter() - begun
 
-    def _awaited(self, table: int) -> list[int]:
-        """Those whom the coordinator waits for; itself, if it does not say."""
-        assert self.mailbox is not None
-        self.send(self.coordinator, head(Kind.WHO, table))
+    def _awaited_workers(self, table: int) -> list[int]:
+        """The ranks that the coordinator waits for; its own rank if it does not answer."""
+        assert self._mailbox is not None
+        self.send(self.coordinator, AskAwaited(table=table))
         until = time.perf_counter() + _ANSWER_S
         while time.perf_counter() < until:
-            message = self.mailbox.receive(until - time.perf_counter())
-            if message is not None and message.head.kind == Kind.AWAITED:
-                return decode(message.payload, list[int])
+            delivery = self._mailbox.receive(until - time.perf_counter())
+            if delivery is not None and isinstance(delivery.message, AwaitedWorkers):
+                return delivery.message.ranks
         return [self.coordinator]
 
-    def _late(self, ranks: list[int]) -> WorkerError:
-        who = ", ".join(self.names[rank] for rank in ranks) or "nobody: this is a defect of the policy"
+    def _timeout(self, ranks: list[int]) -> WorkerError:
+        who = ", ".join(self.names.get(rank, f"rank {rank}") for rank in ranks)
+        who = who or "nobody: this is a defect of the policy"
         servers = set(ranks) <= set(self.servers)
-        told = f"{who} did not answer" if servers else f"no answer from the server, which waits for {who},"
+        what = f"{who} did not answer" if servers else f"no answer from the server, which waits for {who},"
         return RoundTimeout(
-            f"{told} within {self.deadline_s:g} s",
+            f"{what} within {self.deadline_s:g} s",
             ranks=tuple(ranks),
             where=self.me,
             fix="see that worker's log, raise --round-timeout-s, or use a policy that does not wait",
@@ -86,6 +148,5 @@ class ServerChannel:
 
     def close(self) -> None:
         """Say goodbye to the servers."""
-        if self.mailbox is None or self.mailbox.error is not None:
-            return
-        self.mailbox.leave(self.servers, head(Kind.BYE), _ANSWER_S)
+        if self._mailbox is not None and self._mailbox.error is None:
+            self._mailbox.leave(self.servers, Bye(), _ANSWER_S)

@@ -1,19 +1,21 @@
-"""A worker's side of a parameter server: pushes while backward goes on, and takes weights in return.
+"""A worker's side of a parameter server, for one optimizer: it connects the rule, the pushes and the pulls.
 
-Gradients leave piece by piece while backward goes on (outbox.py). `optimizer.step()` says that this is all,
-and waits for the policy to let the worker go on; the weights it is given then are the result of the step.
-With overlap="step" it does not wait: parameters are late (`train/late.py`), and whoever uses one waits for
-that one, so the pull hides behind the next forward pass. With a codec weights come as coded changes (see
-coding.py), but whoever asks for weights (`pull`) gets them as they are.
+Gradients leave piece by piece while backward goes on (pushes.py). `optimizer.step()` ends the push and
+waits until the policy lets the worker go on; the weights that arrive then (pulls.py) are the result of the
+step. What the worker does when is decided in worker_rule.py.
 
-A worker that is told to go on alone takes a step with its own optimizer. What it then pushes, when its turn
-comes, is how its weights have changed since it last got some.
+With overlap="step" the worker does not wait. Parameters are deferred (reduce/deferred.py): the first use of
+a parameter waits for its weights, so the pull hides behind the next forward pass.
+
+With a codec weights arrive as coded changes (encoding.py), but `pull` always gets whole weights.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,554 +23,452 @@ from torch.optim import Optimizer
 
 from echelon.checkpoint import state_tree
 from echelon.comm.wire.exchange import as_bytes
-from echelon.comm.wire.mailbox import Message, MessageHead
+from echelon.comm.wire.mailbox import Delivery
 from echelon.errors import ConfigError, GradientError
 from echelon.reduce.deferred import DeferredParameter, restore
 from echelon.reduce.reducer import RoundObserver
-from echelon.server import encoding as coding
-from echelon.server import optimizer_spec as spec
-from echelon.server.channel import ServerChannel
-from echelon.server.layout import TableLayout
-from echelon.server.outbox import Outbox
+from echelon.server import encoding, optimizer_spec
+from echelon.server.channel import Request, ServerChannel
+from echelon.server.layout import ShardPiece, TableLayout
 from echelon.server.protocol import (
-    ASKING,
-    CODED,
-    FRESH,
-    LOOK,
-    RESTING,
-    Done,
-    Kind,
-    Opening,
+    AskToPush,
+    FetchedState,
+    FetchState,
+    Invited,
+    JoinTable,
+    LeaveTable,
+    MembershipNoted,
+    OpenTable,
+    PullWeights,
+    PushDone,
+    PushInfo,
+    PushPiece,
     Released,
-    decode,
-    encode,
-    head,
+    Seeded,
+    SeedState,
+    SeedWeights,
+    TableOpened,
+    ToWorker,
+    WeightsPiece,
 )
-from echelon.server.shards import ShardPiece
-from echelon.sync.families.serve import ServePolicy
+from echelon.server.pulls import WeightsReceiver
+from echelon.server.pushes import PushSender
+from echelon.server.worker_rule import Action, Actions, Pushed, SendPush, WorkerRule
+from echelon.sync.families.serve import Kind, ServePolicy
 from echelon.sync.policy import ClusterInfo
 
+_NOTHING = memoryview(b"")
+_KINDS: dict[Pushed, Kind] = {
+    "gradient": "gradient",
+    "sum": "gradient",
+    "delta": "delta",
+    "weights": "weights",
+}
+_IN_ERRORS: dict[Pushed, str] = {
+    "gradient": "gradient",
+    "sum": "sum of gradients",
+    "delta": "change",
+    "weights": "weight",
+}
 
-class Table:
-    """One optimizer's parameters, which servers keep."""
+
+class ServerClient:
+    """One optimizer's parameters, which the servers keep as table number `len(channel.clients)`."""
 
     def __init__(
         self,
-        line: ServerChannel,
+        channel: ServerChannel,
         optimizer: Optimizer,
         policy: ServePolicy,
         observer: RoundObserver,
         *,
-        late: bool = False,
+        defers: bool = False,
         codec: str = "none",
         worker: int = 0,
         name_of: Callable[[Tensor], str] = lambda p: "",
         members: Sequence[int] = (),
     ) -> None:
-        """`worker` is which one this is, of those whom the servers are told of.
+        """`worker` is this worker's number in the policy.
 
         `members` are the ranks of the group whose gradients these are, if it is not this worker alone.
         """
-        self._line = line
-        self._number = len(line.tables)
+        self._channel = channel
+        self._table = len(channel.clients)
         self.optimizer = optimizer
-        self._policy = policy
         self._observer = observer
-        self._steady = policy.push_every == policy.pull_every == 1 and policy.pushes == "gradient"
-        self._late = late and self._steady and not policy.alone
-        self._on_its_way: set[int] = set()
-        self._spec = spec.describe(optimizer)
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._group_of = [
-            index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]
-        ]
-        self._whole = not spec.cuts_anywhere(self._spec)
-        self._layout = TableLayout(self._parameters, len(line.servers), whole=self._whole)
-        self._rooms = self._layout.room()  # the weights that this worker was given
+        self._spec = optimizer_spec.describe(optimizer)
+        self.parameters: list[nn.Parameter] = [p for g in optimizer.param_groups for p in g["params"]]
+        self._place_of = {id(p): place for place, p in enumerate(self.parameters)}
+        whole = not optimizer_spec.updates_elements(self._spec)
+        self._layout = TableLayout(self.parameters, len(channel.servers), whole=whole)
+        self._whole = whole
         self._codec = codec
-        self._worker = worker
         self._name_of = name_of
-        self._members = tuple(members) or (line.rank,)
-        shapes = [p.shape for p in self._parameters]
-        self._coding = coding.open_coding(codec, self._layout.dtype, self._number, shapes)
-        coded = None
-        if self._coding is not None:
-            coded = coding.PushEncoder(self._coding, self._layout.pieces, worker)
-        self.outbox = Outbox(self._layout, coded, self._send, early=self._steady)
+        self._members = tuple(members) or (channel.rank,)
+        self._rule = WorkerRule(
+            push_every=policy.push_every,
+            pull_every=policy.pull_every,
+            pushes=policy.pushes,
+            defers=defers and not policy.alone,
+        )
+        shapes = [p.shape for p in self.parameters]
+        table_codec = encoding.open_codec(codec, self._layout.dtype, self._table, shapes)
+        encoder = None
+        if table_codec is not None:
+            encoder = encoding.PushEncoder(table_codec, self._layout.pieces, worker)
+        self.pushes = PushSender(self._layout, encoder, self._send_piece, early=self._rule.steady)
+        self.weights = WeightsReceiver(self._layout, table_codec, worker)
+        self._answer: Released | Invited | None = None
+        self._deferred: set[int] = set()  # parameters whose weights are in flight
         self.present = True
-        self._place_of = {id(p): index for index, p in enumerate(self._parameters)}
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._ready) for p in self._parameters if p.requires_grad
-        ]
-        self.active = True
+        self.active = True  # whether backward pushes
         self.samples = 1.0
-        self.steps = 0
-        self._step = 0  # as the server counts
-        self._read = 0
-        self._transfer_s = self._compute_s = self._arrived_at = 0.0
-        self._ask = self._alone = False
-        self._sum: list[Tensor] | None = None
-        self._answer: Message | None = None
-        self._landed: set[tuple[int, int]] = set()
-        self._noted = False
-        self._seeded = 0
-        self._opened: dict[int, str] = {}
-        self._states: dict[int, bytes] = {}
+        self._transfer_s = self._compute_s = self._arrived_at = self._held_s = 0.0
         self._released_at = time.perf_counter()
-        line.tables.append(self)
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._gradient_ready)
+            for p in self.parameters
+            if p.requires_grad
+        ]
+        channel.clients.append(self)
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those that servers keep."""
-        return list(self._parameters)
+    def steps(self) -> int:
+        """The number of steps that were taken."""
+        return self._rule.steps
 
     # Opening -------------------------------------------------------------------------------------
 
     def open(self, policy: str, cluster: ClusterInfo, workers: Sequence[int], *, replicas: int = 0) -> None:
-        """By the leader: tell the servers what they keep, and the weights to begin with."""
-        told = {name: getattr(cluster, name) for name in ClusterInfo.__dataclass_fields__}
-        opening = Opening(
+        """Called by the leader: tell the servers what they keep, and send the first weights."""
+        groups = self.optimizer.param_groups
+        opening = OpenTable(
+            table=self._table,
             policy=policy,
-            cluster=told,
+            cluster=cluster,
             workers=list(workers),
-            shapes=[list(p.shape) for p in self._parameters],
+            shapes=[list(p.shape) for p in self.parameters],
             dtype=str(self._layout.dtype).removeprefix("torch."),
-            spec=self._spec,
-            groups=self._group_of,
+            optimizer=self._spec,
+            groups=[index for index, group in enumerate(groups) for _ in group["params"]],
             replicas=replicas,
             whole=self._whole,
             codec=self._codec,
         )
-        self._opened.clear()
-        for server in self._line.servers:
-            self._line.send(server, head(Kind.OPEN, self._number), memoryview(encode(opening)))
-        self._line.until(
-            lambda: len(self._opened) == len(self._line.servers),
-            self._number,
-            lambda: [server for server in self._line.servers if server not in self._opened],
-        )
-        problem = next((text for text in self._opened.values() if text), "")
-        if problem:
-            raise ConfigError(problem, where="--sync")
+        requests = [(server, opening, _NOTHING) for server in self._channel.servers]
+        for _, answer, _ in self._channel.request(requests, TableOpened):
+            if isinstance(answer, TableOpened) and answer.problem:
+                raise ConfigError(answer.problem, where="--sync")
         self._seed(replicas)
 
     @torch.no_grad()
     def _seed(self, replicas: int) -> None:
-        states = self._layout.cut_states(self.optimizer.state)
-        self._seeded, sent = 0, 0
-        flats = self._layout.room()
-        self._layout.gather(flats, [p.detach() for p in self._parameters])
+        """Wait until the servers have the weights and states, or other workers would get zeros."""
+        states = self._layout.split_states(self.optimizer.state)
+        flats = self._layout.new_flats()
+        self._layout.to_shards(flats, [p.detach() for p in self.parameters])
+        servers, requests = self._channel.servers, list[Request]()
         for index, flat in enumerate(flats):
             if not flat.numel():
                 continue
             for copy in range(replicas + 1):
-                server = self._line.servers[(index + copy) % len(self._line.servers)]
-                what = head(Kind.SEED, self._number, shard=index)
-                self._line.send(server, what, as_bytes(flat))
-                sent += 1 + bool(states)
+                server = servers[(index + copy) % len(servers)]
+                requests.append((server, SeedWeights(table=self._table, shard=index), as_bytes(flat)))
                 if states:
-                    what = head(Kind.SEED, self._number, shard=index, flags=1)
-                    self._line.send(server, what, memoryview(state_tree.pack({"parts": states[index]})))
-        # Or others would be handed zeros.
-        self._line.until(lambda: self._seeded == sent, self._number, lambda: self._line.servers)
+                    packed = memoryview(state_tree.pack({"parts": states[index]}))
+                    requests.append((server, SeedState(table=self._table, shard=index), packed))
+        self._channel.request(requests, Seeded)
 
-    @torch.no_grad()
     def begin(self) -> None:
-        """By everybody, when the servers have the weights that all workers have."""
-        self._layout.gather(self._rooms, [p.detach() for p in self._parameters])
+        """Called by every worker, once the servers have the weights that all workers have."""
+        self.weights.begin()
         self._released_at = time.perf_counter()
-
-    # Backward ------------------------------------------------------------------------------------
-
-    def _ready(self, parameter: Tensor) -> None:
-        self._observer.computing()
-        if self.active and self.outbox.early and not self._ask:
-            self.settle()
-            self.outbox.ready(self._place_of[id(parameter)])
-
-    def _send(self, piece: ShardPiece, memory: memoryview, flags: int) -> None:
-        fields = {"shard": piece.shard, "step": self._step, "start": piece.start}
-        what = head(Kind.PUSH, self._number, flags=flags, **fields)
-        self._line.send(self._line.servers[piece.shard], what, memory)
-
-    def _refusal(self, place: int, step: int, what: str = "gradient") -> GradientError:
-        name = self._name_of(self._parameters[place]) or f"number {place}"
-        who = self._line.me
-        if len(self._members) > 1:  # the gradient is their mean: whose it was is not known here
-            who = f"the group of ranks {', '.join(map(str, self._members))}"
-        return GradientError(
-            f"the {what} of parameter {name} holds NaN or infinity in step {step} of {who}",
-            ranks=self._members,
-            where=self._line.me,
-            fix="lower the learning rate, clip gradients, or skip such steps; this one was not applied",
-        )
-
-    def _refuse_odd(self, tensors: Sequence[Tensor], what: str) -> None:
-        """With a codec, nothing that is not finite gets to a server, coded or not."""
-        odd = self.outbox.first_odd(tensors)
-        if odd is not None:
-            self._sum = None  # or it would be refused for ever
-            raise self._refusal(odd, self.steps - 1, what)
 
     # The step ------------------------------------------------------------------------------------
 
-    def step(self, own_step: Callable[[], None]) -> None:
-        """Take a step by the servers, or alone by the worker's own optimizer."""
-        self.settle()
-        self._refuse_added()
-        policy = self._policy
-        if not self._steady or self._ask:
-            # The worker's own optimizer may use them, and what it does cannot be taken back.
-            odd = self.outbox.odd_gradient()
-            if odd is not None:
-                raise self._refusal(odd, self.steps)
-        if not self.present:
-            self.join()
-        self.steps += 1
-        self._arrived_at = time.perf_counter()
-        self._compute_s = compute_s = self._arrived_at - self._released_at
-        self._observer.arrived()
-        self.outbox.sent_bytes = 0
-        pushes = self.steps % policy.push_every == 0
-        pulls = self.steps % policy.pull_every == 0
-        if self._steady:
-            self._step_by_server(own_step, compute_s)
-        else:
-            self._step_locally(own_step, compute_s, pushes, pulls)
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        """Runs in backward, as soon as autograd has accumulated a parameter's gradient."""
+        self._observer.computing()
+        if self.active and self.pushes.early and self._rule.sends_early:
+            self.settle()
+            self.pushes.ready(self._place_of[id(parameter)])
 
-    def _refuse_added(self) -> None:
+    def step(self, own_step: Callable[[], None]) -> None:
+        """Take a step through the servers, or with the worker's own optimizer by `own_step`."""
+        self.settle()
+        self._check_parameters()
+        if not self._rule.sends_early:
+            # The worker's own optimizer may use the gradients, and its step cannot be undone.
+            place = self.pushes.not_finite_gradient()
+            if place is not None:
+                raise self._not_finite(place, self.steps, "gradient")
+        self.join()
+        self._arrived_at = time.perf_counter()
+        self._compute_s = self._arrived_at - self._released_at
+        self._observer.arrived()
+        self.pushes.sent_bytes = 0
+        self._perform(self._rule.step(), own_step)
+        if not self._rule.defers:
+            self._observer.reduced(self.pushes.sent_bytes)
+
+    def merge(self) -> None:
+        """Push what this worker has done by itself and has not pushed, so that none of it is lost."""
+        actions = self._rule.merge()
+        if not actions:
+            return
+        self._arrived_at = time.perf_counter()
+        self._perform(actions)
+        if self._rule.steady:
+            self._observer.reduced(self.pushes.sent_bytes)
+
+    def _perform(self, actions: Actions, own_step: Callable[[], None] = lambda: None) -> None:
+        """Perform the rule's actions, and those that follow from the coordinator's answers."""
+        todo, answered = deque(actions), False
+        while todo:
+            match todo.popleft():
+                case SendPush() as push:
+                    self._push(push)
+                case Action.ADD_TO_SUM:
+                    self.pushes.add_to_sum()
+                    self._rule.summed()
+                case Action.STEP_ALONE:
+                    own_step()
+                case Action.ASK:
+                    info = self._info("delta")
+                    self._channel.send(
+                        self._channel.coordinator,
+                        AskToPush(table=self._table, step=self._rule.arrivals, info=info),
+                    )
+                    self.weights.expect()
+                    self._rule.ask_sent()
+                case Action.AWAIT_ANSWER:
+                    self._channel.wait_for_answer(lambda: self._answer is not None, self._table)
+                    todo.extend(self._take_answer())
+                    answered = True
+                case Action.INSTALL_WEIGHTS:
+                    self._channel.wait_for_servers(self.weights.is_complete, self.weights.missing_shards)
+                    self.weights.install()
+                    self._transfer_s = self._transfer_time_s()
+                case Action.DEFER_WEIGHTS:
+                    self._defer()
+                case Action.PULL:
+                    self.pull()
+        if answered:
+            self._released_at = time.perf_counter()
+
+    def _take_answer(self) -> Actions:
+        answer, self._answer = self._answer, None
+        if isinstance(answer, Invited):
+            return self._rule.invited()
+        assert answer is not None
+        self._held_s = answer.held_s
+        return self._rule.released(fresh=answer.fresh, ask=answer.ask)
+
+    def _transfer_time_s(self) -> float:
+        """How long the last push and pull took, without the time that the policy held the worker."""
+        return max(0.0, time.perf_counter() - self._arrived_at - self._held_s)
+
+    # Pushing -------------------------------------------------------------------------------------
+
+    def _push(self, push: SendPush) -> None:
+        match push.what:
+            case "gradient":
+                refused = self.pushes.push_gradients()
+            case "sum":
+                refused = self.pushes.push_sum(exact=push.exact)
+            case "delta":
+                refused = self.pushes.push(self.weights.delta())
+            case "weights":
+                refused = self.pushes.push([p.detach() for p in self.parameters])
+        if refused is not None:
+            error = self._not_finite(refused, self.steps - 1, push.what)
+            self._rule.push_refused(push.what)
+            raise error
+        self._send_done(push)
+        self.pushes.finish()
+        self.weights.expect()
+        self._rule.push_sent(push.what)
+
+    def _send_piece(self, piece: ShardPiece, memory: memoryview, coded: bool) -> None:
+        message = PushPiece(
+            table=self._table,
+            shard=piece.shard,
+            step=self._rule.arrivals,
+            start=piece.start,
+            coded=coded,
+        )
+        self._channel.send(self._channel.servers[piece.shard], message, memory)
+
+    def _send_done(self, push: SendPush) -> None:
+        settings = optimizer_spec.settings(self.optimizer)
+        is_used = [push.what != "gradient" or p.grad is not None for p in self.parameters]
+        for index, shard in enumerate(self._layout.shards):
+            if shard.length:
+                info = self._info(
+                    _KINDS[push.what],
+                    wants_weights=push.wants_weights,
+                    used=[is_used[part.parameter] for part in shard.parts],
+                    settings=settings,
+                )
+                done = PushDone(table=self._table, shard=index, step=self._rule.arrivals, info=info)
+                self._channel.send(self._channel.servers[index], done)
+
+    def _info(self, kind: Kind, **facts: object) -> PushInfo:
+        return PushInfo(
+            kind=kind,
+            read=self.weights.version,
+            samples=self.samples,
+            compute_s=self._compute_s,
+            transfer_s=self._transfer_s,
+            **facts,  # type: ignore[arg-type]
+        )
+
+    def _check_parameters(self) -> None:
         now = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if now != len(self._parameters):
+        if now != len(self.parameters):
             raise ConfigError(
-                f"the optimizer has {now} parameters, but the servers keep {len(self._parameters)}",
+                f"the optimizer has {now} parameters, but the servers keep {len(self.parameters)}",
                 where="optimizer.add_param_group",
                 fix="give the optimizer all its parameters before prepare",
             )
 
-    def _step_by_server(self, own_step: Callable[[], None], compute_s: float) -> None:
-        if self._ask:
-            self._send_done(Kind.ASK, "delta", compute_s)
-            self._await_release()
-            if self._answer is not None and self._answer.head.kind == Kind.INVITE:
-                self._answer = None
-                if self._alone:
-                    own_step()
-                    self._push_tensors(self._delta(), "change")
-                    self._finish_push("delta", compute_s, [True] * len(self._parameters))
-                else:
-                    self._push_gradients()
-                    self._finish_push("gradient", compute_s, self._used())
-                self._await_release()
-            else:
-                self._step += 1  # an ask is an arrival as well
-        else:
-            self._push_gradients()
-            self._finish_push("gradient", compute_s, self._used())
-            if self._late:
-                self._postpone()
-                return
-            self._await_release()
-        self._take_answer(own_step)
+    def _not_finite(self, place: int, step: int, what: Pushed) -> GradientError:
+        name = self._name_of(self.parameters[place]) or f"number {place}"
+        who = self._channel.me
+        if len(self._members) > 1:  # the gradient is their mean: any of them may have caused it
+            who = f"the group of ranks {', '.join(map(str, self._members))}"
+        return GradientError(
+            f"the {_IN_ERRORS[what]} of parameter {name} holds NaN or infinity in step {step} of {who}",
+            ranks=self._members,
+            where=self._channel.me,
+            fix="lower the learning rate, clip gradients, or skip such steps; this one was not applied",
+        )
 
-    def _step_locally(
-        self, own_step: Callable[[], None], compute_s: float, pushes: bool, pulls: bool
-    ) -> None:
-        """Steps of its own; in between, pushes of summed gradients or of weights, and pulls."""
-        by_weights = self._policy.pushes == "weights"
-        if not by_weights:
-            self._add_up()
-        own_step()
-        if pushes:
-            if by_weights:
-                self._push_tensors([p.detach() for p in self._parameters], "weight")
-                self._finish_push("weights", compute_s, [True] * len(self._parameters), pull=pulls)
-            else:
-                assert self._sum is not None
-                self._refuse_odd(self._sum, "sum of gradients")
-                self.outbox.push_sum(self._sum)
-                self._finish_push("gradient", compute_s, [True] * len(self._parameters), pull=pulls)
-                self._sum = None
-            self._await_release()
-            self._take_answer(lambda: None)
-        elif pulls:
-            self.pull()
-        self._observer.reduced(self.outbox.sent_bytes if pushes else 0)
+    # Receiving -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _add_up(self) -> None:
-        if self._sum is None:
-            self._sum = [torch.zeros_like(p) for p in self._parameters]
-        for total, p in zip(self._sum, self._parameters, strict=True):
-            if p.grad is not None:
-                total.add_(p.grad)
+    def receive(self, delivery: Delivery[ToWorker]) -> None:
+        """Take a message for this table. `ServerChannel.request` handles the answers to requests."""
+        message = delivery.message
+        if isinstance(message, Released | Invited):
+            self._answer = message
+        elif isinstance(message, WeightsPiece):
+            self.weights.receive(self._channel.names[delivery.peer], message, delivery.payload)
 
-    def _push_gradients(self) -> None:
-        odd = self.outbox.push_gradients()
-        if odd is not None:
-            self.steps -= 1
-            raise self._refusal(odd, self.steps)
+    # Deferred weights ----------------------------------------------------------------------------
 
-    def _push_tensors(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Send what is no gradient; `what` says what it is."""
-        self._refuse_odd(tensors, what)
-        self.outbox.push(tensors)
-
-    @torch.no_grad()
-    def _delta(self) -> list[Tensor]:
-        """How the weights have changed since this worker was given some."""
-        given = self._layout.spread(self._rooms)
-        return [p - old for p, old in zip(self._parameters, given, strict=True)]
-
-    def _used(self) -> list[bool]:
-        return [p.grad is not None for p in self._parameters]
-
-    def _finish_push(self, kind: str, compute_s: float, used: list[bool], *, pull: bool = True) -> None:
-        self._send_done(Kind.DONE, kind, compute_s, used, pull=pull)
-        self.outbox.finish()
-
-    def _send_done(
-        self, what: Kind, kind: str, compute_s: float, used: Sequence[bool] = (), *, pull: bool = True
-    ) -> None:
-        settings = spec.settings(self.optimizer)
-        shards = self._layout.shards if what == Kind.DONE else self._layout.shards[:1]
-        for index, shard in enumerate(shards):
-            if not shard.length:
-                continue
-            done = Done(
-                kind=kind,
-                read=self._read,
-                samples=self.samples,
-                compute_s=compute_s,
-                transfer_s=self._transfer_s,
-                pull=pull,
-                used=bytes(used[part.parameter] for part in shard.parts) if used else b"",
-                settings=settings if what == Kind.DONE else None,
-            )
-            message = head(what, self._number, shard=index, step=self._step)
-            self._line.send(self._line.servers[index], message, memoryview(encode(done)))
-        self._landed.clear()
-        if what == Kind.DONE:
-            self._step += 1
-
-    # Answers -------------------------------------------------------------------------------------
-
-    def place(self, message: MessageHead, length: int) -> memoryview | None:
-        """Where handed weights go. With a codec they are taken in one by one, as they were sent."""
-        if self._coding is not None:
-            return None
-        room = self._rooms[message.shard]
-        at = message.start * room.element_size()
-        return as_bytes(room)[at : at + length]
-
-    def hear(self, message: Message) -> None:
-        """A message for this table."""
-        match Kind(message.head.kind):
-            case Kind.RELEASE | Kind.INVITE:
-                self._answer = message
-            case Kind.WEIGHTS:
-                if self._coding is not None:
-                    self._take_in(message, self._coding)
-                self._landed.add((message.head.shard, message.head.start))
-                self._read = message.head.step
-            case Kind.NOTED:
-                self._noted = True
-            case Kind.SEEDED:
-                self._seeded += 1
-            case Kind.OPENED:
-                self._opened[message.peer] = bytes(message.payload).decode().strip("\0")
-            case Kind.STATES:
-                self._states[message.head.shard] = bytes(message.payload)
-            case _:
-                pass  # an answer that came too late
-
-    def _take_in(self, message: Message, how: coding.TableCodec) -> None:
-        """Weights as they are, or how they differ from what this worker has."""
-        room = self._rooms[message.head.shard]
-        piece = self._layout.piece_at[message.head.shard, message.head.start]
-        if message.head.flags & CODED:
-            sender = self._line.names[message.peer]
-            coding.add_change(how, message.payload, piece, room, self._worker, sender)
-        else:
-            room[piece.start : piece.stop].copy_(
-                torch.frombuffer(message.payload, dtype=self._layout.dtype)
-            )
-
-    def _await_release(self) -> None:
-        self._line.until(lambda: self._answer is not None, self._number)
-
-    def _take_answer(self, own_step: Callable[[], None]) -> None:
-        """Do as the coordinator says: take the weights that come, or a step alone."""
-        assert self._answer is not None
-        answer, self._answer = self._answer, None
-        self._ask = bool(answer.head.flags & ASKING)
-        if answer.head.flags & FRESH:
-            self._line.until(self._all_landed, self._number, self._silent)
-            self._put_in_place()
-            self._alone = False
-            held_s = decode(answer.payload, Released).held_s
-            self._transfer_s = max(0.0, time.perf_counter() - self._arrived_at - held_s)
-        elif self._policy.pull_every == 1 and self._policy.push_every == 1:
-            own_step()
-            self._alone = True
-        if self._steady:
-            self._observer.reduced(self.outbox.sent_bytes)
-        self._released_at = time.perf_counter()
-
-    def _all_landed(self) -> bool:
-        return len(self._landed) == len(self._layout.pieces)
-
-    def _silent(self) -> list[int]:
-        """The servers whose weights have not come."""
-        missing = {shard for shard, _ in self._layout.piece_at.keys() - self._landed}
-        return [self._line.servers[shard] for shard in sorted(missing)]
-
-    @torch.no_grad()
-    def _put_in_place(self) -> None:
-        for place in range(len(self._parameters)):
-            self._layout.fill(self._rooms, place)
-
-    # Late weights --------------------------------------------------------------------------------
-
-    def _postpone(self) -> None:
-        """Let the weights land when they are used."""
-        self._observer.reduced(self.outbox.sent_bytes)
-        self._on_its_way = set(range(len(self._parameters)))
-        for place, p in enumerate(self._parameters):
+    def _defer(self) -> None:
+        """Install each parameter's weights when the parameter is used."""
+        self._observer.reduced(self.pushes.sent_bytes)
+        self._deferred = set(range(len(self.parameters)))
+        for place, p in enumerate(self.parameters):
             if type(p) is nn.Parameter:
                 p.__class__ = DeferredParameter
-                p._echelon_settle = lambda place=place: self._land(place)  # type: ignore[attr-defined]
-            else:  # somebody else's class: it stays what it is
-                self._land(place)
+                p._echelon_settle = lambda place=place: self._install_deferred(place)  # type: ignore[attr-defined]
+            else:  # a class of the user's, which must not be replaced
+                self._install_deferred(place)
         self._released_at = time.perf_counter()
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _land(self, place: int) -> None:
-        """Wait for one parameter's weights, and put them in place."""
-        if place not in self._on_its_way:
+    def _install_deferred(self, place: int) -> None:
+        """Wait for one parameter's weights and install them; with the last, take the answer."""
+        if place not in self._deferred:
             return
-        self._on_its_way.discard(place)
-        wanted = self._layout.pieces_of(place)
-        waited_s = self._line.until(lambda: wanted <= self._landed, self._number)
-        self._observer.waited(waited_s)
-        self._released_at += waited_s
-        restore(self._parameters[place])
-        self._layout.fill(self._rooms, place)
-        if not self._on_its_way:
-            self._line.until(lambda: self._answer is not None, self._number)
-            assert self._answer is not None
-            held_s = decode(self._answer.payload, Released).held_s
-            self._transfer_s = max(0.0, time.perf_counter() - self._arrived_at - held_s)
-            self._answer = None
+        self._waited(self._channel.wait_for_answer(lambda: self.weights.has(place), self._table))
+        self._deferred.discard(place)
+        restore(self.parameters[place])
+        self.weights.install_parameter(place)
+        if not self._deferred:
+            self._channel.wait_for_answer(lambda: self._answer is not None, self._table)
+            self._take_answer()
+            self._transfer_s = self._transfer_time_s()
 
     def await_answer(self) -> None:
-        """If weights are on their way, wait until the policy has let them go."""
-        if self._on_its_way:
-            waited_s = self._line.until(lambda: self._answer is not None, self._number)
-            self._observer.waited(waited_s)
-            self._released_at += waited_s
+        """If weights are in flight, wait until the policy has released this worker."""
+        if self._deferred:
+            self._waited(self._channel.wait_for_answer(lambda: self._answer is not None, self._table))
+
+    def _waited(self, waited_s: float) -> None:
+        self._observer.waited(waited_s)
+        self._released_at += waited_s
 
     def settle(self) -> None:
-        """Let everything land."""
-        for place in sorted(self._on_its_way):
-            self._land(place)
+        """Install all deferred weights."""
+        for place in sorted(self._deferred):
+            self._install_deferred(place)
 
     # Between passes ------------------------------------------------------------------------------
 
     def pull(self, *, look: bool = False) -> None:
-        """Take the weights as they are now; `look`: only for a moment, and the server takes no note."""
+        """Install the current weights; `look`: the worker returns to its own weights afterwards."""
         self.settle()
-        self._landed.clear()
-        self._line.send(self._line.coordinator, head(Kind.PULL, self._number, flags=LOOK * look))
-        self._line.until(self._all_landed, self._number, self._silent)
-        self._put_in_place()
-        self._alone = False
-
-    def merge(self) -> None:
-        """Push what this worker has done by itself and not pushed yet, so that nothing of it is lost."""
-        if not self._alone and self._sum is None:
-            return
-        self._arrived_at = time.perf_counter()
-        if self._sum is None:
-            kind = "delta"
-            self._push_tensors(self._delta(), "change")
-        else:
-            kind = "gradient"
-            self._push_tensors(self._sum, "sum of gradients")
-        self._finish_push(kind, self._compute_s, [True] * len(self._parameters))
-        self._sum = None
-        self._await_release()
-        self._take_answer(lambda: None)
+        self.weights.expect()
+        self._channel.send(self._channel.coordinator, PullWeights(table=self._table, look=look))
+        self._channel.wait_for_servers(self.weights.is_complete, self.weights.missing_shards)
+        self.weights.install()
+        self._rule.pulled()
 
     def follow(self) -> None:
-        """Have the server's weights, unless this worker is in the middle of training with its own."""
-        in_training = self.present and self.steps > 0
-        if not (in_training and (self._alone or not self._steady)):
+        """Install the server's weights, unless this worker is training with weights of its own."""
+        if not (self.present and self._rule.trains_on_own_weights):
             self.pull()
 
     @torch.no_grad()
     def borrow(self) -> Callable[[], None]:
-        """Have the server's weights and states for a moment; returns how to go back."""
-        own = [p.detach().clone() for p in self._parameters]
-        rooms, read, alone = [room.clone() for room in self._rooms], self._read, self._alone
-        states = {p: self.optimizer.state[p] for p in self._parameters if p in self.optimizer.state}
+        """Install the server's weights and states for a moment; returns a function that undoes it."""
+        own = [p.detach().clone() for p in self.parameters]
+        bring_back, alone = self.weights.remember(), self._rule.alone
+        states: dict[Tensor, Any] = {
+            p: self.optimizer.state[p] for p in self.parameters if p in self.optimizer.state
+        }
         self.pull(look=True)
         self.fetch_state()
 
-        def back() -> None:
-            self._read, self._alone = read, alone
-            for p in self._parameters:
+        def undo() -> None:
+            bring_back()
+            self._rule.alone = alone
+            for p in self.parameters:
                 self.optimizer.state.pop(p, None)
             self.optimizer.state.update(states)
-            for room, kept in zip(self._rooms, rooms, strict=True):
-                room.copy_(kept)
-            for p, kept in zip(self._parameters, own, strict=True):
+            for p, kept in zip(self.parameters, own, strict=True):
                 p.data.copy_(kept)
 
-        return back
-
-    def join(self) -> None:
-        """Take part, from now on."""
-        if self.present:
-            return
-        self.present = True
-        self._note(Kind.JOIN)
-        self._released_at = time.perf_counter()
-
-    def leave(self, *, rests: bool = False) -> None:
-        """Take no part, for now; `rests`: all others come to where this worker is, and then all go on."""
-        if self.present:
-            self.present = False
-            self._note(Kind.LEAVE, RESTING * rests)
-
-    def _note(self, kind: Kind, flags: int = 0) -> None:
-        self.settle()
-        self._noted = False
-        self._line.send(self._line.coordinator, head(kind, self._number, flags=flags))
-        self._line.until(lambda: self._noted, self._number, lambda: [self._line.coordinator])
-
-    def detach(self) -> None:
-        """Leave the parameters alone."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        for place in self._on_its_way:  # what is still on its way never lands
-            restore(self._parameters[place])
-        self._on_its_way.clear()
-
-    # The optimizer's state -----------------------------------------------------------------------
+        return undo
 
     @torch.no_grad()
     def fetch_state(self) -> None:
-        """Give the worker's own optimizer the state that the servers' have."""
-        self._states.clear()
+        """Give the worker's own optimizer the state of the servers' optimizers."""
+        servers, message = self._channel.servers, FetchState(table=self._table)
         kept = [index for index, shard in enumerate(self._layout.shards) if shard.length]
-        for index in kept:
-            self._line.send(self._line.servers[index], head(Kind.STATE, self._number))
-        self._line.until(
-            lambda: len(self._states) == len(kept),
-            self._number,
-            lambda: [self._line.servers[index] for index in kept if index not in self._states],
-        )
-        parts = ((index, state_tree.unpack(self._states[index])["parts"]) for index in kept)
+        requests = [(servers[index], message, _NOTHING) for index in kept]
+        answers = self._channel.request(requests, FetchedState)
+        packed = sorted((servers.index(peer), bytes(payload)) for peer, _, payload in answers)
+        parts = [(index, state_tree.unpack(state)["parts"]) for index, state in packed]
         self.optimizer.state.update(self._layout.join_states(parts))
+
+    def join(self) -> None:
+        """Take part from now on."""
+        if self.present:
+            return
+        self.present = True
+        self._tell_coordinator(JoinTable(table=self._table))
+        self._released_at = time.perf_counter()
+
+    def leave(self, *, rests: bool = False) -> None:
+        """Take no part for now; `rests`: all other workers come to the same point, and then all go on."""
+        if self.present:
+            self.present = False
+            self._tell_coordinator(LeaveTable(table=self._table, resting=rests))
+
+    def _tell_coordinator(self, message: JoinTable | LeaveTable) -> None:
+        self.settle()
+        self._channel.request([(self._channel.coordinator, message, _NOTHING)], MembershipNoted)
+
+    def detach(self) -> None:
+        """Remove the hooks; deferred weights are not installed."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for place in self._deferred:
+            restore(self.parameters[place])
+        self._deferred.clear()

@@ -1,10 +1,11 @@
 """Asks a policy's rule about every arrival of one table, and turns its decisions into orders.
 
-It knows when a push is complete (every server that keeps a part of it has said so), who is waiting, and the
-version of the weights. What it hears and what was decided is recorded, so a run can be replayed.
+The coordinator knows when a push is complete (every server that keeps a part of it has said so), which
+workers wait, and the version of the weights. It records every arrival and every decision, so a run can be
+replayed.
 
-A worker that rests (for a checkpoint) is soon back. The rule hears of it only if somebody would wait for it
-in vain meanwhile: if all who take part rest, no round is over for that.
+A worker that rests (for a checkpoint) is soon back. The rule is told that it left only if another worker
+would otherwise wait for it. If all present workers rest, the rule is told nothing and no round ends.
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from echelon.observe.events import Arrived, Decided
 from echelon.observe.recorder import Recorder
-from echelon.server.protocol import Done
+from echelon.server.protocol import Freed, Order, PushInfo
 from echelon.sync.families.serve import (
     Apply,
     Arrival,
     Decision,
     Drop,
     Invite,
-    Kind,
     Release,
     Rule,
     Wake,
@@ -37,39 +37,18 @@ from echelon.sync.families.serve import (
 class _Push:
     """A push that is not complete yet."""
 
-    done: Done | None = None
-    here: int = 0
+    info: PushInfo | None = None
+    holders: int = 0
     square: float = 0.0
     dot: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Freed:
-    """A worker may go on; `pull`: it gets weights."""
-
-    worker: int
-    pull: bool
-    ask: bool
-    version: int
-    held_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class HandOut:
-    """A worker gets the weights as they are now, without the policy being asked.
-
-    `look`: it goes on with those that it had.
-    """
-
-    worker: int
-    look: bool = False
-
-
-Order = Apply | Drop | Freed | HandOut | Invite
-
-
 class Coordinator:
-    """One table's. `now` tells the time of day, and never goes back."""
+    """The coordinator of one table.
+
+    `holders` is how many servers keep a part of a push, replicas included. `now` is a monotonic time of
+    day.
+    """
 
     def __init__(
         self,
@@ -88,10 +67,12 @@ class Coordinator:
         self._recorder = recorder
         self._rank = rank
         self._table = table
-        self._number = {worker: index for index, worker in enumerate(workers)}  # as the policy counts
+        self._number = {
+            worker: index for index, worker in enumerate(workers)
+        }  # the policy's numbers of workers
         self._worker = list(workers)
         self._pushes: dict[tuple[int, int], _Push] = {}
-        self._arrived: dict[int, tuple[float, Done]] = {}
+        self._arrived: dict[int, tuple[float, PushInfo]] = {}
         self._present = set(workers)
         self._resting: set[int] = set()  # of those present
         self._wakes: list[float] = []
@@ -99,50 +80,50 @@ class Coordinator:
 
     @property
     def next_wake_s(self) -> float | None:
-        """When the rule wants to be asked again, from now."""
+        """Seconds until the rule wants to be asked again."""
         return max(0.0, self._wakes[0] - self._now()) if self._wakes else None
 
     def awaited(self, asker: int = -1) -> list[int]:
-        """Those who take part and are not here, but for the one who asks, and those who make way."""
+        """The ranks that take part and have not arrived, without `asker` and without resting workers."""
         return sorted(self._present - set(self._arrived) - self._resting - {asker})
 
-    def done(self, worker: int, step: int, done: Done) -> list[Order]:
+    def done(self, worker: int, step: int, info: PushInfo) -> list[Order]:
         """A worker has sent all of a push."""
         push = self._pushes.setdefault((worker, step), _Push())
-        push.done = done
+        push.info = info
         return self._complete(worker, step, push)
 
-    def have(self, worker: int, step: int, square: float, dot: float) -> list[Order]:
-        """One who keeps a part of a push has all of that part."""
+    def held(self, worker: int, step: int, square: float, dot: float) -> list[Order]:
+        """A server holds all of its part of a push."""
         push = self._pushes.setdefault((worker, step), _Push())
-        push.here += 1
+        push.holders += 1
         push.square += square
         push.dot += dot
         return self._complete(worker, step, push)
 
     def _complete(self, worker: int, step: int, push: _Push) -> list[Order]:
-        if push.done is None or push.here < self._holders:
+        if push.info is None or push.holders < self._holders:
             return []
         del self._pushes[worker, step]
-        return self._arrive(worker, step, push.done, push.square, push.dot)
+        return self._arrive(worker, step, push.info, push.square, push.dot)
 
-    def ask(self, worker: int, step: int, done: Done) -> list[Order]:
-        """A worker wants to know whether to push."""
-        return self._arrive(worker, step, msgspec.structs.replace(done, kind="ask"), 0.0, 0.0)
+    def ask(self, worker: int, step: int, info: PushInfo) -> list[Order]:
+        """A worker asks whether to push."""
+        return self._arrive(worker, step, msgspec.structs.replace(info, kind="ask"), 0.0, 0.0)
 
-    def _arrive(self, worker: int, step: int, done: Done, square: float, dot: float) -> list[Order]:
-        joined = self.join(worker)  # one that had left and steps again without a word
+    def _arrive(self, worker: int, step: int, info: PushInfo, square: float, dot: float) -> list[Order]:
+        joined = self.join(worker)  # a worker that left may arrive again without joining first
         t = self._now()
-        self._arrived[worker] = (t, done)
+        self._arrived[worker] = (t, info)
         arrival = Arrival(
             worker=self._number[worker],
             step=step,
             t=t,
-            kind=cast(Kind, done.kind),
-            read=done.read,
-            samples=done.samples,
-            compute_s=done.compute_s,
-            transfer_s=done.transfer_s,
+            kind=info.kind,
+            read=info.read,
+            samples=info.samples,
+            compute_s=info.compute_s,
+            transfer_s=info.transfer_s,
             square=square,
             dot=dot,
         )
@@ -151,47 +132,47 @@ class Coordinator:
                 t=t,
                 rank=self._rank,
                 worker=arrival.worker,
-                kind=done.kind,
+                kind=info.kind,
                 table=self._table,
                 step=step,
                 version=self.version,
-                read=done.read,
-                samples=done.samples,
-                compute_s=done.compute_s,
-                transfer_s=done.transfer_s,
+                read=info.read,
+                samples=info.samples,
+                compute_s=info.compute_s,
+                transfer_s=info.transfer_s,
                 square=square,
                 dot=dot,
             )
         )
-        return joined + self._carry_out(self._rule.arrive(arrival)) + self._make_way()
+        return joined + self._carry_out(self._rule.arrive(arrival)) + self._leave_if_awaited()
 
     def leave(self, worker: int) -> list[Order]:
         """A worker takes no part for now."""
         if worker not in self._present:
             return []
-        return self._drop_out(worker) + self._make_way()
+        return self._leave(worker) + self._leave_if_awaited()
 
-    def _drop_out(self, worker: int) -> list[Order]:
+    def _leave(self, worker: int) -> list[Order]:
         self._present.discard(worker)
         self._resting.discard(worker)
         self._arrived.pop(worker, None)
         t = self._now()
-        self._hear("leave", self._number[worker], t)
+        self._record_arrival("leave", self._number[worker], t)
         return self._carry_out(self._rule.leave(self._number[worker], t))
 
     def rest(self, worker: int) -> list[Order]:
-        """A worker pauses; all others will do so too, unless they wait for it."""
+        """A worker pauses; all others will pause too, unless they wait for it."""
         if worker not in self._present:
             return []
         self._resting.add(worker)
-        return self._make_way()
+        return self._leave_if_awaited()
 
-    def _make_way(self) -> list[Order]:
-        """If all others rest, nobody may be waiting: those who rest leave then."""
+    def _leave_if_awaited(self) -> list[Order]:
+        """If some workers wait and all others rest, the resting workers leave."""
         waiting = self._present & self._arrived.keys()
         if not waiting or self._present - waiting - self._resting:
             return []
-        return [order for worker in sorted(self._resting) for order in self._drop_out(worker)]
+        return [order for worker in sorted(self._resting) for order in self._leave(worker)]
 
     def join(self, worker: int) -> list[Order]:
         """A worker takes part again."""
@@ -200,17 +181,17 @@ class Coordinator:
             return []
         self._present.add(worker)
         t = self._now()
-        self._hear("join", self._number[worker], t)
+        self._record_arrival("join", self._number[worker], t)
         return self._carry_out(self._rule.join(self._number[worker], t))
 
     def tick(self) -> list[Order]:
-        """Ask the rule what it wanted to be asked by now."""
+        """Ask the rule again if one of its wake-up times has passed."""
         t = self._now()
         if not self._wakes or self._wakes[0] > t:
             return []
         while self._wakes and self._wakes[0] <= t:
             heapq.heappop(self._wakes)
-        self._hear("tick", -1, t)
+        self._record_arrival("tick", -1, t)
         return self._carry_out(self._rule.tick(t))
 
     def _carry_out(self, decisions: Sequence[Decision]) -> list[Order]:
@@ -225,35 +206,35 @@ class Coordinator:
         match decision:
             case Apply(parts):
                 self.version += 1
-                self._say("apply", parts=[(p.worker, p.step, p.weight) for p in parts])
+                self._record_decision("apply", parts=[(p.worker, p.step, p.weight) for p in parts])
                 return Apply(tuple(WeightedPush(self._worker[p.worker], p.step, p.weight) for p in parts))
             case Drop(worker, step, reason):
-                self._say("drop", worker=worker, step=step, reason=reason)
+                self._record_decision("drop", worker=worker, step=step, reason=reason)
                 return Drop(self._worker[worker], step, reason)
             case Release(number, fresh, ask):
                 worker = self._worker[number]
-                self._say("release", worker=number, fresh=fresh, ask=ask)
+                self._record_decision("release", worker=number, fresh=fresh, ask=ask)
                 if worker not in self._arrived:
                     return None  # it has left
-                since, done = self._arrived.pop(worker)
-                return Freed(worker, fresh and done.pull, ask, self.version, self._now() - since)
+                since, info = self._arrived.pop(worker)
+                return Freed(worker, fresh and info.wants_weights, ask, self.version, self._now() - since)
             case Invite(number):
-                self._say("invite", worker=number)
+                self._record_decision("invite", worker=number)
                 self._arrived.pop(self._worker[number], None)
                 return Invite(self._worker[number])
             case Wake(t):
                 heapq.heappush(self._wakes, t)
-                self._say("wake", at=t)
+                self._record_decision("wake", at=t)
                 return None
 
-    # The record ----------------------------------------------------------------------------------
+    # Recording ----------------------------------------------------------------------------------
 
-    def _hear(self, kind: str, number: int, t: float) -> None:
+    def _record_arrival(self, kind: str, number: int, t: float) -> None:
         self._recorder.emit(
             Arrived(t=t, rank=self._rank, worker=number, kind=kind, table=self._table, version=self.version)
         )
 
-    def _say(self, what: str, **facts: Any) -> None:
+    def _record_decision(self, what: str, **facts: Any) -> None:
         t, version = self._now(), self.version
         self._recorder.emit(
             Decided(t=t, rank=self._rank, what=what, table=self._table, version=version, **facts)

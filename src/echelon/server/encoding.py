@@ -1,20 +1,22 @@
-"""How a table's gradients and weights travel between a worker and the servers in fewer bytes.
+"""How a table's gradients and weights are sent in fewer bytes, by a codec.
 
-Up: a worker writes the gradient of each part of a piece with the state that its parameter has on this
-worker, and a server reads each push by itself. Down: a server knows what each worker has (its shadow),
-writes how the weights differ from that, and adds to the shadow what the worker will read. So what is left
-out of one hand-out is in the next, and errors do not build up. Invariant: shadow and worker are equal to
-the bit, for both add the same bytes by the same `read`.
+Pushes: a worker writes the gradient of each part of a piece, with the codec state that the parameter has on
+this worker. A server reads each push by itself.
 
-What is sent for a piece, all numbers of 8 bytes, parts beginning at multiples of 8:
+Pulls: for each worker a server keeps a shadow, which is a copy of the weights that the worker has. The
+server writes the difference between the weights and the shadow, and adds to the shadow what the worker will
+read. So what one change leaves out is in the next, and errors do not build up. Invariant: shadow and worker
+are equal to the bit, for both add the same bytes by the same `read`.
 
-    step      of the turn that the parts were written in
-    lengths   of the bytes of each part; -1 for a parameter that has no gradient
+The payload of a coded piece; all numbers have 8 bytes, and parts begin at multiples of 8:
+
+    step      of the context in which the parts were written
+    lengths   of the parts in bytes; -1 for a parameter without a gradient
     bytes     of each part
 
-Down, a codec must come nearer with every hand-out: |x - read(write(x))| < |x| by norm, or what is left out
-grows (Karimireddy et al. 2019, for gradients). Codecs that draw lots, or write zeros as something else, do
-not keep to it: `pull_codec` gives one that does.
+A codec for pulls must come nearer with every change: |x - read(write(x))| < |x| by norm, or what is left
+out grows (Karimireddy et al. 2019, for gradients). Codecs that round at random, or write zeros as other
+values, do not: `pull_codec` replaces them.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from echelon.codec.fitting import served_codec
 from echelon.config.call import Call
 from echelon.errors import Corrupt
 from echelon.reduce.encoded.states import Saved, States
-from echelon.server.shards import ParameterSlice, ShardPiece
+from echelon.server.layout import ParameterSlice, ShardPiece
 
 _WORD_BYTES = 8
 _ABSENT = -1
@@ -49,26 +51,26 @@ _THRESHOLD_RATIO = 0.05
 
 
 def pull_codec(codec: Codec) -> Codec:
-    """The codec that changes of weights are handed out with, where gradients are pushed with this one.
+    """The codec for changes of weights, if gradients are pushed with `codec`.
 
-    It is the same one, unless that would not come nearer with every hand-out, or knows more than values.
+    It is the same codec, unless that would not come nearer with every change, or uses more than the values.
     """
     match codec:
         case ErrorFeedback():
-            return pull_codec(codec.inner)  # what is left out, the shadow knows
+            return pull_codec(codec.inner)  # the shadow keeps what is left out
         case Chain():
             first, then = (pull_codec(CODECS.build(text)) for text in (codec.first, codec.then))
             return Chain(first=_text(first), then=_text(then))
         case Dgc():
             return TopK(ratio=codec.ratio)  # weights have no momentum to correct
         case ThresholdCodec():
-            return TopK(ratio=_THRESHOLD_RATIO)  # a magnitude of gradients says nothing about weights
+            return TopK(ratio=_THRESHOLD_RATIO)  # a threshold for gradients does not suit weights
         case Ternary():
-            return Fixed(bits=2)  # three levels as well, to the nearest
+            return Fixed(bits=2)  # three levels too, but rounded to the nearest
         case Fixed(bits=1):
-            return OneBit()  # zeros would become the largest magnitude
+            return OneBit()  # it would write zeros as the largest magnitude
         case Fixed() | DynamicFixed():
-            return Fixed(bits=codec.bits)  # a range for gradients is none for weights
+            return Fixed(bits=codec.bits)  # a range for gradients does not suit weights
         case _:
             return codec
 
@@ -80,62 +82,64 @@ def _text(codec: Codec) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableCodec:
-    """A table's codecs, up and down; `shapes` are its parameters'."""
+    """A table's codecs for pushes and pulls, and the shapes of its parameters."""
 
-    up: Codec
-    down: Codec
+    push: Codec
+    pull: Codec
     table: int
     shapes: tuple[tuple[int, ...], ...]
 
     def name(self, parameter: int) -> str:
-        """What a parameter is called in states: workers and servers have no other name in common."""
+        """A parameter's name in codec states; workers and servers share no other name."""
         return f"{self.table}/{parameter}"
 
     def length(self, parameter: int) -> int:
-        """How many elements a parameter has."""
+        """The number of elements of a parameter."""
         return int(np.prod(self.shapes[parameter], dtype=np.int64))
 
-    def turn(self, part: ParameterSlice, step: int, worker: int, *, down: bool = False) -> CodecContext:
-        """The turn that a part is written in. A push is a total by itself, so there is one worker."""
+    def context(
+        self, part: ParameterSlice, step: int, worker: int, *, is_pull: bool = False
+    ) -> CodecContext:
+        """The context in which a part is written. A push is a total by itself, so there is one worker."""
         name = self.name(part.parameter)
         return CodecContext(
             step=step,
             rank=worker,
-            seed=seed_of(f"{name} down" if down else name),
+            seed=seed_of(f"{name} down" if is_pull else name),
             start=part.start,
             shape=self.shapes[part.parameter],
         )
 
 
-def open_coding(
+def open_codec(
     text: str, dtype: torch.dtype, table: int, shapes: Sequence[Sequence[int]]
 ) -> TableCodec | None:
-    """The codecs of a table; None if it has none, or numbers that no codec writes."""
+    """The codecs of a table; None without a codec, or for a dtype that codecs do not write."""
     codec = served_codec(text)
     if codec is None or dtype != torch.float32:
         return None
     sizes = tuple(tuple(shape) for shape in shapes)
-    return TableCodec(up=codec, down=pull_codec(codec), table=table, shapes=sizes)
+    return TableCodec(push=codec, pull=pull_codec(codec), table=table, shapes=sizes)
 
 
 class PushEncoder:
-    """A worker's coded pushes of one table, and the states behind them.
+    """Writes a worker's pushes of one table, and keeps the codec's states.
 
-    Pieces may be written before it is sure that they are final. `take_back` makes as if they had not been.
+    Pieces may be written before their gradients are final. `take_back` undoes that.
     """
 
-    def __init__(self, coding: TableCodec, pieces: Sequence[ShardPiece], worker: int) -> None:
-        self._coding = coding
+    def __init__(self, codec: TableCodec, pieces: Sequence[ShardPiece], worker: int) -> None:
+        self._codec = codec
         self._pieces = pieces
         self._worker = worker
-        self._states = States(coding.up)
-        inner = coding.up.inner if isinstance(coding.up, ErrorFeedback) else coding.up
+        self._states = States(codec.push)
+        inner = codec.push.inner if isinstance(codec.push, ErrorFeedback) else codec.push
         self._adapts = type(inner).settle is not Codec.settle
         self._kept: dict[int, dict[tuple[ParameterSlice, str], Tensor]] = {}
-        self._early: list[int] = []  # pieces of this round that can be taken back, in order
+        self._early: list[int] = []  # pieces of this push that can be taken back, in order
 
     def write(self, number: int, flat: Tensor, absent: Container[int], *, early: bool = False) -> Tensor:
-        """The bytes of a piece of a shard's gradients; parameters that are `absent` have none."""
+        """Write a piece of a shard's gradients; `absent` parameters have no gradient."""
         piece = self._pieces[number]
         if early:
             self._keep(number)
@@ -146,28 +150,28 @@ class PushEncoder:
                 written.append(None)
                 continue
             values = flat[part.at : part.at + part.length]
-            written.append(self._encode(part, values, self._coding.turn(part, step, self._worker)))
-        return _bundle(step, written)
+            written.append(self._encode(part, values, self._codec.context(part, step, self._worker)))
+        return _packed(step, written)
 
-    def _encode(self, part: ParameterSlice, values: Tensor, turn: CodecContext) -> Tensor:
-        codec, state = self._coding.up, self._slice(part)
-        data = codec.encode(values, state, turn)
-        if self._adapts:  # by totals that it reads, and this is one, of one worker
-            codec.read_total(data, torch.empty_like(values), state, turn)
+    def _encode(self, part: ParameterSlice, values: Tensor, context: CodecContext) -> Tensor:
+        codec, state = self._codec.push, self._slice(part)
+        data = codec.encode(values, state, context)
+        if self._adapts:  # to the totals that it reads; a push is a total of one worker
+            codec.read_total(data, torch.empty_like(values), state, context)
         return data
 
     def finish(self) -> None:
-        """A round of coded pushes is over."""
+        """All of a coded push has been written."""
         self._early.clear()
-        for parameter in range(len(self._coding.shapes)):
-            name, length = self._coding.name(parameter), self._coding.length(parameter)
+        for parameter in range(len(self._codec.shapes)):
+            name, length = self._codec.name(parameter), self._codec.length(parameter)
             if self._adapts:
-                turn = CodecContext(step=self._states.step(name), shape=self._coding.shapes[parameter])
-                self._coding.up.settle(self._states.of(name, length), turn)
+                context = CodecContext(step=self._states.step(name), shape=self._codec.shapes[parameter])
+                self._codec.push.settle(self._states.of(name, length), context)
             self._states.count(name)
 
     def take_back(self) -> None:
-        """Put states back to where they were before pieces were written early."""
+        """Restore the states from before pieces were written early."""
         for number in reversed(self._early):
             kept = self._kept[number]
             for part in self._pieces[number].parts:
@@ -181,22 +185,22 @@ class PushEncoder:
         for part in self._pieces[number].parts:
             for key, value in self._slice(part).items():
                 if (part, key) in kept:
-                    kept[part, key].copy_(value)  # memory that is there costs less than new one
+                    kept[part, key].copy_(value)  # reusing memory is cheaper than allocating it
                 else:
                     kept[part, key] = value.clone()
         self._early.append(number)
 
     def _slice(self, part: ParameterSlice) -> State:
-        name, length = self._coding.name(part.parameter), self._coding.length(part.parameter)
+        name, length = self._codec.name(part.parameter), self._codec.length(part.parameter)
         return self._states.slice(name, length, part.start, part.stop)
 
     def _step(self, piece: ShardPiece) -> int:
-        return self._states.step(self._coding.name(piece.parts[0].parameter))
+        return self._states.step(self._codec.name(piece.parts[0].parameter))
 
     # States --------------------------------------------------------------------------------------
 
     def save(self) -> Saved:
-        """All states, by parameter, as if nothing had been written early."""
+        """All states by parameter, as if nothing had been written early."""
         self.take_back()
         saved = self._states.save()
         for name, shape in self._shapes().items():
@@ -205,10 +209,10 @@ class PushEncoder:
         return saved
 
     def load(self, saved: Saved) -> int:
-        """Go on with states that were saved; with fresh ones where there are none of this table.
+        """Load states that were saved, and fresh ones for other parameters.
 
-        Parameters are known by their places: a state of one of another shape is not taken over. Returns
-        how many such there were.
+        Parameters are matched by their places. A state of another shape is not loaded; returns the number
+        of such states.
         """
         self._early.clear()
         shapes = self._shapes()
@@ -222,63 +226,64 @@ class PushEncoder:
         return len(own) - len(fitting)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {self._coding.name(place): shape for place, shape in enumerate(self._coding.shapes)}
+        return {self._codec.name(place): shape for place, shape in enumerate(self._codec.shapes)}
 
     def saturated(self) -> int:
-        """How many values were too large for the codec, so far."""
+        """The number of values so far that were too large for the codec."""
         return sum(self._states.saturated().values())
 
     def left_over(self) -> float:
-        """The norm of what was given and never sent."""
+        """The norm of the residuals that were never sent."""
         return self._states.left_over()
 
 
 def read_push(
-    coding: TableCodec, payload: memoryview, piece: ShardPiece, flat: Tensor, worker: int, sender: str
+    codec: TableCodec, payload: memoryview, piece: ShardPiece, flat: Tensor, worker: int, sender: str
 ) -> None:
-    """What a worker wrote for a piece, to its place in a shard's memory."""
-    step, written = _unbundle(payload, len(piece.parts), sender)
+    """Read a coded piece of a worker's push into the shard's memory `flat`."""
+    step, written = _unpacked(payload, len(piece.parts), sender)
     for part, data in zip(piece.parts, written, strict=True):
         out = flat[part.at : part.at + part.length]
         if data is None:
             out.zero_()
         else:
-            _read(coding.up, data, out, coding.turn(part, step, worker), sender)
+            _read(codec.push, data, out, codec.context(part, step, worker), sender)
 
 
 def add_change(
-    coding: TableCodec, payload: memoryview, piece: ShardPiece, flat: Tensor, worker: int, sender: str
+    codec: TableCodec, payload: memoryview, piece: ShardPiece, flat: Tensor, worker: int, sender: str
 ) -> None:
-    """What a server wrote for a piece, on top of what this worker has."""
-    step, written = _unbundle(payload, len(piece.parts), sender)
+    """Read a coded piece of a change, and add it to the worker's weights `flat`."""
+    step, written = _unpacked(payload, len(piece.parts), sender)
     for part, data in zip(piece.parts, written, strict=True):
         if data is not None:
             out = flat[part.at : part.at + part.length]
-            _read(coding.down, data, out, coding.turn(part, step, worker, down=True), sender, add=True)
+            context = codec.context(part, step, worker, is_pull=True)
+            _read(codec.pull, data, out, context, sender, add=True)
 
 
 class Shadows:
-    """What workers have of one shard."""
+    """The weights of one shard that each worker has."""
 
-    def __init__(self, coding: TableCodec, weights: Tensor, workers: int) -> None:
-        self._coding = coding
+    def __init__(self, codec: TableCodec, weights: Tensor, workers: int) -> None:
+        self._codec = codec
         self._had = [weights.clone() for _ in range(workers)]
         self._scratch: dict[ParameterSlice, State] = {}
 
     def of(self, worker: int) -> Tensor:
-        """What a worker has."""
+        """The weights that a worker has."""
         return self._had[worker]
 
     def begin(self, weights: Tensor) -> None:
-        """All begin with these weights."""
+        """All workers begin with these weights."""
         for had in self._had:
             had.copy_(weights)
 
     def change(self, worker: int, piece: ShardPiece, weights: Tensor, version: int) -> Tensor | None:
-        """The bytes that bring a worker's piece nearer to the weights; None if there are none that could.
+        """The coded change that brings a worker's piece nearer to the weights; None if it cannot be coded.
 
-        Weights that are not finite cannot be coded: the worker is to be sent the piece as it is, and is
-        taken to have it.
+        That is so if weights are not finite. The caller must then send the piece as it is, and the shadow
+        assumes so.
         """
         wanted, had = weights[piece.start : piece.stop], self._had[worker][piece.start : piece.stop]
         change = wanted - had
@@ -288,22 +293,22 @@ class Shadows:
         written: list[Tensor | None] = []
         for part in piece.parts:
             at = part.at - piece.start
-            turn = self._coding.turn(part, version, worker, down=True)
-            data = self._coding.down.write(change[at : at + part.length], self._state(part), turn)
-            self._coding.down.read(data, had[at : at + part.length], turn, add=True)
+            context = self._codec.context(part, version, worker, is_pull=True)
+            data = self._codec.pull.write(change[at : at + part.length], self._state(part), context)
+            self._codec.pull.read(data, had[at : at + part.length], context, add=True)
             written.append(data)
-        return _bundle(version, written)
+        return _packed(version, written)
 
     def _state(self, part: ParameterSlice) -> State:
-        """What the codec wants to have besides; what it leaves out, the shadow knows."""
+        """The codec's state without its residual, which the shadow keeps."""
         if part not in self._scratch:
-            fresh = self._coding.down.begin(part.length)
+            fresh = self._codec.pull.begin(part.length)
             self._scratch[part] = {key: value for key, value in fresh.items() if key != RESIDUAL}
         return self._scratch[part]
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all of them are numbers that a codec can write."""
+    """Whether no value is NaN or infinite."""
     if not values.numel():
         return True
     least, most = torch.aminmax(values)
@@ -311,15 +316,15 @@ def is_finite(values: Tensor) -> bool:
 
 
 def _read(
-    codec: Codec, data: Tensor, out: Tensor, turn: CodecContext, sender: str, *, add: bool = False
+    codec: Codec, data: Tensor, out: Tensor, context: CodecContext, sender: str, *, add: bool = False
 ) -> None:
     try:
-        codec.read(data, out, turn, add=add)
+        codec.read(data, out, context, add=add)
     except Corrupt as error:
-        raise _odd(sender, error.message) from error
+        raise _unreadable(sender, error.message) from error
 
 
-def _bundle(step: int, written: Sequence[Tensor | None]) -> Tensor:
+def _packed(step: int, written: Sequence[Tensor | None]) -> Tensor:
     lengths = [_ABSENT if data is None else data.numel() for data in written]
     front = (1 + len(lengths)) * _WORD_BYTES
     out = torch.zeros(front + sum(_padded(length) for length in lengths), dtype=torch.uint8)
@@ -332,15 +337,15 @@ def _bundle(step: int, written: Sequence[Tensor | None]) -> Tensor:
     return out
 
 
-def _unbundle(payload: memoryview, parts: int, sender: str) -> tuple[int, list[Tensor | None]]:
+def _unpacked(payload: memoryview, parts: int, sender: str) -> tuple[int, list[Tensor | None]]:
     front = (1 + parts) * _WORD_BYTES
     if len(payload) < front:
-        raise _odd(sender, f"{len(payload)} bytes where the head alone has {front}")
+        raise _unreadable(sender, f"{len(payload)} bytes, but the header alone has {front}")
     data = torch.frombuffer(payload, dtype=torch.uint8)
     step, *lengths = data[:front].view(torch.int64).tolist()
     announced = front + sum(_padded(length) for length in lengths)
     if min(lengths) < _ABSENT or announced != len(payload):
-        raise _odd(sender, f"{len(payload)} bytes where {announced} were announced")
+        raise _unreadable(sender, f"{len(payload)} bytes, but its header announces {announced}")
     written: list[Tensor | None] = []
     at = front
     for length in lengths:
@@ -353,9 +358,9 @@ def _padded(length: int) -> int:
     return -(-max(0, length) // _WORD_BYTES) * _WORD_BYTES
 
 
-def _odd(sender: str, what: str) -> Corrupt:
+def _unreadable(sender: str, what: str) -> Corrupt:
     return Corrupt(
         f"{sender} sent a coded piece that cannot be read: {what}",
         where="codec",
-        fix="workers and servers must have the same version of Echelon, and the same codecs",
+        fix="run the same version of Echelon, with the same codecs, on all workers and servers",
     )

@@ -1,6 +1,7 @@
-"""An optimizer as a description from which another process builds it. Nothing is pickled.
+"""Describes an optimizer, so that another process can build it. Nothing is pickled.
 
-What travels is the class, by module and name, its defaults, and the options of every parameter group.
+An optimizer spec holds the class by module and name, its defaults, and the options of every parameter
+group. Only `build` imports what a spec names.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from echelon.errors import ConfigError
 
-# These update every element by itself, so a parameter may be cut anywhere.
+# Optimizers that update every element by itself, so that a parameter may be split anywhere.
 _BY_ELEMENT = {
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop",
 }  # fmt: skip
@@ -23,7 +24,7 @@ _WHERE = "--sync"
 
 
 def describe(optimizer: Optimizer) -> dict[str, Any]:
-    """The recipe of an optimizer, or why there is none."""
+    """The spec of an optimizer; raises ConfigError if a server cannot use it."""
     kind = type(optimizer)
     if isinstance(optimizer, LBFGS):
         raise ConfigError(
@@ -46,20 +47,20 @@ def describe(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of every parameter group, as they are now."""
+    """The current options of every parameter group."""
     return [
         {name: _plain(name, value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
 
 
-def cuts_anywhere(spec: dict[str, Any]) -> bool:
-    """Whether its parameters may be cut and shared out."""
+def updates_elements(spec: dict[str, Any]) -> bool:
+    """Whether the optimizer updates every element by itself, so that a parameter may be split."""
     return bool(spec["module"].startswith("torch.optim") and spec["name"] in _BY_ELEMENT)
 
 
 def build(spec: dict[str, Any], parameters: Sequence[Tensor], group_of: Sequence[int]) -> Optimizer:
-    """The optimizer over these parameters; each belongs to a group of the description."""
+    """Build the optimizer of a spec over these parameters; `group_of` is the parameter group of each."""
     try:
         kind = getattr(importlib.import_module(spec["module"]), spec["name"])
     except (ImportError, AttributeError) as error:
@@ -72,7 +73,7 @@ def build(spec: dict[str, Any], parameters: Sequence[Tensor], group_of: Sequence
     for index, options in enumerate(spec["groups"]):
         held = [p for p, group in zip(parameters, group_of, strict=True) if group == index]
         groups.append({**_read(options), "params": held})
-    # Some options are read by the constructor only, and some constructors do not do without them.
+    # Some options are read by the constructor only, and some constructors require them.
     wanted = inspect.signature(kind).parameters
     defaults = {name: value for name, value in _read(spec["defaults"]).items() if name in wanted}
     try:
@@ -86,9 +87,9 @@ def build(spec: dict[str, Any], parameters: Sequence[Tensor], group_of: Sequence
     return made
 
 
-def update(optimizer: Optimizer, told: list[dict[str, Any]]) -> None:
-    """Take over options that have changed, a learning rate for example."""
-    for group, options in zip(optimizer.param_groups, told, strict=True):
+def update(optimizer: Optimizer, changed: list[dict[str, Any]]) -> None:
+    """Set options that have changed, such as a learning rate."""
+    for group, options in zip(optimizer.param_groups, changed, strict=True):
         group.update(_read(options))
 
 
@@ -102,7 +103,7 @@ def _plain(name: str, value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     raise ConfigError(
-        f"option {name} of the optimizer is a {type(value).__name__}, which cannot be told to a server",
+        f"option {name} of the optimizer is a {type(value).__name__}, which cannot be sent to a server",
         where=_WHERE,
         fix="give a number",
     )

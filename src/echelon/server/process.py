@@ -2,8 +2,8 @@
 
     python -m echelon.launch.worker -m echelon.server.process
 
-It meets the workers, serves until they have left, and ends. The leader says in the meeting what is wanted:
-sums of gradients for the collectives (sync full), or a parameter server.
+It meets the workers, serves until they have left, and ends. At the rendezvous the leader says what the
+server does: sum gradients for the collectives (sync full), or be a parameter server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echelon.comm.wire.summing import SERVERS_DO, SUM, serve
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
-from echelon.server.protocol import Kind
+from echelon.server.protocol import Bye, ToServer
 from echelon.server.server import ParameterServer
 
 
@@ -30,9 +30,9 @@ def main() -> None:
 
 
 def serve_run(place: Place, folder: RunFolder) -> ParameterServer | None:
-    """Be the server at `place` until all workers have left; returns what it kept, if it kept parameters."""
+    """Serve at `place` until all workers have left; returns the parameter server, if it was one."""
     plan = Plan.read(folder.plan)
-    meeting = meet(
+    rendezvous = meet(
         place,
         node=plan.servers[place.rank - place.world_size],
         host=socket.gethostname(),
@@ -40,7 +40,7 @@ def serve_run(place: Place, folder: RunFolder) -> ParameterServer | None:
         timeout_s=plan.join_timeout_s,
     )
     engine = Engine.connect(
-        meeting,
+        rendezvous,
         place,
         shared_memory=False,
         deadline_s=plan.round_timeout_s,
@@ -49,8 +49,8 @@ def serve_run(place: Place, folder: RunFolder) -> ParameterServer | None:
     cause = ""
     with Recorder(folder.events_of(place.rank)) as recorder:
         try:
-            if meeting.lookup(SERVERS_DO) != SUM:
-                return _keep(engine, place, recorder)
+            if rendezvous.lookup(SERVERS_DO) != SUM:
+                return _serve_parameters(engine, place, recorder)
             serve(
                 engine.loop,
                 rank=place.rank,
@@ -66,14 +66,14 @@ def serve_run(place: Place, folder: RunFolder) -> ParameterServer | None:
             engine.loop.close(cause)
 
 
-def _keep(engine: Engine, place: Place, recorder: Recorder) -> ParameterServer:
+def _serve_parameters(engine: Engine, place: Place, recorder: Recorder) -> ParameterServer:
     """Be a parameter server."""
     workers, everybody = range(place.world_size), range(place.process_count)
     server = ParameterServer(
         rank=place.rank, servers=everybody[place.world_size :], workers=workers, recorder=recorder
     )
     others = set(everybody) - {place.rank}
-    server.run(Mailbox(engine.loop, others, place=server.place, farewell=Kind.BYE))
+    server.run(Mailbox(engine.loop, others, ToServer, place=server.place, farewell=Bye))
     return server
 
 

@@ -1,12 +1,15 @@
-"""One server process: it keeps shards of the parameters and applies what the policy decides.
+"""One server process: it keeps shards of the parameters and carries out the policy's decisions.
 
-Messages come in one by one and are handled by one thread, so there is nothing to lock; several servers work
-side by side. The first server is also the coordinator: it alone asks the policy, and tells the others in
-orders, which every server carries out in the same sequence. Nothing of a push is applied before all servers
-have all of it.
+One thread handles the messages one by one, so there is nothing to lock; several servers work side by side.
+The first server is also the coordinator: it alone asks the policy. It sends the decisions to the other
+servers as orders, which every server carries out in the same sequence. No part of a push is applied before
+all servers hold all of it.
 
-A replica of shard i is kept by the server after i. It is sent every push by the server that got it, counts
-as a holder of it, and carries out the same orders, so it has every applied update.
+The server after server i keeps a replica of shard i. It gets every push from the server that received it,
+counts as a holder of it, and carries out the same orders, so it has every applied update.
+
+Messages are checked before they are used: a message that names an unknown table, shard or worker, or that
+its sender may not send, raises Corrupt and names the sender.
 """
 
 from __future__ import annotations
@@ -24,111 +27,127 @@ from torch import Tensor
 
 from echelon.checkpoint import state_tree
 from echelon.comm.wire.exchange import as_bytes
-from echelon.comm.wire.mailbox import Mailbox, Message, MessageHead
-from echelon.errors import EchelonError, PeerLost
+from echelon.comm.wire.mailbox import Delivery, Mailbox
+from echelon.errors import EchelonError
 from echelon.observe.events import ServerEnded
 from echelon.observe.recorder import Recorder
-from echelon.server import encoding as coding
-from echelon.server import optimizer_spec as spec
-from echelon.server import shards
-from echelon.server.coordinator import Coordinator, Freed, HandOut, Order
+from echelon.server import encoding, layout, optimizer_spec
+from echelon.server.coordinator import Coordinator
 from echelon.server.protocol import (
-    ASKING,
-    CODED,
-    FRESH,
-    LOOK,
-    RESTING,
-    Done,
-    Kind,
-    Opening,
+    AskAwaited,
+    AskToPush,
+    AwaitedWorkers,
+    Bye,
+    CarryOut,
+    FetchedState,
+    FetchState,
+    ForwardDone,
+    ForwardPiece,
+    Freed,
+    HandOut,
+    Invited,
+    JoinTable,
+    LeaveTable,
+    MembershipNoted,
+    OpenTable,
+    Order,
+    PullWeights,
+    PushDone,
+    PushHeld,
+    PushPiece,
     Released,
-    decode,
-    encode,
-    head,
+    Seeded,
+    SeedState,
+    SeedWeights,
+    ServerMessage,
+    TableOpened,
+    ToServer,
+    WeightsPiece,
+    refused,
 )
-from echelon.sync.families.serve import Apply, Drop, Invite, ServePolicy, WeightedPush
+from echelon.sync.families.serve import Apply, Drop, Invite, ServePolicy
 from echelon.sync.families.shard import Push, ShardState
-from echelon.sync.policy import POLICIES, ClusterInfo
+from echelon.sync.policy import POLICIES
 
 _SPARE_PUSHES = 4
 _LOOK_EVERY_S = 1.0
-_FAREWELL_S = 5.0
+_BYE_S = 5.0
 
 
 @dataclass(slots=True)
-class _Shard:
-    """A shard that this server keeps, its own or another's replica."""
+class _KeptShard:
+    """A shard that this server keeps, its own or a replica of another's."""
 
     index: int
     state: ShardState
     optimizer: torch.optim.Optimizer
-    pieces: tuple[shards.ShardPiece, ...]
-    shadows: coding.Shadows | None = None
+    pieces: tuple[layout.ShardPiece, ...]
+    shadows: encoding.Shadows | None = None
 
-    def piece_at(self, start: int) -> shards.ShardPiece:
-        """The piece that begins there."""
-        return next(piece for piece in self.pieces if piece.start == start)
+    def piece_at(self, start: int) -> layout.ShardPiece | None:
+        """The piece that begins at this element."""
+        return next((piece for piece in self.pieces if piece.start == start), None)
 
 
-class _Table:
+class _KeptTable:
     """One optimizer's parameters, as far as this server keeps them."""
 
-    def __init__(self, opening: Opening, number: int, server: int, servers: int) -> None:
+    def __init__(self, opening: OpenTable, server: int, servers: int) -> None:
         policy = POLICIES.build(opening.policy).resolved()
         assert isinstance(policy, ServePolicy)
         self.opening = opening
         self.policy = policy
         self.dtype: torch.dtype = getattr(torch, opening.dtype)
         lengths = [torch.Size(shape).numel() for shape in opening.shapes]
-        self.layout = shards.shard(lengths, servers, item_bytes=self.dtype.itemsize, whole=opening.whole)
-        self.pieces = shards.pieces(self.layout, item_bytes=self.dtype.itemsize)
-        self.coding = coding.open_coding(opening.codec, self.dtype, number, opening.shapes)
-        # Workers that take steps of their own in between are handed weights as they are.
+        self.shards = layout.split(lengths, servers, item_bytes=self.dtype.itemsize, whole=opening.whole)
+        self.pieces = layout.cut_pieces(self.shards, item_bytes=self.dtype.itemsize)
+        self.codec = encoding.open_codec(opening.codec, self.dtype, opening.table, opening.shapes)
+        # Workers that take steps of their own in between get whole weights, not changes.
         steady = policy.push_every == policy.pull_every == 1 and policy.pushes == "gradient"
-        self.changes = self.coding is not None and steady
+        self.sends_changes = self.codec is not None and steady
         self.worker_of = {rank: worker for worker, rank in enumerate(opening.workers)}
-        self.alone: set[int] = set()  # ranks of those that have weights of their own for now
-        held = [(server - copy) % servers for copy in range(opening.replicas + 1)]
+        self.alone: set[int] = set()  # ranks of workers that train on weights of their own for now
+        kept = [(server - copy) % servers for copy in range(opening.replicas + 1)]
         self.own = server
-        self.kept = {index: self._keep(index) for index in held if self.layout[index].length}
+        self.kept = {index: self._keep(index) for index in kept if self.shards[index].length}
         self.coordinator: Coordinator | None = None
 
-    def _keep(self, index: int) -> _Shard:
-        parts = self.layout[index].parts
-        flat = torch.zeros(self.layout[index].length, dtype=self.dtype)
+    def _keep(self, index: int) -> _KeptShard:
+        parts = self.shards[index].parts
+        flat = torch.zeros(self.shards[index].length, dtype=self.dtype)
         views = [self._view(flat, part) for part in parts]
         groups = [self.opening.groups[part.parameter] for part in parts]
-        optimizer = spec.build(self.opening.spec, views, groups)
+        optimizer = optimizer_spec.build(self.opening.optimizer, views, groups)
         state = ShardState(
             self.policy,
             flat,
             views,
             optimizer.step,
             spare=_SPARE_PUSHES,
-            configure=partial(spec.update, optimizer),
+            configure=partial(optimizer_spec.update, optimizer),
         )
-        mine = tuple(piece for piece in self.pieces if piece.shard == index)
-        return _Shard(index, state, optimizer, mine, self._shadows(index, flat))
+        pieces = tuple(piece for piece in self.pieces if piece.shard == index)
+        return _KeptShard(index, state, optimizer, pieces, self._shadows(index, flat))
 
-    def _shadows(self, index: int, flat: Tensor) -> coding.Shadows | None:
-        """Those who hand out a shard's changes need them, and who amends gradients by what workers had."""
-        if self.coding is None or not self.changes or not (index == self.own or self.policy.amends):
+    def _shadows(self, index: int, flat: Tensor) -> encoding.Shadows | None:
+        """Needed to send changes of a shard, and to correct gradients by the weights that workers had."""
+        if self.codec is None or not self.sends_changes or not (index == self.own or self.policy.amends):
             return None
-        return coding.Shadows(self.coding, flat, len(self.opening.workers))
+        return encoding.Shadows(self.codec, flat, len(self.opening.workers))
 
-    def _view(self, flat: Tensor, part: shards.ParameterSlice) -> Tensor:
+    def _view(self, flat: Tensor, part: layout.ParameterSlice) -> Tensor:
         view = flat[part.at : part.at + part.length]
         shape = self.opening.shapes[part.parameter]
         whole = part.length == torch.Size(shape).numel()
         return (view.view(shape) if whole else view).requires_grad_(True)
 
-    def state(self) -> dict[str, Any]:
+    def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state of this server's own shard, part by part."""
         kept = self.kept[self.own]
         return {"parts": [dict(kept.optimizer.state[p]) for p in kept.state.parameters]}
 
-    def set_state(self, index: int, state: dict[str, Any]) -> None:
-        """Take over what `state` of another run said."""
+    def set_optimizer_state(self, index: int, state: dict[str, Any]) -> None:
+        """Load a state that `optimizer_state` returned."""
         kept = self.kept[index]
         for p, saved in zip(kept.state.parameters, state["parts"], strict=True):
             if saved:
@@ -136,7 +155,7 @@ class _Table:
 
 
 class ParameterServer:
-    """A server at work. `servers` and `workers` are ranks of the view, in their order."""
+    """A running server. `servers` and `workers` are ranks of the view, in their order."""
 
     def __init__(
         self,
@@ -146,43 +165,44 @@ class ParameterServer:
         workers: Sequence[int],
         recorder: Recorder,
     ) -> None:
-        self._mailbox: Mailbox
+        self._mailbox: Mailbox[ToServer]
         self._rank = rank
         self._servers = list(servers)
         self._index = self._servers.index(rank)
         self._workers = set(workers)
         self._recorder = recorder
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, _KeptTable] = {}
+        # Memory of pushes in flight, by table, shard, worker and step.
         self._arriving: dict[tuple[int, int, int, int], Tensor] = {}
         offset = time.time() - time.perf_counter()
         self._now = lambda: offset + time.perf_counter()
-        self._lent: dict[int, int] = {}  # pieces of snapshots, by id, that are not sent yet
+        self._lent: dict[int, int] = {}  # by id of a snapshot: its pieces that are not sent yet
         self._lending = threading.Lock()
         self._spent_s = {"queue_s": 0.0, "apply_s": 0.0, "hand_s": 0.0}
         self._count = dict.fromkeys(self._spent_s, 0)
-        self._codecs: dict[str, None] = {}  # that pushes came in
+        self._codecs: dict[str, None] = {}  # codecs of the pushes so far, in order
         self._pushes = self._pushed_bytes = self._dense_pushed_bytes = 0
         self._pulled_bytes = self._dense_pulled_bytes = 0
 
     @torch.no_grad()
-    def run(self, mailbox: Mailbox) -> None:
+    def run(self, mailbox: Mailbox[ToServer]) -> None:
         """Serve until every worker has said goodbye."""
         self._mailbox = mailbox
-        leaving = set(self._workers)
-        while leaving:
-            message = self._mailbox.receive(self._patience_s())
-            if message is not None and message.head.kind == Kind.BYE:
-                leaving.discard(message.peer)
-                self._leave_all(message.peer)
-            elif message is not None:
-                self._handle(message)
+        workers = set(self._workers)
+        while workers:
+            delivery = self._mailbox.receive(self._patience_s())
+            if delivery is not None and isinstance(delivery.message, Bye):
+                workers.discard(delivery.peer)
+                self._leave_all(delivery.peer)
+            elif delivery is not None:
+                self._handle(delivery)
             self._tick()
         self._report()
         others = [server for server in self._servers if server != self._rank]
-        self._mailbox.leave(others, head(Kind.BYE), _FAREWELL_S)  # some workers' may be on its way to them
+        self._mailbox.leave(others, Bye(), _BYE_S)  # other servers may still wait for a worker's goodbye
 
     def _report(self) -> None:
-        """Record what keeping a push, applying an update and handing out weights took, and the bytes."""
+        """Record the mean times to keep a push, apply an update and send weights, and the bytes."""
         mean_s = {name: spent_s / max(1, self._count[name]) for name, spent_s in self._spent_s.items()}
         self._recorder.emit(
             ServerEnded(
@@ -213,185 +233,242 @@ class ParameterServer:
         ]
         return min([_LOOK_EVERY_S, *(wake for wake in wakes if wake is not None)])
 
-    def place(self, peer: int, message: MessageHead, length: int) -> memoryview | None:
-        """Where a piece goes: straight into the memory of its push. Runs in the loop's thread."""
-        if message.kind == Kind.PUSH:
-            self._pushed_bytes += length
-            if self._tables[message.table].coding is not None:
-                return None  # coded or not, one after the other
-            flat, at = self._arriving_in(peer, message), message.start
-        elif message.kind == Kind.FORWARD:
-            flat, at = self._arriving_in(message.start, message), 0
-        else:
-            return None
-        item_bytes = flat.element_size()
-        return as_bytes(flat)[at * item_bytes : at * item_bytes + length]
+    # Checks --------------------------------------------------------------------------------------
 
-    def _arriving_in(self, worker: int, message: MessageHead) -> Tensor:
+    def _table(self, peer: int, message: ServerMessage, number: int) -> _KeptTable:
+        table = self._tables.get(number)
+        if table is None:
+            raise refused(peer, message, f"table {number} is not open")
+        return table
+
+    def _shard(self, peer: int, message: ServerMessage, number: int, index: int) -> _KeptShard:
+        shard = self._table(peer, message, number).kept.get(index)
+        if shard is None:
+            raise refused(peer, message, f"shard {index} of table {number} is not kept here")
+        return shard
+
+    def _coordinator(self, peer: int, message: ServerMessage, number: int) -> Coordinator:
+        found = self._table(peer, message, number).coordinator
+        if found is None:
+            raise refused(peer, message, "it is for the coordinator, which is the first server")
+        return found
+
+    def _check_worker(self, peer: int, message: ServerMessage, number: int, worker: int) -> None:
+        if worker not in self._table(peer, message, number).worker_of:
+            raise refused(peer, message, f"rank {worker} is not a worker of table {number}")
+
+    def _check_server(self, peer: int, message: ServerMessage) -> None:
+        if peer not in self._servers:
+            raise refused(peer, message, "only servers may send it")
+
+    # Payloads ------------------------------------------------------------------------------------
+
+    def place(self, peer: int, message: ToServer, length: int) -> memoryview | None:
+        """The memory that a payload is received into. Runs in the loop's thread."""
+        match message:
+            case PushPiece():
+                self._check_worker(peer, message, message.table, peer)
+                self._pushed_bytes += length
+                if self._tables[message.table].codec is not None:
+                    self._shard(peer, message, message.table, message.shard)
+                    return None  # `_decode_piece` reads it
+                flat, start = self._push_memory(peer, message, peer), message.start
+            case ForwardPiece():
+                self._check_server(peer, message)
+                self._check_worker(peer, message, message.table, message.worker)
+                flat, start = self._push_memory(peer, message, message.worker), 0
+            case SeedWeights():
+                flat, start = self._shard(peer, message, message.table, message.shard).state.flat, 0
+            case _:
+                return None
+        at = start * flat.element_size()
+        memory = as_bytes(flat)[at : at + length]
+        if len(memory) != length:
+            raise refused(peer, message, f"{length} bytes at element {start} do not fit into the shard")
+        return memory
+
+    def _push_memory(self, peer: int, message: PushPiece | ForwardPiece, worker: int) -> Tensor:
+        """The memory of the push that a piece belongs to."""
         key = (message.table, message.shard, worker, message.step)
         if key not in self._arriving:
-            self._arriving[key] = self._tables[message.table].kept[message.shard].state.room()
+            shard = self._shard(peer, message, message.table, message.shard)
+            self._arriving[key] = shard.state.push_memory()
         return self._arriving[key]
 
-    def _handle(self, message: Message) -> None:
-        kind, table = Kind(message.head.kind), message.head.table
-        match kind:
-            case Kind.PUSH | Kind.FORWARD:  # DONE or FORWARDED follows
-                if len(message.payload):
-                    self._decode(message)
-            case Kind.OPEN:
-                self._open(message)
-            case Kind.SEED:
-                self._seed(message)
-            case Kind.DONE:
-                self._take(message, message.peer, decode(message.payload, Done))
-            case Kind.FORWARDED:
-                self._take(message, message.head.start, decode(message.payload, Done))
-            case Kind.HAVE:
-                square, dot = decode(message.payload, tuple[float, float])
-                step, worker = message.head.step, message.head.start
-                self._give(table, self._coordinator(table).have(worker, step, square, dot))
-            case Kind.ORDERS:
-                self._obey(table, [_read_order(told) for told in decode(message.payload, list[list[Any]])])
-            case Kind.ASK:
-                done = decode(message.payload, Done)
-                self._give(table, self._coordinator(table).ask(message.peer, message.head.step, done))
-            case Kind.JOIN:
-                self._give(table, self._coordinator(table).join(message.peer))
-                self._mailbox.send(message.peer, head(Kind.NOTED, table))
-            case Kind.LEAVE:
-                coordinator = self._coordinator(table)
-                pauses = coordinator.rest if message.head.flags & RESTING else coordinator.leave
-                self._give(table, pauses(message.peer))
-                self._mailbox.send(message.peer, head(Kind.NOTED, table))
-            case Kind.PULL:
-                self._give(table, [HandOut(message.peer, bool(message.head.flags & LOOK))])
-            case Kind.STATE:
-                packed = memoryview(state_tree.pack(self._tables[table].state()))
-                self._mailbox.send(message.peer, head(Kind.STATES, table, shard=self._index), packed)
-            case Kind.WHO:
-                # If it is nobody, then a part of what the asker has pushed is not with all servers.
-                awaited = self._coordinator(table).awaited(message.peer) or self._servers
-                told = memoryview(encode(awaited))
-                self._mailbox.send(message.peer, head(Kind.AWAITED, table), told)
+    # Messages ------------------------------------------------------------------------------------
+
+    def _handle(self, delivery: Delivery[ToServer]) -> None:
+        peer, message, payload = delivery
+        match message:
+            case PushPiece():
+                if len(payload):
+                    self._decode_piece(peer, message, payload)
+            case ForwardPiece() | Bye():
+                pass  # ForwardDone follows; a server that leaves is not awaited
+            case PushDone() | ForwardDone():
+                self._take_push(peer, message)
+            case OpenTable():
+                self._open(peer, message)
+            case SeedWeights():
+                self._seed_weights(peer, message)
+            case SeedState():
+                self._shard(peer, message, message.table, message.shard)
+                self._tables[message.table].set_optimizer_state(
+                    message.shard, state_tree.unpack(bytes(payload))
+                )
+                self._mailbox.send(peer, Seeded(table=message.table))
+            case FetchState():
+                self._send_state(peer, message)
+            case CarryOut():
+                self._check_server(peer, message)
+                self._table(peer, message, message.table)
+                self._carry_out(message.table, message.orders)
             case _:
-                raise PeerLost(f"rank {message.peer} sent a {kind.name} to a server", ranks=(message.peer,))
+                self._coordinate(peer, message)
+
+    def _coordinate(
+        self,
+        peer: int,
+        message: PushHeld | AskToPush | JoinTable | LeaveTable | PullWeights | AskAwaited,
+    ) -> None:
+        """Handle a message for the coordinator."""
+        table = message.table
+        coordinator = self._coordinator(peer, message, table)
+        if isinstance(message, PushHeld):
+            self._check_server(peer, message)
+            self._check_worker(peer, message, table, message.worker)
+        else:
+            self._check_worker(peer, message, table, peer)
+        match message:
+            case PushHeld(worker=worker, step=step, square=square, dot=dot):
+                self._order(table, coordinator.held(worker, step, square, dot))
+            case AskToPush():
+                self._order(table, coordinator.ask(peer, message.step, message.info))
+            case JoinTable():
+                self._order(table, coordinator.join(peer))
+                self._mailbox.send(peer, MembershipNoted(table=table))
+            case LeaveTable(resting=resting):
+                self._order(table, coordinator.rest(peer) if resting else coordinator.leave(peer))
+                self._mailbox.send(peer, MembershipNoted(table=table))
+            case PullWeights(look=look):
+                self._order(table, [HandOut(peer, look)])
+            case AskAwaited():
+                # If it waits for no worker, a server lacks a part of what the asking worker has pushed.
+                ranks = coordinator.awaited(peer) or self._servers
+                self._mailbox.send(peer, AwaitedWorkers(table=table, ranks=ranks))
 
     # Opening -------------------------------------------------------------------------------------
 
-    def _open(self, message: Message) -> None:
-        opening = decode(message.payload, Opening)
+    def _open(self, peer: int, message: OpenTable) -> None:
         problem = ""
         try:
-            table = _Table(opening, message.head.table, self._index, len(self._servers))
+            table = _KeptTable(message, self._index, len(self._servers))
             if self._index == 0:
-                table.coordinator = self._coordinate(table, message.head.table)
-            self._tables[message.head.table] = table
+                table.coordinator = self._new_coordinator(table)
+            self._tables[message.table] = table
         except EchelonError as error:
             problem = error.message
-        answer = memoryview(problem.encode() or b"\0")
-        self._mailbox.send(message.peer, head(Kind.OPENED, message.head.table, shard=self._index), answer)
+        self._mailbox.send(peer, TableOpened(table=message.table, problem=problem))
 
-    def _coordinate(self, table: _Table, number: int) -> Coordinator:
+    def _new_coordinator(self, table: _KeptTable) -> Coordinator:
         opening = table.opening
-        facts = {name: _tuples(value) for name, value in opening.cluster.items()}
-        kept = sum(bool(part.length) for part in table.layout)
+        shard_count = sum(bool(shard.length) for shard in table.shards)
         return Coordinator(
-            table.policy.rule(ClusterInfo(**facts)),
+            table.policy.rule(opening.cluster),
             workers=opening.workers,
-            holders=kept * (opening.replicas + 1),
+            holders=shard_count * (opening.replicas + 1),
             now=self._now,
             recorder=self._recorder,
             rank=self._rank,
-            table=number,
+            table=opening.table,
         )
 
-    def _seed(self, message: Message) -> None:
-        """The weights of a shard, or the state of its optimizer."""
-        table = self._tables[message.head.table]
-        if message.head.flags:
-            table.set_state(message.head.shard, state_tree.unpack(bytes(message.payload)))
-        else:
-            given = torch.frombuffer(bytearray(message.payload), dtype=table.dtype)
-            shard = table.kept[message.head.shard]
-            shard.state.seed(given)
-            if shard.shadows is not None:
-                shard.shadows.begin(given)
-        self._mailbox.send(message.peer, head(Kind.SEEDED, message.head.table))
+    def _seed_weights(self, peer: int, message: SeedWeights) -> None:
+        shard = self._shard(peer, message, message.table, message.shard)
+        shard.state.seeded()
+        if shard.shadows is not None:
+            shard.shadows.begin(shard.state.flat)
+        self._mailbox.send(peer, Seeded(table=message.table))
 
-    def _coordinator(self, table: int) -> Coordinator:
-        found = self._tables[table].coordinator
-        assert found is not None
-        return found
+    def _send_state(self, peer: int, message: FetchState) -> None:
+        self._shard(peer, message, message.table, self._index)
+        packed = memoryview(state_tree.pack(self._tables[message.table].optimizer_state()))
+        self._mailbox.send(peer, FetchedState(table=message.table), packed)
 
     # Pushes --------------------------------------------------------------------------------------
 
-    def _decode(self, message: Message) -> None:
-        """A piece of a table that has a codec: to the memory of its push."""
+    def _decode_piece(self, peer: int, message: PushPiece, payload: memoryview) -> None:
+        """Read a piece into the memory of its push, in a table with a codec."""
         begun = time.perf_counter()
-        table = self._tables[message.head.table]
-        assert table.coding is not None
-        piece = table.kept[message.head.shard].piece_at(message.head.start)
-        flat = self._arriving_in(message.peer, message.head)
-        if message.head.flags & CODED:
+        table = self._tables[message.table]
+        assert table.codec is not None
+        piece = table.kept[message.shard].piece_at(message.start)
+        if piece is None:
+            raise refused(peer, message, f"no piece begins at element {message.start}")
+        flat = self._push_memory(peer, message, peer)
+        if message.coded:
             self._codecs[table.opening.codec] = None
-            worker, sender = table.worker_of[message.peer], f"rank {message.peer}"
-            coding.read_push(table.coding, message.payload, piece, flat, worker, sender)
+            worker, sender = table.worker_of[peer], f"rank {peer}"
+            encoding.read_push(table.codec, payload, piece, flat, worker, sender)
+        elif len(payload) != (piece.stop - piece.start) * table.dtype.itemsize:
+            raise refused(peer, message, f"{len(payload)} bytes are not the piece at {message.start}")
         else:
-            flat[piece.start : piece.stop].copy_(torch.frombuffer(message.payload, dtype=table.dtype))
+            flat[piece.start : piece.stop].copy_(torch.frombuffer(payload, dtype=table.dtype))
         self._spent_s["queue_s"] += time.perf_counter() - begun
 
-    def _take(self, message: Message, worker: int, done: Done) -> None:
-        """All of a push to a shard is here: keep it, tell the coordinator, send it to the replica."""
-        number, index, step = message.head.table, message.head.shard, message.head.step
-        table = self._tables[number]
-        shard = table.kept[index]
-        key = (number, index, worker, step)
-        flat = self._arriving.pop(key)
-        used = list(map(bool, done.used))
-        push = Push(done.kind, flat, used, done.settings)  # type: ignore[arg-type]
+    def _take_push(self, peer: int, message: PushDone | ForwardDone) -> None:
+        """Keep a push to a shard that has arrived, tell the coordinator, and forward it to the replicas."""
+        first_hand = isinstance(message, PushDone)
+        if isinstance(message, ForwardDone):
+            self._check_server(peer, message)
+            worker = message.worker
+        else:
+            worker = peer
+        number, index, step, info = message.table, message.shard, message.step, message.info
+        self._check_worker(peer, message, number, worker)
+        shard = self._shard(peer, message, number, index)
+        flat = self._arriving.pop((number, index, worker, step), None)
+        if flat is None:
+            raise refused(peer, message, f"no piece of step {step} has arrived")
+        push = Push(info.kind, flat, info.used, info.settings)
         with self._timed("queue_s"):
             square, dot = shard.state.push(worker, step, push)
-        if message.head.kind == Kind.FORWARDED:
-            square = dot = 0.0  # those of a replica are its original's
-        if message.head.kind == Kind.DONE:
+        if isinstance(message, PushDone):
             self._pushes += 1
             self._dense_pushed_bytes += flat.numel() * flat.element_size()
-            if table.opening.replicas:
-                self._forward(message, flat)
+            self._forward(message, worker, flat)
+        else:
+            square = dot = 0.0  # the original's norms count, not the replica's
         if self._index == 0:
-            coordinator = self._coordinator(number)
-            orders = coordinator.have(worker, step, square, dot)
-            if message.head.kind == Kind.DONE:
-                orders += coordinator.done(worker, step, done)
-            self._give(number, orders)
-            return
-        told = memoryview(encode((square, dot)))
-        self._mailbox.send(
-            self._servers[0], head(Kind.HAVE, number, shard=index, step=step, start=worker), told
-        )
+            coordinator = self._coordinator(peer, message, number)
+            orders = coordinator.held(worker, step, square, dot)
+            if first_hand:
+                orders += coordinator.done(worker, step, info)
+            self._order(number, orders)
+        else:
+            held = PushHeld(table=number, worker=worker, step=step, square=square, dot=dot)
+            self._mailbox.send(self._servers[0], held)
 
-    def _forward(self, message: Message, flat: Tensor) -> None:
-        number, index, step = message.head.table, message.head.shard, message.head.step
-        replicas = self._tables[number].opening.replicas
-        for copy in range(1, replicas + 1):
+    def _forward(self, message: PushDone, worker: int, flat: Tensor) -> None:
+        number, index, step = message.table, message.shard, message.step
+        for copy in range(1, self._tables[number].opening.replicas + 1):
             peer = self._servers[(self._index + copy) % len(self._servers)]
-            fields = {"shard": index, "step": step, "start": message.peer}
-            self._mailbox.send(peer, head(Kind.FORWARD, number, **fields), as_bytes(flat.clone()))
-            self._mailbox.send(peer, head(Kind.FORWARDED, number, **fields), message.payload)
+            piece = ForwardPiece(table=number, shard=index, worker=worker, step=step)
+            done = ForwardDone(table=number, shard=index, worker=worker, step=step, info=message.info)
+            self._mailbox.send(peer, piece, as_bytes(flat.clone()))
+            self._mailbox.send(peer, done)
 
     # Orders --------------------------------------------------------------------------------------
 
-    def _give(self, table: int, orders: list[Order]) -> None:
-        """Tell the other servers, and do it here."""
+    def _order(self, table: int, orders: list[Order]) -> None:
+        """Send orders to the other servers, and carry them out here."""
         if not orders:
             return
-        told = memoryview(encode([_write_order(order) for order in orders]))
         for peer in self._servers[1:]:
-            self._mailbox.send(peer, head(Kind.ORDERS, table), told)
-        self._obey(table, orders)
+            self._mailbox.send(peer, CarryOut(table=table, orders=orders))
+        self._carry_out(table, orders)
 
-    def _obey(self, number: int, orders: Sequence[Order]) -> None:
+    def _carry_out(self, number: int, orders: Sequence[Order]) -> None:
         table = self._tables[number]
         for order in orders:
             match order:
@@ -402,46 +479,51 @@ class ParameterServer:
                 case Drop(worker, step):
                     for shard in table.kept.values():
                         shard.state.drop(worker, step)
-                case Freed(worker, pull, ask, version, held_s):
-                    if self._index == 0:
-                        flags = FRESH * pull | ASKING * ask
-                        told = memoryview(encode(Released(version=version, held_s=held_s)))
-                        self._mailbox.send(worker, head(Kind.RELEASE, number, flags=flags), told)
-                    if not pull:
-                        table.alone.add(worker)
-                    elif table.changes and worker not in table.alone:
-                        self._hand_changes(number, worker)
-                    else:
-                        self._hand_out(number, worker)
+                case Freed():
+                    self._release(number, order)
                 case HandOut(worker, look):
-                    self._hand_out(number, worker, look=look)
+                    self._send_weights(number, worker, look=look)
                 case Invite(worker):
                     if self._index == 0:
-                        self._mailbox.send(worker, head(Kind.INVITE, number))
+                        self._mailbox.send(worker, Invited(table=number))
 
-    def _hand_changes(self, number: int, worker: int) -> None:
-        """Send how the weights differ from what a worker has, coded."""
+    def _release(self, number: int, order: Freed) -> None:
+        table = self._tables[number]
+        if self._index == 0:
+            released = Released(
+                table=number, fresh=order.pull, ask=order.ask, version=order.version, held_s=order.held_s
+            )
+            self._mailbox.send(order.worker, released)
+        if not order.pull:
+            table.alone.add(order.worker)
+        elif table.sends_changes and order.worker not in table.alone:
+            self._send_changes(number, order.worker)
+        else:
+            self._send_weights(number, order.worker)
+
+    def _send_changes(self, number: int, worker: int) -> None:
+        """Send, coded, how the weights differ from those that a worker has."""
         table = self._tables[number]
         begun = time.perf_counter()
         for index, shard in table.kept.items():
             if shard.shadows is None:
                 continue
             state = shard.state
-            # Who amends remembers what it reads here, as what the worker has.
+            # A policy that amends gradients keeps what is read here as the worker's weights.
             weights = state.read(worker) if table.policy.amends else state.flat
             place = table.worker_of[worker]
             for piece in reversed(shard.pieces):
                 change = shard.shadows.change(place, piece, weights, state.version)
                 if index != self._index:
                     continue
-                fields = {"shard": index, "step": state.version, "start": piece.start}
+                coded = change is not None
                 if change is None:
                     change = weights[piece.start : piece.stop].clone()
-                    what = head(Kind.WEIGHTS, number, **fields)
-                else:
-                    what = head(Kind.WEIGHTS, number, flags=CODED, **fields)
+                message = WeightsPiece(
+                    table=number, shard=index, start=piece.start, version=state.version, coded=coded
+                )
                 memory = as_bytes(change)
-                self._mailbox.send(worker, what, memory)
+                self._mailbox.send(worker, message, memory)
                 self._pulled_bytes += len(memory)
                 self._dense_pulled_bytes += (piece.stop - piece.start) * table.dtype.itemsize
             if table.policy.amends:
@@ -449,32 +531,31 @@ class ParameterServer:
         self._spent_s["hand_s"] += time.perf_counter() - begun
         self._count["hand_s"] += 1
 
-    def _hand_out(self, number: int, worker: int, *, look: bool = False) -> None:
-        """Send the weights of this server's own shard, the first layers first; replicas take note of it."""
+    def _send_weights(self, number: int, worker: int, *, look: bool = False) -> None:
+        """Send the weights of this server's own shard, first layers first; replicas only note it."""
         table = self._tables[number]
-        look = look and table.changes
+        look = look and table.sends_changes
         with self._timed("hand_s"):
-            handed = {
+            snapshots = {
                 index: shard.state.flat.clone() if look else shard.state.snapshot(worker)
                 for index, shard in table.kept.items()
             }
             for index, shard in table.kept.items():
                 if shard.shadows is not None and not look:
-                    shard.shadows.of(table.worker_of[worker]).copy_(handed[index])
+                    shard.shadows.of(table.worker_of[worker]).copy_(snapshots[index])
         if not look:
             table.alone.discard(worker)
-        if self._index not in handed:
+        if self._index not in snapshots:
             return
-        shard, memory = table.kept[self._index], as_bytes(handed[self._index])
-        version = shard.state.version
-        snapshot = handed[self._index]
+        shard, snapshot = table.kept[self._index], snapshots[self._index]
+        memory, version = as_bytes(snapshot), shard.state.version
         self._lend(shard.state, snapshot, len(shard.pieces))
         sent = partial(self._sent, shard.state, snapshot)
         item_bytes = table.dtype.itemsize
         for piece in reversed(shard.pieces):
             part = memory[piece.start * item_bytes : piece.stop * item_bytes]
-            what = head(Kind.WEIGHTS, number, shard=self._index, step=version, start=piece.start)
-            self._mailbox.send(worker, what, part, sent)
+            message = WeightsPiece(table=number, shard=self._index, start=piece.start, version=version)
+            self._mailbox.send(worker, message, part, sent)
             self._pulled_bytes += len(part)
             self._dense_pulled_bytes += len(part)
 
@@ -484,51 +565,21 @@ class ParameterServer:
             state.lent(snapshot, back=False)
 
     def _sent(self, state: ShardState, snapshot: Tensor) -> None:
-        """A piece of a snapshot is with the kernel. Runs in the loop's thread."""
+        """The kernel has a piece of a snapshot. Runs in the loop's thread."""
         with self._lending:
             self._lent[id(snapshot)] -= 1
             if not self._lent[id(snapshot)]:
                 del self._lent[id(snapshot)]
                 state.lent(snapshot, back=True)
 
+    # The coordinator -----------------------------------------------------------------------------
+
     def _leave_all(self, worker: int) -> None:
         for number, table in self._tables.items():
             if table.coordinator is not None:
-                self._give(number, table.coordinator.leave(worker))
+                self._order(number, table.coordinator.leave(worker))
 
     def _tick(self) -> None:
         for number, table in self._tables.items():
             if table.coordinator is not None:
-                self._give(number, table.coordinator.tick())
-
-
-def _write_order(order: Order) -> list[Any]:
-    match order:
-        case Apply(parts):
-            return ["apply", [[p.worker, p.step, p.weight] for p in parts]]
-        case Drop(worker, step, reason):
-            return ["drop", worker, step, reason]
-        case Freed(worker, pull, ask, version, held_s):
-            return ["release", worker, pull, ask, version, held_s]
-        case HandOut(worker, look):
-            return ["hand", worker, look]
-        case Invite(worker):
-            return ["invite", worker]
-
-
-def _read_order(told: list[Any]) -> Order:
-    match told:
-        case ["apply", parts]:
-            return Apply(tuple(WeightedPush(*part) for part in parts))
-        case ["drop", worker, step, reason]:
-            return Drop(worker, step, reason)
-        case ["release", worker, pull, ask, version, held_s]:
-            return Freed(worker, pull, ask, version, held_s)
-        case ["hand", worker, look]:
-            return HandOut(worker, look)
-        case _:
-            return Invite(told[1])
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+                self._order(number, table.coordinator.tick())

@@ -1,12 +1,12 @@
-"""The coordinator hears of whole pushes only, and gives a rule's decisions as orders to real workers."""
+"""The coordinator tells the rule of complete pushes only, and turns its decisions into orders."""
 
 from __future__ import annotations
 
 import pytest
 
 from echelon.observe.events import Arrived, Decided
-from echelon.server.coordinator import Coordinator, Freed
-from echelon.server.protocol import Done
+from echelon.server.coordinator import Coordinator
+from echelon.server.protocol import Freed, PushInfo
 from echelon.simulate.replay import replay
 from echelon.sync.families.serve import Apply, Arrival, Drop, Invite, Release, Rule, Wake, WeightedPush
 from echelon.sync.policy import POLICIES, ClusterInfo
@@ -14,8 +14,8 @@ from echelon.sync.policy import POLICIES, ClusterInfo
 WORKERS = (0, 2, 5)  # ranks; the policy counts 0, 1, 2
 
 
-class Noted:
-    """In place of a recorder."""
+class Events:
+    """A recorder that keeps events in memory."""
 
     def __init__(self):
         self.events = []
@@ -32,15 +32,15 @@ class Clock:
         return self.t
 
 
-class Told(Rule):
-    """Remembers what it was told and decides what it is asked to."""
+class ScriptedRule(Rule):
+    """A rule that remembers what it was told, and returns the decisions in `next`."""
 
     def __init__(self):
-        self.heard = []
+        self.told = []
         self.next = []
 
     def _decide(self, what):
-        self.heard.append(what)
+        self.told.append(what)
         decided, self.next = self.next, []
         return decided
 
@@ -59,44 +59,44 @@ class Told(Rule):
 
 @pytest.fixture
 def stage():
-    return Stage(Told(), holders=2)
+    return Stage(ScriptedRule(), holders=2)
 
 
 class Stage:
     def __init__(self, rule, holders):
-        self.rule, self.clock, self.noted = rule, Clock(), Noted()
+        self.rule, self.clock, self.recorder = rule, Clock(), Events()
         self.coordinator = Coordinator(
-            rule, workers=WORKERS, holders=holders, now=self.clock, recorder=self.noted, rank=7
+            rule, workers=WORKERS, holders=holders, now=self.clock, recorder=self.recorder, rank=7
         )
 
     def push(self, worker, step, *decisions, **facts):
-        """All of a push arrives; `decisions` are what the rule then says."""
+        """All of a push arrives, and the rule returns `decisions`."""
         given = {"kind": "gradient", "read": 0, "samples": 1.0, "compute_s": 0.5, "transfer_s": 0.25}
         self.rule.next = list(decisions)
-        orders = self.coordinator.done(worker, step, Done(**{**given, **facts}))
+        orders = self.coordinator.done(worker, step, PushInfo(**{**given, **facts}))
         for _ in range(2):
-            orders += self.coordinator.have(worker, step, 1.5, 0.5)
+            orders += self.coordinator.held(worker, step, 1.5, 0.5)
         return orders
 
 
 def done(**facts):
-    return Done(
+    return PushInfo(
         **{"kind": "gradient", "read": 3, "samples": 2.0, "compute_s": 0.5, "transfer_s": 0.1, **facts}
     )
 
 
 @pytest.mark.parametrize(
-    "order", [("done", "have", "have"), ("have", "done", "have"), ("have", "have", "done")]
+    "order", [("done", "held", "held"), ("held", "done", "held"), ("held", "held", "done")]
 )
-def test_the_rule_hears_of_a_push_when_every_holder_has_it_and_all_was_said_about_it(stage, order):
+def test_the_rule_is_told_of_a_push_when_every_server_holds_it_and_the_worker_is_done(stage, order):
     stage.rule.next = [Apply((WeightedPush(1, 4, 1.0),))]
     for number, what in enumerate(order):
         if what == "done":
             orders = stage.coordinator.done(2, 4, done())
         else:
-            orders = stage.coordinator.have(2, 4, 1.5, 0.25)
-        assert bool(orders) == bool(stage.rule.heard) == (number == 2)
-    assert stage.rule.heard == [
+            orders = stage.coordinator.held(2, 4, 1.5, 0.25)
+        assert bool(orders) == bool(stage.rule.told) == (number == 2)
+    assert stage.rule.told == [
         Arrival(
             worker=1,
             step=4,
@@ -109,21 +109,21 @@ def test_the_rule_hears_of_a_push_when_every_holder_has_it_and_all_was_said_abou
             dot=0.5,
         )
     ]
-    assert orders == [Apply((WeightedPush(2, 4, 1.0),))], "by rank, not by the policy's number"
+    assert orders == [Apply((WeightedPush(2, 4, 1.0),))], "orders name ranks, not the policy's numbers"
 
 
 def test_pushes_of_several_workers_do_not_mix(stage):
     coordinator = stage.coordinator
     coordinator.done(0, 0, done())
-    coordinator.have(2, 0, 0.0, 0.0)
-    coordinator.have(0, 1, 0.0, 0.0)
-    assert stage.rule.heard == []
-    coordinator.have(0, 0, 0.0, 0.0)
-    coordinator.have(0, 0, 0.0, 0.0)
-    assert [(heard.worker, heard.step) for heard in stage.rule.heard] == [(0, 0)]
+    coordinator.held(2, 0, 0.0, 0.0)
+    coordinator.held(0, 1, 0.0, 0.0)
+    assert stage.rule.told == []
+    coordinator.held(0, 0, 0.0, 0.0)
+    coordinator.held(0, 0, 0.0, 0.0)
+    assert [(arrival.worker, arrival.step) for arrival in stage.rule.told] == [(0, 0)]
 
 
-def test_a_release_says_how_long_the_policy_kept_a_worker_and_the_version(stage):
+def test_a_release_has_the_version_and_how_long_the_worker_was_held(stage):
     stage.push(0, 0)
     stage.clock.t += 2.5
     orders = stage.push(
@@ -138,7 +138,7 @@ def test_a_release_says_how_long_the_policy_kept_a_worker_and_the_version(stage)
 
 
 def test_a_worker_that_wants_no_weights_gets_none(stage):
-    assert stage.push(0, 0, Release(0), pull=False) == [Freed(0, False, False, 0, 0.0)]
+    assert stage.push(0, 0, Release(0), wants_weights=False) == [Freed(0, False, False, 0, 0.0)]
     assert stage.push(0, 1, Release(0, fresh=False)) == [Freed(0, False, False, 0, 0.0)]
 
 
@@ -147,15 +147,15 @@ def test_a_drop_is_an_order_by_rank(stage):
     assert stage.coordinator.version == 0
 
 
-def test_a_question_is_heard_at_once_and_answered_by_leave_to_go_on_or_to_push(stage):
+def test_an_ask_is_passed_to_the_rule_at_once(stage):
     stage.rule.next = [Invite(1)]
     assert stage.coordinator.ask(2, 6, done(kind="delta")) == [Invite(2)]
-    (heard,) = stage.rule.heard
-    assert (heard.kind, heard.worker, heard.step) == ("ask", 1, 6)
+    (arrival,) = stage.rule.told
+    assert (arrival.kind, arrival.worker, arrival.step) == ("ask", 1, 6)
     assert 2 in stage.coordinator.awaited(), "it is to push now"
 
 
-def test_those_who_take_part_and_are_not_there_are_awaited(stage):
+def test_workers_that_take_part_and_have_not_arrived_are_awaited(stage):
     coordinator = stage.coordinator
     assert coordinator.awaited() == [0, 2, 5]
     stage.push(2, 0)
@@ -168,12 +168,12 @@ def test_those_who_take_part_and_are_not_there_are_awaited(stage):
     assert coordinator.awaited() == [0, 2, 5]
 
 
-def test_leaving_and_joining_twice_is_told_once(stage):
+def test_the_rule_is_told_once_if_a_worker_leaves_or_joins_twice(stage):
     for _ in range(2):
         stage.coordinator.leave(5)
     for _ in range(2):
         stage.coordinator.join(5)
-    assert stage.rule.heard == [("leave", 2, 1000.0), ("join", 2, 1000.0)]
+    assert stage.rule.told == [("leave", 2, 1000.0), ("join", 2, 1000.0)]
 
 
 def test_a_worker_that_has_left_is_not_released(stage):
@@ -182,24 +182,24 @@ def test_a_worker_that_has_left_is_not_released(stage):
     assert stage.push(2, 0, Release(0), Release(1)) == [Freed(2, True, False, 0, 0.0)]
 
 
-def test_the_rule_is_asked_again_when_it_wanted_to_be_and_not_before(stage):
+def test_the_rule_is_asked_again_at_its_wake_up_time_and_not_before(stage):
     coordinator = stage.coordinator
     assert coordinator.next_wake_s is None
     assert stage.push(0, 0, Wake(1002.0), Wake(1001.0)) == []
     assert coordinator.next_wake_s == 1.0
     assert coordinator.tick() == []
-    assert len(stage.rule.heard) == 1
+    assert len(stage.rule.told) == 1
     stage.clock.t = 1003.0
     assert coordinator.next_wake_s == 0.0
     stage.rule.next = [Release(0)]
     assert coordinator.tick() == [Freed(0, True, False, 0, 3.0)]
-    assert stage.rule.heard[1:] == [("tick", 1003.0)], "once for both"
+    assert stage.rule.told[1:] == [("tick", 1003.0)], "once for both"
     assert coordinator.next_wake_s is None
     assert coordinator.tick() == []
 
 
 @pytest.mark.parametrize("sync", ["backup(1)", "async", "bounded-delay(1)", "percentage(0.5)", "flexible"])
-def test_what_is_recorded_replays(sync):
+def test_a_recorded_run_replays_to_the_same_decisions(sync):
     policy, cluster = POLICIES.build(sync).resolved(), ClusterInfo(workers=3, servers=1)
     stage = Stage(policy.rule(cluster), holders=1)
     asks, here = set(), set()
@@ -215,7 +215,7 @@ def test_what_is_recorded_replays(sync):
                 orders += stage.coordinator.ask(worker, step, facts)
             else:
                 orders += stage.coordinator.done(worker, step, facts)
-                orders += stage.coordinator.have(worker, step, 0.0, 0.0)
+                orders += stage.coordinator.held(worker, step, 0.0, 0.0)
         for order in orders:
             if isinstance(order, Freed):
                 here.discard(order.worker)
@@ -223,7 +223,7 @@ def test_what_is_recorded_replays(sync):
             elif isinstance(order, Invite):
                 here.discard(order.worker)
                 asks.discard(order.worker)
-    events = stage.noted.events
+    events = stage.recorder.events
     assert sum(isinstance(event, Arrived) for event in events) > 15
     assert sum(isinstance(event, Decided) for event in events) > 15
     assert {event.rank for event in events} == {7}

@@ -1,4 +1,4 @@
-"""Between a worker and a server nothing that a codec leaves out is lost, and both know the same."""
+"""What a codec leaves out is sent later, and the server knows exactly which weights a worker has."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from echelon.codec.codec import CODECS, CodecContext
 from echelon.codec.codecs.one_bit import OneBit
 from echelon.codec.fitting import served_codec
 from echelon.errors import ConfigError, Corrupt
-from echelon.server import encoding as coding
-from echelon.server import shards
+from echelon.server import encoding
+from echelon.server.layout import cut_pieces, split
 from echelon.sync.families.shard import ShardState
 from echelon.sync.policy import POLICIES
 
@@ -40,7 +40,7 @@ CODES = (
     "chain(threshold(value=1e6), fp16)",
     "chain(dgc(ratio=0.1), ternary)",
 )
-OWING = (
+WITH_RESIDUALS = (
     "dynamic-fixed(bits=8)",
     "one-bit",
     "error-feedback(fp16)",
@@ -50,22 +50,22 @@ OWING = (
     "dgc(ratio=0.05, momentum=0)",
     "chain(top-k(ratio=0.1), one-bit)",
 )
-SHAPES = ((40_000,), (7, 5), (), (3,), (0,))  # the first one is cut if there are two servers
+SHAPES = ((40_000,), (7, 5), (), (3,), (0,))  # the first one is split between two servers
 ALL_ABSENT = range(len(SHAPES))
 
 
 class Wire:
-    """A worker, the servers' layout, and what the servers read."""
+    """A worker's encoder, and the reading of its pushes by servers."""
 
     def __init__(self, codec, *, servers=1, worker=1, shapes=SHAPES):
-        made = coding.open_coding(codec, torch.float32, 0, shapes)
+        made = encoding.open_codec(codec, torch.float32, 0, shapes)
         assert made is not None
-        self.coding = made
+        self.codec = made
         self.worker = worker
         lengths = [torch.Size(shape).numel() for shape in shapes]
-        self.shards = shards.shard(lengths, servers, item_bytes=4)
-        self.pieces = shards.pieces(self.shards, item_bytes=4, piece_bytes=1 << 16)
-        self.out = coding.PushEncoder(self.coding, self.pieces, worker)
+        self.shards = split(lengths, servers, item_bytes=4)
+        self.pieces = cut_pieces(self.shards, item_bytes=4, piece_bytes=1 << 16)
+        self.out = encoding.PushEncoder(self.codec, self.pieces, worker)
         self.sent_bytes = 0
 
     def gradients(self, seed, scale=1.0):
@@ -84,7 +84,7 @@ class Wire:
         flats = [torch.full((shard.length,), torch.nan) for shard in self.shards]
         for piece, data in zip(self.pieces, written, strict=True):
             payload = memoryview(bytearray(data.numpy().tobytes()))
-            coding.read_push(self.coding, payload, piece, flats[piece.shard], self.worker, "rank 1")
+            encoding.read_push(self.codec, payload, piece, flats[piece.shard], self.worker, "rank 1")
         return flats
 
     def push(self, flats, absent=()):
@@ -93,13 +93,13 @@ class Wire:
         return self.read(written)
 
     def residuals(self):
-        """What is kept back, in the shards' order."""
+        """The residuals, in the shards' order."""
         saved = self.out.save()
         flats = []
         for shard in self.shards:
             parts = []
             for part in shard.parts:
-                state = saved.get(self.coding.name(part.parameter), {})
+                state = saved.get(self.codec.name(part.parameter), {})
                 kept = state.get("residual", state.get("gathered", torch.zeros(part.stop)))
                 parts.append(kept[part.start : part.stop])
             flats.append(torch.cat(parts))
@@ -110,12 +110,12 @@ def same(ones, others):
     return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
-# Up ----------------------------------------------------------------------------------------------
+# Pushes ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", OWING)
+@pytest.mark.parametrize("codec", WITH_RESIDUALS)
 @pytest.mark.parametrize("servers", [1, 2])
-def test_all_that_servers_have_read_and_what_is_owed_is_what_was_given(codec, servers):
+def test_what_servers_have_read_plus_the_residuals_is_what_was_pushed(codec, servers):
     wire = Wire(codec, servers=servers)
     given_in_all = [torch.zeros(shard.length, dtype=torch.float64) for shard in wire.shards]
     read_in_all = [torch.zeros(shard.length, dtype=torch.float64) for shard in wire.shards]
@@ -131,7 +131,7 @@ def test_all_that_servers_have_read_and_what_is_owed_is_what_was_given(codec, se
 
 
 @pytest.mark.parametrize("codec", CODES)
-def test_what_was_written_too_early_and_taken_back_leaves_no_trace(codec):
+def test_early_pieces_that_are_taken_back_leave_no_trace(codec):
     plain, hasty = Wire(codec, servers=2), Wire(codec, servers=2)
     for step in range(3):
         final = plain.gradients(step)
@@ -148,7 +148,7 @@ def test_what_was_written_too_early_and_taken_back_leaves_no_trace(codec):
     assert all(same(one[name].values(), other[name].values()) for name in one)
 
 
-def test_what_is_saved_is_as_if_nothing_had_been_written_early():
+def test_saved_states_ignore_pieces_that_were_written_early():
     wire = Wire("top-k")
     wire.push(wire.gradients(0))
     before = wire.out.save()
@@ -160,7 +160,7 @@ def test_what_is_saved_is_as_if_nothing_had_been_written_early():
 @pytest.mark.parametrize(
     "codec", ["top-k(ratio=0.05)", 'fixed(bits=2, rounding="stochastic")', "dynamic-fixed"]
 )
-def test_a_worker_that_is_given_its_saved_state_goes_on_as_it_would_have(codec):
+def test_a_worker_with_loaded_states_writes_the_same_bytes(codec):
     one, other = Wire(codec), Wire(codec)
     for step in range(3):
         one.push(one.gradients(step))
@@ -168,20 +168,20 @@ def test_a_worker_that_is_given_its_saved_state_goes_on_as_it_would_have(codec):
     assert same(one.write(one.gradients(9)), other.write(other.gradients(9)))
 
 
-def test_lots_are_drawn_anew_in_every_round():
+def test_random_rounding_differs_between_pushes():
     wire = Wire("ternary")
     assert not same(wire.push(wire.gradients(0)), wire.push(wire.gradients(0)))
 
 
-def test_states_of_another_table_are_not_taken_over():
+def test_states_of_another_table_are_not_loaded():
     wire = Wire("top-k")
     assert wire.out.load({"1/0": {"residual": torch.ones(3)}}) == 0
     assert wire.out.save() == {}
 
 
 @pytest.mark.parametrize("codec", ["top-k(ratio=0.05)", "dynamic-fixed", "ternary"])
-def test_states_of_parameters_of_other_shapes_are_not_taken_over_and_counted(codec):
-    """Also of one that has as many elements, or one; and a scalar keeps its own."""
+def test_states_of_parameters_of_other_shapes_are_counted_and_not_loaded(codec):
+    """Even with the same number of elements, or with one element; a scalar's state is loaded."""
     one = Wire(codec, shapes=((40,), (5, 4), (1,), ()))
     other = Wire(codec, shapes=((40,), (4, 5), (), ()))
     one.push(one.gradients(0))
@@ -193,28 +193,28 @@ def test_states_of_parameters_of_other_shapes_are_not_taken_over_and_counted(cod
 
 
 class Following(OneBit):
-    """Somebody's codec that follows the totals."""
+    """A user's codec that adapts to the totals."""
 
     settled: ClassVar[list[CodecContext]] = []
 
-    def settle(self, state, turn):
-        self.settled.append(turn)
+    def settle(self, state, context):
+        self.settled.append(context)
 
 
-def test_any_codec_that_follows_totals_is_told_when_a_round_is_over():
+def test_a_codec_that_adapts_to_totals_is_told_when_a_push_ends():
     wire = Wire("one-bit", shapes=((40,), (5, 4)))
-    ways = coding.TableCodec(up=Following(), down=OneBit(), table=0, shapes=wire.coding.shapes)
-    out = coding.PushEncoder(ways, wire.pieces, 1)
+    codec = encoding.TableCodec(push=Following(), pull=OneBit(), table=0, shapes=wire.codec.shapes)
+    out = encoding.PushEncoder(codec, wire.pieces, 1)
     Following.settled.clear()
     for step in range(2):
         out.write(0, wire.gradients(step)[0], ())
         out.finish()
-    assert [(turn.step, turn.shape) for turn in Following.settled] == [
+    assert [(context.step, context.shape) for context in Following.settled] == [
         (0, (40,)), (0, (5, 4)), (1, (40,)), (1, (5, 4)),
     ]  # fmt: skip
 
 
-def test_a_parameter_without_a_gradient_is_read_as_zeros_and_owes_what_it_did():
+def test_a_parameter_without_a_gradient_is_read_as_zeros_and_keeps_its_residual():
     wire = Wire("top-k(ratio=0.01)")
     wire.push(wire.gradients(0))
     residuals = wire.residuals()
@@ -225,7 +225,7 @@ def test_a_parameter_without_a_gradient_is_read_as_zeros_and_owes_what_it_did():
 
 
 @pytest.mark.parametrize(("codec", "smaller"), [("fp16", 1.99), ("one-bit", 30), ("top-k(ratio=0.01)", 60)])
-def test_bytes_are_really_fewer_heads_included(codec, smaller):
+def test_coded_pushes_are_smaller_headers_included(codec, smaller):
     wire = Wire(codec, shapes=((200_000,), (1000,)))
     wire.push(wire.gradients(0))
     assert wire.sent_bytes * smaller < 4 * 201_000
@@ -233,7 +233,7 @@ def test_bytes_are_really_fewer_heads_included(codec, smaller):
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 @pytest.mark.parametrize("codec", ["dynamic-fixed", "error-feedback(dynamic-fixed(feedback=false))"])
-def test_a_scale_that_follows_the_gradients_does_so_on_each_worker_by_itself(codec, scale):
+def test_an_adaptive_scale_follows_this_workers_gradients(codec, scale):
     wire = Wire(codec)
     for step in range(4):
         gradients = wire.gradients(step, scale)
@@ -241,7 +241,7 @@ def test_a_scale_that_follows_the_gradients_does_so_on_each_worker_by_itself(cod
     assert 0 < float(wire.residuals()[0].norm()) < 0.01 * float(gradients[0].norm())
 
 
-def test_bytes_that_are_no_piece_are_refused_and_the_sender_is_named():
+def test_a_damaged_piece_is_refused_and_its_sender_named():
     wire = Wire("top-k(ratio=0.05)", shapes=((100,), (3,)))
     (data,) = wire.write(wire.gradients(0))
     raw = data.numpy().tobytes()
@@ -249,73 +249,73 @@ def test_bytes_that_are_no_piece_are_refused_and_the_sender_is_named():
     flat = torch.zeros(103)
     for bad in (*damaged, raw[:24] + b"\xff" * 8 + raw[32:]):
         with pytest.raises(Corrupt, match="rank 1 sent a coded piece"):
-            coding.read_push(wire.coding, memoryview(bytearray(bad)), wire.pieces[0], flat, 1, "rank 1")
+            encoding.read_push(wire.codec, memoryview(bytearray(bad)), wire.pieces[0], flat, 1, "rank 1")
 
 
 @pytest.mark.parametrize("values", [[], [0.0], [3e38, -3e38]])
-def test_all_that_is_a_number_is_finite(values):
-    assert coding.is_finite(torch.tensor(values))
+def test_numbers_are_finite(values):
+    assert encoding.is_finite(torch.tensor(values))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_one_value_that_is_none_is_found_anywhere(value):
+def test_one_value_that_is_not_finite_is_found_anywhere(value):
     for place in (0, 50, 99):
         values = torch.ones(100)
         values[place] = value
-        assert not coding.is_finite(values)
+        assert not encoding.is_finite(values)
 
 
-# Down --------------------------------------------------------------------------------------------
+# Pulls -------------------------------------------------------------------------------------------
 
 
-def handed(wire, shadows, weights, had, version):
-    """What a worker has after a hand-out."""
+def send_change(wire, shadows, weights, had, version):
+    """Send a change to a worker and add it to the weights that it has."""
     for piece in reversed(wire.pieces):
         change = shadows.change(wire.worker, piece, weights, version)
         assert change is not None
         payload = memoryview(bytearray(change.numpy().tobytes()))
-        coding.add_change(wire.coding, payload, piece, had, wire.worker, "the server")
+        encoding.add_change(wire.codec, payload, piece, had, wire.worker, "the server")
 
 
 @pytest.mark.parametrize("codec", CODES)
-def test_a_worker_has_what_the_server_thinks_it_has_and_it_comes_nearer_every_time(codec):
+def test_a_shadow_equals_the_workers_weights_and_every_change_comes_nearer(codec):
     wire = Wire(codec)
     seed = wire.gradients(0)[0]
-    shadows = coding.Shadows(wire.coding, torch.zeros_like(seed), 3)
+    shadows = encoding.Shadows(wire.codec, torch.zeros_like(seed), 3)
     shadows.begin(seed)
     had, weights = seed.clone(), seed + 0.9 * wire.gradients(1)[0]
     far = [float((weights - had).norm())]
     for version in range(20):
-        handed(wire, shadows, weights, had, version)
+        send_change(wire, shadows, weights, had, version)
         assert torch.equal(had, shadows.of(wire.worker))
         far.append(float((weights - had).norm()))
     assert all(now <= before * (1 + 1e-6) for before, now in pairwise(far)), far
     assert far[-1] < 0.6 * far[0]
-    assert torch.equal(shadows.of(0), seed), "others have what they had"
+    assert torch.equal(shadows.of(0), seed), "other workers' shadows do not change"
 
 
 @pytest.mark.parametrize("codec", ["ternary", "one-bit", "top-k(ratio=0.05)", "fixed(bits=1)"])
-def test_while_weights_move_on_a_worker_does_not_fall_behind_for_ever(codec):
+def test_a_worker_does_not_fall_behind_while_weights_change(codec):
     wire = Wire(codec, shapes=((2000,),))
     weights = torch.zeros(2000)
-    shadows, had = coding.Shadows(wire.coding, weights, 3), weights.clone()
+    shadows, had = encoding.Shadows(wire.codec, weights, 3), weights.clone()
     far = []
     for version in range(150):
         weights = weights + wire.gradients(version)[0]
-        handed(wire, shadows, weights, had, version)
+        send_change(wire, shadows, weights, had, version)
         far.append(float((weights - had).norm()))
     assert max(far[100:]) < 1.5 * max(far[50:100])
 
 
-def test_weights_that_are_not_finite_are_not_coded_and_the_worker_is_taken_to_have_them():
+def test_weights_that_are_not_finite_are_not_coded_and_the_shadow_takes_them():
     wire = Wire("one-bit", shapes=((50,),))
     weights = torch.zeros(50)
-    shadows = coding.Shadows(wire.coding, weights, 2)
+    shadows = encoding.Shadows(wire.codec, weights, 2)
     weights[7] = torch.inf
     assert shadows.change(1, wire.pieces[0], weights, 1) is None
     assert torch.equal(shadows.of(1), weights)
     weights[7] = 1.0
-    assert shadows.change(1, wire.pieces[0], weights, 2) is None, "it still has an infinite one"
+    assert shadows.change(1, wire.pieces[0], weights, 2) is None, "the shadow still has an infinite value"
     assert shadows.change(1, wire.pieces[0], weights, 3) is not None
 
 
@@ -326,16 +326,16 @@ def test_weights_that_are_not_finite_are_not_coded_and_the_worker_is_taken_to_ha
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=5),
 )
 @settings(max_examples=60, deadline=None)
-def test_both_sides_agree_for_any_sizes_and_scales(codec, seed, scale, lengths):
+def test_worker_and_server_agree_for_any_sizes_and_scales(codec, seed, scale, lengths):
     wire = Wire(codec, shapes=tuple((length,) for length in lengths))
     if not sum(lengths):
         return
     read = wire.push(wire.gradients(seed, scale))
     assert all(bool(torch.isfinite(flat).all()) for flat in read)
     weights = torch.zeros(sum(lengths))
-    shadows, had = coding.Shadows(wire.coding, weights, 2), weights.clone()
+    shadows, had = encoding.Shadows(wire.codec, weights, 2), weights.clone()
     for version in range(3):
-        handed(wire, shadows, wire.gradients(seed + version, scale)[0], had, version)
+        send_change(wire, shadows, wire.gradients(seed + version, scale)[0], had, version)
         assert torch.equal(had, shadows.of(1))
 
 
@@ -343,23 +343,23 @@ def test_both_sides_agree_for_any_sizes_and_scales(codec, seed, scale, lengths):
 
 
 class Taken(list):
-    """Has something, until it is asked for it: another thread was quicker."""
+    """A list that another thread empties just before `pop`."""
 
     def pop(self, *args):
         self.clear()
         return super().pop(*args)
 
 
-def test_memory_that_another_thread_takes_first_is_made_anew():
+def test_memory_is_allocated_if_another_thread_takes_the_spare_one():
     flat = torch.zeros(3)
     shard = ShardState(POLICIES.build("async"), flat, [flat], lambda: None, spare=1)
     shard._free = Taken([torch.zeros(3)])
-    assert shard.room().shape == flat.shape
+    assert shard.push_memory().shape == flat.shape
 
 
 # Which codec -------------------------------------------------------------------------------------
 
-DOWN = {
+PULL_CODECS = {
     "fp16": "fp16",
     "one-bit(per=column)": "one-bit(per=column)",
     "threshold(value=0.5)": "top-k(ratio=0.05)",
@@ -378,28 +378,28 @@ DOWN = {
 }
 
 
-@pytest.mark.parametrize("codec", DOWN)
-def test_weights_come_by_a_codec_that_needs_no_luck_and_no_momentum(codec):
-    down, expected = coding.pull_codec(CODECS.build(codec)), CODECS.build(DOWN[codec])
+@pytest.mark.parametrize("codec", PULL_CODECS)
+def test_pulls_use_a_codec_without_randomness_and_momentum(codec):
+    found, expected = encoding.pull_codec(CODECS.build(codec)), CODECS.build(PULL_CODECS[codec])
     values = torch.randn(500, generator=torch.Generator().manual_seed(0))
-    turn = CodecContext(shape=(500,))
-    assert type(down) is type(expected)
-    assert torch.equal(down.write(values, {}, turn), expected.write(values, {}, turn))
+    context = CodecContext(shape=(500,))
+    assert type(found) is type(expected)
+    assert torch.equal(found.write(values, {}, context), expected.write(values, {}, context))
 
 
 @pytest.mark.parametrize("codec", ["power-sgd", "random-k", "auto", "between(one-bit)"])
-def test_codecs_that_mean_nothing_to_a_server_are_refused_with_one_that_does(codec):
+def test_codecs_that_a_server_cannot_use_are_refused_and_another_is_named(codec):
     with pytest.raises(ConfigError) as caught:
         served_codec(codec)
     assert codec.partition("(")[0] in caught.value.message
     assert "top-k" in caught.value.fix
 
 
-def test_an_unknown_codec_is_refused_with_its_nearest():
+def test_an_unknown_codec_is_refused_and_the_nearest_is_named():
     with pytest.raises(ConfigError, match="unknown codec 'topk'"):
         served_codec("topk(ratio=0.1)")
 
 
 @pytest.mark.parametrize(("codec", "dtype"), [("none", torch.float32), ("fp16", torch.float64)])
-def test_nothing_is_coded_without_a_codec_or_with_numbers_that_none_writes(codec, dtype):
-    assert coding.open_coding(codec, dtype, 0, SHAPES) is None
+def test_nothing_is_coded_without_a_codec_or_for_another_dtype(codec, dtype):
+    assert encoding.open_codec(codec, dtype, 0, SHAPES) is None

@@ -48,7 +48,7 @@ def trained(optimizer, parameters):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_an_optimizer_that_is_built_again_takes_the_same_steps(name):
+def test_an_optimizer_built_from_its_spec_takes_the_same_steps(name):
     kind = getattr(torch.optim, name)
     own, theirs = weights(), weights()
     described = kind([{"params": own[:2]}, {"params": own[2:], "lr": 0.003}], **MADE[name])
@@ -58,7 +58,7 @@ def test_an_optimizer_that_is_built_again_takes_the_same_steps(name):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # a learning rate may be a tensor
 
 
-def test_options_that_change_are_taken_over():
+def test_options_that_change_are_updated():
     own, theirs = weights(), weights()
     described = torch.optim.SGD(own, lr=0.1, momentum=0.9)
     built = spec.build(sent(spec.describe(described)), theirs, [0, 0, 0])
@@ -69,16 +69,16 @@ def test_options_that_change_are_taken_over():
 
 
 @pytest.mark.parametrize("name", sorted({*MADE, *WHOLE} - {"LBFGS"}))
-def test_parameters_are_cut_for_optimizers_that_update_every_element_by_itself(name):
+def test_optimizers_that_update_every_element_by_itself_are_known(name):
     kind = getattr(torch.optim, name)
     parameter = nn.Parameter(torch.ones(3, 2))
     described = spec.describe(kind([parameter], lr=0.1))
-    assert spec.cuts_anywhere(described) == (name not in WHOLE)
+    assert spec.updates_elements(described) == (name not in WHOLE)
 
 
 @pytest.mark.parametrize("name", sorted(set(MADE) - WHOLE))
-def test_for_those_a_step_of_parts_is_a_part_of_the_step(name):
-    """What the server does when a parameter is cut."""
+def test_for_those_a_step_of_split_parameters_equals_a_whole_step(name):
+    """As the server does for a parameter that is split."""
     options = MADE[name]
     (whole,) = weights()[:1]
     parts = [
@@ -95,16 +95,16 @@ def test_for_those_a_step_of_parts_is_a_part_of_the_step(name):
     torch.testing.assert_close(torch.cat(parts), whole.reshape(-1), rtol=1e-6, atol=1e-7)
 
 
-def test_a_subclass_of_another_module_is_never_cut():
+def test_parameters_of_a_subclass_from_another_module_are_never_split():
     class Mine(torch.optim.SGD):
         pass
 
     Mine.__qualname__ = "SGD"
     Mine.__module__ = "mine"
-    assert not spec.cuts_anywhere(spec.describe(Mine(weights(), lr=0.1)))
+    assert not spec.updates_elements(spec.describe(Mine(weights(), lr=0.1)))
 
 
-def test_what_a_server_could_not_import_is_refused():
+def test_an_optimizer_that_a_server_cannot_import_is_refused():
     class Local(torch.optim.SGD):
         pass
 
@@ -115,7 +115,7 @@ def test_what_a_server_could_not_import_is_refused():
         spec.describe(torch.optim.LBFGS(weights()))
 
 
-def test_what_is_not_there_on_the_server_is_said():
+def test_a_module_that_is_missing_on_the_server_is_named():
     with pytest.raises(ConfigError, match=r"cannot import optimizer no_such_module\.Mine"):
         spec.build(
             {"module": "no_such_module", "name": "Mine", "defaults": {}, "groups": [{}]},
@@ -129,13 +129,13 @@ def test_what_is_not_there_on_the_server_is_said():
 
 
 class Wants(torch.optim.SGD):
-    """As some are written: without defaults, and with something that is no option of a group."""
+    """Some optimizers have no defaults, and an argument that is no option of a group."""
 
     def __init__(self, params, lr, *, secret=None):
         super().__init__(params, lr=lr)
 
 
-def test_an_optimizer_without_defaults_of_its_own_is_given_what_it_wants(monkeypatch):
+def test_an_optimizer_whose_constructor_has_no_defaults_gets_its_options(monkeypatch):
     monkeypatch.setattr(spec.importlib, "import_module", lambda name: type("mine", (), {"Wants": Wants}))
     built = spec.build(sent(spec.describe(Wants(weights(), 0.25))), weights(), [0, 0, 0])
     assert type(built) is Wants
@@ -145,7 +145,7 @@ def test_an_optimizer_without_defaults_of_its_own_is_given_what_it_wants(monkeyp
         spec.build({**described, "defaults": {}}, weights(), [0, 0, 0])
 
 
-def test_an_option_that_is_no_number_is_refused_by_name():
+def test_an_option_that_is_not_a_number_is_refused_by_name():
     optimizer = torch.optim.SGD(weights(), lr=0.1)
     optimizer.param_groups[0]["schedule"] = lambda step: 0.1
     with pytest.raises(ConfigError, match="option schedule of the optimizer is a function"):

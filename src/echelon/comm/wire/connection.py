@@ -44,6 +44,10 @@ class Sink(ABC):
 
     size_bytes: int
 
+    def accepts(self, size_bytes: int) -> bool:
+        """Whether a message of this size may go here."""
+        return size_bytes == self.size_bytes
+
     @abstractmethod
     def place(self, offset: int, length: int) -> memoryview | None:
         """The final place of these bytes, or None if they must be handed to `take` instead."""
@@ -366,7 +370,7 @@ class Connection:
         self._target, self._in_place = memoryview(self._piece)[:length], False
 
     def _check_size(self, size_bytes: int, incoming: _Incoming, key: Key) -> None:
-        if size_bytes != incoming.sink.size_bytes:
+        if not incoming.sink.accepts(size_bytes):
             raise Corrupt(
                 f"{self.peer} sent {size_bytes} bytes where {incoming.sink.size_bytes} were due",
                 where=f"message {key[1]} of operation {key[0]:#x}",

@@ -1,9 +1,18 @@
 """Messages between two members of a view, at any time, in the order in which they were sent.
 
-Collectives are operations that all members begin together. A parameter server is talked to by whoever
-happens to be ready: each pair of members has a stream of messages each way, over the connection that they
-have anyway, with its frames, checksums and deadlines of death. A message is a head of fixed size and, if it
-says so, a payload, which goes straight to where `place` wants it.
+All members begin a collective together. A parameter server gets messages from whichever worker is ready.
+Each pair of members has a stream of messages each way, over the connection that they already have, with its
+frames and checksums.
+
+On the wire a message is
+
+    payload length    8 bytes
+    header            a msgspec Struct in MessagePack; its length is that of the wire message
+    payload           raw bytes, a wire message of its own; absent if the length is 0
+
+The receiver decodes the header strictly, as one of the classes in `accepts`, and then asks `place` where
+the payload goes. So a payload is received straight into its destination, without a copy. A header that does
+not decode ends the mailbox with an error that names the sender.
 
 All methods but `send`, `receive` and `leave` run in the loop's thread.
 """
@@ -16,64 +25,64 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from echelon.comm.wire.connection import Connection, Whole
+import msgspec
+
+from echelon.comm.wire.connection import Connection, Sink, Whole
 from echelon.comm.wire.loop import CHANNEL_BITS, Loop
 from echelon.comm.wire.operation import Operation
+from echelon.errors import Corrupt
 
-POST_CHANNEL = 1 << 20  # beyond any that groups open
-_HEAD = struct.Struct("<HHHHqqQ")
-_EVER_S = 1e9
-_LOOK_S = 0.05
+MAILBOX_CHANNEL = 1 << 20  # beyond any channel that groups open
+MOST_HEADER_BYTES = 64 << 20  # a table of a million parameters needs about 10 MB
+_LENGTH = struct.Struct("<Q")
+_NO_DEADLINE_S = 1e9
+_POLL_S = 0.05
+_NOTHING = memoryview(b"")
+_FIX = "all workers and servers must run the same version of Echelon"
 
-
-class MessageHead(NamedTuple):
-    """The header of a message. The sender and the receiver define what the fields mean."""
-
-    kind: int
-    table: int = 0
-    shard: int = 0
-    flags: int = 0
-    step: int = 0
-    start: int = 0
+M = TypeVar("M")
 
 
-class Message(NamedTuple):
+class Delivery(NamedTuple, Generic[M]):
     """A message that has arrived; the payload is empty if it went to where `place` said."""
 
     peer: int
-    head: MessageHead
+    message: M
     payload: memoryview
 
 
-Place = Callable[[int, MessageHead, int], memoryview | None]  # peer, head, bytes of payload
-_NOTHING = memoryview(b"")
+class Mailbox(Operation, Generic[M]):
+    """One member's messages to and from others.
 
+    `accepts` is the class, or the tagged union of classes, that headers are decoded as. `place` gets the
+    sender, the header and the payload's length, and returns the payload's memory, None for new memory, or
+    raises Corrupt.
 
-class Mailbox(Operation):
-    """A member's messages to and from others; one for each member of a view.
-
-    A peer that leaves in peace while its messages are still wanted (`wanted` says whose) ends the post, as
-    does one that dies. They are wanted until it sends a message of the kind `farewell`.
+    A peer that leaves while its messages are still wanted (`wanted`) ends the mailbox, as does one that
+    dies. They are wanted until the peer sends a message of class `farewell`.
     """
 
     def __init__(
         self,
         loop: Loop,
         peers: set[int],
+        accepts: Any,
         *,
-        place: Place = lambda peer, head, length: None,
-        farewell: int = -1,
+        place: Callable[[int, M, int], memoryview | None] = lambda peer, message, length: None,
+        farewell: type[msgspec.Struct] | None = None,
     ) -> None:
-        super().__init__(POST_CHANNEL << CHANNEL_BITS | 1, _EVER_S)
+        super().__init__(MAILBOX_CHANNEL << CHANNEL_BITS | 1, _NO_DEADLINE_S)
         self.wanted = set(peers)
         self._loop = loop
         self._peers = set(peers)
         self._place = place
         self._farewell = farewell
-        self._outbox: deque[tuple[int, MessageHead, memoryview, Callable[[], None]]] = deque()
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(accepts)
+        self._outbox: deque[tuple[int, memoryview, memoryview, Callable[[], None]]] = deque()
+        self._inbox: queue.SimpleQueue[Delivery[M] | None] = queue.SimpleQueue()
         self._connections: Mapping[int, Connection] = {}
         self._out = dict.fromkeys(peers, -1)
         self._in = dict.fromkeys(peers, -1)
@@ -82,64 +91,65 @@ class Mailbox(Operation):
     def send(
         self,
         peer: int,
-        head: MessageHead,
+        message: msgspec.Struct,
         payload: memoryview = _NOTHING,
         sent: Callable[[], None] | None = None,
     ) -> None:
         """Queue a message. Do not change the payload before `sent` is called or the message is answered."""
-        self._outbox.append((peer, head, payload, sent or _nothing))
+        header = bytearray(_LENGTH.pack(len(payload)))
+        self._encoder.encode_into(message, header, _LENGTH.size)
+        self._outbox.append((peer, memoryview(header), payload, sent or _nothing))
         self._loop.submit(self)
 
-    def receive(self, timeout_s: float) -> Message | None:
-        """The next message of anybody; None if there is none in time. Raises what ended the post."""
+    def receive(self, timeout_s: float) -> Delivery[M] | None:
+        """The next message from any peer; None if none comes in time. Raises what ended the mailbox."""
         try:
-            message = self._inbox.get(timeout=max(0.0, timeout_s))
+            delivery = self._inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
-            message = None
-        if message is None and self.error is not None:
+            delivery = None
+        if delivery is None and self.error is not None:
             raise self.error
-        return message
+        return delivery
 
-    def leave(self, peers: Iterable[int], head: MessageHead, timeout_s: float) -> None:
-        """Send a last message to these peers, who may go from now on; returns when it is on its way.
+    def leave(self, peers: Iterable[int], message: msgspec.Struct, timeout_s: float) -> None:
+        """Send a last message to these peers, which may leave from now on; wait until the kernel has it.
 
-        A loop that is closed drops what it still has to send, and a farewell must not be among it.
+        A loop that closes drops its unsent messages, and the last message must not be among them.
         """
-        gone = threading.Semaphore(0)
-        told = list(peers)
-        for peer in told:
+        sent = threading.Semaphore(0)
+        last = list(peers)
+        for peer in last:
             self.wanted.discard(peer)
-            self.send(peer, head, sent=gone.release)
+            self.send(peer, message, sent=sent.release)
         until = time.monotonic() + timeout_s
-        for _ in told:
-            while self.error is None and time.monotonic() < until and not gone.acquire(timeout=_LOOK_S):
+        for _ in last:
+            while self.error is None and time.monotonic() < until and not sent.acquire(timeout=_POLL_S):
                 pass
 
     # In the loop's thread ------------------------------------------------------------------------
 
     def begin(self, connections: Mapping[int, Connection]) -> None:
-        """Listen, the first time; send what is in the outbox, every time."""
+        """Listen, the first time; send the queued messages, every time."""
         if not self._connections:
             self._connections = connections
             for peer in self._peers:
                 self._listen(peer)
         while self._outbox:
-            peer, head, payload, sent = self._outbox.popleft()
-            packed = memoryview(_HEAD.pack(*head, len(payload)))
-            self._send(peer, packed, sent if not len(payload) else _nothing)
+            peer, header, payload, sent = self._outbox.popleft()
+            self._send(peer, header, sent if not len(payload) else _nothing)
             if len(payload):
                 self._send(peer, payload, sent)
 
     def needs(self, rank: int) -> bool:
-        """Whether messages of that peer are still wanted."""
+        """Whether messages from that peer are still wanted."""
         return rank in self.wanted
 
     def awaited(self) -> set[int]:
-        """Nobody in particular: a post never ends by itself."""
+        """Nobody in particular: a mailbox has no end of its own."""
         return set()
 
     def end(self, error: Exception | None = None) -> None:
-        """Wake whoever waits."""
+        """Close the mailbox and wake the threads that wait in `receive`."""
         super().end(error)
         self._inbox.put(None)
 
@@ -148,31 +158,75 @@ class Mailbox(Operation):
         self._connections[peer].send((self.tag, self._out[peer]), data, 0, sent)
 
     def _listen(self, peer: int) -> None:
-        raw = bytearray(_HEAD.size)
-        self._expect(peer, memoryview(raw), lambda: self._headed(peer, raw))
+        self._expect(peer, _HeaderSink(lambda header: self._read_header(peer, header)))
 
-    def _headed(self, peer: int, raw: bytearray) -> None:
-        *fields, length = _HEAD.unpack(raw)
-        head = MessageHead(*fields)
-        if head.kind == self._farewell:  # noted here, for the connection may end right behind it
-            self.wanted.discard(peer)
+    def _read_header(self, peer: int, data: memoryview) -> None:
+        (length,) = _LENGTH.unpack_from(data)
+        message = self._decoded(peer, data[_LENGTH.size :])
+        if self._farewell is not None and isinstance(message, self._farewell):
+            self.wanted.discard(peer)  # here, not in `receive`: the connection may end right after it
         if not length:
-            self._inbox.put(Message(peer, head, _NOTHING))
+            self._inbox.put(Delivery(peer, message, _NOTHING))
             self._listen(peer)
             return
-        placed = self._place(peer, head, length)
-        memory = memoryview(bytearray(length)) if placed is None else placed
+        placed = self._place(peer, message, length)
+        memory = self._allocated(peer, length) if placed is None else placed
         payload = memory if placed is None else _NOTHING
 
         def arrived() -> None:
-            self._inbox.put(Message(peer, head, payload))
+            self._inbox.put(Delivery(peer, message, payload))
             self._listen(peer)
 
-        self._expect(peer, memory, arrived)
+        self._expect(peer, Whole(memory, arrived))
 
-    def _expect(self, peer: int, memory: memoryview, done: Callable[[], None]) -> None:
+    def _decoded(self, peer: int, header: memoryview) -> M:
+        try:
+            return self._decoder.decode(header)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise self._corrupt(peer, f"a message that cannot be decoded: {error}") from error
+
+    def _allocated(self, peer: int, length: int) -> memoryview:
+        try:
+            return memoryview(bytearray(length))
+        except (MemoryError, OverflowError) as error:
+            raise self._corrupt(peer, f"a message of {length} bytes, more than fit in memory") from error
+
+    def _corrupt(self, peer: int, what: str) -> Corrupt:
+        return Corrupt(
+            f"{self._connections[peer].peer} sent {what}", ranks=(peer,), where="mailbox", fix=_FIX
+        )
+
+    def _expect(self, peer: int, sink: Sink) -> None:
         self._in[peer] += 1
-        self._connections[peer].expect((self.tag, self._in[peer]), Whole(memory, done))
+        self._connections[peer].expect((self.tag, self._in[peer]), sink)
+
+
+class _HeaderSink(Sink):
+    """Takes a header, whose length is known when its first frame arrives."""
+
+    def __init__(self, done: Callable[[memoryview], None]) -> None:
+        self.size_bytes = -1  # not known yet
+        self._memory = _NOTHING
+        self._done = done
+
+    def accepts(self, size_bytes: int) -> bool:
+        """Any length within the limit; all frames of the header must agree on it."""
+        if self.size_bytes < 0 and _LENGTH.size < size_bytes <= MOST_HEADER_BYTES:
+            self.size_bytes = size_bytes
+            self._memory = memoryview(bytearray(size_bytes))
+        return size_bytes == self.size_bytes
+
+    def place(self, offset: int, length: int) -> memoryview | None:
+        """The header's own memory."""
+        return self._memory[offset : offset + length]
+
+    def take(self, offset: int, data: memoryview) -> None:
+        """Copy bytes that arrived before anybody listened."""
+        self._memory[offset : offset + len(data)] = data
+
+    def finished(self) -> None:
+        """Hand over the whole header."""
+        self._done(self._memory)
 
 
 def _nothing() -> None:

@@ -1,12 +1,13 @@
-"""Policies that a parameter server carries out: what has arrived goes in, what to do comes out.
+"""Policies that a parameter server carries out: arrivals in, decisions out.
 
-A worker computes a gradient on weights that it was handed, pushes it, and gets weights in return when it is
-released. The server's coordinator hears of every push once all of it is there, and asks the rule. A rule is
-a state machine: it sees nothing but what it is told, in the order in which it is told, so the same
-arrivals always lead to the same decisions.
+A worker computes a gradient on the weights that it got last, pushes it, and gets weights in return when it
+is released. When all of a push has arrived, the server's coordinator tells the rule, which decides. A rule
+is a state machine: it sees only what it is told, in that order, so the same arrivals always lead to the
+same decisions.
 
-A worker whose next step needs leave before anything is pushed is released with `ask`: it then only says
-that it is there (an arrival of kind "ask"), and the rule lets it go on alone or invites it to push.
+A worker that must ask before it pushes is released with `ask`. At its next step it only tells the
+coordinator that it has arrived (an arrival of kind "ask"). The rule then lets it go on alone, or invites it
+to push.
 
     kind of arrival   what the worker has pushed                    how it is applied
     gradient          a gradient                                    by the server's optimizer
@@ -14,10 +15,12 @@ that it is there (an arrival of kind "ask"), and the rule lets it go on alone or
     weights           its weights                                   by `ServePolicy.meet`
     ask               nothing                                       is answered by Release or Invite
 
-Every arrival of another kind than "ask" is settled exactly once: it is part of an Apply, or it is dropped.
-Every arrival is answered exactly once, by a Release or an Invite, now or later, before the worker arrives
-again; except that an Invite is followed by that worker's push of the same step. A Release that is not fresh
-answers an ask or a push that was dropped, never one that was applied: the worker makes a step of its own.
+The contract of a rule:
+- It settles every arrival but an "ask" exactly once: by an Apply that has it as a part, or by a Drop.
+- It answers every arrival exactly once, by a Release or an Invite, before the worker arrives again. An
+  Invite is followed by that worker's push of the same step.
+- A Release that is not fresh answers an ask or a dropped push, never an applied one: the worker takes a
+  step of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
+
+import msgspec
 
 from echelon.errors import ConfigError
 from echelon.sync.policy import ClusterInfo, Family, Policy
@@ -38,12 +43,12 @@ Kind = Literal["gradient", "delta", "weights", "ask"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """What the coordinator knows about a push.
+    """What the coordinator knows about a push, or about an ask.
 
-    `step` counts the worker's own arrivals at the server from 0; an "ask" and the push it is invited to
-    have the same one. `read` is the version of the weights that it was last handed. `compute_s` is how
-    long it computed, `transfer_s` how long its last push and pull took, without waiting; `square` is the
-    gradient's squared norm and `dot` its product with the gradient before it, if the policy listens.
+    `step` counts the worker's own arrivals from 0; an "ask" and the push that it is invited to have the
+    same number. `read` is the version of the weights that the worker got last. `compute_s` is how long it
+    computed, `transfer_s` how long its last push and pull took, without waiting. If the policy listens,
+    `square` is the gradient's squared norm and `dot` its dot product with the gradient before it.
     """
 
     worker: int
@@ -58,50 +63,44 @@ class Arrival:
     dot: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedPush:
-    """A pushed gradient (delta, weights) and what it is multiplied by."""
+class WeightedPush(msgspec.Struct, frozen=True):
+    """A push (gradient, delta or weights) and its weight in an update."""
 
     worker: int
     step: int
     weight: float
 
 
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Make one update of these parts; the version of the weights grows by one."""
+class Apply(msgspec.Struct, frozen=True, tag="apply"):
+    """Make one update of these pushes; the version of the weights grows by one."""
 
     parts: tuple[WeightedPush, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Forget a push."""
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Drop a push without applying it."""
 
     worker: int
     step: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Let a worker go on: with the weights as they are now, or (not fresh) with its own, alone."""
+class Release(msgspec.Struct, frozen=True):
+    """Let a worker go on: with the current weights, or, if not `fresh`, alone with its own weights."""
 
     worker: int
     fresh: bool = True
     ask: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Invite:
+class Invite(msgspec.Struct, frozen=True, tag="invite"):
     """Let a worker that asked push now."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wake:
-    """Call `tick` at this time, or somewhat later."""
+class Wake(msgspec.Struct, frozen=True):
+    """Call `tick` at this time or soon after."""
 
     t: float
 
@@ -110,37 +109,37 @@ Decision = Apply | Drop | Release | Invite | Wake
 
 
 class Rule(ABC):
-    """One run of a served policy. Decisions are carried out in their order."""
+    """The decisions of one run; they are carried out in their order."""
 
     @abstractmethod
     def arrive(self, arrival: Arrival) -> list[Decision]:
-        """A push is there as a whole, or a worker asks."""
+        """All of a push has arrived, or a worker asks."""
 
     def leave(self, worker: int, t: float) -> list[Decision]:
-        """A worker that was released takes no part until it joins again: its data is used up, say."""
+        """A released worker takes no part until it joins again; its data may be used up, for example."""
         return []
 
     def join(self, worker: int, t: float) -> list[Decision]:
-        """A worker that had left takes part again, with fresh weights. All take part at first."""
+        """A worker that had left takes part again, with fresh weights. At first all take part."""
         return []
 
     def tick(self, t: float) -> list[Decision]:
-        """The time that was asked for has come."""
+        """The time of a Wake has come."""
         return []
 
     def state(self) -> dict[str, float]:
-        """Numbers worth drawing over time, by name: K of a buffer, who is left out."""
+        """Numbers by name that are worth plotting over time, such as the size of a buffer."""
         return {}
 
 
 class ServePolicy(Policy):
     """A policy that a server carries out.
 
-    push_every, pull_every: a worker pushes at every n-th of its steps and takes weights at every m-th; in
-    between it takes steps of its own, and what it pushes are its gradients since the last push, summed.
-    `pushes` is what a worker sends that has not been on its own (one that was sends its delta). `listens`:
-    arrivals carry `square` and `dot`. `amends`: see `amend`. `alone`: a
-    worker may be told to go on by itself (a Release that is not fresh).
+    A worker pushes at every `push_every`-th of its steps and gets weights at every `pull_every`-th. In
+    between it takes steps of its own, and then pushes the sum of its gradients since the last push.
+    `pushes` is what a worker pushes; one that was alone pushes its delta. `listens`: arrivals carry
+    `square` and `dot`. `amends`: see `amend`. `alone`: a worker may be told to go on alone (a Release that
+    is not fresh).
     """
 
     __slots__ = ()
@@ -152,25 +151,25 @@ class ServePolicy(Policy):
 
     @abstractmethod
     def rule(self, cluster: ClusterInfo) -> Rule:
-        """A state machine for one run."""
+        """A new rule for one run."""
 
     @property
     def push_every(self) -> int:
-        """After how many steps a worker pushes."""
+        """The number of steps from one push to the next."""
         return 1
 
     @property
     def pull_every(self) -> int:
-        """After how many steps a worker takes the server's weights."""
+        """The number of steps from one pull to the next."""
         return 1
 
     def amend(self, gradient: Tensor, weights: Tensor, read: Tensor, memory: dict[str, Tensor]) -> Tensor:
-        """A gradient as it should have been; `read` are the weights that it was computed on."""
+        """Correct a gradient that was computed on the weights `read`, for the weights of now."""
         return gradient
 
     def meet(self, center: Tensor, theirs: Tensor) -> Tensor:
-        """Pushed weights meet the server's, which change in place; returns the worker's new ones."""
-        raise NotImplementedError(f"sync {self.name} pushes weights, and has no `meet`")
+        """Combine pushed weights with the server's, in place; returns the worker's new weights."""
+        raise NotImplementedError(f"sync {self.name} pushes weights, but does not implement `meet`")
 
 
 def mean(arrivals: Sequence[Arrival]) -> Apply:
@@ -180,10 +179,10 @@ def mean(arrivals: Sequence[Arrival]) -> Apply:
 
 
 def needs_server(policy: Policy, cluster: ClusterInfo) -> None:
-    """Refuse a crew without a server."""
+    """Refuse a cluster without a server."""
     if cluster.servers < 1:
         raise ConfigError(
-            f"{policy.name} is decided by a parameter server, and there is none",
+            f"{policy.name} needs a parameter server, and there is none",
             where="--sync",
             fix="start one with --servers 1",
         )

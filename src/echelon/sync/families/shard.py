@@ -1,10 +1,11 @@
-"""What a server, or one shard of it, holds: weights, an optimizer, and pushes that wait for a decision.
+"""The state of one shard: weights, an optimizer, and pushes that wait for a decision.
 
-The same class serves the cluster and the virtual clock, so both apply updates by the same arithmetic. All
-tensors are flat; `parameters` are views of the weights in the shapes that the optimizer sees.
+The cluster and the simulator use the same class, so both apply updates by the same arithmetic. All tensors
+are flat; `parameters` are views of the weights in the shapes that the optimizer sees.
 
-An update is made of whole pushes: gradients, each times its weight, are summed and go through one step of
-the optimizer; deltas are added to the weights; weights meet the server's by the policy's own function.
+An update is made of whole pushes. Gradients, each times its weight, are summed and applied by one step of
+the optimizer. Deltas are added to the weights. Pushed weights are combined with the server's by
+`ServePolicy.meet`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Push:
-    """What a worker has sent for one of its steps; `used` says which parameters have a gradient at all.
+    """A worker's push of one step. `used` says which parameters have a gradient.
 
-    `settings` are the optimizer's, as the worker has them; they hold for the update that it is part of.
+    `settings` are the options of the worker's optimizer; they hold for the update that the push is part of.
     """
 
     kind: Kind
@@ -34,10 +35,10 @@ class Push:
 
 
 class ShardState:
-    """One shard's books.
+    """One shard's weights and pushes.
 
-    `step` makes one step of its optimizer with the gradients in `parameters`; as many pushes' memory as
-    `spare` says is kept to be used again; `configure` gives the optimizer a push's settings.
+    `step` takes one step of its optimizer with the gradients in `parameters`. The memory of up to `spare`
+    pushes is kept for reuse. `configure` sets the optimizer's options to a push's settings.
     """
 
     def __init__(
@@ -73,16 +74,15 @@ class ShardState:
 
     @property
     def waiting(self) -> int:
-        """How many pushes wait for a decision."""
+        """The number of pushes that wait for a decision."""
         return len(self._pushes)
 
-    def seed(self, flat: Tensor) -> None:
-        """Begin with these weights."""
-        self.flat.copy_(flat)
+    def seeded(self) -> None:
+        """First weights have been written into `flat`."""
         self._snapshot = None
 
     def push(self, worker: int, step: int, push: Push) -> tuple[float, float]:
-        """Keep a push; returns its squared norm and its product with the one before, for who listens."""
+        """Keep a push; if the policy listens, returns its squared norm and dot product with the last."""
         self._pushes[worker, step] = push
         if not self._policy.listens:
             return 0.0, 0.0
@@ -92,13 +92,13 @@ class ShardState:
         return square, dot
 
     def apply(self, parts: Sequence[WeightedPush]) -> None:
-        """Make one update of these pushes, which are then forgotten."""
+        """Make one update of these pushes, and forget them."""
         for part in parts:
             if (part.worker, part.step) not in self._pushes:
                 raise ConfigError(
                     f"sync policy {self._policy.name} applies step {part.step} of worker {part.worker}, "
-                    "which is not here",
-                    fix="a policy settles every push exactly once: see echelon/sync/served.py",
+                    "which was not pushed or is already settled",
+                    fix="a policy settles every push exactly once: see echelon/sync/families/serve.py",
                 )
         taken = [(part, self._pushes.pop((part.worker, part.step))) for part in parts]
         for _, push in taken:
@@ -141,31 +141,31 @@ class ShardState:
             self._recycle(push.flat)
 
     def read(self, worker: int) -> Tensor:
-        """What the worker gets when it is released: the weights, or what it is to make of its own."""
+        """The weights that a released worker gets: the shard's, or those that `meet` returned."""
         reply = self._replies.pop(worker, None)
         if reply is not None:
             return reply
-        handed = self.flat.clone()
+        weights = self.flat.clone()
         if self._policy.amends:
-            self._read[worker] = handed
-        return handed
+            self._read[worker] = weights
+        return weights
 
     def snapshot(self, worker: int) -> Tensor:
-        """As `read`, but of one memory for all who get the same version: nobody may change it."""
+        """As `read`, but all workers that get one version share its memory, which must not be changed."""
         if worker in self._replies:
             return self._replies.pop(worker)
         if self._snapshot is None or self._snapshot[0] != self.version:
             if self._snapshot is not None and self._idle:
                 self._recycle(self._snapshot[1])
             self._idle = False
-            self._snapshot = (self.version, self.room().copy_(self.flat))
-        handed = self._snapshot[1]
+            self._snapshot = (self.version, self.push_memory().copy_(self.flat))
+        weights = self._snapshot[1]
         if self._policy.amends:
-            self._read[worker] = handed
-        return handed
+            self._read[worker] = weights
+        return weights
 
     def lent(self, snapshot: Tensor, *, back: bool) -> None:
-        """Somebody reads a snapshot, or (back) nobody does any more: then its memory may be used again."""
+        """A snapshot is being sent, or, with `back`, was sent: its memory may be reused."""
         if self._policy.amends or self._policy.pushes == "weights":
             return
         if self._snapshot is not None and self._snapshot[1] is snapshot:
@@ -173,10 +173,10 @@ class ShardState:
         elif back:
             self._recycle(snapshot)
 
-    def room(self) -> Tensor:
-        """Memory that is no longer needed, if there is any, for new memory costs time."""
+    def push_memory(self) -> Tensor:
+        """Memory for a push: reused if there is any, for new memory costs time."""
         try:
-            return self._free.pop()  # not looked at before: two threads ask
+            return self._free.pop()  # no check before: two threads call this
         except IndexError:
             return self.flat.new_empty(self.flat.shape)
 

@@ -29,7 +29,7 @@ from echelon.train import consistency as agree
 from echelon.train.clock import StepClock
 from echelon.train.families.mix import MixSynchronizer
 from echelon.train.families.reduce import ReduceSynchronizer
-from echelon.train.families.serve import ServeSynchronizer, open_line
+from echelon.train.families.serve import ServeSynchronizer
 from echelon.train.families.synchronizer import (
     Explain,
     IndependentSynchronizer,
@@ -90,7 +90,7 @@ class LevelsSynchronizer(IndependentSynchronizer):
         elif leaders is not None and isinstance(between, MixPolicy):
             self._between = MixSynchronizer(leaders, clock, between, self._units, explain=explain)
         elif self._served:
-            self._line = open_line(group)
+            self._line = ServerChannel.open(group)
         self._optimizers: list[Optimizer] = []
         self._steps: dict[int, int] = {}
         self._undo: list[Callable[[], None]] = []

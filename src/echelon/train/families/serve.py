@@ -1,10 +1,10 @@
-"""Workers agree through a parameter server: each step is a push and a pull, when the policy says so.
+"""Workers synchronize through a parameter server: the policy decides when a step pushes and pulls.
 
-Every optimizer's parameters are a table on the servers. During a pass over the data a worker takes part;
-between passes it does not, and all have the same weights: the server's.
+The servers keep every optimizer's parameters as a table. A worker takes part during a pass over the data,
+and not between passes, when all workers have the server's weights.
 
-With a codec, gradients and changes of weights travel in fewer bytes during a pass: workers then compute on
-weights that are nearly the server's. Between passes they have them exactly.
+With a codec, gradients and changes of weights are sent in fewer bytes during a pass. Workers then compute
+on approximately the server's weights. Between passes they have exactly the server's weights.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from torch.optim import Optimizer
 from echelon.codec.codec import CODECS
 from echelon.codec.fitting import same_codec, served_codec
 from echelon.comm.engine import EngineGroup
-from echelon.comm.wire.mailbox import Mailbox
 from echelon.reduce.encoded.states import Saved, handed_over
 from echelon.reduce.reducer import RoundObserver
 from echelon.server.channel import ServerChannel
-from echelon.server.client import Table
+from echelon.server.client import ServerClient
 from echelon.sync.families.serve import ServePolicy
 from echelon.sync.policy import ClusterInfo
 from echelon.train.encoding import check_momentum
@@ -41,16 +40,8 @@ from echelon.train.families.synchronizer import (
 _log = logging.getLogger(__name__)
 
 
-def open_line(group: EngineGroup) -> ServerChannel:
-    """A worker's post to the servers."""
-    names = {member.rank: str(member) for member in group.members}
-    line = ServerChannel(group.deadline_s, group.servers, names, group.ranks[group.rank])
-    line.mailbox = Mailbox(group.loop, set(group.servers), place=line.place)
-    return line
-
-
 class ServeSynchronizer(IndependentSynchronizer):
-    """One worker's tables."""
+    """One worker's optimizers and their clients of the parameter server."""
 
     claims = True
 
@@ -68,74 +59,75 @@ class ServeSynchronizer(IndependentSynchronizer):
         after_step: Callable[[Optimizer], None] = lambda optimizer: None,
         members: Sequence[int] = (),
     ) -> None:
-        """`members`: the ranks that this worker speaks for, if they are more than its own."""
+        """`members` are the ranks whose gradients this worker pushes, if it pushes for a group."""
         super().__init__(group, policy.name, explain)
         self._observer = observer
         self._policy = policy
         self._text = text
         self._cluster = cluster
         self._replicas = replicas
-        served_codec(codec)  # refused before anything is opened
+        served_codec(codec)  # refuses a wrong codec before anything is opened
         self._codec = codec
-        self._names: dict[int, str] = {}  # of parameters, by id
+        self._names: dict[int, str] = {}  # of parameters by id
         self._after_step = after_step
         self._members = members
         self._engine_group = group
-        self._line = open_line(group)
+        self._channel = ServerChannel.open(group)
         self._undo: list[Callable[[], None]] = []
-        self._back: list[Callable[[], None]] = []
-        self._resting: list[Table] = []
-        self._tables: list[Table] = []
-        self._passes: dict[int, list[tuple[bool, int]]] = {}  # open ones: present before, steps before
+        self._undo_borrow: list[Callable[[], None]] = []
+        self._resting: list[ServerClient] = []
+        self._clients: list[ServerClient] = []
+        # By client: for each pass that is open, whether it was present before, and its steps before.
+        self._passes: dict[int, list[tuple[bool, int]]] = {}
         self._new: list[tuple[Optimizer, Overlap, Callable[[], None], Callable[[], None]]] = []
 
     def add(self, model: nn.Module, rules: ModelOptions) -> None:
-        """As all who are apart; late parameters cannot be those of a compiled module."""
+        """Register a model; a compiled module cannot have deferred parameters."""
         if rules.overlap == "step":
             refuse_compiled(model)
         super().add(model, rules)
         self.know(model)
 
     def know(self, model: nn.Module) -> None:
-        """Take down what its parameters are called."""
+        """Note the names of a model's parameters, for errors."""
         self._names.update((id(p), name) for name, p in model.named_parameters())
 
     def adopt(
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
-        """Its steps are the server's from now on; opened by `begin`, when models have their weights."""
+        """Let the servers take this optimizer's steps; `begin` opens its table."""
         check_momentum(CODECS.build(self._codec), optimizer)
         self._new.append((optimizer, overlap, before, after))
 
     def begin(self) -> None:
-        """Let the leader tell the servers what they keep."""
+        """Open the tables of the new optimizers."""
         for optimizer, overlap, before, after in self._new:
             self._checked(optimizer)
-            table = Table(
-                self._line,
+            client = ServerClient(
+                self._channel,
                 optimizer,
                 self._policy,
                 self._observer,
-                late=overlap == "step",
+                defers=overlap == "step",
                 codec=self._codec,
                 worker=self._group.rank,
                 name_of=self._name_of,
                 members=self._members,
             )
-            self._tables.append(table)
-            self._explain_codec(table)
-            self._open(table, optimizer)
-            self._undo.append(replace_step(optimizer, self._stepping(table, before, after)))
+            self._clients.append(client)
+            self._explain_codec(client)
+            self._open(client, optimizer)
+            self._undo.append(replace_step(optimizer, self._step_of(client, before, after)))
         self._new = []
 
     def _name_of(self, parameter: Tensor) -> str:
         return self._names.get(id(parameter), "")
 
-    def _explain_codec(self, table: Table) -> None:
-        """If a codec was asked for that has nothing to do here, say so."""
+    def _explain_codec(self, client: ServerClient) -> None:
+        """Say why a codec that was asked for is not used."""
         if served_codec(self._codec) is None:
             return
-        kinds = {p.dtype for p in table.parameters}
+        kinds = {p.dtype for p in client.parameters}
         why = ""
         if kinds != {torch.float32}:
             names = ", ".join(str(kind).removeprefix("torch.") for kind in kinds)
@@ -145,147 +137,147 @@ class ServeSynchronizer(IndependentSynchronizer):
         if why:
             self._explain("codec", why, f"codec {self._codec} is not used: {why}")
 
-    def _open(self, table: Table, optimizer: Optimizer) -> None:
+    def _open(self, client: ServerClient, optimizer: Optimizer) -> None:
         cluster = self._checked(optimizer)
         if self._group.rank == 0:
-            table.open(self._text, cluster, self._engine_group.ranks, replicas=self._replicas)
+            client.open(self._text, cluster, self._engine_group.ranks, replicas=self._replicas)
         self._group.barrier()
-        table.begin()
+        client.begin()
 
     def _checked(self, optimizer: Optimizer) -> ClusterInfo:
-        """What the policy may know with this optimizer, if it can work with that."""
+        """The policy's view of the cluster with this optimizer; refuses one that the policy cannot use."""
         lr = optimizer.param_groups[0].get("lr")
         cluster = replace(self._cluster, lr=None if lr is None else float(lr))
         self._policy.check(cluster)
         return cluster
 
-    def _stepping(
-        self, table: Table, before: Callable[[], None], after: Callable[[], None]
+    def _step_of(
+        self, client: ServerClient, before: Callable[[], None], after: Callable[[], None]
     ) -> Callable[[Callable[[], None]], None]:
         def step(own_step: Callable[[], None]) -> None:
-            table.step(own_step)
-            self._after_step(table.optimizer)
+            client.step(own_step)
+            self._after_step(client.optimizer)
             before()
             after()
 
         return step
 
     def push_late(self) -> None:
-        """Gradients are final when backward is over, not before: push them in `step()`."""
-        for table in self._tables:
-            table.outbox.early = False
+        """Push gradients in `step()`, not during backward: they are final only then."""
+        for client in self._clients:
+            client.pushes.early = False
 
     def claim(self, ticket: Callable[[], int]) -> int:
-        """Draw when the policy has let this worker go on, so that a round is of one batch."""
-        for table in self._tables:
-            table.await_answer()
+        """Draw after the policy has released this worker, so that a round uses one batch."""
+        for client in self._clients:
+            client.await_answer()
         return ticket()
 
     def keep(self, active: bool) -> None:
-        """Whether gradients stay on this worker for now."""
-        for table in self._tables:
-            table.active = not active
+        """With `active`, backward pushes nothing: gradients stay on this worker for now."""
+        for client in self._clients:
+            client.active = not active
 
     def weigh(self, weight: float, batch: int = 0) -> None:
-        """What this worker's gradients count beside others'."""
-        for table in self._tables:
-            table.samples = weight
+        """Set the weight of this worker's gradients."""
+        for client in self._clients:
+            client.samples = weight
 
     def refresh(self, *, ended: bool, trains: bool) -> None:
-        """Take part in a pass; before and after it, have the server's weights."""
+        """A pass begins or has ended: install the server's weights, and take part in a pass that begins."""
         if ended:
             self._end_pass()
         self._group.barrier()
-        for table in self._tables:
-            table.follow()
+        for client in self._clients:
+            client.follow()
             if not ended:
-                self._passes.setdefault(id(table), []).append((table.present, table.steps))
-                table.join()
+                self._passes.setdefault(id(client), []).append((client.present, client.steps))
+                client.join()
         self._share_buffers()
-        self._group.barrier()  # nobody takes a step before all take part
+        self._group.barrier()  # no worker takes a step before all take part
 
     def left(self) -> None:
-        """A loop over a loader was left in the middle."""
+        """The script has left a loop over a loader early."""
         self._end_pass()
 
     def _end_pass(self) -> None:
-        """Whoever has trained in this pass takes no part from now on; others are where they were before."""
-        for table in self._tables:
-            begun = self._passes.get(id(table))  # none, if it was prepared in the middle of a pass
+        """Leave the tables that were trained in this pass; keep the others as they were before it."""
+        for client in self._clients:
+            begun = self._passes.get(id(client))  # None if prepared in the middle of a pass
             present, steps = begun.pop() if begun else (False, 0)
-            if table.steps != steps or not present:
-                table.merge()
-                table.leave()
+            if client.steps != steps or not present:
+                client.merge()
+                client.leave()
 
     def depart(self) -> None:
-        """Merge what was done alone; nobody waits for this worker from now on."""
-        for table in self._tables:
-            table.merge()
-            table.leave()
+        """Push what this worker has done alone; the policy waits for it no longer."""
+        for client in self._clients:
+            client.merge()
+            client.leave()
 
     def settle(self) -> None:
-        """Let late weights land."""
-        for table in self._tables:
-            table.settle()
+        """Install deferred weights."""
+        for client in self._clients:
+            client.settle()
 
     def before_save(self) -> None:
-        """The leader takes the server's weights and states, for the moment.
+        """Let the leader borrow the server's weights and states.
 
-        Others may be in a round that waits for this worker, on their way here: it leaves meanwhile if so.
+        Other workers may still be in a round that waits for this worker, so it rests meanwhile.
         """
         self.settle()
-        self._resting = [table for table in self._tables if table.present]
-        for table in self._resting:
-            table.leave(rests=True)
-        self._group.barrier()  # nobody pushes while the leader looks
+        self._resting = [client for client in self._clients if client.present]
+        for client in self._resting:
+            client.leave(rests=True)
+        self._group.barrier()  # no worker pushes while the leader reads the weights
         if self._group.rank == 0:
-            self._back = [table.borrow() for table in self._tables]
+            self._undo_borrow = [client.borrow() for client in self._clients]
 
     def after_save(self) -> None:
-        """The leader goes on with what it had, and all take part again who did."""
-        while self._back:
-            self._back.pop()()
-        for table in self._resting:
-            table.join()
+        """Give the leader its own weights back; resting workers take part again."""
+        while self._undo_borrow:
+            self._undo_borrow.pop()()
+        for client in self._resting:
+            client.join()
         self._resting = []
         self._group.barrier()
 
     def loaded(self) -> None:
-        """Tell the servers what was loaded. What codecs remember is of other weights: forget it."""
-        for table in self._tables:
-            table.outbox.load_codec_state({})
-            self._open(table, table.optimizer)
+        """Send loaded weights to the servers; reset the codecs, whose states are for other weights."""
+        for client in self._clients:
+            client.pushes.load_codec_state({})
+            self._open(client, client.optimizer)
 
     def residuals(self) -> dict[str, Any]:
-        """What the codec has not sent yet, and all else that it remembers."""
+        """The codec's residuals and other state."""
         tables: Saved = {}
-        for table in self._tables:
-            tables |= table.outbox.codec_state()
+        for client in self._clients:
+            tables |= client.pushes.codec_state()
         return {"codec": self._codec, "tables": tables} if tables else {}
 
     def restore_residuals(self, residuals: Sequence[dict[str, Any]]) -> None:
-        """Take over what the workers of a checkpoint owed; another number of them, the same sum."""
+        """Load the residuals of a checkpoint's workers; with another number of workers, the sum stays."""
         saved: list[Saved] = [
             one["tables"] for one in residuals if "tables" in one and same_codec(one["codec"], self._codec)
         ]
         if saved:
             mine = handed_over(saved, self._group.size)[self._group.rank]
-            lost = sum(table.outbox.load_codec_state(mine) for table in self._tables)
+            lost = sum(client.pushes.load_codec_state(mine) for client in self._clients)
             if lost:
                 why = f"the checkpoint has {lost} parameters in other places, or of other shapes"
-                self._explain("codec residuals", why, f"{why}: what was not sent of them yet is lost")
+                self._explain("codec residuals", why, f"{why}: their residuals are lost")
         texts = [text for one in residuals for text in one.get("codecs", [one.get("codec", "none")])]
         had = next((text for text in texts if text != "none"), "none")
         if had != "none" and not saved:
             self._explain(
                 "codec residuals",
                 f"the checkpoint's codec was {had}, this run's is {self._codec}, with a server",
-                f"the checkpoint was written with codec {had}: what that had not sent yet is lost",
+                f"the checkpoint was written with codec {had}: its residuals are lost",
             )
 
     def finish(self) -> None:
-        """Say what did not fit into the codec's range, and what it has not sent: now it may never be."""
-        beyond = sum(table.outbox.saturated() for table in self._tables)
+        """Report values beyond the codec's range and residuals that were never sent."""
+        beyond = sum(client.pushes.saturated() for client in self._clients)
         if beyond:
             text = f"{beyond} values were beyond the range of codec {self._codec}"
             self._explain("codec range", text, text)
@@ -294,20 +286,20 @@ class ServeSynchronizer(IndependentSynchronizer):
             self._explain("codec residuals", left, left)
 
     def _left_over(self) -> str:
-        """What is left of gradients that the codec would have sent later, in words."""
-        most = max((table.outbox.left_over() for table in self._tables), default=0.0)
+        """A sentence about the residuals that the codec has not sent; empty if there are none."""
+        most = max((client.pushes.left_over() for client in self._clients), default=0.0)
         if not most:
             return ""
         times = f"{most:.2g} times the norm of its last gradient"
-        return f"codec {self._codec}: what {self._line.me} has not sent is {times}"
+        return f"codec {self._codec}: the residual that {self._channel.me} has not sent is {times}"
 
     def close(self) -> None:
-        """Say goodbye to the servers; give optimizers their own step back."""
+        """Say goodbye to the servers; give optimizers their own `step` back."""
         left = self._left_over()
         if left:
-            _log.warning("%s, and never will be", left)
-        for table in self._tables:
-            table.detach()
+            _log.warning("%s; it is lost", left)
+        for client in self._clients:
+            client.detach()
         while self._undo:
             self._undo.pop()()
-        self._line.close()
+        self._channel.close()

@@ -1,25 +1,54 @@
-"""Messages arrive whole, in order, where they are wanted; and whoever waits learns of an end."""
+"""Messages arrive whole, in order and in the memory of `place`; a receiver learns why a mailbox ended."""
 
 from __future__ import annotations
 
 import threading
 import time
 
+import msgspec
 import pytest
 import torch
 
+from echelon.comm.wire import mailbox as mailbox_module
 from echelon.comm.wire.exchange import as_bytes
-from echelon.comm.wire.mailbox import Mailbox, MessageHead
-from echelon.errors import PeerLost, WorkerError
+from echelon.comm.wire.mailbox import Mailbox
+from echelon.errors import Corrupt, PeerLost, WorkerError
 from wires import Wires
 
-BYE = 9
+
+class Note(msgspec.Struct, frozen=True, tag="note", forbid_unknown_fields=True):
+    number: int = 0
+    text: str = ""
 
 
-def posts(wires, **options):
-    """Everybody's."""
-    everybody = range(wires.size)
-    return [Mailbox(wires.loops[rank], set(everybody) - {rank}, **options) for rank in everybody]
+class Block(msgspec.Struct, frozen=True, tag="block"):
+    start: int
+
+
+class Farewell(msgspec.Struct, frozen=True, tag="farewell"):
+    pass
+
+
+class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+    pass
+
+
+class IllTyped(msgspec.Struct, frozen=True, tag="note"):
+    number: str = "three"
+
+
+class Overfull(msgspec.Struct, frozen=True, tag="note"):
+    number: int = 3
+    more: int = 4
+
+
+ACCEPTS = Note | Block | Farewell
+
+
+def mailboxes(wires, **options):
+    """One for each member."""
+    members = range(wires.size)
+    return [Mailbox(wires.loops[rank], set(members) - {rank}, ACCEPTS, **options) for rank in members]
 
 
 def take(mailbox, count=1):
@@ -29,7 +58,7 @@ def take(mailbox, count=1):
 
 
 def failure(mailbox):
-    """What ended a post; messages that came before are passed over."""
+    """The error that ended a mailbox; messages that came before are skipped."""
 
     def wait():
         for _ in range(100):
@@ -40,47 +69,47 @@ def failure(mailbox):
     return caught.value
 
 
-def test_a_message_has_its_head_and_its_payload():
+def test_a_message_arrives_with_its_fields_and_its_payload():
     with Wires(2) as wires:
-        one, other = posts(wires)
-        head = MessageHead(3, table=2, shard=65535, flags=1, step=-(1 << 62), start=1 << 60)
-        one.send(1, head, memoryview(b"some bytes"))
-        one.send(1, MessageHead(4))
+        one, other = mailboxes(wires)
+        note = Note(-(1 << 62), "long " * 100_000)
+        one.send(1, note, memoryview(b"some bytes"))
+        one.send(1, Block(1 << 60))
         first, second = take(other, 2)
-        assert (first.peer, first.head, bytes(first.payload)) == (0, head, b"some bytes")
-        assert (second.peer, second.head, bytes(second.payload)) == (0, MessageHead(4), b"")
+        assert (first.peer, first.message, bytes(first.payload)) == (0, note, b"some bytes")
+        assert (second.peer, second.message, bytes(second.payload)) == (0, Block(1 << 60), b"")
 
 
 def test_messages_of_one_peer_arrive_in_the_order_in_which_they_were_sent():
-    """Small and large, while others talk; more than the sockets' buffers hold."""
+    """Small and large ones, from two senders; more than the sockets' buffers hold."""
     with Wires(3, buffer_bytes=4096, frame_bytes=2048) as wires:
-        made = posts(wires)
+        made = mailboxes(wires)
         lengths = [0, 1, 70_000, 0, 5000, 3, 200_000, 0] * 5
         for sender in (0, 1):
             for number, length in enumerate(lengths):
-                made[sender].send(2, MessageHead(1, step=number), memoryview(bytes([number]) * length))
+                made[sender].send(2, Note(number), memoryview(bytes([number]) * length))
         got = {0: [], 1: []}
         for message in take(made[2], 2 * len(lengths)):
             got[message.peer].append(message)
         for messages in got.values():
-            assert [message.head.step for message in messages] == list(range(len(lengths)))
+            assert [message.message.number for message in messages] == list(range(len(lengths)))
             for number, message in enumerate(messages):
                 assert bytes(message.payload) == bytes([number]) * lengths[number]
 
 
-def test_a_payload_goes_straight_to_where_it_is_wanted():
+def test_a_payload_goes_straight_into_the_memory_that_place_returns():
     room = torch.zeros(50_000, dtype=torch.float64)
 
-    def place(peer, head, length):
-        at = head.start * 8
-        return as_bytes(room)[at : at + length] if head.kind == 1 else None
+    def place(peer, message, length):
+        at = message.start * 8 if isinstance(message, Block) else 0
+        return as_bytes(room)[at : at + length] if isinstance(message, Block) else None
 
     with Wires(2) as wires:
-        sender = Mailbox(wires.loops[0], {1})
-        taker = Mailbox(wires.loops[1], {0}, place=place)
+        sender = Mailbox(wires.loops[0], {1}, ACCEPTS)
+        taker = Mailbox(wires.loops[1], {0}, ACCEPTS, place=place)
         given = torch.arange(30_000, dtype=torch.float64)
-        sender.send(1, MessageHead(1, start=20_000), as_bytes(given))
-        sender.send(1, MessageHead(2), memoryview(b"aside"))
+        sender.send(1, Block(20_000), as_bytes(given))
+        sender.send(1, Note(), memoryview(b"aside"))
         placed, aside = take(taker, 2)
         assert len(placed.payload) == 0
         assert bytes(aside.payload) == b"aside"
@@ -88,49 +117,49 @@ def test_a_payload_goes_straight_to_where_it_is_wanted():
         assert not room[:20_000].any()
 
 
-def test_messages_that_came_before_anybody_listened_are_not_lost():
+def test_messages_that_arrive_before_the_mailbox_opens_are_not_lost():
     with Wires(2) as wires:
-        early = Mailbox(wires.loops[0], {1})
+        early = Mailbox(wires.loops[0], {1}, ACCEPTS)
         for number in range(20):
-            early.send(1, MessageHead(1, step=number), memoryview(b"x" * 1000))
+            early.send(1, Note(number), memoryview(b"x" * 1000))
         time.sleep(0.05)
-        late = Mailbox(wires.loops[1], {0})
-        assert [message.head.step for message in take(late, 20)] == list(range(20))
+        late = Mailbox(wires.loops[1], {0}, ACCEPTS)
+        assert [message.message.number for message in take(late, 20)] == list(range(20))
 
 
 def test_messages_and_reductions_do_not_mix():
     with Wires(2) as wires:
-        made = posts(wires)
+        made = mailboxes(wires)
         flats = [torch.full((20_000,), float(rank + 1)) for rank in range(2)]
         for number in range(1, 4):
-            made[0].send(1, MessageHead(1, step=number), memoryview(b"y" * 30_000))
+            made[0].send(1, Note(number), memoryview(b"y" * 30_000))
             under_way = [wires.start(rank, flats[rank], number=number) for rank in range(2)]
             for exchange in under_way:
                 exchange.wait()
-        assert [message.head.step for message in take(made[1], 3)] == [1, 2, 3]
+        assert [message.message.number for message in take(made[1], 3)] == [1, 2, 3]
         assert all(bool((flat == 12).all()) for flat in flats)
 
 
-def test_whoever_sends_is_told_when_the_kernel_has_it():
+def test_the_sender_is_told_when_the_kernel_has_the_message():
     with Wires(2, buffer_bytes=4096) as wires:
-        one, other = posts(wires)
+        one, other = mailboxes(wires)
         sent = threading.Event()
-        one.send(1, MessageHead(1), memoryview(bytes(500_000)), sent.set)
+        one.send(1, Note(), memoryview(bytes(500_000)), sent.set)
         assert sent.wait(90)
         assert len(take(other)[0].payload) == 500_000
 
 
-def test_no_message_in_time_is_no_error():
+def test_receive_returns_none_if_no_message_comes_in_time():
     with Wires(2) as wires:
-        one, _ = posts(wires)
+        one, _ = mailboxes(wires)
         assert one.receive(0.0) is None
         assert one.receive(-1.0) is None
         assert one.receive(0.01) is None
 
 
-def test_a_peer_that_dies_is_named_to_whoever_waits():
+def test_a_peer_that_dies_is_named_to_the_waiting_receivers():
     with Wires(3) as wires:
-        made = posts(wires)
+        made = mailboxes(wires)
         threading.Timer(0.05, wires.kill, (2,)).start()
         for mailbox in made[:2]:
             error = failure(mailbox)
@@ -139,22 +168,22 @@ def test_a_peer_that_dies_is_named_to_whoever_waits():
             assert "rank 2 on n2" in error.message
 
 
-def test_what_a_peer_sent_before_it_died_is_received_first():
+def test_messages_sent_before_a_death_are_received_first():
     with Wires(2) as wires:
-        one, other = posts(wires)
-        one.send(1, MessageHead(1, step=6))
-        assert take(other)[0].head.step == 6  # it listens
+        one, other = mailboxes(wires)
+        one.send(1, Note(6))
+        assert take(other)[0].message.number == 6  # the mailbox is open
         sent = threading.Event()
-        one.send(1, MessageHead(1, step=7), sent=sent.set)
+        one.send(1, Note(7), sent=sent.set)
         assert sent.wait(90)
         wires.kill(0)
-        assert take(other)[0].head.step == 7
+        assert take(other)[0].message.number == 7
         assert failure(other).ranks == (0,)
 
 
-def test_a_peer_that_leaves_without_a_farewell_ends_the_post():
+def test_a_peer_that_leaves_without_a_farewell_ends_the_mailbox():
     with Wires(3) as wires:
-        made = posts(wires, farewell=BYE)
+        made = mailboxes(wires, farewell=Farewell)
         wires.loops[2].close()
         error = failure(made[0])
         assert error.ranks == (2,)
@@ -163,41 +192,108 @@ def test_a_peer_that_leaves_without_a_farewell_ends_the_post():
 
 def test_a_peer_may_leave_after_its_farewell_and_the_others_go_on():
     with Wires(3) as wires:
-        made = posts(wires, farewell=BYE)
-        made[2].leave([0, 1], MessageHead(BYE), 90)
+        made = mailboxes(wires, farewell=Farewell)
+        made[2].leave([0, 1], Farewell(), 90)
         wires.loops[2].close()
-        assert [take(mailbox)[0].head.kind for mailbox in made[:2]] == [BYE, BYE]
+        assert [take(mailbox)[0].message for mailbox in made[:2]] == [Farewell(), Farewell()]
         time.sleep(0.05)
-        made[0].send(1, MessageHead(1, step=5))
-        assert take(made[1])[0].head.step == 5
+        made[0].send(1, Note(5))
+        assert take(made[1])[0].message.number == 5
         assert made[0].receive(0.0) is None
 
 
 @pytest.mark.parametrize("attempt", range(5))
-def test_a_farewell_is_never_lost_behind_much_that_is_under_way(attempt):
-    """A loop that is closed drops what it still has; so leaving waits for the last message."""
+def test_a_farewell_is_not_lost_behind_messages_in_flight(attempt):
+    """A loop that closes drops its unsent messages, so `leave` waits for the last one."""
     with Wires(2, buffer_bytes=4096) as wires:
-        one, other = posts(wires, farewell=BYE)
+        one, other = mailboxes(wires, farewell=Farewell)
         for number in range(10):
-            one.send(1, MessageHead(1, step=number), memoryview(bytes(20_000)))
-        one.leave([1], MessageHead(BYE), 90)
+            one.send(1, Note(number), memoryview(bytes(20_000)))
+        one.leave([1], Farewell(), 90)
         wires.loops[0].close()
         messages = take(other, 11)
-        assert [message.head.kind for message in messages] == [1] * 10 + [BYE]
+        assert [type(message.message) for message in messages] == [Note] * 10 + [Farewell]
         time.sleep(0.02)
         assert other.receive(0.0) is None
 
 
 def test_leaving_does_not_wait_for_a_peer_that_is_dead():
     with Wires(2) as wires:
-        one, _ = posts(wires)
+        one, _ = mailboxes(wires)
         wires.kill(1)
         failure(one)
-        one.leave([1], MessageHead(BYE), 10_000)
+        one.leave([1], Farewell(), 10_000)
 
 
-def test_after_the_loop_is_closed_a_post_says_so():
+def test_receive_says_that_the_loop_was_closed():
     with Wires(2) as wires:
-        one, _ = posts(wires)
+        one, _ = mailboxes(wires)
         wires.loops[0].close()
         assert "left the group" in failure(one).message
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (Unknown(), "Invalid value 'unknown'"),
+        (IllTyped(), "Expected `int`, got `str`"),
+        (Overfull(), "contains unknown field `more`"),
+    ],
+)
+def test_a_message_that_is_not_accepted_ends_the_mailbox_and_names_the_sender(message, why):
+    with Wires(2) as wires:
+        one, other = mailboxes(wires)
+        one.send(1, Note(1))
+        one.send(1, message)
+        error = failure(other)
+        assert type(error) is Corrupt
+        assert error.ranks == (0,)
+        assert "rank 0 on n0 sent a message that cannot be decoded" in error.message
+        assert why in error.message
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"\x00" * 7, b"\x00" * 8, b"\x00" * 8 + b"\xc1", b"\x00" * 8 + b"\x91" * 100_000]
+)
+def test_bytes_that_are_no_message_name_the_sender(raw):
+    """Too short, no header, no MessagePack, and nested too deeply."""
+    with Wires(2) as wires:
+        one, other = mailboxes(wires)
+        one._outbox.append((1, memoryview(raw), memoryview(b""), lambda: None))
+        wires.loops[0].submit(one)
+        if not raw:
+            one.send(1, Note())
+        error = failure(other)
+        assert type(error) is Corrupt
+        assert error.ranks == (0,)
+
+
+def test_a_header_beyond_the_limit_is_refused(monkeypatch):
+    monkeypatch.setattr(mailbox_module, "MOST_HEADER_BYTES", 1000)
+    with Wires(2) as wires:
+        one, other = mailboxes(wires)
+        one.send(1, Note(text="x" * 900))
+        assert take(other)[0].message.text == "x" * 900
+        one.send(1, Note(text="x" * 1000))
+        assert type(failure(other)) is Corrupt
+
+
+def test_a_payload_that_no_memory_can_hold_is_refused():
+    with Wires(2) as wires:
+        one, other = mailboxes(wires)
+        header = (1 << 62).to_bytes(8, "little") + msgspec.msgpack.encode(Note())
+        one._outbox.append((1, memoryview(header), memoryview(b""), lambda: None))
+        wires.loops[0].submit(one)
+        error = failure(other)
+        assert type(error) is Corrupt
+        assert "more than fit in memory" in error.message
+
+
+def test_an_error_of_place_ends_the_mailbox():
+    def place(peer, message, length):
+        raise Corrupt(f"no room for the {length} bytes of rank {peer}")
+
+    with Wires(2) as wires:
+        one, other = mailboxes(wires, place=place)
+        one.send(1, Block(0), memoryview(b"12345"))
+        assert "no room for the 5 bytes of rank 0" in failure(other).message
