@@ -43,8 +43,9 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError, LaunchError
+from echelon.launch.command import WorkerCommand
 from echelon.launch.failure import Failure
-from echelon.launch.processes import LogTail, WorkerCommand, WorkerProcesses
+from echelon.launch.processes import LogTail, WorkerProcesses
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -149,7 +150,7 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
     if settings.delay:
         DELAYS.build(settings.delay, where="--delay")
     host = socket.gethostname()
-    apart = 0 if settings.beside else settings.servers
+    apart = 0 if settings.colocate_servers else settings.servers
     in_lab = max(1, len(spec.nodes) - apart) if spec else 1
     count = settings.workers or len(settings.speeds) or in_lab
     if isinstance(settings, TrainSettings) and count > settings.batch:
@@ -166,7 +167,7 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
     _check_memory(everybody)
     places = [spec.nodes[rank % len(spec.nodes)] for rank in range(everybody)] if spec else []
     seats = places[:count]
-    if settings.beside and spec:
+    if settings.colocate_servers and spec:
         places = [*seats, *(seats[server % count] for server in range(settings.servers))]
     if settings.groups:
         groups = parse_groups(settings.groups, count)
@@ -282,7 +283,11 @@ def _commands(
         prefix = seat.prefix if seat else ()
         what = ["-m", "echelon.server.process"] if worker in serving else target.argv
         argv = [*prefix, sys.executable, "-m", "echelon.launch.worker", *what]
-        commands.append(WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env))
+        # A worker of a lab enters its namespace and its group before it is Python: it cannot be a fork.
+        program = () if lab or settings.start == "exec" else what
+        commands.append(
+            WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env, program=program)
+        )
     return commands
 
 

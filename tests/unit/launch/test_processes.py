@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from echelon.errors import LaunchError
+from echelon.launch.command import WorkerCommand
 from echelon.launch.failure import Failure
-from echelon.launch.processes import LogTail, WorkerCommand, WorkerProcesses
+from echelon.launch.processes import LogTail, WorkerProcesses
 from echelon.observe.run_folder import RunFolder
 
 SLEEP = "import time; time.sleep(60)"
