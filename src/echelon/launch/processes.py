@@ -14,7 +14,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 
 import msgspec
@@ -187,22 +186,3 @@ def _kill_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
     except ProcessLookupError:
         return
-
-
-class LogTail:
-    """What was added to a log since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = 0
-
-    def read(self) -> bytes:
-        """The new bytes, as they are."""
-        try:
-            with self._path.open("rb") as log:
-                log.seek(self._at)
-                data = log.read()
-        except FileNotFoundError:
-            return b""
-        self._at += len(data)
-        return data

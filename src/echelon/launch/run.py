@@ -45,7 +45,8 @@ from echelon.config.units import show_bytes
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.command import WorkerCommand
 from echelon.launch.failure import Failure
-from echelon.launch.processes import LogTail, WorkerProcesses
+from echelon.launch.output import LeaderOutput
+from echelon.launch.processes import WorkerProcesses
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -74,16 +75,19 @@ _WORKER_BYTES = 250_000_000
 
 
 class Watcher(Protocol):
-    """Whoever shows a run while it goes on."""
+    """Shows a run while it goes on."""
 
-    def started(self, folder: RunFolder, plan: Plan, notes: Sequence[str]) -> None:
+    def starting(self, folder: RunFolder, plan: Plan, notes: Sequence[str]) -> None:
         """Workers are about to start."""
+
+    def joined(self, seconds: float) -> None:
+        """All workers have joined, so many seconds after the start."""
 
     def output(self, data: bytes) -> None:
         """The leader has printed something."""
 
     def events(self, events: Sequence[AnyEvent]) -> None:
-        """Something has happened."""
+        """There are new events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +314,8 @@ class _Watch:
         self._watcher = watcher
         self._stopped = stopped
         self._follower = Follower(folder)
-        self._log = LogTail(folder.log_of(0))
+        self._output = LeaderOutput(folder)
+        self._started_at = time.monotonic()
         self._joined: set[int] = set()
         self._joined_at: float | None = None
         self._step: int | None = None
@@ -321,21 +326,22 @@ class _Watch:
         notes = list(self._lab.notes) if self._lab else []
         for note in notes:
             self._recorder.emit(Noted(t=time.time(), rank=LAUNCHER, text=note))
-        self._watcher.started(self._folder, self._plan, notes)
+        self._watcher.starting(self._folder, self._plan, notes)
         if self._lab:
             self._lab.lift_quotas()  # until all have joined: importing torch is not what a lab measures
         with WorkerProcesses(self._folder, commands) as processes:
             if self._lab:
                 self._faults = FaultClock(self._lab, pids_of_node=processes.pids_on)
             failure = self._until_done(processes)
-        self._look(processes)
+        self._look()
+        self._show(self._output.rest(failure))
         return failure, self._conclude(processes, failure)
 
     def _until_done(self, processes: WorkerProcesses) -> Failure | None:
         interrupted_at: float | None = None
         while not processes.all_done():
             time.sleep(_LOOK_EVERY_S)
-            self._look(processes)
+            self._look()
             if self._stopped and interrupted_at is None:
                 interrupted_at = time.monotonic()
                 processes.interrupt()
@@ -348,10 +354,9 @@ class _Watch:
                 return failure
         return None if self._stopped else processes.failure()
 
-    def _look(self, processes: WorkerProcesses) -> None:
-        data = self._log.read()
-        if data:
-            self._watcher.output(data)
+    def _look(self) -> None:
+        """Show new output and events; inject the faults that are due."""
+        self._show(self._output.read())
         events = self._follower.poll()
         for event in events:
             if isinstance(event, WorkerJoined):
@@ -360,22 +365,31 @@ class _Watch:
                 self._step = event.step
         if self._joined_at is None and len(self._joined) == len(self._plan.workers):
             self._joined_at = time.monotonic()
+            self._watcher.joined(self._joined_at - self._started_at)
             if self._lab:
                 self._lab.apply_quotas()
         if events:
             self._watcher.events(events)
-        if self._faults is not None and self._joined_at is not None:
-            for fault in self._faults.tick(time.monotonic() - self._joined_at, self._step):
-                self._recorder.emit(
-                    FaultInjected(
-                        t=time.time(),
-                        rank=LAUNCHER,
-                        action=fault.action,
-                        target=fault.target,
-                        detail=fault.detail,
-                    )
+        self._inject_faults()
+
+    def _show(self, data: bytes) -> None:
+        if data:
+            self._watcher.output(data)
+
+    def _inject_faults(self) -> None:
+        if self._faults is None or self._joined_at is None:
+            return
+        for fault in self._faults.tick(time.monotonic() - self._joined_at, self._step):
+            self._recorder.emit(
+                FaultInjected(
+                    t=time.time(),
+                    rank=LAUNCHER,
+                    action=fault.action,
+                    target=fault.target,
+                    detail=fault.detail,
                 )
-                self._recorder.flush()
+            )
+            self._recorder.flush()
 
     def _conclude(self, processes: WorkerProcesses, failure: Failure | None) -> int:
         """Record how it ended; returns the exit code that says so."""

@@ -3,8 +3,8 @@
     python -m echelon.launch.worker script.py args...
     python -m echelon.launch.worker -m package.module args...
 
-If the script raises, the reason is written to the run's `errors/` before the process ends, so that the
-launcher can show it. The worker dies with its launcher, even if that is killed.
+If the script raises, the error is written to the run's `errors/` before the process ends, so that the
+launcher can show it. The worker dies with its launcher, even if the launcher is killed.
 """
 
 from __future__ import annotations
@@ -66,15 +66,21 @@ def die_with_parent(parent: int) -> None:
 
 
 def _keep_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Write the error to the run's folder, then print it: in this order, see `LeaderOutput`."""
     if issubclass(kind, KeyboardInterrupt):
         return
-    text = _told(kind, error, trace)
+    text = _error_text(kind, error, trace)
+    problem = _write_failure(kind, error, text)
     sys.stdout.flush()
-    sys.stderr.write(text)
+    sys.stderr.write(text + problem)
     sys.stderr.flush()
+
+
+def _write_failure(kind: type[BaseException], error: BaseException, text: str) -> str:
+    """Write the error file. Returns what to print if that is not possible."""
     folder = os.environ.get("ECHELON_RUN")
     if not folder:
-        return
+        return ""
     rank = int(os.environ.get("RANK", "0"))
     failure = Failure(
         rank=rank,
@@ -89,16 +95,17 @@ def _keep_error(kind: type[BaseException], error: BaseException, trace: Tracebac
         path.with_suffix(".tmp").write_bytes(msgspec.json.encode(failure))
         path.with_suffix(".tmp").rename(path)
     except OSError as problem:
-        sys.stderr.write(f"the error could not be kept in {path}: {problem}\n")
+        return f"the error could not be written to {path}: {problem}\n"
+    return ""
 
 
 def _is_own(error: WorkerError, rank: int) -> bool:
-    """Whether an error that all workers raise is about this one."""
+    """Whether an error that all workers raise names this one as the cause."""
     return isinstance(error, GradientError) and rank in error.ranks
 
 
-def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
-    """A traceback of the user's code; for an error that explains itself, only what it says."""
+def _error_text(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    """The traceback of the user's code; for an EchelonError, only its message."""
     if isinstance(error, EchelonError):
         return f"{kind.__name__}: {error}\n"
     own = {__file__, str(Path(__file__).with_name("template.py")), runpy.__file__, "<frozen runpy>"}

@@ -12,7 +12,7 @@ import pytest
 from echelon.errors import LaunchError
 from echelon.launch.command import WorkerCommand
 from echelon.launch.failure import Failure
-from echelon.launch.processes import LogTail, WorkerProcesses
+from echelon.launch.processes import WorkerProcesses
 from echelon.observe.run_folder import RunFolder
 
 SLEEP = "import time; time.sleep(60)"
@@ -218,15 +218,3 @@ def test_a_program_that_does_not_exist_is_a_launch_error_and_ends_those_that_wer
     assert "/no/such/program" in caught.value.where
     if pid.exists() and pid.read_text():  # it may have been ended before it could write
         assert _is_gone(int(pid.read_text()))
-
-
-def test_what_is_added_to_a_log_is_read_once(tmp_path):
-    log = tmp_path / "rank-0.log"
-    tail = LogTail(log)
-    assert tail.read() == b""
-    log.write_bytes(b"one\n")
-    assert tail.read() == b"one\n"
-    assert tail.read() == b""
-    with log.open("ab") as more:
-        more.write(b"tw\xff")
-    assert tail.read() == b"tw\xff"
