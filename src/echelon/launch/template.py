@@ -108,11 +108,13 @@ def _become_worker(request: ForkRequest, template: int) -> None:
     os.close(log)
     os.environ.clear()
     os.environ.update({os.fsdecode(key): os.fsdecode(value) for key, value in request.env.items()})
+    # Without new seeds all workers would draw the same numbers. Python's `random` seeds itself.
     random = sys.modules.get("numpy.random")
     if random is not None:
-        random.seed()  # otherwise all workers would draw the same numbers
+        random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
+        torch.default_generator.seed()
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read the variable already
 
 
