@@ -290,6 +290,15 @@ def test_a_template_that_may_not_fork_leaves_it_to_exec(tmp_path):
         assert "echelon.launch.worker" in _only_run(tmp_path).log_of(rank).read_text()
 
 
+def test_workers_end_with_a_template_that_is_killed(tmp_path, sleeping):
+    launcher, pids = sleeping()
+    (template,) = {pid for pid in _processes_of(tmp_path) if _is_of_launch(pid)} - set(pids)
+    os.kill(template, signal.SIGKILL)
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert _processes_of(tmp_path) == []
+
+
 def test_ctrl_c_while_torch_is_imported_ends_the_run(tmp_path):
     launcher = subprocess.Popen(
         [*ECHELON, "run", "--workers", "2", _script(tmp_path, SLEEPS)],

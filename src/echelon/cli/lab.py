@@ -15,6 +15,7 @@ from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
+    from echelon.cluster.lab.execute import NodeJob
     from echelon.cluster.lab.lab import Lab
 
 app = typer.Typer(
@@ -105,7 +106,7 @@ def exec_(
       echelon lab exec two-sites --all -- torchrun --nnodes {world} \\
           --node-rank {rank} --master-addr {master} ddp_script.py
     """
-    from echelon.cluster.lab.execute import NodeJob, run_attached, run_job
+    from echelon.cluster.lab.execute import NodeJob, run_attached
     from echelon.cluster.lab.lab import Lab
 
     if everywhere == bool(node):
@@ -117,21 +118,7 @@ def exec_(
     lab = Lab.find(_name_of(file))
     nodes = list(dict.fromkeys(node)) if node else [known.name for known in lab.spec.nodes]
     job = NodeJob(command=command, nodes=nodes, env=_variables(env or []), port=port, keep_going=keep_going)
-    if len(nodes) == 1:
-        raise typer.Exit(run_attached(lab, job).code)
-    consoles = {"stdout": Console(highlight=False), "stderr": Console(highlight=False, stderr=True)}
-    width = max(len(name) for name in nodes)
-
-    def show(name: str, stream: str, line: str) -> None:
-        consoles[stream].out(f"{name:{width}} | {line}", highlight=False)
-
-    outcome = run_job(lab, job, show)
-    if outcome.node:
-        others = "" if keep_going else "; the command was ended on the other nodes"
-        consoles["stderr"].out(
-            f"{outcome.node} ended with exit code {outcome.code}{others}", highlight=False
-        )
-    raise typer.Exit(outcome.code)
+    raise typer.Exit(run_attached(lab, job).code if len(nodes) == 1 else _run_on_several(lab, job))
 
 
 @app.command(cls=PlainCommand)
@@ -165,6 +152,25 @@ def down(
     if not removed:
         _check_known(file)
         console.print("no lab is up" if file is None else f"lab {file} is not up", soft_wrap=True)
+
+
+def _run_on_several(lab: Lab, job: NodeJob) -> int:
+    """Run a job and print each line with its node's name before it. Returns the exit code."""
+    from echelon.cluster.lab.execute import run_job
+
+    consoles = {"stdout": Console(highlight=False), "stderr": Console(highlight=False, stderr=True)}
+    width = max(len(name) for name in job.nodes)
+
+    def show(name: str, stream: str, line: str) -> None:
+        consoles[stream].out(f"{name:{width}} | {line}", highlight=False)
+
+    outcome = run_job(lab, job, show)
+    if outcome.node:
+        others = "" if job.keep_going else "; the command was ended on the other nodes"
+        consoles["stderr"].out(
+            f"{outcome.node} ended with exit code {outcome.code}{others}", highlight=False
+        )
+    return outcome.code
 
 
 def _name_of(text: str) -> str:

@@ -98,13 +98,9 @@ def simulate(
         _print(outcome, standings, sources, settings.until_accuracy)
     page = out or (None if json else Path(_page_name(setting)))
     if page is not None:
-        text = page_html(
-            outcome,
-            standings,
-            command=shlex.join(["echelon", *sys.argv[1:]]),
-            sources=sources,
-            until_accuracy=settings.until_accuracy,
-        )
+        command = shlex.join(["echelon", *sys.argv[1:]])
+        accuracy = settings.until_accuracy
+        text = page_html(outcome, standings, command=command, sources=sources, until_accuracy=accuracy)
         write_whole(page, text.encode())
         _say(f"picture: {page}", to_stderr=json)
         if show and not webbrowser.open(page.resolve().as_uri()):

@@ -32,7 +32,7 @@ class Template:
         self.ranks = [command.rank for command in commands]
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
-        self.done = False  # with forking
+        self.refused: set[int] = set()
         self._unread = b""
         self._reports, reports = os.pipe()
         os.set_blocking(self._reports, False)
@@ -43,6 +43,12 @@ class Template:
             raise
         finally:
             os.close(reports)
+
+    @property
+    def is_forking(self) -> bool:
+        """Whether workers are still to be forked."""
+        self.poll()
+        return not self.pids.keys() | self.codes.keys() | self.refused >= set(self.ranks)
 
     def poll(self) -> None:
         """Read the reports that have arrived."""
@@ -64,16 +70,16 @@ class Template:
                 self.pids[int(rank)] = int(pid)
             case ["ended", rank, code]:
                 self.codes[int(rank)] = int(code)
-            case _:
-                self.done = True
+            case ["refused", rank]:
+                self.refused.add(int(rank))
 
     def _conclude(self) -> None:
-        """The template has ended. The kernel kills the workers that it leaves."""
+        """Note the end of the template. The kernel kills the workers that it leaves."""
         os.close(self._reports)
         self._reports = -1
-        self.done = True
         for rank in self.pids:
             self.codes.setdefault(rank, -signal.SIGKILL)
+        self.refused |= set(self.ranks) - self.codes.keys()
 
     def end(self, grace_s: float = 0.0) -> None:
         """Wait until every forked worker has ended; after `grace_s`, kill the template and its workers."""
@@ -85,8 +91,8 @@ class Template:
         while self._reports >= 0:
             self.poll()
             time.sleep(0 if self._reports < 0 else _POLL_S)
-        for rank in self.ranks:
-            self.codes.setdefault(rank, -signal.SIGKILL)
+        self.codes |= dict.fromkeys(self.refused, -signal.SIGKILL)
+        self.refused.clear()
 
 
 class ForkedWorker:

@@ -26,7 +26,7 @@ from echelon.observe.run_folder import RunFolder
 
 _GRACE_S = 0.3
 _SETTLE_S = 0.4
-_LAST_WORDS_S = 2.0
+_LAST_LOGS_S = 2.0
 _POLL_S = 0.02
 
 
@@ -51,8 +51,6 @@ class WorkerProcesses:
             raise
 
     def _fork(self, commands: Sequence[WorkerCommand]) -> None:
-        for command in commands:
-            self._folder.log_of(command.rank).write_bytes(b"")
         try:
             self._template = Template(self._folder, commands)
         except OSError:
@@ -62,7 +60,7 @@ class WorkerProcesses:
 
     def _exec(self, command: WorkerCommand) -> subprocess.Popen[bytes]:
         try:
-            with self._folder.log_of(command.rank).open("wb") as log:
+            with self._folder.log_of(command.rank).open("ab") as log:
                 return subprocess.Popen(
                     command.argv,
                     env=dict(command.env),
@@ -78,15 +76,12 @@ class WorkerProcesses:
             ) from error
 
     def _exec_unforked(self) -> None:
-        """Start the workers that the template has not forked, once it forks no more."""
-        template = self._template
-        if template is None or self._ending:
+        """Start the workers that the template has refused to fork, once it is done with the others."""
+        if self._template is None or self._ending or self._template.is_forking:
             return
-        template.poll()
-        if template.done and len(template.pids) < len(template.ranks):
-            for rank in template.ranks:
-                if rank not in template.pids and isinstance(self._processes[rank], ForkedWorker):
-                    self._processes[rank] = self._exec(self._commands[rank])
+        while self._template.refused:
+            rank = self._template.refused.pop()
+            self._processes[rank] = self._exec(self._commands[rank])
 
     @property
     def size(self) -> int:
@@ -113,10 +108,10 @@ class WorkerProcesses:
         return len(self.exit_codes()) == self.size
 
     def failure(self) -> Failure | None:
-        """The failure that the others follow from, once any worker has failed.
+        """The failure that caused the others, once any worker has failed.
 
-        A worker that fails because of another may be the first to end, so the other gets a moment. All
-        others get one as well, to write in their logs whom they have lost.
+        A worker that fails because of another may end before it, so the launcher waits a moment for the
+        other. Then it waits for the rest, so that they can write to their logs which worker they lost.
         """
         found = self._failures()
         if not found:
@@ -125,7 +120,7 @@ class WorkerProcesses:
         while all(failure.consequence for failure in found) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             found = self._failures()
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + _LAST_LOGS_S
         while not self.all_done_so_far() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return first(found)
@@ -142,7 +137,7 @@ class WorkerProcesses:
             return from_exit(rank, code, ended)
 
     def interrupt(self) -> None:
-        """Pass Ctrl-C on."""
+        """Send every worker the signal of Ctrl-C."""
         self._signal(signal.SIGINT)
 
     def end(self, grace_s: float = _GRACE_S) -> None:
@@ -157,7 +152,7 @@ class WorkerProcesses:
             if process.pid is not None:  # also if it has ended: its own processes may be left
                 _kill_group(process.pid, signal.SIGKILL)
         if self._template is not None:
-            self._template.end(_LAST_WORDS_S)
+            self._template.end(_LAST_LOGS_S)
         for process in self._processes.values():
             process.wait()
 
@@ -166,7 +161,7 @@ class WorkerProcesses:
         return len(self.exit_codes()) == len(self._processes)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._template is not None and not self._template.done:
+        if self._template is not None and self._template.is_forking:
             self._template.end()  # it is still importing torch
         for process in self._processes.values():
             if process.poll() is None and process.pid is not None:

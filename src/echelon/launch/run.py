@@ -1,9 +1,9 @@
 """A whole run on this machine: folder, plan, lab, workers, faults, summary.
 
-prepare: everything that can be wrong with what was asked is found before anything is made
-start:   run folder, emulated cluster if one is asked for, workers
-watch:   the leader's output, everybody's events, injected faults, the first failure, Ctrl-C
-end:     no worker, namespace or group is left; the summary is written
+prepare: check the settings before anything is created
+start:   create the run folder, the emulated cluster if one is asked for, and the workers
+watch:   show the leader's output and all events, inject faults, notice the first failure and Ctrl-C
+end:     leave no worker, namespace or control group behind; write the summary
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. `code` is what the launcher's own process should end with."""
+    """How a run ended. `code` is the exit code for the launcher's own process."""
 
     folder: RunFolder
     code: int
@@ -111,7 +111,7 @@ class Target:
 
 
 def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> RunResult:
-    """Carry out a run from beginning to end."""
+    """Carry out a whole run."""
     settings = resolved.settings
     spec = read_lab(settings.lab) if settings.lab else None
     plan = _plan(settings, spec)
@@ -136,7 +136,7 @@ def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Ru
         stopped = stack.enter_context(_signals())
         lab = stack.enter_context(Lab.up(spec, folder.name)) if spec else None
         watch = _Watch(folder, plan, lab, recorder, watcher, stopped)
-        failure, code = watch.to_the_end(_commands(plan, settings, target, folder, lab))
+        failure, code = watch.run(_commands(plan, settings, target, folder, lab))
     tail = b""
     if failure is not None and folder.log_of(failure.rank).exists():
         tail = folder.log_of(failure.rank).read_bytes()[-_TAIL_BYTES:]
@@ -296,7 +296,7 @@ def _commands(
 
 
 class _Watch:
-    """Looks after one run from the first worker's start to the last one's end."""
+    """Watches one run from the start of its workers until all have ended."""
 
     def __init__(
         self,
@@ -321,14 +321,14 @@ class _Watch:
         self._step: int | None = None
         self._faults: FaultClock | None = None
 
-    def to_the_end(self, commands: Sequence[WorkerCommand]) -> tuple[Failure | None, int]:
-        """Start the workers and watch until all have ended; returns the first failure and the code."""
+    def run(self, commands: Sequence[WorkerCommand]) -> tuple[Failure | None, int]:
+        """Start the workers and watch until all have ended. Returns the first failure and the exit code."""
         notes = list(self._lab.notes) if self._lab else []
         for note in notes:
             self._recorder.emit(Noted(t=time.time(), rank=LAUNCHER, text=note))
         self._watcher.starting(self._folder, self._plan, notes)
         if self._lab:
-            self._lab.lift_quotas()  # until all have joined: importing torch is not what a lab measures
+            self._lab.lift_quotas()  # until all have joined: imports should not be slow too
         with WorkerProcesses(self._folder, commands) as processes:
             if self._lab:
                 self._faults = FaultClock(self._lab, pids_of_node=processes.pids_on)
@@ -392,7 +392,7 @@ class _Watch:
             self._recorder.flush()
 
     def _conclude(self, processes: WorkerProcesses, failure: Failure | None) -> int:
-        """Record how it ended; returns the exit code that says so."""
+        """Record how the run ended. Returns the exit code."""
         if self._stopped:
             outcome, detail, code = (
                 "interrupted",
@@ -425,7 +425,7 @@ class _Watch:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Notes requests to stop instead of dying of them, so that nothing is left behind."""
+    """Collect signals that ask to stop, so that the launcher can clean up first."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

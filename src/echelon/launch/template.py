@@ -10,12 +10,12 @@ Only the main thread may exist when a process forks, and a library that has star
 work in the child. The template therefore imports and computes nothing. If a thread or CUDA is running all
 the same, it forks nothing, and the launcher starts the workers by exec.
 
-Reports are lines: `started RANK PID` for each worker that was forked, `done`, and `ended RANK CODE`.
+Reports are lines: `started RANK PID` from a worker that was forked, `ended RANK CODE` when it has ended,
+`refused RANK` for one that was not forked. If the template ends, it has refused all others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import sys
@@ -47,27 +47,30 @@ def main() -> None:
     requests_fd, reports_fd = int(sys.argv[1]), int(sys.argv[2])
     with open(requests_fd, "rb") as file:
         requests = msgspec.msgpack.decode(file.read(), type=list[ForkRequest])
-    _preload()
-    if not _may_fork():
+    if not (_preload() and _may_fork()):
         return
     request = _fork_all(requests, reports_fd)
     run_program([os.fsdecode(word) for word in request.program])
 
 
-def _preload() -> None:
-    for name in _MODULES:
-        # A module that cannot be imported is the script's business: it will say so if it needs it.
-        with contextlib.suppress(Exception):
+def _preload() -> bool:
+    """Import what workers need. If that fails, the workers will report it: each by itself."""
+    try:
+        for name in _MODULES:
             import_module(name)
+    except (ImportError, OSError, RuntimeError):
+        return False
     # Frozen objects are neither copied nor visited by the workers' garbage collections: a worker ends
     # in a fraction of the time.
     gc.collect()
     gc.freeze()
+    return True
 
 
 def _may_fork() -> bool:
-    torch = sys.modules.get("torch")
-    return threading.active_count() == 1 and not (torch is not None and torch.cuda.is_initialized())
+    import torch
+
+    return threading.active_count() == 1 and not torch.cuda.is_initialized()
 
 
 def _fork_all(requests: Sequence[ForkRequest], reports_fd: int) -> ForkRequest:
@@ -77,15 +80,18 @@ def _fork_all(requests: Sequence[ForkRequest], reports_fd: int) -> ForkRequest:
     for request in requests:
         try:
             pid = _fork()
-        except OSError:
-            break  # no memory, or too many processes: the launcher tries exec, and reports what fails
+        except OSError:  # no memory, or too many processes; exec may fail too, and says why
+            _report(reports_fd, f"refused {request.rank}")
+            continue
         if pid == 0:
+            die_with_parent(template)
+            os.setsid()
+            # The worker reports this, not the template: the launcher must know it before the script runs.
+            _report(reports_fd, f"started {request.rank} {os.getpid()}")
             os.close(reports_fd)
-            _become_worker(request, template)
+            _become_worker(request)
             return request
         ranks[pid] = request.rank
-        _report(reports_fd, f"started {request.rank} {pid}")
-    _report(reports_fd, "done")
     while ranks:
         pid, status = os.wait()
         _report(reports_fd, f"ended {ranks.pop(pid)} {os.waitstatus_to_exitcode(status)}")
@@ -98,10 +104,8 @@ def _fork() -> int:
         return os.fork()
 
 
-def _become_worker(request: ForkRequest, template: int) -> None:
-    """Make this forked process what a worker that was started by itself would be."""
-    die_with_parent(template)
-    os.setsid()
+def _become_worker(request: ForkRequest) -> None:
+    """Give this process the log, variables, random numbers and threads that a worker of its own has."""
     log = os.open(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -109,13 +113,12 @@ def _become_worker(request: ForkRequest, template: int) -> None:
     os.environ.clear()
     os.environ.update({os.fsdecode(key): os.fsdecode(value) for key, value in request.env.items()})
     # Without new seeds all workers would draw the same numbers. Python's `random` seeds itself.
-    random = sys.modules.get("numpy.random")
-    if random is not None:
-        random.seed()
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.default_generator.seed()
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read the variable already
+    import torch
+
+    torch.default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP has read the variable already
 
 
 def _report(reports_fd: int, line: str) -> None:
