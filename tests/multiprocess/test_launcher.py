@@ -138,6 +138,11 @@ def _processes_of(folder: Path) -> list[int]:
     return found
 
 
+def _is_of_launch(pid: int) -> bool:
+    """Whether it is a worker, or the template that workers are forked from."""
+    return b"echelon.launch." in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def _until(condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + 120
     while not condition():
@@ -161,7 +166,7 @@ def test_leaders_output_is_shown_every_workers_is_kept_and_the_run_is_recorded(t
     for rank in (1, 2):
         assert run.log_of(rank).read_text() == leader.replace("rank 0", f"rank {rank}")
     first, *_, last = done.stderr.splitlines()
-    assert first == f"3 workers, 2 threads each; record in runs/{run.name}"
+    assert first == f"starting 3 workers, 2 threads each; record in runs/{run.name}"
     assert last == f"picture: echelon report runs/{run.name}"
     assert run.name.endswith("-prints")
     (started,) = _of(RunStarted, run.events_of(-1))
@@ -206,6 +211,109 @@ def test_an_error_that_the_terminal_has_just_shown_is_not_repeated(tmp_path):
     assert launcher.returncode == 1
     assert shown.count(b"Traceback") == 1
     assert shown.splitlines()[-2].decode() == f"rank 0 on {HOST} failed: ValueError: once"
+
+
+def test_an_error_is_printed_once_and_not_in_the_output_of_the_script(tmp_path):
+    script = "import atexit\natexit.register(print, 'goodbye')\nprint('before')\nraise ValueError('once')"
+    done = _echelon(tmp_path, "run", _script(tmp_path, script))
+    assert done.stdout == "before\ngoodbye\n"
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.splitlines()[-2] == f"rank 0 on {HOST} failed: ValueError: once"
+    assert "Traceback" in _only_run(tmp_path).log_of(0).read_text()
+
+
+def test_what_a_leader_says_when_it_exits_is_printed_once(tmp_path):
+    done = _echelon(tmp_path, "run", _script(tmp_path, "import sys\nsys.exit('no data here')"))
+    assert (done.returncode, (done.stdout + done.stderr).count("no data here")) == (1, 1)
+
+
+# How workers start
+
+TELLS = """
+import os, sys, threading
+import torch
+name, = (key for key in os.environ if key.startswith("ODD"))
+print(os.getpid() == os.getsid(0) == os.getpgid(0), threading.active_count(), torch.get_num_threads())
+print(sys.argv[0], __name__, sys.path[0], os.getcwd(), os.environb[os.fsencode(name)])
+print(float(torch.ones(300, 300).matmul(torch.ones(300, 300)).sum()))
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_a_forked_worker_is_like_one_that_was_started_by_itself(tmp_path, start):
+    script = _script(tmp_path, TELLS, "deep/tells.py")
+    done = subprocess.run(
+        [*ECHELON, "run", "--workers", "2", "--start", start, "--threads", "2", script],
+        cwd=tmp_path,
+        env={**os.environb, b"ODD\xff": b"\xfe"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    run = _only_run(tmp_path)
+    for rank in (0, 1):
+        head, place, numbers = run.log_of(rank).read_text().splitlines()
+        assert head == "True 1 2"
+        assert place == f"{script} __main__ {tmp_path / 'deep'} {tmp_path} b'\\xfe'"
+        assert float(numbers) == 300.0**3
+
+
+def test_forked_workers_do_not_draw_the_same_random_numbers(tmp_path):
+    script = "import random, numpy, torch\n" + "\n".join(
+        f"print({name})" for name in ("random.random()", "numpy.random.random()", "torch.initial_seed()")
+    )
+    done = _echelon(tmp_path, "run", "--workers", "3", _script(tmp_path, script))
+    assert done.returncode == 0, done.stderr
+    run = _only_run(tmp_path)
+    drawn = [number for rank in range(3) for number in run.log_of(rank).read_text().split()]
+    assert len(set(drawn)) == 9
+
+
+def test_a_template_that_may_not_fork_leaves_it_to_exec(tmp_path):
+    """A module of the user's that starts a thread as soon as Python starts."""
+    _script(
+        tmp_path, "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "site/sitecustomize.py",
+    )  # fmt: skip
+    path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*ECHELON, "run", "--workers", "2", _script(tmp_path, "import sys\nprint(sys.orig_argv)")],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert "echelon.launch.worker" in _only_run(tmp_path).log_of(rank).read_text()
+
+
+def test_workers_end_with_a_template_that_is_killed(tmp_path, sleeping):
+    launcher, pids = sleeping()
+    (template,) = {pid for pid in _processes_of(tmp_path) if _is_of_launch(pid)} - set(pids)
+    os.kill(template, signal.SIGKILL)
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert _processes_of(tmp_path) == []
+
+
+def test_ctrl_c_while_torch_is_imported_ends_the_run(tmp_path):
+    launcher = subprocess.Popen(
+        [*ECHELON, "run", "--workers", "2", _script(tmp_path, SLEEPS)],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _until(lambda: any(map(_is_of_launch, _processes_of(tmp_path))), "the template to start")
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130, err
+    assert _processes_of(tmp_path) == []
+    assert "Traceback" not in err
 
 
 # Failures
@@ -332,11 +440,11 @@ def test_a_request_to_end_is_honoured_like_ctrl_c(tmp_path, sleeping):
 
 def test_workers_die_with_a_launcher_that_is_killed(tmp_path, sleeping):
     launcher, pids = sleeping()
-    workers = [pid for pid in pids if b"echelon.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(workers) == 2
+    ours = [pid for pid in _processes_of(tmp_path) if _is_of_launch(pid)]
+    assert len(set(ours) & set(pids)) == 2
     launcher.kill()
     launcher.communicate()
-    _until(lambda: not set(workers) & set(_processes_of(tmp_path)), "the workers to die")
+    _until(lambda: not set(ours) & set(_processes_of(tmp_path)), "the workers and the template to die")
 
 
 # Training

@@ -373,13 +373,13 @@ def _require(name: str, value: float, holds: bool, wanted: str) -> None:
         )
 
 
-# What it shows, in plain words
+# Conclusions, as sentences
 
 _CLOSE = 0.01  # a loss within this fraction of the exact one's is as good
 
 
 def in_words(found: Comparison) -> list[str]:
-    """The smallest that learns as well, the quickest at this link, and those that broke."""
+    """Sentences: the smallest codec that learns as well, the fastest at this link, those that broke."""
     exact, *others = found.trials
     ended = [one for one in others if one.loss is not None]
     close = [one for one in ended if (worse := found.worse(one)) is not None and worse <= _CLOSE]
@@ -387,14 +387,14 @@ def in_words(found: Comparison) -> list[str]:
     if close:
         best = max(close, key=found.smaller)
         said.append(
-            f"{best.codec} sends {show_times(found.smaller(best))} fewer bytes than float32, its loss is "
-            f"{100 * (found.worse(best) or 0.0):+.1f} % beside that of {exact.codec}: the smallest within "
-            f"{100 * _CLOSE:.0f} %."
+            f"Smallest codec whose loss is at most {100 * _CLOSE:.0f} % above {exact.codec}'s: "
+            f"{best.codec}. It sends {show_times(found.smaller(best))} fewer bytes than float32; "
+            f"its loss is {_above(found.worse(best) or 0.0)} {exact.codec}'s."
         )
     else:
-        said.append(f"No codec ends within {100 * _CLOSE:.0f} % of the loss of {exact.codec}.")
+        said.append(f"Every codec's loss is more than {100 * _CLOSE:.0f} % above {exact.codec}'s.")
     if ended:
-        said.append(_quickest(found, close or ended, "within that" if close else "of all"))
+        said.append(_quickest(found, close or ended, " with such a loss" if close else ""))
         said.append(_how_sure(found))
     said += [
         f"{one.codec} broke at step {one.broke_at}: a gradient was not finite."
@@ -404,9 +404,15 @@ def in_words(found: Comparison) -> list[str]:
     return said
 
 
+def _above(difference: float) -> str:
+    return f"{100 * abs(difference):.1f} % {'above' if difference >= 0 else 'below'}"
+
+
 def _how_sure(found: Comparison) -> str:
     if found.bench.seeds == 1:
-        return "One seed was trained: differences of about a percent change with it; see --seeds."
+        return (
+            "Only one seed was trained; with another, differences change by about a percent. See --seeds."
+        )
     seeds = found.bench.seeds
     return f"Losses are means of {seeds} seeds; in brackets, the least and the largest difference."
 
@@ -416,10 +422,10 @@ def _quickest(found: Comparison, trials: Sequence[Trial], among: str) -> str:
     quick = min(trials, key=found.step_s)
     gain = found.step_s(exact) / found.step_s(quick)
     if gain <= 1:
-        return f"No codec {among} has a quicker step at this link than {exact.codec}, as predicted."
+        return f"No codec{among} has a shorter predicted step at this link than {exact.codec}."
     return (
-        f"{quick.codec} has the quickest step {among} at this link, as predicted: {gain:.1f} times as "
-        f"quick as that of {exact.codec}."
+        f"Of the codecs{among}, {quick.codec} has the shortest predicted step at this link: "
+        f"{gain:.1f} times as fast as {exact.codec}'s."
     )
 
 

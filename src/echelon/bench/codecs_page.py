@@ -121,9 +121,9 @@ def _saved(found: Comparison) -> str:
         f"To the right: fewer bytes. Below: a lower validation loss at the end. Times are of a step at "
         f"{rate}/s, predicted: a gradient and coding as measured, and the bytes at that rate."
     )
-    beyond = [one.codec for one in ended if (one.loss or 0.0) > top]
+    beyond = [f"{one.codec} ({one.loss:.3g})" for one in ended if (one.loss or 0.0) > top]
     if beyond:
-        body += about(f"Drawn at {top:.3g}, though above it: {', '.join(beyond)}.")
+        body += about(f"{', '.join(beyond)} {'is' if len(beyond) == 1 else 'are'} off the chart.")
     return section("Bytes saved against loss", body + figure(drawn))
 
 

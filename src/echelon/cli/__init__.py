@@ -1,7 +1,9 @@
-"""The command line: doors only, no logic of their own.
+"""The command line: it reads options, calls the library and prints the result.
 
-options.py   turns settings into command-line options
+command.py   the classes of all commands: help without types for flags
+options.py   turns a settings class into command-line options
 run.py       echelon run, echelon train
+runs.py      echelon runs
 config.py    echelon config show
 listing.py   echelon list
 lab.py       echelon lab up | status | exec | down
@@ -19,29 +21,32 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from echelon.cli import bench, config, lab, listing, look, run, simulate
+from echelon.cli import bench, config, lab, listing, look, run, runs, simulate
+from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.doctor import doctor
 from echelon.errors import EchelonError
 
 app = typer.Typer(
     name="echelon",
+    cls=PlainGroup,
     help="Train PyTorch models on the machines you have: unequal, joined by unequal links.",
-    epilog="First steps: `echelon train --workers 4`, then `echelon report`. Problems: `echelon doctor`.",
+    epilog="First steps: `echelon train --workers 4`, then `echelon report`. If something does not work: "
+    "`echelon doctor`.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode="rich",  # not markdown: it runs the lines of examples together
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 run.register(app)
-app.command("simulate")(simulate.simulate)
+app.command("runs", cls=PlainCommand)(runs.runs)
+app.command("report", cls=PlainCommand)(look.report)
+app.command("trace", cls=PlainCommand)(look.trace)
+app.command("list", cls=PlainCommand)(listing.show)
+app.command("simulate", cls=PlainCommand)(simulate.simulate)
 app.add_typer(bench.app, name="bench")
-app.command("list")(listing.show)
-app.command("trace")(look.trace)
-app.command("report")(look.report)
 app.add_typer(lab.app, name="lab")
 app.add_typer(config.app, name="config")
-app.command("doctor")(doctor)
+app.command("doctor", cls=PlainCommand)(doctor)
 
 
 @app.callback(invoke_without_command=True)
@@ -54,19 +59,19 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 
 def main() -> None:
-    """Run the command line; an error that explains itself is printed without a traceback."""
+    """Run the command line. An EchelonError or OSError is printed without a traceback."""
     try:
         app(prog_name="echelon")
     except EchelonError as error:
-        _tell(f"{type(error).__name__}: {error}")
+        _print_error(f"{type(error).__name__}: {error}")
         sys.exit(2)
     except OSError as error:
         named = f" ({error.filename})" if error.filename else ""
-        _tell(f"{type(error).__name__}: {error.strerror or error}{named}")
+        _print_error(f"{type(error).__name__}: {error.strerror or error}{named}")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _tell(text: str) -> None:
+def _print_error(text: str) -> None:
     Console(stderr=True).print(Text(text), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`echelon bench`: strategies side by side on this machine."""
+"""`echelon bench`: measurements of codecs, compared, on this machine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from echelon.bench.codecs import (
-    Bench,
-    Comparison,
-    asked_codecs,
-    compare_codecs,
-    in_words,
-    usual_codecs,
-)
+from echelon.bench.codecs import Bench, Comparison, asked_codecs, compare_codecs, in_words
 from echelon.bench.codecs_page import HEAD, codecs_html, rows_of
-from echelon.config.units import rate_bytes_per_s, show_bytes, show_seconds
-from echelon.errors import ConfigError
+from echelon.bench.settings import QUICK, BenchSettings
+from echelon.cli.command import PlainCommand, PlainGroup
+from echelon.cli.options import Given, with_options
+from echelon.config.units import show_bytes, show_seconds
 from echelon.observe.atomic import write_whole
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
@@ -37,27 +32,12 @@ if TYPE_CHECKING:
     from echelon.codec.codec import Codec
 
 app = typer.Typer(
+    cls=PlainGroup,
     no_args_is_help=True,
-    help="Compare strategies by experiment, on this machine.",
-    epilog="What can be compared: codecs. See also `echelon simulate`, for policies.",
+    help="Measure how codecs compare, on this machine.",
+    epilog="Example: `echelon bench codecs --quick`. To compare sync policies: `echelon simulate`.",
 )
 
-_QUICK: dict[str, Any] = {
-    "model": "mlp(32, 1)", "data": "digits", "steps": 30, "lr": 0.05, "test_samples": 100,
-}  # fmt: skip
-_PLAIN = (
-    "model",
-    "data",
-    "workers",
-    "steps",
-    "batch",
-    "lr",
-    "decay",
-    "momentum",
-    "seed",
-    "seeds",
-    "test_samples",
-)
 _PAGE, _FIGURES = "codecs.html", "codecs.json"
 
 
@@ -66,62 +46,32 @@ def _bench() -> None:
     """Keep `codecs` a command of its own: typer would drop the name of the only one."""
 
 
-def _option(help: str, *names: str, of: str = "", **more: Any) -> Any:
-    """An option that may be left out; its default is that of the setting of that name."""
-    if of:
-        default = {field.name: field.default for field in dataclasses.fields(Bench)}[of]
-        help = f"{help} Default: {f'{default:g}' if isinstance(default, float) else default}."
-    return typer.Option(*names, help=help, show_default=False, **more)
-
-
-@app.command()
+@with_options(BenchSettings, {})
 def codecs(
-    ctx: typer.Context,
-    codecs: Annotated[
-        str | None,
-        _option('Which, with options: "fp16; top-k(ratio=0.01)". Default: all. See `echelon list codec`.'),
-    ] = None,
-    model: Annotated[str | None, _option("See `echelon list model`.", of="model")] = None,
-    data: Annotated[str | None, _option("See `echelon list data`.", of="data")] = None,
-    workers: Annotated[int | None, _option("How many emulated workers.", of="workers")] = None,
-    steps: Annotated[int | None, _option("Steps of each training.", of="steps")] = None,
-    batch: Annotated[int | None, _option("The batch of each worker.", of="batch")] = None,
-    lr: Annotated[float | None, _option("The learning rate.", of="lr")] = None,
-    decay: Annotated[
-        float | None, _option("In the last part of the steps, the rate falls to 0.", of="decay")
-    ] = None,
-    momentum: Annotated[
-        float | None, _option("Momentum: of SGD, or of a codec that has its own.", of="momentum")
-    ] = None,
-    seed: Annotated[int | None, _option("Of the weights and the order of samples.", of="seed")] = None,
-    seeds: Annotated[
-        int | None, _option("Train so often, with seeds from that one on; means are told.", of="seeds")
-    ] = None,
-    test_samples: Annotated[
-        int | None, _option("Validate on so many test samples; 0 is all.", of="test_samples")
-    ] = None,
-    link: Annotated[
-        str, _option("The rate at which the time on the wire is predicted. Default: 100mbit.")
-    ] = "100mbit",
+    given: Given[BenchSettings],
     quick: Annotated[
-        bool, _option("A few seconds: mlp(32, 1) on digits, 30 steps, unless given.", "--quick")
+        bool,
+        typer.Option(
+            "--quick",
+            help="A few seconds: mlp(32, 1) on digits, 30 steps, unless other values are given.",
+        ),
     ] = False,
     out: Annotated[
         Path | None,
-        _option(
-            "The folder for the page and the figures. Default: a new bench-codecs-... here.",
+        typer.Option(
             "--out",
             "-o",
             metavar="FOLDER",
+            help="The folder for the page and the figures. Default: a new bench-codecs-... here.",
         ),
     ] = None,
-    show: Annotated[bool, _option("Show the page in the browser.", "--open")] = False,
+    show: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:
-    """Train a model with each codec: the bytes it saves, its time, its loss.
+    """Train a model with each codec; compare bytes, time and loss.
 
     Workers are emulated one after the other, in this process. Bytes are counted,
     coding is measured, the time on the wire is predicted from bytes and link.
-    Trainings begin alike and see the same data.
+    All trainings start with the same weights and see the same data.
 
     Examples:
       echelon bench codecs
@@ -130,8 +80,11 @@ def codecs(
       echelon bench codecs --model lenet --data mnist --link 1gbit --workers 8
       echelon bench codecs --codecs "top-k; one-bit" --seeds 5
     """
-    bench, chosen = _prepared(ctx.params)
-    found = _carried_out(bench, chosen)
+    settings = dataclasses.replace(QUICK, **given.values()) if quick else given.settings
+    bench = settings.bench()
+    MODELS.build(bench.model, where="--model")
+    DATASETS.build(bench.data, where="--data")
+    found = _carry_out(bench, asked_codecs(settings.codec_texts(), bench.momentum))
     folder = out or Path(f"bench-codecs-{datetime.now():%Y%m%d-%H%M%S}")
     page = folder / _PAGE
     command = shlex.join(["echelon", *sys.argv[1:]])
@@ -144,31 +97,13 @@ def codecs(
         _say("no browser could be started; open the file by hand")
 
 
-def _prepared(given: Mapping[str, Any]) -> tuple[Bench, dict[str, Codec]]:
-    """What is asked, checked before anything is loaded."""
-    fields = dict(_QUICK) if given["quick"] else {}
-    fields |= {name: given[name] for name in _PLAIN if given[name] is not None}
-    bench = Bench(**fields, link_bytes_per_s=rate_bytes_per_s(given["link"], where="--link"))
-    MODELS.build(bench.model, where="--model")
-    DATASETS.build(bench.data, where="--data")
-    texts = usual_codecs() if given["codecs"] is None else _listed(given["codecs"])
-    return bench, asked_codecs(texts, bench.momentum)
+app.command("codecs", cls=PlainCommand)(codecs)
+app.command("codec", cls=PlainCommand, hidden=True)(codecs)
 
 
-def _listed(text: str) -> list[str]:
-    texts = [one.strip() for one in text.split(";")]
-    if not all(texts):
-        raise ConfigError(
-            f"{text!r} names no codec in some place",
-            where="--codecs",
-            fix='give codecs with ; between them: "fp16; one-bit"',
-        )
-    return texts
-
-
-def _carried_out(bench: Bench, chosen: Mapping[str, Codec]) -> Comparison:
+def _carry_out(bench: Bench, chosen: Mapping[str, Codec]) -> Comparison:
     console = Console(stderr=True)
-    if not console.is_terminal:  # a line for each training: whoever reads a log sees that it goes on
+    if not console.is_terminal:  # a line for each training, so that a log shows progress
         began: dict[str, None] = {}
 
         def tell(text: str, step: int) -> None:

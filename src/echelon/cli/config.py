@@ -1,4 +1,4 @@
-"""`echelon config show`: every setting, its value, and where it came from."""
+"""`echelon config show`: every setting, its value, and its origin."""
 
 from __future__ import annotations
 
@@ -12,31 +12,35 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.config.resolve import resolve
 from echelon.config.schema import TrainSettings, section_of
 from echelon.errors import ConfigError
 
-app = typer.Typer(help="Settings and where they come from.", no_args_is_help=True)
+app = typer.Typer(cls=PlainGroup, help="Show settings and where they come from.", no_args_is_help=True)
 
 
 @app.callback()
 def _group() -> None:
-    """Settings and where they come from."""
+    """Show settings and where they come from."""
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def show(
     config: Path | None = typer.Option(
-        None, "--config", help="A TOML file of settings. Default: ./echelon.toml if it is there."
+        None, "--config", help="A TOML file of settings. Default: ./echelon.toml if it exists."
     ),
     assign: list[str] | None = typer.Option(
-        None, "--set", help="As if given on the command line: --set epochs=5. Can be repeated."
+        None,
+        "--set",
+        metavar="NAME=VALUE",
+        help="Set a value as an option of the command line would: --set epochs=5. May be repeated.",
     ),
-    json: bool = typer.Option(False, "--json", help="As JSON."),
+    json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Print each setting, its value, and where it came from.
+    """Print each setting of `run` and `train`, its value, and where it came from.
 
-    The command line counts more than the TOML file, and that more than the default.
+    A command-line option overrides the TOML file; the file overrides the default.
 
     Examples:
       echelon config show

@@ -1,4 +1,4 @@
-"""`echelon doctor`: is this machine ready, and if not, what would help?"""
+"""`echelon doctor`: checks whether this machine is ready for training, and says how to fix problems."""
 
 from __future__ import annotations
 
@@ -19,14 +19,23 @@ _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 def doctor(
     peer: Annotated[
         str | None,
-        typer.Option(metavar="HOST", help="A machine that will take part: which interface leads there?"),
+        typer.Option(
+            metavar="HOST",
+            help="Another machine that will take part: find the network interface that leads there.",
+        ),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="The port at which workers will meet: is it free?")
+        int | None,
+        typer.Option(min=1, max=65535, metavar="PORT", help="Check that workers can use this port."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Look at this machine, say what is in the way of training, and what would fix it."""
+    """Check whether this machine is ready for training, and say how to fix problems.
+
+    Examples:
+      echelon doctor
+      echelon doctor --peer other-machine --port 29500
+    """
     # Imported here, so that `echelon --help` does not load them.
     from echelon.cluster.checkup.data import data_sets
     from echelon.cluster.checkup.emulation import emulation

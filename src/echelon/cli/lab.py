@@ -1,4 +1,4 @@
-"""`echelon lab`: emulated clusters, up, looked at, used and down."""
+"""`echelon lab`: build, show, use and remove emulated clusters."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
+    from echelon.cluster.lab.execute import NodeJob
     from echelon.cluster.lab.lab import Lab
 
 app = typer.Typer(
+    cls=PlainGroup,
     no_args_is_help=True,
-    help="Emulate a cluster on this machine: unequal CPUs, unequal links, faults. Linux, as root.",
-    epilog="Labs that ship with Echelon: four-unequal, two-sites, seed1-table1.",
+    help="Emulate a cluster on this machine: unequal CPUs, unequal links, faults. Needs Linux and root.",
+    epilog="Example: `echelon lab up two-sites`. Labs that ship with Echelon: `echelon list labs`.",
 )
 
 _LAB_HELP = "A lab file, or the name of a shipped one: four-unequal, two-sites, seed1-table1."
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def up(file: Annotated[str, typer.Argument(metavar="FILE", help=_LAB_HELP)]) -> None:
     """Build a lab and leave it up until `echelon lab down`.
 
-    \b
-    echelon lab up two-sites
-    echelon lab exec two-sites --all -- python ddp_script.py
-    echelon lab down two-sites
+    Examples:
+      echelon lab up two-sites
+      echelon lab exec two-sites --all -- python ddp_script.py
+      echelon lab down two-sites
     """
     from echelon.cluster.lab.lab import Lab
     from echelon.cluster.lab.spec import read_lab
@@ -46,15 +49,15 @@ def up(file: Annotated[str, typer.Argument(metavar="FILE", help=_LAB_HELP)]) -> 
     console.print(f"\nlab {lab.name} is up; remove it with: echelon lab down {lab.name}", soft_wrap=True)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def status(
     file: Annotated[str | None, typer.Argument(metavar="FILE", help="One lab; all if omitted.")] = None,
 ) -> None:
     """Show the labs that are up, their nodes, and the processes in them.
 
-    \b
-    echelon lab status
-    echelon lab status two-sites
+    Examples:
+      echelon lab status
+      echelon lab status two-sites
     """
     from echelon.cluster.lab.lab import Lab
 
@@ -67,37 +70,43 @@ def status(
         console.print(_status_table(lab))
 
 
-@app.command("exec")
+@app.command("exec", cls=PlainCommand)
 def exec_(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The lab's file, name or id.")],
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The program to run, after --.")],
-    node: Annotated[list[str] | None, typer.Option(help="Run it in this node; can be repeated.")] = None,
+    node: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Run it in this node. May be repeated.")
+    ] = None,
     everywhere: Annotated[bool, typer.Option("--all", help="Run it in all nodes at once.")] = False,
     env: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Set a variable for it.")
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Set an environment variable. May be repeated."),
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="The MASTER_PORT it is told.")] = 29500,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, metavar="PORT", help="The value of MASTER_PORT.")
+    ] = 29500,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Let the others go on when one node fails.")
+        bool, typer.Option("--keep-going", help="Let the other nodes go on when one fails.")
     ] = False,
 ) -> None:
-    """Run any program in one node, or in all nodes at once, and wait for it.
+    """Run any program in one node, or in several at once, and wait for it.
 
-    The program's world is the nodes it runs in. Its environment has RANK,
-    NODE_RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and
-    GLOO_SOCKET_IFNAME; in its words {rank}, {world}, {node}, {address},
-    {master} and {port} are replaced.
+    The program is started once per node, with RANK, NODE_RANK, WORLD_SIZE,
+    LOCAL_RANK, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME set. In its
+    arguments {rank}, {world}, {node}, {address}, {master} and {port} are
+    replaced.
 
-    In one node it has this terminal. In several, each line begins with the
-    node's name; the first failure ends the others and is the exit code.
+    In one node the program uses this terminal. In several, each line begins
+    with the node's name; the first failure ends the others and gives the exit
+    code.
 
-    \b
-    echelon lab exec two-sites --all -- python ddp_script.py
-    echelon lab exec two-sites --node east-0 -- bash
-    echelon lab exec two-sites --all -- torchrun --nnodes {world} \\
-        --node-rank {rank} --master-addr {master} ddp_script.py
+    Examples:
+      echelon lab exec two-sites --all -- python ddp_script.py
+      echelon lab exec two-sites --node east-0 -- bash
+      echelon lab exec two-sites --all -- torchrun --nnodes {world} \\
+          --node-rank {rank} --master-addr {master} ddp_script.py
     """
-    from echelon.cluster.lab.execute import NodeJob, run_attached, run_job
+    from echelon.cluster.lab.execute import NodeJob, run_attached
     from echelon.cluster.lab.lab import Lab
 
     if everywhere == bool(node):
@@ -109,33 +118,21 @@ def exec_(
     lab = Lab.find(_name_of(file))
     nodes = list(dict.fromkeys(node)) if node else [known.name for known in lab.spec.nodes]
     job = NodeJob(command=command, nodes=nodes, env=_variables(env or []), port=port, keep_going=keep_going)
-    if len(nodes) == 1:
-        raise typer.Exit(run_attached(lab, job).code)
-    consoles = {"stdout": Console(highlight=False), "stderr": Console(highlight=False, stderr=True)}
-    width = max(len(name) for name in nodes)
-
-    def show(name: str, stream: str, line: str) -> None:
-        consoles[stream].out(f"{name:{width}} | {line}", highlight=False)
-
-    outcome = run_job(lab, job, show)
-    if outcome.node:
-        others = "" if keep_going else "; the command was ended on the other nodes"
-        consoles["stderr"].out(
-            f"{outcome.node} ended with exit code {outcome.code}{others}", highlight=False
-        )
-    raise typer.Exit(outcome.code)
+    raise typer.Exit(run_attached(lab, job).code if len(nodes) == 1 else _run_on_several(lab, job))
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def down(
     file: Annotated[str | None, typer.Argument(metavar="FILE", help="The lab's file, name or id.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all labs and their remains.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Remove all labs, also what is left of broken ones.")
+    ] = False,
 ) -> None:
-    """End what runs in a lab and remove it, also after a crash.
+    """End all processes in a lab and remove it, also after a crash.
 
-    \b
-    echelon lab down two-sites
-    echelon lab down --all
+    Examples:
+      echelon lab down two-sites
+      echelon lab down --all
     """
     from echelon.cluster.lab.lab import take_down
     from echelon.cluster.lab.remove import remove_all
@@ -157,6 +154,25 @@ def down(
         console.print("no lab is up" if file is None else f"lab {file} is not up", soft_wrap=True)
 
 
+def _run_on_several(lab: Lab, job: NodeJob) -> int:
+    """Run a job and print each line with its node's name before it. Returns the exit code."""
+    from echelon.cluster.lab.execute import run_job
+
+    consoles = {"stdout": Console(highlight=False), "stderr": Console(highlight=False, stderr=True)}
+    width = max(len(name) for name in job.nodes)
+
+    def show(name: str, stream: str, line: str) -> None:
+        consoles[stream].out(f"{name:{width}} | {line}", highlight=False)
+
+    outcome = run_job(lab, job, show)
+    if outcome.node:
+        others = "" if job.keep_going else "; the command was ended on the other nodes"
+        consoles["stderr"].out(
+            f"{outcome.node} ended with exit code {outcome.code}{others}", highlight=False
+        )
+    return outcome.code
+
+
 def _name_of(text: str) -> str:
     """The name of the lab that a path, a name or an id means."""
     from echelon.cluster.lab.spec import read_lab
@@ -165,7 +181,7 @@ def _name_of(text: str) -> str:
 
 
 def _check_known(text: str | None) -> None:
-    """A lab that is not up is fine to remove; one that does not exist is a slip of the pen."""
+    """Accept a lab that is not up; refuse a name that no lab has."""
     from echelon.cluster.lab.lab import Lab
     from echelon.cluster.lab.spec import shipped_labs
 

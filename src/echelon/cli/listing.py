@@ -1,4 +1,4 @@
-"""`echelon list`: the strategies of a kind, with their options."""
+"""`echelon list`: what can be chosen by name, with its options."""
 
 from __future__ import annotations
 
@@ -27,32 +27,47 @@ KINDS: dict[str, Registry[Any]] = {
     registry.kind: registry
     for registry in (MODELS, DATASETS, POLICIES, COLLECTIVES, CODECS, DELAYS, DETECTORS, THRESHOLDS, GRAPHS)
 }
+_LAB = "lab"
+_OTHER_NAMES = {
+    **{f"{kind}s": kind for kind in [*KINDS, _LAB]},
+    **dict.fromkeys(["policy", "policies"], POLICIES.kind),
+    **dict.fromkeys(["dataset", "datasets"], DATASETS.kind),
+}
+
+
+def _kinds() -> list[str]:
+    """The kinds, for shell completion."""
+    return [*KINDS, _LAB]
 
 
 def show(
     kind: str | None = typer.Argument(
-        None, metavar="KIND", help=f"What to list: {', '.join(KINDS)} or lab. Without it, all names."
+        None,
+        metavar="KIND",
+        help=f"What to list: {', '.join(KINDS)} or lab. Default: all, by name only.",
+        autocompletion=_kinds,
     ),
-    json: bool = typer.Option(False, "--json", help="As JSON."),
+    json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """List what can be chosen by name, with its options.
+    """List models, data sets, sync policies, codecs and so on, with their options.
 
-    A choice is written with its options: --model "mlp(width=256, depth=4)".
+    Options are written in brackets after the name: --model "mlp(width=256)".
 
     Examples:
       echelon list
-      echelon list model
-      echelon list data --json
+      echelon list models
+      echelon list codec --json
     """
+    kind = _OTHER_NAMES.get(kind, kind) if kind else None
     if kind is None:
         kinds = {name: KINDS[name].names() for name in KINDS} | {"lab": shipped_labs()}
         _print_json(kinds) if json else _print_kinds(kinds)
         return
-    if kind == "lab":
+    if kind == _LAB:
         _print_json(shipped_labs()) if json else _print_kinds({"lab": shipped_labs()})
         return
     if kind not in KINDS:
-        raise UnknownName("kind", kind, [*KINDS, "lab"], where="echelon list")
+        raise UnknownName("kind", kind, _kinds(), where="echelon list")
     described = KINDS[kind].describe()
     _print_json(described) if json else _print_table(kind, described)
 

@@ -1,4 +1,4 @@
-"""`echelon trace` and `echelon report`: look at a run after, or while, it happens."""
+"""`echelon trace` and `echelon report`: show a run, also while it goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echelon.observe.trace import write_trace
 _Run = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, its name under --runs, or 'latest'.")
 ]
-_Runs = Annotated[Path, typer.Option("--runs", help="Where runs are kept.")]
+_Runs = Annotated[Path, typer.Option("--runs", help="The folder of runs.")]
 
 
 def trace(
@@ -25,21 +25,22 @@ def trace(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="Where to write; ending in .gz it is compressed. Default: the run's folder."
+            "--out",
+            "-o",
+            help="The file to write; .gz compresses it. Default: in the run's folder.",
         ),
     ] = None,
     runs: _Runs = Path("runs"),
 ) -> None:
     """Write a run's timeline as Chrome-trace JSON, for Perfetto.
 
-    One lane per activity (data, compute, wait, apply) and worker; faults, checkpoints and evaluations
-    as instants; loss and throughput as curves.
+    It has a lane for each worker and activity (data, compute, wait, apply),
+    marks for faults, checkpoints and evaluations, and curves of loss and
+    throughput.
 
     Examples:
-
-        echelon trace
-
-        echelon trace 20250101-120000-demo --out demo.json.gz
+      echelon trace
+      echelon trace 20250101-120000-demo --out demo.json.gz
     """
     folder = RunFolder.find(run, runs)
     written = write_trace(folder, out if out is not None else folder.path / "trace.json")
@@ -50,21 +51,19 @@ def trace(
 def report(
     run: _Run = "latest",
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Where to write. Default: the run's folder.")
+        Path | None, typer.Option("--out", "-o", help="The file to write. Default: in the run's folder.")
     ] = None,
     runs: _Runs = Path("runs"),
     show: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
 ) -> None:
     """Write one self-contained HTML page about a run.
 
-    Loss and throughput, where each worker's time went, and who kept the others waiting, judged by
-    arrival. The page needs no network.
+    It shows loss and throughput, where each worker's time went, and which
+    workers kept the others waiting. The page needs no network.
 
     Examples:
-
-        echelon report
-
-        echelon report runs/20250101-120000-demo --out demo.html --open
+      echelon report
+      echelon report runs/20250101-120000-demo --out demo.html --open
     """
     folder = RunFolder.find(run, runs)
     written = write_report(folder, out if out is not None else folder.path / "report.html")

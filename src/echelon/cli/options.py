@@ -6,30 +6,41 @@ import dataclasses
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import typer
 
-from echelon.config.registry import type_text
+from echelon.config.registry import convert, type_text
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunSettings
 from echelon.errors import ConfigError
 
+S_co = TypeVar("S_co", covariant=True)
+Command = Callable[..., None]
 
-def with_settings(
-    schema: type[RunSettings], panels: typing.Mapping[str, str]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+
+@dataclass(frozen=True, slots=True)
+class Given(Generic[S_co]):
+    """Settings from the command line alone, and the names of those that were given there."""
+
+    settings: S_co
+    names: tuple[str, ...]
+
+    def values(self) -> dict[str, Any]:
+        """The values that were given."""
+        return {name: getattr(self.settings, name) for name in self.names}
+
+
+def with_settings(schema: type[RunSettings], panels: Mapping[str, str]) -> Callable[[Command], Command]:
     """Decorate `command(resolved, ...)`: its options are the settings of `schema` and `--config`."""
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for name, p in inspect.signature(command).parameters.items() if name != "resolved"]
-        names = [field.name for field in dataclasses.fields(schema)]
-
+    def decorate(command: Command) -> Command:
         def called(**given: Any) -> None:
             file: Path | None = given.pop("config")
-            asked = {name: given.pop(name) for name in names}
+            asked = {name: given.pop(name) for name in _names(schema)}
             resolved: Resolved[RunSettings] = resolve(schema, asked, file)
             try:
                 command(resolved, **given)
@@ -37,17 +48,56 @@ def with_settings(
                 error.where = resolved.place(error.where)
                 raise
 
-        parameters = [*own, *_options(schema, panels), _config_option()]
-        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        called.__annotations__ = {p.name: p.annotation for p in parameters}
-        called.__doc__ = command.__doc__
-        called.__name__ = command.__name__
-        return called
+        options = [*_options(schema, panels), _config_option()]
+        return _dressed(called, command, [*_own_parameters(command), *options])
 
     return decorate
 
 
-def _options(schema: type[RunSettings], panels: typing.Mapping[str, str]) -> list[inspect.Parameter]:
+def with_options(schema: type[Any], panels: Mapping[str, str]) -> Callable[[Command], Command]:
+    """Decorate `command(given, ...)`: its options are the fields of `schema`; no file is read."""
+
+    def decorate(command: Command) -> Command:
+        def called(**given: Any) -> None:
+            hints = typing.get_type_hints(schema)
+            asked = {name: given.pop(name) for name in _names(schema)}
+            values = {
+                name: convert(value, hints[name], where=flag_of(name))
+                for name, value in asked.items()
+                if value not in (None, [])
+            }
+            command(Given(schema(**values), tuple(values)), **given)
+
+        return _dressed(called, command, [*_options(schema, panels), *_own_parameters(command)])
+
+    return decorate
+
+
+def flag_of(name: str) -> str:
+    """The option of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def _own_parameters(command: Command) -> list[inspect.Parameter]:
+    """The parameters of `command` after the first, which takes the settings."""
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+
+
+def _dressed(called: Command, command: Command, parameters: Sequence[inspect.Parameter]) -> Command:
+    """`called` with the name and help of `command`, and with these parameters."""
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {p.name: p.annotation for p in parameters}
+    called.__doc__ = command.__doc__
+    called.__name__ = command.__name__
+    return called
+
+
+def _names(schema: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(schema)]
+
+
+def _options(schema: type[Any], panels: Mapping[str, str]) -> list[inspect.Parameter]:
     hints = typing.get_type_hints(schema)
     return [
         inspect.Parameter(
@@ -55,9 +105,9 @@ def _options(schema: type[RunSettings], panels: typing.Mapping[str, str]) -> lis
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
                 None,
-                "--" + field.name.replace("_", "-"),
+                flag_of(field.name),
                 help=_help(field),
-                metavar=type_text(_plain(hints[field.name])).upper().replace(" ", ""),
+                metavar=field.metadata.get("metavar") or _metavar(hints[field.name]),
                 show_default=False,
                 rich_help_panel=panels.get(field.name),
             ),
@@ -74,7 +124,7 @@ def _config_option() -> inspect.Parameter:
         default=typer.Option(
             None,
             "--config",
-            help="A TOML file of settings. Default: ./echelon.toml if it is there.",
+            help="A TOML file of settings. Default: ./echelon.toml if it exists.",
             show_default=False,
         ),
         annotation=Path | None,
@@ -83,10 +133,18 @@ def _config_option() -> inspect.Parameter:
 
 def _help(field: dataclasses.Field[Any]) -> str:
     text: str = field.metadata["help"]
-    if field.default is None:
+    default = field.default
+    if default is None or default is False or default == ():
         return text
-    default = f"{field.default:g}" if isinstance(field.default, float) else field.default
-    return f"{text} Default: {default}."
+    if isinstance(default, tuple):
+        default = ", ".join(default)
+    return f"{text} Default: {f'{default:g}' if isinstance(default, float) else default}."
+
+
+def _metavar(hint: Any) -> str | None:
+    """The choices of a setting that has choices; otherwise typer shows the type."""
+    plain = _plain(hint)
+    return type_text(plain).replace(" ", "") if typing.get_origin(plain) is typing.Literal else None
 
 
 def _plain(hint: Any) -> Any:
@@ -97,6 +155,8 @@ def _plain(hint: Any) -> Any:
 
 
 def _click_type(hint: Any) -> Any:
-    """The type that the command line reads; choices stay text, the resolver knows them."""
+    """The type that the command line reads. Choices are read as text: `convert` checks them."""
     plain = _plain(hint)
+    if typing.get_origin(plain) is tuple:
+        return list[str]
     return str if typing.get_origin(plain) is typing.Literal else plain

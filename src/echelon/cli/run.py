@@ -1,4 +1,4 @@
-"""`echelon run` and `echelon train`: start workers, show what they do, and say how it ended."""
+"""`echelon run` and `echelon train`: start workers, show their progress, and print how the run ended."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from echelon.cli.command import PlainCommand
 from echelon.cli.options import with_settings
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
+from echelon.config.units import show_seconds
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.run import RunResult, Target, run
 from echelon.observe.events import AnyEvent, FaultInjected
@@ -22,12 +24,13 @@ from echelon.plan.plan import Plan
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 
-_REMEMBERED_BYTES = 16_000
 _LAST_LINES = 20
 _EMULATE = "Unequal machines"
 _PANELS = {
     **dict.fromkeys(["lab", "speed", "delay", "delayed"], _EMULATE),
-    **dict.fromkeys(["port", "threads", "join_timeout_s", "round_timeout_s", "runs", "name"], "Launch"),
+    **dict.fromkeys(
+        ["port", "threads", "start", "join_timeout_s", "round_timeout_s", "runs", "name"], "Launch"
+    ),
     **dict.fromkeys(["model", "data", "epochs", "batch", "optimizer", "lr", "momentum"], "Training"),
     **dict.fromkeys(["weight_decay", "until_accuracy", "checkpoint", "loader_workers"], "Training"),
 }
@@ -36,40 +39,45 @@ _PANELS = {
 def register(app: typer.Typer) -> None:
     """Add both commands."""
     app.command(
-        "run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
+        "run",
+        cls=PlainCommand,
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False},
     )(with_settings(RunSettings, _PANELS)(_run))
-    app.command("train")(with_settings(TrainSettings, _PANELS)(_train))
+    app.command("train", cls=PlainCommand)(with_settings(TrainSettings, _PANELS)(_train))
 
 
-class _Shows:
-    """Shows the leader's output as it comes, or a progress display, and what else happens."""
+class _RunDisplay:
+    """Shows the leader's output as it arrives, or a progress display, and what else happens."""
 
     def __init__(self, console: Console, progress: Progress | None) -> None:
         self._console = console
         self._progress = progress
-        self._last = b""
+        self._workers = ""
 
-    def started(self, folder: RunFolder, plan: Plan, notes: Sequence[str]) -> None:
+    @property
+    def shows_output(self) -> bool:
+        """Whether the leader's output has been shown."""
+        return self._progress is None
+
+    def starting(self, folder: RunFolder, plan: Plan, notes: Sequence[str]) -> None:
         workers, threads = len(plan.workers), plan.workers[0].threads
+        self._workers = f"{workers} worker{'s' if workers > 1 else ''}"
         _say(
             self._console,
-            f"{workers} worker{'s' if workers > 1 else ''}, "
+            f"starting {self._workers}, "
             f"{threads} thread{'s' if threads > 1 else ''}{' each' if workers > 1 else ''}; "
             f"record in {_short(folder.path)}",
         )
         for note in notes:
             _say(self._console, f"note: {note}")
 
+    def joined(self, seconds: float) -> None:
+        _say(self._console, f"{self._workers} joined after {show_seconds(seconds)}")
+
     def output(self, data: bytes) -> None:
         if self._progress is None:
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
-            self._last = (self._last + data)[-_REMEMBERED_BYTES:]
-
-    def has_shown(self, text: str) -> bool:
-        """Whether the reader of the terminal has just seen this; torch puts [rank0]: before each line."""
-        shown = self._last.decode(errors="replace").replace("[rank0]: ", "").rstrip()
-        return sys.stdout.isatty() and sys.stderr.isatty() and shown.endswith(text.rstrip())
 
     def events(self, events: Sequence[AnyEvent]) -> None:
         if self._progress is not None:
@@ -84,14 +92,16 @@ def _run(
     resolved: Resolved[RunSettings],
     script: str | None = typer.Argument(None, metavar="SCRIPT", help="The training script."),
     args: list[str] | None = typer.Argument(None, metavar="ARGS", help="Its arguments."),
-    module: bool = typer.Option(False, "-m", help="SCRIPT is the name of a module."),
+    module: bool = typer.Option(False, "-m", help="SCRIPT is a module, as in python -m."),
 ) -> None:
-    """Run a training script on several workers of this machine, or of an emulated cluster.
+    """Run a training script on several workers, on this machine or in an emulated cluster.
 
-    The leader's output is shown; every worker's is kept in the run's folder.
+    The output of rank 0 is shown. The output of every worker is kept in the
+    run's folder. Options of echelon go before SCRIPT, the script's own after it.
 
     Examples:
       echelon run --workers 4 train.py --epochs 10
+      echelon run --workers 4 -m package.train
       echelon run --lab two-sites train.py
       echelon run --workers 4 --speed 1,0.5,0.5,0.25 --shares by-speed train.py
       echelon run --workers 4 --delay "normal(0, 0.25)" --delayed 0.5 train.py
@@ -106,15 +116,15 @@ def _run(
         )
     console = Console(stderr=True)
     argv = ["-m", script, *(args or [])] if module else [script, *(args or [])]
-    shows = _Shows(console, None)
-    outcome = run(resolved, Target(argv=argv, name=Path(script).stem), shows)
-    _conclude(outcome, console, shows)
+    display = _RunDisplay(console, None)
+    outcome = run(resolved, Target(argv=argv, name=Path(script).stem), display)
+    _conclude(outcome, console, display)
 
 
 def _train(resolved: Resolved[TrainSettings]) -> None:
-    """Train a model of the zoo on a data set of the zoo, without a script.
+    """Train a built-in model on a built-in data set, without a script.
 
-    What there is to choose from: echelon list model, echelon list data.
+    `echelon list model` and `echelon list data` show what there is.
 
     Examples:
       echelon train --model lenet --data digits --workers 4
@@ -129,15 +139,15 @@ def _train(resolved: Resolved[TrainSettings]) -> None:
     name = f"{settings.model.partition('(')[0]}-{settings.data.partition('(')[0]}"
     target = Target(argv=["-m", "echelon.train.job"], name=name)
     with Progress(console=console) as progress:
-        shows = _Shows(console, progress)
-        outcome = run(resolved, target, shows)
+        display = _RunDisplay(console, progress)
+        outcome = run(resolved, target, display)
     if outcome.summary.steps:
         console.print(closing_table(outcome.summary))
-    _conclude(outcome, console, shows)
+    _conclude(outcome, console, display)
 
 
-def _conclude(outcome: RunResult, console: Console, shows: _Shows) -> None:
-    """The last lines: where the record is or, after a failure, the failing worker's own words."""
+def _conclude(outcome: RunResult, console: Console, display: _RunDisplay) -> None:
+    """Print where the record is or, after a failure, the failing worker's error and its rank and node."""
     failure = outcome.failure
     folder = _short(outcome.folder.path)
     if failure is None:
@@ -147,11 +157,11 @@ def _conclude(outcome: RunResult, console: Console, shows: _Shows) -> None:
             _say(console, f"interrupted; record: {folder}")
         raise typer.Exit(outcome.code)
     errors = Console(stderr=True)
-    told = failure.text or "\n".join(outcome.log_tail.splitlines()[-_LAST_LINES:])
-    if told.strip() and not shows.has_shown(told):
-        if not failure.text:
-            _say(errors, f"rank {failure.rank} printed last:")
-        _say(errors, told.rstrip())
+    last_lines = "\n".join(outcome.log_tail.splitlines()[-_LAST_LINES:])
+    if failure.text:
+        _say(errors, failure.text.rstrip())
+    elif last_lines.strip() and not (failure.rank == 0 and display.shows_output):
+        _say(errors, f"rank {failure.rank} printed last:\n{last_lines.rstrip()}")
     _say(
         errors,
         f"rank {failure.rank} on {outcome.node} failed: {failure.cause}\n"
@@ -161,12 +171,12 @@ def _conclude(outcome: RunResult, console: Console, shows: _Shows) -> None:
 
 
 def _say(console: Console, text: str) -> None:
-    """As it is: no markup, no emoji, no line broken that someone may want to copy."""
+    """Print without markup, and without breaking lines: paths can be copied."""
     console.print(Text(text), soft_wrap=True)
 
 
 def _short(path: Path) -> str:
-    """Relative to here, where that is shorter."""
+    """The path relative to the current folder, if it lies in it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -48,7 +48,7 @@ class RunSettings:
     servers: int = _setting(
         0, "Parameter servers: processes besides the workers; in a lab, on its last nodes."
     )
-    beside: bool = _setting(False, "Put the servers on the workers' nodes, from the first on, instead.")
+    colocate_servers: bool = _setting(False, "Put the servers on the workers' nodes, from the first on.")
     replicas: int = _setting(0, "Other servers that keep a copy of each server's part, with every update.")
     overlap: Literal["backward", "step"] = _setting(
         "backward",
@@ -56,6 +56,9 @@ class RunSettings:
     )
     factors: Literal["auto", "always", "never"] = _setting(
         "auto", "Send the factors of linear layers' gradients in their place: where cheaper, or as said."
+    )
+    start: Literal["fork", "exec"] = _setting(
+        "fork", "Fork workers from a process that has imported torch, or let each import it (exec)."
     )
     threads: int | None = _setting(None, "Threads per worker. Default: the usable cores over the workers.")
     port: int | None = _setting(None, "The port where workers meet. Default: a free one.")

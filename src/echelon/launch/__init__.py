@@ -1,8 +1,12 @@
-"""How workers get started, watched and ended.
+"""How workers are started, watched and ended.
 
-worker.py   the first code that runs in a worker: run a script, keep its error
-server.py   a process that only sums for the workers
-crew.py     the worker processes of one run: start, watch, end; none is left behind
-failure.py  which worker failed first, and why (pure)
-run.py      a whole run: folder, plan, lab, crew, faults, summary
+worker.py     the first code that runs in a worker: run a script, write down its error
+template.py   a process that imports torch once and forks the workers
+command.py    how one worker is started
+forked.py     the launcher's side of the template: process ids and exit codes of forked workers
+processes.py  the worker processes of one run: start, watch, end; none is left behind
+output.py     what the launcher shows of the leader's log
+failure.py    which worker failed first, and why (pure)
+run.py        a whole run: folder, plan, lab, processes, faults, summary
+history.py    the runs of a folder, with their figures
 """

@@ -1,7 +1,7 @@
 """Which worker failed first, and why. Pure.
 
-When one worker fails, the others fail of it: their connections break. The one to name is the one whose
-failure is nobody else's consequence, or else the earliest.
+When one worker fails, the others fail because their connections to it break. The launcher names a worker
+whose failure is no consequence of another's; among several, the earliest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a worker ended. `consequence`: because another one did."""
+    """Why a worker failed. `consequence`: it failed because another worker did."""
 
     rank: int
     t: float
@@ -24,13 +24,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cause(self) -> str:
-        """In one line."""
+        """Kind and first line of the message."""
         line = self.message.partition("\n")[0]
         return f"{self.kind}: {line}" if self.kind else line
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:
-    """The failure that the others follow from."""
+    """The failure that caused the others, if there is any."""
     ordered = sorted(failures, key=lambda failure: (failure.consequence, failure.t))
     return ordered[0] if ordered else None
 

@@ -1,7 +1,10 @@
 """The worker processes of one run: start them, watch them, end them. None is left behind.
 
-Every worker is the head of a process group of its own, so that what it starts ends with it. All that a
-worker prints goes straight to its log file; nothing it does can block the launcher, or be blocked by it.
+Every worker leads a process group of its own, so that the processes it starts end with it. A worker's
+output goes straight to its log file, so neither worker nor launcher can block the other.
+
+Several workers on this machine are forked from one template process that has imported torch; see
+template.py. A worker that cannot be forked is started by exec.
 """
 
 from __future__ import annotations
@@ -10,31 +13,21 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from types import TracebackType
 
 import msgspec
 
 from echelon.errors import LaunchError
+from echelon.launch.command import WorkerCommand
 from echelon.launch.failure import Failure, first, from_exit
+from echelon.launch.forked import CAN_FORK, ForkedWorker, Template
 from echelon.observe.run_folder import RunFolder
 
 _GRACE_S = 0.3
 _SETTLE_S = 0.4
-_LAST_WORDS_S = 2.0
+_LAST_LOGS_S = 2.0
 _POLL_S = 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerCommand:
-    """How one worker is started."""
-
-    rank: int
-    node: str
-    argv: Sequence[str]
-    env: Mapping[str, str]
 
 
 class WorkerProcesses:
@@ -42,18 +35,32 @@ class WorkerProcesses:
 
     def __init__(self, folder: RunFolder, commands: Sequence[WorkerCommand]) -> None:
         self._folder = folder
-        self._nodes = {command.rank: command.node for command in commands}
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._commands = {command.rank: command for command in commands}
+        self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
+        self._template: Template | None = None
+        self._ending = False
+        forkable = [command for command in commands if command.program]
         try:
+            if CAN_FORK and len(forkable) > 1:
+                self._fork(forkable)
             for command in commands:
-                self._processes[command.rank] = self._start(command)
+                if command.rank not in self._processes:
+                    self._processes[command.rank] = self._exec(command)
         except BaseException:
             self.end()
             raise
 
-    def _start(self, command: WorkerCommand) -> subprocess.Popen[bytes]:
+    def _fork(self, commands: Sequence[WorkerCommand]) -> None:
         try:
-            with self._folder.log_of(command.rank).open("wb") as log:
+            self._template = Template(self._folder, commands)
+        except OSError:
+            return  # exec will fail as well, and the error names the worker
+        for command in commands:
+            self._processes[command.rank] = ForkedWorker(self._template, command.rank)
+
+    def _exec(self, command: WorkerCommand) -> subprocess.Popen[bytes]:
+        try:
+            with self._folder.log_of(command.rank).open("ab") as log:
                 return subprocess.Popen(
                     command.argv,
                     env=dict(command.env),
@@ -68,21 +75,31 @@ class WorkerProcesses:
                 where=" ".join(command.argv[:3]),
             ) from error
 
+    def _exec_unforked(self) -> None:
+        """Start the workers that the template has refused to fork, once it is done with the others."""
+        if self._template is None or self._ending or self._template.is_forking:
+            return
+        while self._template.refused:
+            rank = self._template.refused.pop()
+            self._processes[rank] = self._exec(self._commands[rank])
+
     @property
     def size(self) -> int:
         """How many workers there are."""
-        return len(self._nodes)
+        return len(self._commands)
 
     def node_of(self, rank: int) -> str:
-        """Where a worker runs."""
-        return self._nodes[rank]
+        """The node that a worker runs on."""
+        return self._commands[rank].node
 
     def pids_on(self, node: str) -> list[int]:
-        """The processes that head the workers of one node."""
-        return [p.pid for rank, p in self._processes.items() if self._nodes[rank] == node]
+        """The process ids of one node's workers, as far as they have been started."""
+        on_node = (process for rank, process in self._processes.items() if self.node_of(rank) == node)
+        return [process.pid for process in on_node if process.pid is not None]
 
     def exit_codes(self) -> dict[int, int]:
-        """Those that have ended, with their exit codes; negative is a signal."""
+        """The exit codes of the workers that have ended; negative is a signal."""
+        self._exec_unforked()
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         return {rank: code for rank, code in codes.items() if code is not None}
 
@@ -91,10 +108,10 @@ class WorkerProcesses:
         return len(self.exit_codes()) == self.size
 
     def failure(self) -> Failure | None:
-        """The failure that the others follow from, once any worker has failed.
+        """The failure that caused the others, once any worker has failed.
 
-        A worker that fails because of another may be the first to end, so the other gets a moment. All
-        others get one as well, to write in their logs whom they have lost.
+        A worker that fails because of another may end before it, so the launcher waits a moment for the
+        other. Then it waits for the rest, so that they can write to their logs which worker they lost.
         """
         found = self._failures()
         if not found:
@@ -103,15 +120,13 @@ class WorkerProcesses:
         while all(failure.consequence for failure in found) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             found = self._failures()
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + _LAST_LOGS_S
         while not self.all_done_so_far() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return first(found)
 
     def _failures(self) -> list[Failure]:
-        return [
-            self._reason(rank, code) for rank, code in self.exit_codes().items() if code not in (0, None)
-        ]
+        return [self._reason(rank, code) for rank, code in self.exit_codes().items() if code != 0]
 
     def _reason(self, rank: int, code: int) -> Failure:
         try:
@@ -122,18 +137,22 @@ class WorkerProcesses:
             return from_exit(rank, code, ended)
 
     def interrupt(self) -> None:
-        """Pass Ctrl-C on."""
+        """Send every worker the signal of Ctrl-C."""
         self._signal(signal.SIGINT)
 
     def end(self, grace_s: float = _GRACE_S) -> None:
-        """End every worker and all it started: asked first, then made to."""
+        """End every worker and the processes it has started: SIGTERM, then SIGKILL."""
+        self._ending = True
         self._signal(signal.SIGCONT)
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while not self.all_done_so_far() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for process in self._processes.values():
-            _kill_group(process.pid, signal.SIGKILL)  # also what a worker that has ended left behind
+            if process.pid is not None:  # also if it has ended: its own processes may be left
+                _kill_group(process.pid, signal.SIGKILL)
+        if self._template is not None:
+            self._template.end(_LAST_LOGS_S)
         for process in self._processes.values():
             process.wait()
 
@@ -142,8 +161,10 @@ class WorkerProcesses:
         return len(self.exit_codes()) == len(self._processes)
 
     def _signal(self, number: signal.Signals) -> None:
+        if self._template is not None and self._template.is_forking:
+            self._template.end()  # it is still importing torch
         for process in self._processes.values():
-            if process.poll() is None:
+            if process.poll() is None and process.pid is not None:
                 _kill_group(process.pid, number)
 
     def __enter__(self) -> WorkerProcesses:
@@ -160,22 +181,3 @@ def _kill_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
     except ProcessLookupError:
         return
-
-
-class LogTail:
-    """What was added to a log since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = 0
-
-    def read(self) -> bytes:
-        """The new bytes, as they are."""
-        try:
-            with self._path.open("rb") as log:
-                log.seek(self._at)
-                data = log.read()
-        except FileNotFoundError:
-            return b""
-        self._at += len(data)
-        return data

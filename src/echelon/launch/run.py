@@ -1,9 +1,9 @@
 """A whole run on this machine: folder, plan, lab, workers, faults, summary.
 
-prepare: everything that can be wrong with what was asked is found before anything is made
-start:   run folder, emulated cluster if one is asked for, workers
-watch:   the leader's output, everybody's events, injected faults, the first failure, Ctrl-C
-end:     no worker, namespace or group is left; the summary is written
+prepare: check the settings before anything is created
+start:   create the run folder, the emulated cluster if one is asked for, and the workers
+watch:   show the leader's output and all events, inject faults, notice the first failure and Ctrl-C
+end:     leave no worker, namespace or control group behind; write the summary
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError, LaunchError
+from echelon.launch.command import WorkerCommand
 from echelon.launch.failure import Failure
-from echelon.launch.processes import LogTail, WorkerCommand, WorkerProcesses
+from echelon.launch.output import LeaderOutput
+from echelon.launch.processes import WorkerProcesses
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -73,21 +75,24 @@ _WORKER_BYTES = 250_000_000
 
 
 class Watcher(Protocol):
-    """Whoever shows a run while it goes on."""
+    """Shows a run while it goes on."""
 
-    def started(self, folder: RunFolder, plan: Plan, notes: Sequence[str]) -> None:
+    def starting(self, folder: RunFolder, plan: Plan, notes: Sequence[str]) -> None:
         """Workers are about to start."""
+
+    def joined(self, seconds: float) -> None:
+        """All workers have joined, so many seconds after the start."""
 
     def output(self, data: bytes) -> None:
         """The leader has printed something."""
 
     def events(self, events: Sequence[AnyEvent]) -> None:
-        """Something has happened."""
+        """There are new events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. `code` is what the launcher's own process should end with."""
+    """How a run ended. `code` is the exit code for the launcher's own process."""
 
     folder: RunFolder
     code: int
@@ -106,7 +111,7 @@ class Target:
 
 
 def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> RunResult:
-    """Carry out a run from beginning to end."""
+    """Carry out a whole run."""
     settings = resolved.settings
     spec = read_lab(settings.lab) if settings.lab else None
     plan = _plan(settings, spec)
@@ -131,7 +136,7 @@ def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Ru
         stopped = stack.enter_context(_signals())
         lab = stack.enter_context(Lab.up(spec, folder.name)) if spec else None
         watch = _Watch(folder, plan, lab, recorder, watcher, stopped)
-        failure, code = watch.to_the_end(_commands(plan, settings, target, folder, lab))
+        failure, code = watch.run(_commands(plan, settings, target, folder, lab))
     tail = b""
     if failure is not None and folder.log_of(failure.rank).exists():
         tail = folder.log_of(failure.rank).read_bytes()[-_TAIL_BYTES:]
@@ -149,7 +154,7 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
     if settings.delay:
         DELAYS.build(settings.delay, where="--delay")
     host = socket.gethostname()
-    apart = 0 if settings.beside else settings.servers
+    apart = 0 if settings.colocate_servers else settings.servers
     in_lab = max(1, len(spec.nodes) - apart) if spec else 1
     count = settings.workers or len(settings.speeds) or in_lab
     if isinstance(settings, TrainSettings) and count > settings.batch:
@@ -166,7 +171,7 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
     _check_memory(everybody)
     places = [spec.nodes[rank % len(spec.nodes)] for rank in range(everybody)] if spec else []
     seats = places[:count]
-    if settings.beside and spec:
+    if settings.colocate_servers and spec:
         places = [*seats, *(seats[server % count] for server in range(settings.servers))]
     if settings.groups:
         groups = parse_groups(settings.groups, count)
@@ -282,12 +287,16 @@ def _commands(
         prefix = seat.prefix if seat else ()
         what = ["-m", "echelon.server.process"] if worker in serving else target.argv
         argv = [*prefix, sys.executable, "-m", "echelon.launch.worker", *what]
-        commands.append(WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env))
+        # A worker of a lab enters its namespace and its group before it is Python: it cannot be a fork.
+        program = () if lab or settings.start == "exec" else what
+        commands.append(
+            WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env, program=program)
+        )
     return commands
 
 
 class _Watch:
-    """Looks after one run from the first worker's start to the last one's end."""
+    """Watches one run from the start of its workers until all have ended."""
 
     def __init__(
         self,
@@ -305,32 +314,34 @@ class _Watch:
         self._watcher = watcher
         self._stopped = stopped
         self._follower = Follower(folder)
-        self._log = LogTail(folder.log_of(0))
+        self._output = LeaderOutput(folder)
+        self._started_at = time.monotonic()
         self._joined: set[int] = set()
         self._joined_at: float | None = None
         self._step: int | None = None
         self._faults: FaultClock | None = None
 
-    def to_the_end(self, commands: Sequence[WorkerCommand]) -> tuple[Failure | None, int]:
-        """Start the workers and watch until all have ended; returns the first failure and the code."""
+    def run(self, commands: Sequence[WorkerCommand]) -> tuple[Failure | None, int]:
+        """Start the workers and watch until all have ended. Returns the first failure and the exit code."""
         notes = list(self._lab.notes) if self._lab else []
         for note in notes:
             self._recorder.emit(Noted(t=time.time(), rank=LAUNCHER, text=note))
-        self._watcher.started(self._folder, self._plan, notes)
+        self._watcher.starting(self._folder, self._plan, notes)
         if self._lab:
-            self._lab.lift_quotas()  # until all have joined: importing torch is not what a lab measures
+            self._lab.lift_quotas()  # until all have joined: imports should not be slow too
         with WorkerProcesses(self._folder, commands) as processes:
             if self._lab:
                 self._faults = FaultClock(self._lab, pids_of_node=processes.pids_on)
             failure = self._until_done(processes)
-        self._look(processes)
+        self._look()
+        self._show(self._output.rest(failure))
         return failure, self._conclude(processes, failure)
 
     def _until_done(self, processes: WorkerProcesses) -> Failure | None:
         interrupted_at: float | None = None
         while not processes.all_done():
             time.sleep(_LOOK_EVERY_S)
-            self._look(processes)
+            self._look()
             if self._stopped and interrupted_at is None:
                 interrupted_at = time.monotonic()
                 processes.interrupt()
@@ -343,10 +354,9 @@ class _Watch:
                 return failure
         return None if self._stopped else processes.failure()
 
-    def _look(self, processes: WorkerProcesses) -> None:
-        data = self._log.read()
-        if data:
-            self._watcher.output(data)
+    def _look(self) -> None:
+        """Show new output and events; inject the faults that are due."""
+        self._show(self._output.read())
         events = self._follower.poll()
         for event in events:
             if isinstance(event, WorkerJoined):
@@ -355,25 +365,34 @@ class _Watch:
                 self._step = event.step
         if self._joined_at is None and len(self._joined) == len(self._plan.workers):
             self._joined_at = time.monotonic()
+            self._watcher.joined(self._joined_at - self._started_at)
             if self._lab:
                 self._lab.apply_quotas()
         if events:
             self._watcher.events(events)
-        if self._faults is not None and self._joined_at is not None:
-            for fault in self._faults.tick(time.monotonic() - self._joined_at, self._step):
-                self._recorder.emit(
-                    FaultInjected(
-                        t=time.time(),
-                        rank=LAUNCHER,
-                        action=fault.action,
-                        target=fault.target,
-                        detail=fault.detail,
-                    )
+        self._inject_faults()
+
+    def _show(self, data: bytes) -> None:
+        if data:
+            self._watcher.output(data)
+
+    def _inject_faults(self) -> None:
+        if self._faults is None or self._joined_at is None:
+            return
+        for fault in self._faults.tick(time.monotonic() - self._joined_at, self._step):
+            self._recorder.emit(
+                FaultInjected(
+                    t=time.time(),
+                    rank=LAUNCHER,
+                    action=fault.action,
+                    target=fault.target,
+                    detail=fault.detail,
                 )
-                self._recorder.flush()
+            )
+            self._recorder.flush()
 
     def _conclude(self, processes: WorkerProcesses, failure: Failure | None) -> int:
-        """Record how it ended; returns the exit code that says so."""
+        """Record how the run ended. Returns the exit code."""
         if self._stopped:
             outcome, detail, code = (
                 "interrupted",
@@ -406,7 +425,7 @@ class _Watch:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Notes requests to stop instead of dying of them, so that nothing is left behind."""
+    """Collect signals that ask to stop, so that the launcher can clean up first."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

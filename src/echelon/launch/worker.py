@@ -3,8 +3,8 @@
     python -m echelon.launch.worker script.py args...
     python -m echelon.launch.worker -m package.module args...
 
-If the script raises, the reason is written to the run's `errors/` before the process ends, so that the
-launcher can show it. The worker dies with its launcher, even if that is killed.
+If the script raises, the error is written to the run's `errors/` before the process ends, so that the
+launcher can show it. The worker dies with its launcher, even if the launcher is killed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -32,41 +33,54 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Run what the command line names."""
-    _die_with_launcher()
+    launcher = os.environ.get("ECHELON_LAUNCHER")
+    die_with_parent(int(launcher) if launcher else os.getppid())
+    run_program(sys.argv[1:])
+
+
+def run_program(program: Sequence[str]) -> None:
+    """Run a script with its arguments, or a module: `-m`, its name, its arguments."""
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     sys.excepthook = _keep_error
-    argv = sys.argv[1:]
-    if argv[0] == "-m":
-        sys.argv = argv[1:]
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    if program[0] == "-m":
+        sys.argv = list(program[1:])
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
-    script = Path(argv[0])
-    sys.argv = argv
+    script = Path(program[0])
+    sys.argv = list(program)
     if not sys.flags.safe_path:
         sys.path[0] = str(script.resolve().parent)  # it was the current folder, as for any -m
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _die_with_launcher() -> None:
-    """Linux only; elsewhere an orphan is found by its broken connection to the others."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies. Linux only.
+
+    Elsewhere an orphan ends when its connections to the other workers break.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        launcher = os.environ.get("ECHELON_LAUNCHER")
-        if launcher and os.getppid() != int(launcher):
-            os._exit(1)  # the launcher was gone before we asked
+        if os.getppid() != parent:
+            os._exit(1)  # the parent was gone before the call
 
 
 def _keep_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Write the error to the run's folder, then print it: in this order, see `LeaderOutput`."""
     if issubclass(kind, KeyboardInterrupt):
         return
-    text = _told(kind, error, trace)
+    text = _error_text(kind, error, trace)
+    problem = _write_failure(kind, error, text)
     sys.stdout.flush()
-    sys.stderr.write(text)
+    sys.stderr.write(text + problem)
     sys.stderr.flush()
+
+
+def _write_failure(kind: type[BaseException], error: BaseException, text: str) -> str:
+    """Write the error file. Returns what to print if that is not possible."""
     folder = os.environ.get("ECHELON_RUN")
     if not folder:
-        return
+        return ""
     rank = int(os.environ.get("RANK", "0"))
     failure = Failure(
         rank=rank,
@@ -81,19 +95,20 @@ def _keep_error(kind: type[BaseException], error: BaseException, trace: Tracebac
         path.with_suffix(".tmp").write_bytes(msgspec.json.encode(failure))
         path.with_suffix(".tmp").rename(path)
     except OSError as problem:
-        sys.stderr.write(f"the error could not be kept in {path}: {problem}\n")
+        return f"the error could not be written to {path}: {problem}\n"
+    return ""
 
 
 def _is_own(error: WorkerError, rank: int) -> bool:
-    """Whether an error that all workers raise is about this one."""
+    """Whether an error that all workers raise names this one as the cause."""
     return isinstance(error, GradientError) and rank in error.ranks
 
 
-def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
-    """A traceback of the user's code; for an error that explains itself, only what it says."""
+def _error_text(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    """The traceback of the user's code; for an EchelonError, only its message."""
     if isinstance(error, EchelonError):
         return f"{kind.__name__}: {error}\n"
-    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    own = {__file__, str(Path(__file__).with_name("template.py")), runpy.__file__, "<frozen runpy>"}
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
     return "".join(traceback.format_exception(kind, error, trace))

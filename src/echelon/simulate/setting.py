@@ -1,6 +1,7 @@
-"""What is simulated: who computes what, how long it takes, and how it is looked at.
+"""What is simulated: the virtual cluster, what it trains, how long everything takes, what is evaluated.
 
-Everything that a result depends on is in here (and in the policy), so a result can be had again.
+Setting is all that a result depends on, besides the policy: the same Setting gives the same result.
+SimulateSettings is what a user of `echelon simulate` writes: text with units. It makes a Setting of it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from echelon.config.describe import described, like
+from echelon.config.schema import RunSettings
+from echelon.config.units import duration_s, rate_bytes_per_s
 from echelon.errors import ConfigError
-from echelon.simulate.profile import Profile
+from echelon.plan.groups import parse_groups
+from echelon.simulate.profile import Costs, Profile, VirtualLink
 from echelon.sync.policy import ClusterInfo
 
 
@@ -19,11 +24,11 @@ class Setting:
     """A virtual cluster and what it trains.
 
     `batch` is per worker. `speeds` (1 is full speed) and `links` (bytes per second, in place of the
-    profile's) are per worker, or empty. `groups`, if any, hold each worker once. `delay` holds up the
+    profile's) are per worker, or empty. `groups`, if any, hold each worker once. `delay` slows the
     highest ranks, the fraction `delayed` of all. There is one run for each of `seeds` seeds, from `seed`
-    on. Without `gradients` nothing is learned, and only the times are of interest. `profile` is measured if
-    it is not given. Of the test data `test_samples` are used, all if that is 0; the training loss is that
-    of `train_samples` fixed samples.
+    on. Without `gradients` nothing is learned; only times are simulated. `profile` is measured if it is
+    None. `test_samples` test samples are used, all if that is 0; the training loss is that of
+    `train_samples` fixed samples.
     """
 
     workers: int = 4
@@ -76,7 +81,7 @@ class Setting:
 
     @property
     def cluster(self) -> ClusterInfo:
-        """What a policy may know about this cluster; it has one server."""
+        """What a policy may know about this cluster. It has one server."""
         return ClusterInfo(
             workers=self.workers,
             servers=1,
@@ -89,7 +94,7 @@ class Setting:
 
     @property
     def evaluations(self) -> tuple[float, ...]:
-        """The times at which the weights are looked at: from the beginning to the end."""
+        """The times at which the weights are evaluated, from 0 to the end."""
         every_s = self.evaluate_every_s or self.seconds / 20
         count = math.ceil(self.seconds / every_s - 1e-9)
         return (*(index * every_s for index in range(count)), self.seconds)
@@ -102,3 +107,149 @@ def _require(name: str, value: float, holds: bool, wanted: str) -> None:
             where="--" + name.replace("_", "-"),
             fix=f"give {wanted}",
         )
+
+
+# Where Setting or Profile raises an error -> the option that the value came from.
+_OPTION_OF = {
+    "--evaluate-every-s": "--every",
+    "links": "--link",
+    "groups": "--groups",
+    "profile, compute_s": "--compute",
+    "costs, queue_s": "--server-costs",
+    "costs, apply_s": "--server-costs",
+    "costs, hand_s": "--server-costs",
+    "link, latency_s": "--latency",
+    "link, bytes_per_s": "--link",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateSettings:
+    """The options of `echelon simulate`, as they are written; everything is checked when one is made."""
+
+    sync: tuple[str, ...] = described(
+        ("full",),
+        "A policy: see `echelon list sync`. Give several to compare them with the first.",
+        metavar="POLICY",
+    )
+    workers: int = like(Setting, "workers", "How many workers.")
+    servers: int = described(1, "How many servers. The virtual cluster always has one.")
+    groups: str | None = described(None, "Groups of workers, for policies with levels: 4,4, or 0,1;2,3.")
+    speed: str | None = described(None, "A speed in (0, 1] per worker: 1,0.5,0.5,0.25.")
+    delay: str | None = described(None, 'Delay workers at every step: "normal(0, 0.25)" seconds.')
+    delayed: float = like(Setting, "delayed", "The fraction of workers that --delay applies to.")
+    model: str = like(Setting, "model", "The model: see `echelon list model`.")
+    data: str = like(Setting, "data", "The data set: see `echelon list data`.")
+    batch: int = like(Setting, "batch", "The batch of each worker.")
+    optimizer: Literal["sgd", "adamw"] = like(Setting, "optimizer", "The optimizer.")
+    lr: float = like(Setting, "lr", "The learning rate.")
+    momentum: float = like(Setting, "momentum", "The momentum of sgd.")
+    weight_decay: float = like(Setting, "weight_decay", "The weight decay.")
+    seconds: float = like(Setting, "seconds", "Virtual seconds per run.")
+    seed: int = like(Setting, "seed", "The first seed.")
+    seeds: int = like(Setting, "seeds", "How many seeds.")
+    no_gradients: bool = described(False, "Train nothing: simulate only the times.")
+    compute: str | None = described(
+        None, "How long a gradient takes: 20ms, or a number of seconds. Measured if not given."
+    )
+    server_costs: str | None = described(
+        None,
+        "How long the server takes for a push, an update, and sending weights: 1ms,2ms,1ms. "
+        "Measured if not given.",
+        metavar="QUEUE,APPLY,HAND",
+    )
+    link: str | None = described(None, "A rate such as 100mbit for all, or one per worker. Default: 1gbit.")
+    latency: str | None = described(None, "The links' latency, such as 5ms. Default: 0.1ms.")
+    every: str | None = described(None, "Evaluate every so many virtual seconds. Default: 20 times.")
+    test_samples: int = like(Setting, "test_samples", "How many test samples to evaluate on; 0 is all.")
+    train_samples: int = like(Setting, "train_samples", "How many samples the train loss is computed on.")
+    until_accuracy: float | None = described(
+        None, "Also report when this test accuracy was reached, e.g. 0.95."
+    )
+    jobs: int | None = described(
+        None, "Processes to simulate in; results are the same. Default: the usable cores."
+    )
+
+    def __post_init__(self) -> None:
+        if self.servers != 1:
+            raise ConfigError(
+                f"{self.servers} servers: the virtual cluster has exactly one",
+                where="--servers",
+                fix="leave it out; policies that need a server have it",
+            )
+        if not 0 <= self.delayed <= 1:
+            raise ConfigError(f"{self.delayed:g} is not a fraction", where="--delayed", fix="give 0 to 1")
+        accuracy = self.until_accuracy
+        if accuracy is not None and not 0 < accuracy <= 1:
+            raise ConfigError(
+                f"{accuracy:g} is not an accuracy", where="--until-accuracy", fix="give 0 to 1"
+            )
+        if self.jobs is not None:
+            _require("jobs", self.jobs, self.jobs >= 1, "at least 1")
+        try:
+            self.setting()
+            Profile(compute_s=1.0 if self.compute_s is None else self.compute_s, link=self.virtual_link)
+            _ = self.costs
+        except ConfigError as error:
+            error.where = _OPTION_OF.get(error.where, error.where)
+            raise
+
+    def setting(self) -> Setting:
+        """The Setting that these options describe, without its profile."""
+        rates = self._rates
+        return Setting(
+            workers=self.workers,
+            model=self.model,
+            data=self.data,
+            batch=self.batch,
+            optimizer=self.optimizer,
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            speeds=RunSettings(speed=self.speed).speeds,
+            links=rates if len(rates) > 1 else (),
+            groups=parse_groups(self.groups, self.workers) if self.groups else (),
+            delay=self.delay or "",
+            delayed=self.delayed,
+            seconds=self.seconds,
+            seed=self.seed,
+            seeds=self.seeds,
+            evaluate_every_s=None if self.every is None else duration_s(self.every, where="--every"),
+            test_samples=self.test_samples,
+            train_samples=self.train_samples,
+            gradients=not self.no_gradients,
+        )
+
+    @property
+    def compute_s(self) -> float | None:
+        """Seconds per gradient; None if they are to be measured."""
+        return None if self.compute is None else duration_s(self.compute, where="--compute")
+
+    @property
+    def costs(self) -> Costs | None:
+        """The server's costs; None if they are to be measured."""
+        if self.server_costs is None:
+            return None
+        parts = [duration_s(part, where="--server-costs") for part in self.server_costs.split(",")]
+        if len(parts) != 3:
+            raise ConfigError(
+                f"{self.server_costs!r} are not three durations",
+                where="--server-costs",
+                fix="give the costs of a push, an update, and sending weights: 1ms,2ms,1ms",
+            )
+        return Costs(queue_s=parts[0], apply_s=parts[1], hand_s=parts[2])
+
+    @property
+    def virtual_link(self) -> VirtualLink:
+        """The link of every worker that has none of its own."""
+        usual = VirtualLink()
+        latency_s = usual.latency_s
+        if self.latency is not None:
+            latency_s = duration_s(self.latency, where="--latency")
+        return VirtualLink(latency_s=latency_s, bytes_per_s=(*self._rates, usual.bytes_per_s)[0])
+
+    @property
+    def _rates(self) -> tuple[float, ...]:
+        if not self.link:
+            return ()
+        return tuple(rate_bytes_per_s(part, where="--link") for part in self.link.split(","))

@@ -297,18 +297,22 @@ def test_words_name_the_smallest_as_good_and_the_quickest():
         _trial("far", 1.2, 1000),
     )
     said = in_words(_comparison(EXACT, close, smaller, far))
-    assert said[0].startswith("smaller sends 4.0x fewer bytes")
-    assert "its loss is +0.5 % beside that of none: the smallest within 1 %" in said[0]
-    assert said[1].startswith("close has the quickest step within that")
-    assert said[2].startswith("One seed was trained")
-    assert "1.8 times as quick as that of none" in said[1]
+    assert said[0] == (
+        "Smallest codec whose loss is at most 1 % above none's: smaller. "
+        "It sends 4.0x fewer bytes than float32; its loss is 0.5 % above none's."
+    )
+    assert said[1] == (
+        "Of the codecs with such a loss, close has the shortest predicted step at this link: "
+        "1.8 times as fast as none's."
+    )
+    assert said[2].startswith("Only one seed was trained")
 
 
 def test_words_say_when_no_codec_is_worth_it():
     slow = _trial("slow", 1.5, 90_000, 1.0)
     said = in_words(_comparison(EXACT, slow, _trial("broken", 1.0, 10, broke_at=3)))
-    assert said[0] == "No codec ends within 1 % of the loss of none."
-    assert said[1] == "No codec of all has a quicker step at this link than none, as predicted."
+    assert said[0] == "Every codec's loss is more than 1 % above none's."
+    assert said[1] == "No codec has a shorter predicted step at this link than none."
     assert said[-1].startswith("broken broke at step 3")
     assert len(in_words(_comparison(EXACT))) == 1
 
@@ -404,6 +408,14 @@ def test_losses_above_the_first_are_drawn_at_the_top_and_nothing_is_drawn_outsid
     for x, y, _ in _read(codecs_html(_comparison(EXACT, wild, more))).dots:
         assert 60 <= x <= 760
         assert 28 <= y <= 340
+
+
+def test_the_page_says_which_codecs_are_off_the_chart():
+    far = _trial("far", 9.0, 10)
+    assert "far (9) is off the chart." in codecs_html(_comparison(EXACT, far))
+    both = codecs_html(_comparison(EXACT, far, _trial("away", 8.0, 20)))
+    assert "far (9), away (8) are off the chart." in both
+    assert "off the chart" not in codecs_html(_comparison(EXACT, _trial("near", 1.1, 10)))
 
 
 def test_a_page_without_a_dot_can_be_made():

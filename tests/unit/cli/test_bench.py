@@ -70,6 +70,13 @@ def test_several_seeds_are_trained_when_asked(called):
         assert one["spread"][0] <= one["worse"] <= one["spread"][1] or one["codec"] == "none"
 
 
+def test_one_codec_may_be_asked_for_in_the_singular(echelon):
+    assert (
+        echelon("bench", "codec", "--help").out.splitlines()[3:]
+        == (echelon("bench", "codecs", "--help").out.splitlines()[3:])
+    )
+
+
 def test_the_folder_has_a_new_name_unless_it_is_given(called):
     ended = called()
     (folder,) = Path().glob("bench-codecs-*")

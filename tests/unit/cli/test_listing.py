@@ -57,6 +57,14 @@ def test_labs_are_listed_by_name(echelon):
     assert json.loads(echelon("list", "lab", "--json").out) == shipped_labs()
 
 
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [*((f"{kind}s", kind) for kind in [*KINDS, "lab"]), ("policies", "sync"), ("datasets", "data")],
+)
+def test_a_kind_may_be_asked_for_in_the_plural(echelon, asked, meant):
+    assert echelon("list", asked).out == echelon("list", meant).out != ""
+
+
 def test_an_unknown_kind_names_the_nearest_and_all(echelon):
     ended = echelon("list", "dta")
     assert ended.code == 2

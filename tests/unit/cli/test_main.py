@@ -10,7 +10,25 @@ import pytest
 
 import echelon as package
 
-COMMANDS = ["run", "train", "simulate", "bench", "list", "trace", "report", "lab", "config", "doctor"]
+COMMANDS = [
+    "run",
+    "train",
+    "runs",
+    "report",
+    "trace",
+    "list",
+    "simulate",
+    "bench",
+    "lab",
+    "config",
+    "doctor",
+]
+GROUPS = {
+    "bench": ["codecs"],
+    "lab": ["up", "status", "exec", "down"],
+    "config": ["show"],
+}
+PATHS = [(name, below) for name in COMMANDS for below in GROUPS.get(name, [""])]
 
 
 def _assert_three_lines(ended, kind: str, where: str) -> None:
@@ -51,13 +69,52 @@ def test_help_of_each_command_fits_80_columns_and_says_what_it_does(echelon, com
     assert max(map(len, ended.out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", ["run", "train", "list"])
-def test_examples_stand_one_to_a_line(echelon, command):
-    lines = [line.strip() for line in echelon(command, "--help").out.splitlines()]
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+def test_help_has_examples_one_to_a_line_and_no_type_for_flags(echelon, path):
+    words = list(filter(None, path))
+    told = echelon(*words, "--help").out
+    lines = [line.strip() for line in told.splitlines()]
     examples = lines[lines.index("Examples:") + 1 :]
     examples = examples[: examples.index("")]
-    assert len(examples) >= 3
-    assert all(example.startswith(f"echelon {command}") for example in examples)
+    assert len(examples) >= 2
+    whole = [at for at, line in enumerate(examples) if not at or not examples[at - 1].endswith("\\")]
+    assert all(examples[at].startswith(f"echelon {' '.join(words)}") for at in whole if words[-1] != "up")
+    assert "bool" not in told.lower()
+    assert max(map(len, told.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("li", ["list"]), ("lab e", ["exec"]), ("run --work", ["--workers"]), ("list cod", ["codec"])],
+)
+def test_a_shell_can_complete_commands_options_and_kinds(typed, offered):
+    asked = {
+        "_ECHELON_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"echelon {typed}",
+        "COMP_CWORD": str(len(typed.split())),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon"],
+        env=os.environ | asked,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == offered, done.stderr
+
+
+def test_completion_can_be_installed(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon", "--install-completion", "bash"],
+        env={**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    (script,) = tmp_path.glob(".bash_completions/*")
+    assert "_ECHELON_COMPLETE=complete_bash" in script.read_text()
+    assert script.name in (tmp_path / ".bashrc").read_text()
 
 
 def test_unknown_command_names_the_nearest(echelon):

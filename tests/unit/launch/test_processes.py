@@ -1,4 +1,4 @@
-"""The crew with plain Python children: none of them imports torch, so each starts in some milliseconds."""
+"""WorkerProcesses with plain Python children. They do not import torch, so they start in milliseconds."""
 
 import os
 import signal
@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from echelon.errors import LaunchError
+from echelon.launch.command import WorkerCommand
 from echelon.launch.failure import Failure
-from echelon.launch.processes import LogTail, WorkerCommand, WorkerProcesses
+from echelon.launch.processes import WorkerProcesses
 from echelon.observe.run_folder import RunFolder
 
 SLEEP = "import time; time.sleep(250)"
@@ -67,7 +68,7 @@ def test_workers_run_their_own_commands_and_print_into_their_own_logs(folder):
     assert folder.log_of(1).read_text() == "second\n"
 
 
-def test_the_crew_knows_who_runs_where(folder):
+def test_processes_are_found_by_node(folder):
     with WorkerProcesses(folder, _commands(SLEEP, SLEEP, SLEEP)) as processes:
         assert processes.size == 3
         assert [processes.node_of(rank) for rank in range(3)] == ["n0", "n0", "n1"]
@@ -149,7 +150,7 @@ def test_a_damaged_reason_falls_back_to_the_exit_code(folder):
         assert "exit code 4" in processes.failure().cause
 
 
-def test_leaving_the_crew_ends_workers_and_all_that_they_started(folder):
+def test_leaving_the_context_ends_workers_and_all_that_they_started(folder):
     with WorkerProcesses(folder, _commands(PARENT + SLEEP, PARENT + "raise SystemExit(0)")) as processes:
         started = [int(_said(folder, rank)) for rank in (0, 1)]
         _until(lambda: 1 in processes.exit_codes(), "the second to end before its child")
@@ -222,15 +223,3 @@ def test_a_program_that_does_not_exist_is_a_launch_error_and_ends_those_that_wer
     assert "/no/such/program" in caught.value.where
     if pid.exists() and pid.read_text():  # it may have been ended before it could write
         assert _is_gone(int(pid.read_text()))
-
-
-def test_what_is_added_to_a_log_is_read_once(tmp_path):
-    log = tmp_path / "rank-0.log"
-    tail = LogTail(log)
-    assert tail.read() == b""
-    log.write_bytes(b"one\n")
-    assert tail.read() == b"one\n"
-    assert tail.read() == b""
-    with log.open("ab") as more:
-        more.write(b"tw\xff")
-    assert tail.read() == b"tw\xff"

@@ -1,0 +1,30 @@
+"""Commands whose help shows no type for a flag: a flag has no value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+
+class PlainCommand(TyperCommand):
+    """A command; typer would show `<bool>` after each of its flags."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its parameters, for the parser and for the help."""
+        return _without_flag_types(super().get_params(ctx))
+
+
+class PlainGroup(TyperGroup):
+    """A group of commands, likewise."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its parameters, for the parser and for the help."""
+        return _without_flag_types(super().get_params(ctx))
+
+
+def _without_flag_types(parameters: list[Any]) -> list[Any]:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters

@@ -1,0 +1,61 @@
+"""The leader's output as the launcher shows it: everything, except an error that it prints itself later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echelon.launch.failure import Failure
+from echelon.observe.run_folder import RunFolder
+
+
+class LogTail:
+    """Reads what was added to a log since the last read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+
+    def read(self) -> bytes:
+        """The new bytes, unchanged."""
+        try:
+            with self._path.open("rb") as log:
+                log.seek(self._at)
+                data = log.read()
+        except FileNotFoundError:
+            return b""
+        self._at += len(data)
+        return data
+
+
+class LeaderOutput:
+    """The leader's log while it grows.
+
+    A worker that fails writes its error file before it prints the error. From then on the output is held
+    back, because the launcher prints the error of the worker that failed first: it must not appear twice.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._tail = LogTail(folder.log_of(0))
+        self._error = folder.error_of(0)
+        self._held = b""
+
+    def read(self) -> bytes:
+        """The new output; nothing after the leader has failed."""
+        data = self._held + self._tail.read()
+        self._held = data if self._error.exists() else b""
+        return b"" if self._held else data
+
+    def rest(self, failure: Failure | None) -> bytes:
+        """What was held back, without the text of `failure` if it is the leader's."""
+        data = self._held + self._tail.read()
+        self._held = b""
+        if failure is None or failure.rank != 0 or not failure.text:
+            return data
+        for text in (_with_rank(failure.text), failure.text):
+            data = data.replace(text.encode(errors="backslashreplace"), b"", 1)
+        return data
+
+
+def _with_rank(text: str) -> str:
+    """As torch prints an error after `init_process_group`."""
+    return "\n".join(f"[rank0]: {line}" if line else "" for line in text.split("\n"))

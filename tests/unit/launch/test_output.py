@@ -1,0 +1,58 @@
+"""What the launcher shows of the leader's log."""
+
+import pytest
+
+from echelon.launch.failure import Failure
+from echelon.launch.output import LeaderOutput, LogTail
+from echelon.observe.run_folder import RunFolder
+
+ERROR = "Traceback (most recent call last):\n  File 'a.py'\n\nValueError: no\n"
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    return RunFolder(tmp_path).with_subfolders()
+
+
+def _failure(rank: int) -> Failure:
+    return Failure(rank=rank, t=0.0, kind="ValueError", message="no", text=ERROR)
+
+
+def test_what_is_added_to_a_log_is_read_once(tmp_path):
+    log = tmp_path / "rank-0.log"
+    tail = LogTail(log)
+    assert tail.read() == b""
+    log.write_bytes(b"one\n")
+    assert tail.read() == b"one\n"
+    assert tail.read() == b""
+    with log.open("ab") as more:
+        more.write(b"tw\xff")
+    assert tail.read() == b"tw\xff"
+
+
+def test_output_is_shown_as_it_arrives_while_the_leader_is_well(folder):
+    output = LeaderOutput(folder)
+    folder.log_of(0).write_bytes(b"one\n")
+    assert output.read() == b"one\n"
+    assert output.rest(None) == b""
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]: "], ids=["plain", "as torch prints it"])
+def test_the_leaders_own_error_is_left_out_and_all_else_is_shown(folder, prefix):
+    output = LeaderOutput(folder)
+    printed = "\n".join(f"{prefix}{line}" if line else "" for line in ERROR.split("\n"))
+    folder.error_of(0).write_bytes(b"{}")
+    folder.log_of(0).write_text("before\n" + printed[:30])
+    assert output.read() == b""
+    folder.log_of(0).write_text("before\n" + printed + "goodbye\n")
+    assert output.read() == b""
+    assert output.rest(_failure(0)) == b"before\ngoodbye\n"
+    assert output.rest(_failure(0)) == b""
+
+
+def test_the_leaders_error_is_shown_when_another_worker_failed_first(folder):
+    output = LeaderOutput(folder)
+    folder.error_of(0).write_bytes(b"{}")
+    folder.log_of(0).write_text("PeerLost: rank 1 failed\n")
+    assert output.read() == b""
+    assert output.rest(_failure(1)) == b"PeerLost: rank 1 failed\n"
