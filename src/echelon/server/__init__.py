@@ -11,6 +11,7 @@ In a worker:
     worker_rule.py     WorkerRule: what a worker does at a step and at each answer; pure
     pushes.py          PushSender: sends gradients piece by piece while backward goes on
     pulls.py           WeightsReceiver: receives weights and installs them in the parameters
+    opening.py         opens a table: tells the servers what they keep, and sends the first weights
     channel.py         ServerChannel: sends messages, waits for answers, names silent peers
 
 In a server:

@@ -21,19 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.checkpoint import state_tree
-from echelon.comm.wire.exchange import as_bytes
 from echelon.comm.wire.mailbox import Delivery
 from echelon.errors import ConfigError, GradientError
 from echelon.reduce.deferred import DeferredParameter, restore
 from echelon.reduce.reducer import RoundObserver
 from echelon.server import encoding, optimizer_spec
-from echelon.server.channel import Request, ServerChannel
+from echelon.server.channel import ServerChannel
 from echelon.server.layout import ShardPiece, TableLayout
+from echelon.server.opening import fetch_states, open_table
 from echelon.server.protocol import (
     AskToPush,
-    FetchedState,
-    FetchState,
     Invited,
     JoinTable,
     LeaveTable,
@@ -44,10 +41,6 @@ from echelon.server.protocol import (
     PushInfo,
     PushPiece,
     Released,
-    Seeded,
-    SeedState,
-    SeedWeights,
-    TableOpened,
     ToWorker,
     WeightsPiece,
 )
@@ -155,29 +148,7 @@ class ServerClient:
             whole=self._whole,
             codec=self._codec,
         )
-        requests = [(server, opening, _NOTHING) for server in self._channel.servers]
-        for _, answer, _ in self._channel.request(requests, TableOpened):
-            if isinstance(answer, TableOpened) and answer.problem:
-                raise ConfigError(answer.problem, where="--sync")
-        self._seed(replicas)
-
-    @torch.no_grad()
-    def _seed(self, replicas: int) -> None:
-        """Wait until the servers have the weights and states, or other workers would get zeros."""
-        states = self._layout.split_states(self.optimizer.state)
-        flats = self._layout.new_flats()
-        self._layout.to_shards(flats, [p.detach() for p in self.parameters])
-        servers, requests = self._channel.servers, list[Request]()
-        for index, flat in enumerate(flats):
-            if not flat.numel():
-                continue
-            for copy in range(replicas + 1):
-                server = servers[(index + copy) % len(servers)]
-                requests.append((server, SeedWeights(table=self._table, shard=index), as_bytes(flat)))
-                if states:
-                    packed = memoryview(state_tree.pack({"parts": states[index]}))
-                    requests.append((server, SeedState(table=self._table, shard=index), packed))
-        self._channel.request(requests, Seeded)
+        open_table(self._channel, opening, self._layout, self.optimizer.state)
 
     def begin(self) -> None:
         """Called by every worker, once the servers have the weights that all workers have."""
@@ -438,13 +409,7 @@ class ServerClient:
     @torch.no_grad()
     def fetch_state(self) -> None:
         """Give the worker's own optimizer the state of the servers' optimizers."""
-        servers, message = self._channel.servers, FetchState(table=self._table)
-        kept = [index for index, shard in enumerate(self._layout.shards) if shard.length]
-        requests = [(servers[index], message, _NOTHING) for index in kept]
-        answers = self._channel.request(requests, FetchedState)
-        packed = sorted((servers.index(peer), bytes(payload)) for peer, _, payload in answers)
-        parts = [(index, state_tree.unpack(state)["parts"]) for index, state in packed]
-        self.optimizer.state.update(self._layout.join_states(parts))
+        self.optimizer.state.update(fetch_states(self._channel, self._table, self._layout))
 
     def join(self) -> None:
         """Take part from now on."""
