@@ -233,4 +233,4 @@ def test_a_clock_injects_the_faults_of_the_file_in_time(build_lab: BuildLab) -> 
         assert lab.status()[0].cpu == 0.1
         assert [(done.action, done.target) for done in clock.tick(1.7, 4)] == [("kill", "b")]
         assert running.process.wait(20) == -signal.SIGKILL
-        assert clock.pending == []
+        assert clock.tick(99.0, 99) == []
