@@ -1095,7 +1095,7 @@ def test_options_that_cannot_work_are_refused(codec, said):
         ("dgc", {"momentum": 0.9}, "momentum would be applied twice: 0.9 in codec dgc, 0.9 in SGD"),
         ("chain(first=dgc)", {"momentum": 0.5}, "momentum would be applied twice"),
         ("between(dgc)", {"momentum": 0.9}, "momentum would be applied twice"),
-        ("dgc", {"factors": "always"}, "a gradient travels as factors or by codec dgc, not both"),
+        ("dgc", {"factors": "always"}, "a gradient is sent either as factors or by codec dgc, not both"),
     ],
 )
 def test_what_does_not_go_together_is_refused_also_alone(codec, prepared, said):
@@ -1108,7 +1108,12 @@ def test_what_does_not_go_together_is_refused_also_alone(codec, prepared, said):
 @pytest.mark.parametrize(
     ("codec", "options", "prepared", "said"),
     [
-        (TOP, {}, {"factors": "always"}, "a gradient travels as factors or by codec top-k, not both"),
+        (
+            TOP,
+            {},
+            {"factors": "always"},
+            "a gradient is sent either as factors or by codec top-k, not both",
+        ),
         (f"between({TOP})", {}, {}, "codec between(...) needs two sites or more"),
         (TOP, {"sync": "local"}, {}, "codec top-k writes gradients, and sync local averages weights"),
     ],

@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import re
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +25,10 @@ _ROOT = Path("/")
 class Machine:
     """Facts about one machine. None if the system does not tell."""
 
-    hostname: str
     kernel: str
     container: str | None
     cpu: str
     cores_logical: int
-    cores_physical: int | None
     cores_allowed: int  # by affinity
     cpu_quota: float | None  # CPU time that the cgroup grants, in cores
     cores_usable: int
@@ -53,12 +50,10 @@ def describe_machine(root: Path = _ROOT) -> Machine:
     allowed = _cores_allowed()
     shm, shm_free = _shm_bytes(root)
     return Machine(
-        hostname=socket.gethostname(),
         kernel=f"{platform.system()} {platform.release()}",
         container=_container(root),
-        cpu=_cpu_model(root),
+        cpu=processor_name(root),
         cores_logical=logical,
-        cores_physical=psutil.cpu_count(logical=False),
         cores_allowed=allowed,
         cpu_quota=quota,
         cores_usable=_usable(allowed, quota),
@@ -75,7 +70,8 @@ def describe_machine(root: Path = _ROOT) -> Machine:
 
 def processor_name(root: Path = _ROOT) -> str:
     """The processor's model name."""
-    return _cpu_model(root)
+    match = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
 
 
 def usable_cores(root: Path = _ROOT) -> int:
@@ -167,11 +163,6 @@ def _container(root: Path) -> str | None:
         return "podman"
     match = re.search(r"kubepods|docker|containerd|lxc", _read(root / "proc/1/cgroup"))
     return match.group() if match else None
-
-
-def _cpu_model(root: Path) -> str:
-    match = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
-    return match.group(1).strip() if match else platform.processor() or platform.machine()
 
 
 def _l2_bytes(root: Path) -> int | None:

@@ -20,9 +20,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from echelon.codec.bits import Bytes, planes
 from echelon.errors import Corrupt
 
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 Positions: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -80,7 +80,7 @@ def _high_bits(n: int, m: int, k: int) -> int:
 
 
 def _low_bytes(m: int, k: int) -> int:
-    return sum(-(-m * width // 8) for width in _widths(k))
+    return sum(-(-m * width // 8) for width in planes(k))
 
 
 def _fano_bytes(n: int, m: int) -> int:
@@ -106,20 +106,15 @@ def _set_bits(data: Bytes, length: int, m: int) -> Positions:
     return found
 
 
-def _widths(k: int) -> list[int]:
-    """The widths of the planes for k bits, the lowest bits first."""
-    return [8] * (k // 8) + [width for width in (4, 2, 1) if k & width]
-
-
 def _low_planes(positions: Positions, k: int) -> list[Bytes]:
     """The planes: each holds its bits of all positions.
 
     With P values per byte, the first value of each byte comes from the first P-th of the positions, and so
     on, so that whole ranges are shifted, not single values.
     """
-    planes = []
+    packed = []
     low = positions.astype(np.uint32)
-    for width in _widths(k):
+    for width in planes(k):
         per_byte = 8 // width
         length = -(-len(low) // per_byte)
         values = np.zeros(length * per_byte, np.uint8)
@@ -127,15 +122,15 @@ def _low_planes(positions: Positions, k: int) -> list[Bytes]:
         plane = values[:length].copy()
         for part in range(1, per_byte):
             plane |= values[part * length : (part + 1) * length] << np.uint8(width * part)
-        planes.append(plane)
+        packed.append(plane)
         low >>= np.uint32(width)
-    return planes
+    return packed
 
 
 def _low_of(data: Bytes, m: int, k: int) -> Positions:
     low = np.zeros(m, np.int64)
     shift = start = 0
-    for width in _widths(k):
+    for width in planes(k):
         per_byte = 8 // width
         length = -(-m // per_byte)
         plane = data[start : start + length]

@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.codec import positions as places
+from echelon.codec.bits import Bytes
 from echelon.codec.codec import RESIDUAL, Codec, CodecContext, State, Travels
-from echelon.codec.positions import Bytes, Positions
+from echelon.codec.positions import Positions
 from echelon.errors import ConfigError, Corrupt
 
 if TYPE_CHECKING:

@@ -66,15 +66,7 @@ def test_a_clock_injects_each_fault_once_and_describes_it() -> None:
     assert clock.tick(2.6, 4) == []
     assert [fault.action for fault in clock.tick(9.0, 12)] == ["cut", "slow"]
     assert clock.tick(99.0, 99) == []
-    assert clock.pending == []
     assert notes.done == [("restore", "a"), ("cpu", "a", 0.5), ("cut", "a"), ("cpu", "a", 0.1)]
-
-
-def test_pending_faults_are_those_that_did_not_happen() -> None:
-    _, lab = noted()
-    clock = FaultClock(lab)
-    clock.tick(3.0, 1)
-    assert clock.pending == [FAULTS[0], FAULTS[2]]
 
 
 def test_a_rate_is_described_in_the_notation_of_lab_files() -> None:

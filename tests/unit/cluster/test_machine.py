@@ -174,12 +174,12 @@ def test_container_is_known_by_its_first_process_group(tmp_path):
 
 def test_this_machine_is_described_and_cannot_be_changed():
     machine = describe_machine()
-    assert machine.hostname
+    assert machine.cpu
     assert 1 <= machine.cores_usable <= machine.cores_allowed <= machine.cores_logical
     assert 0 < machine.memory_available_bytes <= machine.memory_bytes
     assert machine.python == ".".join(map(str, sys.version_info[:3]))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        machine.hostname = "other"
+        machine.cpu = "other"
 
 
 def test_the_version_of_a_package_is_the_installed_one_or_none():
