@@ -1,4 +1,4 @@
-"""Real `echelon run` and `echelon train`. Scripts that need no torch do without, and start at once."""
+"""Real `echelon run` and `echelon train`: what they print, how they fail, end and train."""
 
 from __future__ import annotations
 
