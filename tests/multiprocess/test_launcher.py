@@ -1,4 +1,4 @@
-"""Real `echelon run` and `echelon train`. Scripts that need no torch do without, and start at once."""
+"""Real `echelon run` and `echelon train`: what they print, how they fail, end and train."""
 
 from __future__ import annotations
 
@@ -508,6 +508,9 @@ def test_a_run_leaves_its_settings_plan_events_logs_and_figures(unequal):
         (0.5, 0.5, "constant(0.001)"),
     ]
     shown = done.stdout.splitlines()
+    assert shown[0].startswith("starting 2 workers, ")
+    assert shown[0].endswith(f"; record in runs/{run.name}")
+    assert shown[1].startswith("2 workers joined after ")
     assert shown[-1] == f"picture: echelon report runs/{run.name}"
 
 

@@ -4,5 +4,6 @@ call.py      `name(option=value, ...)`: the syntax in which a strategy is asked 
 registry.py  finds the strategies of one kind by name, ours and third parties'
 units.py     quantities with units: "100mbit", "5ms", "1.5GiB"
 schema.py    the settings of a run, each with its default and its help
+describe.py  fields of settings classes with their help, for command-line options
 resolve.py   default < TOML < command line, and where each value came from
 """

@@ -287,8 +287,10 @@ def _commands(
         prefix = seat.prefix if seat else ()
         what = ["-m", "echelon.server.process"] if worker in serving else target.argv
         argv = [*prefix, sys.executable, "-m", "echelon.launch.worker", *what]
-        # A worker of a lab enters its namespace and its group before it is Python: it cannot be a fork.
-        program = () if lab or settings.start == "exec" else what
+        # A worker of a lab must enter its namespace and control group before it is Python, and a server
+        # is to be found by its command line: both are started by exec.
+        by_fork = settings.start == "fork" and lab is None and worker not in serving
+        program = what if by_fork else ()
         commands.append(
             WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env, program=program)
         )
