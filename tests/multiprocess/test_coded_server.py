@@ -119,7 +119,7 @@ def stepped(codec, strength):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         model, optimizer = session.prepare(model, optimizer)
         if session.rank:
-            session.rest()
+            session.pause()
             return []
         (table,) = session._synchronizer._tables
         lengths = [p.numel() for p in model.parameters()]
@@ -269,7 +269,7 @@ def pushed(clips, spoils):
         session.barrier()  # a load is for all at once
         session._synchronizer.loaded()
         assert session._synchronizer.residuals() == {}, "what was loaded owes nothing of what was before"
-        session.rest()
+        session.pause()
         return given, torch.cat(residuals).double(), moved, sent
 
 
@@ -336,7 +336,7 @@ def spoiled():
                 assert torch.equal(flat(model.parameters()), before)
                 continue
             optimizer.step()
-        session.rest()
+        session.pause()
         session.barrier()
         session._synchronizer._tables[0].pull()
         return begun - flat(model.parameters())
@@ -372,10 +372,10 @@ def overflowing(sync):
         what = "change" if large else "sum of gradients"
         if session.rank == 0:
             with pytest.raises(GradientError, match=f"the {what} of parameter weight"):
-                session.rest()
+                session.pause()
         session.barrier()
         session._synchronizer._tables[0].pull()
-        session.rest()
+        session.pause()
         return flat(model.parameters())
 
 
@@ -393,7 +393,7 @@ def spoiled_in_a_group():
         model, optimizer = session.prepare(model, optimizer)
         model(torch.full((1, 50), torch.nan if session.rank == 3 else 1.0)).sum().backward()
         optimizer.step()
-        session.rest()
+        session.pause()
 
 
 def test_of_a_group_all_members_are_named_for_whose_gradient_it_was_is_not_known(warm_pool, tmp_path):

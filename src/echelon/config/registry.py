@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 
 from echelon.config.call import Call, Value, parse_call
-from echelon.errors import ConfigError, UnknownName
+from echelon.errors import ConfigError, UnknownName, nearest
 
 
 class Strategy(ABC):
@@ -240,5 +240,11 @@ def convert(value: Any, hint: Any, *, where: str) -> Any:
         raise ConfigError(
             f"{value!r} does not fit: {reason[0].lower() + reason[1:]}",
             where=where,
-            fix=f"give {type_text(hint)}",
+            fix=_nearest(value, hint) + f"give {type_text(hint)}",
         ) from None
+
+
+def _nearest(value: Any, hint: Any) -> str:
+    """A question with the nearest of the words that `hint` allows; empty if none is near."""
+    close = nearest(str(value), [word for word in typing.get_args(hint) if isinstance(word, str)])
+    return f"did you mean {close!r}? " if close else ""

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from echelon.config.choices import Choices
+from echelon.config.schema import RunSettings
 from echelon.errors import ConfigError
 
 
@@ -29,23 +31,13 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Who does how much, and how they talk. `servers` are the nodes of those who only sum, if any."""
+class Plan(Choices):
+    """Who does how much, and how they communicate. `servers` are the nodes of the servers, if any."""
 
     run: str
     workers: tuple[WorkerPlan, ...]
     servers: tuple[str, ...] = ()
-    transport: str = "auto"
-    collective: str = "auto"
-    overlap: str = "backward"
-    factors: str = "auto"
-    sync: str = "full"
     groups: tuple[tuple[int, ...], ...] = ()
-    replicas: int = 0
-    codec: str = "none"
-    seed: int = 0
-    join_timeout_s: float = 60.0
-    round_timeout_s: float = 300.0
     predicted_step_s: float | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -56,7 +48,8 @@ class Plan:
 
     def to_toml(self) -> str:
         """The plan as a person reads it."""
-        return msgspec.toml.encode(_without_none(msgspec.to_builtins(self))).decode()
+        values = msgspec.to_builtins(self)
+        return msgspec.toml.encode(_without_none({"run": self.run, **values})).decode()
 
     @classmethod
     def read(cls, file: Path) -> Plan:
@@ -65,6 +58,10 @@ class Plan:
             return msgspec.toml.decode(file.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the plan: {error}", where=str(file)) from error
+        except ConfigError as error:  # a value out of its range
+            raise ConfigError(
+                f"cannot read the plan: {error.message}", where=str(file), fix=error.fix
+            ) from None
 
 
 def _without_none(value: object) -> object:
@@ -76,26 +73,19 @@ def _without_none(value: object) -> object:
     return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """What the user asked for, before it is a plan."""
+_SETTINGS = RunSettings()
 
-    shares: str = "equal"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest(Choices):
+    """What the user asked for; `make_plan` turns it into a plan."""
+
+    shares: str = _SETTINGS.shares
     speeds: tuple[float, ...] = ()
     delay: str = ""
-    delayed: float = 0.5
-    transport: str = "auto"
-    collective: str = "auto"
-    overlap: str = "backward"
-    factors: str = "auto"
-    sync: str = "full"
+    delayed: float = _SETTINGS.delayed
     groups: tuple[tuple[int, ...], ...] = ()
-    replicas: int = 0
-    codec: str = "none"
     threads: int | None = None
-    seed: int = 0
-    join_timeout_s: float = 60.0
-    round_timeout_s: float = 300.0
 
 
 def make_plan(
@@ -106,7 +96,35 @@ def make_plan(
     `asked.speeds` are emulated on top of what the nodes are; `rated` says how fast they are.
     """
     count = len(nodes)
-    speeds = asked.speeds or (1.0,) * count
+    speeds = _speeds(asked.speeds, count)
+    rates = [speed * rate for speed, rate in zip(speeds, rated or (1.0,) * count, strict=True)]
+    weights, why_shares = _weights(asked.shares, rates)
+    threads = asked.threads or max(1, cores // count)
+    delayed = _delayed_ranks(count, asked.delayed) if asked.delay else set()
+    workers = tuple(
+        WorkerPlan(
+            rank=rank,
+            node=nodes[rank],
+            weight=weights[rank],
+            threads=threads,
+            speed=speeds[rank],
+            delay=asked.delay if rank in delayed else "",
+        )
+        for rank in range(count)
+    )
+    why_threads = "as asked" if asked.threads else _over(cores, count)
+    return Plan(
+        run=run,
+        workers=workers,
+        groups=asked.groups,
+        reasons={"shares": why_shares, "threads": why_threads},
+        **asked.chosen(),
+    )
+
+
+def _speeds(given: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """The emulated speeds, one for each worker."""
+    speeds = given or (1.0,) * count
     if len(speeds) != count:
         raise ConfigError(
             f"{_count(len(speeds), 'speed')} for {_count(count, 'worker')}",
@@ -119,39 +137,7 @@ def make_plan(
             where="--speed",
             fix="give numbers in (0, 1]",
         )
-    fast = [speed * rate for speed, rate in zip(speeds, rated or (1.0,) * count, strict=True)]
-    weights, why_shares = _weights(asked.shares, fast)
-    threads = asked.threads or max(1, cores // count)
-    delayed = _delayed_ranks(count, asked.delayed) if asked.delay else set()
-    return Plan(
-        run=run,
-        workers=tuple(
-            WorkerPlan(
-                rank=rank,
-                node=nodes[rank],
-                weight=weights[rank],
-                threads=threads,
-                speed=speeds[rank],
-                delay=asked.delay if rank in delayed else "",
-            )
-            for rank in range(count)
-        ),
-        transport=asked.transport,
-        collective=asked.collective,
-        overlap=asked.overlap,
-        factors=asked.factors,
-        sync=asked.sync,
-        groups=asked.groups,
-        replicas=asked.replicas,
-        codec=asked.codec,
-        seed=asked.seed,
-        join_timeout_s=asked.join_timeout_s,
-        round_timeout_s=asked.round_timeout_s,
-        reasons={
-            "shares": why_shares,
-            "threads": "as asked" if asked.threads else _over(cores, count),
-        },
-    )
+    return speeds
 
 
 def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
@@ -167,9 +153,15 @@ def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
             where="--shares",
             fix="say equal, by-speed, or one number for each worker: 4,2,1,1",
         ) from None
-    if len(weights) != len(speeds):
+    check_weights(weights, len(speeds))
+    return weights, "as asked"
+
+
+def check_weights(weights: Sequence[float], workers: int) -> None:
+    """Refuse shares that are not one positive number for each worker."""
+    if len(weights) != workers:
         raise ConfigError(
-            f"{_count(len(weights), 'share')} for {_count(len(speeds), 'worker')}",
+            f"{_count(len(weights), 'share')} for {_count(workers, 'worker')}",
             where="--shares",
             fix="give one for each worker",
         )
@@ -181,7 +173,6 @@ def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
                 where="--shares",
                 fix="give it a positive number, or start one worker less",
             )
-    return weights, "as asked"
 
 
 def _delayed_ranks(count: int, fraction: float) -> set[int]:

@@ -7,13 +7,14 @@ that is given different shapes ends the process, or hangs.
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Literal, get_args, overload
 
 import msgspec
 import torch
 from torch import Tensor
 
 from echelon.comm.group import Group, Pending
+from echelon.config.choices import check_word
 from echelon.errors import ConfigError
 
 Op = Literal["sum", "mean", "max", "min"]
@@ -172,7 +173,7 @@ class ScriptCollectives:
 
 
 def _check_reducible(call: str, tensor: Tensor, op: Op) -> None:
-    check_choice("op", op, ("sum", "mean", "max", "min"))
+    check_word("op", op, get_args(Op), where=f"session.{call}")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
             f"a mean of {tensor.dtype} is not a whole number",
@@ -190,13 +191,3 @@ def _check_reducible(call: str, tensor: Tensor, op: Op) -> None:
 @torch.no_grad()
 def _put(tensor: Tensor, result: Tensor) -> Tensor:
     return tensor.copy_(result)
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a word that is not one of the choices."""
-    if value not in choices:
-        raise ConfigError(
-            f"{name}={value!r} is not one of the choices",
-            where="session",
-            fix=f"give {' or '.join(choices)}",
-        )

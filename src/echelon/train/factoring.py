@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from echelon.cluster.machine import processor_name
 from echelon.comm.schedule.cost import LinkCost
+from echelon.config.choices import FactorRule
 from echelon.config.units import show_bytes
 from echelon.reduce.bucket import Bucket, FactorBucket, LinearBucket
-from echelon.reduce.factors import FactorChoice, FactorRule, LinearShape, decide
+from echelon.reduce.factors import FactorChoice, LinearShape, decide
 from echelon.reduce.reducer import Reducer
 from echelon.train import linear
 

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from echelon.codec.fitting import refuse_factors
 from echelon.comm.group import Group
 from echelon.comm.schedule.cost import LinkCost
+from echelon.config.choices import FactorRule
 from echelon.errors import ModelError
 from echelon.reduce.deferred import DeferredSteps
 from echelon.reduce.encoded.encoder import ModelEncoder
-from echelon.reduce.factors import FactorRule
 from echelon.reduce.reducer import Reducer, RoundObserver
 from echelon.train import batchnorm, linear
 from echelon.train import consistency as agree

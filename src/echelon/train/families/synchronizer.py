@@ -7,6 +7,7 @@ these in the same order on all workers and knows nothing of how it is done.
 
 from __future__ import annotations
 
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.comm.group import Group
+from echelon.config.choices import FactorRule, check_word
+from echelon.config.choices import Overlap as Overlap
 from echelon.errors import ConfigError
-from echelon.reduce.factors import FactorRule
 from echelon.train import batchnorm
 from echelon.train import consistency as agree
 
-Overlap = Literal["backward", "step"]
 Explain = Callable[[str, str, str], None]  # topic, why, what to tell the user
 
 
@@ -34,6 +35,11 @@ class ModelOptions:
     overlap: Overlap = "backward"
     factors: FactorRule = "auto"
     codec: str = ""  # the run's
+
+    def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(ModelOptions).items():
+            if typing.get_origin(hint) is Literal:
+                check_word(name, getattr(self, name), typing.get_args(hint), where="session.prepare")
 
 
 class Synchronizer(ABC):
