@@ -1,7 +1,7 @@
-"""The settings of a run: every one with its type, its default and its help.
+"""The settings of a run: each with its type, its default and its help.
 
-The command line's options, the keys of `echelon.toml` and the output of `echelon config show` are all
-made from these classes. RunSettings is the table [run], what TrainSettings adds is the table [train].
+The command line's options, the keys of `echelon.toml` and the output of `echelon config show` come from
+these classes. RunSettings is the table [run]; the fields that TrainSettings adds are the table [train].
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ class RunSettings:
     """How many workers, where, and how they share the work."""
 
     workers: int | None = setting(None, "How many workers. Default: one per node of the lab, else one.")
-    name: str | None = setting(None, "What the run's folder is called. Default: what is run.")
+    name: str | None = setting(
+        None, "The name of the run's folder. Default: the name of the script or model."
+    )
     runs: str = setting("runs", "The folder in which the run's folder is made.")
     shares: str = setting("equal", "Parts of a batch: equal, by-speed, or a number per worker: 4,2,1,1.")
     speed: str | None = setting(
         None, "Emulate slower processors, without root: a speed in (0, 1] per worker: 1,0.5,0.5,0.25."
     )
-    delay: str | None = setting(None, 'Hold workers up at every step, e.g. "normal(0, 0.25)" seconds.')
+    delay: str | None = setting(None, 'Delay workers at every step, e.g. by "normal(0, 0.25)" seconds.')
     delayed: float = setting(0.5, "The fraction of workers that --delay applies to, highest ranks first.")
     lab: str | None = setting(
         None, "Place the workers in an emulated cluster: a lab file, or a shipped one."
@@ -51,7 +53,7 @@ class RunSettings:
     servers: int = setting(
         0, "Parameter servers: processes besides the workers; in a lab, on its last nodes."
     )
-    beside: bool = setting(False, "Put the servers on the workers' nodes, from the first on, instead.")
+    beside: bool = setting(False, "Put the servers on the workers' nodes instead, starting with the first.")
     replicas: int = choice("replicas")
     overlap: Overlap = choice("overlap")  # noqa: RUF009
     factors: FactorRule = choice("factors")  # noqa: RUF009
@@ -101,18 +103,18 @@ class TrainSettings(RunSettings):
 
     model: str = setting("lenet", "The model: see `echelon list model`.")
     data: str = setting("digits", "The data set: see `echelon list data`.")
-    epochs: int = setting(3, "How often to go through the data.")
-    batch: int = setting(64, "The global batch: what all workers together compute in a step.")
+    epochs: int = setting(3, "How many passes over the data.")
+    batch: int = setting(64, "The global batch: the samples of all workers together in a step.")
     optimizer: Literal["sgd", "adamw"] = setting("sgd", "The optimizer.")
     lr: float = setting(0.02, "The learning rate.")
     momentum: float = setting(0.9, "The momentum of sgd.")
     weight_decay: float = setting(0.0, "The weight decay.")
     until_accuracy: float | None = setting(None, "Stop when the test accuracy reaches this, e.g. 0.95.")
-    checkpoint: str | None = setting(None, "Save here after every epoch, and go on from here if possible.")
+    checkpoint: str | None = setting(None, "Save here after every epoch, and resume from here if possible.")
     loader_workers: int = setting(0, "Processes per worker that load data.")
 
     def __post_init__(self) -> None:
-        # Not super(): slots=True makes a new class, which a bare super() does not know.
+        # Not super(): slots=True replaces the class, and a bare super() refers to the old one.
         RunSettings.__post_init__(self)
         check_at_least(self, "epochs", 1)
         check_at_least(self, "batch", 1)

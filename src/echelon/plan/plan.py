@@ -1,7 +1,7 @@
 """The plan: the whole assignment of a run, written before it starts and kept with it.
 
-A plan is complete and frozen. What it does not say is not done; why it says what it says is in
-`reasons`. On disk it is TOML that a person can read and edit.
+A plan is complete and frozen; `reasons` explains its decisions. On disk it is TOML that a person can
+read and edit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echelon.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """What one worker is to do. `weight` is its part of every batch, relative to the others'."""
+    """One worker's assignment. `weight` is its part of every batch, relative to the other workers'."""
 
     rank: int
     node: str
@@ -47,13 +47,13 @@ class Plan(Choices):
         return [worker.weight for worker in self.workers]
 
     def to_toml(self) -> str:
-        """The plan as a person reads it."""
+        """The plan as TOML text."""
         values = msgspec.to_builtins(self)
         return msgspec.toml.encode(_without_none({"run": self.run, **values})).decode()
 
     @classmethod
     def read(cls, file: Path) -> Plan:
-        """The plan in a file; anything it does not understand is a ConfigError naming the place."""
+        """Read a plan from a file; a ConfigError names what cannot be read."""
         try:
             return msgspec.toml.decode(file.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -65,7 +65,7 @@ class Plan(Choices):
 
 
 def _without_none(value: object) -> object:
-    """TOML has no null: what is not known is not written."""
+    """The value without entries that are None, which TOML cannot write."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -91,9 +91,9 @@ class PlanRequest(Choices):
 def make_plan(
     run: str, nodes: Sequence[str], asked: PlanRequest, *, cores: int, rated: Sequence[float] = ()
 ) -> Plan:
-    """The plan for workers on the given nodes. A worker's rank is its place in `nodes`.
+    """Make the plan for workers on the given nodes. A worker's rank is its index in `nodes`.
 
-    `asked.speeds` are emulated on top of what the nodes are; `rated` says how fast they are.
+    `rated` is how fast the nodes are; `asked.speeds` are emulated on top of that.
     """
     count = len(nodes)
     speeds = _speeds(asked.speeds, count)
@@ -176,7 +176,7 @@ def check_weights(weights: Sequence[float], workers: int) -> None:
 
 
 def _delayed_ranks(count: int, fraction: float) -> set[int]:
-    """The highest ranks, so that the leader is delayed last; at least one, unless nobody is to be."""
+    """The highest ranks, so that the leader is delayed last; at least one if the fraction is above 0."""
     if not 0 <= fraction <= 1:
         raise ConfigError(
             f"{fraction:g} is not a fraction of the workers", where="--delayed", fix="give 0 to 1"

@@ -1,4 +1,4 @@
-"""Which way of agreeing a sync policy asks for, and what it is told about the crew."""
+"""Which synchronizer a sync policy needs, and what the policy is told about the cluster."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def joined_cluster(plan: Plan, group: Group, links: Links | None) -> ClusterInfo
 def choose(
     plan: Plan, group: Group, clock: StepClock, links: Links | None, explain: Explain
 ) -> Synchronizer:
-    """How this run's workers agree."""
+    """The synchronizer of this run's policy."""
     policy = POLICIES.build(plan.sync, where="--sync").resolved()
     link: LinkCost | None = links.slowest if links else None
     if isinstance(group, SoloGroup) or policy.family == "reduce":
         encoding = Encoding(plan.codec, group, links=links, sites=plan.groups, explain=explain)
         return ReduceSynchronizer(group, clock, link=link, encoding=encoding, explain=explain)
     cluster = joined_cluster(plan, group, links)
-    policy.check(replace(cluster, lr=1.0))  # again with the real one when the optimizer is there
+    policy.check(replace(cluster, lr=1.0))  # checked again when the optimizer is known
     if isinstance(policy, MixPolicy):
         refuse_for_weights(plan.codec, policy.name)
         return MixSynchronizer(group, clock, policy, cluster, explain=explain)
