@@ -103,21 +103,24 @@ def join(
         "codec": codec,
     }
     place = Place.from_environment(os.environ)
-    path = os.environ.get(RUN_VARIABLE)
-    launched = RunFolder(Path(path)) if path else None
+    launched = _launchers_folder()
     with _naming_arguments({**choices, "shares": shares}):
         plan = _plan(place, launched, choices, shares)
         sums = _check(plan, place)
-    group, meeting = _connect(place, plan, sums=sums)
-    with _departing_on_error(group, meeting):
+    group, rendezvous = _connect(place, plan, sums=sums)
+    with _departing_on_error(group, rendezvous):
         links = group.measure_links() if isinstance(group, EngineGroup) else None
         folder = _folder(group, launched, name, Path(runs)) if record else None
         if launched is None:
-            plan = _placed(plan, folder, meeting)
+            plan = _placed(plan, folder, rendezvous)
         kept = RunRecord(folder, group.rank, owned=launched is None and group.rank == 0)
-        session = _session(group, meeting, plan, kept, links, place)
-    _leave_at_exit(session)
-    return session
+        return _session(group, rendezvous, plan, kept, links, place)
+
+
+def _launchers_folder() -> RunFolder | None:
+    """The run folder that `echelon run` has made; None under another launcher."""
+    path = os.environ.get(RUN_VARIABLE)
+    return RunFolder(Path(path)) if path else None
 
 
 @contextmanager
@@ -180,18 +183,18 @@ def _check(plan: Plan, place: Place) -> bool:
 def _connect(place: Place, plan: Plan, *, sums: bool) -> tuple[Group, Meeting | None]:
     if place.world_size == 1:
         return SoloGroup(), None
-    meeting = meet(
+    rendezvous = meet(
         place,
         node=plan.workers[place.rank].node,
         host=socket.gethostname(),
         pid=os.getpid(),
         timeout_s=plan.join_timeout_s,
     )
-    with _departing_on_error(None, meeting):
+    with _departing_on_error(None, rendezvous):
         if place.rank == 0 and place.servers:
-            meeting.tell(SERVERS_DO, SUM if sums else KEEP)
+            rendezvous.tell(SERVERS_DO, SUM if sums else KEEP)
         group = open_group(
-            meeting,
+            rendezvous,
             place,
             transport=plan.transport,
             collective=plan.collective,
@@ -199,21 +202,21 @@ def _connect(place: Place, plan: Plan, *, sums: bool) -> tuple[Group, Meeting | 
             timeout_s=plan.join_timeout_s,
             sums=sums,
         )
-    return group, meeting
+    return group, rendezvous
 
 
 @contextmanager
-def _departing_on_error(group: Group | None, meeting: Meeting | None) -> Iterator[None]:
+def _departing_on_error(group: Group | None, rendezvous: Meeting | None) -> Iterator[None]:
     """Tell the other workers why this one fails while it joins."""
     try:
         yield
     except EchelonError as error:
-        if meeting is not None:
-            meeting.say_goodbye(f"{type(error).__name__}: {error.message}")
+        if rendezvous is not None:
+            rendezvous.say_goodbye(f"{type(error).__name__}: {error.message}")
         if group is not None:
             group.close()
-        if meeting is not None:
-            meeting.linger()
+        if rendezvous is not None:
+            rendezvous.linger()
         raise
 
 
@@ -227,23 +230,23 @@ def _folder(group: Group, launched: RunFolder | None, name: str | None, root: Pa
     return RunFolder(Path(group.broadcast_bytes(path.encode()).decode())).with_subfolders()
 
 
-def _placed(plan: Plan, folder: RunFolder | None, meeting: Meeting | None) -> Plan:
+def _placed(plan: Plan, folder: RunFolder | None, rendezvous: Meeting | None) -> Plan:
     """The plan with the run's name and every worker's node."""
-    if meeting is not None:
-        nodes = [member.node for member in meeting.members]
+    if rendezvous is not None:
+        nodes = [member.node for member in rendezvous.members]
         plan = replace(plan, workers=tuple(replace(w, node=nodes[w.rank]) for w in plan.workers))
     return replace(plan, run=folder.name) if folder else plan
 
 
 def _session(
     group: Group,
-    meeting: Meeting | None,
+    rendezvous: Meeting | None,
     plan: Plan,
     record: RunRecord,
     links: Links | None,
     place: Place,
 ) -> Session:
-    """The session, with the events that begin its record."""
+    """The session, with the events that begin its record; it closes when the script ends."""
     record.begin(plan)
     device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     mine = plan.workers[group.rank]
@@ -266,12 +269,13 @@ def _session(
         seed=plan.seed,
     )
     try:
-        session = Session(group, meeting, plan, clock, record, device, links)
+        session = Session(group, rendezvous, plan, clock, record, device, links)
     except EchelonError as error:
         record.end(f"{type(error).__name__}: {error.message}")
         raise
     if isinstance(group, EngineGroup) and links is not None:
         _record_links(session, links, record, group)
+    _leave_at_exit(session)
     return session
 
 

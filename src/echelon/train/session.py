@@ -85,7 +85,7 @@ class Session(ScriptCollectives, ScriptLog):
     def __init__(
         self,
         group: Group,
-        meeting: Meeting | None,
+        rendezvous: Meeting | None,
         plan: Plan,
         clock: StepClock,
         record: RunRecord,
@@ -94,7 +94,7 @@ class Session(ScriptCollectives, ScriptLog):
     ) -> None:
         ScriptCollectives.__init__(self, group, [worker.node for worker in plan.workers])
         ScriptLog.__init__(self, record, clock, plan, group.rank)
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self.folder = record.folder
         self.device = device
         self._prepared = resume.Prepared()
@@ -325,8 +325,8 @@ class Session(ScriptCollectives, ScriptLog):
 
     def _claim(self, what: str, count: int) -> int:
         """Add to a counter that all workers share; returns its value before."""
-        assert self._meeting is not None
-        store = self._meeting.store
+        assert self._rendezvous is not None
+        store = self._rendezvous.store
 
         def ticket() -> int:
             return int(store.add(f"claim/{what}", count)) - count
@@ -446,13 +446,13 @@ class Session(ScriptCollectives, ScriptLog):
         self._clock.close()
         self._record.flush()
         try:
-            if self._meeting is not None:
-                self._meeting.say_goodbye(cause)
+            if self._rendezvous is not None:
+                self._rendezvous.say_goodbye(cause)
             self._synchronizer.close()
             self._group.close()
             self._synchronizer.closed()
-            if self._meeting is not None:
-                self._meeting.linger()
+            if self._rendezvous is not None:
+                self._rendezvous.linger()
         finally:
             self._record.end(cause)  # last: by now the other workers have written their events
             atexit.unregister(self.close)
