@@ -1,68 +1,73 @@
-"""Train PyTorch models on the machines you have: unequal, joined by unequal links, not always there.
+"""Train PyTorch models on the machines you have: unequal in speed, joined by unequal links.
 
     import echelon
 
     session = echelon.join()
     model, optimizer, loader = session.prepare(model, optimizer, loader)
+    for epoch in session.epochs(10):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
 
 Run the script alone, with `echelon run --workers 4 train.py`, or with any launcher that sets RANK and
-WORLD_SIZE. The names below are all that is public.
+WORLD_SIZE.
+
+    join             become a worker of a run: help(echelon.join)
+    Session          what `join` returns; the script trains, records and saves through it:
+                     help(echelon.Session)
+
+    EchelonError     base of all errors; each says what is wrong, where, and what fixes it
+      ConfigError    a wrong name, value or combination; UnknownName names the nearest known one
+      DataError      a data set is missing, damaged or too small
+      ModelError     a model cannot be prepared, or models differ between workers
+      CheckpointError, LaunchError, LabError
+                     a checkpoint, the start of workers, an emulated cluster
+      WorkerError    a failure of another worker: JoinTimeout, PeerLost, RoundTimeout, Corrupt,
+                     GradientError, StaleView; `ranks` says which
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import typing as _typing
+from importlib import import_module as _import_module
 
-from echelon.errors import (
-    CheckpointError,
-    ConfigError,
-    Corrupt,
-    DataError,
-    EchelonError,
-    GradientError,
-    JoinTimeout,
-    LabError,
-    LaunchError,
-    ModelError,
-    PeerLost,
-    RoundTimeout,
-    StaleView,
-    UnknownName,
-    WorkerError,
-)
+from echelon.errors import CheckpointError as CheckpointError
+from echelon.errors import ConfigError as ConfigError
+from echelon.errors import Corrupt as Corrupt
+from echelon.errors import DataError as DataError
+from echelon.errors import EchelonError as EchelonError
+from echelon.errors import GradientError as GradientError
+from echelon.errors import JoinTimeout as JoinTimeout
+from echelon.errors import LabError as LabError
+from echelon.errors import LaunchError as LaunchError
+from echelon.errors import ModelError as ModelError
+from echelon.errors import PeerLost as PeerLost
+from echelon.errors import RoundTimeout as RoundTimeout
+from echelon.errors import StaleView as StaleView
+from echelon.errors import UnknownName as UnknownName
+from echelon.errors import WorkerError as WorkerError
 
-if TYPE_CHECKING:
-    from echelon.train.join import join
-    from echelon.train.session import Session
+if _typing.TYPE_CHECKING:
+    from echelon.train.join import join as join
+    from echelon.train.session import Session as Session
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "Corrupt",
-    "DataError",
-    "EchelonError",
-    "GradientError",
-    "JoinTimeout",
-    "LabError",
-    "LaunchError",
-    "ModelError",
-    "PeerLost",
-    "RoundTimeout",
-    "Session",
-    "StaleView",
-    "UnknownName",
-    "WorkerError",
-    "join",
-]
+# What `help(echelon)` prints in full. `dir(echelon)` has the errors too, which all are public as well.
+__all__ = ["Session", "join"]
 
 # These need torch, which takes seconds to import: `echelon --help` must not wait for it.
 _LAZY = {"join": "echelon.train.join", "Session": "echelon.train.session"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        return getattr(_import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    errors = [name for name, value in globals().items() if isinstance(value, type)]
+    return sorted([*errors, *_LAZY])

@@ -55,6 +55,12 @@ def _rebuild(kind: type[EchelonError], message: str, fields: dict[str, Any]) -> 
     return error
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that resembles this one most, if any does."""
+    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
 class ConfigError(EchelonError):
     """A name, key, value or combination given by the user does not work."""
 
@@ -64,11 +70,10 @@ class UnknownName(ConfigError):
 
     def __init__(self, what: str, name: str, known: Iterable[str], *, where: str = "") -> None:
         choices = sorted(known)
-        close = difflib.get_close_matches(name.lower(), choices, n=1, cutoff=0.5)
         self.name = name
-        self.nearest = close[0] if close else None
+        self.nearest = nearest(name, choices)
         listing = ", ".join(choices) if choices else "none"
-        fix = f"did you mean {self.nearest!r}? known: {listing}" if close else f"known: {listing}"
+        fix = f"did you mean {self.nearest!r}? known: {listing}" if self.nearest else f"known: {listing}"
         super().__init__(f"unknown {what} {name!r}", where=where, fix=fix)
 
 

@@ -614,7 +614,7 @@ def test_late_steps_are_the_same_to_the_bit(warm_pool):
 
 
 def states_of(session):
-    return [coding.states.save() for coding in session._synchronizer._encoding._codings if coding]
+    return [coding.states.save() for coding in session._synchronizer._encoding._encoders if coding]
 
 
 def stopping(codec, folder, steps, save_after, load=False):
@@ -716,7 +716,7 @@ def test_what_a_resumed_run_cannot_send_is_said_to_be_lost(warm_pool, saved, wor
     folder, _ = saved
     first, *_ = warm_pool.run(workers, stopping, codec, folder, 4, 0, True)
     assert [text for text in first["told"] if "lost" in text] == [
-        f"the checkpoint was written with codec {TOP}: what that had not sent yet is lost"
+        f"the checkpoint was written with codec {TOP}: its residuals are lost"
     ]
     assert len(first["found"]) == 1
     assert all(state == {} for state in first["begun"])

@@ -119,7 +119,7 @@ def stepped(codec, strength):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         model, optimizer = session.prepare(model, optimizer)
         if session.rank:
-            session.rest()
+            session.pause()
             return []
         (client,) = session._synchronizer._clients
         lengths = [p.numel() for p in model.parameters()]
@@ -271,7 +271,7 @@ def pushed(clips, spoils):
         session.barrier()  # all workers load together
         session._synchronizer.loaded()
         assert session._synchronizer.residuals() == {}, "a load forgets the residuals"
-        session.rest()
+        session.pause()
         return given, torch.cat(residuals).double(), moved, sent
 
 
@@ -338,7 +338,7 @@ def spoiled():
                 assert torch.equal(flat(model.parameters()), before)
                 continue
             optimizer.step()
-        session.rest()
+        session.pause()
         session.barrier()
         session._synchronizer._clients[0].pull()
         return begun - flat(model.parameters())
@@ -374,10 +374,10 @@ def overflowing(sync):
         what = "change" if large else "sum of gradients"
         if session.rank == 0:
             with pytest.raises(GradientError, match=f"the {what} of parameter weight"):
-                session.rest()
+                session.pause()
         session.barrier()
         session._synchronizer._clients[0].pull()
-        session.rest()
+        session.pause()
         return flat(model.parameters())
 
 
@@ -395,7 +395,7 @@ def spoiled_in_a_group():
         model, optimizer = session.prepare(model, optimizer)
         model(torch.full((1, 50), torch.nan if session.rank == 3 else 1.0)).sum().backward()
         optimizer.step()
-        session.rest()
+        session.pause()
 
 
 def test_a_bad_gradient_of_a_group_names_all_its_members(warm_pool, tmp_path):

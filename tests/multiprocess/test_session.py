@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
 from echelon.errors import ConfigError, ModelError
-from echelon.observe.events import EpochEnded, RunStarted, StepEnded, WorkerJoined, read_events
+from echelon.observe.events import EpochEnded, RunEnded, RunStarted, StepEnded, WorkerJoined, read_events
 from echelon.plan.plan import Plan
 
 
@@ -43,7 +44,8 @@ def recorded():
                 for (x,) in held_out:
                     model(x)
     events = list(read_events(session.folder.events_of(session.rank)))
-    return str(session.folder.path), session.folder.plan.read_bytes(), events
+    summary = msgspec.json.decode(session.folder.summary.read_bytes()) if session.is_leader else None
+    return str(session.folder.path), session.folder.plan.read_bytes(), events, summary
 
 
 def afterwards():
@@ -148,9 +150,9 @@ def sent_before_leaving():
 
 def test_all_workers_keep_one_record_each_with_its_share(warm_pool):
     told = warm_pool.run(3, recorded)
-    assert len({folder for folder, _, _ in told}) == 1
+    assert len({folder for folder, *_ in told}) == 1
     shares = [[(6, 10), (1, 3)], [(2, 10), (1, 3)], [(2, 10), (1, 3)]]
-    for rank, (_, plan, events) in enumerate(told):
+    for rank, (_, plan, events, _) in enumerate(told):
         assert isinstance(events[0], RunStarted if rank == 0 else WorkerJoined)
         assert sum(isinstance(event, RunStarted) for event in events) == (rank == 0)
         steps = [event for event in events if isinstance(event, StepEnded)]
@@ -165,6 +167,14 @@ def test_all_workers_keep_one_record_each_with_its_share(warm_pool):
             assert step.loss is not None
         assert [event.epoch for event in events if isinstance(event, EpochEnded)] == [0, 1]
         assert b"weight = 3.0" in plan
+
+
+def test_without_a_launcher_the_leader_ends_the_run_when_all_events_are_written(warm_pool):
+    (_, _, events, summary), *others = warm_pool.run(3, recorded)
+    assert (type(events[-1]), events[-1].outcome) == (RunEnded, "completed")
+    assert not any(isinstance(event, RunEnded) for other in others for event in other[2])
+    assert (summary["outcome"], summary["steps"]) == ("completed", 4)
+    assert [worker["samples"] for worker in summary["workers"]] == [14, 6, 6]
 
 
 def test_a_model_is_torchs_own_again_when_the_session_is_over(warm_pool):
@@ -209,7 +219,7 @@ def test_what_a_worker_sent_before_it_left_arrives(warm_pool):
 
 
 def test_the_plan_of_a_run_can_be_read_back(warm_pool, tmp_path):
-    _, plan, _ = warm_pool.run(3, recorded)[1]
+    _, plan, *_ = warm_pool.run(3, recorded)[1]
     file = tmp_path / "plan.toml"
     file.write_bytes(plan)
     read = Plan.read(file)

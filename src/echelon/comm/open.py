@@ -9,7 +9,6 @@ c10d  torch.distributed with what it finds: Gloo, NCCL, MPI
 from __future__ import annotations
 
 import os
-from typing import Literal, get_args
 
 import torch
 
@@ -22,8 +21,6 @@ from echelon.comm.meet.tls import CERTIFICATE_VARIABLE, Certificates
 from echelon.comm.memory.rails import machines
 from echelon.errors import ConfigError
 
-Transport = Literal["auto", "shm", "tcp", "c10d"]
-
 
 def open_group(
     meeting: Rendezvous,
@@ -35,25 +32,10 @@ def open_group(
     timeout_s: float,
     sums: bool = True,
 ) -> Group:
-    """Connect workers that have met. `sums`: servers, if there are any, sum for the collectives."""
-    if transport not in get_args(Transport):
-        raise ConfigError(
-            f"there is no transport {transport!r}",
-            where="--transport",
-            fix=f"use one of {', '.join(get_args(Transport))}",
-        )
-    if place.servers and transport == "c10d":
-        raise ConfigError(
-            "servers use Echelon's own transports, not torch.distributed",
-            where="--servers",
-            fix="leave --transport at auto, or start no servers",
-        )
-    if place.servers and sums and (transport in ("c10d", "shm") or collective not in ("auto", "ps")):
-        raise ConfigError(
-            f"servers of their own sum over TCP as collective ps, not {transport} and {collective}",
-            where="--servers",
-            fix="leave --transport and --collective at auto, or start no servers",
-        )
+    """Connect workers that have met. `sums`: servers, if there are any, sum for the collectives.
+
+    `join` has checked the transport, and whether servers can use it.
+    """
     if place.servers:
         transport = "tcp" if sums or transport == "tcp" else "shm-or-tcp"
     if transport == "c10d" or (transport == "auto" and torch.cuda.is_available()):

@@ -1,8 +1,9 @@
 """Shared vocabulary: how things are named, written and configured.
 
-call.py      `name(option=value, ...)`: the syntax in which a strategy is asked for
+call.py      `name(option=value, ...)`: the syntax that names a strategy and its options
 registry.py  finds the strategies of one kind by name, ours and third parties'
 units.py     quantities with units: "100mbit", "5ms", "1.5GiB"
+choices.py   the choices that settings, plan and `join` share: types, defaults, help, ranges
 schema.py    the settings of a run, each with its default and its help
 describe.py  fields of settings classes with their help, for command-line options
 resolve.py   default < TOML < command line, and where each value came from

@@ -1,11 +1,11 @@
-"""The syntax in which strategies are asked for: `name`, `name(1, key=value)`, nested at will.
+"""The syntax that names a strategy and its options: `name`, `name(1, key=value)`, nested at will.
 
     call  = name [ "(" [ arg { "," arg } ] ")" ]
     arg   = [ key "=" ] value
     value = number | true | false | none | "quoted" | [ value, ... ] | call | bare word
 
-A value that is itself a call with arguments stays text, in canonical form: the strategy that owns
-the option hands it to the registry of the kind it wants. Parsing and printing are inverse.
+A value that is itself a call stays text, in canonical form; the strategy that owns the option parses it
+with the registry it needs. Parsing and printing are inverse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value: TypeAlias = "int | float | bool | str | None | list[Value]"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _BARE = re.compile(r"[^\s,()\[\]=\"']+")
 _KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_-]*)\s*=")
-_MAX_DEPTH = 10  # more nesting than any strategy has; printing takes time that doubles with each level
+_MAX_DEPTH = 10  # no strategy nests deeper; the time to print doubles with each level
 _WORDS: dict[str, Value] = {"true": True, "false": False, "none": None}
 
 
@@ -41,7 +41,7 @@ class Call:
 
 
 def parse_call(text: str) -> Call:
-    """Read a whole call; raises ConfigError that points at the first character it cannot read."""
+    """Parse a whole call; a ConfigError points at the first character that cannot be read."""
     reader = _Reader(text)
     call = reader.call()
     reader.end()
@@ -61,7 +61,7 @@ def _text(value: Value) -> str:
 
 
 def _reads_back(text: str) -> bool:
-    """Whether bare text is read as the same string again."""
+    """Whether the text, without quotes, parses as the same string."""
     try:
         reader = _Reader(text)
         value = reader.value()

@@ -1,9 +1,9 @@
 """Finds the strategies of one kind by name: one file each, ours and third parties'.
 
 A strategy is a frozen, keyword-only dataclass that implements its kind's contract. Its fields are its
-options, `name` is the name it is asked for by, and the first line of its docstring is its help. A file
-in the kind's package is found by being there; other distributions add theirs under the entry-point
-group `echelon.<kind>`. Strategy files import torch inside their methods, not at the top, so that
+options, `name` is the name that users write, and the first line of its docstring is its help. Every file
+in the kind's package is found; other distributions add theirs under the entry-point group
+`echelon.<kind>`. Strategy files import torch inside their methods, not at the top, so that
 listing them is quick.
 """
 
@@ -26,11 +26,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 
 from echelon.config.call import Call, Value, parse_call
-from echelon.errors import ConfigError, UnknownName
+from echelon.errors import ConfigError, UnknownName, nearest
 
 
 class Strategy(ABC):
-    """Base of every contract whose implementations are chosen by name."""
+    """Base of every contract whose implementations users choose by name."""
 
     __slots__ = ()
     name: ClassVar[str]
@@ -51,7 +51,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """A strategy as `echelon list` shows it. `problem` says why a third party's cannot be used."""
+    """A strategy as `echelon list` shows it. `problem` says why a third-party strategy cannot be used."""
 
     name: str
     help: str
@@ -61,7 +61,7 @@ class Description:
 
 
 class Registry(Generic[S]):
-    """The strategies of one kind. Holds no state beyond what it found on disk."""
+    """The strategies of one kind, found on disk once."""
 
     def __init__(self, kind: str, contract: type[S], package: str) -> None:
         self.kind = kind
@@ -130,14 +130,14 @@ class Registry(Generic[S]):
         return typing.cast("type[S]", value)
 
     def build(self, text: str | Call, *, where: str = "") -> S:
-        """The strategy that `name(option=value, ...)` asks for, its options checked."""
+        """Build the strategy that `name(option=value, ...)` names, with its options checked."""
         call = parse_call(text) if isinstance(text, str) else text
         kind = self.get(call.name, where=where)
         place = where or f"{self.kind} {call.name}"
         return build_options(kind, _by_name(kind, call, place), where=place)
 
     def describe(self) -> list[Description]:
-        """Every strategy with its help and options; a broken third-party one with its problem."""
+        """Every strategy with its help and options; a broken third-party strategy with its problem."""
         out = []
         for name in self.names():
             entry = self._entry_points.get(name) if name not in self._own else None
@@ -173,7 +173,7 @@ def options_of(kind: type[Any]) -> tuple[Option, ...]:
 
 
 def type_text(hint: Any) -> str:
-    """A type as people write it: `int`, `str | None`, `mean | sum`."""
+    """A type as users read it: `int`, `str | None`, `mean | sum`."""
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(str(choice) for choice in typing.get_args(hint))
     if isinstance(hint, type) and not typing.get_args(hint):
@@ -185,7 +185,7 @@ def type_text(hint: Any) -> str:
 
 
 def _by_name(kind: type[Any], call: Call, where: str) -> dict[str, Value]:
-    """Positional arguments take the options' names in order."""
+    """All arguments by name; positional ones take the options' names in order."""
     names = [field.name for field in dataclasses.fields(kind)]
     if len(call.args) > len(names):
         takes = ", ".join(names) if names else "none"
@@ -223,13 +223,13 @@ def build_options(kind: type[T], given: Mapping[str, Any], *, where: str) -> T:
         raise ConfigError(f"{missing[0]!r} is missing", where=where, fix=f"add {missing[0]}=...")
     try:
         return kind(**values)
-    except ConfigError as error:  # the strategy knows what is wrong, the caller knows where
+    except ConfigError as error:  # the strategy says what is wrong, the caller where
         error.where = f"{where}: {error.where}" if error.where and error.where != where else where
         raise
 
 
 def convert(value: Any, hint: Any, *, where: str) -> Any:
-    """A value as a type: whole floats serve as ints and numbers as floats, text is never guessed."""
+    """Convert a value to a type: whole floats to ints, ints to floats; text is never converted."""
     try:
         return msgspec.convert(value, hint, strict=True)
     except msgspec.ValidationError as error:
@@ -240,5 +240,11 @@ def convert(value: Any, hint: Any, *, where: str) -> Any:
         raise ConfigError(
             f"{value!r} does not fit: {reason[0].lower() + reason[1:]}",
             where=where,
-            fix=f"give {type_text(hint)}",
+            fix=_nearest(value, hint) + f"give {type_text(hint)}",
         ) from None
+
+
+def _nearest(value: Any, hint: Any) -> str:
+    """A question with the nearest of the words that `hint` allows; empty if none is near."""
+    close = nearest(str(value), [word for word in typing.get_args(hint) if isinstance(word, str)])
+    return f"did you mean {close!r}? " if close else ""

@@ -1,4 +1,4 @@
-"""Where a setting comes from: default < TOML file < command line. Nothing else sets one."""
+"""Where a setting comes from: default < TOML file < command line, and nothing else."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ S_co = TypeVar("S_co", bound=RunSettings, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[S_co]):
-    """Settings, and for each the place it came from."""
+    """Settings, and the origin of each."""
 
     settings: S_co
     origins: Mapping[str, str]
 
     def place(self, where: str) -> str:
-        """Where the user is to look: an option that was not on the command line is in a file."""
+        """Where the user must look: the option, or the file and key that set it."""
         option = _OPTION.match(where)
         name = option.group(1).replace("-", "_") if option else ""
         origin = self.origins.get(name, "")
@@ -41,7 +41,7 @@ class Resolved(Generic[S_co]):
         return f"{origin}, [{section_of(name)}], {name}{where[option.end() :]}"
 
     def to_toml(self) -> str:
-        """The settings as a file that would give them again; those that are not set are left out."""
+        """The settings as a TOML file that resolves to the same settings; unset ones are left out."""
         tables: dict[str, dict[str, Any]] = {}
         for field in dataclasses.fields(self.settings):
             value = getattr(self.settings, field.name)
@@ -51,9 +51,9 @@ class Resolved(Generic[S_co]):
 
 
 def resolve(schema: type[S], given: Mapping[str, Any], file: Path | None = None) -> Resolved[S]:
-    """The settings of `schema` from the file (or ./echelon.toml if it is there) and what was given.
+    """Resolve the settings of `schema` from the file (default: ./echelon.toml if present) and `given`.
 
-    Raises ConfigError that names the file, the table and the key, or the option, that is wrong.
+    A ConfigError names the file, table and key, or the option, that is wrong.
     """
     names = {field.name for field in dataclasses.fields(schema)}
     values: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def resolve(schema: type[S], given: Mapping[str, Any], file: Path | None = None)
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """All settings in a file, checked: each is known, in its table, and of its type."""
+    """Read all settings of a file; refuse an unknown one, a wrong table or a wrong type."""
     try:
         tables = tomllib.loads(file.read_bytes().decode())
     except OSError as error:

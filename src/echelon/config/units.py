@@ -1,7 +1,7 @@
-"""Quantities with units, as people write them: "100mbit", "5ms", "1.5GiB".
+"""Quantities with units: "100mbit", "5ms", "1.5GiB".
 
-A rate is kept in bytes per second, a duration in seconds, a size in bytes. Rates follow the network
-world's habit: "mbit" is a million bits per second, "MB" per second a million bytes.
+Rates are in bytes per second, durations in seconds, sizes in bytes. As in networking, "mbit" is a million
+bits per second and "MB/s" a million bytes per second.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _DURATIONS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3
 
 
 def rate_bytes_per_s(text: str, *, where: str = "") -> float:
-    """'1gbit' or '120MB/s' in bytes per second."""
+    """Bytes per second of '1gbit' or '120MB/s'."""
     return _read(text, _RATES, "a rate such as 100mbit or 12.5MB/s", where)
 
 
 def duration_s(text: str | float, *, where: str = "") -> float:
-    """'5ms' in seconds; a plain number is seconds already."""
+    """Seconds of '5ms'; a plain number is seconds."""
     if not isinstance(text, str):
         return float(text)
     return _read(text, {**_DURATIONS, "": 1.0}, "a duration such as 5ms or 2s", where)
 
 
 def size_bytes(text: str, *, where: str = "") -> int:
-    """'64MB' in bytes; a plain number is bytes already."""
+    """Bytes of '64MB'; a plain number is bytes."""
     return round(_read(text, {**_BYTES, "": 1.0}, "a size such as 64MB or 1GiB", where))
 
 
@@ -59,7 +59,7 @@ def _read(text: str, units: dict[str, float], wanted: str, where: str) -> float:
 
 
 def show_bytes(count: float) -> str:
-    """A byte count for people: '16.8 MB'."""
+    """A byte count as text: '16.8 MB'."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= scale:
             return f"{count / scale:.1f} {unit}"
@@ -67,7 +67,7 @@ def show_bytes(count: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """A duration for people: '3.2 ms', '1 min 5 s'."""
+    """A duration as text: '3.2 ms', '1 min 5 s'."""
     if seconds >= 60:
         return f"{int(seconds // 60)} min {int(seconds % 60)} s"
     if seconds >= 1:

@@ -25,19 +25,10 @@ import psutil  # type: ignore[import-untyped]
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.lab.faults import FaultClock
 from echelon.cluster.lab.lab import Lab, Seat
-from echelon.cluster.lab.spec import LabSpec, read_lab
+from echelon.cluster.lab.spec import LabSpec, NodeSpec, read_lab
 from echelon.cluster.machine import usable_cores
 from echelon.codec.codec import CODECS
-from echelon.codec.codecs.between import Between
-from echelon.codec.fitting import (
-    check_sites,
-    refuse_factors,
-    refuse_for_weights,
-    refuse_momentum,
-    refuse_sums,
-    refuse_transport,
-    served_codec,
-)
+from echelon.codec.fitting import refuse_momentum
 from echelon.comm.meet.place import SERVERS_VARIABLE
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
@@ -64,8 +55,8 @@ from echelon.observe.run_folder import RunFolder
 from echelon.observe.summary import Summary, write_summary
 from echelon.plan.groups import by_site, parse_groups
 from echelon.plan.plan import Plan, PlanRequest, WorkerPlan, make_plan
-from echelon.sync.policies.levels import Levels
-from echelon.sync.policy import POLICIES, ClusterInfo, Policy
+from echelon.sync.cluster import planned_cluster
+from echelon.train.checks import check_plan
 
 _LOOK_EVERY_S = 0.05
 _INTERRUPT_GRACE_S = 5.0
@@ -151,9 +142,41 @@ def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Ru
 
 
 def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
+    """The plan that the settings ask for; raises ConfigError if it cannot work."""
     if settings.delay:
         DELAYS.build(settings.delay, where="--delay")
+    count = _count_workers(settings, spec)
+    _check_memory(count + settings.servers)
+    workers, servers = _places(settings, spec, count)
+    if settings.groups:
+        groups = parse_groups(settings.groups, count)
+    else:
+        groups = by_site([node.site for node in workers])
     host = socket.gethostname()
+    asked = PlanRequest(
+        shares=settings.shares,
+        speeds=settings.speeds,
+        delay=settings.delay or "",
+        delayed=settings.delayed,
+        groups=groups,
+        threads=settings.threads or (1 if spec else None),
+        **settings.choices.chosen(),
+    )
+    plan = make_plan(
+        "",
+        [node.name for node in workers] or [host] * count,
+        asked,
+        cores=usable_cores(),
+        rated=[node.cpu or 1.0 for node in workers],
+    )
+    names = [node.name for node in servers] or [host] * settings.servers
+    plan = replace(plan, servers=tuple(names))
+    _check_sync(plan, settings)
+    return plan
+
+
+def _count_workers(settings: RunSettings, spec: LabSpec | None) -> int:
+    """As many as asked for; otherwise one for each speed, or for each node of the lab without a server."""
     apart = 0 if settings.colocate_servers else settings.servers
     in_lab = max(1, len(spec.nodes) - apart) if spec else 1
     count = settings.workers or len(settings.speeds) or in_lab
@@ -167,89 +190,35 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
         raise ConfigError(
             "there is nothing to serve with one worker", where="--servers", fix="start several workers"
         )
-    everybody = count + settings.servers
-    _check_memory(everybody)
-    places = [spec.nodes[rank % len(spec.nodes)] for rank in range(everybody)] if spec else []
-    seats = places[:count]
-    if settings.colocate_servers and spec:
-        places = [*seats, *(seats[server % count] for server in range(settings.servers))]
-    if settings.groups:
-        groups = parse_groups(settings.groups, count)
-    else:
-        groups = by_site([node.site for node in seats])
-    asked = PlanRequest(
-        shares=settings.shares,
-        speeds=settings.speeds,
-        delay=settings.delay or "",
-        delayed=settings.delayed,
-        transport=settings.transport,
-        collective=settings.collective,
-        overlap=settings.overlap,
-        factors=settings.factors,
-        sync=settings.sync,
-        groups=groups,
-        replicas=settings.replicas,
-        codec=settings.codec,
-        threads=settings.threads or (1 if spec else None),
-        seed=settings.seed,
-        join_timeout_s=settings.join_timeout_s,
-        round_timeout_s=settings.round_timeout_s,
-    )
-    plan = make_plan(
-        "",
-        [node.name for node in seats] or [host] * count,
-        asked,
-        cores=usable_cores(),
-        rated=[node.cpu or 1.0 for node in seats],
-    )
-    names = [node.name for node in places[count:]] or [host] * settings.servers
-    plan = replace(plan, servers=tuple(names))
-    _check_sync(plan, settings)
-    return plan
+    return count
+
+
+def _places(
+    settings: RunSettings, spec: LabSpec | None, count: int
+) -> tuple[list[NodeSpec], list[NodeSpec]]:
+    """The lab's nodes of workers and of servers; empty without a lab."""
+    if spec is None:
+        return [], []
+    nodes = [spec.nodes[rank % len(spec.nodes)] for rank in range(count + settings.servers)]
+    workers = nodes[:count]
+    if settings.colocate_servers:
+        return workers, [workers[server % count] for server in range(settings.servers)]
+    return workers, nodes[count:]
 
 
 def _check_sync(plan: Plan, settings: RunSettings) -> None:
-    """Refuse, before anything is started, a policy that cannot work."""
-    policy = POLICIES.build(settings.sync, where="--sync").resolved()
-    count = len(plan.workers)
-    nodes = {worker.node for worker in plan.workers}
-    if count > 1:
-        policy.check(
-            ClusterInfo(
-                workers=count,
-                servers=len(plan.servers),
-                machines=len(nodes),
-                groups=plan.groups,
-                shares=tuple(plan.weights),
-                speeds=tuple(worker.speed for worker in plan.workers),
-                links=(1.0,) * count if len(nodes) > 1 else (),  # measured when they have met
-                lr=settings.lr if isinstance(settings, TrainSettings) else 1.0,
-                seed=plan.seed,
-            )
-        )
-    _check_codec(plan, policy, settings)
-    between = policy.between if isinstance(policy, Levels) else policy
-    if plan.servers and between.family in ("mix", "share"):
-        raise ConfigError(f"sync {policy.name} has no use for servers", where="--servers", fix="start none")
-
-
-def _check_codec(plan: Plan, policy: Policy, settings: RunSettings) -> None:
-    """Refuse a codec that cannot work with the rest."""
-    codec = CODECS.build(plan.codec, where="--codec")
-    if isinstance(codec, Between) and policy.family == "reduce" and len(plan.workers) > 1:
-        check_sites(plan.groups)
-        refuse_transport(plan.transport)
-    refuse_factors(codec, plan.factors)
-    if policy.family == "reduce":
-        refuse_sums(codec, len(plan.servers))
+    """Refuse, before anything is started, a policy or codec that cannot work."""
+    several = len({worker.node for worker in plan.workers}) > 1
+    cluster = planned_cluster(
+        plan,
+        links=(1.0,) * len(plan.workers) if several else (),  # measured when workers have joined
+        lr=settings.lr if isinstance(settings, TrainSettings) else 1.0,
+    )
+    check_plan(plan, cluster)
     if isinstance(settings, TrainSettings):
+        codec = CODECS.build(plan.codec, where="--codec")
         adam = settings.optimizer == "adamw"
         refuse_momentum(codec, 0.9 if adam else settings.momentum, "AdamW" if adam else "SGD")
-    between = policy.between if isinstance(policy, Levels) else policy
-    if policy.family == "serve":
-        served_codec(plan.codec)
-    elif between.family in ("mix", "share"):
-        refuse_for_weights(plan.codec, between.name)
 
 
 def _commands(
@@ -460,7 +429,7 @@ def _free_port() -> int:
 
 
 def _check_memory(workers: int) -> None:
-    """A worker that has only imported torch takes some memory; too many of them take the machine down."""
+    """Refuse more workers than memory allows: importing torch alone takes some for each."""
     available_bytes = psutil.virtual_memory().available
     if workers * _WORKER_BYTES > available_bytes:
         raise LaunchError(
@@ -472,6 +441,7 @@ def _check_memory(workers: int) -> None:
 
 
 def _check_port(port: int) -> None:
+    """Refuse a port that another program uses."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -116,7 +116,7 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
 
     epoch: int
     step: int
-    loss: float
+    loss: float | None = None
     accuracy: float | None = None
     samples: int
 

@@ -1,5 +1,6 @@
-"""Who does how much, and how they talk: pure decisions, values in and values out.
+"""Who does how much, and how workers communicate: pure decisions, values in and values out.
 
-shares.py  a batch cut into one part per worker, an epoch cut into batches
+groups.py  which workers form a group
+shares.py  a batch cut into one share per worker, an epoch cut into batches
 plan.py    the whole assignment of a run, and its form on disk
 """

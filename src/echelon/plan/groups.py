@@ -1,4 +1,4 @@
-"""Which workers form a group: as asked, or as the sites of a lab are. Pure."""
+"""Which workers form a group: as the user says, or one group per site of a lab. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIX = "give each group's size, 4,4, or its ranks, 0,1;2,3"
 
 
 def parse_groups(text: str, workers: int) -> Groups:
-    """`4,4` are sizes of consecutive workers, `0,2;1,3` are ranks. Every worker is in exactly one."""
+    """Parse sizes of consecutive workers, `4,4`, or ranks, `0,2;1,3`; every worker is in one group."""
     try:
         if ";" in text:
             groups = tuple(tuple(int(rank) for rank in part.split(",")) for part in text.split(";"))
@@ -31,7 +31,7 @@ def parse_groups(text: str, workers: int) -> Groups:
 
 
 def by_site(sites: Sequence[str]) -> Groups:
-    """Workers of one site form a group; no groups if there is one site only."""
+    """One group per site; no groups if there is only one site."""
     found: dict[str, list[int]] = {}
     for rank, site in enumerate(sites):
         found.setdefault(site, []).append(rank)

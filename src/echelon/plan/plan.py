@@ -1,7 +1,7 @@
 """The plan: the whole assignment of a run, written before it starts and kept with it.
 
-A plan is complete and frozen. What it does not say is not done; why it says what it says is in
-`reasons`. On disk it is TOML that a person can read and edit.
+A plan is complete and frozen; `reasons` explains its decisions. On disk it is TOML that a person can
+read and edit.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from pathlib import Path
 
 import msgspec
 
+from echelon.config.choices import Choices
+from echelon.config.schema import RunSettings
 from echelon.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """What one worker is to do. `weight` is its part of every batch, relative to the others'."""
+    """One worker's assignment. `weight` is its part of every batch, relative to the other workers'."""
 
     rank: int
     node: str
@@ -29,23 +31,13 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Who does how much, and how they talk. `servers` are the nodes of those who only sum, if any."""
+class Plan(Choices):
+    """Who does how much, and how they communicate. `servers` are the nodes of the servers, if any."""
 
     run: str
     workers: tuple[WorkerPlan, ...]
     servers: tuple[str, ...] = ()
-    transport: str = "auto"
-    collective: str = "auto"
-    overlap: str = "backward"
-    factors: str = "auto"
-    sync: str = "full"
     groups: tuple[tuple[int, ...], ...] = ()
-    replicas: int = 0
-    codec: str = "none"
-    seed: int = 0
-    join_timeout_s: float = 60.0
-    round_timeout_s: float = 300.0
     predicted_step_s: float | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -55,20 +47,25 @@ class Plan:
         return [worker.weight for worker in self.workers]
 
     def to_toml(self) -> str:
-        """The plan as a person reads it."""
-        return msgspec.toml.encode(_without_none(msgspec.to_builtins(self))).decode()
+        """The plan as TOML text."""
+        values = msgspec.to_builtins(self)
+        return msgspec.toml.encode(_without_none({"run": self.run, **values})).decode()
 
     @classmethod
     def read(cls, file: Path) -> Plan:
-        """The plan in a file; anything it does not understand is a ConfigError naming the place."""
+        """Read a plan from a file; a ConfigError names what cannot be read."""
         try:
             return msgspec.toml.decode(file.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the plan: {error}", where=str(file)) from error
+        except ConfigError as error:  # a value out of its range
+            raise ConfigError(
+                f"cannot read the plan: {error.message}", where=str(file), fix=error.fix
+            ) from None
 
 
 def _without_none(value: object) -> object:
-    """TOML has no null: what is not known is not written."""
+    """The value without entries that are None, which TOML cannot write."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -76,37 +73,58 @@ def _without_none(value: object) -> object:
     return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """What the user asked for, before it is a plan."""
+_SETTINGS = RunSettings()
 
-    shares: str = "equal"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest(Choices):
+    """What the user asked for; `make_plan` turns it into a plan."""
+
+    shares: str = _SETTINGS.shares
     speeds: tuple[float, ...] = ()
     delay: str = ""
-    delayed: float = 0.5
-    transport: str = "auto"
-    collective: str = "auto"
-    overlap: str = "backward"
-    factors: str = "auto"
-    sync: str = "full"
+    delayed: float = _SETTINGS.delayed
     groups: tuple[tuple[int, ...], ...] = ()
-    replicas: int = 0
-    codec: str = "none"
     threads: int | None = None
-    seed: int = 0
-    join_timeout_s: float = 60.0
-    round_timeout_s: float = 300.0
 
 
 def make_plan(
     run: str, nodes: Sequence[str], asked: PlanRequest, *, cores: int, rated: Sequence[float] = ()
 ) -> Plan:
-    """The plan for workers on the given nodes. A worker's rank is its place in `nodes`.
+    """Make the plan for workers on the given nodes. A worker's rank is its index in `nodes`.
 
-    `asked.speeds` are emulated on top of what the nodes are; `rated` says how fast they are.
+    `rated` is how fast the nodes are; `asked.speeds` are emulated on top of that.
     """
     count = len(nodes)
-    speeds = asked.speeds or (1.0,) * count
+    speeds = _speeds(asked.speeds, count)
+    rates = [speed * rate for speed, rate in zip(speeds, rated or (1.0,) * count, strict=True)]
+    weights, why_shares = _weights(asked.shares, rates)
+    threads = asked.threads or max(1, cores // count)
+    delayed = _delayed_ranks(count, asked.delayed) if asked.delay else set()
+    workers = tuple(
+        WorkerPlan(
+            rank=rank,
+            node=nodes[rank],
+            weight=weights[rank],
+            threads=threads,
+            speed=speeds[rank],
+            delay=asked.delay if rank in delayed else "",
+        )
+        for rank in range(count)
+    )
+    why_threads = "as asked" if asked.threads else _over(cores, count)
+    return Plan(
+        run=run,
+        workers=workers,
+        groups=asked.groups,
+        reasons={"shares": why_shares, "threads": why_threads},
+        **asked.chosen(),
+    )
+
+
+def _speeds(given: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """The emulated speeds, one for each worker."""
+    speeds = given or (1.0,) * count
     if len(speeds) != count:
         raise ConfigError(
             f"{_count(len(speeds), 'speed')} for {_count(count, 'worker')}",
@@ -119,39 +137,7 @@ def make_plan(
             where="--speed",
             fix="give numbers in (0, 1]",
         )
-    fast = [speed * rate for speed, rate in zip(speeds, rated or (1.0,) * count, strict=True)]
-    weights, why_shares = _weights(asked.shares, fast)
-    threads = asked.threads or max(1, cores // count)
-    delayed = _delayed_ranks(count, asked.delayed) if asked.delay else set()
-    return Plan(
-        run=run,
-        workers=tuple(
-            WorkerPlan(
-                rank=rank,
-                node=nodes[rank],
-                weight=weights[rank],
-                threads=threads,
-                speed=speeds[rank],
-                delay=asked.delay if rank in delayed else "",
-            )
-            for rank in range(count)
-        ),
-        transport=asked.transport,
-        collective=asked.collective,
-        overlap=asked.overlap,
-        factors=asked.factors,
-        sync=asked.sync,
-        groups=asked.groups,
-        replicas=asked.replicas,
-        codec=asked.codec,
-        seed=asked.seed,
-        join_timeout_s=asked.join_timeout_s,
-        round_timeout_s=asked.round_timeout_s,
-        reasons={
-            "shares": why_shares,
-            "threads": "as asked" if asked.threads else _over(cores, count),
-        },
-    )
+    return speeds
 
 
 def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
@@ -167,9 +153,15 @@ def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
             where="--shares",
             fix="say equal, by-speed, or one number for each worker: 4,2,1,1",
         ) from None
-    if len(weights) != len(speeds):
+    check_weights(weights, len(speeds))
+    return weights, "as asked"
+
+
+def check_weights(weights: Sequence[float], workers: int) -> None:
+    """Refuse shares that are not one positive number for each worker."""
+    if len(weights) != workers:
         raise ConfigError(
-            f"{_count(len(weights), 'share')} for {_count(len(speeds), 'worker')}",
+            f"{_count(len(weights), 'share')} for {_count(workers, 'worker')}",
             where="--shares",
             fix="give one for each worker",
         )
@@ -181,11 +173,10 @@ def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
                 where="--shares",
                 fix="give it a positive number, or start one worker less",
             )
-    return weights, "as asked"
 
 
 def _delayed_ranks(count: int, fraction: float) -> set[int]:
-    """The highest ranks, so that the leader is delayed last; at least one, unless nobody is to be."""
+    """The highest ranks, so that the leader is delayed last; at least one if the fraction is above 0."""
     if not 0 <= fraction <= 1:
         raise ConfigError(
             f"{fraction:g} is not a fraction of the workers", where="--delayed", fix="give 0 to 1"

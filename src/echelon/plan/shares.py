@@ -1,7 +1,7 @@
 """How a batch is cut into one share per worker, and an epoch into batches.
 
-Shares are whole numbers that sum to the batch, are at least one, and differ from exact proportion
-by less than one sample wherever that minimum allows it (largest remainder).
+Shares are integers of at least one that sum to the batch. They differ from exact proportion by less
+than one sample, except where the minimum of one forces more (largest remainder method).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _proportion(total: int, weights: Mapping[int, float]) -> dict[int, float]:
 
 
 def _less_than_one(total: int, weights: Sequence[float]) -> set[int]:
-    """Those whose part would be less than one sample, also of what is left when they have got one."""
+    """The ranks whose part would be less than one sample; repeated on the rest once each has one."""
     small: set[int] = set()
     while True:
         rest = {rank: weight for rank, weight in enumerate(weights) if rank not in small}
@@ -62,16 +62,16 @@ class Slice:
 
     @property
     def share(self) -> int:
-        """How many samples that is."""
+        """How many samples the slice has."""
         return self.stop - self.start
 
 
 def batch_sizes(samples: int, batch: int, workers: int, *, drop_last: bool) -> list[int]:
     """The sizes of an epoch's global batches.
 
-    The last one holds what is left. If that is fewer samples than there are workers it joins the
-    batch before it, so that nobody is without a sample and none is repeated; this is the only case in
-    which the number of workers changes what a batch is.
+    The last batch holds the remaining samples. If they are fewer than the workers, they join the batch
+    before, so that every worker has a sample and none is repeated. Only in this case does the number of
+    workers change the batches.
     """
     full, rest = divmod(samples, batch)
     sizes = [batch] * full
@@ -84,7 +84,7 @@ def batch_sizes(samples: int, batch: int, workers: int, *, drop_last: bool) -> l
 
 
 def slices(sizes: Sequence[int], weights: Sequence[float], rank: int, *, start: int = 0) -> list[Slice]:
-    """One worker's part of each batch; all workers' parts together are every sample once."""
+    """One worker's part of each batch; the parts of all workers hold every sample once."""
     out = []
     known: dict[int, tuple[int, ...]] = {}
     at = start

@@ -16,12 +16,10 @@ latency; factors are messages of their own and are charged for one step of P-1 m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from echelon.comm.schedule.cost import LinkCost, Work, ring_work
+from echelon.config.choices import FactorRule
 from echelon.config.units import show_bytes, show_seconds
-
-FactorRule = Literal["auto", "always", "never"]
 
 _ITEM_BYTES = (4, 8)  # float32 and float64: narrower rows would round before they are multiplied
 

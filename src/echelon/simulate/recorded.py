@@ -16,6 +16,7 @@ from echelon.observe.events import Arrived, Decided, LinkMeasured, read_events
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.simulate.replay import Mismatch, replay
+from echelon.sync.cluster import best_rates, planned_cluster
 from echelon.sync.families.serve import ServePolicy
 from echelon.sync.policies.levels import Levels, units_of
 from echelon.sync.policy import POLICIES, ClusterInfo
@@ -88,28 +89,23 @@ def _of_server(folder: RunFolder, plan: Plan) -> Iterator[Arrived | Decided]:
 
 def cluster_of(folder: RunFolder, plan: Plan, lr: float | None = None) -> ClusterInfo:
     """What the policy of a run on the cluster was told."""
-    return ClusterInfo(
-        workers=len(plan.workers),
-        servers=len(plan.servers),
-        machines=len({worker.node for worker in plan.workers}),
-        groups=plan.groups,
-        shares=tuple(plan.weights),
-        speeds=tuple(worker.speed for worker in plan.workers),
+    return planned_cluster(
+        plan,
         links=_links(folder, len(plan.workers)),
         lr=lr if lr is not None else _learning_rate(folder),
-        seed=plan.seed,
     )
 
 
 def _links(folder: RunFolder, workers: int) -> tuple[float, ...]:
     """Each worker's best measured rate; nothing if anybody's is unknown."""
-    best = [0.0] * workers
-    for rank in range(workers):
-        file = folder.events_of(rank)
-        for event in read_events(file) if file.is_file() else ():
-            if isinstance(event, LinkMeasured) and event.rank == rank:
-                best[rank] = max(best[rank], event.bytes_per_s)
-    return tuple(best) if all(best) else ()
+    files = [(rank, folder.events_of(rank)) for rank in range(workers)]
+    measured = [
+        (rank, event.bytes_per_s)
+        for rank, file in files
+        for event in (read_events(file) if file.is_file() else ())
+        if isinstance(event, LinkMeasured) and event.rank == rank
+    ]
+    return best_rates(measured, workers)
 
 
 class _Train(msgspec.Struct):

@@ -1,6 +1,7 @@
 """When do workers agree, and with whom? One file per policy in `policies/`; all of them pure.
 
     policy.py     what a policy is, what it may know about the cluster, how it is found by name
+    cluster.py    what policies are told about a run's cluster
     served.py     policies that a server carries out: arrivals in, decisions out
     ledger.py     what a server holds, and how decisions change it
     elastic.py    the two forms of elastic averaging

@@ -1,18 +1,19 @@
 """The session: how a training script takes part in a run.
 
-join.py         a script becomes a worker
-session.py      what the script talks to: prepare, epochs, reduce, save, load
-talk.py         what a script can ask of the other workers directly
+join.py         turns a script into a worker
+session.py      what the script talks to: prepare, epochs, save, load
+script_log.py   what a script can record
+collectives.py  what a script can ask of the other workers: reduce, gather, broadcast, wait
 loader.py       draws this worker's share of every batch
-agree.py        do all workers have the same model, optimizer and data?
-in_step.py      keeps models the same on all workers
-late.py         updates that wait until somebody needs them: overlap="step"
+families/       keeps models synchronised: one file per family of sync policies
+checks.py       can this plan work? asked by the launcher and by `join`
+consistency.py  do all workers have the same model, optimizer and data?
+encoding.py     which codec each model's gradients are encoded with
 linear.py       linear layers that keep the factors of their gradients
-factoring.py    which of them send these
+factoring.py    which linear layers send factors
 batchnorm.py    batch normalisation over all workers' samples
 clock.py        where a worker's time goes, step by step
-resume.py       what a run needs to go on as if it had never stopped
-checkpoint.py   files that are whole or not there
-state_tree.py   nested state as JSON and tensors, and back
+record.py       a worker's events, and the start and end of a run without a launcher
+resume.py       the state of a run for a checkpoint, and how it is restored
 job.py          the built-in training job of `echelon train`
 """

@@ -1,11 +1,11 @@
 """Batch normalisation over the global batch, so that N workers normalise as one process would.
 
-Mean and variance come from all workers' samples; in backward the two sums that every sample's gradient
-depends on are combined likewise. Workers may hold different numbers of samples: the loss that is
-differentiated is sum_i w_i L_i, so worker i's output gradients enter those sums with weight w_i.
+Mean and variance come from all workers' samples. In backward, the two sums that every sample's gradient
+depends on are also reduced over all workers. Workers may hold different numbers of samples: the loss is
+sum_i w_i L_i, so worker i's output gradients enter those sums with weight w_i.
 
-Each layer costs one small reduction in forward and one in backward. `prepare(batchnorm="local")` gives
-DDP's rule instead: statistics of the worker's own share, running statistics of the leader kept.
+Each layer costs one small reduction in forward and one in backward. `prepare(batchnorm="local")` does as
+DDP does: statistics of the worker's own share, and the leader's running statistics for all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echelon.comm.group import Group
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalises with statistics of all workers' samples; returns them beside the output."""
+    """Normalises with statistics over all workers' samples; returns the output and the statistics."""
 
     @staticmethod
     def forward(
@@ -35,7 +35,7 @@ class _Normalise(torch.autograd.Function):
         own = x.to(wide)
         count = torch.full((1,), x.numel() // x.size(1), dtype=wide, device=x.device)
         mean_own = own.mean(axes) if int(count) else own.new_zeros(x.size(1))
-        # Sums of squares about the worker's own mean: about zero they would cancel.
+        # Squares about the worker's own mean: about zero, large means would cancel the difference.
         spread = (own - _along(mean_own, x)).square().sum(axes)
         parts = group.all_gather(torch.cat([count, mean_own, spread]))
         counts = torch.stack([part[0] for part in parts])
@@ -69,8 +69,8 @@ _Normalised = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _normalise(x: Tensor, eps: float, group: Group, weight_of: Callable[[], float]) -> _Normalised:
-    """Apply it where torch.compile does not look: it would trace the group's waits for other workers."""
-    compiler = "torch._dynamo" in sys.modules  # slow to import; not there, nothing is compiled
+    """Normalise outside of torch.compile, which would trace the waits for other workers."""
+    compiler = "torch._dynamo" in sys.modules  # slow to import, and loaded if anything is compiled
     apply = _untraced() if compiler else _Normalise.apply
     return cast(_Normalised, apply(x, eps, group, weight_of))
 
@@ -88,13 +88,13 @@ def _along(per_channel: Tensor, like: Tensor) -> Tensor:
 
 
 class _Global(_BatchNorm):
-    """Takes the place of a torch layer's class; its state_dict keys stay what they were."""
+    """Replaces a torch layer's class; its state_dict keys do not change."""
 
     echelon_group: Group
     echelon_weight: Callable[[], float]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise over all workers' samples in training, as always otherwise."""
+        """In training, normalise over all workers' samples; otherwise as torch does."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ class _Global(_BatchNorm):
         return (out * _along(self.weight, out) + _along(self.bias, out)).to(input.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Copies and pickles are torch's own layers: a group belongs to this process.
+        # A group belongs to this process, so copies and pickles are torch's own layers.
         own = next(own for own, wide in _GLOBAL.items() if type(self) is wide)
         state = {name: value for name, value in self.__dict__.items() if not name.startswith("echelon_")}
         return own.__new__, (own,), state
@@ -137,12 +137,12 @@ _GLOBAL = {nn.BatchNorm1d: _Global1d, nn.BatchNorm2d: _Global2d, nn.BatchNorm3d:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The model's batch normalisation layers of torch's own types."""
+    """The model's batch normalisation layers, if they are of torch's own types."""
     return [module for module in model.modules() if type(module) in _GLOBAL]
 
 
 def make_local(model: nn.Module) -> None:
-    """Undo `make_global`: the layers are torch's own again."""
+    """Undo `make_global`."""
     for layer in model.modules():
         if isinstance(layer, _Global):
             del layer.echelon_group, layer.echelon_weight
@@ -150,7 +150,7 @@ def make_local(model: nn.Module) -> None:
 
 
 def make_global(model: nn.Module, group: Group, weight_of: Callable[[], float]) -> int:
-    """Let the model's batch normalisation span all workers, in place; returns how many layers did."""
+    """Make the model's batch normalisation span all workers, in place; returns the number of layers."""
     found = layers(model)
     for layer in found:
         layer.echelon_group = group  # type: ignore[assignment]

@@ -1,9 +1,10 @@
-"""Where a worker's time goes, step by step, without the training loop saying so.
+"""Where a worker's time goes, step by step, without changes to the training loop.
 
-The loader reports when data is asked for and handed over, the reducer when this worker arrives at the
-round and when its result is there, the optimizer when it begins and ends. A step ends when the next
-data is asked for, or, where one batch serves several or the script has data of its own, with the next
-gradient after all optimizers. A batch after which nothing was learned (an evaluation) is no part of a step.
+The loader reports when the loop requests a batch and when it gets one. The reducer reports when this worker
+arrives at the round and when the result has arrived. The optimizer reports when it begins and ends. A step
+ends when the loop requests the next batch. If one batch serves several steps, or the script reads data of
+its own, a step ends with the first gradient after all optimizers have stepped. A batch without an optimizer
+step (an evaluation) belongs to no step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from echelon.reduce.reducer import BucketTimes
 
 
 class _StepTimes:
-    """The step under way. Instants are on the performance counter."""
+    """The current step. Instants are on the performance counter."""
 
     __slots__ = (
         "applied_at", "apply_s", "applying", "arrival", "asked", "batch", "by", "compute_s", "computing",
@@ -34,12 +35,12 @@ class _StepTimes:
         self.data_s = self.compute_s = self.wait_s = self.apply_s = self.delay_s = 0.0
         self.share = self.batch = self.sent_bytes = self.rounds = 0
         self.computing = self.learning = self.delay_due = False
-        self.by: set[int] = set()  # the optimizers that have applied it
+        self.by: set[int] = set()  # the optimizers that have stepped
         self.loss: Tensor | float | None = None
 
 
 class StepClock:
-    """Collects one step at a time and records it. One per worker."""
+    """Measures one step at a time and records it. One per worker."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class StepClock:
         self.optimizers = 0
 
     def data_asked(self) -> None:
-        """The loop wants the next batch: the step before it is over."""
+        """The loop requests the next batch: the previous step is over."""
         now = time.perf_counter()
         if self._now.by:
             self.close()
@@ -71,7 +72,7 @@ class StepClock:
         self._now.asked = now
 
     def data_handed(self, share: int, batch: int) -> None:
-        """The loop gets a batch; compute begins."""
+        """The loop gets a batch; computing begins."""
         step = self._now
         step.handed = time.perf_counter()
         step.data_s += step.handed - step.asked
@@ -86,7 +87,7 @@ class StepClock:
             self._pace.start()
 
     def computing(self) -> None:
-        """A gradient is there. Injected delays and emulated slowness are suffered here."""
+        """A gradient is ready. Injected delays and emulated slowness take effect here."""
         if self._now.by and len(self._now.by) >= self.optimizers:
             self._go_on()
         step = self._now
@@ -102,14 +103,14 @@ class StepClock:
             step.delay_s += self._pace.catch_up()
 
     def _go_on(self) -> None:
-        """Begin another step without being asked for data, where the last one ended."""
+        """Begin another step where the last one ended, without a request for data."""
         ended = self._now.applied_at
         self.close()
         self._now = _StepTimes(ended)
         self._begin_computing()
 
     def _computed(self) -> None:
-        """This worker's part is done, as far as it was computing since it was last asked."""
+        """Add the time since the last measurement to the computing time."""
         self.computing()
         step = self._now
         now = time.perf_counter()
@@ -119,7 +120,7 @@ class StepClock:
         step.handed = now
 
     def arrived(self) -> None:
-        """This worker has all its gradients and waits for the others'."""
+        """This worker has all its gradients and waits for the other workers'."""
         self._computed()
         self._now.arrival = self._now.handed
 
@@ -130,7 +131,7 @@ class StepClock:
             BucketReduced(
                 t=offset + time.perf_counter(),
                 rank=self._rank,
-                # The step is counted when its first optimizer is done; a later one may have a round too.
+                # The step counts when its first optimizer is done; a later optimizer may have a round too.
                 step=self.step - 1 if self._now.by else self.step,
                 index=times.index,
                 size_bytes=times.size_bytes,
@@ -148,7 +149,7 @@ class StepClock:
         )
 
     def reduced(self, sent_bytes: int) -> None:
-        """The round's result is there. A second backward pass would compute from here on."""
+        """The round's result has arrived. Computing of another backward pass would begin here."""
         step = self._now
         step.handed = time.perf_counter()
         step.wait_s += step.handed - step.arrival
@@ -156,23 +157,23 @@ class StepClock:
         step.rounds += 1
 
     def waited(self, wait_s: float) -> None:
-        """The trainer was blocked for gradients of the round before: that is no computing."""
+        """The trainer waited for gradients of the previous round, which is not computing."""
         self._now.wait_s += wait_s
         self._now.handed += wait_s
 
-    def met(self, sent_bytes: int) -> None:
-        """Weights were averaged with others'."""
+    def averaged(self, sent_bytes: int) -> None:
+        """Weights were averaged with other workers'."""
         self._now.sent_bytes += sent_bytes
 
     def kept(self) -> None:
-        """Backward ended without a round: its gradients wait for a later one."""
+        """Backward ended without a round; its gradients stay for a later round."""
         self._computed()
 
     def applying(self, optimizer: int = 0) -> None:
-        """An optimizer begins. With several it is still one step, until one of them comes again."""
+        """An optimizer begins its step. Several optimizers share a step until one of them steps again."""
         if optimizer in self._now.by:
             self._go_on()
-        if self._now.computing and not self._now.rounds:  # alone, nobody reports an arrival
+        if self._now.computing and not self._now.rounds:  # alone, there is no round to arrive at
             self.arrived()
         self._now.applying = time.perf_counter()
 
@@ -186,11 +187,11 @@ class StepClock:
         step.by.add(optimizer)
 
     def note_loss(self, loss: Tensor | float) -> None:
-        """The loss of the current batch; read out only when the step is written down."""
+        """Keep the loss of the current batch; it is read when the step is recorded."""
         self._now.loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     def close(self) -> None:
-        """Write the step down, if there was one, and begin the next."""
+        """Record the step, if there was one, and begin the next."""
         step = self._now
         now = time.perf_counter()
         self._now = _StepTimes(now)

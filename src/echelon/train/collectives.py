@@ -1,24 +1,25 @@
 """What a script can ask of the other workers directly: reduce, gather, broadcast, wait.
 
-All workers make the same calls in the same order. Whether they do is looked at first, since a backend
-that is given different shapes ends the process, or hangs.
+All workers must make the same calls in the same order. This is checked first, since a backend that gets
+different shapes ends the process, or hangs.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Literal, get_args, overload
 
 import msgspec
 import torch
 from torch import Tensor
 
 from echelon.comm.group import Group, Pending
+from echelon.config.choices import check_word
 from echelon.errors import ConfigError
 
 Op = Literal["sum", "mean", "max", "min"]
 
-# What every backend can compute with. Bytes add up to more than True, and complex numbers have no order.
+# What every backend supports. A sum of truth values is no truth value; complex numbers have no order.
 _REAL = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.int8, torch.int32, torch.int64,
@@ -33,7 +34,7 @@ _REDUCIBLE = {
 
 
 class ScriptCollectives:
-    """A worker among others: `nodes` says where each of them runs, by rank."""
+    """The communicating half of a session. `nodes` is where each worker runs, by rank."""
 
     def __init__(self, group: Group, nodes: list[str]) -> None:
         self._group = group
@@ -60,9 +61,15 @@ class ScriptCollectives:
     def all_reduce(
         self, tensor: Tensor, op: Op = "sum", *, weight: float | None = None, wait: bool = True
     ) -> Tensor | Pending:
-        """Combine a tensor over all workers, in place. With wait=False, returns a future of it.
+        """Combine a tensor over all workers, in place, and return it.
 
-        A mean may be weighted: each worker gives the weight of its own tensor, such as its samples.
+        op      sum, mean, max or min
+        weight  for a mean: the weight of this worker's tensor, such as its number of samples
+        wait    False: return a future at once; its `wait()` returns the tensor
+
+        Example:
+
+            mean = session.all_reduce(torch.tensor([loss]), "mean", weight=samples)
         """
         _check_reducible("all_reduce", tensor, op)
         self._check_same("all_reduce", op if weight is None else f"{op} weighted", tensor)
@@ -70,7 +77,7 @@ class ScriptCollectives:
         if self.world_size == 1 or not tensor.numel():
             pending = Pending.finished(tensor)
         else:
-            # A copy: if the reduction fails in the middle, what was handed in is as it was.
+            # A copy: if the reduction fails half-way, the script's tensor is unchanged.
             flat = tensor.detach().clone(memory_format=torch.contiguous_format)
             if part is not None:
                 flat.mul_(part)
@@ -80,12 +87,12 @@ class ScriptCollectives:
         return pending.wait() if wait else pending
 
     def _part(self, op: Op, weight: float | None) -> float | None:
-        """The part that this worker's tensor has in a mean; None for other operations."""
+        """The factor of this worker's tensor in a mean; None for other operations."""
         if weight is None:
             return 1.0 / self.world_size if op == "mean" else None
         told = torch.tensor([float(weight) if op == "mean" and 0 <= weight < math.inf else math.nan])
         weights = torch.cat(self._group.all_gather(told.double()))
-        if not float(weights.sum()) > 0:  # told to all, so that all refuse
+        if not float(weights.sum()) > 0:  # all workers have all weights, so all raise
             raise ConfigError(
                 f"weights {[round(w, 6) for w in weights.tolist()]} of op={op!r} make no weighted mean",
                 where="session.all_reduce",
@@ -94,9 +101,13 @@ class ScriptCollectives:
         return float(weights[self.rank] / weights.sum())
 
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum") -> Tensor:
-        """Combine a tensor over all workers and give each its part of the first dimension, by rank.
+        """Combine a tensor over all workers; each worker gets its part of the first dimension, by rank.
 
-        The parts are nearly equal, as `torch.tensor_split` makes them; what was handed in stays as it was.
+        op  sum, mean, max or min
+
+        The parts are those of `torch.tensor_split`. The tensor that is given does not change. Example:
+
+            part = session.reduce_scatter(torch.ones(10, 3))
         """
         _check_reducible("reduce_scatter", tensor, op)
         if not tensor.dim():
@@ -115,7 +126,12 @@ class ScriptCollectives:
         return own.div_(self.world_size) if op == "mean" else own
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensor, by rank. Shapes may differ, types may not."""
+        """Every worker's tensor, by rank. Shapes may differ, types may not.
+
+        Example:
+
+            everything = torch.cat(session.all_gather(outputs))
+        """
         mine = {"call": f"all_gather {tensor.dtype}", "shape": list(tensor.shape)}
         told = [
             msgspec.json.decode(data) for data in self._group.all_gather_bytes(msgspec.json.encode(mine))
@@ -132,7 +148,14 @@ class ScriptCollectives:
         ]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Give everybody the source's values, in place."""
+        """Give every worker the source's values, in place, and return the tensor.
+
+        source  the rank whose values all workers get
+
+        Example:
+
+            session.broadcast(threshold)
+        """
         if not 0 <= source < self.world_size:
             raise ConfigError(
                 f"there is no rank {source} to broadcast from",
@@ -148,17 +171,17 @@ class ScriptCollectives:
         return tensor
 
     def barrier(self) -> None:
-        """Return when every worker is here."""
+        """Return when every worker has called it."""
         if self.world_size > 1:
             self._compare(self._told("barrier"))
 
     def _check_same(self, call: str, how: str, tensor: Tensor) -> None:
-        """Different calls or shapes would end a worker's process inside the backend: look first."""
+        """Refuse different calls or shapes, which would end a process inside the backend."""
         if self.world_size > 1:
             self._compare(self._told(f"{call} {how} {list(tensor.shape)} {tensor.dtype}"))
 
     def _told(self, mine: str) -> list[str]:
-        """What each worker says; one that is somewhere else altogether may not say it in words."""
+        """The text of every worker; one that makes another call may send bytes that are not text."""
         return [told.decode(errors="replace") for told in self._group.all_gather_bytes(mine.encode())]
 
     def _compare(self, told: list[str]) -> None:
@@ -172,7 +195,7 @@ class ScriptCollectives:
 
 
 def _check_reducible(call: str, tensor: Tensor, op: Op) -> None:
-    check_choice("op", op, ("sum", "mean", "max", "min"))
+    check_word("op", op, get_args(Op), where=f"session.{call}")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
             f"a mean of {tensor.dtype} is not a whole number",
@@ -190,13 +213,3 @@ def _check_reducible(call: str, tensor: Tensor, op: Op) -> None:
 @torch.no_grad()
 def _put(tensor: Tensor, result: Tensor) -> Tensor:
     return tensor.copy_(result)
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a word that is not one of the choices."""
-    if value not in choices:
-        raise ConfigError(
-            f"{name}={value!r} is not one of the choices",
-            where="session",
-            fix=f"give {' or '.join(choices)}",
-        )

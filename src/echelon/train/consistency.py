@@ -1,7 +1,7 @@
 """Do all workers have the same model, optimizer and data? Checked before the first step.
 
-Workers that differ would hang or, worse, train nonsense. Each describes what it prepared; the first
-difference from the leader's is named on every worker.
+Workers that differ would hang or, worse, train nonsense. Each worker describes what it prepared; every
+worker's error names the first difference from the leader.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echelon.train.loader import SharedLoader
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """One thing that must be the same everywhere: what it is called, and what it is."""
+    """One value that must be the same on all workers."""
 
     kind: str
     name: str
@@ -41,13 +41,13 @@ def describe_model(model: nn.Module, index: int) -> list[Fact]:
 
 
 def describe_optimizer(optimizer: Optimizer, index: int) -> list[Fact]:
-    """The optimizer's kind, and how many tensors are in each of its groups."""
+    """The optimizer's type, and how many tensors each of its groups has."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     return [Fact("optimizer", str(index), f"{type(optimizer).__name__} with {sizes} parameters")]
 
 
 def describe_loader(loader: SharedLoader, index: int) -> list[Fact]:
-    """How much data there is, and in which batches."""
+    """The numbers of samples and batches, and the batch size."""
     try:
         count: Any = len(loader)
     except TypeError:
@@ -108,13 +108,13 @@ def _said(fact: Fact | None) -> str:
 
 @torch.no_grad()
 def share_state(group: Group, model: nn.Module) -> None:
-    """Give everybody the leader's parameters and buffers."""
+    """Give all workers the leader's parameters and buffers."""
     share_tensors(group, [p.data for p in model.parameters()] + list(model.buffers()))
 
 
 @torch.no_grad()
 def share_tensors(group: Group, tensors: list[torch.Tensor]) -> None:
-    """Give everybody the leader's values, in place; small tensors of a type travel together."""
+    """Give all workers the leader's values, in place; tensors of a type are sent as one message."""
     by_type: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -1,6 +1,7 @@
-"""Which codec a run's gradients are written with, what it must not be used with, and what it owes.
+"""Which codec encodes a run's gradients, what it must not be combined with, and its residuals.
 
-One for each run. Every model has a coding of its own: its parameters' states, and the thread that encodes.
+There is one Encoding for each run. Every model has an encoder of its own: its parameters' states, and the
+codec thread.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Sites = Sequence[Sequence[int]]
 
 
 class Encoding:
-    """How one worker's gradients are written; `sites` are groups of workers that are near each other."""
+    """How one worker's gradients are encoded; `sites` are groups of workers that are near each other."""
 
     def __init__(
         self, text: str, group: Group, *, links: Links | None, sites: Sites, explain: Explain
@@ -43,54 +44,56 @@ class Encoding:
         self._links = links
         self._sites = sites
         self._explain = explain
-        self._codings: list[ModelEncoder | None] = []
+        self._encoders: list[ModelEncoder | None] = []
         self._models: list[nn.Module] = []
-        self._texts: list[str] = []  # of each model: its codec, as it could have been asked for
+        self._texts: list[str] = []  # each model's codec, as the user could have written it
 
     def _asked(self, text: str) -> Codec:
         return CODECS.build(text or self._text, where="codec")
 
     def active(self, text: str = "") -> bool:
-        """Whether gradients may be anything but what they are, with the run's codec or another."""
+        """Whether this codec, or the run's, changes how gradients are sent."""
         codec = self._asked(text)
         alone = self._group.size == 1 and not inner_of(codec).momentum
         return not isinstance(codec, NoCodec) and not alone
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse momentum that would be applied twice to any parameter."""
+        """Refuse an optimizer whose momentum the codec would apply a second time."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for model, coding in zip(self._models, self._codings, strict=True):
+        for model, coding in zip(self._models, self._encoders, strict=True):
             if coding is not None and any(id(p) in held for p in model.parameters()):
                 check_momentum(coding.codec, optimizer)
 
     def add(self, model: nn.Module, text: str = "") -> ModelEncoder | None:
-        """What a model's reducer needs; None if its gradients travel as they are. All workers call this."""
+        """The encoder of a model; None if its gradients are sent unencoded. All workers call this."""
         self._texts.append(text or self._text)
         coding = self._coding(model, self._asked(text)) if self.active(text) else None
         self._models.append(model)
-        self._codings.append(coding)
+        self._encoders.append(coding)
         if coding is not None:
             self._look_at(model, coding)
         return coding
 
     def _look_at(self, model: nn.Module, coding: ModelEncoder) -> None:
-        """Say what the codec has nothing to do with, and what it must not be left to."""
+        """Record which parameters are sent unencoded; refuse them if the codec applies the momentum."""
         codec = coding.codec
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
         others = [name for name, p in trained if not coding.fits(p)]
         if others and codec.momentum:
             raise ConfigError(
-                f"codec {codec.name} applies the momentum, but not to {others[0]}, which it cannot write",
+                f"codec {codec.name} applies the momentum, but not to {others[0]}, which it cannot encode",
                 where="--codec",
-                fix=f"codecs write float32 parameters on the CPU; use {codec.name}(momentum=0) and give "
+                fix=f"codecs encode float32 parameters on the CPU; use {codec.name}(momentum=0) and give "
                 "the optimizer its momentum",
             )
         if others:
             count = "one parameter" if len(others) == 1 else f"{len(others)} parameters"
-            why = f"{count} travel unencoded ({others[0]} ...): codecs write float32 parameters on the CPU"
+            why = (
+                f"{count} are sent unencoded ({others[0]} ...): codecs encode float32 parameters on the CPU"
+            )
             self._explain("codec, exceptions", why, f"codec {codec.name}: {why}")
         if codec.feedback and not codec.contracts:
-            why = "its errors may be larger than gradients, so what it owes grows from step to step"
+            why = "its errors may be larger than gradients, so its residuals grow from step to step"
             self._explain("codec feedback", why, f"codec {codec.name} with feedback: {why}")
 
     def _coding(self, model: nn.Module, codec: Codec) -> ModelEncoder | None:
@@ -110,7 +113,7 @@ class Encoding:
         return ModelEncoder(codec, way, rank=group.rank, who=self._who)
 
     def _choose(self, auto: AutoCodec, model: nn.Module) -> cost.CodecChoice:
-        """All workers measure, the slowest one's speed counts, and all decide alike."""
+        """All workers measure and decide alike, by the slowest worker's speed."""
         if self._links is None:
             return cost.CodecChoice(
                 codec="none", between=False, reason="none: no links between machines were measured"
@@ -144,19 +147,19 @@ class Encoding:
     # Checkpoints and the end ---------------------------------------------------------------------
 
     def residuals(self) -> dict[str, Any]:
-        """What the codecs remember on this worker: every model's, and between which sites."""
-        if not any(self._codings):
+        """This worker's codec states for a checkpoint: every model's, and the sites."""
+        if not any(self._encoders):
             return {}
-        states: list[Saved] = [coding.states.save() if coding else {} for coding in self._codings]
+        states: list[Saved] = [coding.states.save() if coding else {} for coding in self._encoders]
         return {"codecs": list(self._texts), "models": states, "sites": _listed(self._sites)}
 
     def restore(self, residuals: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what all workers of another run owed, by rank; or say that it is lost."""
+        """Take over the residuals of a checkpoint's workers, by rank; record which are lost."""
         theirs = [one for one in residuals if "codecs" in one]
         by_server = [one["codec"] for one in residuals if "codec" in one]
         had = list(theirs[0]["codecs"]) if theirs else by_server[:1]
         for at, before in enumerate(had):
-            coding = self._codings[at] if at < len(self._codings) else None
+            coding = self._encoders[at] if at < len(self._encoders) else None
             now = self._texts[at] if coding is not None else "none"
             same = bool(theirs) and coding is not None and same_codec(before, now)
             if coding is not None:
@@ -165,14 +168,14 @@ class Encoding:
                 self._explain(
                     "codec residuals",
                     f"the checkpoint's codec was {before}, this run's is {now}",
-                    f"the checkpoint was written with codec {before}: what that had not sent yet is lost",
+                    f"the checkpoint was written with codec {before}: its residuals are lost",
                 )
-        for coding in self._codings[len(had) :]:
+        for coding in self._encoders[len(had) :]:
             if coding is not None:
                 coding.states.load({})
 
     def _share(self, coding: ModelEncoder, theirs: Sequence[Mapping[str, Any]], model: int) -> Saved:
-        """This worker's part of what workers owed; its own, if they are as many and at the same sites."""
+        """This worker's part of the residuals; its own if number and sites of the workers are the same."""
         saved: list[Saved] = [one["models"][model] for one in theirs]
         size, inside = self._group.size, coding.route.inside
         if inside is None:
@@ -184,8 +187,8 @@ class Encoding:
         return for_rail(saved, len(self._sites), inside.rails, inside.position)
 
     def report(self) -> None:
-        """Say what did not fit into the codec's range, and what was never sent; all workers call this."""
-        for coding in self._codings:
+        """Record how many values exceeded the codec's range, and the residuals. All workers call this."""
+        for coding in self._encoders:
             if coding is None:
                 continue
             beyond = float(sum(coding.states.saturated().values()))
@@ -196,18 +199,18 @@ class Encoding:
                 text = f"{int(all_of[0])} values of all workers were beyond the range of codec {name}"
                 self._explain("codec range", text, text)
             if all_of[1]:
-                text = f"what codec {name} has not sent in the end has a norm of {math.sqrt(all_of[1]):.3g}"
+                text = f"the final residuals of codec {name} have a norm of {math.sqrt(all_of[1]):.3g}"
                 self._explain("codec residuals", text, "")
 
     def join(self) -> None:
-        """Wait until nothing is under way, after the group was closed."""
-        for coding in self._codings:
+        """Wait until nothing is in flight, after the group was closed."""
+        for coding in self._encoders:
             if coding is not None:
                 coding.join()
 
     def close(self) -> None:
-        """No more rounds."""
-        for coding in self._codings:
+        """Stop the codec threads."""
+        for coding in self._encoders:
             if coding is not None:
                 coding.close()
 
@@ -217,7 +220,7 @@ def _listed(sites: Sites) -> list[list[int]]:
 
 
 def check_momentum(codec: Codec, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that has momentum besides the codec's."""
+    """Refuse an optimizer that has momentum if the codec applies it."""
     for group in optimizer.param_groups:
         own = group.get("momentum") or (group.get("betas") or (0.0,))[0]
         refuse_momentum(codec, float(own), type(optimizer).__name__)

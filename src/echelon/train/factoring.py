@@ -1,12 +1,11 @@
-"""When does a model's linear layer send factors instead of its gradient?
+"""Which linear layers of a model send factors instead of their gradients?
 
-Layers are watched for one round. Then the workers tell each other how many rows each layer had and how
-fast they multiply, and decide alike, by cost (`comm/factors.py`), for each layer. A large one that stays
-dense has its gradient computed straight into the buffer in which it is reduced; small ones are torch's own
-again.
+Layers are watched for one round. Then the workers exchange how many rows each layer had and how fast they
+multiply, and all decide alike, by cost (`reduce/factors.py`), for each layer. The gradient of a large layer
+that stays dense is computed directly into the buffer in which it is reduced. Small layers are released.
 
-Everybody multiplies all rows, so results have the same bits on all workers if their processors are alike;
-where they are not, `auto` stays with dense gradients.
+Every worker multiplies all rows, so the results have the same bits on all workers if their processors are
+alike; otherwise `auto` keeps dense gradients.
 """
 
 from __future__ import annotations
@@ -21,14 +20,15 @@ from torch import Tensor, nn
 
 from echelon.cluster.machine import processor_name
 from echelon.comm.schedule.cost import LinkCost
+from echelon.config.choices import FactorRule
 from echelon.config.units import show_bytes
 from echelon.reduce.bucket import Bucket, FactorBucket, LinearBucket
-from echelon.reduce.factors import FactorChoice, FactorRule, LinearShape, decide
+from echelon.reduce.factors import FactorChoice, LinearShape, decide
 from echelon.reduce.reducer import Reducer
 from echelon.train import linear
 
 _UNFIT = -1  # in place of a number of rows
-_LARGE = 1 << 18  # elements: below this, a copy costs less than the care that it takes to avoid it
+_LARGE = 1 << 18  # elements: below this, avoiding the copy costs more than the copy
 
 
 class Factoring:
@@ -51,24 +51,24 @@ class Factoring:
         self._decided = False
 
     def attach(self) -> None:
-        """Begin to watch; before anybody else hangs hooks on the weights."""
+        """Begin to watch; must come before other hooks on the weights."""
         self._captures = linear.attach(self._layers, scale=self._scale, on_ready=self._on_ready)
 
     def serve(self, reducer: Reducer) -> None:
-        """Give the factors to this reducer."""
+        """Send the factors through this reducer."""
         self._reducer = reducer
 
     def _scale(self) -> float:
         return self._reducer.weight if self._reducer else 1.0
 
     def _on_ready(self, capture: linear.LinearCapture) -> None:
-        """A layer's rows are there. If they are to stay here for now, its weight gets their gradient."""
+        """A layer's rows are complete. If gradients stay local for now, turn them into a gradient."""
         assert self._reducer is not None
         if not self._reducer.active:
             capture.fold(self._reducer.unit)
 
     def consider(self) -> None:
-        """After the first round, decide; all workers call this at the same point."""
+        """Decide once, after the first round; all workers call this at the same point."""
         if self._decided or self._reducer is None or not self._reducer.rounds:
             return
         self._decided = True
@@ -121,7 +121,7 @@ class Factoring:
 
 
 def _worth_it(weight: Tensor, rows_of: tuple[int, ...]) -> bool:
-    """Whether keeping rows costs much less than a gradient, and the gradient is large enough to matter."""
+    """Whether rows are much smaller than the gradient, and the gradient is large enough to matter."""
     outputs, inputs = weight.shape
     least = weight.numel() >= _LARGE and any(rows_of)
     return least and 4 * max(rows_of) * (outputs + inputs) <= outputs * inputs
@@ -147,7 +147,7 @@ def _kind_of_processor() -> float:
 
 
 def _flops_per_s() -> float:
-    """How fast this worker multiplies now, in operations per second; a few milliseconds."""
+    """How fast this worker multiplies, in operations per second; takes a few milliseconds."""
     rows, width = 64, 1024
     left, right = torch.ones(width, rows), torch.ones(rows, width)
     left @ right

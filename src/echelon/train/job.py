@@ -1,7 +1,7 @@
-"""The built-in training job of `echelon train`: a model and a data set of the zoo, by their names.
+"""The built-in training job of `echelon train`: trains a model of the zoo on one of its data sets.
 
-It is written against the public session and nothing else, as a user's script would be. It runs in every
-worker; its settings are in the run's folder.
+It uses only the public session, as a user's script would. It runs in every worker; its settings are in the
+run's folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from echelon.zoo.task import count_correct, loss_of
 
 
 def main() -> None:
-    """Train as the run folder's settings say."""
+    """Train with the settings in the run's folder."""
     folder = RunFolder(Path(os.environ[RUN_VARIABLE]))
     settings = resolve(TrainSettings, {}, folder.config).settings
     session = join()
@@ -38,7 +38,7 @@ def main() -> None:
     model, optimizer, train_loader, test_loader = session.prepare(
         model, optimizer, train_loader, test_loader
     )
-    torch.manual_seed(settings.seed + 1 + session.rank)  # each worker draws its own dropout
+    torch.manual_seed(settings.seed + 1 + session.rank)  # dropout differs between workers
     if settings.checkpoint:
         session.load(settings.checkpoint, required=False)
     steps = len(train_loader) * settings.epochs
@@ -88,7 +88,7 @@ def _optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimiz
 
 @torch.no_grad()
 def _evaluate(session: Session, model: nn.Module, loader: Any, loss_fn: Any) -> float:
-    """Accuracy on the test data, of which every worker takes its share; recorded with the loss."""
+    """The accuracy on the test data, each worker on its share; records it with the loss."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)
     for x, y in loader:

@@ -1,29 +1,31 @@
-"""How a script becomes a worker: find out who and where it is, meet the others, open the record.
+"""How a script becomes a worker: find its place, check the plan, connect, open the record.
 
-Under `echelon run` the launcher has made a run folder with a plan in it and says where in
-ECHELON_RUN. Under any other launcher the leader makes both. Without a launcher the script is alone.
+Under `echelon run` the launcher has made a run folder with a plan and names it in ECHELON_RUN. Under any
+other launcher the leader makes both. Without a launcher the script is alone.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
+import re
 import socket
 import sys
 import time
+import typing
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.machine import usable_cores
 from echelon.cluster.pace import Pace
-from echelon.codec.codec import CODECS
 from echelon.comm.alone import SoloGroup
 from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
@@ -32,20 +34,24 @@ from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous, meet
 from echelon.comm.open import open_group
 from echelon.comm.wire.summing import KEEP, SERVERS_DO, SUM
+from echelon.config.choices import Choices, FactorRule, Overlap, Transport, flag
+from echelon.config.registry import convert
 from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError, EchelonError
-from echelon.observe.events import LinkMeasured, RunStarted, WorkerJoined
-from echelon.observe.recorder import Recorder
+from echelon.observe.events import LinkMeasured, WorkerJoined
 from echelon.observe.run_folder import RunFolder
-from echelon.plan.plan import Plan, PlanRequest, make_plan
+from echelon.plan.plan import Plan, PlanRequest, check_weights, make_plan
 from echelon.reduce.packing import sizes
-from echelon.sync.policy import POLICIES
+from echelon.sync.cluster import planned_cluster
+from echelon.train.checks import check_plan, needs_parameter_servers
 from echelon.train.clock import StepClock
-from echelon.train.families.choose import needs_parameter_servers
+from echelon.train.record import RunRecord
 from echelon.train.session import Session
 
 RUN_VARIABLE = "ECHELON_RUN"
-_log = logging.getLogger(__name__)
+_HINTS = typing.get_type_hints(Choices)
+_OPTION = re.compile(r"--([a-z-]+)")
+_ARGUMENTS = {"join_timeout_s": "timeout_s"}  # where `join` has a shorter name
 
 
 def join(
@@ -55,142 +61,230 @@ def join(
     shares: Sequence[float] | None = None,
     timeout_s: float | None = None,
     round_timeout_s: float | None = None,
-    transport: str | None = None,
+    transport: Transport | None = None,
     collective: str | None = None,
-    overlap: str | None = None,
-    factors: str | None = None,
+    overlap: Overlap | None = None,
+    factors: FactorRule | None = None,
     sync: str | None = None,
     codec: str | None = None,
     runs: str | Path = "runs",
     record: bool = True,
 ) -> Session:
-    """Become a worker of the run that this process was started in, or a run of one.
+    """Become a worker of the run that this process was started in, or the only worker of a run of its own.
 
-    name             what the run's folder is called; the script's name otherwise
+    name             the name of the run's folder; default: the script's name
     seed             fixes the order of the data
-    shares           each worker's part of a batch, by rank; equal otherwise
+    shares           each worker's part of a batch, one number by rank; default: equal
     timeout_s        how long to wait for all workers to join
     round_timeout_s  how long a worker may keep the others waiting at a round
     transport        how bytes move: auto, shm, tcp or c10d
-    collective       how gradients are summed, by name; auto otherwise
+    collective       how gradients are summed, see `echelon list collective`
     overlap          what hides communication: backward, or step (see `Session.prepare`)
     factors          whether linear layers send factors of their gradients: auto, always or never
-    sync             when workers agree: a policy by name, see `echelon list sync`; full otherwise
-    codec            how gradients are written: a codec by name, see `echelon list codec`; none otherwise
-    runs             where the run's folder is made
-    record           whether there is a record at all
+    sync             when workers synchronise, see `echelon list sync`
+    codec            how gradients are encoded, see `echelon list codec`
+    runs             the folder in which the run's folder is made
+    record           whether to keep a record
+
+    The default of a choice is how the run was started. A wrong value raises ConfigError at once. Example:
+
+        session = echelon.join(seed=1)
+        model, optimizer, loader = session.prepare(model, optimizer, loader)
     """
+    choices = {
+        "seed": seed,
+        "join_timeout_s": timeout_s,
+        "round_timeout_s": round_timeout_s,
+        "transport": transport,
+        "collective": collective,
+        "overlap": overlap,
+        "factors": factors,
+        "sync": sync,
+        "codec": codec,
+    }
     place = Place.from_environment(os.environ)
-    given = os.environ.get(RUN_VARIABLE)
-    launched = Plan.read(RunFolder(Path(given)).plan) if given else None
-    asked = PlanRequest(
-        shares=",".join(f"{share:g}" for share in shares) if shares is not None else "equal",
-        seed=seed or 0,
-        transport=transport or (launched.transport if launched else "auto"),
-        collective=collective or (launched.collective if launched else "auto"),
-        overlap=overlap or (launched.overlap if launched else "backward"),
-        factors=factors or (launched.factors if launched else "auto"),
-        sync=sync or (launched.sync if launched else "full"),
-        codec=codec or (launched.codec if launched else "none"),
-        join_timeout_s=timeout_s or (launched.join_timeout_s if launched else 60.0),
-        round_timeout_s=round_timeout_s or (launched.round_timeout_s if launched else 300.0),
-    )
-    if launched is None:  # what cannot work is refused before anybody waits for it
-        make_plan("", [""] * place.world_size, asked, cores=1)
-    host = socket.gethostname()
-    node = launched.workers[place.rank].node if launched and place.rank < len(launched.workers) else host
-    policy = POLICIES.build(asked.sync, where="sync").resolved()
-    CODECS.build(asked.codec, where="codec")
-    group, meeting = _connect(place, node, host, asked, sums=not needs_parameter_servers(policy))
-    links = group.measure_links() if isinstance(group, EngineGroup) else None
-    folder = _folder(group, given, name, Path(runs)) if record else None
-    plan = launched or make_plan(
-        folder.name if folder else "unrecorded",
-        [member.node for member in meeting.members] if meeting else [node],
-        asked,
-        cores=usable_cores(),
-    )
-    if launched:
-        plan = _overrule(launched, seed, shares, asked)
-    _check_plan(plan, group)
-    recorder = Recorder(folder.events_of(group.rank) if folder else None)
-    if folder and group.rank == 0 and not given:
-        folder.plan.write_text(plan.to_toml())
-        recorder.emit(
-            RunStarted(
-                t=time.time(),
-                rank=0,
-                run=folder.name,
-                command=sys.argv,
-                world_size=group.size,
-                sync=plan.sync,
-            )
+    launched = _launchers_folder()
+    with _naming_arguments({**choices, "shares": shares}):
+        plan = _plan(place, launched, choices, shares)
+        sums = _check(plan, place)
+    group, rendezvous = _connect(place, plan, sums=sums)
+    with _departing_on_error(group, rendezvous):
+        links = group.measure_links() if isinstance(group, EngineGroup) else None
+        folder = _folder(group, launched, name, Path(runs)) if record else None
+        if launched is None:
+            plan = _placed(plan, folder, rendezvous)
+        kept = RunRecord(folder, group.rank, owned=launched is None and group.rank == 0)
+        return _session(group, rendezvous, plan, kept, links, place)
+
+
+def _launchers_folder() -> RunFolder | None:
+    """The run folder that `echelon run` has made; None under another launcher."""
+    path = os.environ.get(RUN_VARIABLE)
+    return RunFolder(Path(path)) if path else None
+
+
+@contextmanager
+def _naming_arguments(given: Mapping[str, Any]) -> Iterator[None]:
+    """Let an error about an option name the argument of `join` that it comes from."""
+    try:
+        yield
+    except ConfigError as error:
+        option = _OPTION.match(error.where)
+        name = option.group(1).replace("-", "_") if option else ""
+        if given.get(name) is not None:
+            error.where = f"join({_ARGUMENTS.get(name, name)}={given[name]!r})"
+        raise
+
+
+def _plan(
+    place: Place, launched: RunFolder | None, choices: Mapping[str, Any], shares: Sequence[float] | None
+) -> Plan:
+    """The launcher's plan or a new one. The script's choices come before the launcher's."""
+    given = {
+        name: convert(value, _HINTS[name], where=flag(name))
+        for name, value in choices.items()
+        if value is not None
+    }
+    if launched is not None:
+        plan = replace(Plan.read(launched.plan), **given)
+    else:
+        nodes = [socket.gethostname()] * place.world_size  # the others' are known when they have joined
+        plan = make_plan("unrecorded", nodes, PlanRequest(**given), cores=usable_cores())
+    if len(plan.workers) != place.world_size:
+        raise ConfigError(
+            f"the plan is for {len(plan.workers)} workers, but {place.world_size} were started",
+            where="plan.toml",
+            fix="start as many workers as were planned",
         )
+    return plan if shares is None else _with_shares(plan, shares)
+
+
+def _with_shares(plan: Plan, shares: Sequence[float]) -> Plan:
+    try:
+        weights = [float(share) for share in shares]
+    except (TypeError, ValueError):  # a text, most likely
+        raise ConfigError(
+            f"{shares!r} is not one number for each worker",
+            where="--shares",
+            fix="give numbers by rank, such as (2, 1, 1); `echelon run --shares` also takes by-speed",
+        ) from None
+    check_weights(weights, len(plan.workers))
+    workers = tuple(replace(w, weight=s) for w, s in zip(plan.workers, weights, strict=True))
+    return replace(plan, workers=workers, reasons={**plan.reasons, "shares": "as asked"})
+
+
+def _check(plan: Plan, place: Place) -> bool:
+    """Refuse a plan that cannot work before any worker waits; returns whether servers only sum."""
+    assumed = (1.0,) * place.world_size  # links are measured when workers have joined
+    cluster = planned_cluster(plan, servers=place.servers, links=assumed, lr=1.0)
+    return not needs_parameter_servers(check_plan(plan, cluster))
+
+
+def _connect(place: Place, plan: Plan, *, sums: bool) -> tuple[Group, Rendezvous | None]:
+    if place.world_size == 1:
+        return SoloGroup(), None
+    rendezvous = meet(
+        place,
+        node=plan.workers[place.rank].node,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        timeout_s=plan.join_timeout_s,
+    )
+    with _departing_on_error(None, rendezvous):
+        if place.rank == 0 and place.servers:
+            rendezvous.publish(SERVERS_DO, SUM if sums else KEEP)
+        group = open_group(
+            rendezvous,
+            place,
+            transport=plan.transport,
+            collective=plan.collective,
+            deadline_s=plan.round_timeout_s,
+            timeout_s=plan.join_timeout_s,
+            sums=sums,
+        )
+    return group, rendezvous
+
+
+@contextmanager
+def _departing_on_error(group: Group | None, rendezvous: Rendezvous | None) -> Iterator[None]:
+    """Tell the other workers why this one fails while it joins."""
+    try:
+        yield
+    except EchelonError as error:
+        if rendezvous is not None:
+            rendezvous.announce_departure(f"{type(error).__name__}: {error.message}")
+        if group is not None:
+            group.close()
+        if rendezvous is not None:
+            rendezvous.linger()
+        raise
+
+
+def _folder(group: Group, launched: RunFolder | None, name: str | None, root: Path) -> RunFolder:
+    """The launcher's folder, or one that the leader makes for all."""
+    if launched is not None:
+        return launched.with_subfolders()
+    path = ""
+    if group.rank == 0:
+        path = str(RunFolder.create(root, name or Path(sys.argv[0]).stem or "run").path)
+    return RunFolder(Path(group.broadcast_bytes(path.encode()).decode())).with_subfolders()
+
+
+def _placed(plan: Plan, folder: RunFolder | None, rendezvous: Rendezvous | None) -> Plan:
+    """The plan with the run's name and every worker's node."""
+    if rendezvous is not None:
+        nodes = [member.node for member in rendezvous.members]
+        plan = replace(plan, workers=tuple(replace(w, node=nodes[w.rank]) for w in plan.workers))
+    return replace(plan, run=folder.name) if folder else plan
+
+
+def _session(
+    group: Group,
+    rendezvous: Rendezvous | None,
+    plan: Plan,
+    record: RunRecord,
+    links: Links | None,
+    place: Place,
+) -> Session:
+    """The session, with the events that begin its record; it closes when the script ends."""
+    record.begin(plan)
     device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    recorder.emit(
+    mine = plan.workers[group.rank]
+    record.emit(
         WorkerJoined(
             t=time.time(),
             rank=group.rank,
-            node=node,
-            host=host,
+            node=mine.node,
+            host=socket.gethostname(),
             pid=os.getpid(),
             threads=torch.get_num_threads(),
             device=str(device),
         )
     )
-    mine = plan.workers[group.rank]
     clock = StepClock(
-        recorder,
+        record.recorder,
         group.rank,
         pace=Pace(mine.speed) if mine.speed < 1 else None,
         delay=DELAYS.build(mine.delay) if mine.delay else None,
         seed=plan.seed,
     )
     try:
-        session = Session(group, meeting, plan, clock, recorder, folder, device, links)
-    except EchelonError as error:  # what was asked for does not go together: all workers find so
-        if meeting is not None:
-            meeting.announce_departure(f"{type(error).__name__}: {error.message}")
-        group.close()
-        if meeting is not None:
-            meeting.linger()
+        session = Session(group, rendezvous, plan, clock, record, device, links)
+    except EchelonError as error:
+        record.end(f"{type(error).__name__}: {error.message}")
         raise
     if isinstance(group, EngineGroup) and links is not None:
-        _tell_links(session, links, recorder, group)
+        _record_links(session, links, record, group)
     _leave_at_exit(session)
     return session
 
 
-def _connect(
-    place: Place, node: str, host: str, asked: PlanRequest, *, sums: bool
-) -> tuple[Group, Rendezvous | None]:
-    if place.world_size == 1:
-        return SoloGroup(), None
-    meeting = meet(place, node=node, host=host, pid=os.getpid(), timeout_s=asked.join_timeout_s)
-    try:
-        if place.rank == 0 and place.servers:
-            meeting.publish(SERVERS_DO, SUM if sums else KEEP)
-        group = open_group(
-            meeting,
-            place,
-            transport=asked.transport,
-            collective=asked.collective,
-            deadline_s=asked.round_timeout_s,
-            timeout_s=asked.join_timeout_s,
-            sums=sums,
-        )
-    except EchelonError as error:
-        meeting.announce_departure(f"{type(error).__name__}: {error.message}")
-        meeting.linger()
-        raise
-    return group, meeting
-
-
-def _tell_links(session: Session, links: Links, recorder: Recorder, group: EngineGroup) -> None:
+def _record_links(session: Session, links: Links, record: RunRecord, group: EngineGroup) -> None:
+    """Record this worker's measured links, and in the plan what follows from them."""
     for (rank, peer), bytes_per_s in links.bytes_per_s.items():
         if rank == group.rank:
             latency_s = links.latency_s[rank, peer]
-            recorder.emit(
+            record.emit(
                 LinkMeasured(
                     t=time.time(), rank=rank, peer=peer, latency_s=latency_s, bytes_per_s=bytes_per_s
                 )
@@ -211,46 +305,10 @@ def _tell_links(session: Session, links: Links, recorder: Recorder, group: Engin
     session.explain("collective", group.reason(bucket_bytes))
 
 
-def _folder(group: Group, given: str | None, name: str | None, root: Path) -> RunFolder:
-    if given:
-        return RunFolder(Path(given)).with_subfolders()
-    path = ""
-    if group.rank == 0:
-        path = str(RunFolder.create(root, name or Path(sys.argv[0]).stem or "run").path)
-    return RunFolder(Path(group.broadcast_bytes(path.encode()).decode())).with_subfolders()
-
-
-def _overrule(launched: Plan, seed: int | None, shares: Sequence[float] | None, asked: PlanRequest) -> Plan:
-    """What the script says in `join` counts more than what the launcher planned."""
-    workers = launched.workers
-    if shares is not None and len(shares) == len(workers):
-        workers = tuple(replace(w, weight=float(s)) for w, s in zip(workers, shares, strict=True))
-    return replace(
-        launched,
-        workers=workers,
-        seed=launched.seed if seed is None else seed,
-        transport=asked.transport,
-        collective=asked.collective,
-        overlap=asked.overlap,
-        factors=asked.factors,
-        sync=asked.sync,
-        codec=asked.codec,
-    )
-
-
-def _check_plan(plan: Plan, group: Group) -> None:
-    if len(plan.workers) != group.size:
-        raise ConfigError(
-            f"the plan is for {len(plan.workers)} workers, but {group.size} joined",
-            where="plan.toml",
-            fix="start as many workers as were planned",
-        )
-
-
 def _leave_at_exit(session: Session) -> None:
-    """Close the session when the script ends, and tell the others why if it ends badly."""
+    """Close the session when the script ends, and tell the other workers why if it fails."""
     before = sys.excepthook
-    known = weakref.ref(session)  # a closed session, with all that it prepared, can go
+    known = weakref.ref(session)  # weak: a closed session, and all that it prepared, can be freed
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)

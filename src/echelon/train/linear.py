@@ -1,17 +1,17 @@
-"""Which linear layers can give up their factors, and how are these caught in backward?
+"""Which linear layers can give factors, and how are the factors captured in backward?
 
-The weight gradient of a linear layer is G^T X: G holds the gradients of its outputs, X its inputs, a row
-each for every sample. A layer that is attached is either watched (its gradient is dense, as always; rows
-are counted, and what forbids factors is noted) or gives factors: backward leaves the weight without a
-gradient and keeps (G, X) instead.
+The weight gradient of a linear layer is G^T X: G holds the gradients of its outputs, X its inputs, one row
+for every sample. An attached layer is in one of two modes. In watch mode its gradient is dense as always;
+its rows are counted, and obstacles to factors are noted. In factors mode backward leaves the weight without
+a gradient and keeps (G, X) instead.
 
-All arithmetic in forward, and of the gradients of input and bias, is `F.linear`'s own. The rows are caught
-by a node behind it, which also leads to an anchor: a leaf that belongs to nobody else. Its hook runs once
-in a backward pass that accumulates gradients, when all uses of the layer are through; with
-`torch.autograd.grad` it does not run, and no rows are kept.
+Forward, and the gradients of input and bias, are computed by `F.linear`. An autograd node behind it
+captures the rows. The node also leads to an anchor: a leaf of its own, whose hook runs once in every
+backward pass that accumulates gradients, after all uses of the layer. With `torch.autograd.grad` the hook
+does not run, and no rows are kept.
 
-The layers' class is swapped, as in `batchnorm.py`: the module, its names and its state_dict stay, and
-copies and pickles of it are plain `nn.Linear`.
+As in `batchnorm.py`, the layer's class is replaced: the module, its names and its state_dict stay, and
+copies and pickles are plain `nn.Linear`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _FIX = "use factors='never' (--factors never)"
 
 
 class LinearCapture:
-    """One layer's rows. `scale` is asked whenever rows come; `on_ready` is told when a pass is through.
+    """Captures one layer's rows. `scale()` is their factor; `on_ready` is called after each backward pass.
 
-    `rows` counts the rows that came since the last `take()` or `clear()`, in either mode. `obstacle` says
-    what was seen in watch mode that forbids factors; it is empty if nothing was.
+    `rows` counts the rows since the last `take()` or `clear()`, in either mode. `obstacle` is what forbids
+    factors, seen in watch mode; empty if nothing does.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class LinearCapture:
         self.mode = mode
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """All rows (G, X), each G in units of its own scale; then there are none.
+        """Return all rows (G, X), each G multiplied by its scale, and forget them.
 
-        Rows of a pass that failed before it was through with this layer are forgotten.
+        Rows of a pass that failed before it finished with this layer are dropped.
         """
         valid = {*self._through_with, torch._C._current_graph_task_id()}
         kept = [entry[1:] for entry in self._kept if entry[0] in valid]
@@ -87,7 +87,7 @@ class LinearCapture:
 
     @torch.no_grad()
     def fold(self, unit: float) -> None:
-        """Add what the rows of the pass under way stand for to the weight's gradient, in these units."""
+        """Add the gradient of the current pass's rows, divided by `unit`, to the weight's gradient."""
         grads, inputs = self.take()
         if not len(grads):
             return
@@ -95,14 +95,14 @@ class LinearCapture:
         self.weight.grad = part if self.weight.grad is None else self.weight.grad.add_(part)
 
     def clear(self) -> None:
-        """Forget the rows that came."""
+        """Forget all rows."""
         self._kept = []
         self._through_with = set()
         self._own = {}
         self.rows = 0
 
     def close(self) -> None:
-        """Leave the weight alone. A graph that was built before still gives its dense gradient."""
+        """Remove the hooks. A graph that was built before still gives its dense gradient."""
         self.use("watch")
         for handle in self._handles:
             handle.remove()
@@ -115,7 +115,7 @@ class LinearCapture:
         if self.mode == "watch":
             self._note(obstacle)
             return self._watched(x, bias)
-        if obstacle:  # this time, the weight gets a gradient as always
+        if obstacle:  # this time the weight gets a dense gradient
             return F.linear(x, self.weight, bias)
         out = _linear(x, self.weight.detach(), bias)
         return _Catch.apply(out, x.detach(), self.weight, self._anchor, self)  # type: ignore[no-any-return,no-untyped-call]
@@ -130,10 +130,10 @@ class LinearCapture:
         return ""
 
     def _watched(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        alias = self.weight.view_as(self.weight)  # what comes back through it is the layer's own part
+        alias = self.weight.view_as(self.weight)  # the gradient through it is the layer's own part
         alias.register_hook(functools.partial(self._own_part, x.numel() // self.weight.shape[1]))
         out = F.linear(x, alias, bias)
-        # On the node, and of the base: a tensor's own hook is lost when a view is changed in place.
+        # On the base's node: a tensor's own hook is lost when a view is changed in place.
         node = (out if out._base is None else out._base).grad_fn
         if node is not None:
             node.register_prehook(self._computing)
@@ -151,17 +151,17 @@ class LinearCapture:
             self.rows += rows
 
     def _dense(self, grad: Tensor | None) -> None:
-        """A gradient reaches the weight: it is the layer's own, or something else used the weight too."""
+        """A gradient reaches the weight; note if a part of it is not from this layer."""
         own = self._own.pop(torch._C._current_graph_task_id(), [])
         if grad is None:
             return
-        # The engine adds parts in the order they come, so that the same sum has the same bits.
+        # The engine adds parts in order of arrival, so the same sum has the same bits.
         alone = own and torch.equal(functools.reduce(torch.add, own), grad)
         if self.mode == "watch" and not alone:
             self._note("its weight is used outside the layer")
 
     def _catch(self, grad: Tensor, x: Tensor) -> Tensor | None:
-        """Keep these rows, if this pass accumulates; returns the weight gradient if it is asked for."""
+        """Keep these rows if this pass accumulates; returns the weight gradient if the pass needs it."""
         if torch.is_grad_enabled():
             raise self._refusal("backward runs with create_graph=True")
         if _asked_for(self.weight) == "nothing":
@@ -170,7 +170,7 @@ class LinearCapture:
         grads, x = grad.reshape(-1, outputs), x.reshape(-1, inputs)
         if self.mode == "watch" or _asked_for(self._anchor) == "nothing":
             return grad_from(grads, x)
-        # Copies: once backward is over, the activations are the user's to change.
+        # Copies: the user may change activations once backward is over.
         inputs_kept = x.clone(memory_format=torch.contiguous_format)
         self._kept.append((torch._C._current_graph_task_id(), grads * self._scale(), inputs_kept))
         self.rows += len(x)
@@ -194,7 +194,7 @@ class LinearCapture:
 
 
 class _Catch(torch.autograd.Function):
-    """Passes a layer's output on; in backward hands its gradient and the layer's input to the capture."""
+    """Passes a layer's output on; in backward gives its gradient and the layer's input to the capture."""
 
     @staticmethod
     def forward(
@@ -202,7 +202,7 @@ class _Catch(torch.autograd.Function):
     ) -> Tensor:
         ctx.capture = capture
         ctx.save_for_backward(x)
-        return out.detach()  # the same memory, but no view: what follows may change it in place
+        return out.detach()  # the same memory, but no view: later layers may change it in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, Tensor, None]:
@@ -211,16 +211,16 @@ class _Catch(torch.autograd.Function):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` with the bits that it would have if the weight wanted a gradient."""
+    """`F.linear` with the same bits as if the weight required a gradient."""
     if x.dim() < 3 or x.is_contiguous():
         return F.linear(x, weight, bias)
-    # Torch makes rows of a scattered input only if the weight wants a gradient; else it rounds otherwise.
+    # Torch flattens a non-contiguous input only if the weight requires a gradient; rounding depends on it.
     out = F.linear(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias
 
 
 def _has_hooks_of_others(weight: Tensor) -> bool:
-    """Whether anybody but us wants to see the weight's gradient."""
+    """Whether the weight has hooks that are not Echelon's."""
     hooks = (weight._backward_hooks or {}).values()
     return any(
         not type(getattr(hook, "__self__", None)).__module__.startswith("echelon.") for hook in hooks
@@ -228,23 +228,23 @@ def _has_hooks_of_others(weight: Tensor) -> bool:
 
 
 def _asked_for(leaf: Tensor) -> Literal["accumulate", "return", "nothing"]:
-    """What the backward pass that is under way does with this leaf's gradient."""
+    """What the current backward pass does with this leaf's gradient."""
     if not leaf.requires_grad:  # frozen since forward
         return "nothing"
     try:
         wanted = torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
-    except RuntimeError:  # how torch says that this is an autograd.grad() of this very leaf
+    except RuntimeError:  # raised by torch in an autograd.grad() of this very leaf
         return "return"
     return "accumulate" if wanted else "nothing"
 
 
 class _Captured(nn.Linear):
-    """Takes the place of a layer's class; its state_dict keys stay what they were."""
+    """Replaces a layer's class; its state_dict keys do not change."""
 
     echelon_capture: LinearCapture
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `nn.Linear`, through the capture unless another tensor stands in for the weight."""
+        """As `nn.Linear`, through the capture unless another tensor replaces the weight."""
         if torch.compiler.is_compiling() or self.weight is not self.echelon_capture.weight:
             return super().forward(input)
         return self.echelon_capture.linear(input, self.bias)
@@ -253,13 +253,13 @@ class _Captured(nn.Linear):
         return "Linear"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Copies and pickles are plain layers: a capture belongs to this process and this weight.
+        # A capture belongs to this process and weight, so copies and pickles are plain layers.
         state = {key: value for key, value in self.__dict__.items() if key != "echelon_capture"}
         return nn.Linear.__new__, (nn.Linear,), state
 
 
 def eligible(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers that can give factors, by name. Ask before anything hangs hooks on the weights."""
+    """The linear layers that can give factors, by name. Call it before adding hooks to the weights."""
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     compiled = {
         id(inner) for module in model.modules() if _is_compiled(module) for inner in module.modules()
@@ -272,14 +272,14 @@ def eligible(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    dynamo = sys.modules.get("torch._dynamo")  # slow to import; not there, nothing is compiled
+    dynamo = sys.modules.get("torch._dynamo")  # slow to import, and loaded if anything is compiled
     return module._compiled_call_impl is not None or (
         dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     )
 
 
 def _plain(layer: nn.Linear, owners: Counter[int]) -> bool:
-    """Whether forward is nn.Linear's, on an ordinary trainable weight that is this layer's alone."""
+    """Whether forward is nn.Linear's, with an ordinary trainable weight that no other layer shares."""
     weight = layer._parameters.get("weight")
     return (
         type(weight) is nn.Parameter
@@ -300,7 +300,7 @@ def attach(
     scale: Callable[[], float],
     on_ready: Callable[[LinearCapture], None],
 ) -> dict[str, LinearCapture]:
-    """Put a capture, in watch mode, into each of these layers, in place."""
+    """Attach a capture, in watch mode, to each of these layers, in place."""
     captures = {}
     for name, layer in layers.items():
         captures[name] = LinearCapture(name, layer.get_parameter("weight"), scale, on_ready)
@@ -310,7 +310,7 @@ def attach(
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`: the layers are torch's own again."""
+    """Undo `attach` for all layers of a model."""
     for layer in model.modules():
         release(layer)
 
@@ -324,5 +324,5 @@ def release(layer: nn.Module) -> None:
 
 
 def grad_from(grads: Tensor, inputs: Tensor) -> Tensor:
-    """The weight gradient that these rows stand for."""
+    """The weight gradient that these rows give."""
     return grads.t() @ inputs

@@ -1,14 +1,14 @@
 """A loader that draws this worker's share of every global batch.
 
-The order of samples depends on the seed and on how often the data was gone through, never on the
-number of workers, so adding workers does not change the training. Every sample is drawn exactly once
-per pass. A pass can be taken up in the middle: the position is counted in samples of the whole order.
+The order of samples depends on the seed and the number of the pass, never on the number of workers, so
+adding workers does not change the training. Every sample is drawn exactly once per pass. A pass can resume
+in the middle: its position counts samples of the whole order.
 
     the loader was built with   the order is
     shuffle=False               the data set's
     shuffle=True                a permutation drawn from seed, loader and pass
-    a sampler, a batch sampler  what the leader's draws, told to all
-    an iterable data set        the stream's; each worker reads it whole and keeps its own part of every
+    a sampler, a batch sampler  drawn by the leader's sampler and sent to all workers
+    an iterable data set        the stream's; each worker reads all of it and keeps its own part of every
                                 batch, so the stream must be the same on all workers
 """
 
@@ -43,7 +43,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How data is shared: among whom, in which parts, and who is told about each batch."""
+    """How workers share data.
+
+    weights   every worker's part of a batch, by rank
+    on_pass   called when a pass begins and when it has ended
+    on_batch  called with every batch before the loop gets it
+    on_break  called when the loop is left in the middle
+    claim     adds to a counter that all workers share, if they claim parts of batches as they need them
+    slots     into how many parts a batch is claimed, and which part of them is this worker's
+    """
 
     group: Group
     weights: Sequence[float]
@@ -62,7 +70,6 @@ class _Batches:
 
     def __init__(self) -> None:
         self.indices: list[list[int]] = []
-
         self.claimed: Iterator[list[int]] | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -73,12 +80,16 @@ class _Batches:
 
 
 class SharedLoader:
-    """What `session.prepare` makes of a DataLoader."""
+    """Stands in for a DataLoader that was prepared: draws this worker's share of every batch.
+
+    Attributes that it does not define itself are those of the script's own DataLoader.
+    """
 
     def __init__(
         self, loader: DataLoader[Any], index: int, sharing: Sharing, meaning: BatchMeaning
     ) -> None:
         self.dataset = loader.dataset
+        self._given = loader
         self._index = index
         self._sharing = sharing
         self._batch_sampler: Any = loader.batch_sampler
@@ -103,6 +114,11 @@ class SharedLoader:
         self._restored = 0
         self._generator = _generator_of(self._batch_sampler, self._sampler)
         self._check()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "batch_size":  # batch_size: the property has refused
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._given, name)
 
     @property
     def batch_size(self) -> int:
@@ -185,7 +201,7 @@ class SharedLoader:
             self._drawn = None
         self._resuming = self.finished = False
         self._sharing.on_pass(self)
-        # Of its own, so that a pass that is taken up again leaves the script's random numbers as they are.
+        # Seeds of its own, so that resuming a pass does not change the script's random numbers.
         self._seeds.manual_seed(self._seed_of_pass(f"/{self._sharing.group.rank}"))
         clock = self._sharing.clock
         parts = self._from_stream() if self.streams else self._from_order()
@@ -202,14 +218,14 @@ class SharedLoader:
                 self._sharing.on_batch(self, part)
                 clock.data_handed(part.share, part.batch)
                 yield _to_device(data, self._sharing.device)
-        except GeneratorExit:  # the loop was left: others need not wait for this worker's next step
+        except GeneratorExit:  # the loop was left: the others must not wait for this worker
             self._sharing.on_break()
             raise
         self.finished = True
         self._sharing.on_pass(self)
 
     def state(self) -> dict[str, Any]:
-        """Where in the data this loader is; an order that only the sampler knows is kept with it."""
+        """The position in the data, with the order if a sampler drew it, for a checkpoint."""
         if self._claimed_to is not None and not self.finished:
             self.position = self._claimed_to()
         drawn = None if self.finished or self._drawn is None else msgspec.json.encode(self._drawn)
@@ -223,8 +239,8 @@ class SharedLoader:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` says; a pass that only evaluated begins anew."""
-        self._restored += 1  # what was claimed before is to be claimed again
+        """Continue at the position in `state`; a pass that only evaluated starts again."""
+        self._restored += 1  # parts that were claimed before can be claimed again
         self.pass_index = state["pass"]
         self.position = state["position"]
         self.finished = state["finished"]
@@ -257,13 +273,13 @@ class SharedLoader:
 
     @property
     def _claims(self) -> bool:
-        """Whether workers take parts of batches as they need them: of shuffled data, in equal parts."""
+        """Whether workers claim parts of batches as they need them; only shuffled data in equal parts."""
         shuffled = type(self._sampler) is not SequentialSampler
         equal = len(set(self._sharing.weights)) == 1
         return self._sharing.claim is not None and shuffled and equal and not self._own_batches
 
     def _from_claims(self) -> Iterator[tuple[Slice, Any]]:
-        """Whoever is first takes the next part; every part is taken once."""
+        """Claim the next part whenever this worker needs one; every part is claimed once."""
         sharing = self._sharing
         order, begin, size = self._order(), self.position, sharing.group.size
         sizes = batch_sizes(len(order) - begin, self.global_batch_size, size, drop_last=self.drop_last)
@@ -288,7 +304,7 @@ class SharedLoader:
         self._claimed_to = None
 
     def _plan_batches(self) -> list[Slice]:
-        """Batches of the leader's batch sampler, each cut into shares."""
+        """This worker's shares of the batches that the leader's batch sampler draws."""
         told = self._told(lambda: [[int(i) for i in batch] for batch in self._batch_sampler])
         parts = []
         self._batches.indices = []
@@ -310,7 +326,7 @@ class SharedLoader:
         return self._told(lambda: [int(i) for i in sampler])
 
     def _told(self, draw: Callable[[], list[Any]]) -> list[Any]:
-        """What the leader draws for this pass; one that is taken up again was drawn when it began."""
+        """What the leader draws for this pass; a resumed pass keeps what was drawn when it began."""
         if self._drawn is None:
             group = self._sharing.group
             mine = msgspec.json.encode(draw() if group.rank == 0 else [])
@@ -334,7 +350,7 @@ class SharedLoader:
 
 
 def _merge_small(batches: Iterator[list[Any]], workers: int) -> Iterator[list[Any]]:
-    """A batch with fewer samples than workers joins the one before it; see plan/shares.py."""
+    """Join a batch with fewer samples than workers to the batch before it; see plan/shares.py."""
     held: list[Any] = []
     for batch in batches:
         if held and len(batch) >= workers:
@@ -347,7 +363,7 @@ def _merge_small(batches: Iterator[list[Any]], workers: int) -> Iterator[list[An
 
 
 def _check_enough(samples: int, workers: int) -> None:
-    """Nothing is before a batch that a pass begins with, or is taken up again with, to join it to."""
+    """Refuse a first batch, of a new or resumed pass, with fewer samples than workers."""
     if samples < workers:
         raise DataError(
             f"{samples} samples are left of this pass, which cannot be shared by {workers} workers",
@@ -357,7 +373,7 @@ def _check_enough(samples: int, workers: int) -> None:
 
 
 def _generator_of(*samplers: Any) -> torch.Generator | None:
-    """What a sampler's randomness comes from, if it is the sampler's own."""
+    """The generator of the samplers' randomness, if they have one of their own."""
     for sampler in samplers:
         generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):
@@ -394,7 +410,7 @@ def _stable_seed(text: str) -> int:
 
 
 def _to_device(data: Any, device: torch.device) -> Any:
-    """Tensors inside tuples, lists and dicts move along; on the CPU nothing is touched."""
+    """Move tensors to the device, also inside tuples, lists and dicts; on the CPU do nothing."""
     if device.type == "cpu":
         return data
     if isinstance(data, Tensor):

@@ -1,7 +1,7 @@
-"""What a run needs to go on as if it had never stopped, and how it is put back.
+"""The state that a run needs to resume as if it had never stopped, and how it is restored.
 
-The leader writes and reads files; the others send it their random states and are sent the rest, so that
-no shared file system is needed. A failure on the leader is an error on every worker.
+Only the leader reads and writes files. The other workers send it their random states and receive the rest,
+so no shared file system is needed. A failure on the leader raises the same error on every worker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Prepared:
-    """All that `session.prepare` was given, in that order."""
+    """All that was given to `session.prepare`, in that order."""
 
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -47,7 +47,7 @@ def gather(
     extra: dict[str, Any],
     residuals: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """The state of the whole run, on the leader; None elsewhere. `residuals`: one worker's codec states."""
+    """The state of the whole run, on the leader; None elsewhere. `residuals` are this worker's."""
     packed = _to_leader(group, state_tree.pack({"random": _random_state(), "owed": residuals or {}}))
     if group.rank != 0:
         return None
@@ -66,10 +66,10 @@ def gather(
 
 
 def _to_leader(group: Group, mine: bytes) -> list[bytes]:
-    """Everybody's bytes, on the leader; others get nothing of each other."""
+    """All workers' bytes, on the leader; the other workers receive nothing."""
     own, nothing = torch.frombuffer(bytearray(mine), dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
-    swapped = group.all_to_all([own if rank == 0 else nothing for rank in range(group.size)])
-    parts = swapped.parts()
+    exchanged = group.all_to_all([own if rank == 0 else nothing for rank in range(group.size)])
+    parts = exchanged.parts()
     parts[group.rank] = own
     return [bytes(part.numpy()) for part in parts]
 
@@ -77,7 +77,7 @@ def _to_leader(group: Group, mine: bytes) -> list[bytes]:
 def write(
     root: Path, group: Group, state: dict[str, Any] | None, *, keep: int
 ) -> checkpoint.Written | None:
-    """Write on the leader; returns there what was written. All workers learn whether it worked."""
+    """Write on the leader, which returns what was written. A failure raises on all workers."""
 
     def act() -> checkpoint.Written:
         assert state is not None
@@ -111,7 +111,7 @@ def read(root: Path, group: Group, prepared: Prepared, *, required: bool) -> che
 
 
 def restore(prepared: Prepared, group: Group, state: dict[str, Any]) -> int:
-    """Put everything back; returns the epoch to go on with."""
+    """Restore everything; returns the epoch to continue with."""
     for model, saved in zip(prepared.models, state["models"], strict=True):
         model.load_state_dict(saved)
     for optimizer, saved in zip(prepared.optimizers, state["optimizers"], strict=True):
@@ -126,13 +126,13 @@ def restore(prepared: Prepared, group: Group, state: dict[str, Any]) -> int:
 
 
 def _epoch_is_over(loaders: list[dict[str, Any]]) -> bool:
-    """A checkpoint written after the last batch of an epoch goes on with the next one."""
+    """Whether the checkpoint was written after the last batch of its epoch."""
     training = [loader for loader in loaders if loader["trains"]]
     return bool(training) and all(loader["finished"] for loader in training)
 
 
 def _misfit(prepared: Prepared, state: dict[str, Any]) -> str | None:
-    """Why a checkpoint does not fit what was prepared, if it does not."""
+    """Why a checkpoint does not fit the prepared objects; None if it fits."""
     for kind in ("models", "optimizers", "schedulers", "loaders"):
         have, saved = len(getattr(prepared, kind)), len(state[kind])
         if have != saved:
@@ -164,7 +164,7 @@ def _optimizer_misfit(optimizer: Optimizer, saved: list[dict[str, Any]]) -> str 
 
 
 def _on_leader(group: Group, act: Callable[[], T]) -> T | None:
-    """Do something on the leader; if it fails there, every worker raises the same error."""
+    """Call `act` on the leader; if it fails there, every worker raises the same error."""
     result: T | None = None
     told: dict[str, str] = {}
     if group.rank == 0:

@@ -18,13 +18,12 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -33,52 +32,70 @@ from torch.utils.data import DataLoader
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.comm.meet.rendezvous import Rendezvous
+from echelon.config.choices import FactorRule, Overlap, check_word
 from echelon.errors import ConfigError, EchelonError, ModelError
-from echelon.observe.events import (
-    CheckpointLoaded,
-    CheckpointSaved,
-    EpochEnded,
-    Evaluated,
-    Logged,
-    Noted,
-    StepsExpected,
-)
-from echelon.observe.recorder import Recorder
+from echelon.observe.events import CheckpointLoaded, CheckpointSaved, EpochEnded
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.plan.shares import Slice
-from echelon.reduce.factors import FactorRule
-from echelon.train import consistency as agree
-from echelon.train import resume
+from echelon.train import consistency, resume
 from echelon.train.clock import StepClock
-from echelon.train.collectives import ScriptCollectives, check_choice
+from echelon.train.collectives import ScriptCollectives
 from echelon.train.families.choose import choose
-from echelon.train.families.synchronizer import ModelOptions, Overlap, Synchronizer
+from echelon.train.families.synchronizer import ModelOptions, Synchronizer
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
+from echelon.train.record import RunRecord
+from echelon.train.script_log import ScriptLog
 
 _log = logging.getLogger(__name__)
 
+Preparable = nn.Module | Optimizer | LRScheduler | DataLoader[Any]
+A = TypeVar("A", bound=Preparable)
+B = TypeVar("B", bound=Preparable)
+C = TypeVar("C", bound=Preparable)
+D = TypeVar("D", bound=Preparable)
 
-class Session(ScriptCollectives):
-    """One worker's part in a run. Made by `echelon.join`."""
+
+class PrepareOptions(TypedDict, total=False):
+    """The keyword arguments of `Session.prepare`."""
+
+    batch: BatchMeaning
+    batchnorm: Literal["global", "local"]
+    loss: Literal["mean", "sum"]
+    overlap: Overlap | None
+    factors: FactorRule | None
+    codec: str | None
+
+
+class Session(ScriptCollectives, ScriptLog):
+    """One worker's part in a run. `echelon.join` makes it.
+
+    folder  the run's folder; None if nothing is recorded
+    device  the device that models and batches are moved to
+
+    A session ends with the script. As a context manager it ends with its block:
+
+        with echelon.join() as session:
+            model, optimizer, loader = session.prepare(model, optimizer, loader)
+    """
+
+    folder: RunFolder | None
+    device: torch.device
 
     def __init__(
         self,
         group: Group,
-        meeting: Rendezvous | None,
+        rendezvous: Rendezvous | None,
         plan: Plan,
         clock: StepClock,
-        recorder: Recorder,
-        folder: RunFolder | None,
+        record: RunRecord,
         device: torch.device,
         links: Links | None = None,
     ) -> None:
-        super().__init__(group, [worker.node for worker in plan.workers])
-        self._meeting = meeting
-        self._plan = plan
-        self._clock = clock
-        self._recorder = recorder
-        self.folder = folder
+        ScriptCollectives.__init__(self, group, [worker.node for worker in plan.workers])
+        ScriptLog.__init__(self, record, clock, plan, group.rank)
+        self._rendezvous = rendezvous
+        self.folder = record.folder
         self.device = device
         self._prepared = resume.Prepared()
         self._synchronizer: Synchronizer = choose(plan, group, clock, links, self.explain)
@@ -89,26 +106,30 @@ class Session(ScriptCollectives):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the worker that prints and writes for all."""
+        """Whether this worker has rank 0, which prints and writes for all."""
         return self.rank == 0
 
     @property
     def node(self) -> str:
-        """The machine that this worker runs on."""
+        """The name of the machine that this worker runs on."""
         return self._plan.workers[self.rank].node
-
-    @property
-    def epoch(self) -> int:
-        """The epoch under way, from 0."""
-        return self._clock.epoch
-
-    @property
-    def step(self) -> int:
-        """How many steps the optimizer has taken."""
-        return self._clock.step
 
     # Preparing -----------------------------------------------------------------------------------
 
+    @overload
+    def prepare(self, thing: A, /, **options: Unpack[PrepareOptions]) -> A: ...
+    @overload
+    def prepare(self, first: A, second: B, /, **options: Unpack[PrepareOptions]) -> tuple[A, B]: ...
+    @overload
+    def prepare(
+        self, first: A, second: B, third: C, /, **options: Unpack[PrepareOptions]
+    ) -> tuple[A, B, C]: ...
+    @overload
+    def prepare(
+        self, first: A, second: B, third: C, fourth: D, /, **options: Unpack[PrepareOptions]
+    ) -> tuple[A, B, C, D]: ...
+    @overload
+    def prepare(self, *things: Preparable, **options: Unpack[PrepareOptions]) -> tuple[Any, ...]: ...
     def prepare(
         self,
         *things: Any,
@@ -119,38 +140,39 @@ class Session(ScriptCollectives):
         factors: FactorRule | None = None,
         codec: str | None = None,
     ) -> Any:
-        """Make models, optimizers, loaders and schedulers, in any number and order, part of the run.
+        """Make models, optimizers, loaders and schedulers part of the run, in any number and order.
 
-        batch      what a loader's batch_size means: the batch of all workers, or each worker's
-        batchnorm  statistics over all workers' samples (exact), or over each worker's own
+        Returns them in the same order; a single one by itself. Models, optimizers and schedulers are the
+        script's own objects. A loader is replaced by one that draws this worker's share of every batch.
+
+        batch      what a loader's batch_size is: the batch of all workers (global), or per-worker
+        batchnorm  statistics over all workers' samples (global), or over each worker's own (local)
         loss       whether the script's loss is the mean or the sum over its samples
-        overlap    backward: gradients are there when `backward()` returns; step: it and the optimizer's
-                   `step()` return at once, and whoever uses a parameter or a gradient waits for that one
-                   (same results, more is hidden); as the run was started otherwise
-        factors    whether linear layers send the factors of their weights' gradients in place of these:
-                   auto (where it is cheaper), always, never; as the run was started otherwise
-        codec      how these models' gradients are written on the wire; the run's codec otherwise
+        overlap    backward: gradients are complete when `backward()` returns. step: `backward()` and the
+                   optimizer's `step()` return at once, and using a parameter or gradient waits for it; the
+                   results are the same, and more communication is hidden
+        factors    whether linear layers send the factors of their weights' gradients instead: auto (where
+                   that is cheaper), always or never
+        codec      how these models' gradients are encoded
+
+        The defaults of the last three are the run's. All workers call it with the same things. Example:
+
+            model, optimizer, loader = session.prepare(model, optimizer, loader)
         """
-        check_choice("batch", batch, ("global", "per-worker"))
-        check_choice("batchnorm", batchnorm, ("global", "local"))
-        check_choice("loss", loss, ("mean", "sum"))
-        late = overlap or self._plan.overlap
-        check_choice("overlap", late, ("backward", "step"))
-        rule = factors or self._plan.factors
-        check_choice("factors", rule, ("auto", "always", "never"))
+        check_word("batch", batch, get_args(BatchMeaning), where="session.prepare")
         rules = ModelOptions(
             batchnorm=batchnorm,
             loss=loss,
-            overlap=cast(Overlap, late),
-            factors=cast(FactorRule, rule),
+            overlap=overlap or self._plan.overlap,
+            factors=factors or self._plan.factors,
             codec=codec or "",
         )
-        facts: list[agree.Fact] = []
+        facts: list[consistency.Fact] = []
         out: list[Any] = []
         models: list[nn.Module] = []
         for position, thing in enumerate(things):
             out.append(self._take(thing, position, batch, rules, models, facts))
-        agree.check(self._group, facts, [worker.node for worker in self._plan.workers])
+        consistency.check(self._group, facts, [worker.node for worker in self._plan.workers])
         for model in models:
             self._synchronizer.add(model, rules)
         self._synchronizer.begin()
@@ -163,35 +185,28 @@ class Session(ScriptCollectives):
         batch: BatchMeaning,
         rules: ModelOptions,
         models: list[nn.Module],
-        facts: list[agree.Fact],
+        facts: list[consistency.Fact],
     ) -> Any:
-        """Register one thing by what it is, and describe it for the comparison with other workers'."""
+        """Register one thing by its type, and describe it for the comparison with the other workers'."""
         kept = self._prepared
         if isinstance(thing, nn.Module):
             if any(thing is model for model in kept.models):
                 return thing
             _refuse(thing)
             thing.to(self.device)
-            facts += agree.describe_model(thing, len(kept.models))
+            facts += consistency.describe_model(thing, len(kept.models))
             kept.models.append(thing)
             models.append(thing)
             return thing
         if isinstance(thing, Optimizer):
             if any(thing is optimizer for optimizer in kept.optimizers):
                 return thing
-            facts += agree.describe_optimizer(thing, len(kept.optimizers))
-            kept.optimizers.append(thing)
-            self._clock.optimizers += 1
-            self._synchronizer.adopt(
-                thing,
-                rules.overlap,
-                before=lambda: self._before_step(thing),
-                after=lambda: self._clock.applied(id(thing)),
-            )
+            facts += consistency.describe_optimizer(thing, len(kept.optimizers))
+            self._adopt(thing, rules)
             return thing
         if isinstance(thing, DataLoader):
             loader = SharedLoader(thing, len(kept.loaders), self._data_sharing(), batch)
-            facts += agree.describe_loader(loader, len(kept.loaders))
+            facts += consistency.describe_loader(loader, len(kept.loaders))
             kept.loaders.append(loader)
             return loader
         if isinstance(thing, LRScheduler):
@@ -203,6 +218,16 @@ class Session(ScriptCollectives):
             f"prepare does not know what to do with a {type(thing).__name__}",
             where=f"prepare, argument {position + 1}",
             fix="give it models, optimizers, DataLoaders and learning-rate schedulers",
+        )
+
+    def _adopt(self, optimizer: Optimizer, rules: ModelOptions) -> None:
+        self._prepared.optimizers.append(optimizer)
+        self._clock.optimizers += 1
+        self._synchronizer.adopt(
+            optimizer,
+            rules.overlap,
+            before=lambda: self._before_step(optimizer),
+            after=lambda: self._clock.applied(id(optimizer)),
         )
 
     def _data_sharing(self) -> Sharing:
@@ -224,24 +249,37 @@ class Session(ScriptCollectives):
     # The loop ------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Count from 0, or from where a checkpoint left off, up to `count`."""
+        """Iterate over the epochs of the run, from 0 or from where a checkpoint left off.
+
+        count  how many epochs the whole run has
+
+        Example:
+
+            for epoch in session.epochs(10):
+                for x, y in loader:
+                    ...
+        """
         for epoch in range(self._first_epoch, count):
             self._clock.epoch = epoch
             yield epoch
             self._synchronizer.settle()
             self._clock.close()
             self._first_epoch = epoch + 1
-            self._recorder.emit(
-                EpochEnded(t=time.time(), rank=self.rank, epoch=epoch, step=self._clock.step)
-            )
+            self._record.emit(EpochEnded(t=time.time(), rank=self.rank, epoch=epoch, step=self.step))
         self._synchronizer.finish()
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
-        """Keep gradients local inside; they join the next backward pass outside.
+        """Keep the gradients of the block on this worker; the next backward pass outside reduces them too.
 
-        with session.accumulate(not last):
-            (loss_fn(model(x), y) / pieces).backward()
+        active  False makes the block an ordinary one
+
+        Example, with gradients accumulated over several parts of a batch:
+
+            for index, (x, y) in enumerate(parts):
+                with session.accumulate(index < len(parts) - 1):
+                    (loss_fn(model(x), y) / len(parts)).backward()
+            optimizer.step()
         """
         if not active:
             yield
@@ -254,80 +292,41 @@ class Session(ScriptCollectives):
             self._synchronizer.keep(False)
 
     def weigh(self, count: float) -> None:
-        """Say how much this worker's loss counts, where that is not its number of samples.
+        """Set the weight of this worker's loss to the number of targets that the loss is a mean over.
 
-        For a mean over targets that are not all valid (padding, ignore_index), call it with the number
-        of valid ones before `backward()`. All workers call it, or none.
+        count  how many targets count on this worker, at least one
+
+        Gradients are weighted by each worker's number of samples. That is wrong where a loss is a mean over
+        fewer or more targets than samples, such as tokens without padding. Call it before `backward()`, on
+        all workers or on none. Example:
+
+            session.weigh(int((targets != padding).sum()))
+            loss.backward()
         """
-        if (
-            self._synchronizer.claims
-        ):  # workers take steps at different times: there is no total to agree on
+        if self._synchronizer.claims:  # workers step at different times, so there is no common total
             self._synchronizer.weigh(_counts(count, count, self.rank))
             return
         total = torch.tensor([float(count)], dtype=torch.float64)
         self._group.all_reduce(total).wait()
         self._synchronizer.weigh(_counts(count, float(total), self.rank) / float(total))
 
-    def rest(self) -> None:
-        """Say that this worker takes no step until its next pass over the data: nobody waits for it.
+    def pause(self) -> None:
+        """Tell the servers not to wait for this worker until its next pass over the data.
 
-        Needed only where a sync policy lets workers take different numbers of steps and a script goes
-        through data of its own: a prepared loader says this by itself when a loop over it ends.
+        Needed only if the sync policy lets workers take different numbers of steps and the script reads
+        data of its own. A prepared loader does it when a loop over it ends. Example:
+
+            for batch in my_stream:
+                train_on(batch)
+            session.pause()
+            evaluate(model)
         """
         self._synchronizer.depart()
 
-    def log(self, *, loss: Tensor | float | None = None, **values: Tensor | float) -> None:
-        """Record the loss of this step, and any other numbers, for the report."""
-        if loss is not None:
-            self._clock.note_loss(loss)
-        if values:
-            numbers = {
-                name: float(value.detach() if isinstance(value, Tensor) else value)
-                for name, value in values.items()
-            }
-            self._recorder.emit(
-                Logged(t=time.time(), rank=self.rank, step=self._clock.step, values=numbers)
-            )
-
-    def log_evaluation(self, *, loss: float, samples: int, accuracy: float | None = None) -> None:
-        """Record how good the model is on held-out data; the leader's figures are what counts."""
-        if self.is_leader:
-            self._recorder.emit(
-                Evaluated(
-                    t=time.time(),
-                    rank=self.rank,
-                    epoch=self.epoch,
-                    step=self._clock.step,
-                    loss=loss,
-                    accuracy=accuracy,
-                    samples=samples,
-                )
-            )
-            self._recorder.flush()
-
-    def expect_steps(self, steps: int) -> None:
-        """Say how many steps the whole run will have, for the progress display."""
-        if self.is_leader:
-            self._recorder.emit(StepsExpected(t=time.time(), rank=self.rank, steps=steps))
-
-    def note(self, text: str) -> None:
-        """Record a sentence that the reader of the report should see."""
-        _log.info(text)
-        self._recorder.emit(Noted(t=time.time(), rank=self.rank, text=text))
-
-    def explain(self, topic: str, why: str, tell: str = "") -> None:
-        """Record in the plan why something was decided at run time; `tell` is for the report as well."""
-        if self.is_leader:
-            self._plan = replace(self._plan, reasons={**self._plan.reasons, topic: why})
-            if self.folder is not None:
-                self.folder.plan.write_text(self._plan.to_toml())
-            if tell:
-                self.note(tell)
-
     def _claim(self, what: str, count: int) -> int:
-        """Add to a number that all workers share; returns what it was before."""
-        assert self._meeting is not None
-        store = self._meeting.store
+        """Add to a counter that all workers share; returns its value before."""
+        assert self._rendezvous is not None
+        store = self._rendezvous.store
 
         def ticket() -> int:
             return int(store.add(f"claim/{what}", count)) - count
@@ -350,9 +349,15 @@ class Session(ScriptCollectives):
     # Checkpoints ---------------------------------------------------------------------------------
 
     def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int = 2) -> None:
-        """Write everything that was prepared, the position in the data and the random state.
+        """Write a checkpoint: all that was prepared, the position in the data and the random state.
 
-        All workers call it; the leader writes. The last `keep` checkpoints stay in the folder.
+        path   the folder of the checkpoints
+        extra  anything else to keep: numbers, text, tensors, lists and dicts of these
+        keep   how many checkpoints stay in the folder, the newest ones
+
+        All workers call it; the leader writes. Example:
+
+            session.save("checkpoints", extra={"best": best})
         """
         begun = time.perf_counter()
         self._synchronizer.before_save()
@@ -369,7 +374,7 @@ class Session(ScriptCollectives):
         finally:
             self._synchronizer.after_save()
         if written is not None:
-            self._recorder.emit(
+            self._record.emit(
                 CheckpointSaved(
                     t=time.time(),
                     rank=self.rank,
@@ -381,10 +386,16 @@ class Session(ScriptCollectives):
             )
 
     def load(self, path: str | Path, *, required: bool = True) -> dict[str, Any] | None:
-        """Go on from the newest usable checkpoint in the folder; returns the `extra` it was saved with.
+        """Continue from the newest usable checkpoint in a folder; returns the `extra` it was saved with.
 
-        A damaged one, or one of another model, is passed over for the one before it, and said so. With
-        required=False, a folder without any checkpoint is a fresh start, and None is returned.
+        path      the folder of the checkpoints
+        required  False: a folder without checkpoints is a fresh start, and None is returned
+
+        Call it after `prepare`, on all workers. A checkpoint that is damaged, or of another model, is
+        skipped with a warning, and the one before it is used. Example:
+
+            extra = session.load("checkpoints", required=False)
+            best = extra["best"] if extra else 0.0
         """
         self._synchronizer.settle()
         found = resume.read(Path(path), self._group, self._prepared, required=required)
@@ -399,7 +410,7 @@ class Session(ScriptCollectives):
         self._synchronizer.restore_residuals(found.state.get("codecs", []))
         self._clock.step = found.step
         self._clock.epoch = self._first_epoch
-        self._recorder.emit(
+        self._record.emit(
             CheckpointLoaded(
                 t=time.time(),
                 rank=self.rank,
@@ -414,7 +425,10 @@ class Session(ScriptCollectives):
     # The end -------------------------------------------------------------------------------------
 
     def close(self, cause: str = "") -> None:
-        """Leave the run. Called by itself when the script ends."""
+        """Leave the run. Called by itself when the script or the `with` block ends.
+
+        cause  why the script failed, for the other workers and the record; empty if it did not
+        """
         if self._closed:
             return
         self._closed = True
@@ -430,15 +444,18 @@ class Session(ScriptCollectives):
 
     def _leave(self, cause: str) -> None:
         self._clock.close()
-        self._recorder.close()
-        if self._meeting is not None:
-            self._meeting.announce_departure(cause)
-        self._synchronizer.close()
-        self._group.close()
-        self._synchronizer.closed()
-        if self._meeting is not None:
-            self._meeting.linger()
-        atexit.unregister(self.close)
+        self._record.flush()
+        try:
+            if self._rendezvous is not None:
+                self._rendezvous.announce_departure(cause)
+            self._synchronizer.close()
+            self._group.close()
+            self._synchronizer.closed()
+            if self._rendezvous is not None:
+                self._rendezvous.linger()
+        finally:
+            self._record.end(cause)  # last: by now the other workers have written their events
+            atexit.unregister(self.close)
 
     def __enter__(self) -> Session:
         return self
@@ -446,14 +463,15 @@ class Session(ScriptCollectives):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}")
+        ended = error is None or (isinstance(error, SystemExit) and not error.code)
+        self.close("" if ended else f"{type(error).__name__}: {error}")
 
     def __repr__(self) -> str:
         return f"<Session rank {self.rank} of {self.world_size} on {self.node}, pid {os.getpid()}>"
 
 
 def _counts(count: float, total: float, rank: int) -> float:
-    """A worker's number of targets, if that is one."""
+    """A worker's number of targets; refuses a number that gives it no weight."""
     if not count > 0 or not total > 0:
         raise ConfigError(
             f"weigh({count:g}) leaves rank {rank} without weight",

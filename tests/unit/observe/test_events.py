@@ -15,6 +15,7 @@ from echelon.observe import events
 from echelon.observe.events import (
     AnyEvent,
     Evaluated,
+    LinkMeasured,
     Logged,
     Noted,
     StepEnded,
@@ -96,9 +97,11 @@ def test_a_line_that_was_cut_or_overwritten_never_raises(at, noise):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_json_does_not_have_are_not_a_number_and_the_event_stays(value):
+    link = decode_line(encode(LinkMeasured(t=1.0, rank=0, peer=1, latency_s=value, bytes_per_s=5.0)))
+    assert math.isnan(link.latency_s)
+    assert (link.peer, link.bytes_per_s) == (1, 5.0)
     evaluated = decode_line(encode(Evaluated(t=1.0, rank=0, epoch=1, step=2, loss=value, samples=5)))
-    assert math.isnan(evaluated.loss)
-    assert (evaluated.accuracy, evaluated.samples) == (None, 5)
+    assert (evaluated.loss, evaluated.accuracy, evaluated.samples) == (None, None, 5)
     logged = decode_line(encode(Logged(t=1.0, rank=0, step=2, values={"a": value, "b": 2.0})))
     assert math.isnan(logged.values["a"])
     assert logged.values["b"] == 2.0

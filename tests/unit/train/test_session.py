@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 import weakref
@@ -21,13 +22,17 @@ from echelon.observe.events import (
     Evaluated,
     Logged,
     Noted,
+    RunEnded,
     RunStarted,
     StepEnded,
     StepsExpected,
     WorkerJoined,
     read_events,
 )
-from echelon.plan.plan import Plan
+from echelon.observe.report import write_report
+from echelon.observe.run_folder import RunFolder
+from echelon.observe.summary import write_summary
+from echelon.plan.plan import Plan, PlanRequest, make_plan
 
 
 @pytest.fixture
@@ -94,11 +99,11 @@ def test_what_cannot_be_prepared_is_refused_with_a_fix(session, thing, error, to
     assert refused.value.fix
 
 
-@pytest.mark.parametrize("option", ["batch", "batchnorm", "loss"])
+@pytest.mark.parametrize("option", ["batch", "batchnorm", "loss", "overlap", "factors"])
 def test_an_unknown_word_for_an_option_is_refused(session, option):
-    with pytest.raises(ConfigError, match=f"{option}='other' is not one of the choices") as refused:
+    with pytest.raises(ConfigError, match=f"unknown {option} 'other'") as refused:
         session.prepare(nn.Linear(1, 1), **{option: "other"})
-    assert " or " in refused.value.fix
+    assert "known: " in refused.value.fix
 
 
 def test_epochs_count_on_from_where_they_stopped(session):
@@ -250,6 +255,57 @@ def test_a_closed_session_keeps_nothing_alive():
     assert [reference() for reference in known] == [None, None]
 
 
+def test_an_evaluation_needs_a_loss_or_an_accuracy(tmp_path):
+    with echelon.join(runs=tmp_path) as session:
+        session.log_evaluation(accuracy=0.5, samples=2)
+        session.log_evaluation(loss=0.25, samples=3)
+        with pytest.raises(ConfigError, match="needs a loss or an accuracy"):
+            session.log_evaluation(samples=4)
+    found = [event for event in read_events(session.folder.events_of(0)) if isinstance(event, Evaluated)]
+    assert [(event.loss, event.accuracy) for event in found] == [(None, 0.5), (0.25, None)]
+    assert write_summary(session.folder).test_loss == 0.25
+    assert write_report(session.folder, tmp_path / "report.html").is_file()
+
+
+def test_a_run_alone_is_ended_and_says_where_its_record_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with echelon.join(name="mine") as session:
+        pass
+    *_, last = read_events(session.folder.events_of(0))
+    assert (type(last), last.outcome, last.detail) == (RunEnded, "completed", "")
+    assert json.loads(session.folder.summary.read_text())["outcome"] == "completed"
+    path = f"runs/{session.folder.name}"
+    assert capsys.readouterr().err == f"record: {path} (echelon report {path})\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "detail"),
+    [
+        (ValueError("as asked"), "failed", "rank 0: ValueError: as asked"),
+        (KeyboardInterrupt(), "interrupted", "SIGINT"),
+        (SystemExit(0), "completed", ""),
+        (SystemExit(3), "failed", "rank 0: SystemExit: 3"),
+    ],
+)
+def test_a_run_that_fails_says_so_in_its_record(tmp_path, error, outcome, detail):
+    with pytest.raises(type(error)), echelon.join(runs=tmp_path) as session:
+        raise error
+    *_, last = read_events(session.folder.events_of(0))
+    assert (last.outcome, last.detail) == (outcome, detail)
+    assert json.loads(session.folder.summary.read_text())["outcome"] == outcome
+
+
+def test_under_echelon_run_the_end_is_the_launchers_to_write(tmp_path, monkeypatch, capsys):
+    folder = RunFolder(tmp_path).with_subfolders()
+    folder.plan.write_text(make_plan("run", ["here"], PlanRequest(), cores=1).to_toml())
+    monkeypatch.setenv("ECHELON_RUN", str(tmp_path))
+    with echelon.join():
+        pass
+    assert not any(isinstance(event, RunEnded) for event in read_events(folder.events_of(0)))
+    assert not folder.summary.exists()
+    assert capsys.readouterr().err == ""
+
+
 SCRIPT = """
 import sys
 import echelon
@@ -275,3 +331,5 @@ def test_a_session_that_is_never_closed_is_closed_when_the_script_ends(tmp_path)
     (run,) = (tmp_path / "runs").iterdir()
     events = list(read_events(run / "events" / "rank-0.jsonl"))
     assert [event.text for event in events if isinstance(event, Noted)] == ["about to end"]
+    assert events[-1].outcome == "failed"
+    assert ended.stderr.splitlines()[-1].startswith("record: ")

@@ -104,9 +104,9 @@ def learning(story: Story) -> str:
     if not story.together:
         return _learning_over_time(story)
     train = [(float(p.step), p.loss) for p in story.rounds if p.loss is not None]
-    test = [(float(e.step), e.loss) for e in story.evaluations]
+    test = [(float(e.step), e.loss) for e in story.evaluations if e.loss is not None]
     accuracy = [(float(e.step), e.accuracy) for e in story.evaluations if e.accuracy is not None]
-    steps = _steps_axis([*train, *test])
+    steps = _steps_axis([*train, *test, *accuracy])
     return _learning(train, test, accuracy, steps, "by step", lambda x: f"step {x:,.0f}")
 
 
@@ -118,9 +118,9 @@ def _steps_axis(points: Sequence[Point]) -> Axis:
 def _learning_over_time(story: Story) -> str:
     began = story.began or 0.0
     train = [(p.end_s, p.loss) for p in story.rounds if p.loss is not None]
-    test = [(e.t - began, e.loss) for e in story.evaluations]
+    test = [(e.t - began, e.loss) for e in story.evaluations if e.loss is not None]
     accuracy = [(e.t - began, e.accuracy) for e in story.evaluations if e.accuracy is not None]
-    xs = [x for x, _ in [*train, *test]] or [0.0]
+    xs = [x for x, _ in [*train, *test, *accuracy]] or [0.0]
     axis = time_axis(min(xs), max(xs), SINCE)
     return _learning(train, test, accuracy, axis, "over time", lambda x: f"after {show_seconds(x)}")
 

@@ -1,4 +1,4 @@
-"""Which way of agreeing a sync policy asks for, and what it is told about the crew."""
+"""Which synchronizer a sync policy needs, and what the policy is told about the cluster."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from echelon.comm.memory.rails import machines
 from echelon.comm.schedule.cost import LinkCost
 from echelon.errors import ConfigError
 from echelon.plan.plan import Plan
+from echelon.sync.cluster import best_rates, planned_cluster
 from echelon.sync.families.mix import MixPolicy
 from echelon.sync.families.serve import ServePolicy
 from echelon.sync.policies.levels import Levels
@@ -27,44 +28,30 @@ from echelon.train.families.share import ShareSynchronizer
 from echelon.train.families.synchronizer import Explain, Synchronizer
 
 
-def cluster_of(plan: Plan, group: Group, links: Links | None) -> ClusterInfo:
-    """What policies may know of a run."""
-    places = machines(group.members[: group.size]) if isinstance(group, EngineGroup) else [[]]
-    servers = len(group.servers) if isinstance(group, EngineGroup) else 0
-    return ClusterInfo(
-        workers=group.size,
-        servers=servers,
-        machines=len(places),
-        groups=plan.groups,
-        shares=tuple(plan.weights),
-        speeds=tuple(worker.speed for worker in plan.workers),
-        links=_rates(links, group.size),
-        seed=plan.seed,
+def joined_cluster(plan: Plan, group: Group, links: Links | None) -> ClusterInfo:
+    """What policies are told about the workers that have joined."""
+    if not isinstance(group, EngineGroup):
+        return planned_cluster(plan, servers=0, machines=1)
+    measured = [(rank, rate) for (rank, _), rate in links.bytes_per_s.items()] if links else []
+    return planned_cluster(
+        plan,
+        servers=len(group.servers),
+        machines=len(machines(group.members[: group.size])),
+        links=best_rates(measured, group.size),
     )
-
-
-def _rates(links: Links | None, workers: int) -> tuple[float, ...]:
-    """Each worker's best measured rate; nothing if anybody's is unknown."""
-    if links is None:
-        return ()
-    best = [
-        max((rate for (rank, _), rate in links.bytes_per_s.items() if rank == worker), default=0.0)
-        for worker in range(workers)
-    ]
-    return tuple(best) if all(best) else ()
 
 
 def choose(
     plan: Plan, group: Group, clock: StepClock, links: Links | None, explain: Explain
 ) -> Synchronizer:
-    """How this run's workers agree."""
+    """The synchronizer of this run's policy."""
     policy = POLICIES.build(plan.sync, where="--sync").resolved()
     link: LinkCost | None = links.slowest if links else None
     if isinstance(group, SoloGroup) or policy.family == "reduce":
         encoding = Encoding(plan.codec, group, links=links, sites=plan.groups, explain=explain)
         return ReduceSynchronizer(group, clock, link=link, encoding=encoding, explain=explain)
-    cluster = cluster_of(plan, group, links)
-    policy.check(replace(cluster, lr=1.0))  # again with the real one when the optimizer is there
+    cluster = joined_cluster(plan, group, links)
+    policy.check(replace(cluster, lr=1.0))  # checked again when the optimizer is known
     if isinstance(policy, MixPolicy):
         refuse_for_weights(plan.codec, policy.name)
         return MixSynchronizer(group, clock, policy, cluster, explain=explain)
@@ -93,11 +80,6 @@ def choose(
         )
     refuse_for_weights(plan.codec, policy.name)
     return ShareSynchronizer(own, clock, explain=explain)
-
-
-def needs_parameter_servers(policy: Policy) -> bool:
-    """Whether servers keep parameters, and do not just sum."""
-    return policy.family == "serve" or (isinstance(policy, Levels) and policy.between.family == "serve")
 
 
 def _own_transport(group: Group, policy: Policy) -> EngineGroup:

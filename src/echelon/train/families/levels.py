@@ -1,8 +1,8 @@
-"""Groups of workers that act as one: a policy inside each group, another one between them.
+"""Groups of workers that act as one worker: a policy inside each group, another one between the groups.
 
 Inside, gradients are reduced or weights averaged over the group. The group's first member takes part in the
-policy between groups on behalf of all, and gives the others the weights that come of it. A codec is for
-what it sends to a server; inside a group everything is sent as it is.
+policy between groups for all members, and sends them the resulting weights. A codec encodes messages to a
+server; inside a group everything is sent unencoded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from echelon.train.families.synchronizer import (
 
 
 class LevelsSynchronizer(IndependentSynchronizer):
-    """One worker's part in both levels."""
+    """Synchronises one worker inside its group, and its group with the others."""
 
     def __init__(
         self,
@@ -96,29 +96,29 @@ class LevelsSynchronizer(IndependentSynchronizer):
         self._undo: list[Callable[[], None]] = []
 
     def _towards_server(self, codec: str) -> str:
-        """The codec of first members' messages; of `between(codec)`, the inner one: a group is a site."""
+        """The codec of messages to a server; of `between(codec)` the inner one, since a group is a site."""
         if not self._served:
             refuse_for_weights(codec, self._name)
             return codec
         built = CODECS.build(codec, where="--codec")
-        meant = built.codec if isinstance(built, Between) else codec
-        served_codec(meant)
-        return meant
+        inner = built.codec if isinstance(built, Between) else codec
+        served_codec(inner)
+        return inner
 
     @property
     def slots(self) -> tuple[int, Callable[[int], int]]:
-        """How many groups claim parts of a batch, and which part of a group's is this worker's."""
+        """How many groups claim parts of a batch, and which part of its group's is this worker's."""
         size, place = self._mates.size, self._mates.rank
         return len(self._cluster.groups), lambda slot: slot * size + place
 
     def claim(self, ticket: Callable[[], int]) -> int:
-        """The first member draws for its group."""
+        """The first member claims for its group."""
         drawn = torch.tensor([ticket() if self._mates.rank == 0 else 0])
         self._mates.broadcast(drawn)
         return int(drawn)
 
     def add(self, model: nn.Module, rules: ModelOptions) -> None:
-        """All begin with the leader's weights; then each group keeps its own in step."""
+        """Start from the leader's weights; then each group synchronises its own."""
         super().add(model, rules)
         self._inside.add(model, rules)
         if isinstance(self._between, ServeSynchronizer):
@@ -127,11 +127,11 @@ class LevelsSynchronizer(IndependentSynchronizer):
     def adopt(
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
-        """Its steps are the group's."""
+        """Make the optimizer's steps those of the group."""
         self._optimizers.append(optimizer)
         if not self._served:
             self._inside.adopt(optimizer, "backward", before, after)
-            handle = optimizer.register_step_post_hook(lambda *_: self._meet(optimizer))
+            handle = optimizer.register_step_post_hook(lambda *_: self._average_groups(optimizer))
             self._undo.append(handle.remove)
         if self._between is not None:
             if self._served:
@@ -142,7 +142,7 @@ class LevelsSynchronizer(IndependentSynchronizer):
             self._undo.append(replace_step(optimizer, lambda own: self._follow(optimizer, before, after)))
 
     def begin(self) -> None:
-        """Open the level between groups."""
+        """Open the level between the groups."""
         self._inside.begin()
         if self._between is not None:
             self._between.begin()
@@ -151,31 +151,31 @@ class LevelsSynchronizer(IndependentSynchronizer):
         self._group.barrier()
 
     def _follow(self, optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Take the weights that the first member brings."""
+        """Take the weights that the first member sends."""
         self._clock.arrived()
         self._spread(optimizer)
         self._clock.reduced(0)
         before()
         after()
 
-    def _meet(self, optimizer: Optimizer) -> None:
-        """After a step: if the groups meet now, let the first members do so."""
+    def _average_groups(self, optimizer: Optimizer) -> None:
+        """After a step: if the groups average now, the first members do, and share the result."""
         assert self._plan is not None
         step = self._steps.get(id(optimizer), 0)
         self._steps[id(optimizer)] = step + 1
         if self._plan.meeting(step, self.unit, self._units) is None:
             if isinstance(self._between, MixSynchronizer):
-                self._between.meet(optimizer)
+                self._between.average(optimizer)
             return
         if isinstance(self._inside, MixSynchronizer):
-            self._average(optimizer)
+            self._average_members(optimizer)
         if isinstance(self._between, MixSynchronizer):
-            self._between.meet(optimizer)
+            self._between.average(optimizer)
         self._spread(optimizer)
 
     @torch.no_grad()
-    def _average(self, optimizer: Optimizer) -> None:
-        """The members' mean, by shares, before the group speaks as one."""
+    def _average_members(self, optimizer: Optimizer) -> None:
+        """Set the weights to the members' mean, by shares, before groups average."""
         shares = (
             members_of(self._cluster, self._cluster.groups[self.unit]).shares or (1.0,) * self._mates.size
         )
@@ -186,20 +186,20 @@ class LevelsSynchronizer(IndependentSynchronizer):
             p.copy_(mean)
 
     def _spread(self, optimizer: Optimizer) -> None:
-        """Give the group its first member's weights."""
+        """Give all members the first member's weights."""
         agree.share_tensors(self._mates, [p.data for p in _parameters(optimizer)])
 
     def keep(self, active: bool) -> None:
-        """Whether gradients stay on this worker for now."""
+        """Keep gradients on this worker while `active`."""
         self._inside.keep(active)
 
     def weigh(self, weight: float, batch: int = 0) -> None:
-        """A worker's part of its group's batch, and the group's part of the whole."""
+        """Set the worker's weight in its group, and the group's weight among the groups."""
         if batch:
             shares: list[float] = list(self._cluster.shares) or [1.0] * self._cluster.workers
             parts = split(batch, shares)
             whole = sum(parts[rank] for rank in self._cluster.groups[self.unit]) / batch
-        else:  # as the script says
+        else:  # from `session.weigh`
             total = torch.tensor([weight], dtype=torch.float64)
             whole = float(self._mates.all_reduce(total).wait())
         self._inside.weigh(weight / whole)
@@ -207,7 +207,7 @@ class LevelsSynchronizer(IndependentSynchronizer):
             self._between.weigh(whole)
 
     def refresh(self, *, ended: bool, trains: bool) -> None:
-        """Both levels. Where members differ, they go on from what was shown: a group has one state."""
+        """Refresh both levels. Members that differ continue with the weights shown."""
         if (
             isinstance(self._inside, MixSynchronizer)
             and isinstance(self._between, MixSynchronizer)
@@ -225,50 +225,50 @@ class LevelsSynchronizer(IndependentSynchronizer):
         self._share_buffers()
 
     def left(self) -> None:
-        """On behalf of the group, whose members leave a loop together."""
+        """Report it for the group, whose members leave a loop together."""
         if self._between is not None:
             self._between.left()
 
     def depart(self) -> None:
-        """On behalf of the group, whose members leave a loop together."""
+        """Report it for the group, whose members leave a loop together."""
         if self._between is not None:
             self._between.depart()
 
     def before_step(self, optimizer: Optimizer, where: str) -> None:
-        """As inside."""
+        """Do as the policy inside the group does."""
         self._inside.before_step(optimizer, where)
 
     def settle(self) -> None:
-        """As inside."""
+        """Do as the policy inside the group does."""
         self._inside.settle()
 
     def before_save(self) -> None:
-        """What is shown is what is saved."""
+        """Show the weights to save."""
         if self._between is not None:
             self._between.before_save()
         for optimizer in self._optimizers:
             self._spread(optimizer)
 
     def after_save(self) -> None:
-        """Go on with what was there."""
+        """Restore the weights."""
         if self._between is not None:
             self._between.after_save()
         for optimizer in self._optimizers:
             self._spread(optimizer)
 
     def loaded(self) -> None:
-        """All begin anew from what was loaded."""
+        """Start again from the loaded weights."""
         self._inside.loaded()
         if self._between is not None:
             self._between.loaded()
         self._group.barrier()
 
     def residuals(self) -> dict[str, Any]:
-        """What the first member's codec has not sent to the server."""
+        """The residuals of the first member's codec."""
         return {} if self._between is None else self._between.residuals()
 
     def restore_residuals(self, residuals: Sequence[dict[str, Any]]) -> None:
-        """First members take over what first members owed; where others did, the same sum."""
+        """First members take over first members' residuals; if groups differ, their sum stays the same."""
         if self._between is None:
             return
         leaders = [ranks[0] for ranks in self._cluster.groups]
@@ -277,7 +277,7 @@ class LevelsSynchronizer(IndependentSynchronizer):
         self._between.restore_residuals([residuals[rank] for rank in leaders] if same else residuals)
 
     def finish(self) -> None:
-        """End with one model."""
+        """End with the same weights on all workers."""
         self._inside.finish()
         if self._between is not None:
             self._between.finish()
@@ -285,7 +285,7 @@ class LevelsSynchronizer(IndependentSynchronizer):
             self._spread(optimizer)
 
     def close(self) -> None:
-        """Leave models and optimizers alone."""
+        """Remove all hooks from models and optimizers."""
         while self._undo:
             self._undo.pop()()
         if self._between is not None:
@@ -296,7 +296,7 @@ class LevelsSynchronizer(IndependentSynchronizer):
 
 
 def _open(group: EngineGroup, cluster: ClusterInfo) -> tuple[EngineGroup, EngineGroup | None]:
-    """This worker's group, and that of the first members; all workers open all of them, in this order."""
+    """This worker's group, and that of the first members. All workers open all groups in this order."""
     mates = [group.among(ranks) for ranks in cluster.groups]
     own = next(found for found in mates if found is not None)
     return own, group.among([ranks[0] for ranks in cluster.groups])

@@ -1,8 +1,8 @@
-"""Workers take steps of their own and average their weights among each other, as the policy's schedule is.
+"""Workers take steps of their own and average their weights by the policy's schedule.
 
-All weights of an optimizer are one flat buffer for a meeting. Between passes over the data every worker
-shows what is to be evaluated and saved: the mean of all, a center, or its own; when the next pass begins it
-goes on with its own.
+An averaging treats all weights of an optimizer as one flat buffer. Between passes over the data the models
+hold the weights to evaluate and save: the mean of all workers, a center, or each worker's own. When the
+next pass begins, every worker continues with its own weights.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from echelon.train.families.synchronizer import Explain, IndependentSynchronizer
 
 
 class Observer(Protocol):
-    """Whoever wants to know how long meetings took."""
+    """Is told how long averagings take."""
 
     def computing(self) -> None:
-        """Backward goes on."""
+        """A gradient is ready."""
 
     def waited(self, wait_s: float) -> None:
-        """The trainer was blocked for others."""
+        """The trainer waited for other workers."""
 
-    def met(self, sent_bytes: int) -> None:
-        """A meeting is over."""
+    def averaged(self, sent_bytes: int) -> None:
+        """An averaging is over."""
 
 
 class _Weights:
-    """One optimizer's weights, as one buffer of a type."""
+    """One optimizer's weights, as one flat buffer."""
 
     def __init__(self, optimizer: Optimizer, policy: MixPolicy) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         kinds = {p.dtype for p in parameters}
         if len(kinds) != 1:
             raise ConfigError(
-                f"weights of one type can be averaged, and these are {sorted(map(str, kinds))}",
+                f"only weights of one type can be averaged, and these are {sorted(map(str, kinds))}",
                 where="--sync",
                 fix="convert the model to one type, or use --sync full",
             )
@@ -57,12 +57,12 @@ class _Weights:
 
     @torch.no_grad()
     def flat(self) -> Tensor:
-        """All weights, copied."""
+        """A flat copy of all weights."""
         return torch.cat([p.detach().reshape(-1) for p in self.parameters])
 
     @torch.no_grad()
     def put(self, flat: Tensor) -> None:
-        """All weights, from a flat copy."""
+        """Set all weights from a flat copy."""
         at = 0
         for p in self.parameters:
             p.copy_(flat[at : at + p.numel()].view_as(p))
@@ -70,7 +70,7 @@ class _Weights:
 
 
 class MixSynchronizer(IndependentSynchronizer):
-    """One worker's part in a policy of averages."""
+    """Averages one worker's weights with other workers'."""
 
     def __init__(
         self, group: Group, observer: Observer, policy: MixPolicy, cluster: ClusterInfo, *, explain: Explain
@@ -88,22 +88,22 @@ class MixSynchronizer(IndependentSynchronizer):
     def adopt(
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
-        """After every step of this optimizer, meet whom the policy says."""
+        """After every step of this optimizer, average if the policy says so."""
         self.watch(optimizer)
 
         def stepped() -> None:
             after()
-            self.meet(optimizer)
+            self.average(optimizer)
 
         self._handles.append(optimizer.register_step_pre_hook(lambda *_: before()).remove)
         self._handles.append(optimizer.register_step_post_hook(lambda *_: stepped()).remove)
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Look after its weights; somebody else says when it has taken a step (`meet`)."""
+        """Register an optimizer whose steps the caller reports with `average`."""
         self._new.append(optimizer)
 
     def begin(self) -> None:
-        """Remember the weights that all begin with."""
+        """Register the weights that all workers start from."""
         self._policy.check(self._cluster)
         for optimizer in self._new:
             weights = _Weights(optimizer, self._policy)
@@ -117,36 +117,36 @@ class MixSynchronizer(IndependentSynchronizer):
         first = optimizer.param_groups[0]["params"][0]
         return next(weights for weights in self._weights if weights.parameters[0] is first)
 
-    def meet(self, optimizer: Optimizer) -> None:
-        """A step is done: meet whom the policy says."""
+    def average(self, optimizer: Optimizer) -> None:
+        """Average after a step with the workers that the policy names, if it names any."""
         weights = self._of(optimizer)
-        weights.kept = None  # trained without a prepared loader: what was shown is what goes on
-        meeting = self._policy.meeting(weights.steps, self._group.rank, self._cluster)
+        weights.kept = None  # no prepared loader: continue with the weights shown
+        averaging = self._policy.meeting(weights.steps, self._group.rank, self._cluster)
         weights.steps += 1
-        if meeting is None:
+        if averaging is None:
             return
         begun = time.perf_counter()
         own = weights.flat()
-        if isinstance(meeting, Neighbours):
-            mixed = _with_neighbours(self._group, own, meeting)
+        if isinstance(averaging, Neighbours):
+            mixed = _with_neighbours(self._group, own, averaging)
         else:
             mixed = own.clone()
-            mean = self._mean(own, meeting.members)
-            self._policy.settle(mixed, mean, weights.memory, meeting, self._cluster)
+            mean = self._mean(own, averaging.members)
+            self._policy.settle(mixed, mean, weights.memory, averaging, self._cluster)
         weights.put(mixed)
         self._observer.waited(time.perf_counter() - begun)
-        self._observer.met(own.numel() * own.element_size())
+        self._observer.averaged(own.numel() * own.element_size())
 
     def _mean(self, own: Tensor, members: Sequence[int]) -> Tensor:
         equal = (1.0,) * self._group.size
         shares = self._cluster.shares or equal if self._policy.weighs else equal
         total = sum(shares[rank] for rank in members)
-        group = self._among(tuple(members))
+        group = self._subgroup(tuple(members))
         flat = own * (shares[self._group.rank] / total)
         return group.all_reduce(flat).wait()
 
-    def _among(self, members: tuple[int, ...]) -> Group:
-        """The group of these members; all workers ask for theirs at the same time."""
+    def _subgroup(self, members: tuple[int, ...]) -> Group:
+        """The group of these members; all workers request theirs at the same time."""
         if len(members) == self._group.size:
             return self._group
         if members not in self._levels:
@@ -156,7 +156,7 @@ class MixSynchronizer(IndependentSynchronizer):
     def _open_levels(self) -> None:
         if not isinstance(self._group, EngineGroup):
             raise ConfigError(
-                "groups of workers meet on Echelon's own transports only",
+                "groups of workers average on Echelon's own transports only",
                 where="--transport",
                 fix="use auto, shm or tcp",
             )
@@ -166,7 +166,7 @@ class MixSynchronizer(IndependentSynchronizer):
                 self._levels[tuple(members)] = level
 
     def refresh(self, *, ended: bool, trains: bool) -> None:
-        """After a pass show what is evaluated; before one that trains, go on with one's own weights."""
+        """After a pass, show the weights to evaluate; before one that trains, restore this worker's own."""
         for weights in self._weights:
             if ended:
                 self._show(weights)
@@ -177,7 +177,7 @@ class MixSynchronizer(IndependentSynchronizer):
             self._share_buffers()
 
     def stay(self) -> None:
-        """Go on with what is shown."""
+        """Continue with the weights that are shown."""
         for weights in self._weights:
             weights.kept = None
 
@@ -192,13 +192,13 @@ class MixSynchronizer(IndependentSynchronizer):
         weights.kept = own
 
     def before_save(self) -> None:
-        """What is shown is what is saved."""
+        """Show the weights to save."""
         self._borrowed = [weights for weights in self._weights if weights.kept is None]
         for weights in self._weights:
             self._show(weights)
 
     def after_save(self) -> None:
-        """Go on as before."""
+        """Restore this worker's own weights."""
         for weights in self._borrowed:
             if weights.kept is not None:
                 weights.put(weights.kept)
@@ -206,14 +206,14 @@ class MixSynchronizer(IndependentSynchronizer):
         self._borrowed = []
 
     def loaded(self) -> None:
-        """All begin anew from what was loaded."""
+        """Start again from the loaded weights."""
         for weights in self._weights:
             weights.kept = None
             weights.memory.clear()
             self._policy.start(weights.flat(), weights.memory)
 
     def finish(self) -> None:
-        """End with one model."""
+        """End with the same weights on all workers."""
         for weights in self._weights:
             if self._policy.shown != "own":
                 self._show(weights)
@@ -221,21 +221,21 @@ class MixSynchronizer(IndependentSynchronizer):
                 weights.put(self._mean(weights.flat(), range(self._group.size)))
                 self._explain(
                     "average",
-                    "the workers never met: their weights were averaged once, at the end",
-                    f"sync {self._name}: the weights of {self._group.size} workers that never met "
-                    "were averaged at the end; evaluations before that are each worker's own",
+                    "the workers' weights were averaged once, at the end",
+                    f"sync {self._name}: the weights of {self._group.size} workers were averaged only "
+                    "at the end; evaluations before that are each worker's own",
                 )
             weights.kept = None
 
     def close(self) -> None:
-        """Leave optimizers alone."""
+        """Remove all hooks from optimizers."""
         while self._handles:
             self._handles.pop()()
 
 
-def _with_neighbours(group: Group, own: Tensor, meeting: Neighbours) -> Tensor:
-    """The weighted sum of a worker's and its neighbours' weights, in the order of ranks."""
-    peers = [rank for rank in sorted(meeting.weights) if rank != group.rank]
+def _with_neighbours(group: Group, own: Tensor, averaging: Neighbours) -> Tensor:
+    """The weighted sum of a worker's and its neighbours' weights, in order of rank."""
+    peers = [rank for rank in sorted(averaging.weights) if rank != group.rank]
     if isinstance(group, EngineGroup):
         length = own.numel()
         rooms = own.new_empty(length * (1 + len(peers)))
@@ -250,6 +250,6 @@ def _with_neighbours(group: Group, own: Tensor, meeting: Neighbours) -> Tensor:
         gathered = group.all_gather(own)
         theirs = {peer: gathered[peer] for peer in peers}
     mixed = torch.zeros_like(own)
-    for rank in sorted(meeting.weights):
-        mixed.add_(own if rank == group.rank else theirs[rank], alpha=meeting.weights[rank])
+    for rank in sorted(averaging.weights):
+        mixed.add_(own if rank == group.rank else theirs[rank], alpha=averaging.weights[rank])
     return mixed

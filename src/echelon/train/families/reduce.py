@@ -1,6 +1,6 @@
-"""Keeps models the same on all workers: their reducers, and what goes with them.
+"""Keeps models the same on all workers: gradients are reduced in every backward pass.
 
-Made by the session for every model that is prepared. It knows nothing of data, records or checkpoints.
+Each prepared model gets a reducer and, where asked for, global batch normalisation, factors and a codec.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from echelon.codec.fitting import refuse_factors
 from echelon.comm.group import Group
 from echelon.comm.schedule.cost import LinkCost
+from echelon.config.choices import FactorRule
 from echelon.errors import ModelError
 from echelon.reduce.deferred import DeferredSteps
 from echelon.reduce.encoded.encoder import ModelEncoder
-from echelon.reduce.factors import FactorRule
 from echelon.reduce.reducer import Reducer, RoundObserver
 from echelon.train import batchnorm, linear
 from echelon.train import consistency as agree
@@ -28,10 +28,9 @@ from echelon.train.families.synchronizer import Explain, ModelOptions, Overlap, 
 
 
 class ReduceSynchronizer(Synchronizer):
-    """All models of a run, on one worker.
+    """Reduces the gradients of all models of a run, on one worker.
 
-    `link` is the slowest one between the workers, None if nothing is known or nothing is sent; `explain`
-    is told what was decided about a topic, and why.
+    `link` is the slowest link between the workers, None if unknown; `explain` records decisions.
     """
 
     def __init__(
@@ -52,21 +51,21 @@ class ReduceSynchronizer(Synchronizer):
         self._reducers: list[Reducer] = []
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
-        self._late = DeferredSteps()
-        self.weight = 1.0 / group.size  # until a prepared loader says otherwise: the mean, as in DDP
+        self._deferred = DeferredSteps()
+        self.weight = 1.0 / group.size  # the mean, as in DDP, until a prepared loader sets it
 
     def add(self, model: nn.Module, rules: ModelOptions) -> None:
-        """Keep a model in step from now on."""
+        """Reduce a model's gradients from now on."""
         if self._group.size == 1 and not self._encoding.active(rules.codec):
             return
 
         def weight() -> float:
             return self.weight if rules.loss == "mean" else 1.0 / self._group.size
 
-        late = rules.overlap == "step"
-        if late:
+        deferred = rules.overlap == "step"
+        if deferred:
             refuse_compiled(model)
-        if late or rules.loss == "sum":
+        if deferred or rules.loss == "sum":
             self._refuse_shared(model)
         agree.share_state(self._group, model)
         self._models.append(model)
@@ -80,7 +79,7 @@ class ReduceSynchronizer(Synchronizer):
             weight,
             self._observer,
             summed=rules.loss == "sum",
-            receiver=self._late if late else None,
+            receiver=self._deferred if deferred else None,
             link=self._link,
             coding=coding,
         )
@@ -90,7 +89,7 @@ class ReduceSynchronizer(Synchronizer):
             self._factorings.append(factoring)
 
     def _factors(self, rules: ModelOptions, coding: ModelEncoder | None) -> FactorRule:
-        """Gradients that are encoded do not travel as factors."""
+        """Which layers may send factors; none if the gradients are encoded."""
         if coding is not None:
             refuse_factors(coding.codec, rules.factors)
         return rules.factors if coding is None else "never"
@@ -105,7 +104,7 @@ class ReduceSynchronizer(Synchronizer):
             )
 
     def _watch(self, model: nn.Module, rule: FactorRule) -> Factoring | None:
-        """Prepare to decide about factors, unless that is clear already."""
+        """Watch the linear layers that may send factors; None if no layer may."""
         if rule == "never":
             return None
         layers = linear.eligible(model)
@@ -119,26 +118,26 @@ class ReduceSynchronizer(Synchronizer):
     def adopt(
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
-        """Call back once before and once after every step of an optimizer, late or not."""
+        """Call `before` and `after` once around every step of an optimizer, deferred or not."""
         self._optimizers.append(optimizer)
         if overlap == "step" and self._group.size > 1:
-            self._late.adopt(optimizer, before, after)
+            self._deferred.adopt(optimizer, before, after)
             return
         optimizer.register_step_pre_hook(lambda *_: before())
         optimizer.register_step_post_hook(lambda *_: after())
 
     def begin(self) -> None:
-        """Refuse momentum that a codec applies as well."""
+        """Refuse momentum that a codec applies too."""
         for optimizer in self._optimizers:
             self._encoding.check(optimizer)
 
     def keep(self, active: bool) -> None:
-        """Whether gradients stay on this worker for now."""
+        """Keep gradients on this worker while `active`."""
         for reducer in self._reducers:
             reducer.active = not active
 
     def refresh(self, *, ended: bool, trains: bool) -> None:
-        """A pass over the data begins or ends: take note of thawed layers, and agree on buffers."""
+        """At both ends of a pass: update for thawed layers, and share the leader's buffers."""
         self.settle()
         for reducer in self._reducers:
             reducer.refresh()
@@ -148,7 +147,7 @@ class ReduceSynchronizer(Synchronizer):
                 agree.share_tensors(self._group, buffers)
 
     def weigh(self, weight: float, batch: int = 0) -> None:
-        """What this worker's loss counts from now on; gradients kept from before keep their weight."""
+        """Set the weight of this worker's loss; gradients that were kept before keep their weight."""
         if weight != self.weight:
             for reducer in self._reducers:
                 if reducer.unreduced:
@@ -156,7 +155,7 @@ class ReduceSynchronizer(Synchronizer):
         self.weight = weight
 
     def before_step(self, optimizer: Optimizer, where: str) -> None:
-        """Refuse a step on gradients that others do not have; decide what the first round has shown."""
+        """Refuse a step on unreduced gradients; decide about factors after the first round."""
         self._check(optimizer, where)
         for factoring in self._factorings:
             factoring.consider()
@@ -181,29 +180,29 @@ class ReduceSynchronizer(Synchronizer):
             )
 
     def settle(self) -> None:
-        """Let everything that is on its way land and be applied."""
-        self._late.settle()
+        """Wait for deferred gradients, and apply them."""
+        self._deferred.settle()
 
     def residuals(self) -> dict[str, Any]:
-        """What codecs have not sent yet."""
+        """The codecs' residuals."""
         return self._encoding.residuals()
 
     def restore_residuals(self, residuals: Sequence[dict[str, Any]]) -> None:
-        """Take over what workers owed."""
+        """Take over the residuals of a checkpoint's workers."""
         self._encoding.restore(residuals)
 
     def finish(self) -> None:
-        """Say what codecs could not write, and what they owe; all workers are here."""
+        """Record what codecs could not encode, and their residuals."""
         self._encoding.report()
 
     def closed(self) -> None:
-        """The group is closed, so nothing is under way any more."""
+        """Wait for the codec threads, which have nothing in flight now."""
         self._encoding.join()
 
     def close(self) -> None:
-        """Leave models and optimizers alone."""
+        """Remove all hooks from models and optimizers."""
         self._encoding.close()
-        self._late.close()
+        self._deferred.close()
         for reducer in self._reducers:
             reducer.detach()
         for model in self._models:
@@ -217,7 +216,7 @@ def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """A compiled module's parameters cannot be late."""
+    """Refuse a compiled module, whose parameters cannot be deferred."""
     compiled = ("OptimizedModule", "ScriptModule")
     kinds = [kind.__name__ for module in model.modules() for kind in type(module).__mro__]
     if any(name in compiled for name in kinds):

@@ -1,7 +1,7 @@
 """All workers of a machine update the same weights, without locks (hogwild).
 
-The parameters are moved to memory that all workers map. Each computes and applies its own gradients with
-its own optimizer; what two of them write at once, one of them may lose.
+The parameters move to memory that all workers map. Each worker computes and applies its own gradients with
+its own optimizer; of two writes at the same time, one may be lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ShareSynchronizer(IndependentSynchronizer):
         self._handles: list[Callable[[], None]] = []
 
     def add(self, model: nn.Module, rules: ModelOptions) -> None:
-        """Move the parameters to memory that the first worker makes and all map."""
+        """Move the parameters to memory that the first worker creates and all workers map."""
         super().add(model, rules)
         parameters = list(model.parameters())
         places, size_bytes = _places(parameters)
@@ -56,26 +56,26 @@ class ShareSynchronizer(IndependentSynchronizer):
     def adopt(
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
-        """Its steps are its own."""
+        """Call `before` and `after` around the optimizer's own steps."""
         self._handles.append(optimizer.register_step_pre_hook(lambda *_: before()).remove)
         self._handles.append(optimizer.register_step_post_hook(lambda *_: after()).remove)
 
     def refresh(self, *, ended: bool, trains: bool) -> None:
-        """Wait until nobody writes any more."""
+        """Wait until no worker writes."""
         self._group.barrier()
         self._share_buffers()
 
     def before_save(self) -> None:
-        """Nobody may write while the leader reads."""
+        """Wait until no worker writes, since the leader reads now."""
         self._group.barrier()
 
     def loaded(self) -> None:
-        """All have written the same."""
+        """Wait until every worker has written the loaded weights."""
         self._group.barrier()
 
     @torch.no_grad()
     def close(self) -> None:
-        """Give every worker weights of its own again."""
+        """Give this worker weights of its own again, and remove the hooks."""
         for model in self._models:
             for p in model.parameters():
                 p.data = p.detach().clone()
@@ -84,7 +84,7 @@ class ShareSynchronizer(IndependentSynchronizer):
 
 
 def _places(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
-    """Where each begins, and how much there is in all."""
+    """The offset of each parameter, and the total size, in bytes."""
     places: list[int] = []
     at = 0
     for p in parameters:

@@ -1,12 +1,13 @@
-"""How a worker's models come to agree with the others': what the session asks of every sync policy.
+"""What keeps a worker's models synchronised with the other workers': the contract of every family.
 
-One subclass for each family of policies: `in_step.py` (gradients are reduced in backward), `by_server.py`
-(a parameter server), `by_mixing.py` (averages of weights), `one_memory.py` (hogwild). The session calls
-these in the same order on all workers and knows nothing of how it is done.
+One subclass for each family of policies: `reduce.py` (gradients are reduced in backward), `serve.py` (a
+parameter server), `mix.py` (averages of weights), `share.py` (hogwild), `levels.py` (two of these). The
+session calls the methods in the same order on all workers and does not know how they work.
 """
 
 from __future__ import annotations
 
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,85 +17,90 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.comm.group import Group
+from echelon.config.choices import FactorRule, check_word
+from echelon.config.choices import Overlap as Overlap
 from echelon.errors import ConfigError
-from echelon.reduce.factors import FactorRule
 from echelon.train import batchnorm
 from echelon.train import consistency as agree
 
-Overlap = Literal["backward", "step"]
-Explain = Callable[[str, str, str], None]  # topic, why, what to tell the user
+Explain = Callable[[str, str, str], None]  # topic, reason, sentence for the report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How a model is kept in step; see `Session.prepare`."""
+    """How a model is synchronised; see `Session.prepare`."""
 
     batchnorm: Literal["global", "local"] = "global"
     loss: Literal["mean", "sum"] = "mean"
     overlap: Overlap = "backward"
     factors: FactorRule = "auto"
-    codec: str = ""  # the run's
+    codec: str = ""  # empty: the run's codec
+
+    def __post_init__(self) -> None:
+        for name, hint in typing.get_type_hints(ModelOptions).items():
+            if typing.get_origin(hint) is Literal:
+                check_word(name, getattr(self, name), typing.get_args(hint), where="session.prepare")
 
 
 class Synchronizer(ABC):
-    """All models and optimizers of a run, on one worker."""
+    """Synchronises all models and optimizers of a run, on one worker."""
 
     claims = False
-    """Whether workers take their next batch from a common order, whoever is first, as they need it."""
+    """Whether workers claim parts of batches from a common order, as they need them."""
 
     @property
     def slots(self) -> tuple[int, Callable[[int], int]] | None:
-        """Into how many parts a batch is claimed, and which part that is; every worker's own otherwise."""
+        """How many parts of a batch are claimed, and which is this worker's; None: one for each worker."""
         return None
 
     def claim(self, ticket: Callable[[], int]) -> int:
-        """Draw the number of the next part."""
+        """Claim the next part; returns its number."""
         return ticket()
 
     @abstractmethod
     def add(self, model: nn.Module, rules: ModelOptions) -> None:
-        """Look after a model from now on."""
+        """Synchronise a model from now on."""
 
     @abstractmethod
     def adopt(
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
-        """Look after an optimizer; call back once before and once after every step of it."""
+        """Take over an optimizer; call `before` and `after` once around each of its steps."""
 
     def begin(self) -> None:
-        """All that was given to one call of `prepare` has been added."""
+        """Called once after everything of one `prepare` has been added."""
         return
 
     def keep(self, active: bool) -> None:
-        """Whether gradients stay on this worker for now."""
+        """Keep gradients on this worker while `active`."""
         return
 
     def weigh(self, weight: float, batch: int = 0) -> None:
-        """What this worker's loss counts from now on, as a part of a batch of so many, if that is known."""
+        """Set the weight of this worker's loss; `batch` is the size of the global batch, if known."""
         return
 
     @abstractmethod
     def refresh(self, *, ended: bool, trains: bool) -> None:
-        """A pass over the data begins or has ended; `trains`, as far as is known; all workers are here."""
+        """A pass over the data begins, or has `ended`; all workers call it. `trains`: the pass trains."""
 
     def left(self) -> None:
-        """A loop over a loader was left in the middle, by this worker alone."""
+        """This worker left a loop over a loader in the middle; the others may not have."""
         return
 
     def depart(self) -> None:
-        """This worker takes no step for a while, on its own: no other is here."""
+        """This worker takes no steps for a while; the others may."""
         return
 
     def before_step(self, optimizer: Optimizer, where: str) -> None:
-        """Refuse a step that would do wrong."""
+        """Refuse a step that would apply wrong gradients."""
         return
 
     def settle(self) -> None:
-        """Let everything that is on its way land and be applied."""
+        """Wait for everything in flight, and apply it."""
         return
 
     def before_save(self) -> None:
-        """Everything that is to be in a checkpoint must be on the leader."""
+        """Bring everything that a checkpoint needs to the leader."""
         self.settle()
 
     def after_save(self) -> None:
@@ -102,32 +108,32 @@ class Synchronizer(ABC):
         return
 
     def loaded(self) -> None:
-        """Weights and states were replaced by a checkpoint's, on all workers."""
+        """All workers have loaded a checkpoint's weights and states."""
         return
 
     def residuals(self) -> dict[str, Any]:
-        """What codecs remember on this worker, for a checkpoint; nothing if there are none."""
+        """This worker's codec states for a checkpoint; empty if there are none."""
         return {}
 
     def restore_residuals(self, residuals: Sequence[dict[str, Any]]) -> None:
-        """Take over what the workers of a checkpoint owed, by rank."""
+        """Take over the residuals of a checkpoint's workers, by rank."""
         return
 
     def finish(self) -> None:
-        """The last epoch is over; all workers are here."""
+        """The last epoch is over; all workers call it."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Leave models and optimizers alone."""
+        """Remove all hooks from models and optimizers."""
 
     def closed(self) -> None:
-        """The group is closed as well."""
+        """Called after the group was closed."""
         return
 
 
 class IndependentSynchronizer(Synchronizer):
-    """Workers whose weights may differ between two meetings: what all such policies have in common."""
+    """What synchronizers have in common whose workers' weights may differ for a while."""
 
     def __init__(self, group: Group, name: str, explain: Explain) -> None:
         self._group = group
@@ -136,7 +142,7 @@ class IndependentSynchronizer(Synchronizer):
         self._models: list[nn.Module] = []
 
     def add(self, model: nn.Module, rules: ModelOptions) -> None:
-        """Begin with the leader's weights. Statistics of batch norm are each worker's own."""
+        """Start from the leader's weights. Batch normalisation uses each worker's own statistics."""
         if rules.codec:
             raise ConfigError(
                 f"with sync {self._name} all models of a run have the run's codec",
@@ -166,8 +172,8 @@ class IndependentSynchronizer(Synchronizer):
 
 
 def replace_step(optimizer: Optimizer, step: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
-    """Let `step` stand in for the optimizer's own, which it is given; returns how to undo that."""
-    own = vars(optimizer).get("step")  # a scheduler's, perhaps
+    """Replace the optimizer's step by `step`, which gets the original; returns how to undo it."""
+    own = vars(optimizer).get("step")  # a scheduler may have replaced it too
     inner = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
     vars(optimizer)["step"] = _ReplacedStep(optimizer, step, lambda: inner(optimizer))
 
@@ -180,7 +186,7 @@ def replace_step(optimizer: Optimizer, step: Callable[[Callable[[], None]], None
 
 
 class _ReplacedStep:
-    """Stands in for an optimizer's `step`."""
+    """Replaces an optimizer's `step`."""
 
     def __init__(
         self,
@@ -191,7 +197,7 @@ class _ReplacedStep:
         self._optimizer = optimizer
         self._step = step
         self._own = own
-        self._wrapped_by_lr_sched = True  # schedulers ask for it: what they would note is noted below
+        self._wrapped_by_lr_sched = True  # schedulers check it; their own bookkeeping is done below
 
     def __call__(self, closure: object = None) -> None:
         if closure is not None:

@@ -1,0 +1,62 @@
+"""Can this plan work? The launcher asks before it starts workers; every worker asks when it joins.
+
+Imports no torch, so that the command line answers quickly.
+"""
+
+from __future__ import annotations
+
+from echelon.codec.codec import CODECS
+from echelon.codec.codecs.between import Between
+from echelon.codec.fitting import (
+    check_sites,
+    refuse_factors,
+    refuse_for_weights,
+    refuse_sums,
+    refuse_transport,
+    served_codec,
+)
+from echelon.comm.schedule.collective import COLLECTIVES
+from echelon.config.choices import check_servers
+from echelon.errors import ConfigError
+from echelon.plan.plan import Plan
+from echelon.sync.policies.levels import Levels
+from echelon.sync.policy import POLICIES, ClusterInfo, Policy
+
+
+def check_plan(plan: Plan, cluster: ClusterInfo) -> Policy:
+    """Refuse strategies that do not exist or do not work together; returns the sync policy."""
+    policy = POLICIES.build(plan.sync, where="--sync").resolved()
+    COLLECTIVES.build(plan.collective, where="--collective")
+    if cluster.workers > 1:
+        policy.check(cluster)
+        check_servers(cluster.servers, plan, sums=not needs_parameter_servers(policy))
+    _check_codec(plan, policy, cluster)
+    if cluster.servers and _between_groups(policy).family in ("mix", "share"):
+        raise ConfigError(f"sync {policy.name} has no use for servers", where="--servers", fix="start none")
+    return policy
+
+
+def _check_codec(plan: Plan, policy: Policy, cluster: ClusterInfo) -> None:
+    """Refuse a codec that does not work with the policy, the servers or the transport."""
+    codec = CODECS.build(plan.codec, where="--codec")
+    between = _between_groups(policy)
+    refuse_factors(codec, plan.factors)
+    if policy.family == "reduce":
+        if isinstance(codec, Between) and cluster.workers > 1:
+            check_sites(plan.groups)
+            refuse_transport(plan.transport)
+        refuse_sums(codec, cluster.servers)
+    elif policy.family == "serve":
+        served_codec(plan.codec)
+    elif between.family in ("mix", "share"):
+        refuse_for_weights(plan.codec, between.name)
+
+
+def needs_parameter_servers(policy: Policy) -> bool:
+    """Whether servers keep parameters, and do not only sum."""
+    return _between_groups(policy).family == "serve"
+
+
+def _between_groups(policy: Policy) -> Policy:
+    """The policy between groups; of a policy without groups, the policy itself."""
+    return policy.between if isinstance(policy, Levels) else policy

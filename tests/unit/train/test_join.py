@@ -1,0 +1,107 @@
+"""What `echelon.join` refuses, alone as among others: wrong words, names, numbers and combinations."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import echelon
+from echelon.errors import ConfigError, UnknownName
+from echelon.observe.run_folder import RunFolder
+from echelon.plan.plan import PlanRequest, make_plan
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "meant"),
+    [
+        ("overlap", "setp", "step"),
+        ("transport", "tpc", "tcp"),
+        ("factors", "alwasy", "always"),
+        ("collective", "rng", "ring"),
+        ("sync", "ful", "full"),
+        ("codec", "topk", "top-k"),
+    ],
+)
+def test_a_wrong_word_is_refused_alone_too_with_the_nearest_right_one(argument, value, meant):
+    with pytest.raises(ConfigError) as refused:
+        echelon.join(record=False, **{argument: value})
+    assert f"did you mean {meant!r}?" in refused.value.fix
+    assert refused.value.where == f"join({argument}={value!r})"
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("seed", -1),
+        ("seed", "one"),
+        ("seed", 2**63),
+        ("timeout_s", 0),
+        ("timeout_s", "60"),
+        ("round_timeout_s", float("inf")),
+        ("overlap", 3),
+        ("collective", 3),
+        ("shares", "by-speed"),
+        ("shares", (1, 2)),
+        ("shares", (0,)),
+        ("shares", 2),
+        ("shares", ("fast",)),
+    ],
+)
+def test_a_value_out_of_range_or_of_the_wrong_type_is_refused_naming_the_argument(argument, value):
+    with pytest.raises(ConfigError) as refused:
+        echelon.join(record=False, **{argument: value})
+    assert refused.value.where == f"join({argument}={value!r})"
+    assert refused.value.fix
+
+
+def test_choices_that_do_not_work_together_are_refused():
+    with pytest.raises(ConfigError, match="a gradient travels as factors or by codec top-k"):
+        echelon.join(record=False, factors="always", codec="top-k")
+
+
+def test_a_choice_of_the_script_comes_before_the_launchers(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path).with_subfolders()
+    asked = PlanRequest(overlap="step", seed=5, round_timeout_s=7)
+    folder.plan.write_text(make_plan("run", ["here"], asked, cores=1).to_toml())
+    monkeypatch.setenv("ECHELON_RUN", str(tmp_path))
+    with echelon.join(seed=0, factors="never") as session:
+        plan = session._plan
+    assert (plan.seed, plan.factors) == (0, "never"), "0 is a seed, not the absence of one"
+    assert (plan.overlap, plan.round_timeout_s) == ("step", 7)
+
+
+def test_a_plan_for_other_workers_is_refused_at_once(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path).with_subfolders()
+    folder.plan.write_text(make_plan("run", ["here"] * 3, PlanRequest(), cores=1).to_toml())
+    monkeypatch.setenv("ECHELON_RUN", str(tmp_path))
+    with pytest.raises(ConfigError, match="the plan is for 3 workers, but 1 were started"):
+        echelon.join()
+
+
+def test_a_plan_with_a_wrong_choice_is_refused_naming_the_file(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path).with_subfolders()
+    text = make_plan("run", ["here"], PlanRequest(), cores=1).to_toml()
+    folder.plan.write_text(text.replace("seed = 0", "seed = -3"))
+    monkeypatch.setenv("ECHELON_RUN", str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot read the plan: seed is -3") as refused:
+        echelon.join()
+    assert refused.value.where == str(folder.plan)
+
+
+def test_a_policy_without_its_servers_is_refused_before_any_worker_waits(monkeypatch):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as refused:
+        echelon.join(record=False, sync="async", timeout_s=600)
+    assert not isinstance(refused.value, UnknownName)
+    assert "--servers" in refused.value.where + refused.value.fix
+
+
+@pytest.mark.parametrize("module", ["echelon.train.checks", "echelon.sync.cluster", "echelon.launch.run"])
+def test_checking_a_plan_imports_no_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=os.environ).returncode == 0
