@@ -140,7 +140,7 @@ class LevelsRunner:
     def _met_inside(self, group: _Group, place: int, met: bool) -> None:
         """Go on, or wait for the others of the group if groups meet now."""
         step = group.workers[place].steps
-        if self._between.meeting(step, group.number, self._units) is None:
+        if self._between.averaging(step, group.number, self._units) is None:
             if place == 0:
                 self._outer.skip(group.number, step)
             self._go_on(group, place, 0.0)

@@ -78,7 +78,7 @@ class Meetings:
 
     def come(self, place: int, number: int) -> None:
         """A step has been taken, of that number: meet whom the policy says."""
-        meeting = self._policy.meeting(number, place, self._cluster)
+        meeting = self._policy.averaging(number, place, self._cluster)
         if isinstance(meeting, Average):
             self._meet(place, number, meeting)
         elif isinstance(meeting, Neighbours):

@@ -121,7 +121,7 @@ class MixSynchronizer(IndependentSynchronizer):
         """A step is done: meet whom the policy says."""
         weights = self._of(optimizer)
         weights.kept = None  # trained without a prepared loader: what was shown is what goes on
-        meeting = self._policy.meeting(weights.steps, self._group.rank, self._cluster)
+        meeting = self._policy.averaging(weights.steps, self._group.rank, self._cluster)
         weights.steps += 1
         if meeting is None:
             return

@@ -26,7 +26,7 @@ class Scheduled(MixPolicy):
     def check(self, cluster):
         return None
 
-    def meeting(self, step, rank, cluster):
+    def averaging(self, step, rank, cluster):
         return self.meets(step, rank)
 
 
