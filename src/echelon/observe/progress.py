@@ -41,12 +41,13 @@ _BAR_WIDTH = 24
 _PENDING_ROUNDS = 1000
 _AROUND_TABLE = 8  # lines of the display that are not workers
 _LEGEND = {  # of the closing table's columns
+    "wait": "for other workers and for transfers",
     "last": "share of rounds in which the worker arrived last",
     "delayed": "how long the worker kept the others waiting",
     "dropped": "gradients that the server did not apply",
     "took part": "share of updates that contain a push of the worker",
     "age": "updates between reading weights and applying the gradient, on average",
-    "held": "how long the server made the worker wait",
+    "held": "how long the policy made the worker wait",
 }
 
 
@@ -299,8 +300,8 @@ def closing_table(summary: Summary) -> RenderableType:
     rate, *quality = _figures(summary, None)
     lines = [f"{_made(summary)} in {show_seconds(summary.seconds)}, {rate}", ", ".join(quality)]
     lines += [verdict(summary), wire_verdict(summary)]
-    legend = "; ".join(f"{name}: {meaning}" for name, meaning in _LEGEND.items() if name in columns)
-    texts = [Text(legend, style="dim")] if legend else []
+    known = [f"{name}: {meaning}" for name, meaning in _LEGEND.items() if name in columns]
+    texts = [Text("; ".join(known), style="dim")] if summary.world_size > 1 else []
     return Group(table, *texts, *(Text(line) for line in lines if line))
 
 

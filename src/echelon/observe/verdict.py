@@ -104,8 +104,8 @@ def _held(sync: SyncFigures, summary: Summary) -> str:
     known = {worker.rank for worker in sync.workers}
     in_steps_s = sum(worker.step_s for worker in summary.workers if worker.rank in known)
     if sync.held_s < 0.01 * in_steps_s:
-        return "No worker had to wait."
-    held = f"Workers had to wait for {_percent(sync.held_s, in_steps_s)} of their time"
+        return "The policy made no worker wait."
+    held = f"The policy made workers wait for {_percent(sync.held_s, in_steps_s)} of their time"
     slowest = max(summary.workers, key=lambda worker: _times_as_long(worker.rank, summary))
     times = _times_as_long(slowest.rank, summary)
     part = next((worker for worker in sync.workers if worker.rank == slowest.rank), None)

@@ -207,7 +207,7 @@ def test_a_codec_with_infinite_gradients_stops_and_is_named(found):
     assert broken.loss is None
     assert found.worse(broken) is None
     assert "exploding stopped at step 4: a gradient was not finite." in in_words(found)
-    assert rows_of(found)[2][5] == "broke at 4"
+    assert rows_of(found)[2][5] == "stopped at 4"
 
 
 def test_progress_is_reported_step_by_step():

@@ -214,14 +214,12 @@ def test_the_verdict_on_backup_has_what_was_dropped(imagined_served):
 def test_the_verdict_on_async_has_the_age_of_gradients(imagined_served, a_served_plan):
     text = verdict(summarise(imagined_served(a_served_plan(**ASYNC))))
     assert text.startswith("async: the server made 200 updates, each from one gradient. Gradients were 2.")
-    assert text.endswith("at most. No worker had to wait.")
+    assert text.endswith("at most. The policy made no worker wait.")
 
 
 def test_the_verdict_on_rounds_of_all_names_the_slowest_worker(imagined_served, a_served_plan):
     text = verdict(summarise(imagined_served(a_served_plan(need=4, sync="percentage(1.0)"))))
-    assert text.startswith(
-        "percentage(1.0): the server made 50 updates, each from 4 of 4 gradients. Workers "
-    )
+    assert text.startswith("percentage(1.0): the server made 50 updates, each from 4 of 4 gradients. ")
     assert text.endswith(", because rank 3 (n3) computes 5.5 times as long as the others.")
 
 
@@ -309,7 +307,7 @@ def test_the_verdict_names_the_slow_groups_first_rank_and_counts_groups(grouped)
     assert "of them from rank 2 (n2)." in text
     assert "Rank 2 (n2) was left out of 100 % of the updates, because it computes 6.0 times as long" in text
     together = verdict(summarise(grouped(need=2, sync="levels(full, percentage(1.0))"), firsts=(0, 2)))
-    assert "updates, each from 2 of 2 gradients. Workers had to wait for" in together
+    assert "updates, each from 2 of 2 gradients. The policy made workers wait for" in together
 
 
 def test_the_waiting_share_is_relative_to_the_time_of_pushing_ranks(
@@ -318,7 +316,7 @@ def test_the_waiting_share_is_relative_to_the_time_of_pushing_ranks(
     """A group's other members wait too, unseen by the server; they must not halve the share."""
     plan = a_served_plan(step_s=(0.01, 0.06), need=2, sync="levels(full, percentage(1.0))")
     held = [
-        verdict(summary).partition("had to wait for ")[2].partition(" %")[0]
+        verdict(summary).partition("made workers wait for ")[2].partition(" %")[0]
         for summary in (
             summarise(grouped(need=2, sync=plan.sync), firsts=(0, 2)),
             summarise(imagined_served(plan)),

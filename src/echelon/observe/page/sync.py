@@ -172,7 +172,7 @@ def _pushes(summary: Summary, sync: SyncFigures) -> str:
     remark = about(
         "Continued alone: steps after which the worker kept its own weights. Took part in: the share of "
         "updates that contain a push of the worker, among those made while it was in the run. Held: how "
-        "long the server made the worker wait."
+        "long the policy made the worker wait."
     )
     return table(list(rows[0]), [list(row.values()) for row in rows], words={1}) + remark
 

@@ -100,9 +100,7 @@ def test_a_worker_that_was_alone_pushes_its_delta_and_nothing_is_lost(with_profi
     assert torch.allclose(played.weights[0], plainly(setting, 4, 19), atol=1e-5)
 
 
-def test_a_worker_that_continues_alone_applies_its_dropped_gradient(
-    with_profile, free, play, plainly
-):
+def test_a_worker_that_continues_alone_applies_its_dropped_gradient(with_profile, free, play, plainly):
     def decide(arrival):
         if arrival.kind == "ask":
             return [Invite(0)]
