@@ -1,4 +1,4 @@
-"""Every registered graph of neighbours against its contract. A new one is tested by being added."""
+"""Every registered graph of neighbours against its contract. New ones are included automatically."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from echelon.sync.graph import GRAPHS, Graph, Neighbourhood, reachable
 every_graph = pytest.mark.parametrize("name", GRAPHS.names())
 
 
-def _fitting(graph: Graph, turn: int = 0) -> list[Neighbourhood]:
-    """The graph over 1 to 12 workers, of those numbers that it takes."""
+def _fitting(graph: Graph, round_: int = 0) -> list[Neighbourhood]:
+    """The graph for each number of workers from 1 to 12 that it fits."""
     found = []
     for workers in range(1, 13):
         try:
-            found.append(graph.neighbours(workers, turn))
+            found.append(graph.neighbours(workers, round_))
         except ConfigError:
             continue
         assert len(found[-1]) == workers
@@ -30,9 +30,9 @@ def test_the_graphs_of_the_project_are_registered():
 
 
 @every_graph
-@pytest.mark.parametrize("turn", [0, 1, 17])
-def test_neighbours_are_mutual_others_and_in_order(name, turn):
-    for neighbours in _fitting(GRAPHS.build(name), turn):
+@pytest.mark.parametrize("round_", [0, 1, 17])
+def test_neighbours_are_mutual_distinct_and_in_order(name, round_):
+    for neighbours in _fitting(GRAPHS.build(name), round_):
         for worker, others in enumerate(neighbours):
             assert worker not in others
             assert list(others) == sorted(set(others))
@@ -40,28 +40,28 @@ def test_neighbours_are_mutual_others_and_in_order(name, turn):
 
 
 @every_graph
-def test_all_workers_draw_the_same_and_leave_the_global_generator_alone(name):
+def test_all_workers_draw_the_same_graph_without_the_global_generator(name):
     before = random.getstate()
-    for turn in range(5):
-        assert _fitting(GRAPHS.build(name), turn) == _fitting(GRAPHS.build(name), turn)
+    for round_ in range(5):
+        assert _fitting(GRAPHS.build(name), round_) == _fitting(GRAPHS.build(name), round_)
     assert random.getstate() == before
 
 
 @every_graph
-def test_a_graph_that_says_it_lasts_is_the_same_at_every_turn_and_one_that_does_not_is_not(name):
+def test_exactly_the_static_graphs_are_the_same_in_every_round(name):
     graph = GRAPHS.build(name)
-    turns = [_fitting(graph, turn) for turn in range(20)]
-    assert all(turn == turns[0] for turn in turns) == graph.lasting
+    rounds = [_fitting(graph, round_) for round_ in range(20)]
+    assert all(round_ == rounds[0] for round_ in rounds) == graph.static
 
 
-# Whether given edges connect all is the user's doing, and for gossip to check.
+# Given edges may be disconnected; gossip checks that.
 @pytest.mark.parametrize("name", sorted({*GRAPHS.names()} - {"edges"}))
-def test_over_time_something_known_to_one_worker_gets_to_all(name):
+def test_over_time_all_workers_are_connected(name):
     graph = GRAPHS.build(name)
     for at, neighbours in enumerate(_fitting(graph)):
         workers = len(neighbours)
-        turns = [neighbours] if graph.lasting else [_fitting(graph, turn)[at] for turn in range(40)]
+        rounds = [neighbours] if graph.static else [_fitting(graph, round_)[at] for round_ in range(40)]
         over_time = tuple(
-            tuple({other for turn in turns for other in turn[rank]}) for rank in range(workers)
+            tuple({other for round_ in rounds for other in round_[rank]}) for rank in range(workers)
         )
         assert reachable(over_time) == set(range(workers))

@@ -1,6 +1,6 @@
-"""Every registered policy that workers carry out among themselves, against the contract of `sync/mixed.py`.
+"""Every registered policy by which workers average weights, against the contract of `sync/families/mix.py`.
 
-A new policy is tested with its defaults by being added; VARIANTS adds settings that behave otherwise.
+A new policy is tested with its defaults by being added; VARIANTS adds other settings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.sync.families.mix import Average, Meeting, MixPolicy, Neighbours
+from echelon.sync.families.mix import Average, Averaging, MixPolicy, Neighbours
 from echelon.sync.policy import POLICIES, ClusterInfo
 from strategies import Registered
 
@@ -31,7 +31,7 @@ STEPS = 13
 
 
 def _mixed() -> dict[str, MixPolicy]:
-    """All of them, by what they are asked for as."""
+    """All of them, by their option text."""
     built = {name: Registered(POLICIES, name).build() for name in POLICIES.names()}
     built |= {text: POLICIES.build(text) for text in VARIANTS}
     resolved = {text: policy.resolved() for text, policy in built.items()}
@@ -60,25 +60,25 @@ def test_the_mixed_policies_of_the_project_are_among_those_tested():
 @every_policy
 @settings(max_examples=20, deadline=None)
 @given(cluster=clusters())
-def test_whoever_a_worker_meets_meets_it_too(policy, cluster):
+def test_averaging_is_mutual(policy, cluster):
     policy.check(cluster)
     for step in range(STEPS):
-        meetings = [policy.meeting(step, rank, cluster) for rank in range(cluster.workers)]
-        for rank, meeting in enumerate(meetings):
-            _agrees(rank, meeting, meetings)
+        averagings = [policy.averaging(step, rank, cluster) for rank in range(cluster.workers)]
+        for rank, averaging in enumerate(averagings):
+            _agrees(rank, averaging, averagings)
 
 
-def _agrees(rank: int, meeting: Meeting | None, meetings: list[Meeting | None]) -> None:
-    if isinstance(meeting, Average):
-        assert rank in meeting.members
-        assert len(set(meeting.members)) == len(meeting.members)
-        assert all(meetings[other] == meeting for other in meeting.members)
-    if isinstance(meeting, Neighbours):
-        assert rank in meeting.weights
-        assert sum(meeting.weights.values()) == pytest.approx(1)
-        assert all(weight > 0 for weight in meeting.weights.values())
-        for other, weight in meeting.weights.items():
-            theirs = meetings[other]
+def _agrees(rank: int, averaging: Averaging | None, averagings: list[Averaging | None]) -> None:
+    if isinstance(averaging, Average):
+        assert rank in averaging.members
+        assert len(set(averaging.members)) == len(averaging.members)
+        assert all(averagings[other] == averaging for other in averaging.members)
+    if isinstance(averaging, Neighbours):
+        assert rank in averaging.weights
+        assert sum(averaging.weights.values()) == pytest.approx(1)
+        assert all(weight > 0 for weight in averaging.weights.values())
+        for other, weight in averaging.weights.items():
+            theirs = averagings[other]
             assert isinstance(theirs, Neighbours)
             assert theirs.weights[rank] == pytest.approx(weight)
 
@@ -86,28 +86,28 @@ def _agrees(rank: int, meeting: Meeting | None, meetings: list[Meeting | None]) 
 @every_policy
 @settings(max_examples=10, deadline=None)
 @given(cluster=clusters())
-def test_the_schedule_depends_on_the_number_of_the_step_alone(policy, cluster):
-    forwards = [policy.meeting(step, 0, cluster) for step in range(STEPS)]
-    backwards = [policy.meeting(step, 0, cluster) for step in reversed(range(STEPS))]
+def test_the_schedule_depends_only_on_the_steps_number(policy, cluster):
+    forwards = [policy.averaging(step, 0, cluster) for step in range(STEPS)]
+    backwards = [policy.averaging(step, 0, cluster) for step in reversed(range(STEPS))]
     assert forwards == backwards[::-1]
 
 
 @every_policy
-def test_a_center_is_kept_from_the_start_if_it_is_what_is_shown(policy):
+def test_a_center_that_is_shown_is_kept_from_the_start(policy):
     own, memory = torch.arange(4.0), {}
     policy.start(own, memory)
     assert policy.shown in ("mean", "own", "center")
     if policy.shown == "center":
         assert torch.equal(memory["center"], own)
     for kept in memory.values():
-        assert kept.data_ptr() != own.data_ptr(), "what is remembered changes with the worker's weights"
+        assert kept.data_ptr() != own.data_ptr(), "memory must not share storage with the weights"
         assert kept.shape == own.shape
 
 
 def _settled(
     policy: MixPolicy, begin: torch.Tensor, own: torch.Tensor, mean: torch.Tensor
 ) -> list[torch.Tensor]:
-    """A worker's weights, what it remembers, and the mean, after two meetings of all."""
+    """A worker's weights, what it remembers, and the mean, after two averages of all."""
     cluster, memory = ClusterInfo(workers=3), {}
     policy.start(begin, memory)
     own, mean = own.clone(), mean.clone()
@@ -117,7 +117,7 @@ def _settled(
 
 
 @every_policy
-def test_settling_goes_element_by_element_and_leaves_the_mean(policy):
+def test_settle_is_element_wise_and_leaves_the_mean_unchanged(policy):
     begin, own, mean = torch.randn(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     whole = _settled(policy, begin, own, mean)
     halves = [_settled(policy, begin[half], own[half], mean[half]) for half in (slice(0, 3), slice(3, 8))]
@@ -127,14 +127,14 @@ def test_settling_goes_element_by_element_and_leaves_the_mean(policy):
 
 
 @every_policy
-def test_where_all_agree_and_nobody_moved_a_meeting_changes_nothing(policy):
+def test_averaging_equal_weights_changes_nothing(policy):
     begin = torch.tensor([1.0, -2.0, 0.25])
     for tensor in _settled(policy, begin, begin, begin)[:2]:
         torch.testing.assert_close(tensor, begin)
 
 
 @every_policy
-def test_who_met_remembers_the_same_center(policy):
+def test_members_of_an_average_keep_the_same_center(policy):
     begin, one, other, mean = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
     mine, theirs = _settled(policy, begin, one, mean), _settled(policy, begin, other, mean)
     for left, right in zip(mine[1:], theirs[1:], strict=True):

@@ -1,4 +1,4 @@
-"""Whatever the cluster and the policy, the virtual clock loses no gradient and repeats itself."""
+"""With any cluster and policy, the virtual clock loses no gradient and is reproducible."""
 
 from collections import Counter
 
@@ -10,8 +10,8 @@ from echelon.simulate.clock import Clock
 from echelon.simulate.profile import Costs, Profile, VirtualLink
 from echelon.simulate.replay import replay
 from echelon.simulate.run import simulate
-from echelon.simulate.scene import cluster_of
 from echelon.simulate.setting import Setting
+from echelon.simulate.virtual import cluster_of
 from echelon.sync.families.serve import ServePolicy
 from echelon.sync.policy import POLICIES
 
@@ -52,10 +52,10 @@ clusters = st.builds(
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.booleans()), min_size=1, max_size=30))
-def test_actions_are_done_by_time_and_then_by_the_order_of_asking(asked):
+def test_actions_run_by_time_and_then_in_the_order_of_scheduling(asked):
     clock, done = Clock(), []
-    for number, (t, aside) in enumerate([*asked, (10.5, False)]):
-        clock.at(t, lambda t=t, number=number: done.append((t, number)), aside=aside)
+    for number, (t, background) in enumerate([*asked, (10.5, False)]):
+        clock.at(t, lambda t=t, number=number: done.append((t, number)), background=background)
     clock.run(11)
     assert done == sorted(done)
     assert len(done) == len(asked) + 1
@@ -63,7 +63,7 @@ def test_actions_are_done_by_time_and_then_by_the_order_of_asking(asked):
 
 @settings(max_examples=25, deadline=None)
 @given(setting=clusters, policy=st.sampled_from(SERVED))
-def test_every_push_is_applied_once_or_dropped_or_still_there_and_a_replay_agrees(setting, policy):
+def test_every_push_is_applied_dropped_or_pending_and_a_replay_agrees(setting, policy):
     events = []
     totals = (
         simulate(setting, [policy], listen=lambda text, seed, event: events.append(event)).runs[0].totals
@@ -87,7 +87,7 @@ def test_every_push_is_applied_once_or_dropped_or_still_there_and_a_replay_agree
 
 @settings(max_examples=15, deadline=None)
 @given(setting=clusters, policy=st.sampled_from(SERVED + OTHERS))
-def test_same_setting_gives_the_same_outcome_and_busy_workers_are_counted_right(setting, policy):
+def test_the_same_setting_gives_the_same_result_and_waiting_is_counted(setting, policy):
     first = simulate(setting, [policy])
     assert simulate(setting, [policy]) == first
     totals = first.runs[0].totals

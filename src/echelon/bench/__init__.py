@@ -1,6 +1,6 @@
-"""Measurements of strategies side by side, on one machine.
+"""Measurements that compare strategies on one machine.
 
 settings.py     the options of `echelon bench codecs`
 codecs.py       trains a model once with each codec
-codecs_page.py  shows the result as an HTML page
+codecs_page.py  writes the result as an HTML page
 """

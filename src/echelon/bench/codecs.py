@@ -1,16 +1,16 @@
-"""What does a codec save, and what does it cost in accuracy? One training with each, on one machine.
+"""Compares codecs: the bytes each saves, its time, and its loss, from one training with each on one
+machine.
 
-All trainings begin with the same weights and meet the same samples in the same order; with several seeds,
-those of one seed do, and means are told. In each step the gradients of P emulated workers are computed one
-after the other, with one thread, and combined as the codec does it (`codec/together.py`); then comes one
-step of SGD. Of what is told,
+For each seed all trainings have the same initial weights and the same samples in the same order; figures
+are means over the seeds. In each step the gradients of P emulated workers are computed one after the other,
+with one thread, and combined by the codec (`codec/reference.py`), followed by one step of SGD.
 
-    bytes              are counted: what the busiest worker sends in a step, on average
-    coding, gradients  are measured: medians over the steps, of one worker
+    bytes              are counted: what the busiest worker sends per step, on average
+    coding, gradients  are measured: one worker's medians over the steps
     the wire           is predicted: those bytes at the link's rate, without latency
-    a step             is the sum of gradient, coding and wire: nothing overlaps
+    a step             is the sum of gradient, coding and wire, without overlap
 
-`smaller` compares with the bytes of float32 numbers that a ring adds up, 2 (P-1)/P of 4 bytes each.
+`smaller` compares with a ring of float32 numbers, 2 (P-1)/P of 4 bytes each.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from echelon.config.registry import options_of
 from echelon.errors import ConfigError
 from echelon.simulate.setting import Setting
 
-# What needs torch is imported where it is used: mistakes are told without waiting for it.
+# torch is imported where it is used, so that mistakes are reported without waiting for it.
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from echelon.simulate.learner import Problem
 
-Progress = Callable[[str, int], None]  # the codec, and how many steps it has made
+Progress = Callable[[str, int], None]  # the codec, and its number of steps so far
 EXACT = "none"
-# In the order of tables: exact, fewer bits, fewer elements, low rank. Ratios are such that in some hundred
-# steps each element is sent a few times.
+# In the order of tables: exact, fewer bits, fewer elements, low rank. With these ratios each element is
+# sent a few times in some hundred steps.
 _USUAL = {
     EXACT: EXACT,
     "fp16": "fp16",
@@ -57,16 +57,15 @@ _USUAL = {
     "chain": "chain(top-k(ratio=0.01), one-bit)",
     "power-sgd": "power-sgd(rank=2)",
 }
-_CURVE = 20  # evaluations of a training, at most
+_CURVE = 20  # evaluations per training, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What is trained, by how many emulated workers; `batch` is that of each.
+    """What is trained, by how many emulated workers; `batch` is per worker.
 
-    Every codec is trained with so many `seeds`, from `seed` on. In the last part `decay` of the steps, the
-    learning rate falls to 0 in a line. Losses are those of `test_samples` fixed samples of the test data; 0
-    is all of them.
+    Every codec is trained with `seeds` seeds, starting with `seed`. In the last fraction `decay` of the
+    steps the learning rate falls linearly to 0. Losses are of `test_samples` fixed test samples (0: all).
     """
 
     model: str = "char-lstm(width=96, depth=1)"
@@ -89,7 +88,7 @@ class Bench:
         for name in ("seed", "test_samples"):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "at least 0")
         _require("lr", self.lr, 0 < self.lr < math.inf, "a number above 0")
-        _require("decay", self.decay, 0 <= self.decay <= 1, "a part of the steps, 0 to 1")
+        _require("decay", self.decay, 0 <= self.decay <= 1, "a fraction of the steps, 0 to 1")
         _require("momentum", self.momentum, 0 <= self.momentum < 1, "a number from 0 to below 1")
         _require("link", self.link_bytes_per_s, 0 < self.link_bytes_per_s < math.inf, "a rate above 0")
 
@@ -100,8 +99,8 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """How good the weights were after so many steps."""
+class Evaluation:
+    """The evaluation of the weights after so many steps."""
 
     step: int
     loss: float
@@ -110,13 +109,13 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The training with one codec, or the mean of several; `losses` are those at the end, by seed.
+    """The training with one codec, or the mean of several; `losses` are the final ones, by seed.
 
-    One that `broke_at` a step had no finite gradient there, and ended.
+    If a gradient was not finite, training stopped at step `broke_at`.
     """
 
     codec: str
-    curve: tuple[Seen, ...]
+    curve: tuple[Evaluation, ...]
     sent_bytes: float
     encode_s: float
     decode_s: float
@@ -125,19 +124,19 @@ class Trial:
 
     @property
     def loss(self) -> float | None:
-        """The validation loss at the end, if it got there."""
+        """The final validation loss; None if training did not get there."""
         found = self.curve[-1].loss
         return found if self.broke_at is None and math.isfinite(found) else None
 
     @property
     def coding_s(self) -> float:
-        """What coding takes of a worker's step."""
+        """Seconds per step that a worker spends on encoding and decoding."""
         return self.encode_s + self.decode_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All trainings, the exact one first; a gradient takes `compute_s`, and is `gradient_bytes` long."""
+    """All trainings, the exact one first; a gradient takes `compute_s` and has `gradient_bytes`."""
 
     bench: Bench
     trials: tuple[Trial, ...]
@@ -146,24 +145,24 @@ class Comparison:
     exact_bytes: int
 
     def smaller(self, trial: Trial) -> float:
-        """How many times fewer bytes a worker sends than in a ring of float32; infinite if none at all."""
+        """How many times fewer bytes a worker sends than in a ring of float32; infinite if none."""
         return self.exact_bytes / trial.sent_bytes if trial.sent_bytes else math.inf
 
     def wire_s(self, trial: Trial) -> float:
-        """How long the bytes of a step would take; predicted."""
+        """The predicted time for sending the bytes of a step."""
         return trial.sent_bytes / self.bench.link_bytes_per_s
 
     def step_s(self, trial: Trial) -> float:
-        """How long a step would take if nothing overlaps; predicted."""
+        """The predicted time of a step without overlap."""
         return self.compute_s + trial.coding_s + self.wire_s(trial)
 
     def worse(self, trial: Trial) -> float | None:
-        """By which fraction its loss is above the exact one's."""
+        """Its loss relative to the exact one's, minus 1; None if unknown."""
         exact = self.trials[0].loss
         return None if trial.loss is None or not exact else trial.loss / exact - 1
 
     def spread(self, trial: Trial) -> tuple[float, float] | None:
-        """The least and the most of that among the seeds, if there are several."""
+        """The smallest and largest such difference over the seeds, if there are several."""
         exact = self.trials[0].losses
         if self.bench.seeds == 1 or self.worse(trial) is None or not all(exact):
             return None
@@ -172,7 +171,7 @@ class Comparison:
 
 
 def usual_codecs() -> list[str]:
-    """All registered codecs, with options that suit a short training; not those that stand for others."""
+    """All registered codecs with options for a short training, except those that choose another codec."""
     own = [text for name, text in _USUAL.items() if name in CODECS.names()]
     more = [
         one.name
@@ -186,9 +185,9 @@ def usual_codecs() -> list[str]:
 
 
 def asked_codecs(texts: Sequence[str], momentum: float) -> dict[str, Codec]:
-    """Codecs by the text that asks for them, the exact one first whether it is asked for or not.
+    """Codecs by their text; the exact one is always first.
 
-    One that applies momentum itself gets this one, unless its own is given.
+    A codec that applies momentum itself gets `momentum`, unless its text gives another.
     """
     found: dict[str, Codec] = {EXACT: CODECS.build(EXACT, where="--codecs")}
     for text in texts:
@@ -207,7 +206,9 @@ def _built(text: str, momentum: float) -> Codec:
     codec = CODECS.build(call, where="--codecs")
     if isinstance(codec, StandIn):
         raise ConfigError(
-            f"{text} stands for other codecs", where="--codecs", fix="name the codec that it would choose"
+            f"{text} only chooses another codec",
+            where="--codecs",
+            fix="name the codec that it would choose",
         )
     return codec
 
@@ -215,7 +216,7 @@ def _built(text: str, momentum: float) -> Codec:
 def compare_codecs(
     bench: Bench, codecs: Mapping[str, Codec], progress: Progress | None = None
 ) -> Comparison:
-    """Train with each; the first is what the others are compared with."""
+    """Train with each codec; the others are compared with the first."""
     from echelon.simulate.learner import Problem
 
     problem = Problem(Setting(model=bench.model, data=bench.data, test_samples=bench.test_samples))
@@ -223,9 +224,11 @@ def compare_codecs(
         p.numel() * p.element_size() for p in problem.build(bench.seed).parameters() if p.requires_grad
     ]
     compute_s: list[float] = []
-    tell = progress or (lambda text, step: None)
+    report = progress or (lambda text, step: None)
     trials = [
-        _mean([_train(bench, turn, problem, text, codec, compute_s, tell) for turn in range(bench.seeds)])
+        _mean(
+            [_train(bench, index, problem, text, codec, compute_s, report) for index in range(bench.seeds)]
+        )
         for text, codec in codecs.items()
     ]
     return Comparison(
@@ -239,22 +242,22 @@ def compare_codecs(
 
 def _train(
     bench: Bench,
-    turn: int,
+    index: int,
     problem: Problem,
     text: str,
     codec: Codec,
     compute_s: list[float],
     progress: Progress,
 ) -> Trial:
-    """Train with the seed of this turn."""
+    """Train with one seed, the one with number `index`."""
     import torch
 
     from echelon.simulate.order import Order
 
-    seed = bench.seed + turn
+    seed = bench.seed + index
     module = problem.build(seed)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    # A codec that has momentum of its own must find none in the optimizer: it would be applied twice.
+    # If the codec applies momentum, the optimizer must not apply it again.
     momentum = 0.0 if codec.momentum else bench.momentum
     optimizer = torch.optim.SGD(parameters.values(), lr=bench.lr, momentum=momentum)
     order = Order(problem.samples, seed)
@@ -262,10 +265,10 @@ def _train(
     took: list[tuple[int, float, float]] = []
     every = max(1, bench.steps // _CURVE)
     broke_at = None
-    with _alone(seed):
-        curve = [_seen(problem, module, 0)]
+    with _reproducible(seed):
+        curve = [_evaluate(problem, module, 0)]
         for step in range(1, bench.steps + 1):
-            torch.manual_seed(seed + step)  # for dropout, whatever a codec has drawn meanwhile
+            torch.manual_seed(seed + step)  # the same dropout for all codecs, which may draw numbers too
             gradients = []
             for _ in range(bench.workers):
                 batch = problem.batch(order.take(bench.batch))
@@ -282,8 +285,8 @@ def _train(
             optimizer.step()
             took.append((max(together.sent_bytes), together.encode_s, together.decode_s))
             if step % every == 0 or step == bench.steps:
-                curve.append(_seen(problem, module, step))
-            progress(text, turn * bench.steps + step)
+                curve.append(_evaluate(problem, module, step))
+            progress(text, index * bench.steps + step)
     sent_bytes, encode_s, decode_s = zip(*(took or [(0, 0.0, 0.0)]), strict=True)
     return Trial(
         codec=text,
@@ -296,12 +299,12 @@ def _train(
 
 
 def _mean(trials: Sequence[Trial]) -> Trial:
-    """Trainings with the same codec as one; broken if one of them is."""
+    """The mean of trainings with the same codec; stopped if one of them stopped."""
     broken = [one.broke_at for one in trials if one.broke_at is not None]
     return Trial(
         codec=trials[0].codec,
         curve=tuple(
-            Seen(
+            Evaluation(
                 step=seen[0].step,
                 loss=statistics.fmean(one.loss for one in seen),
                 accuracy=statistics.fmean(one.accuracy for one in seen),
@@ -332,7 +335,7 @@ def _gradient(
     return dict(zip(parameters, found, strict=True))
 
 
-def _seen(problem: Problem, module: nn.Module, step: int) -> Seen:
+def _evaluate(problem: Problem, module: nn.Module, step: int) -> Evaluation:
     import torch
 
     from echelon.zoo.task import count_correct
@@ -346,12 +349,12 @@ def _seen(problem: Problem, module: nn.Module, step: int) -> Seen:
             total += float(problem.loss(logits, y)) * count
             right, targets = right + correct, targets + count
     module.train()
-    return Seen(step=step, loss=total / targets, accuracy=right / targets)
+    return Evaluation(step=step, loss=total / targets, accuracy=right / targets)
 
 
 @contextmanager
-def _alone(seed: int) -> Iterator[None]:
-    """One thread, as sums of several differ from run to run; and random numbers that disturb nobody."""
+def _reproducible(seed: int) -> Iterator[None]:
+    """One thread, because sums of several vary between runs, and random numbers of its own."""
     import torch
 
     threads = torch.get_num_threads()
@@ -367,70 +370,72 @@ def _alone(seed: int) -> Iterator[None]:
 def _require(name: str, value: float, holds: bool, wanted: str) -> None:
     if not holds:
         raise ConfigError(
-            f"{name.replace('_', ' ')} is {value:g}",
+            f"{name.replace('_', ' ')} is {value:g}, but must be {wanted}",
             where="--" + name.replace("_", "-"),
             fix=f"give {wanted}",
         )
 
 
-# Conclusions, as sentences
+# Findings in sentences
 
-_CLOSE = 0.01  # a loss within this fraction of the exact one's is as good
+_CLOSE = 0.01  # a loss at most this fraction above the exact one's is as good
 
 
 def in_words(found: Comparison) -> list[str]:
-    """Sentences: the smallest codec that learns as well, the fastest at this link, those that broke."""
+    """The smallest codec that learns as well, the fastest at this link, and those that stopped early."""
     exact, *others = found.trials
     ended = [one for one in others if one.loss is not None]
     close = [one for one in ended if (worse := found.worse(one)) is not None and worse <= _CLOSE]
-    said = []
+    sentences = []
+    limit = f"{100 * _CLOSE:.0f} % above {exact.codec}'s"
     if close:
         best = max(close, key=found.smaller)
-        said.append(
-            f"Smallest codec whose loss is at most {100 * _CLOSE:.0f} % above {exact.codec}'s: "
-            f"{best.codec}. It sends {show_times(found.smaller(best))} fewer bytes than float32; "
-            f"its loss is {_above(found.worse(best) or 0.0)} {exact.codec}'s."
+        sentences.append(
+            f"Smallest codec whose loss is at most {limit}: {best.codec}. It sends "
+            f"{show_times(found.smaller(best))} fewer bytes than float32; its loss is "
+            f"{_relative(found.worse(best) or 0.0)} {exact.codec}'s."
         )
     else:
-        said.append(f"Every codec's loss is more than {100 * _CLOSE:.0f} % above {exact.codec}'s.")
+        sentences.append(f"No codec has a loss of at most {limit}.")
     if ended:
-        said.append(_quickest(found, close or ended, " with such a loss" if close else ""))
-        said.append(_how_sure(found))
-    said += [
-        f"{one.codec} broke at step {one.broke_at}: a gradient was not finite."
+        sentences.append(_fastest(found, close or ended, among_close=bool(close)))
+        sentences.append(_certainty(found))
+    sentences += [
+        f"{one.codec} stopped at step {one.broke_at}: a gradient was not finite."
         for one in found.trials
         if one.broke_at is not None
     ]
-    return said
+    return sentences
 
 
-def _above(difference: float) -> str:
-    return f"{100 * abs(difference):.1f} % {'above' if difference >= 0 else 'below'}"
+def _relative(worse: float) -> str:
+    percent = round(100 * worse, 1)
+    if not percent:
+        return "equal to"
+    return f"{abs(percent):.1f} % {'above' if percent > 0 else 'below'}"
 
 
-def _how_sure(found: Comparison) -> str:
+def _certainty(found: Comparison) -> str:
     if found.bench.seeds == 1:
-        return (
-            "Only one seed was trained; with another, differences change by about a percent. See --seeds."
-        )
+        return "Only one seed was trained, so differences of about 1 % may be chance; use --seeds."
     seeds = found.bench.seeds
-    return f"Losses are means of {seeds} seeds; in brackets, the least and the largest difference."
+    return f"Losses are means of {seeds} seeds; brackets have the smallest and the largest difference."
 
 
-def _quickest(found: Comparison, trials: Sequence[Trial], among: str) -> str:
+def _fastest(found: Comparison, trials: Sequence[Trial], *, among_close: bool) -> str:
     exact = found.trials[0]
-    quick = min(trials, key=found.step_s)
-    gain = found.step_s(exact) / found.step_s(quick)
+    fast = min(trials, key=found.step_s)
+    gain = found.step_s(exact) / found.step_s(fast)
     if gain <= 1:
-        return f"No codec{among} has a shorter predicted step at this link than {exact.codec}."
-    return (
-        f"Of the codecs{among}, {quick.codec} has the shortest predicted step at this link: "
-        f"{gain:.1f} times as fast as {exact.codec}'s."
-    )
+        of_these = " of these" if among_close else ""
+        return f"No codec{of_these} has a faster predicted step at this link than {exact.codec}."
+    of_these = ", of these codecs" if among_close else ""
+    times = f"{gain:.1f} times as fast as {exact.codec}"
+    return f"Fastest predicted step at this link{of_these}: {fast.codec}, {times}."
 
 
 def show_times(ratio: float) -> str:
-    """A ratio for people: '31.8x'."""
+    """A ratio for display: '31.8x'."""
     if not math.isfinite(ratio):
         return "-"
     return f"{ratio:,.{0 if ratio >= 100 else 1}f}x"

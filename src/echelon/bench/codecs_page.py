@@ -1,8 +1,8 @@
-"""One self-contained HTML page about codecs: bytes saved against loss, curves, and figures.
+"""Writes one self-contained HTML page about codecs: bytes saved against loss, curves, and figures.
 
-It looks like the page of a simulation (`page.py`), whose style it uses, and needs no network. How many
-times fewer bytes are sent is drawn on a logarithmic axis. Losses far above the exact one's are drawn at
-the top, so that one codec that diverges does not hide the others.
+It uses the styles of a simulation's page (`simulate/page.py`) and needs no network. The axis of bytes saved
+is logarithmic. Losses far above the exact one's are drawn at the top, so that a codec that diverges does
+not hide the others.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from echelon.observe.page.markup import about, figure, legend, safe, section, ta
 from echelon.observe.page.scale import Axis, Point, count_axis, value_axis
 from echelon.simulate.page import document, look_of
 
-HEAD = ("codec", "smaller", "bytes a step", "coding", "predicted step", "loss", "differs")
+HEAD = ("codec", "smaller", "bytes per step", "coding", "predicted step", "loss", "difference")
 _UNKNOWN = "-"
 _WIDTH, _HEIGHT = 918, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 760, 28, 340
 _CHAR_PX, _LINE_PX, _DOT_PX = 6.6, 14, 5
-_BEYOND = 1.3  # times the exact one's loss: above that a dot is drawn at the top
-Taken = tuple[float, float, float]  # a label: where it begins, its height on the page, how wide it is
+_BEYOND = 1.3  # times the exact one's loss: larger losses are drawn at the top
+Taken = tuple[float, float, float]  # a label's left edge, its height on the page, its width
 
 
 def codecs_html(found: Comparison, *, command: str = "") -> str:
@@ -35,7 +35,7 @@ def codecs_html(found: Comparison, *, command: str = "") -> str:
     parts = [
         f"<header><h1>{safe(title)}</h1>"
         f'<p class="muted">{bench.steps} steps, {_seeds(bench)}{shown}</p></header>',
-        section("What it shows", f'<ul class="says verdict">{said}</ul>'),
+        section("Findings", f'<ul class="says verdict">{said}</ul>'),
         _saved(found),
         _learning(found),
         _figures(found),
@@ -51,7 +51,7 @@ def _seeds(bench: Bench) -> str:
 
 
 def rows_of(found: Comparison) -> list[list[str]]:
-    """The table under `HEAD`, a row for each codec."""
+    """The rows of the table with the columns `HEAD`, one for each codec."""
     return [
         [
             one.codec,
@@ -59,7 +59,7 @@ def rows_of(found: Comparison) -> list[list[str]]:
             show_bytes(one.sent_bytes),
             show_seconds(one.coding_s),
             show_seconds(found.step_s(one)),
-            f"broke at {one.broke_at}" if one.broke_at is not None else _number(one.loss),
+            f"stopped at {one.broke_at}" if one.broke_at is not None else _number(one.loss),
             "" if one is found.trials[0] else _differs(found, one),
         ]
         for one in found.trials
@@ -75,7 +75,7 @@ def show_worse(worse: float | None) -> str:
 
 
 def _differs(found: Comparison, one: Trial) -> str:
-    """By how much its loss differs, and with several seeds from where to where."""
+    """The relative difference of its loss, with its range over several seeds."""
     spread = found.spread(one)
     shown = show_worse(found.worse(one))
     if spread is None:
@@ -92,7 +92,7 @@ def _number(loss: float | None) -> str:
 
 
 def _saved(found: Comparison) -> str:
-    """A dot for each codec that got to the end, with its name and its predicted step beside it."""
+    """A dot for each codec that reached the end, labelled with its name and its predicted step."""
     ended = [one for one in found.trials if one.loss is not None and math.isfinite(found.smaller(one))]
     if not ended:
         return ""
@@ -118,8 +118,8 @@ def _saved(found: Comparison) -> str:
     )
     rate = show_bytes(found.bench.link_bytes_per_s)
     body = about(
-        f"To the right: fewer bytes. Below: a lower validation loss at the end. Times are of a step at "
-        f"{rate}/s, predicted: a gradient and coding as measured, and the bytes at that rate."
+        "Further right: fewer bytes. Further down: a lower final validation loss. The time beside a name "
+        f"is the predicted step at {rate}/s: measured gradient and coding, plus the bytes at that rate."
     )
     beyond = [f"{one.codec} ({one.loss:.3g})" for one in ended if (one.loss or 0.0) > top]
     if beyond:
@@ -128,7 +128,7 @@ def _saved(found: Comparison) -> str:
 
 
 def times_axis(ratios: Sequence[float], title: str) -> Axis:
-    """Powers of ten around all ratios; places are those of logarithms."""
+    """A logarithmic axis of powers of ten around all ratios; positions are logarithms."""
     logs = [math.log10(ratio) for ratio in ratios]
     low, high = math.floor(min(*logs, 0.0)), math.ceil(max(*logs, 1.0))
     ticks = tuple(float(power) for power in range(low, high + 1))
@@ -137,7 +137,7 @@ def times_axis(ratios: Sequence[float], title: str) -> Axis:
 
 
 def _loss_axis(losses: Sequence[float]) -> Axis:
-    """Not from zero: what matters are small differences."""
+    """An axis that does not start at zero, because small differences matter."""
     low, high = min(losses), max(losses)
     margin = 0.1 * (high - low) or 0.05 * high or 1.0
     low, high = max(0.0, low - margin), high + margin
@@ -189,7 +189,7 @@ def _dot(found: Comparison, one: Trial, look: str, place: Point, taken: list[Tak
 
 
 def _free(px: float, py: float, width: float, taken: list[Taken]) -> float:
-    """The height nearest to the dot's at which a label of that width runs into no other one."""
+    """The height nearest to the dot's at which a label of that width overlaps no other."""
     heights = [py + shift * _LINE_PX / 2 for shift in sorted(range(-40, 41), key=abs)]
     beside = [y for at, y, other in taken if at < px + width and px < at + other]
     free = (
@@ -204,7 +204,7 @@ def _free(px: float, py: float, width: float, taken: list[Taken]) -> float:
 
 
 def _top(found: Comparison) -> float:
-    """Above that losses are drawn at the top."""
+    """The largest loss that is drawn in its place; larger ones are drawn at the top."""
     return 1.2 * max(one.curve[0].loss for one in found.trials)
 
 
@@ -230,9 +230,9 @@ def _learning(found: Comparison) -> str:
 
 def _figures(found: Comparison) -> str:
     body = about(
-        "Smaller: beside float32 numbers added by a ring. Bytes: what the busiest worker sends. Coding: a "
-        "worker's encoding and decoding, measured. Step: predicted, nothing overlaps. Loss: of validation "
-        "samples, at the end; it differs from the first by so much."
+        "Smaller: times fewer bytes than a ring of float32 numbers. Bytes per step: of the busiest worker. "
+        "Coding: a worker's measured time for encoding and decoding. Predicted step: without overlap. "
+        "Loss: of validation samples at the end. Difference: relative to the first codec's loss."
     )
     return section("Figures", body + table(HEAD, rows_of(found), words={0}))
 
@@ -247,4 +247,4 @@ def _setting(found: Comparison) -> str:
         ("link", f"{show_bytes(bench.link_bytes_per_s)}/s, no latency", "given"),
         ("validation", f"{bench.test_samples or 'all'} samples", "given"),
     ]
-    return section("Setting", table(["what", "value", "known"], rows, words={0, 2}, wide=1))
+    return section("Setting", table(["setting", "value", "source"], rows, words={0, 2}, wide=1))

@@ -1,18 +1,20 @@
-"""What happened: events, the folder they live in, and what is made of them.
+"""Records what happens in a run, and summarises, explains and draws it.
 
-events.py      the typed facts; everything else here reads nothing else
-run_folder.py  where a run leaves its traces
+events.py      the typed events; all other files here work from them
+run_folder.py  the paths of a run's files
 recorder.py    writes one worker's events, cheaply
-follow.py      reads the events of a run while it goes on
+follow.py      reads the events of a run, also while it is running
 arrival.py     who kept the others waiting, judged by arrival
-coding.py      how much smaller a codec made what was sent
-hiding.py      how much of communication was hidden, and what limits a step
-agreement.py   what a sync policy other than full made of the workers' steps
+encoding.py    how many bytes a codec saved
+overlap.py     how much of communication was hidden, and what limits a step
+step_cost.py   what a step costs each worker, and which shares would balance it
+sync.py        what a sync policy other than full did with the workers' steps
 spans.py       when each part of a step took place
 summary.py     the figures of a run, from its events
-verdict.py     what the figures mean, in a sentence
+verdict.py     what the figures mean, in sentences
 progress.py    the live display and the closing table
 trace.py       Chrome-trace JSON, for Perfetto
-report.py      one self-contained HTML page; page/ draws its parts
-write.py       files that are whole or not there
+report.py      one self-contained HTML page
+page/          the parts of that page
+atomic.py      writes a file completely or not at all
 """

@@ -1,22 +1,21 @@
 """Who kept the others waiting, judged by arrival at each round.
 
-Time spent in backward or in the reduction cannot tell: the reduction makes everyone as slow as the
-slowest. The order of arrival can. Between two arrivals that follow each other, those who are there
-wait for those who are not; that time is charged in equal parts to the workers still missing. With
-arrivals a_1 <= ... <= a_n the worker that came i-th is charged
+Time spent in backward or in the reduction does not show it, because the reduction makes all workers as slow
+as the slowest. The order of arrival does. Between two consecutive arrivals, the workers that have arrived
+wait for the missing ones; that time is charged in equal parts to the missing workers. With arrivals
+a_1 <= ... <= a_n, the worker that arrived i-th is charged
 
     sum over k < i of (a_(k+1) - a_k) / (n - k)
 
-so the first is charged nothing, a later one never less than an earlier one, and all charges of a
-round sum to its spread a_n - a_1: nothing is counted twice or lost. (It is the Shapley value of the
-game whose cost is the latest arrival.) What the last one alone could have saved, a_n - a_(n-1), is
-kept beside it.
+So the first worker is charged nothing, a later one never less than an earlier one, and all charges of a
+round sum to its spread a_n - a_1. (This is the Shapley value of the game whose cost is the latest arrival.)
+What the last worker alone could have saved, a_n - a_(n-1), is recorded too.
 
 Arrivals are times on different machines' clocks. No worker can have a round's result before all have
-arrived. Where that seems to have happened in most rounds, the clocks disagree; then waiting times
-decide, as if each round's result had reached all workers at one moment, and drawings are put right
-by `same_clock`. (A round or two like that means little: a worker may be interrupted between handing
-over its last gradient and noting the time.)
+arrived. If that seems to have happened in most rounds, the clocks disagree. Then rounds are judged by
+waiting times, as if each result had reached all workers at the same moment, and `same_clock` corrects the
+times that are drawn. (Single such rounds mean little: a worker may be interrupted between sending its last
+gradient and noting the time.)
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _Timed = TypeVar("_Timed", bound=StepEnded | BucketReduced)
 
 @dataclass(frozen=True, slots=True)
 class ObservedRound:
-    """One step of all workers that reported it, by rank."""
+    """One step, as each worker reported it; by rank."""
 
     step: int
     workers: Mapping[int, StepEnded]
@@ -47,7 +46,7 @@ class ObservedRound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What one round showed; seconds are by rank."""
+    """Who was late in one round and what it cost; see the module's formula. Seconds are by rank."""
 
     last: int
     spread_s: float
@@ -57,7 +56,7 @@ class Judgement:
 
 
 def charge(arrivals: Mapping[int, float]) -> dict[int, float]:
-    """How much of the spread each worker answers for; see the module's formula."""
+    """The part of the spread that each worker is charged; see the module's formula."""
     ordered = sorted(arrivals, key=lambda rank: (arrivals[rank], rank))
     charged = 0.0
     charges = {}
@@ -70,7 +69,7 @@ def charge(arrivals: Mapping[int, float]) -> dict[int, float]:
 
 
 def judge(round_: ObservedRound, by: Basis = "arrival") -> Judgement:
-    """Who was last in this round, who answers for what, who waited how long for late workers."""
+    """Who was last in this round, what each worker is charged, and how long each waited for late ones."""
     if by == "arrival":
         arrivals = {rank: step.arrival for rank, step in round_.workers.items()}
     else:
@@ -91,16 +90,16 @@ def judge(round_: ObservedRound, by: Basis = "arrival") -> Judgement:
 
 
 def contradicts(round_: ObservedRound) -> bool:
-    """Whether someone seems to have arrived after another already had the result."""
+    """Whether a worker seems to have arrived after another already had the result."""
     first_result = min(step.arrival + step.wait_s for step in round_.workers.values())
     last_arrival = max(step.arrival for step in round_.workers.values())
     return last_arrival > first_result + _CLOCK_TOLERANCE_S
 
 
 def clock_offsets(rounds: Sequence[ObservedRound]) -> dict[int, float]:
-    """How far each worker's clock is ahead of the lowest rank's, if its rounds' results came at once.
+    """How far each worker's clock is ahead of the lowest rank's, if results reach all workers at once.
 
-    The median of many rounds, so that a late result here and there does not matter.
+    This is the median over rounds, so a few late results do not matter.
     """
     ahead_s: dict[int, list[float]] = {}
     for round_ in rounds:
@@ -112,7 +111,7 @@ def clock_offsets(rounds: Sequence[ObservedRound]) -> dict[int, float]:
 
 
 def same_clock(event: _Timed, offsets: Mapping[int, float]) -> _Timed:
-    """The event with its times on the common clock, for drawing workers beside each other."""
+    """The event with its times on the common clock, so that workers can be drawn side by side."""
     ahead_s = offsets.get(event.rank, 0.0)
     if not ahead_s:
         return event
@@ -124,16 +123,16 @@ def same_clock(event: _Timed, offsets: Mapping[int, float]) -> _Timed:
 def basis(contradictions: int, rounds: int, hosts: int) -> Basis:
     """What to judge by: arrival, unless most rounds contradict and there is more than one clock.
 
-    `hosts` is how many machines took part; 0 if nobody said.
+    `hosts` is the number of machines; 0 if unknown.
     """
     return "wait" if hosts != 1 and 2 * contradictions > rounds else "arrival"
 
 
 class RoundTally:
-    """Puts the workers' steps together into rounds, in whatever order they come.
+    """Collects the workers' steps into rounds, in any order.
 
-    With `limit`, no more than that many incomplete rounds are remembered, the newest: a worker whose
-    events never come does not fill the memory of whoever is watching.
+    With `limit`, at most so many incomplete rounds are kept, the newest ones. This bounds the memory if a
+    worker's events never come.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -141,7 +140,7 @@ class RoundTally:
         self._open: dict[int, dict[int, StepEnded]] = {}
 
     def add(self, event: StepEnded, world_size: int | None) -> ObservedRound | None:
-        """The round that this step completes, if it does; a world of unknown size completes none."""
+        """The round that this step completes, if any; with an unknown `world_size` none is complete."""
         workers = self._open.setdefault(event.step, {})
         workers[event.rank] = event
         if world_size is not None and len(workers) >= world_size:
@@ -150,6 +149,6 @@ class RoundTally:
             del self._open[next(iter(self._open))]
         return None
 
-    def rest(self) -> list[ObservedRound]:
-        """The rounds still open, by step."""
+    def incomplete(self) -> list[ObservedRound]:
+        """The rounds that are not complete, by step."""
         return [ObservedRound(step, self._open[step]) for step in sorted(self._open)]

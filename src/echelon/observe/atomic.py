@@ -1,4 +1,4 @@
-"""Writes a file whole or not at all."""
+"""Writes a file completely or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.errors import ConfigError
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`; when that fails, an older file there stays as it was."""
+    """Replace the file's content by `data`; if that fails, the old content stays."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,5 +22,5 @@ def write_whole(path: Path, data: bytes) -> None:
         raise ConfigError(
             f"cannot write {path.name}: {error.strerror}",
             where=str(path.parent),
-            fix="make room there, or give another place with --out",
+            fix="free some disk space or check permissions, or choose another file with --out",
         ) from error

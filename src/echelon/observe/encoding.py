@@ -1,6 +1,6 @@
-"""How much smaller a codec made what was sent, and what that took.
+"""How many bytes a codec saved, and how long encoding and decoding took.
 
-From the events of buckets; with a parameter server, from what servers say in the end.
+Read from bucket events; with a parameter server, from the servers' closing events.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import msgspec
 from echelon.config.units import show_bytes, show_seconds
 from echelon.observe.events import BucketReduced, ServerEnded
 
-_AS_THEY_ARE = ("dense", "factors")
+_NOT_ENCODED = ("dense", "factors")
 
 
 class CodecFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What travelled encoded, of all workers together.
+    """Encoded traffic of all workers together.
 
-    `dense_bytes` is what a ring would have sent in its place, 2 (P-1)/P of the gradients. `coded_bytes` of
-    what was sent were encoded: all, unless gradients are added up inside sites first. `coding_s` is what
-    writing and reading took.
+    `dense_bytes` is what a ring would have sent instead, 2 (P-1)/P of the gradients. `coded_bytes` is the
+    encoded part of `sent_bytes`: all of it, unless gradients are summed inside sites first. `coding_s` is
+    the time for encoding and decoding.
 
-    With a parameter server these are the pushes, `dense_bytes` the gradients as they are, and in return
-    `pulled_bytes` were handed out instead of `dense_pulled_bytes`. Servers know neither how many workers
-    there are (0) nor what coding took (0).
+    With a parameter server these figures are of pushes, and `dense_bytes` is the size of the gradients;
+    weights took `pulled_bytes` instead of `dense_pulled_bytes`. Servers do not know the number of workers
+    or the time for encoding, so both are 0.
     """
 
     codec: str
@@ -39,34 +39,35 @@ class CodecFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """What a reader wants to know."""
+        """The figures in one sentence, per worker and step."""
         times = max(1, self.rounds)
         if self.pulled_bytes:
             return (
-                f"Codec {self.codec}: a worker pushed {show_bytes(self.sent_bytes / times)} where a "
-                f"gradient has {show_bytes(self.dense_bytes / times)}, "
+                f"Codec {self.codec}: a worker pushed {show_bytes(self.sent_bytes / times)} per step "
+                f"instead of {show_bytes(self.dense_bytes / times)}, "
                 f"{_less(self.dense_bytes, self.sent_bytes)}; "
-                f"weights that it was handed took {_less(self.dense_pulled_bytes, self.pulled_bytes)}."
+                f"the weights it received took {_less(self.dense_pulled_bytes, self.pulled_bytes)}."
             )
-        if self.coded_bytes < self.sent_bytes:  # inside a site, gradients travel as they are
+        took = f"encoding and decoding took {show_seconds(self.coding_s / times)}"
+        if self.coded_bytes < self.sent_bytes:  # inside a site, gradients are not encoded
             return (
-                f"Codec {self.codec}: a worker sent {show_bytes(self.coded_bytes / times)} a step to other "
-                f"sites, encoded, and {show_bytes((self.sent_bytes - self.coded_bytes) / times)} inside "
-                f"its own; it took {show_seconds(self.coding_s / times)} to write and read."
+                f"Codec {self.codec}: per step, a worker sent {show_bytes(self.coded_bytes / times)} to "
+                f"other sites, encoded, and {show_bytes((self.sent_bytes - self.coded_bytes) / times)} "
+                f"inside its own site; {took}."
             )
         return (
-            f"Codec {self.codec}: a worker sent {show_bytes(self.sent_bytes / times)} a step where a ring "
-            f"sends {show_bytes(self.dense_bytes / times)}, {_less(self.dense_bytes, self.sent_bytes)}; it "
-            f"took {show_seconds(self.coding_s / times)} to write and read."
+            f"Codec {self.codec}: per step, a worker sent {show_bytes(self.sent_bytes / times)}; a ring "
+            f"without a codec sends {show_bytes(self.dense_bytes / times)}, so it sent "
+            f"{_less(self.dense_bytes, self.sent_bytes)}; {took}."
         )
 
 
 def _less(dense_bytes: float, sent_bytes: float) -> str:
-    return f"{dense_bytes / sent_bytes if sent_bytes else 1.0:,.1f} times less"
+    return f"{dense_bytes / sent_bytes if sent_bytes else 1.0:,.1f} times fewer bytes"
 
 
 class CodecTally:
-    """Takes events of buckets, and of servers that end, one by one."""
+    """Takes bucket events and servers' closing events one by one."""
 
     def __init__(self) -> None:
         self._codecs: dict[str, None] = {}
@@ -77,13 +78,13 @@ class CodecTally:
         self._servers: list[ServerEnded] = []
 
     def server(self, event: ServerEnded) -> None:
-        """Take one into account, if it had a codec."""
+        """Take a server's closing event into account, if it had a codec."""
         if event.codec != "none":
             self._servers.append(event)
 
     def bucket(self, event: BucketReduced) -> None:
-        """Take one into account, if it travelled encoded."""
-        if event.how in _AS_THEY_ARE:
+        """Take a bucket into account, if it was encoded."""
+        if event.how in _NOT_ENCODED:
             return
         self._codecs[event.how] = None
         self._ranks.add(event.rank)
@@ -93,8 +94,8 @@ class CodecTally:
         self._coded_bytes += event.coded_bytes
         self._coding_s += event.encode_s + event.adding_s
 
-    def coding(self) -> CodecFigures | None:
-        """The figures so far; None if nothing travelled encoded."""
+    def figures(self) -> CodecFigures | None:
+        """The figures so far; None if nothing was encoded."""
         if self._servers:
             return _served(self._servers)
         if not self._codecs or not self._sent_bytes:
@@ -112,7 +113,7 @@ class CodecTally:
 
 
 def _served(servers: Sequence[ServerEnded]) -> CodecFigures:
-    """A push goes to all servers, a shard to each."""
+    """Each push sends one shard to every server, so pushes are counted once and bytes are summed."""
     return CodecFigures(
         codec=servers[0].codec,
         workers=0,

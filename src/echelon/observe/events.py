@@ -1,10 +1,10 @@
-"""Typed facts about a run: what happened, when, on which worker.
+"""The events of a run: what happened, when, on which worker.
 
-Dashboards, reports, planner feedback and tests read events and nothing else. An event is one line of
-JSON in `events/`; its `type` says which class it is. Times are Unix seconds on the worker's clock,
-durations are seconds. Rank -1 is the launcher.
+Displays, reports and tests read nothing but events. An event is one line of JSON in `events/`; its `type`
+names its class. Times are Unix seconds on the worker's clock, durations are seconds. Rank -1 is the
+launcher.
 
-A field may be added with a default; none is ever renamed or given another meaning.
+Fields may be added with a default, but are never renamed or given another meaning.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ LAUNCHER = -1
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """One fact, at a time, on a worker."""
+    """One event: when, and on which worker."""
 
     t: float
     rank: int
 
 
 class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
-    """A run begins; written once, by the launcher or, without one, by the leader.
+    """A run begins; written once, by the launcher or, without one, by rank 0.
 
-    `sync` is the policy by which workers agree; empty where nobody said.
+    `sync` is the sync policy; empty if unknown.
     """
 
     run: str
@@ -39,7 +39,7 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
 
 
 class WorkerJoined(Event, frozen=True, kw_only=True, tag="worker-joined"):
-    """A worker has met all the others."""
+    """A worker is connected with all the others."""
 
     node: str
     host: str
@@ -49,18 +49,18 @@ class WorkerJoined(Event, frozen=True, kw_only=True, tag="worker-joined"):
 
 
 class StepsExpected(Event, frozen=True, kw_only=True, tag="steps-expected"):
-    """The step number at which the run will be over, as far as is known now."""
+    """The number of steps after which the run will end, as far as is known now."""
 
     steps: int
 
 
 class StepEnded(Event, frozen=True, kw_only=True, tag="step"):
-    """One optimizer step of one worker, from asking for data to asking for the next.
+    """One optimizer step of one worker, from requesting data to requesting the next.
 
-    On the worker's clock: `start`, then `data_s` of waiting for data, `compute_s` of forward and
-    backward, `arrival` at the round, `wait_s` until the round's result was there, `apply_s` in the
+    In order, on the worker's clock: `start`, then `data_s` of waiting for data, `compute_s` of forward and
+    backward, `arrival` at the round, `wait_s` until the round's result arrived, `apply_s` in the
     optimizer. `delay_s` is the part of `compute_s` that was injected on purpose. With accumulation
-    the durations are sums over its micro-batches.
+    the durations are sums over micro-batches.
     """
 
     step: int
@@ -79,12 +79,12 @@ class StepEnded(Event, frozen=True, kw_only=True, tag="step"):
 
 
 class BucketReduced(Event, frozen=True, kw_only=True, tag="bucket"):
-    """One bucket of gradients has been reduced, within the step that the worker's next StepEnded tells of.
+    """One bucket of gradients was reduced, during the step of the worker's next StepEnded.
 
-    `start` is when the worker began to fill it, which took `encode_s`. From `begun` on its bytes could
-    move, at `sent` this worker had handed over its last, at `ended` the result was there; 0 where the
-    group does not say. `adding_s` is what this worker spent on sums, `wait_s` how long its trainer stood
-    still for this bucket. `how` says in what form it went; `coded_bytes` of what was sent were encoded.
+    The worker began to fill it at `start`, which took `encode_s`. Transfer could begin at `begun`, this
+    worker had sent its last byte at `sent`, the result was complete at `ended`; all three are 0 if the
+    group does not report them. This worker spent `adding_s` on sums, and its trainer waited `wait_s` for
+    the bucket. `how` is dense, factors or the codec; `coded_bytes` is the encoded part of `sent_bytes`.
     With several rounds in a step, indices repeat.
     """
 
@@ -104,7 +104,7 @@ class BucketReduced(Event, frozen=True, kw_only=True, tag="bucket"):
 
 
 class LinkMeasured(Event, frozen=True, kw_only=True, tag="link"):
-    """What the link from this worker to rank `peer` can carry; shared memory is no link."""
+    """The measured rate and latency of the link from this worker to rank `peer`; not for shared memory."""
 
     peer: int
     latency_s: float
@@ -112,7 +112,7 @@ class LinkMeasured(Event, frozen=True, kw_only=True, tag="link"):
 
 
 class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
-    """The model was measured on held-out data; the figures are those of all workers together."""
+    """The model was evaluated on held-out data by all workers together."""
 
     epoch: int
     step: int
@@ -122,14 +122,14 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
 
 
 class EpochEnded(Event, frozen=True, kw_only=True, tag="epoch-ended"):
-    """This worker went through the data once."""
+    """This worker completed a pass through the data."""
 
     epoch: int
     step: int
 
 
 class Noted(Event, frozen=True, kw_only=True, tag="noted"):
-    """Something the user should know about, in one sentence: a fallback taken, a rule applied."""
+    """Something the user should know, in one sentence, such as a fallback that was taken."""
 
     text: str
 
@@ -142,11 +142,11 @@ class Logged(Event, frozen=True, kw_only=True, tag="logged"):
 
 
 class ServerEnded(Event, frozen=True, kw_only=True, tag="server-ended"):
-    """A parameter server has done its part.
+    """A parameter server has finished.
 
-    `queue_s`, `apply_s` and `hand_s` are the mean times of keeping a push, of an update, and of handing out
-    weights. `pushed_bytes` came in `pushes`, and `pulled_bytes` went out; without the codec it would have
-    been `dense_pushed_bytes` and `dense_pulled_bytes`.
+    `queue_s`, `apply_s` and `hand_s` are the mean times for storing a push, making an update, and sending
+    weights. The server received `pushed_bytes` in `pushes` and sent `pulled_bytes`; without the codec these
+    would have been `dense_pushed_bytes` and `dense_pulled_bytes`.
     """
 
     queue_s: float
@@ -170,7 +170,7 @@ class CheckpointSaved(Event, frozen=True, kw_only=True, tag="checkpoint-saved"):
 
 
 class CheckpointLoaded(Event, frozen=True, kw_only=True, tag="checkpoint-loaded"):
-    """Training goes on from a checkpoint; `rejected` lists newer ones that could not be used."""
+    """Training continues from a checkpoint; `rejected` maps newer, unusable ones to the reasons."""
 
     path: str
     step: int
@@ -178,11 +178,11 @@ class CheckpointLoaded(Event, frozen=True, kw_only=True, tag="checkpoint-loaded"
 
 
 class Arrived(Event, frozen=True, kw_only=True, tag="arrival"):
-    """A server's coordinator was told something; `rank` is the server's.
+    """Input of the sync policy at the coordinating server, whose rank is `rank`.
 
-    Kind: gradient, delta, weights or ask (see `sync/served.py`), or leave, join and tick, which have no
-    step. `table` counts optimizers. `version` is that of the weights when it came, `read` of those that it
-    was computed on.
+    Kind: gradient, delta, weights or ask (see `sync/families/serve.py`), or leave, join and tick, which
+    have no step. `table` is the optimizer's index. `version` is that of the weights at the arrival, `read`
+    that of the weights the push was computed on.
     """
 
     worker: int
@@ -199,7 +199,7 @@ class Arrived(Event, frozen=True, kw_only=True, tag="arrival"):
 
 
 class Decided(Event, frozen=True, kw_only=True, tag="decision"):
-    """What the sync policy made of the arrival before it: apply, drop, release, invite or wake.
+    """A decision of the sync policy after the preceding arrival: apply, drop, release, invite or wake.
 
     `parts` of an update are (worker, step, weight); `version` is that of the weights after it.
     """
@@ -217,7 +217,7 @@ class Decided(Event, frozen=True, kw_only=True, tag="decision"):
 
 
 class FaultInjected(Event, frozen=True, kw_only=True, tag="fault-injected"):
-    """The lab did something to the cluster on purpose."""
+    """The lab injected a fault into the cluster."""
 
     action: str
     target: str
@@ -225,7 +225,7 @@ class FaultInjected(Event, frozen=True, kw_only=True, tag="fault-injected"):
 
 
 class WorkerFailed(Event, frozen=True, kw_only=True, tag="worker-failed"):
-    """A worker ended otherwise than well; `failed` is its rank."""
+    """The worker of rank `failed` failed."""
 
     failed: int
     node: str
@@ -266,7 +266,7 @@ _kinds: dict[str, type[AnyEvent]] = {kind.__struct_config__.tag: kind for kind i
 
 
 def decode_line(line: bytes) -> AnyEvent | None:
-    """One event, or None for a line that was cut off by a crash or written by a newer version."""
+    """One event, or None for a line that is incomplete or was written by a newer version."""
     try:
         return _decoder.decode(line)
     except msgspec.ValidationError:
@@ -276,7 +276,7 @@ def decode_line(line: bytes) -> AnyEvent | None:
 
 
 def _decode_with_nan(line: bytes) -> AnyEvent | None:
-    """JSON has no nan and no infinity and says null; where a number must stand, null is read as nan."""
+    """Decode a line, reading null as nan where a number is required: JSON cannot write nan or infinity."""
     try:
         raw = msgspec.json.decode(line)
         kind = _kinds[raw["type"]]
@@ -292,7 +292,7 @@ def _decode_with_nan(line: bytes) -> AnyEvent | None:
 
 
 def read_events(file: Path) -> Iterator[AnyEvent]:
-    """The events of one worker, in the order in which they were written."""
+    """The events of one worker, in file order."""
     with file.open("rb") as lines:
         for line in lines:
             event = decode_line(line)

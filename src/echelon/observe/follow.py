@@ -1,6 +1,6 @@
-"""Reads the events of a run: all of them at once, or the new ones while the run goes on.
+"""Reads the events of a run: all of them, or the new ones while the run is going on.
 
-A line counts only once its newline is there, so an event that is being written is read whole later.
+A line without its newline is still being written; it is read later.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ def _time(event: AnyEvent) -> float:
 
 
 def read_run(folder: RunFolder) -> Iterator[AnyEvent]:
-    """All events of all workers, merged by time; reads as it goes, so long runs need little memory."""
+    """All events of all workers, merged by time; reads lazily, so long runs need little memory."""
     return heapq.merge(*map(read_events, sorted(folder.events.glob("*.jsonl"))), key=_time)
 
 
 class Follower:
-    """Hands out the events of all workers as they appear.
+    """Returns the events of all workers as they appear.
 
-    A poll without news costs one look at the folder; only files that have grown are opened, and no
-    file is held open in between.
+    A poll scans the folder once and opens only the files that have grown; no file stays open.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -54,7 +53,7 @@ class Follower:
                     if size > self._sizes.get(entry.path, 0):
                         self._sizes[entry.path] = size
                         grown.append(entry.path)
-        except FileNotFoundError:  # the folder is not there yet, or the run was just deleted
+        except FileNotFoundError:  # the folder does not exist yet, or was just deleted
             pass
         return grown
 
@@ -66,7 +65,7 @@ class Follower:
                 data = file.read()
         except FileNotFoundError:
             return []
-        whole = data.rfind(b"\n") + 1  # what follows the last newline is still being written
-        self._taken[path] = start + whole
-        decoded = map(decode_line, data[:whole].splitlines())
+        complete = data.rfind(b"\n") + 1
+        self._taken[path] = start + complete
+        decoded = map(decode_line, data[:complete].splitlines())
         return [event for event in decoded if event is not None]

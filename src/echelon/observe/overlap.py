@@ -2,17 +2,16 @@
 
 Of one worker's step:
 
-    communication   the time in which at least one of its buckets was under way
-    exposed         the time for which its trainer stood still for buckets
+    communication   the time in which at least one of its buckets was in flight
+    exposed         the time for which its trainer waited for buckets
     hidden          1 - exposed / communication
-    wire limit      the bytes it sent, at the rate of its slowest measured link
+    wire limit      the bytes it sent, divided by the rate of its slowest measured link
 
-Waiting for workers that arrive late is nothing that a link could do better: that time (arrival.py says
-how much it is) is taken off both communication and exposed.
+A faster link cannot shorten the waiting for late workers, so that time (see arrival.py) is subtracted from
+both communication and exposed.
 
-No step can be shorter than its limit, the largest of all workers' compute times and wire limits; how
-many times the limit a step took is its distance. Who sets the limit is to blame: a worker by computing,
-or the link that its bytes had to go through.
+No step can be shorter than its limit: the largest of all workers' compute times and wire limits. A step's
+distance is its length divided by its limit. The limit is set by one worker's compute time or by one link.
 
 Figures of a run are medians over its last rounds that all workers reported; the first is left out as
 warm-up if there are more than three.
@@ -35,13 +34,13 @@ from echelon.observe.spans import length_s
 
 Interval: TypeAlias = tuple[float, float]
 
-_LAST_ROUNDS = 1000  # so that a run's length does not decide how much is kept
+_LAST_ROUNDS = 1000  # bounds the memory of a long run
 _WARM_UP_ABOVE = 3
 _SHORTEST_S = 1e-9
 
 
 class WorkerCommunication(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's median step; None is not known. `peer` is at the end of its slowest link."""
+    """One worker's median step; None means unknown. Its slowest link leads to `peer`."""
 
     rank: int
     communication_s: float
@@ -57,7 +56,7 @@ class WorkerCommunication(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Communication(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole run's: `rank` sets the limit, by what it computes or by its slowest link."""
+    """The whole run's figures; `rank` sets the limit, by its compute time or by its slowest link."""
 
     rounds: int
     hidden: float | None
@@ -70,10 +69,10 @@ class Communication(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What the buckets of one worker's step come to, late workers included."""
+    """Sums over the buckets of one worker's step, waiting for late workers included."""
 
     communication_s: float = 0.0
-    stood_still_s: float = 0.0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,12 +94,12 @@ class StepFigures:
 
     @property
     def limit_s(self) -> float:
-        """What this worker needs at the least."""
+        """The shortest time in which this worker could take the step."""
         return max(self.compute_s, self.wire_limit_s or 0.0)
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same stretches of time, in order, none touching another."""
+    """The union of the intervals, in order, as disjoint intervals."""
     apart: list[Interval] = []
     for begin, end in sorted(intervals):
         if apart and begin <= apart[-1][1]:
@@ -110,16 +109,16 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     return apart
 
 
-def under_way(buckets: Iterable[BucketReduced]) -> list[Interval]:
-    """When at least one of these buckets was under way, as far as is known."""
+def in_flight(buckets: Iterable[BucketReduced]) -> list[Interval]:
+    """When at least one of these buckets was in flight, as far as is known."""
     return merged((b.begun, b.ended) for b in buckets if 0 < b.begun < b.ended)
 
 
 def traffic(buckets: Sequence[BucketReduced]) -> Traffic:
-    """What these buckets of one worker's step come to."""
+    """Sum these buckets, which are of one worker's step."""
     return Traffic(
-        communication_s=sum(end - begin for begin, end in under_way(buckets)),
-        stood_still_s=sum(bucket.wait_s for bucket in buckets),
+        communication_s=sum(end - begin for begin, end in in_flight(buckets)),
+        waited_s=sum(bucket.wait_s for bucket in buckets),
     )
 
 
@@ -129,7 +128,7 @@ def hidden_share(exposed_s: float, communication_s: float) -> float | None:
 
 
 def slowest_links(links: Iterable[LinkMeasured]) -> dict[int, LinkMeasured]:
-    """Each worker's slowest link; the latest measurement of a link counts."""
+    """Each worker's slowest link, by the latest measurement of each link."""
     latest = {(link.rank, link.peer): link for link in links}
     slowest: dict[int, LinkMeasured] = {}
     for (rank, _), link in sorted(latest.items()):
@@ -146,16 +145,16 @@ def figures(
     links: Mapping[int, LinkMeasured],
     by: Basis = "arrival",
 ) -> dict[int, StepFigures]:
-    """Each worker's step of this round, by rank; `links` has the slowest of each, if it is known."""
+    """Each worker's step of this round, by rank; `links` has each worker's slowest link, if known."""
     waited_s = judge(round_, by).waited_s
     of_rank = {}
     for rank, step in round_.workers.items():
         went = traffics.get(rank, Traffic())
         link = links.get(rank)
-        late_s = min(waited_s[rank], went.stood_still_s)
+        late_s = min(waited_s[rank], went.waited_s)
         of_rank[rank] = StepFigures(
             communication_s=max(0.0, went.communication_s - late_s),
-            exposed_s=went.stood_still_s - late_s,
+            exposed_s=went.waited_s - late_s,
             late_s=late_s,
             sent_bytes=step.sent_bytes,
             compute_s=step.compute_s,
@@ -166,19 +165,19 @@ def figures(
 
 
 def round_limit_s(workers: Mapping[int, StepFigures]) -> float:
-    """What a round needs at the least: as much as the worker that needs the most."""
+    """The shortest possible time of a round: the largest limit of a worker."""
     return max(worker.limit_s for worker in workers.values())
 
 
 def distance(workers: Mapping[int, StepFigures]) -> float | None:
-    """How many times its limit the round took; None if nothing limits it."""
+    """The round's length divided by its limit; None without a limit."""
     return _ratio(max(worker.length_s for worker in workers.values()), round_limit_s(workers))
 
 
 def overall(
     rounds: Sequence[Mapping[int, StepFigures]], links: Mapping[int, LinkMeasured]
 ) -> Communication | None:
-    """The medians of these rounds, which are in order; None without any."""
+    """The medians of these rounds, which must be in order; None without rounds."""
     if len(rounds) > _WARM_UP_ABOVE:
         rounds = rounds[1:]
     if not rounds:
@@ -230,12 +229,12 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def _ratio(value: float, by: float) -> float | None:
-    """How many times as long; None without a duration to compare with that a clock can tell."""
+    """The quotient; None if the divisor is too short to be measured."""
     return value / by if by > _SHORTEST_S else None
 
 
 class TrafficTally:
-    """Takes the events of a run one by one, each worker's in order, and keeps what the figures need."""
+    """Takes the events of a run one by one, each worker's in order; `communication` gives the figures."""
 
     def __init__(self) -> None:
         self._links: dict[tuple[int, int], LinkMeasured] = {}
@@ -244,27 +243,27 @@ class TrafficTally:
         self._rounds: deque[tuple[ObservedRound, dict[int, Traffic]]] = deque(maxlen=_LAST_ROUNDS)
 
     def link(self, event: LinkMeasured) -> None:
-        """A link has been measured."""
+        """Record a measured link."""
         self._links[event.rank, event.peer] = event
 
     def bucket(self, event: BucketReduced) -> None:
-        """A bucket was reduced, in a step that is not over yet."""
+        """Record a bucket of a step that has not ended."""
         self._buckets.setdefault(event.rank, []).append(event)
 
     def step(self, event: StepEnded) -> None:
-        """A worker's step is over, and with it its buckets."""
+        """Record the end of a worker's step; sums its buckets."""
         own = [bucket for bucket in self._buckets.pop(event.rank, []) if bucket.step == event.step]
         if own:
             self._steps.setdefault(event.step, {})[event.rank] = traffic(own)
 
     def round(self, round_: ObservedRound) -> None:
-        """All workers have reported this step."""
+        """Record a step that all workers have reported."""
         traffics = self._steps.pop(round_.step, None)
         if traffics:
             self._rounds.append((round_, traffics))
 
     def communication(self, by: Basis, more: Sequence[ObservedRound] = ()) -> Communication | None:
-        """The figures so far, with rounds that are `more` than those reported; None without buckets."""
+        """The figures so far, including the rounds in `more`; None without buckets."""
         late = [(round_, self._steps[round_.step]) for round_ in more if round_.step in self._steps]
         rounds = sorted([*self._rounds, *late], key=lambda known: known[0].step)
         links = slowest_links(self._links.values())

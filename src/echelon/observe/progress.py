@@ -1,8 +1,8 @@
-"""Shows a run to the person who started it: a live display, or plain lines, and a closing table.
+"""Shows a run in the terminal: a live display or plain lines, and a closing table.
 
 On a terminal there is one display, redrawn in place: a bar for the whole run and a row per worker.
-Elsewhere (a file, a pipe, a CI log) it is a line at each evaluation or epoch and now and then between.
-The live figures are those of the last seconds; the closing table has those of the whole run.
+Elsewhere (a file, a pipe, a CI log) there is a line at each evaluation or epoch, and every ten seconds.
+Live figures are those of the last seconds; the closing table has those of the whole run.
 """
 
 from __future__ import annotations
@@ -40,16 +40,25 @@ _RECENT_S = 5.0
 _BAR_WIDTH = 24
 _PENDING_ROUNDS = 1000
 _AROUND_TABLE = 8  # lines of the display that are not workers
+_LEGEND = {  # of the closing table's columns
+    "wait": "for other workers and for transfers",
+    "last": "share of rounds in which the worker arrived last",
+    "delayed": "how long the worker kept the others waiting",
+    "dropped": "gradients that the server did not apply",
+    "took part": "share of updates that contain a push of the worker",
+    "age": "updates between reading weights and applying the gradient, on average",
+    "held": "how long the policy made the worker wait",
+}
 
 
 class Progress:
-    """The display of one run. Call `update` often, also without events: it draws at its own pace.
+    """The display of one run. Call `update` often, also without events; it limits how often it draws.
 
-    `total_steps` is the step number at which the run will be over, if known; an event may say it
-    later. Where workers do not step together, the steps of all of them are counted, against as many times
-    that number as there are workers: how many each will take is not known. Epochs, counted from 0 in
-    events, are shown from 1. Other output goes through `console`, so that it does not tear the display;
-    the launcher's own notes are left to the launcher.
+    `total_steps` is the number of steps after which the run will end, if known; an event may set it later.
+    If workers do not step together, the steps of all workers are counted, and the total is multiplied by
+    the number of workers, because each worker's own number is not known. Epochs are counted from 0 in
+    events and shown from 1. Print other output through `console`, so that it does not break the display.
+    The launcher prints its own notes itself.
     """
 
     def __init__(
@@ -68,7 +77,7 @@ class Progress:
         self._done_by: dict[int, int] = {}
         self._epoch: int | None = None
         self._ended_epoch: int | None = None
-        self._told: set[object] = set()
+        self._printed: set[object] = set()
         self._drawn_at = self._clock()
         self._live: Live | None = None
 
@@ -96,12 +105,12 @@ class Progress:
         return self._tally.summary()
 
     def update(self, events: Iterable[AnyEvent]) -> None:
-        """Take new events into account, and draw if it is time."""
+        """Take new events into account, and draw if enough time has passed."""
         for event in events:
             if isinstance(event, StepEnded):
                 self._step(event)
             self._tally.add(event)
-            self._tell(event)
+            self._announce(event)
         every_s = _LINE_EVERY_S if self._live is None else _REDRAW_EVERY_S
         now = self._clock()
         if now - self._drawn_at < every_s:
@@ -127,16 +136,16 @@ class Progress:
 
     def _position(self, summary: Summary) -> str:
         in_epoch = f" (epoch {self._epoch + 1})" if self._epoch is not None else ""
-        done, total = self._way(summary)
-        if summary.agreement is None:
+        done, total = self._steps_done(summary)
+        if summary.sync is None:
             of_all = f" of {total}" if total is not None else ""
             return f"step {done}{of_all}{in_epoch}"
         about = f" of about {total:,}" if total is not None and done <= total else ""
         return f"{done:,}{about} steps of {summary.world_size} workers{in_epoch}"
 
-    def _way(self, summary: Summary) -> tuple[int, int | None]:
-        """How far the run is, and of how much; in steps of one worker if all step together, else of all."""
-        if summary.agreement is None:
+    def _steps_done(self, summary: Summary) -> tuple[int, int | None]:
+        """Steps done and steps in total: of one worker if all step together, else of all workers."""
+        if summary.sync is None:
             return self._done, self._total_steps
         total = None if self._total_steps is None else self._total_steps * summary.world_size
         return sum(self._done_by.values()), total
@@ -148,16 +157,16 @@ class Progress:
         top.add_column(justify="right", no_wrap=True)
         bar: RenderableType = ""
         left = ""
-        done, total = self._way(summary)
+        done, total = self._steps_done(summary)
         if total:
             bar = ProgressBar(total=total, completed=min(done, total))
-            made = summary.steps if summary.agreement is None else summary.all_steps
+            made = summary.steps if summary.sync is None else summary.all_steps
             left = f"{show_seconds(max(0, total - done) * summary.seconds / made)} left" if made else ""
         top.add_row(self._position(summary), bar, left)
         return top
 
     def _look_back(self, now: float, summary: Summary) -> Summary | None:
-        """The figures of some seconds ago; from them to now is what the display calls current."""
+        """The figures of some seconds ago; live figures are the difference from them to now."""
         before = self._recent[0][1] if self._recent else None
         if not self._recent or now - self._recent[-1][0] >= _RECENT_S / 5:
             self._recent.append((now, summary))
@@ -165,20 +174,20 @@ class Progress:
             self._recent.popleft()
         return before
 
-    def _tell(self, event: AnyEvent) -> None:
-        """What deserves a line of its own, once even if all workers report it."""
+    def _announce(self, event: AnyEvent) -> None:
+        """Print a note, a fault or an evaluation on its own line, once even if all workers report it."""
         match event:
-            case Noted() if event.rank != LAUNCHER and event.text not in self._told:
-                self._told.add(event.text)
+            case Noted() if event.rank != LAUNCHER and event.text not in self._printed:
+                self._printed.add(event.text)
                 self._say(f"note: {event.text}")
             case StepsExpected():
                 self._total_steps = event.steps
             case FaultInjected():
                 self._say(f"fault: {event.detail or f'{event.action} {event.target}'}")
-            case EpochEnded() if ("epoch", event.epoch) not in self._told:
+            case EpochEnded() if ("epoch", event.epoch) not in self._printed:
                 self._ended_epoch = event.epoch
-            case Evaluated() if self._live is None and (event.epoch, event.step) not in self._told:
-                self._told |= {(event.epoch, event.step), ("epoch", event.epoch)}
+            case Evaluated() if self._live is None and (event.epoch, event.step) not in self._printed:
+                self._printed |= {(event.epoch, event.step), ("epoch", event.epoch)}
                 self._ended_epoch = None
                 self._drawn_at = self._clock()
                 self._line(f"epoch {event.epoch + 1} evaluated", self._tally.summary(), None)
@@ -186,11 +195,11 @@ class Progress:
                 pass
 
     def _epoch_line(self) -> None:
-        """An epoch that ended without an evaluation gets its line when the next one begins."""
+        """Print the line of an epoch that ended without an evaluation."""
         epoch, self._ended_epoch = self._ended_epoch, None
         if epoch is None or self._live is not None:
             return
-        self._told.add(("epoch", epoch))
+        self._printed.add(("epoch", epoch))
         self._line(f"epoch {epoch + 1} ended", self._tally.summary(), None)
 
     def _line(self, beginning: str, summary: Summary, before: Summary | None) -> None:
@@ -234,7 +243,7 @@ def _worker_table(summary: Summary, before: Summary | None, console: Console) ->
     table.add_column("share", justify="right")
     table.add_column("samples/s", justify="right")
     table.add_column("compute and wait", width=_BAR_WIDTH, no_wrap=True)
-    together = summary.agreement is None
+    together = summary.sync is None
     table.add_column("last" if together else "steps", justify="right")
     earlier = {worker.rank: worker for worker in before.workers} if before is not None else {}
     room = max(1, console.height - _AROUND_TABLE)
@@ -260,7 +269,7 @@ def _worker_rate(worker: WorkerSummary, then: WorkerSummary | None) -> float:
 
 
 def _activity_bar(worker: WorkerSummary, then: WorkerSummary | None, *, ascii_only: bool) -> Text:
-    """Where the time went: computing solid, waiting pale, the rest blank."""
+    """A bar of a worker's time: computing solid, waiting pale, the rest blank."""
     if then is None or worker.step_s <= then.step_s:
         compute_s, wait_s, step_s = worker.compute_s, worker.wait_s, worker.step_s
     else:
@@ -276,13 +285,13 @@ def _activity_bar(worker: WorkerSummary, then: WorkerSummary | None, *, ascii_on
 
 
 def closing_table(summary: Summary) -> RenderableType:
-    """The figures of a run that is over; fits 80 columns."""
+    """The figures of a run that has ended; fits 80 columns."""
     if not summary.steps:
         return Text(verdict(summary))
     table = Table(box=box.SIMPLE, show_footer=True, padding=(0, 0, 0, 1), footer_style="bold")
     columns = _columns(summary)
     for name, (total, *_) in columns.items():
-        if name == "node":  # the one column that may fold when the terminal is narrow
+        if name == "node":  # the only column that may fold in a narrow terminal
             table.add_column(name, total, overflow="fold")
         else:
             table.add_column(name, total, justify="right", no_wrap=True)
@@ -291,24 +300,26 @@ def closing_table(summary: Summary) -> RenderableType:
     rate, *quality = _figures(summary, None)
     lines = [f"{_made(summary)} in {show_seconds(summary.seconds)}, {rate}", ", ".join(quality)]
     lines += [verdict(summary), wire_verdict(summary)]
-    return Group(table, *(Text(line) for line in lines if line))
+    known = [f"{name}: {meaning}" for name, meaning in _LEGEND.items() if name in columns]
+    texts = [Text("; ".join(known), style="dim")] if summary.world_size > 1 else []
+    return Group(table, *texts, *(Text(line) for line in lines if line))
 
 
 def _made(summary: Summary) -> str:
-    if summary.agreement is None:
+    if summary.sync is None:
         return f"{summary.steps:,} steps"
-    updates = f" and {summary.agreement.updates:,} updates" if summary.agreement.served else ""
+    updates = f" and {summary.sync.updates:,} updates" if summary.sync.served else ""
     return f"{summary.all_steps:,} steps of {len(summary.workers)} workers{updates}"
 
 
 def _columns(summary: Summary) -> dict[str, list[str]]:
-    """The closing table by column: the figure of all workers, then each worker's."""
+    """The closing table by column: the figure for all workers, then each worker's."""
     workers = summary.workers
     columns = {
         "rank": ["all", *(str(w.rank) for w in workers)],
         "node": ["", *(w.node for w in workers)],
     }
-    if summary.agreement is None:
+    if summary.sync is None:
         batch = sum(w.mean_share for w in workers)
         columns["share"] = [f"{batch:.0f}", *(f"{w.mean_share:.0f}" for w in workers)]
     else:
@@ -318,38 +329,38 @@ def _columns(summary: Summary) -> dict[str, list[str]]:
         "compute": ["", *(_seconds(w.compute_s, summary) for w in workers)],
         "wait": ["", *(_seconds(w.wait_s, summary) for w in workers)],
     }
-    if not (summary.agreement and summary.agreement.served):  # there it has to make room
+    if not (summary.sync and summary.sync.served):  # with a server, other columns need the room
         sent_bytes = [sum(w.sent_bytes for w in workers), *(w.sent_bytes for w in workers)]
         columns["sent"] = [show_bytes(count) for count in sent_bytes]
     if summary.rounds > 0:
         columns |= {
             "last": ["", *(_percent(w.times_last, summary.rounds) for w in workers)],
-            "held up": [
+            "delayed": [
                 _seconds(summary.spread_s, summary),
                 *(_seconds(w.held_up_s, summary) for w in workers),
             ],
         }
-    if summary.agreement is not None and summary.agreement.served:
-        columns |= _agreement_columns(summary, summary.agreement)
+    if summary.sync is not None and summary.sync.served:
+        columns |= _sync_columns(summary, summary.sync)
     return columns
 
 
-def _agreement_columns(summary: Summary, agreed: SyncFigures) -> dict[str, list[str]]:
-    """What became of each worker's pushes; a column of nothing but zeros is left out."""
-    known = {worker.rank: worker for worker in agreed.workers}
+def _sync_columns(summary: Summary, sync: SyncFigures) -> dict[str, list[str]]:
+    """What happened to each worker's pushes; columns that would be all zeros are left out."""
+    known = {worker.rank: worker for worker in sync.workers}
     own = [known.get(worker.rank) for worker in summary.workers]
     columns = {}
-    if agreed.dropped:
-        columns["dropped"] = [f"{agreed.dropped:,}", *(f"{w.dropped:,}" if w else "" for w in own)]
-    if any(worker.alone for worker in agreed.workers):
-        columns["rounds"] = ["", *(_percent(w.took_part, 1.0) if w else "" for w in own)]
-    if agreed.age_most:
-        columns["age"] = [f"{agreed.age_mean:.1f}", *(f"{w.age_mean:.1f}" if w else "" for w in own)]
+    if sync.dropped:
+        columns["dropped"] = [f"{sync.dropped:,}", *(f"{w.dropped:,}" if w else "" for w in own)]
+    if any(worker.alone for worker in sync.workers):
+        columns["took part"] = ["", *(_percent(w.took_part, 1.0) if w else "" for w in own)]
+    if sync.age_most:
+        columns["age"] = [f"{sync.age_mean:.1f}", *(f"{w.age_mean:.1f}" if w else "" for w in own)]
     return columns | {"held": ["", *(_seconds(w.held_s, summary) if w else "" for w in own)]}
 
 
 def _seconds(seconds: float, summary: Summary) -> str:
-    """In seconds throughout, so that a column can be compared at a glance."""
+    """Always in seconds, so that the figures of a column can be compared at a glance."""
     return f"{seconds:,.2f} s" if summary.seconds < 100 else f"{seconds:,.0f} s"
 
 

@@ -1,7 +1,7 @@
-"""Writes one worker's events, so cheaply that a step does not feel it.
+"""Writes one worker's events without slowing its steps down.
 
 Events are kept in memory and written at most five times a second, in one write. Recording never ends
-a run: when the disk is full it stops, says so once in the log, and training goes on.
+a run: if the disk is full, recording stops with one warning in the log, and training goes on.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Recorder:
         try:
             self._file = file.open("ab", buffering=0) if file is not None else None
         except OSError as error:
-            _log.warning("nothing is recorded, training goes on: %s", error)
+            _log.warning("cannot record events, training goes on: %s", error)
         self._pending: list[Event] = []
         self._flushed = time.monotonic()
 
     def emit(self, event: Event) -> None:
-        """Keep the event; write what is pending when the last write is a while ago."""
+        """Keep the event; write all pending ones if the last write was long enough ago."""
         if self._file is None:
             return
         self._pending.append(event)
@@ -39,22 +39,22 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Write all that is pending."""
+        """Write all pending events."""
         if self._file is None or not self._pending:
             return
         data = b"".join(encode(event) + b"\n" for event in self._pending)
         self._pending.clear()
         try:
-            while data:  # an unbuffered write may take less than it is given
+            while data:  # an unbuffered write may be partial
                 data = data[self._file.write(data) :]
         except OSError as error:
-            _log.warning("recording stops, training goes on: %s: %s", self._file.name, error)
+            _log.warning("cannot record more events, training goes on: %s: %s", self._file.name, error)
             self._file.close()
             self._file = None
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Write the rest and let go of the file."""
+        """Write all pending events and close the file."""
         self.flush()
         if self._file is not None:
             self._file.close()

@@ -1,8 +1,8 @@
-"""One self-contained HTML page about a run: what came out, how fast, and who kept the others waiting.
+"""Writes one self-contained HTML page about a run: its results, its speed, and who kept the others waiting.
 
-No network, nothing from elsewhere: style, tooltip and charts are in the file. All that is shown is
-derived from events, except the configuration and the plan, which are quoted as they stand in the
-run's folder. A run that is still going on, or ended early, gets the page of what there is.
+Style, tooltip and charts are in the file; it loads nothing from a network. Everything shown comes from
+events, except the configuration and the plan, which are copied from the run's folder. If a run is still
+going on or ended early, the page shows what there is.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from echelon.errors import ConfigError
 from echelon.observe.atomic import write_whole
 from echelon.observe.events import LAUNCHER, BucketReduced, StepEnded
 from echelon.observe.follow import read_run
+from echelon.observe.page.history import Incident, RunHistory, collect_history, middle_steps, middle_window
 from echelon.observe.page.markup import about, safe, section, table
 from echelon.observe.page.sections import close_up, communication, learning, speed, time_split, waiting
-from echelon.observe.page.story import Happening, Story, middle_steps, middle_window, tell
-from echelon.observe.page.sync import agreed
+from echelon.observe.page.sync import synchronisation
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.spans import end_of
 from echelon.observe.summary import Summary
 from echelon.observe.sync import firsts_of, policy_of
 
-_MOST_HAPPENINGS = 200
+_MOST_INCIDENTS = 200
 _OUTCOMES = ("completed", "failed", "interrupted")
 
 
 def write_report(folder: RunFolder, out: Path) -> Path:
-    """Write the run's page; a run without any event has none."""
-    story = tell(read_run(folder), policy_of(folder), firsts_of(folder))
-    if story.began is None:
+    """Write the run's page; raises ConfigError if the run has no events."""
+    history = collect_history(read_run(folder), policy_of(folder), firsts_of(folder))
+    if history.began is None:
         raise ConfigError(
             "the run has no events yet",
             where=str(folder.events),
-            fix="wait for the run to begin, or look at its logs/",
+            fix="wait until the run has begun, or read its log files in logs/",
         )
-    sample = _sample(folder, story)
+    sample = _sample(folder, history)
     quoted = {"Configuration": _quote(folder.config), "Plan": _quote(folder.plan)}
-    page = page_html(story, sample, title=folder.name, quoted=quoted)
+    page = page_html(history, sample, title=folder.name, quoted=quoted)
     write_whole(out, page.encode("utf-8"))
     return out
 
 
-def _sample(folder: RunFolder, story: Story) -> list[StepEnded | BucketReduced]:
-    """A few steps to draw one by one; long runs are read twice rather than kept in memory."""
+def _sample(folder: RunFolder, history: RunHistory) -> list[StepEnded | BucketReduced]:
+    """A few steps to draw one by one; a long run is read twice instead of being kept in memory."""
     events = (e for e in read_run(folder) if isinstance(e, (StepEnded, BucketReduced)))
-    if story.together:
-        wanted = set(middle_steps(story.rounds))
+    if history.together:
+        wanted = set(middle_steps(history.rounds))
         return [event for event in events if event.step in wanted]
-    if not story.rounds or story.began is None:
+    if not history.rounds:
         return []
-    begin, end = (story.began + at_s for at_s in middle_window(story.rounds))
+    begin, end = (history.first_step + at_s for at_s in middle_window(history.rounds))
     return [e for e in events if isinstance(e, StepEnded) and e.start < end and end_of(e) > begin]
 
 
@@ -66,27 +66,27 @@ def _quote(file: Path) -> str:
 
 
 def page_html(
-    story: Story,
+    history: RunHistory,
     sample: Sequence[StepEnded | BucketReduced],
     *,
     title: str,
     quoted: Mapping[str, str],
 ) -> str:
-    """The whole page; `sample` has the steps to draw one by one, `quoted` the files to show as they are."""
+    """The whole page; `sample` has the steps to draw one by one, `quoted` the files to show verbatim."""
     steps = [event for event in sample if isinstance(event, StepEnded)]
     buckets = [event for event in sample if isinstance(event, BucketReduced)]
-    parts = [_header(story, title), _tiles(story.summary)]
-    if story.summary.steps:
+    parts = [_header(history, title), _tiles(history.summary)]
+    if history.summary.steps:
         parts += [
-            waiting(story) if story.together else agreed(story),
-            learning(story),
-            speed(story),
-            time_split(story.summary),
+            waiting(history) if history.together else synchronisation(history),
+            learning(history),
+            speed(history),
+            time_split(history.summary),
         ]
-        parts += [communication(story.summary), close_up(steps, story.summary, buckets)]
+        parts += [communication(history.summary), close_up(steps, history.summary, buckets)]
     else:
         parts.append(section("No steps", "<p>No step was recorded, so there is nothing to draw.</p>"))
-    parts += [_happenings(story.happenings), _logged(story), _appendix(quoted)]
+    parts += [_incidents(history.incidents), _logged(history), _appendix(quoted)]
     return _document(title, "".join(parts))
 
 
@@ -103,10 +103,10 @@ def _document(title: str, body: str) -> str:
     )
 
 
-def _header(story: Story, title: str) -> str:
-    summary = story.summary
-    began = datetime.fromtimestamp(story.began or 0.0, tz=UTC)
-    command = f" · <code>{safe(story.command)}</code>" if story.command else ""
+def _header(history: RunHistory, title: str) -> str:
+    summary = history.summary
+    began = datetime.fromtimestamp(history.began or 0.0, tz=UTC)
+    command = f" · <code>{safe(history.command)}</code>" if history.command else ""
     look = summary.outcome if summary.outcome in _OUTCOMES else "unfinished"
     failure = f'<section class="failure">{safe(summary.failure)}</section>' if summary.failure else ""
     return (
@@ -118,10 +118,8 @@ def _header(story: Story, title: str) -> str:
 def _tiles(summary: Summary) -> str:
     tiles = {
         "workers": f"{summary.world_size}",
-        "steps": f"{summary.steps if summary.agreement is None else summary.all_steps:,}",
-        "updates": f"{summary.agreement.updates:,}"
-        if summary.agreement and summary.agreement.served
-        else "",
+        "steps": f"{summary.steps if summary.sync is None else summary.all_steps:,}",
+        "updates": f"{summary.sync.updates:,}" if summary.sync and summary.sync.served else "",
         "epochs": f"{summary.epochs:,}" if summary.epochs else "",
         "from first to last step": show_seconds(summary.seconds),
         "samples/s": f"{summary.samples_per_s:,.0f}",
@@ -137,26 +135,31 @@ def _tiles(summary: Summary) -> str:
     return f'<div class="tiles">{body}</div>'
 
 
-def _happenings(happenings: Sequence[Happening]) -> str:
-    if not happenings:
+def _incidents(incidents: Sequence[Incident]) -> str:
+    if not incidents:
         return ""
-    weighty = sorted(happenings, key=lambda h: h.kind == "note")[:_MOST_HAPPENINGS]
+    shown = sorted(incidents, key=lambda i: i.kind == "note")[:_MOST_INCIDENTS]
     rows = [
-        [show_seconds(h.at_s), h.kind, "launcher" if h.rank == LAUNCHER else f"rank {h.rank}", h.text]
-        for h in sorted(weighty, key=lambda h: h.at_s)
+        [_when(i.at_s), i.kind, "launcher" if i.rank == LAUNCHER else f"rank {i.rank}", i.text]
+        for i in sorted(shown, key=lambda i: i.at_s)
     ]
-    body = table(["after", "kind", "told by", "what"], rows, words={1, 2}, wide=3)
-    if len(happenings) > _MOST_HAPPENINGS:
-        body += about(f"and {len(happenings) - _MOST_HAPPENINGS:,} more")
+    body = table(["when", "kind", "reported by", "what"], rows, words={1, 2}, wide=3)
+    body = about("Times are counted from the first step.") + body
+    if len(incidents) > _MOST_INCIDENTS:
+        body += about(f"and {len(incidents) - _MOST_INCIDENTS:,} more")
     return section("What happened", body)
 
 
-def _logged(story: Story) -> str:
-    if not story.logged:
+def _when(at_s: float) -> str:
+    return show_seconds(at_s) if at_s >= 0 else f"{show_seconds(-at_s)} before"
+
+
+def _logged(history: RunHistory) -> str:
+    if not history.logged:
         return ""
     rows = [
         [name, f"{value.times:,}", f"{value.last:.5g}", f"{value.least:.5g}", f"{value.most:.5g}"]
-        for name, value in sorted(story.logged.items())
+        for name, value in sorted(history.logged.items())
     ]
     return section(
         "Logged by the script", table(["name", "times", "last", "least", "most"], rows, words={0})

@@ -1,13 +1,13 @@
-"""Where a run leaves its traces: `runs/<time>-<name>/`.
+"""The folder of one run: `runs/<time>-<name>/`.
 
-    config.toml     every setting as it was resolved
-    plan.toml       who did how much, and how they talked
+    config.toml     every resolved setting
+    plan.toml       the workers' shares, threads and speeds, and how they communicate
     events/         rank-N.jsonl of each worker, launcher.jsonl
-    logs/           rank-N.log: all that a worker printed
+    logs/           rank-N.log: a worker's output
     errors/         rank-N.json: why a worker failed
     summary.json    the figures of the whole run
 
-A folder is made once and never reused; its name is the run's id.
+A folder is never reused; its name is the run's id.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunFolder:
-        """A new folder under `root`; two runs of one second get different ones."""
+        """A new folder under `root`; two runs of the same second get different ones."""
         stem = f"{datetime.now():%Y%m%d-%H%M%S}-{_safe(name)}"
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -44,12 +44,16 @@ class RunFolder:
             raise ConfigError(
                 f"cannot create a run folder: {error.strerror}",
                 where=str(root),
-                fix="give another place with --runs, or make room there",
+                fix="free some disk space or check permissions, or choose another folder with --runs",
             ) from error
-        raise ConfigError(f"100 runs of that name began this second: {stem}", where=str(root))
+        raise ConfigError(
+            f"100 runs named {stem} exist already",
+            where=str(root),
+            fix="start the run again with another --name",
+        )
 
     def with_subfolders(self) -> RunFolder:
-        """Make sure the subfolders are there."""
+        """Create the subfolders if they are missing."""
         for folder in (self.events, self.logs, self.errors):
             folder.mkdir(parents=True, exist_ok=True)
         return self
@@ -66,7 +70,7 @@ class RunFolder:
                 return cls(path.resolve())
         recent = sorted((p.name for p in root.glob("*") if (p / "events").is_dir()), reverse=True)
         known = f"recent runs: {', '.join(recent[:3])}" if recent else f"no run in {root}/ yet"
-        raise ConfigError(f"no run {text!r}", where=str(root), fix=f"give its folder; {known}")
+        raise ConfigError(f"there is no run {text!r}", where=str(root), fix=f"give its folder; {known}")
 
     @property
     def name(self) -> str:
@@ -95,12 +99,12 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """The folder of what workers printed."""
+        """The folder of the workers' output."""
         return self.path / "logs"
 
     @property
     def errors(self) -> Path:
-        """The folder of why workers failed."""
+        """The folder of the workers' errors."""
         return self.path / "errors"
 
     def events_of(self, rank: int) -> Path:
@@ -108,11 +112,11 @@ class RunFolder:
         return self.events / ("launcher.jsonl" if rank == LAUNCHER else f"rank-{rank}.jsonl")
 
     def log_of(self, rank: int) -> Path:
-        """What one worker printed."""
+        """One worker's output."""
         return self.logs / f"rank-{rank}.log"
 
     def error_of(self, rank: int) -> Path:
-        """Why one worker failed, if it did."""
+        """The error of one worker; exists only if it failed."""
         return self.errors / f"rank-{rank}.json"
 
 

@@ -1,8 +1,8 @@
-"""When each part of a step took place: the one reading of a StepEnded that all views share.
+"""When each part of a step took place, for all displays alike.
 
-On the worker's clock, in this order, never overlapping, within the step: data from its start, compute
-up to the arrival, wait from the arrival on, apply after it. What is left of the step is `other`: the
-user's own code between these parts. A step with several rounds is drawn as if they were one, the last.
+The parts follow each other on the worker's clock without overlapping: data from the step's start, compute
+up to the arrival, wait from the arrival on, apply after it. The rest of the step is `other`: the user's
+own code between these parts. A step with several rounds is shown as if the last were the only one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ ACTIVITIES: tuple[Activity, ...] = ("data", "compute", "wait", "apply")
 
 
 def end_of(step: StepEnded) -> float:
-    """When the step was over: when the next data was asked for, which is when it was written down."""
+    """When the step ended: when its event was made, as the next data was requested."""
     return max(step.t, step.start)
 
 
 def other_s(step: StepEnded) -> float:
-    """The time within the step that went to none of the four activities."""
+    """The time within the step outside the four activities."""
     return max(0.0, end_of(step) - step.start - _known_s(step))
 
 
 def length_s(step: StepEnded) -> float:
-    """How long the step took: the four activities and the rest, even if its clock was set back."""
+    """How long the step took; at least the sum of its activities, even if the clock was set back."""
     return max(end_of(step) - step.start, _known_s(step))
 
 
@@ -37,7 +37,7 @@ def _known_s(step: StepEnded) -> float:
 def spans(step: StepEnded) -> dict[Activity, tuple[float, float]]:
     """Begin and end of each activity, in order; an empty one ends where it begins.
 
-    With accumulation, compute is drawn as one piece that ends at the arrival.
+    With accumulation, compute is one span that ends at the arrival.
     """
     over = end_of(step)
     round_over = step.arrival + step.wait_s

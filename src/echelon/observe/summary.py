@@ -1,7 +1,7 @@
 """The figures of a run, from its events: what `summary.json`, the tables and the report show.
 
-Each figure is a sum over events, so it does not matter how the workers' events are merged. `Tally`
-takes them one by one and can be asked at any time; `summarise` takes them all.
+The order in which the workers' events are merged does not matter. `Tally` takes them one by one and gives
+the figures so far at any time; `summarise` takes them all.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from echelon.observe.follow import read_run
 from echelon.observe.overlap import Communication, TrafficTally
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.spans import end_of, length_s, other_s
+from echelon.observe.step_cost import CostTally, StepCost
 from echelon.observe.sync import Stretch, SyncFigures, SyncTally, firsts_of, policy_of, steps_together
 
 UNFINISHED = "unfinished"
@@ -43,8 +44,8 @@ UNFINISHED = "unfinished"
 class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's figures.
 
-    `samples_per_s` is over the time this worker spent in steps, `step_s`, which is the sum of the
-    five parts. `late_s` is the part of `wait_s` that went by before the last worker arrived; the
+    `step_s` is the time this worker spent in steps, the sum of the five parts from `data_s` to `other_s`;
+    `samples_per_s` is relative to it. `late_s` is the part of `wait_s` before the last worker arrived; the
     rest of it is the exchange itself. `held_up_s` is how long this worker kept the others waiting,
     `alone_s` the part of that in which only it was missing; arrival.py has the definition.
     """
@@ -72,18 +73,18 @@ class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of the whole run.
 
-    `seconds` runs from the first step's start to the last step's end. `steps` is the number that the
-    busiest worker made, `epochs` how many ended. `train_loss` is the mean over samples of the last
+    `seconds` runs from the first step's start to the last step's end. `steps` is the largest number of
+    steps of a worker, `epochs` how many ended. `train_loss` is the mean over the samples of the last
     tenth of the steps, at least ten of them. Test figures are those of the last evaluation.
-    `rounds` is the number of steps that all of several workers reported, the only ones judged by
-    arrival; `spread_s` sums their spreads. `judged_by` is "wait" where the workers' clocks disagree.
-    `outcome` is completed, failed, interrupted, or unfinished as long as nobody wrote the end.
-    `communication` is None where no bucket was reported; hiding.py has the definitions. `coding` is None
-    where nothing was encoded.
+    `rounds` counts the steps that all of several workers reported, the only ones judged by
+    arrival; `spread_s` sums their spreads. `judged_by` is "wait" if the workers' clocks disagree.
+    `outcome` is completed, failed, interrupted, or unfinished if no end was recorded.
+    `communication` is None if no bucket was reported; overlap.py has the definitions. `coding` is None
+    if nothing was encoded. `costs` is empty if they are unknown; step_cost.py has the definition.
 
-    By a sync policy other than `full` workers do not step together, so there are no rounds, nobody is
-    last, and `train_loss` is over the last tenth of each worker's own steps. Then, and only then, there
-    is an `agreement`; agreement.py has the definitions.
+    With a sync policy other than `full` workers do not step together: there are no rounds and no last
+    worker, and `train_loss` is over the last tenth of each worker's own steps. Only then is `sync` set
+    (`agreement` in JSON); sync.py has the definitions.
     """
 
     world_size: int
@@ -103,11 +104,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerSummary, ...]
     communication: Communication | None = None
     coding: CodecFigures | None = None
-    agreement: SyncFigures | None = None
+    sync: SyncFigures | None = msgspec.field(name="agreement", default=None)
+    costs: tuple[StepCost, ...] = ()
 
     @property
     def all_steps(self) -> int:
-        """The steps of all workers together."""
+        """The number of steps of all workers together."""
         return sum(worker.steps for worker in self.workers)
 
 
@@ -141,7 +143,7 @@ class _WorkerSums:
 
 
 class _Lateness:
-    """Sums of what the rounds showed."""
+    """Sums over rounds: who was late, and what it cost."""
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -170,7 +172,7 @@ class _Lateness:
 
 
 class _RoundSums:
-    """What the rounds showed, judged both ways: which one counts is known only at the end."""
+    """Lateness judged both ways: which one counts is known only at the end."""
 
     def __init__(self) -> None:
         self.contradictions = 0
@@ -189,7 +191,7 @@ class _RoundSums:
 
 
 class _RecentLoss:
-    """The train loss over the last tenth of the steps, at least ten; forgets the steps before it."""
+    """The train loss over the last tenth of the steps, at least ten; drops earlier steps."""
 
     def __init__(self) -> None:
         self._steps: dict[int, tuple[float, int]] = {}
@@ -224,20 +226,21 @@ class _RecentLoss:
 class Tally:
     """Takes events one by one, workers in any order; `summary()` gives the figures so far.
 
-    `limit` bounds how many incomplete rounds are remembered, for watching a run without end; then
-    communication, whose medians take long to find, is left out. `policy` is the sync policy, where it is
-    known from elsewhere than from events, and `firsts` the first rank of each group, if groups agree.
+    `limit` bounds how many incomplete rounds are kept, for live displays; then communication and step
+    costs, whose medians take long to compute, are left out. `policy` is the sync policy if it is known from
+    elsewhere than from events, `firsts` the first rank of each group with policy `levels`.
     """
 
     def __init__(self, limit: int | None = None, policy: str = "", firsts: Sequence[int] = ()) -> None:
         self._policy = policy
-        self._books = SyncTally(firsts)
+        self._sync = SyncTally(firsts)
         self._workers: dict[int, _WorkerSums] = {}
         self._declared: int | None = None
-        self._gathering = RoundTally(limit)
+        self._rounds_open = RoundTally(limit)
         self._rounds = _RoundSums()
-        self._traffics = TrafficTally() if limit is None else None
-        self._codings = CodecTally()
+        self._traffic = TrafficTally() if limit is None else None
+        self._costs = CostTally() if limit is None else None
+        self._codecs = CodecTally()
         self._hosts: set[str] = set()
         self._loss = _RecentLoss()
         self._own_losses: dict[int, _RecentLoss] = {}
@@ -254,16 +257,16 @@ class Tally:
             case StepEnded():
                 self._step(event)
             case Arrived():
-                self._books.arrived(event)
+                self._sync.arrived(event)
             case Decided():
-                self._books.decided(event)
-            case BucketReduced() if self._traffics is not None:
-                self._traffics.bucket(event)
-                self._codings.bucket(event)
-            case LinkMeasured() if self._traffics is not None:
-                self._traffics.link(event)
+                self._sync.decided(event)
+            case BucketReduced() if self._traffic is not None:
+                self._traffic.bucket(event)
+                self._codecs.bucket(event)
+            case LinkMeasured() if self._traffic is not None:
+                self._traffic.link(event)
             case ServerEnded():
-                self._codings.server(event)
+                self._codecs.server(event)
             case WorkerJoined():
                 self._worker(event.rank).node = event.node
                 self._hosts.add(event.host)
@@ -300,35 +303,37 @@ class Tally:
         self._last_end = max(self._last_end, end_of(event))
         if self.apart:
             return
-        if self._traffics is not None:
-            self._traffics.step(event)
-        complete = self._gathering.add(event, self._declared)
+        if self._costs is not None:
+            self._costs.add(event)
+        if self._traffic is not None:
+            self._traffic.step(event)
+        complete = self._rounds_open.add(event, self._declared)
         if complete is not None and len(complete.workers) > 1:
             self._rounds.add(complete)
-            if self._traffics is not None:
-                self._traffics.round(complete)
+            if self._traffic is not None:
+                self._traffic.round(complete)
 
     @property
     def apart(self) -> bool:
         """Whether workers do not step together."""
-        return self._books.served or not steps_together(self._policy)
+        return self._sync.served or not steps_together(self._policy)
 
     @property
     def policy(self) -> str:
-        """The sync policy, as far as it is known; `full` unless something says otherwise."""
-        return self._policy or ("the server's policy" if self._books.served else "full")
+        """The sync policy; `full` unless a plan or an event names another."""
+        return self._policy or ("the server's policy" if self._sync.served else "full")
 
     def course(self) -> tuple[Stretch, ...]:
-        """How agreement went over time, finer than the summary has it."""
-        return self._books.course(workers=max(self._workers, default=-1) + 1)
+        """The sync figures over time, in finer stretches than the summary has."""
+        return self._sync.course(workers=max(self._workers, default=-1) + 1)
 
     def summary(self) -> Summary:
         """The figures of the events so far."""
         world_size = self._declared if self._declared is not None else len(self._workers)
-        if self.apart:  # a few steps may have come before that was known
-            self._rounds, self._gathering = _RoundSums(), RoundTally()
+        if self.apart:  # a few steps may have come before the policy was known
+            self._rounds, self._rounds_open = _RoundSums(), RoundTally()
         rounds = self._rounds
-        late_rounds = [r for r in self._gathering.rest() if len(r.workers) >= max(2, world_size)]
+        late_rounds = [r for r in self._rounds_open.incomplete() if len(r.workers) >= max(2, world_size)]
         if late_rounds:  # complete, but the world's size was not known when their last step came
             rounds = rounds.copy()
             for round_ in late_rounds:
@@ -356,8 +361,9 @@ class Tally:
                 _worker_summary(rank, self._workers[rank], lateness) for rank in sorted(self._workers)
             ),
             communication=self._communication(by, late_rounds),
-            coding=self._codings.coding(),
-            agreement=self._agreement(),
+            coding=self._codecs.figures(),
+            sync=self._sync_figures(),
+            costs=self._costs.costs() if self._costs is not None and not self.apart else (),
         )
 
     def _own_loss(self) -> float | None:
@@ -367,15 +373,15 @@ class Tally:
         return sum(total for total, _ in sums) / samples if samples else None
 
     def _communication(self, by: Basis, late_rounds: list[ObservedRound]) -> Communication | None:
-        if self._traffics is None or self.apart:
+        if self._traffic is None or self.apart:
             return None
-        return self._traffics.communication(by, late_rounds)
+        return self._traffic.communication(by, late_rounds)
 
-    def _agreement(self) -> SyncFigures | None:
+    def _sync_figures(self) -> SyncFigures | None:
         if not self.apart:
             return None
         exchanges = {rank: worker.exchanges for rank, worker in self._workers.items()}
-        return self._books.agreement(self.policy, exchanges)
+        return self._sync.figures(self.policy, exchanges)
 
     def _outcome(self) -> str:
         if self._ended is not None:
@@ -423,7 +429,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def summarise(events: Iterable[AnyEvent], policy: str = "", firsts: Sequence[int] = ()) -> Summary:
-    """The figures of these events; `policy` and `firsts` are what events do not say, as for `Tally`."""
+    """The figures of these events; `policy` and `firsts` as for `Tally`."""
     tally = Tally(policy=policy, firsts=firsts)
     for event in events:
         tally.add(event)
@@ -431,7 +437,7 @@ def summarise(events: Iterable[AnyEvent], policy: str = "", firsts: Sequence[int
 
 
 def write_summary(folder: RunFolder) -> Summary:
-    """Summarise the run and leave the figures in its folder as `summary.json`."""
+    """Summarise the run and write the figures to its `summary.json`."""
     summary = summarise(read_run(folder), policy_of(folder), firsts_of(folder))
     data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_whole(folder.summary, data + b"\n")

@@ -1,23 +1,23 @@
-"""What a sync policy other than `full` made of the workers' steps: what was applied, dropped, held.
+"""What a sync policy other than `full` did with the workers' steps: pushes applied, dropped, delayed.
 
-Where a server decides, its first one records every arrival and every decision:
+With parameter servers, the first server records every arrival and every decision:
 
-    age         of a push that was applied: how many updates were made between the weights that it was
-                computed on and the update that it is part of; 0 where workers step together
-    held        the time from a worker's arrival to its being let go on, as the server saw it
-    took part   the share of all updates made while the worker took part in the run that contain its push
-    alone       how often a worker was let go on with its own weights
+    age         of an applied push: the number of updates between the weights it was computed on and the
+                update that contains it; 0 where workers step together
+    held        the time from a worker's arrival to its release, as the server saw it
+    took part   of all updates made while the worker was in the run, the share that contains its push
+    alone       how often a worker was released with its own weights
 
-With `levels` groups agree, and the server's record has their numbers. What it says of a group is said here
-of its first rank, which pushes on behalf of all; the others have no figures of their own.
+With `levels`, the server's record has the numbers of groups. A group's figures are shown here for its first
+rank, which pushes for the whole group; the other ranks have none.
 
-A script with several optimizers has a table at the server for each; what is said here is of the first.
+A script with several optimizers has a table at the server for each; these figures are of the first table.
 
-Where workers average weights among each other nobody records decisions; what is known is after which steps
-a worker has exchanged something. Every push that has arrived was applied, was dropped, or is pending.
+If workers average weights without a server, no decisions are recorded; only the steps after which a worker
+exchanged something are known. Every push that arrived was applied, was dropped, or is pending.
 
-How all this changed over time is kept in at most `_MOST_CELLS` stretches of time; when there would be more,
-two become one, so that a run's length does not decide how much is kept.
+Figures over time are kept in at most `_MOST_CELLS` stretches; if there would be more, pairs are merged.
+This bounds the memory of a long run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NUMBER = re.compile(r"\s*\d+")
 
 
 class WorkerSync(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's part. `ages`: how many pushes were applied at which age; `exchanges` counts steps."""
+    """One worker's figures. `ages` maps an age to the number of pushes; `exchanges` counts steps."""
 
     rank: int
     pushed: int
@@ -60,7 +60,7 @@ class WorkerSync(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the run, from `begin_s` after the first arrival on; lists are by worker, from 0."""
+    """A part of the run; `begin_s` counts from the first arrival, tuples are indexed by worker."""
 
     begin_s: float
     seconds: float
@@ -74,10 +74,10 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SyncFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole run's. `parts` says how many updates were made of how many pushes.
+    """The whole run's figures. `parts` maps a number of pushes to the number of updates made from so many.
 
-    `served` is whether a server decided; without one, figures about pushes and updates are 0. `began` is
-    the time of the first arrival.
+    `served` tells whether there was a parameter server; without one, figures about pushes and updates are
+    0. `began` is the time of the first arrival.
     """
 
     policy: str
@@ -97,13 +97,13 @@ class SyncFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def policy_of(folder: RunFolder) -> str:
-    """The sync policy that the run's plan names; empty if there is no plan that can be read."""
+    """The sync policy in the run's plan; empty without a readable plan."""
     sync = _plan_of(folder).get("sync", "")
     return sync if isinstance(sync, str) else ""
 
 
 def firsts_of(folder: RunFolder) -> tuple[int, ...]:
-    """With `levels`, the first rank of each group, by the group's number; otherwise nothing."""
+    """With `levels`, the first rank of each group; otherwise empty."""
     if _name(policy_of(folder)) != _LEVELS:
         return ()
     try:
@@ -122,7 +122,7 @@ def _plan_of(folder: RunFolder) -> dict[str, Any]:
 
 
 def steps_together(policy: str) -> bool:
-    """Whether all workers take every step together by this policy; one that is not known does not say."""
+    """Whether all workers take every step together with this policy; True if it is not known."""
     return _name(policy) in ("", FULL)
 
 
@@ -141,8 +141,8 @@ class _Part:
     updates: int = 0
     ages: dict[int, int] = field(default_factory=dict)
     held_s: float = 0.0
-    missed: int = 0  # updates made while it took no part in the run
-    gone_at: int | None = None  # at which version it left
+    missed: int = 0  # updates made while it was not in the run
+    gone_at: int | None = None  # the version at which it left
 
     def share_of(self, updates: int) -> float:
         gone = self.missed + (updates - self.gone_at if self.gone_at is not None else 0)
@@ -151,7 +151,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Cell:
-    """What happened in one stretch of time; the last three by worker."""
+    """Counts of one stretch of time; the dictionaries are by worker."""
 
     updates: int = 0
     parts: int = 0
@@ -176,7 +176,7 @@ class _Cell:
 
 
 class _Timeline:
-    """Cells of equal width, which doubles when there are too many."""
+    """Cells of equal width; the width doubles when there are too many."""
 
     def __init__(self) -> None:
         self.began: float | None = None
@@ -197,7 +197,7 @@ class _Timeline:
         return cell
 
     def stretches(self, workers: int, most: int) -> tuple[Stretch, ...]:
-        """From the first to the last that something happened in, those without anything among them."""
+        """All stretches from the start to the last cell that is not empty, empty ones included."""
         if not self._cells:
             return ()
         each = -(-(max(self._cells) + 1) // most)
@@ -233,16 +233,16 @@ def _stretch(cell: _Cell, begin_s: float, width_s: float, workers: int) -> Stret
 
 
 class SyncTally:
-    """Takes a server's events one by one, in its order, and can be asked at any time.
+    """Takes a server's events one by one, in order; `figures` gives the figures so far.
 
-    Where groups agree, `firsts` has the first rank of each; then nobody else has a part.
+    With `levels`, `firsts` has the first rank of each group; the other ranks have no figures.
     """
 
     def __init__(self, firsts: Sequence[int] = ()) -> None:
         self._firsts = tuple(firsts)
         self._workers: dict[int, _Part] = {}
-        self._read: dict[tuple[int, int], int] = {}  # of what is pending
-        self._since: dict[int, float] = {}  # when who is waiting came
+        self._read: dict[tuple[int, int], int] = {}  # version read by each pending push
+        self._since: dict[int, float] = {}  # arrival time of each waiting worker
         self._parts: dict[int, int] = {}
         self._course = _Timeline()
         self._updates = 0
@@ -264,11 +264,11 @@ class SyncTally:
         return part
 
     def _rank(self, worker: int) -> int:
-        """Who is meant by a number in the record."""
+        """The rank of a worker or group in the server's record."""
         return self._firsts[worker] if 0 <= worker < len(self._firsts) else worker
 
     def arrived(self, event: Arrived) -> None:
-        """The server was told something."""
+        """Record an arrival."""
         if event.worker < 0 or event.table:
             return
         if self._firsts:
@@ -289,7 +289,7 @@ class SyncTally:
             self._read[event.worker, event.step] = event.read
 
     def decided(self, event: Decided) -> None:
-        """The policy has decided something."""
+        """Record a decision."""
         if event.table:
             return
         if self._firsts:
@@ -317,7 +317,7 @@ class SyncTally:
         seen = set()
         for worker, step, _ in event.parts:
             part = self._part(worker)
-            # The version is that after the update, so the weights it met are one older.
+            # The version is that after the update; the weights before it are one older.
             age = max(0, event.version - 1 - self._read.pop((worker, step), event.version - 1))
             part.applied += 1
             _count(part.ages, age)
@@ -330,17 +330,17 @@ class SyncTally:
 
     def _dropped(self, event: Decided) -> None:
         self._read.pop((event.worker, event.step), None)
-        # Numbers differ from push to push: "left out of round 12" and of round 13 are one reason.
+        # Without numbers, "left out of round 12" and "left out of round 13" are one reason.
         reason = _NUMBER.sub("", event.reason.partition(":")[0]) or "no reason given"
         _count(self._part(event.worker).dropped_for, reason)
         _count(self._course.at(event.t).dropped, event.worker)
 
     def course(self, most: int = _MOST_CELLS, *, workers: int = 0) -> tuple[Stretch, ...]:
-        """How it went, in at most so many stretches of time; of at least so many workers."""
+        """Figures over time, in at most `most` stretches, for at least `workers` workers."""
         return self._course.stretches(max(workers, max(self._workers, default=-1) + 1), most)
 
-    def agreement(self, policy: str, exchanges: Mapping[int, int]) -> SyncFigures:
-        """The figures so far; `exchanges`: after how many of its steps each worker exchanged something."""
+    def figures(self, policy: str, exchanges: Mapping[int, int]) -> SyncFigures:
+        """The figures so far; `exchanges` counts the steps after which each worker exchanged weights."""
         ranks = sorted({*self._workers, *exchanges})
         if self._firsts and self.served:
             ranks = [rank for rank in ranks if rank in self._workers or rank in self._firsts]

@@ -1,17 +1,17 @@
-"""A run as Chrome-trace JSON, which opens in Perfetto: what each worker did, when.
+"""Writes a run as Chrome-trace JSON, which opens in Perfetto: what each worker did, when.
 
-One process per worker with one lane per activity; one process for the run with its loss and
-throughput; faults, failures, checkpoints and evaluations as instants. Every slice carries its step,
-so a round can be followed, and an arrow leads from the last to arrive to the one who waited longest.
-Under its activities each worker has its buckets: from being filled (encode) to being reduced, and within
-that the time until its own bytes were sent. Buckets under way together lie in rows below each other.
+There is one process per worker with one lane per activity, and one process for the run with its loss and
+throughput. Faults, failures, checkpoints and evaluations are instants. Every slice carries its step. In
+each round an arrow leads from the worker that arrived last to the one that waited longest. Below its
+activities each worker has its buckets, from filling (encode) to the reduced result, and within that the
+time until its own bytes were sent. Buckets in flight at the same time are in separate rows.
 
-Where workers do not step together there are no rounds, so there are no arrows and no throughput; what is
-counted instead is of how many gradients each of the server's updates was made.
+If workers do not step together there are no rounds, so there are no arrows and no throughput, but a counter
+of gradients per update of the server.
 
-Times are whole microseconds since the run began, never negative. Within a lane slices follow each
-other; where a clock was set back, the later one is cut. Pieces shorter than a microsecond are left
-out. Workers whose clocks contradict each other are put on one clock; `otherData` says by how much.
+Times are whole microseconds since the run began, never negative. Slices of a lane do not overlap; if a
+clock was set back, the later slice is cut. Slices shorter than a microsecond are left out. If the workers'
+clocks disagree, they are corrected, and `otherData` has the corrections.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ TraceEvent: TypeAlias = dict[str, Any]
 _RUN_PID = 1
 _INSTANTS_TID = 9
 _BUCKETS_SORT = 5  # after the four activities
-_ROW_TIDS = 1_000_000_000  # far above the other lanes' ids
+_ROW_TIDS = 1_000_000_000  # above the ids of all other lanes
 _ROWS_PER_WORKER = 10_000
 
 
 def chrome_trace(events: Iterable[AnyEvent], policy: str = "") -> dict[str, Any]:
-    """The trace of these events; without events, an empty one. `policy`: if events do not say it."""
+    """The trace of these events; empty without events. `policy` is used if no event names one."""
     kept = list(events)
     together = _step_together(kept, policy)
     offsets = _offsets(kept) if together else {}
@@ -90,13 +90,13 @@ def chrome_trace(events: Iterable[AnyEvent], policy: str = "") -> dict[str, Any]
 
 
 def write_trace(folder: RunFolder, out: Path) -> Path:
-    """Write the run's trace; an `out` that ends in .gz is compressed, which Perfetto reads as well."""
+    """Write the run's trace; it is compressed if `out` ends in .gz, which Perfetto reads too."""
     trace = chrome_trace(read_run(folder), policy_of(folder))
     if not trace["traceEvents"]:
         raise ConfigError(
             "the run has no events yet",
             where=str(folder.events),
-            fix="wait for the run to begin, or look at its logs/",
+            fix="wait until the run has begun, or read its log files in logs/",
         )
     data = msgspec.json.encode(trace)
     write_whole(out, gzip.compress(data, compresslevel=6) if out.suffix == ".gz" else data)
@@ -112,15 +112,16 @@ def _us(seconds: float) -> int:
 
 
 def _pid(rank: int) -> int:
-    # Perfetto takes 0 for the idle process; tens leave room for lanes whose ids are unique as well.
+    # Perfetto takes 0 for the idle process. Steps of ten leave room for lanes, whose ids must be unique
+    # too.
     return _RUN_PID if rank == LAUNCHER else 100 + 10 * rank
 
 
 def _rounds(steps: Iterable[StepEnded]) -> list[ObservedRound]:
-    gathering = RoundTally()
+    rounds = RoundTally()
     for step in steps:
-        gathering.add(step, None)
-    return gathering.rest()
+        rounds.add(step, None)
+    return rounds.incomplete()
 
 
 def _offsets(events: list[AnyEvent]) -> dict[int, float]:
@@ -155,19 +156,19 @@ def _names(events: list[AnyEvent]) -> list[TraceEvent]:
         return []
     nodes = {event.rank: event.node for event in events if isinstance(event, WorkerJoined)}
     ranks = sorted({event.rank for event in events} - {LAUNCHER})
-    only_serve = {e.rank for e in events if isinstance(e, (Arrived, Decided))} - nodes.keys()
+    servers = {e.rank for e in events if isinstance(e, (Arrived, Decided))} - nodes.keys()
     named = [_name("process_name", _RUN_PID, 0, "run"), _sort("process_sort_index", _RUN_PID, 0, 0)]
     for rank in ranks:
         node = nodes.get(rank)
         label = f"rank {rank} · {node}" if node else f"rank {rank}"
-        label += " · server" if rank in only_serve else ""
+        label += " · server" if rank in servers else ""
         named.append(_name("process_name", _pid(rank), 0, label))
         named.append(_sort("process_sort_index", _pid(rank), 0, rank + 1))
-        for lane, activity in enumerate(() if rank in only_serve else ACTIVITIES, start=1):
+        for lane, activity in enumerate(() if rank in servers else ACTIVITIES, start=1):
             named.append(_name("thread_name", _pid(rank), _pid(rank) + lane, activity))
             named.append(_sort("thread_sort_index", _pid(rank), _pid(rank) + lane, lane))
-    happened = [_pid(rank) for rank in (LAUNCHER, *ranks)]
-    return named + [_name("thread_name", pid, pid + _INSTANTS_TID, "what happened") for pid in happened]
+    pids = [_pid(rank) for rank in (LAUNCHER, *ranks)]
+    return named + [_name("thread_name", pid, pid + _INSTANTS_TID, "events") for pid in pids]
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> TraceEvent:
@@ -179,7 +180,7 @@ def _sort(kind: str, pid: int, tid: int, index: int) -> TraceEvent:
 
 
 class _Lanes:
-    """Places slices so that no lane overlaps itself, and remembers where each wait went."""
+    """Places slices so that they do not overlap within a lane, and keeps each step's wait for arrows."""
 
     def __init__(self, start: float) -> None:
         self.slices: list[TraceEvent] = []
@@ -212,14 +213,14 @@ class _Lanes:
                 self._waits[step.rank, step.step] = placed
 
     def arrow(self, round_: ObservedRound) -> list[TraceEvent]:
-        """From the wait of the last to arrive to the longest wait; none if either left no slice."""
+        """An arrow from the wait of the last worker to the longest wait; none if either has no slice."""
         waits = [self._waits.get((rank, round_.step)) for rank in round_.workers]
         known = [wait for wait in waits if wait is not None]
         if len(known) < 2:
             return []
         last = max(known, key=lambda wait: wait["ts"])
         first = min(known, key=lambda wait: wait["ts"])
-        # A flow's end has to lie within its slice, and not before its beginning.
+        # A flow must end within its slice, and not before its start.
         arrives = first["ts"] + first["dur"] - 1
         if arrives < last["ts"]:
             return []
@@ -231,7 +232,7 @@ class _Lanes:
 
 
 class _BucketRows:
-    """Places each bucket in its worker's first row that is free."""
+    """Places each bucket in its worker's first free row."""
 
     def __init__(self, start: float) -> None:
         self.slices: list[TraceEvent] = []
@@ -242,7 +243,7 @@ class _BucketRows:
     def add(self, bucket: BucketReduced) -> None:
         filled = _us(bucket.start - self._start)
         encoded = max(filled, _us(bucket.start + bucket.encode_s - self._start))
-        # What is not known has no length; nothing begins before what comes before it.
+        # An unknown time (0) gives a part of length zero.
         begun = max(encoded, _us(bucket.begun - self._start))
         sent = max(begun, _us(bucket.sent - self._start))
         ended = max(sent, _us(bucket.ended - self._start))
@@ -296,7 +297,7 @@ def _counters(round_: ObservedRound, start: float) -> list[TraceEvent]:
 
 
 def _losses(steps: Iterable[StepEnded], start: float) -> list[TraceEvent]:
-    """Each worker's own, at the end of each of its steps."""
+    """Each worker's own loss, at the end of each of its steps."""
     known = [step for step in steps if step.loss is not None and math.isfinite(step.loss)]
     return [
         _counter("train loss", _us(end_of(step) - start), {"loss": step.loss or 0.0})

@@ -1,7 +1,8 @@
-"""How do policies stand against the first one? Figures over the seeds, and what they show in plain words.
+"""Compares policies with the first one: figures over the seeds, and sentences about them.
 
-A difference is taken seed by seed, for runs of one seed begin alike and have the same luck; its mean is
-`SimulationResult.difference`. A spread is the standard deviation over the seeds, 0 for a single one.
+A difference is taken seed by seed, because runs of one seed have the same initial weights, data and delays;
+its mean is `SimulationResult.difference`. A spread is the standard deviation over the seeds, 0 for one
+seed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from dataclasses import dataclass
 from echelon.simulate.outcome import Metric, Run, SimulationResult
 
 _Key = Callable[["Standing"], float]
-_SAME_POINTS = 0.05  # nothing that a table of one decimal would show
+_SAME_POINTS = 0.05  # a table with one decimal would not show it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A figure over the seeds."""
+    """Mean and standard deviation of a figure over the seeds."""
 
     mean: float
     deviation: float
@@ -27,7 +28,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricFigures:
-    """One metric at the end, averaged over the interval, and that average less the first policy's."""
+    """One metric at the end, its average over the run, and that average minus the first policy's."""
 
     end: Spread
     average: Spread
@@ -36,9 +37,9 @@ class MetricFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """One policy; counts are means over the seeds.
+    """One policy's figures; counts are means over the seeds.
 
-    `reached_s` is when the accuracy asked for was first seen, over the `reached` seeds that have seen it.
+    `reached_s` is when the wanted accuracy was first measured, over the `reached` seeds that reached it.
     """
 
     policy: str
@@ -57,7 +58,7 @@ class Standing:
 
 
 def compare(outcome: SimulationResult, until_accuracy: float | None = None) -> list[Standing]:
-    """All policies of a simulation, in their order."""
+    """The figures of all policies of a simulation, in order."""
     first = outcome.policies[0]
     return [_standing(outcome.of(policy), outcome.of(first), until_accuracy) for policy in outcome.policies]
 
@@ -106,7 +107,7 @@ def _number(value: float | None) -> float:
 
 
 def _seen_s(run: Run, accuracy: float | None) -> float | None:
-    """When the run was first seen to be that good; an evaluation later than it was, at most."""
+    """The time of the first evaluation with at least this accuracy."""
     if accuracy is None:
         return None
     return next(
@@ -115,7 +116,7 @@ def _seen_s(run: Run, accuracy: float | None) -> float | None:
 
 
 def in_words(outcome: SimulationResult, standings: Sequence[Standing]) -> list[str]:
-    """What it shows: of several policies, the best and the worst beside the first."""
+    """Sentences about the result: of several policies, the best and the worst compared with the first."""
     first, *others = standings
     if not outcome.setting.gradients:
         return [_pace(outcome, first), *(_pace_beside(first, one) for one in _extremes(others, _applied))]
@@ -142,8 +143,8 @@ def _applied(one: Standing) -> float:
 def _pace(outcome: SimulationResult, one: Standing) -> str:
     rate = one.applied / outcome.setting.seconds
     return (
-        f"{one.policy} applies {rate:,.{0 if rate >= 10 else 2}f} gradients a second; its workers wait for "
-        f"{100 * one.waiting_share:.0f} % of the time."
+        f"{one.policy} applies {rate:,.{0 if rate >= 10 else 2}f} gradients per second; its workers wait "
+        f"for {100 * one.waiting_share:.0f} % of the time."
     )
 
 
@@ -161,17 +162,17 @@ def _alone(outcome: SimulationResult, one: Standing) -> str:
     found = one.test_accuracy
     return (
         f"{one.policy} has a test accuracy of {100 * found.end.mean:.1f} % after "
-        f"{outcome.setting.seconds:g} s, and of {100 * found.average.mean:.1f} % on average over the "
-        f"interval; {_age(one)}."
+        f"{outcome.setting.seconds:g} s and {100 * found.average.mean:.1f} % on average over the run. "
+        f"It applied {one.applied:,.0f} gradients; {_age(one)}."
     )
 
 
 def _beside(first: Standing, one: Standing) -> str:
     found = one.test_accuracy.difference
     points, deviation = 100 * found.mean, 100 * found.deviation
-    over = "in test accuracy on average over the interval"
+    over = "in test accuracy, averaged over the run"
     if not math.isfinite(points):
-        return f"{one.policy} and {first.policy} cannot be compared: an accuracy is not known."
+        return f"{one.policy} and {first.policy} cannot be compared: an accuracy is unknown."
     if abs(points) < _SAME_POINTS:
         judged = f"is as good as {first.policy} {over}"
     else:
@@ -179,11 +180,13 @@ def _beside(first: Standing, one: Standing) -> str:
             f"is {abs(points):.1f} points {'ahead of' if points > 0 else 'behind'} {first.policy} {over}"
         )
         if abs(points) < deviation:
-            judged += f", which is less than seeds differ (± {deviation:.1f})"
-    return f"{one.policy} {judged}; {_age(one)}."
+            judged += f"; this is less than the spread over the seeds (± {deviation:.1f})"
+    # The number of applied gradients often explains a difference better than their age.
+    times = f", {one.applied / first.applied:.2f} times as many as {first.policy}" if first.applied else ""
+    return f"{one.policy} {judged}. It applied {one.applied:,.0f} gradients{times}; {_age(one)}."
 
 
 def _age(one: Standing) -> str:
     if one.staleness_mean == 0:
-        return "its gradients were never stale"
-    return f"its gradients were {one.staleness_mean:.1f} updates old on average"
+        return "they were never stale"
+    return f"they were {one.staleness_mean:.1f} updates old on average"

@@ -1,9 +1,9 @@
-"""A model as one flat tensor: its gradient at any weights, and how good any weights are.
+"""A model as one flat tensor: its gradient and its evaluation at any weights.
 
-The module's parameters are views of one tensor, into which weights are copied before they are used; no
-module is ever copied. Optimizers work on flat tensors too, which is the same as by parameter, for those
-offered treat each number by itself. What a module keeps besides parameters (running means of batch
-normalisation) is common to all virtual workers.
+The module's parameters are views of one tensor, into which weights are copied before use, so the module
+itself is never copied. Optimizers work on flat tensors too; the result is the same, because SGD and AdamW
+are element-wise. Buffers of a module (running means of batch normalisation) are shared by all virtual
+workers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 from echelon.zoo.task import count_correct, loss_of
 
-_AT_ONCE = 500  # samples per forward pass of an evaluation, or of a gradient of several batches
+_AT_ONCE = 500  # samples per forward pass of an evaluation or of a joint gradient of several batches
 _KEPT_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """How good weights are; nothing is known where nothing is learned."""
+    """The evaluation of weights; all None if nothing is learned."""
 
     train_loss: float | None = None
     test_loss: float | None = None
@@ -37,7 +37,7 @@ class Quality:
 
 
 class Problem:
-    """A model and a data set of the zoo, loaded once for all runs."""
+    """A model and a data set, loaded once for all runs."""
 
     def __init__(self, setting: Setting) -> None:
         splits = DATASETS.build(setting.data, where="--data").load()
@@ -59,22 +59,22 @@ class Problem:
         self._kept_bytes = 0
 
     def build(self, seed: int) -> torch.nn.Module:
-        """A new module, the same for the same seed, whatever else draws random numbers."""
+        """A new module, which depends only on the seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.model.build(self.spec)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Training samples."""
+        """A batch of training samples."""
         return self._fetch(self._train, indices.tolist())
 
     def evaluation(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """The fixed samples of a part in fixed batches, kept in memory as far as there is room."""
+        """The fixed batches of a part, cached in memory up to a limit."""
         data = self._train if part == "train" else self._test
         for number, indices in enumerate(self._parts[part]):
             batch = self._kept.get((part, number))
             if batch is None:
-                with torch.random.fork_rng(devices=[]):  # data that draws (crops) must not disturb a run
+                with torch.random.fork_rng(devices=[]):  # random crops must not affect the run
                     torch.manual_seed(number)
                     batch = self._fetch(data, indices)
                 size = sum(tensor.numel() * tensor.element_size() for tensor in batch)
@@ -84,7 +84,7 @@ class Problem:
             yield batch
 
     def _fetch(self, data: Dataset[Any], indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        # As torch's loaders do it: data that can hand out many samples at once is asked to.
+        # Like torch's loaders, fetch many samples at once if the data set can.
         many = getattr(data, "__getitems__", None)
         x, y = self._collate(many(indices) if many else [data[index] for index in indices])
         return x, y
@@ -107,7 +107,7 @@ class Learner:
         self.size_bytes = self._flat.numel() * self._flat.element_size()
 
     def initial(self) -> Tensor:
-        """A copy of the weights that all begin with."""
+        """A copy of the initial weights."""
         return self._initial.clone()
 
     def gradient_at(self, flat: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,8 +121,8 @@ class Learner:
     def mean_gradient_at(self, flat: Tensor, batches: Sequence[Tensor]) -> Tensor:
         """The mean of the gradients of several batches of one size.
 
-        That is the gradient of all of them as one, which takes less time, unless samples of a batch depend
-        on each other.
+        It is computed as the gradient of one joint batch, which is faster, unless batch normalisation makes
+        the samples of a batch depend on each other.
         """
         joined = 1 if self._normalises else max(1, _AT_ONCE // len(batches[0]))
         parts = [batches[at : at + joined] for at in range(0, len(batches), joined)]
@@ -133,7 +133,7 @@ class Learner:
         return total
 
     def evaluate(self, flat: Tensor) -> Quality:
-        """Loss on the fixed training samples, loss and accuracy on the test samples."""
+        """Train loss on fixed training samples; loss and accuracy on test samples."""
         self._flat.copy_(flat)
         self._module.eval()
         train_loss, _, _ = self._measure("train")
@@ -152,28 +152,28 @@ class Learner:
         return total / targets, right / targets, samples
 
 
-class Idle(Learner):
-    """Learns nothing: for runs in which only the times are of interest. Its transfers are as large."""
+class TimingOnly(Learner):
+    """Computes no gradients, for runs in which only times matter; transfers have the model's size."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         Learner.__init__(self, problem, seed)
         self._nothing = torch.empty(0)
 
     def initial(self) -> Tensor:
-        """No numbers."""
+        """An empty tensor."""
         return torch.empty(0)
 
     def gradient_at(self, flat: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """No numbers either."""
+        """Empty tensors."""
         return torch.empty(0), self._nothing
 
     def evaluate(self, flat: Tensor) -> Quality:
-        """Nothing is known."""
+        """No figures."""
         return Quality()
 
 
 def optimizer_for(setting: Setting, flat: Tensor) -> torch.optim.Optimizer:
-    """The optimizer of the setting, for weights as one tensor."""
+    """The setting's optimizer for flat weights."""
     if setting.optimizer == "adamw":
         return torch.optim.AdamW([flat], lr=setting.lr, weight_decay=setting.weight_decay)
     return torch.optim.SGD(
@@ -186,7 +186,7 @@ def _count(data: Dataset[Any]) -> int:
 
 
 def _fixed(available: int, wanted: int) -> list[list[int]]:
-    """Samples evenly spread over the data, in batches."""
+    """Indices of evenly spread samples, in batches."""
     step = max(1, available // max(1, min(wanted, available)))
     chosen = list(range(0, available, step))[:wanted]
     return [chosen[at : at + _AT_ONCE] for at in range(0, len(chosen), _AT_ONCE)]

@@ -1,8 +1,8 @@
-"""In which order samples are taken: one common stream, of which whoever begins a step takes the next batch.
+"""The order of samples: one common stream, from which each worker takes its next batch as it begins a step.
 
 The stream is one seeded permutation of the data after another, so every sample comes once per pass. A batch
-may reach from one pass into the next: all batches are whole, and the N batches of a round in lockstep are
-one batch of N times the size.
+may reach from one pass into the next, so all batches are of full size, and N batches in a row equal one
+batch of N times the size.
 """
 
 from __future__ import annotations

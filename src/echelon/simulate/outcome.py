@@ -1,8 +1,7 @@
-"""What came out of a simulation: a curve and totals for each policy and seed, and how policies compare.
+"""The result of a simulation: a curve and totals for each policy and seed, and averages over them.
 
-An average over the interval is the integral of a metric over virtual time, by trapezoids, divided by the
-time: it is high for who is good early. Everything is JSON by msgspec; a number that is none (a loss beyond
-all bounds) is null there.
+The average over a run is the integral of a metric over virtual time (trapezoids), divided by the time, so
+early learning counts. msgspec writes it as JSON; values that are not finite become null there.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ METRICS: tuple[Metric, ...] = ("train_loss", "test_loss", "test_accuracy", "grad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """The state at one moment; without gradients, no figures are known."""
+    """The state at one moment; losses and accuracy are None if no gradients are computed."""
 
     t: float
     gradients: int
@@ -36,12 +35,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What was done in a whole run.
+    """The counts of a whole run.
 
-    Of the gradients computed, those that are neither applied nor dropped were on their way or waiting at
-    the end. `samples` are those of applied gradients. `updates` are those of the weights that count: the
-    server's, the common ones, or, where workers have their own, the meetings. Staleness counts updates
-    between reading weights and applying what was computed on them. `waiting_share` is the part of the
+    Gradients that were computed but neither applied nor dropped were in flight or waiting at the end.
+    `samples` are those of applied gradients. `updates` are those of the server's weights or of the common
+    weights; if workers have their own weights, they are the averagings. Staleness is the number of updates
+    between reading weights and applying the gradient computed on them. `waiting_share` is the part of the
     workers' time in which they did not compute, transfers included.
     """
 
@@ -66,11 +65,11 @@ class Run:
 
     @property
     def final(self) -> Point:
-        """How it ended."""
+        """The last point."""
         return self.curve[-1]
 
     def average(self, metric: Metric) -> float:
-        """The metric's mean over the interval; nan where it is not known throughout."""
+        """The metric's mean over the run; nan if a value is unknown."""
         points = [(point.t, getattr(point, metric)) for point in self.curve]
         if any(value is None for _, value in points):
             return math.nan
@@ -82,7 +81,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """All runs of a simulation, by policy in the order of asking, then by seed."""
+    """All runs of a simulation, by policy in the given order, then by seed."""
 
     setting: Setting
     profile: Profile
@@ -90,7 +89,7 @@ class SimulationResult:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """The policies, as they were asked for."""
+        """The policies, as they were given."""
         return tuple(dict.fromkeys(run.policy for run in self.runs))
 
     def of(self, policy: str) -> tuple[Run, ...]:
@@ -101,7 +100,7 @@ class SimulationResult:
         return found
 
     def average(self, policy: str, metric: Metric) -> float:
-        """The mean over the interval and the seeds."""
+        """The mean over the run and the seeds."""
         return statistics.fmean(run.average(_known(metric)) for run in self.of(policy))
 
     def final(self, policy: str, metric: Metric) -> float:
@@ -109,7 +108,7 @@ class SimulationResult:
         return statistics.fmean(_number(getattr(run.final, _known(metric))) for run in self.of(policy))
 
     def difference(self, policy: str, other: str, metric: Metric) -> float:
-        """How much more the first has of a metric than the second, averaged over interval and seeds."""
+        """The first policy's metric minus the second's, averaged over the run and the seeds."""
         return self.average(policy, metric) - self.average(other, metric)
 
     def mean_curve(self, policy: str, metric: Metric) -> Sequence[tuple[float, float]]:

@@ -1,8 +1,8 @@
-"""One self-contained HTML page about a simulation: what it shows, curves over virtual time, and figures.
+"""Writes one self-contained HTML page about a simulation: findings, curves over virtual time, and figures.
 
-It looks like the report of a run (`observe/page/`), whose charts and style it uses, and needs no network.
-A line is the mean over the seeds, a band reaches from the least to the most of them. Losses far above those
-at the beginning are drawn at the top, so that one policy that diverges does not hide the others.
+It uses the charts and styles of a run's report (`observe/page/`) and needs no network. A line is the mean
+over the seeds, a band their range. Losses far above the initial ones are drawn at the top, so that a policy
+that diverges does not hide the others.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from echelon.simulate.profile import Profile
 from echelon.simulate.setting import Setting
 
 _COLOURS = 8
-_BEYOND = 3.0  # times the largest loss at the beginning: above that a loss is drawn at the top
+_BEYOND = 3.0  # times the largest initial loss: larger losses are drawn at the top
 _UNKNOWN = "-"
 _CURVES: dict[Metric, tuple[str, str]] = {
     "train_loss": ("Train loss", "loss"),
     "test_loss": ("Test loss", "loss"),
-    "test_accuracy": ("Test accuracy", "right answers"),
+    "test_accuracy": ("Test accuracy", "accuracy"),
 }
 
 
@@ -40,13 +40,13 @@ def page_html(
     sources: Mapping[str, str] | None = None,
     until_accuracy: float | None = None,
 ) -> str:
-    """The whole page; `sources` says of which part of the profile it was measured, and which was given."""
+    """The whole page; `sources` tells for each part of the profile whether it was measured or given."""
     setting = outcome.setting
     title = f"{setting.model} on {setting.data}, {setting.workers} virtual workers"
     said = "".join(f"<li>{safe(sentence)}</li>" for sentence in in_words(outcome, standings))
     parts = [
         _header(setting, title, command),
-        section("What it shows", f'<ul class="says verdict">{said}</ul>'),
+        section("Findings", f'<ul class="says verdict">{said}</ul>'),
         _learning(outcome) if setting.gradients else "",
         _pace(outcome),
         _figures(setting, standings, until_accuracy),
@@ -56,7 +56,7 @@ def page_html(
 
 
 def document(title: str, body: str) -> str:
-    """A page that needs nothing but itself."""
+    """A self-contained HTML document."""
     shared, own = resources.files("echelon.observe.page"), resources.files("echelon.simulate")
     style = shared.joinpath("style.css").read_text(encoding="utf-8")
     style += own.joinpath("page.css").read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ def _header(setting: Setting, title: str, command: str) -> str:
 
 
 def look_of(index: int) -> str:
-    """The CSS classes of the policy in that place; beyond the colours there are, lines are dashed."""
+    """The CSS classes of the policy with that index; when colours run out, lines are dashed."""
     return f"policy p{index % _COLOURS}" + (" dashed" if index >= _COLOURS else "")
 
 
@@ -93,7 +93,7 @@ def _legend(outcome: SimulationResult) -> str:
 
 def _learning(outcome: SimulationResult) -> str:
     body = about(
-        "Lines are means over the seeds, bands reach from the least to the most of them."
+        "Lines are means over the seeds, bands reach from the smallest to the largest value."
         if outcome.setting.seeds > 1
         else "One seed."
     )
@@ -118,14 +118,14 @@ def _curves(outcome: SimulationResult, metric: Metric) -> str:
         else value_axis([min(value, top) for value in values], unit)
     )
     chart = _chart(outcome, bundles, axis, title, percent=metric == "test_accuracy", top=top)
-    return chart + (about(f"Losses above {top:.3g} are drawn there.") if max(values) > top else "")
+    return chart + (about(f"Losses above {top:.3g} are drawn at the top.") if max(values) > top else "")
 
 
-Bundle = list[tuple[float, list[float]]]  # at a moment, what the seeds have
+Bundle = list[tuple[float, list[float]]]  # a time, and the values of all seeds
 
 
 def _bundle(outcome: SimulationResult, policy: str, metric: Metric) -> Bundle:
-    """Up to the moment at which some seed's value is no number any more."""
+    """A metric of all seeds over time, up to the first value that is not finite."""
     bundle: Bundle = []
     for points in zip(*(run.curve for run in outcome.of(policy)), strict=True):
         found = [getattr(point, metric) for point in points]
@@ -156,7 +156,7 @@ def _chart(
 
 
 def _band(bundle: Bundle, look: str, top: float) -> Series:
-    """There along the most and back along the least; the area under such a curve is what is between."""
+    """A closed curve along the largest values and back along the smallest; its area is the band."""
     there: list[Point] = [(t, min(max(found), top)) for t, found in bundle]
     back: list[Point] = [(t, min(min(found), top)) for t, found in reversed(bundle)]
     return Series(look=f"{look} band", points=[*there, *back], area=True)
@@ -174,7 +174,7 @@ def _line(bundle: Bundle, look: str, policy: str, percent: bool, top: float) -> 
 
 
 def _pace(outcome: SimulationResult) -> str:
-    """What became of the gradients: how many, and how many went into an update."""
+    """Gradients computed, and gradients per update."""
     made = [_bundle(outcome, policy, "gradients") for policy in outcome.policies]
     most = max(value for bundle in made for _, found in bundle for value in found)
     body = _legend(outcome)
@@ -185,14 +185,14 @@ def _pace(outcome: SimulationResult) -> str:
         title = "Gradients computed per update"
         body += _chart(outcome, per_update, value_axis(values, "gradients per update"), title)
         body += about(
-            "Between two evaluations, drawn at their middle: 1 where every gradient is an update, the "
-            "number of workers where all wait for each other, K of a buffer that waits for K."
+            "Means between two evaluations, drawn at their middle: 1 if each gradient makes an update, the "
+            "number of workers if all wait for each other, K if a buffer waits for K gradients."
         )
-    return section("Pace", body)
+    return section("Gradients and updates", body)
 
 
 def _per_update(outcome: SimulationResult, policy: str) -> Bundle:
-    """Only where every seed had an update."""
+    """Gradients per update over time, where every seed had an update."""
     runs = outcome.of(policy)
     bundle: Bundle = []
     for steps in zip(*(pairwise(run.curve) for run in runs), strict=True):
@@ -211,14 +211,19 @@ def _figures(setting: Setting, standings: Sequence[Standing], until_accuracy: fl
     body = ""
     if setting.gradients:
         body += about(
-            f"At the end and averaged over the interval, and that average less the one of "
-            f"{standings[0].policy}" + ("; ± is the spread over the seeds." if setting.seeds > 1 else ".")
+            f"Values at the end and averaged over the run. Difference: that average minus "
+            f"{standings[0].policy}'s"
+            + ("; ± is the standard deviation over the seeds." if setting.seeds > 1 else ".")
         )
-        head = ["policy", "", "at the end", "on average", "difference"]
+        head = ["policy", "metric", "at the end", "on average", "difference"]
         body += table(
             head, [row for one in standings for row in _metric_rows(one, one is standings[0])], words={0, 1}
         )
-    head = ["policy", "gradients", "applied", "dropped", "updates", "staleness", "most", "waiting"]
+    body += about(
+        "Staleness: updates between reading weights and applying the gradient. Waiting: the part of the "
+        "workers' time in which they did not compute."
+    )
+    head = ["policy", "gradients", "applied", "dropped", "updates", "staleness", "largest", "waiting"]
     rows = [
         [
             one.policy,
@@ -259,7 +264,7 @@ def _metric_rows(one: Standing, first: bool) -> list[list[str]]:
 
 
 def show_spread(spread: Spread, *, percent: bool = False, sign: bool = False) -> str:
-    """A figure with its spread, if it has one; a fraction in percent, or as a difference in points."""
+    """A figure with its deviation, if any; fractions in percent, their differences in points."""
     if not math.isfinite(spread.mean):
         return _UNKNOWN
     scale, digits = (100, 1) if percent else (1, 3)
@@ -269,7 +274,7 @@ def show_spread(spread: Spread, *, percent: bool = False, sign: bool = False) ->
 
 
 def show_reached(one: Standing, seeds: int) -> str:
-    """When the accuracy was seen, and in how many seeds, if not in all."""
+    """When the accuracy was reached, and in how many seeds if not in all."""
     if one.reached_s is None:
         return "never"
     shown = f"{one.reached_s.mean:.3g} s"
@@ -282,18 +287,18 @@ def show_reached(one: Standing, seeds: int) -> str:
 def profile_rows(
     setting: Setting, profile: Profile, sources: Mapping[str, str]
 ) -> list[tuple[str, str, str]]:
-    """What takes how long, and how that is known."""
+    """The durations of a profile, and whether they were measured or given."""
     costs, link = profile.costs, profile.link
     rates = sorted(set(setting.links)) or [link.bytes_per_s]
     shown = f"{show_bytes(rates[0])}/s" + (f" to {show_bytes(rates[-1])}/s" if len(rates) > 1 else "")
     served = ", ".join(
         f"{name} {show_seconds(cost)}"
-        for name, cost in (("queue", costs.queue_s), ("apply", costs.apply_s), ("hand", costs.hand_s))
+        for name, cost in (("push", costs.queue_s), ("update", costs.apply_s), ("pull", costs.hand_s))
     )
     return [
         ("a gradient", show_seconds(profile.compute_s), sources.get("compute", "")),
         ("the server", served, sources.get("costs", "")),
-        ("a link", f"{shown}, {show_seconds(link.latency_s)} of latency", sources.get("link", "")),
+        ("a link", f"{shown}, latency {show_seconds(link.latency_s)}", sources.get("link", "")),
     ]
 
 
@@ -308,11 +313,11 @@ def _conditions(setting: Setting, profile: Profile, sources: Mapping[str, str]) 
             f"{setting.delay}, {100 * setting.delayed:g} % of workers" if setting.delay else "none",
             "",
         ),
-        ("speeds", ", ".join(f"{speed:g}" for speed in setting.speeds) or "all alike", ""),
+        ("speeds", ", ".join(f"{speed:g}" for speed in setting.speeds) or "all equal", ""),
         ("seeds", f"{setting.seeds} from {setting.seed} on", ""),
         *profile_rows(setting, profile, sources),
     ]
     if setting.groups:
         groups = "; ".join(",".join(map(str, group)) for group in setting.groups)
         rows.append(("groups", groups, ""))
-    return section("Setting", table(["what", "value", "known"], rows, words={0, 2}, wide=1))
+    return section("Setting", table(["setting", "value", "source"], rows, words={0, 2}, wide=1))

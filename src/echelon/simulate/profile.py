@@ -1,13 +1,13 @@
-"""How long things take: a worker's gradient, the server's work, a transfer. Measured here, or given.
+"""How long a worker's gradient, the server's work and a transfer take; measured on this machine, or given.
 
     compute_s   a gradient of one batch, forward and backward, with one thread: the median of several
-    queue_s     taking in a push: one copy of it, and adding it to an update
+    queue_s     receiving a push: one copy of it, and adding it to an update
     apply_s     an update: the optimizer's step
-    hand_s      handing out weights: a clone of them, and one copy
+    hand_s      sending weights: a clone of them, and one copy
 
-Copies are the least that a server must do with bytes that come and go; what a real one takes can be given.
-What is measured is kept per machine, as `cluster/probe.py` does it, in `simulate.json` beside its file. A
-link cannot be measured in one process; unless given, it is one of 1 Gb/s with 0.1 ms of latency.
+A real server does more than these copies; its measured costs can be given instead. Measurements are cached
+per machine in `simulate.json`, beside the file of `cluster/probe.py`. A link cannot be measured in one
+process; its default is 1 Gb/s with 0.1 ms of latency.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ _REPEATS = 15
 
 def _check(where: str, name: str, value: float, holds: bool, wanted: str) -> None:
     if not holds:
-        raise ConfigError(f"{name} is {value:g}", where=f"{where}, {name}", fix=f"give {wanted}")
+        raise ConfigError(
+            f"{name} is {value:g}, but must be {wanted}", where=f"{where}, {name}", fix=f"give {wanted}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds that the server spends on a push, an update, and weights for a worker."""
+    """Seconds that the server spends on receiving a push, on an update, and on sending weights."""
 
     queue_s: float = 0.0
     apply_s: float = 0.0
@@ -56,7 +58,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualLink:
-    """A worker's way to the server and to others."""
+    """A worker's link to the server and to other workers."""
 
     latency_s: float = 1e-4
     bytes_per_s: float = 125e6
@@ -75,7 +77,7 @@ class Profile:
     link: VirtualLink = VirtualLink()
 
     def __post_init__(self) -> None:
-        # Time that does not pass would never let a run come to its end.
+        # If computing took no time, a run would never end.
         _check("profile", "compute_s", self.compute_s, 0 < self.compute_s < math.inf, "a number above 0")
 
 
@@ -87,9 +89,9 @@ def measure(
     costs: Costs | None = None,
     link: VirtualLink | None = None,
 ) -> Profile:
-    """The profile of a setting on this machine: what is not given is from the cache, else measured.
+    """The profile of a setting on this machine; values that are not given are cached or measured.
 
-    Measuring takes about a second, and longer if `problem` is not there yet and has to be loaded.
+    Measuring takes about a second, and longer if `problem` is not given and has to be loaded.
     """
     if compute_s is None or costs is None:
         known = _known(setting, problem)
@@ -115,7 +117,7 @@ def _known(setting: Setting, problem: Problem | None) -> _ProfileEntry:
 
 
 class _ProfileEntry(msgspec.Struct, frozen=True):
-    """What is known about one machine with one model."""
+    """The measurements of one machine with one model."""
 
     compute_s: float
     costs: Costs
@@ -162,7 +164,7 @@ def _server_costs(setting: Setting, flat: Any, gradient: Any) -> Costs:
 
 
 def _median_s(action: Callable[[], object]) -> float:
-    """Without the first time, which does what is done only once."""
+    """The median time of an action, without the first call, which warms up."""
     action()
     seconds = []
     for _ in range(_REPEATS):
@@ -176,13 +178,13 @@ def _cache_file() -> Path | None:
     given = os.environ.get("ECHELON_CACHE", "")
     try:
         folder = Path(given).expanduser() if given else cache_folder()
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # a user without a home folder
         return None
     return folder / "simulate.json"
 
 
 def _read(file: Path | None) -> dict[str, _ProfileEntry]:
-    """The file's entries; those that are not ours are left out."""
+    """The file's valid entries."""
     if file is None:
         return {}
     try:

@@ -1,6 +1,6 @@
-"""A server's arrivals and decisions as events, and back: the same on the cluster and on the virtual clock.
+"""A server's arrivals and decisions as events, the same in real training and on the virtual clock.
 
-A rule that is told again what the events say, in their order, must decide again what they say.
+A rule that is given the recorded arrivals in order must make the recorded decisions (`replay.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from echelon.sync.families.serve import Apply, Arrival, Decision, Drop, Invite, 
 
 
 def arrived(arrival: Arrival, *, rank: int, version: int) -> Arrived:
-    """The event of a push or an ask; `rank` is the server's, `version` that of its weights."""
+    """The event of an arrival; `rank` is the server's, `version` that of its weights."""
     return Arrived(
         t=arrival.t,
         rank=rank,

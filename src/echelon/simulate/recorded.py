@@ -1,7 +1,7 @@
-"""What a run on the cluster left behind of its server: the policy, the crew, what arrived and was decided.
+"""Replays a run of real training from its folder: the policy, the cluster, the arrivals and the decisions.
 
-The crew is put together again from the run's folder: the plan, the links that its workers measured, and
-the learning rate in its settings (a script's own is not recorded; it is given where a policy needs it).
+The policy's `ClusterInfo` is rebuilt from the plan, the measured links, and the learning rate in the
+settings (a script's own learning rate is not recorded; the caller gives it if a policy needs it).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echelon.sync.policy import POLICIES, ClusterInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """A run whose server's record was fed to a fresh policy."""
+    """The result of replaying a run."""
 
     run: str
     policy: str
@@ -34,12 +34,12 @@ class Replayed:
 
     @property
     def same(self) -> bool:
-        """Whether all decisions were the recorded ones."""
+        """Whether all decisions equal the recorded ones."""
         return self.mismatch is None
 
 
 def replay_run(folder: RunFolder, lr: float | None = None) -> Replayed:
-    """Feed the record of a run's coordinating server to its policy again."""
+    """Feed the recorded arrivals of a run's coordinating server to its policy again."""
     plan = Plan.read(folder.plan)
     policy = POLICIES.build(plan.sync, where=str(folder.plan)).resolved()
     cluster = cluster_of(folder, plan, lr)
@@ -47,16 +47,16 @@ def replay_run(folder: RunFolder, lr: float | None = None) -> Replayed:
         policy, cluster = policy.between, units_of(cluster)
     if not isinstance(policy, ServePolicy):
         raise ConfigError(
-            f"sync {plan.sync} is not decided by a server, so there are no decisions to replay",
+            f"sync {plan.sync} uses no parameter server, so there are no decisions to replay",
             where=str(folder.plan),
-            fix="give a run with a policy that a server carries out, such as async",
+            fix="give a run with a parameter-server policy, such as async",
         )
     policy.check(cluster)
     seen = list(_of_server(folder, plan))
     arrivals = sum(isinstance(event, Arrived) for event in seen)
     if not arrivals:
         raise ConfigError(
-            f"run {folder.name} has no record of a server's decisions",
+            f"run {folder.name} has no recorded decisions of a server",
             where=str(folder.events),
             fix="give a run that was started with --servers and has made a step",
         )
@@ -72,7 +72,7 @@ def replay_run(folder: RunFolder, lr: float | None = None) -> Replayed:
 def _replay_tables(
     seen: list[Arrived | Decided], policy: ServePolicy, cluster: ClusterInfo
 ) -> Mismatch | None:
-    """Every optimizer has a rule of its own."""
+    """Replay each optimizer's table with a rule of its own."""
     for table in sorted({event.table for event in seen}):
         mismatch = replay([event for event in seen if event.table == table], policy, cluster)
         if mismatch is not None:
@@ -81,14 +81,14 @@ def _replay_tables(
 
 
 def _of_server(folder: RunFolder, plan: Plan) -> Iterator[Arrived | Decided]:
-    """What the servers' coordinator, which is the first of them, was told and decided."""
+    """The arrivals and decisions of the first server, which coordinates."""
     file = folder.events_of(len(plan.workers))
     if file.is_file():
         yield from (event for event in read_events(file) if isinstance(event, Arrived | Decided))
 
 
 def cluster_of(folder: RunFolder, plan: Plan, lr: float | None = None) -> ClusterInfo:
-    """What the policy of a run on the cluster was told."""
+    """What the policy knew of the run's cluster."""
     return planned_cluster(
         plan,
         links=_links(folder, len(plan.workers)),
@@ -97,7 +97,7 @@ def cluster_of(folder: RunFolder, plan: Plan, lr: float | None = None) -> Cluste
 
 
 def _links(folder: RunFolder, workers: int) -> tuple[float, ...]:
-    """Each worker's best measured rate; nothing if anybody's is unknown."""
+    """Each worker's best measured rate; empty if one is unknown."""
     files = [(rank, folder.events_of(rank)) for rank in range(workers)]
     measured = [
         (rank, event.bytes_per_s)

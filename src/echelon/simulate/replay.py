@@ -1,8 +1,8 @@
-"""Does a policy decide as it did in a recorded run, when it is told the same?
+"""Checks that a policy makes the same decisions as in a recorded run, given the same arrivals.
 
-A rule sees nothing but what it is told. So the arrivals of a recorded run, on the cluster or on the virtual
-clock, fed to a fresh rule in their order must give the recorded decisions: the same parts with the same
-weights, in the same order. Times of decisions and versions are the server's own matter and not compared.
+A rule depends only on its arrivals. So the arrivals of a recorded run, real or simulated, fed to a new rule
+in order must give the recorded decisions: the same parts with the same weights, in the same order. Times of
+decisions and versions are not compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KINDS = ("gradient", "delta", "weights", "ask")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """The first difference: after arrival number `index`, from 0, what was recorded and what came now."""
+    """The first difference, after arrival number `index` (from 0): the recorded and the new decision."""
 
     index: int
     arrival: Arrived
@@ -37,10 +37,10 @@ class Mismatch:
 
 
 def replay(events: Iterable[AnyEvent], policy: ServePolicy, cluster: ClusterInfo) -> Mismatch | None:
-    """Feed what arrived to a fresh rule; the first decision that differs, or None."""
+    """Feed the arrivals to a new rule; returns the first decision that differs, or None."""
     rule = policy.rule(cluster)
     for index, (arrival, recorded) in enumerate(_rounds(events)):
-        now = [decided(d, t=arrival.t, rank=arrival.rank, version=0) for d in _told(rule, arrival)]
+        now = [decided(d, t=arrival.t, rank=arrival.rank, version=0) for d in _feed(rule, arrival)]
         for at in range(max(len(now), len(recorded))):
             then_is = recorded[at] if at < len(recorded) else None
             now_is = now[at] if at < len(now) else None
@@ -50,7 +50,7 @@ def replay(events: Iterable[AnyEvent], policy: ServePolicy, cluster: ClusterInfo
 
 
 def _rounds(events: Iterable[AnyEvent]) -> Iterator[tuple[Arrived, list[Decided]]]:
-    """Each arrival with the decisions up to the next."""
+    """Each arrival, with the decisions up to the next arrival."""
     arrival: Arrived | None = None
     decisions: list[Decided] = []
     for event in events:
@@ -70,7 +70,7 @@ def _rounds(events: Iterable[AnyEvent]) -> Iterator[tuple[Arrived, list[Decided]
         yield arrival, decisions
 
 
-def _told(rule: Rule, event: Arrived) -> list[Decision]:
+def _feed(rule: Rule, event: Arrived) -> list[Decision]:
     if event.kind == "leave":
         return rule.leave(event.worker, event.t)
     if event.kind == "join":
@@ -78,7 +78,11 @@ def _told(rule: Rule, event: Arrived) -> list[Decision]:
     if event.kind == "tick":
         return rule.tick(event.t)
     if event.kind not in _KINDS:
-        raise ConfigError(f"unknown kind of arrival {event.kind!r}", where="replay")
+        raise ConfigError(
+            f"unknown kind of arrival {event.kind!r}",
+            where="replay",
+            fix="replay the run with the version of Echelon that recorded it",
+        )
     return rule.arrive(
         Arrival(
             worker=event.worker,

@@ -1,8 +1,8 @@
-"""Simulates several policies on the same cluster: the same weights, the same data, the same luck.
+"""Simulates several policies on the same virtual cluster, with the same weights, data and delays.
 
-For each seed all policies begin with the same weights, find the same order of the data, and each worker
-draws the same delays in its steps. The result is a function of the setting and the profile, to the bit:
-one thread computes, and no random numbers are drawn but from generators of the run.
+For each seed all policies start with the same weights and get the same order of samples, and each worker
+draws the same delays. The result is a function of the setting and the profile, to the bit: one thread
+computes, and all random numbers come from generators of the run.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from echelon.errors import ConfigError
 from echelon.observe.events import AnyEvent
-from echelon.simulate.families.levels import Grouped, LevelsRunner
+from echelon.simulate.families.levels import LevelsRunner, VirtualGroups
 from echelon.simulate.families.mix import MixRunner
 from echelon.simulate.families.reduce import ReduceRunner
 from echelon.simulate.families.serve import ServeRunner
 from echelon.simulate.families.share import ShareRunner
-from echelon.simulate.learner import Idle, Learner, Problem
+from echelon.simulate.learner import Learner, Problem, TimingOnly
 from echelon.simulate.order import Order
 from echelon.simulate.outcome import Run, SimulationResult
 from echelon.simulate.profile import Profile, measure
-from echelon.simulate.scene import Listener, Scene, Stage
 from echelon.simulate.setting import Setting
+from echelon.simulate.virtual import Listener, VirtualCluster, VirtualWorkers
 from echelon.sync.families.mix import MixPolicy
 from echelon.sync.families.serve import ServePolicy
 from echelon.sync.policies.levels import Levels
@@ -34,13 +34,13 @@ from echelon.sync.policy import POLICIES, Policy
 
 
 class Runner(Protocol):
-    """How policies of one family are run."""
+    """Runs the policies of one family."""
 
     def start(self) -> None:
-        """Ask the clock for the first actions."""
+        """Schedule the first actions."""
 
     def shown(self) -> Sequence[Tensor]:
-        """The weights to be evaluated; several for the mean of their figures."""
+        """The weights to evaluate; the figures of several are averaged."""
 
 
 def simulate(
@@ -49,7 +49,7 @@ def simulate(
     *,
     listen: Callable[[str, int, AnyEvent], None] | None = None,
 ) -> SimulationResult:
-    """Run each policy with each seed; `listen`, if given, hears every event, with its policy and seed."""
+    """Run each policy with each seed; `listen`, if given, gets every event with its policy and seed."""
     asked = _asked(setting, policies)
     with _one_thread():
         problem = Problem(setting)
@@ -72,42 +72,42 @@ def run_policy(
     text: str = "",
     listener: Listener | None = None,
 ) -> Run:
-    """One policy with one seed."""
+    """Run one policy with one seed."""
     with _one_thread(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # what modules draw as they compute, such as dropout
-        learner = Learner(problem, seed) if setting.gradients else Idle(problem, seed)
-        scene = Scene(setting, profile, learner, Order(problem.samples, seed), seed, listener)
-        runner = runner_of(policy, scene)
+        torch.manual_seed(seed)  # for random numbers of modules, such as dropout
+        learner = Learner(problem, seed) if setting.gradients else TimingOnly(problem, seed)
+        virtual = VirtualCluster(setting, profile, learner, Order(problem.samples, seed), seed, listener)
+        runner = runner_of(policy, virtual)
         runner.start()
-        scene.play(runner.shown)
-    return Run(policy=text or policy.name, seed=seed, curve=tuple(scene.curve), totals=scene.totals())
+        virtual.run(runner.shown)
+    return Run(policy=text or policy.name, seed=seed, curve=tuple(virtual.curve), totals=virtual.totals())
 
 
-def runner_of(policy: Policy, scene: Scene) -> Runner:
-    """How this policy is run."""
-    stage: Stage = scene
+def runner_of(policy: Policy, virtual: VirtualCluster) -> Runner:
+    """The runner of this policy's family."""
+    stage: VirtualWorkers = virtual
     if isinstance(policy, Levels):
         inside, between = policy.inside, policy.between
         if isinstance(inside, MixPolicy) and isinstance(between, MixPolicy):
-            return LevelsRunner(inside, between, scene)
-        policy, stage = between, Grouped(scene)
+            return LevelsRunner(inside, between, virtual)
+        policy, stage = between, VirtualGroups(virtual)
     if isinstance(policy, ServePolicy):
         return ServeRunner(policy, stage)
     if isinstance(policy, MixPolicy):
         return MixRunner(policy, stage)
     if policy.family == "reduce":
-        return ReduceRunner(scene)
+        return ReduceRunner(virtual)
     if policy.family == "share":
-        return ShareRunner(scene)
+        return ShareRunner(virtual)
     raise ConfigError(
-        f"the virtual clock cannot run {policy.name}: it knows no policies of that kind",
+        f"{policy.name} cannot be simulated: the simulator has no runner for it",
         where="--sync",
-        fix="choose another policy, or run this one on a cluster",
+        fix="choose another policy, or train with this one",
     )
 
 
 def _asked(setting: Setting, policies: Sequence[str]) -> dict[str, Policy]:
-    """All policies, checked before any is run."""
+    """All policies, checked before any of them runs."""
     if not policies:
         raise ConfigError("no policy to simulate", where="--sync", fix="give one: --sync full")
     found: dict[str, Policy] = {}
@@ -128,7 +128,7 @@ def _listener(listen: Callable[[str, int, AnyEvent], None] | None, text: str, se
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """More threads would add in another order from run to run, and gain little on small batches."""
+    """One thread: several would sum in varying order and gain little on small batches."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

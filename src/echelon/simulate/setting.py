@@ -23,12 +23,12 @@ from echelon.sync.policy import ClusterInfo
 class Setting:
     """A virtual cluster and what it trains.
 
-    `batch` is per worker. `speeds` (1 is full speed) and `links` (bytes per second, in place of the
-    profile's) are per worker, or empty. `groups`, if any, hold each worker once. `delay` slows the
-    highest ranks, the fraction `delayed` of all. There is one run for each of `seeds` seeds, from `seed`
-    on. Without `gradients` nothing is learned; only times are simulated. `profile` is measured if it is
-    None. `test_samples` test samples are used, all if that is 0; the training loss is that of
-    `train_samples` fixed samples.
+    `batch` is per worker. `speeds` (1 is full speed) and `links` (bytes per second, instead of the
+    profile's) are per worker, or empty. `groups`, if any, contain each worker once. `delay` slows the
+    fraction `delayed` of workers, the highest ranks. There is one run for each of `seeds` seeds, starting
+    with `seed`. Without `gradients` nothing is learned, and only times are simulated. `profile` is measured
+    if it is not given. Evaluations use `test_samples` test samples (0: all) and `train_samples` fixed
+    training samples.
     """
 
     workers: int = 4
@@ -72,7 +72,7 @@ class Setting:
         members = sorted(rank for group in self.groups for rank in group)
         if self.groups and (members != list(range(self.workers)) or not all(self.groups)):
             raise ConfigError(
-                f"the groups {self.groups} do not hold each of {self.workers} workers exactly once",
+                f"the groups {self.groups} do not contain each of {self.workers} workers exactly once",
                 where="groups",
                 fix="put each worker in one group",
             )
@@ -81,7 +81,7 @@ class Setting:
 
     @property
     def cluster(self) -> ClusterInfo:
-        """What a policy may know about this cluster. It has one server."""
+        """What a policy knows of this cluster, which has one server."""
         return ClusterInfo(
             workers=self.workers,
             servers=1,
@@ -94,7 +94,7 @@ class Setting:
 
     @property
     def evaluations(self) -> tuple[float, ...]:
-        """The times at which the weights are evaluated, from 0 to the end."""
+        """The times of evaluations, from the beginning to the end."""
         every_s = self.evaluate_every_s or self.seconds / 20
         count = math.ceil(self.seconds / every_s - 1e-9)
         return (*(index * every_s for index in range(count)), self.seconds)

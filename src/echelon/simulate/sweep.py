@@ -1,8 +1,8 @@
-"""Runs every policy with every seed, in this process or in several at once; what comes out is the same.
+"""Runs every policy with every seed, in this process or in several; the result is the same.
 
-Each run is a function of the setting, the policy and the seed (`run.py`), so it does not matter where it is
-made, or when. Events are written by whoever makes the run, each run's to a file of its own, and put
-together in the order of the runs.
+Each run is a function of the setting, the policy and the seed (`run.py`), so it does not matter which
+process runs it, or when. Each run's events are written to a file of their own; the files are joined in the
+order of the runs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from echelon.simulate.profile import measure
 from echelon.simulate.setting import Setting
 from echelon.sync.policy import POLICIES
 
-# What needs torch is imported where it is used: mistakes are told without waiting for it.
+# torch is imported where it is used, so that mistakes are reported without waiting for it.
 if TYPE_CHECKING:
     from echelon.simulate.learner import Problem
-    from echelon.simulate.scene import Listener
+    from echelon.simulate.virtual import Listener
 
 Progress = Callable[[int, float], None]
-_TOLD_TIMES = 100  # how often a run tells how far it is
+_REPORTS = 100  # progress reports per run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +55,10 @@ def simulate_several(
     events: Path | None = None,
     progress: Progress | None = None,
 ) -> SimulationResult:
-    """As `simulate`, in up to `jobs` processes.
+    """Like `simulate`, in up to `jobs` processes.
 
-    `progress` hears which run (from 0) is at which virtual second. `events` are written as JSON lines, each
-    with its policy and seed.
+    `progress` is called with a run's number (from 0) and its virtual time. `events` are written as JSON
+    lines, each with its policy and seed.
     """
     check_policies(setting, policies)
     profile = setting.profile or measure(setting)
@@ -76,7 +76,7 @@ def simulate_several(
 
 
 def check_policies(setting: Setting, policies: Sequence[str]) -> None:
-    """Refuse what cannot work before anything is loaded or run."""
+    """Raise ConfigError for a policy that cannot work, before anything is loaded."""
     if not policies:
         raise ConfigError("no policy to simulate", where="--sync", fix="give one: --sync full")
     for index, text in enumerate(policies):
@@ -127,10 +127,10 @@ def _listeners(setting: Setting, task: _Task, progress: Progress | None) -> Iter
     with ExitStack() as stack:
         listeners: list[Listener] = []
         if progress is not None:
-            listeners.append(_telling(setting, task, progress))
+            listeners.append(_progress_listener(setting, task, progress))
         if task.events is not None:
             file = stack.enter_context(task.events.open("wb"))
-            # What an event does not know: readers of events pass over it.
+            # Policy and seed are no fields of events; readers of events ignore them.
             whose = msgspec.json.encode({"policy": task.policy, "seed": task.seed})[:-1] + b","
             listeners.append(lambda event: _write(file.write, whose, event))
         yield listeners
@@ -140,28 +140,28 @@ def _write(write: Callable[[bytes], object], whose: bytes, event: AnyEvent) -> N
     write(whose + encode(event)[1:] + b"\n")
 
 
-def _telling(setting: Setting, task: _Task, progress: Progress) -> Listener:
-    told_s = 0.0
+def _progress_listener(setting: Setting, task: _Task, progress: Progress) -> Listener:
+    reported_s = 0.0
 
-    def tell(event: AnyEvent) -> None:
-        nonlocal told_s
-        if event.t - told_s >= setting.seconds / _TOLD_TIMES:
-            told_s = event.t
+    def listen(event: AnyEvent) -> None:
+        nonlocal reported_s
+        if event.t - reported_s >= setting.seconds / _REPORTS:
+            reported_s = event.t
             progress(task.number, event.t)
 
-    return tell
+    return listen
 
 
 def _all(listeners: Sequence[Listener]) -> Listener | None:
-    """One that tells all; none if there are none, for then events need not be made."""
+    """One listener that calls all; None if there are none, so that no events are made."""
     if len(listeners) < 2:
         return listeners[0] if listeners else None
 
-    def tell(event: AnyEvent) -> None:
+    def listen(event: AnyEvent) -> None:
         for listener in listeners:
             listener(event)
 
-    return tell
+    return listen
 
 
 # All runs
@@ -178,8 +178,8 @@ def _here(setting: Setting, tasks: Sequence[_Task], progress: Progress | None) -
 def _apart(
     setting: Setting, tasks: Sequence[_Task], jobs: int, progress: Progress | None
 ) -> Iterator[tuple[int, Run]]:
-    """Whoever is free gets the next task. All processes are ended, whatever happens."""
-    context = multiprocessing.get_context("spawn")  # torch does not survive a fork in all its parts
+    """Run tasks in several processes; each takes the next task when free. Always ends all processes."""
+    context = multiprocessing.get_context("spawn")  # parts of torch do not work after a fork
     left = list(reversed(tasks))
     processes: dict[Connection, multiprocessing.process.BaseProcess] = {}
     try:
@@ -197,10 +197,10 @@ def _apart(
         while missing:
             for ready in wait(busy):
                 assert isinstance(ready, Connection)
-                said = _heard(ready, processes[ready])
-                if isinstance(said, EchelonError):
-                    raise said
-                number, what = said
+                message = _receive(ready, processes[ready])
+                if isinstance(message, EchelonError):
+                    raise message
+                number, what = message
                 if isinstance(what, float):
                     if progress is not None:
                         progress(number, what)
@@ -208,7 +208,7 @@ def _apart(
                 yield number, what
                 missing -= 1
                 ready.send(left.pop() if left else None)
-                if len(busy) > missing:  # it was sent home: its end of the line is no failure
+                if len(busy) > missing:  # it got no task and will close its connection
                     busy.discard(ready)
     finally:
         for connection, ended in processes.items():
@@ -217,25 +217,25 @@ def _apart(
             ended.join()
 
 
-_Said = tuple[int, "float | Run"] | EchelonError
+_Message = tuple[int, "float | Run"] | EchelonError
 
 
-def _heard(connection: Connection, process: multiprocessing.process.BaseProcess) -> _Said:
+def _receive(connection: Connection, process: multiprocessing.process.BaseProcess) -> _Message:
     try:
-        said: _Said = connection.recv()
+        message: _Message = connection.recv()
     except (EOFError, ConnectionError):
         process.join()
         raise LaunchError(
-            f"a process that simulated has ended with exit code {process.exitcode}",
+            f"a simulation process ended with exit code {process.exitcode}",
             where="echelon simulate",
-            fix="use fewer processes, --jobs 1, if memory is short",
+            fix="if memory is short, use fewer processes: --jobs 1",
         ) from None
-    return said
+    return message
 
 
 def _work(connection: Connection, setting: Setting, tells: bool) -> None:
-    """A process: makes one run after the other, until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it will end it
+    """The main function of a process: runs one task after the other."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from echelon.simulate.learner import Problem
 
@@ -253,7 +253,7 @@ def _work(connection: Connection, setting: Setting, tells: bool) -> None:
 
 
 def _end_with_parent() -> None:
-    """One that was killed cannot end others; nobody would want their runs."""
+    """End this process if the parent dies, because a killed parent cannot end it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -264,7 +264,7 @@ def _end_with_parent() -> None:
 
 
 def _folder_beside(file: Path) -> tempfile.TemporaryDirectory[str]:
-    """On the same disk, so that putting the whole file in its place is one step."""
+    """A temporary folder on the same disk, so that the complete file can be moved atomically."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():
@@ -274,7 +274,7 @@ def _folder_beside(file: Path) -> tempfile.TemporaryDirectory[str]:
         raise ConfigError(
             f"cannot write {file.name}: {error.strerror}",
             where=str(file.parent),
-            fix="make room there, or give another place with --events",
+            fix="free some disk space or check permissions, or choose another file with --events",
         ) from error
 
 

@@ -1,15 +1,16 @@
-"""When do workers agree, and with whom? One file per policy in `policies/`; all of them pure.
+"""Synchronisation policies: when workers synchronise, and with whom. All of them are pure.
 
-    policy.py     what a policy is, what it may know about the cluster, how it is found by name
-    cluster.py    what policies are told about a run's cluster
-    served.py     policies that a server carries out: arrivals in, decisions out
-    ledger.py     what a server holds, and how decisions change it
-    elastic.py    the two forms of elastic averaging
-    mixed.py      policies that workers carry out among themselves, by schedule
-    detector.py   is a worker slower than it should be? one file per rule in `detectors/`
-    threshold.py  how many gradients make an update, as training goes on; one file each in `thresholds/`
-    graph.py      who is whose neighbour; one file per graph in `graphs/`
+    policy.py     the contract of a policy, what it knows of the cluster, and the registry
+    cluster.py    what a policy knows of a run's cluster, from the plan
+    policies/     the policies, one file each
+    families/     what the policies of a family have in common
+    detector.py   the contract of detectors, which tell slow workers from normal ones
+    detectors/    the detectors, one file each
+    threshold.py  the contract of thresholds: how many gradients make an update
+    thresholds/   the thresholds, one file each
+    graph.py      the contract of graphs: which workers are neighbours
+    graphs/       the graphs, one file each
 
-Nothing here knows of sockets, clocks or threads: the cluster (`train/`) and the virtual clock
-(`simulate/`) run the same objects. Where a policy computes with tensors, it only uses their methods.
+Nothing here uses sockets, clocks or threads, so that real training (`train/`) and the virtual clock
+(`simulate/`) run the same objects. A policy that computes with tensors uses only their methods.
 """

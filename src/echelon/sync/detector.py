@@ -1,8 +1,8 @@
-"""How long may a worker take and still count as normal? Detectors, one file each in `detectors/`.
+"""The contract of detectors: the longest time that a worker may take and still count as normal.
 
-A detector is given past times, in seconds, and says the longest time that still counts as normal: beyond
-it a worker is held to be slower than it should be. It sees times of one sort only, of computing or of
-transfers, and remembers nothing: whoever asks keeps the times, the last `KEPT` of each worker.
+A detector is given past times in seconds, of computing or of transfers, and returns the longest time that
+counts as normal; a worker that takes longer is slow. It has no state: the caller keeps the last `KEPT`
+times of each worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEPT = 100
 
 
 class Detector(Strategy):
-    """Tells slow from normal by past times. Holds its options only."""
+    """Tells slow workers from normal ones by past times. Holds only its options."""
 
     __slots__ = ()
 
@@ -26,11 +26,11 @@ class Detector(Strategy):
     def limit(self, own: Sequence[float], others: Sequence[Sequence[float]]) -> float:
         """The longest normal time of a worker, by its own past times and the others', oldest first.
 
-        Infinite while there is too little to tell by.
+        Infinite as long as there are too few times.
         """
 
     def limits(self, times: Sequence[Sequence[float]]) -> list[float]:
-        """The limits of all workers at once; for detectors that can do this in less than one by one."""
+        """The limits of all workers; override it if this can be computed faster than one by one."""
         return [self.limit(own, [*times[:i], *times[i + 1 :]]) for i, own in enumerate(times)]
 
 
@@ -38,23 +38,23 @@ class Detector(Strategy):
 DETECTORS: Registry[Detector] = Registry("detector", Detector, "echelon.sync.detectors")  # type: ignore[type-abstract]
 
 
-def above_zero(detector: Detector, option: str) -> None:
+def check_above_zero(detector: Detector, option: str) -> None:
     """Raise ConfigError unless the option is a finite number above zero."""
     value = getattr(detector, option)
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(
-            f"{option} is {value:g}, it has to be a number above 0",
+            f"{option} is {value:g}, but must be a number above 0",
             where=f"detector {detector.name}, {option}",
             fix="give a number above 0, such as 0.5",
         )
 
 
-def up_to_kept(detector: Detector, option: str) -> None:
-    """Raise ConfigError unless the option counts times that can be there: 1 to KEPT."""
+def check_kept(detector: Detector, option: str) -> None:
+    """Raise ConfigError unless the option, a number of past times, is 1 to KEPT."""
     value = getattr(detector, option)
     if not 1 <= value <= KEPT:
         raise ConfigError(
-            f"{option} is {value}, but 1 to {KEPT} times are kept of each worker",
+            f"{option} is {value}, but must be 1 to {KEPT}, the number of times kept per worker",
             where=f"detector {detector.name}, {option}",
             fix=f"give 1 to {KEPT}",
         )

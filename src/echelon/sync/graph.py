@@ -1,12 +1,12 @@
-"""Who is whose neighbour when workers gossip? One file per graph in `graphs/`.
+"""The contract of graphs: which workers are neighbours when they gossip.
 
-A graph is undirected, and all workers know all of it. How much a worker takes of its neighbours are
-the Metropolis weights (Xiao and Boyd, 2004): with d_i neighbours of worker i,
+A graph is undirected, and every worker knows all of it. Neighbours are averaged with Metropolis weights
+(Xiao and Boyd, 2004): with d_i neighbours of worker i,
 
     W_ij = 1 / (1 + max(d_i, d_j))  for neighbours,      W_ii = 1 - sum of the others.
 
 W is symmetric and each row sums to one, so x -> W x keeps the mean of all workers. In a connected graph the
-distance to the mean shrinks at each turn at least by the second-largest absolute eigenvalue of W, which is
+distance to the mean shrinks in each round at least by the second-largest absolute eigenvalue of W, which is
 one minus the spectral gap.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import ClassVar, TypeAlias
 
 from echelon.config.registry import Registry, Strategy
@@ -23,25 +23,25 @@ Neighbourhood: TypeAlias = "tuple[tuple[int, ...], ...]"
 
 
 class Graph(Strategy):
-    """Who is whose neighbour. Holds its options only.
+    """Which workers are neighbours. Holds only its options.
 
-    `lasting`: neighbours are the same at every turn, so they have to be connected at every turn.
+    If `static`, neighbours are the same in every round, so the graph must be connected.
     """
 
     __slots__ = ()
-    lasting: ClassVar[bool] = True
+    static: ClassVar[bool] = True
 
     @abstractmethod
-    def neighbours(self, workers: int, turn: int) -> Neighbourhood:
-        """The neighbours of each worker at that turn, from 0; ConfigError if it does not fit them."""
+    def neighbours(self, workers: int, round_: int) -> Neighbourhood:
+        """The neighbours of each worker in a round, from 0; ConfigError if the graph does not fit."""
 
 
 # mypy cannot take an abstract class as a value; the registry never instantiates the contract.
 GRAPHS: Registry[Graph] = Registry("graph", Graph, "echelon.sync.graphs")  # type: ignore[type-abstract]
 
 
-def joined(workers: int, pairs: Iterable[tuple[int, int]]) -> Neighbourhood:
-    """The neighbours of each worker, in order; pairs of a worker with itself do not count."""
+def from_pairs(workers: int, pairs: Iterable[tuple[int, int]]) -> Neighbourhood:
+    """The neighbours of each worker, in order; pairs of a worker with itself are ignored."""
     found: list[set[int]] = [set() for _ in range(workers)]
     for one, other in pairs:
         if one != other:
@@ -51,14 +51,14 @@ def joined(workers: int, pairs: Iterable[tuple[int, int]]) -> Neighbourhood:
 
 
 def random_pairs(workers: int, rng: random.Random) -> list[tuple[int, int]]:
-    """All workers in pairs, drawn at random; of an odd number one is left over."""
+    """All workers in random pairs; of an odd number one is left over."""
     order = list(range(workers))
     rng.shuffle(order)
     return list(zip(order[::2], order[1::2], strict=False))
 
 
 def reachable(neighbours: Neighbourhood, start: int = 0) -> set[int]:
-    """All workers that something known to worker `start` gets to, itself among them."""
+    """All workers connected with worker `start`, itself included."""
     found, waiting = {start}, [start]
     while waiting:
         new = set(neighbours[waiting.pop()]) - found
@@ -68,24 +68,7 @@ def reachable(neighbours: Neighbourhood, start: int = 0) -> set[int]:
 
 
 def metropolis_row(neighbours: Neighbourhood, worker: int) -> dict[int, float]:
-    """How much a worker takes of each neighbour and of itself; by worker, in order."""
+    """A worker's Metropolis weights of its neighbours and itself; by worker, in order."""
     degree = len(neighbours[worker])
     others = {j: 1 / (1 + max(degree, len(neighbours[j]))) for j in neighbours[worker]}
     return dict(sorted({**others, worker: 1 - sum(others.values())}.items()))
-
-
-def metropolis(neighbours: Neighbourhood) -> list[dict[int, float]]:
-    """The Metropolis weights of all workers, row by row."""
-    return [metropolis_row(neighbours, worker) for worker in range(len(neighbours))]
-
-
-def spectral_gap(weights: Sequence[Mapping[int, float]]) -> float:
-    """One minus the second-largest absolute eigenvalue of symmetric weights; 1 for a worker alone."""
-    import numpy as np  # it takes a while, and only this needs it
-
-    matrix = np.zeros((len(weights), len(weights)))
-    for i, row in enumerate(weights):
-        for j, weight in row.items():
-            matrix[i, j] = weight
-    sizes = np.sort(np.abs(np.linalg.eigvalsh(matrix)))
-    return 1 - float(sizes[-2]) if len(sizes) > 1 else 1.0

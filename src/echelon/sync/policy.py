@@ -1,10 +1,10 @@
-"""What a synchronisation policy is, and what it may know.
+"""The contract of a synchronisation policy, and what a policy knows of the cluster.
 
-There are five families, by who carries the policy out:
+There are five families, by who executes the policy:
 
-    reduce  every step's gradients are reduced by a collective; nobody decides anything (full)
-    serve   a parameter server is told of every arrival and decides (`served.py`)
-    mix     workers take steps of their own and average weights among each other (`mixed.py`)
+    reduce  a collective reduces the gradients of every step; nothing is decided (full)
+    serve   a parameter server decides on every arrival (`families/serve.py`)
+    mix     workers take steps of their own and average weights with each other (`families/mix.py`)
     share   all workers of a machine update the same memory (hogwild)
     levels  one policy inside groups, another one between them
 """
@@ -22,11 +22,11 @@ Family = Literal["reduce", "serve", "mix", "share", "levels"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterInfo:
-    """What a policy may know before training starts: who takes part.
+    """What a policy knows before training starts.
 
-    `workers` counts those whom the policy lets agree: workers, or groups that act as one. `shares` are
-    their parts of a batch, `speeds` how fast they compute and `links` their bytes per second, relative to
-    each other or absolute; empty where nothing is known. `lr` is the optimizer's learning rate.
+    `workers` counts the workers that the policy synchronises, or the groups, if groups act as workers.
+    `shares` are their parts of a batch, `speeds` their computing speeds and `links` their bytes per second,
+    absolute or relative to each other; empty if unknown. `lr` is the optimizer's learning rate.
     """
 
     workers: int
@@ -41,17 +41,17 @@ class ClusterInfo:
 
 
 class Policy(Strategy):
-    """When, and with whom, workers agree. Holds its options only."""
+    """When workers synchronise, and with whom. Holds only its options."""
 
     __slots__ = ()
     family: ClassVar[Family]
 
     @abstractmethod
     def check(self, cluster: ClusterInfo) -> None:
-        """Refuse, with a reason and a fix, what cannot work with this crew; before anybody starts."""
+        """Raise ConfigError, with a fix, if the policy cannot work with this cluster."""
 
     def resolved(self) -> Policy:
-        """What is carried out: a policy of one name may be of another family for some of its options."""
+        """The policy that is executed; with some options it belongs to another family."""
         return self
 
 

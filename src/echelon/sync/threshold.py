@@ -1,9 +1,9 @@
-"""How many gradients make an update, as training goes on? One file per threshold in `thresholds/`.
+"""The contract of thresholds: K, the number of gradients per update, as training goes on.
 
-A threshold says K as a number that may be fractional and may exceed the number of workers; who uses it
-rounds down and cuts off. It never decreases. Most thresholds are curves: functions of the number of
-gradients that have arrived so far. Curves are tried out before training, at every one of the first
-gradients and ever more sparsely up to a million, and watched while they are followed.
+K may be fractional and may exceed the number of workers; the policy rounds it down and limits it. It never
+decreases. Most thresholds are curves: functions of the number of gradients so far. Before training, a curve
+is checked at each of the first thousand gradients and at ever fewer points up to a million; during training
+it is checked at every gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.errors import ConfigError
 from echelon.sync.families.serve import Arrival
 
 _EACH_UP_TO = 1_000
-_TRIED_UP_TO = 1_000_000
+_CHECKED_UP_TO = 1_000_000
 
 
 class Growth(ABC):
@@ -30,49 +30,49 @@ class Growth(ABC):
 
 
 class Threshold(Strategy):
-    """How K grows. Holds its options only. `listens`: arrivals have to carry `square` and `dot`."""
+    """How K grows. Holds only its options. With `listens`, arrivals must carry `square` and `dot`."""
 
     __slots__ = ()
     listens: ClassVar[bool] = False
 
     @abstractmethod
     def growth(self, workers: int) -> Growth:
-        """K of one run, from its first gradient on."""
+        """The growth of K in one run."""
 
     def check(self, workers: int) -> None:
-        """Refuse, with a reason and a fix, what cannot work; before training."""
+        """Raise ConfigError, with a fix, if the threshold cannot work."""
         return
 
 
 class Curve(Threshold):
-    """A threshold that depends on nothing but the number of gradients."""
+    """A threshold that depends only on the number of gradients."""
 
     __slots__ = ()
 
     @abstractmethod
     def at(self, gradients: int, workers: int) -> float:
-        """K when so many gradients have arrived."""
+        """K after so many gradients."""
 
     def check(self, workers: int) -> None:
-        """Refuse a curve that decreases, and name the first point where that is seen."""
+        """Raise ConfigError if the curve decreases, naming the first point where it does."""
         at, value = 0, _number(self, 0, self.at(0, workers))
-        for gradients in _tried():
+        for gradients in _checked_points():
             try:
                 after = _number(self, gradients, self.at(gradients, workers))
             except OverflowError:
                 if value < workers:
                     raise
-                return  # too large for a number, and no update waits for more than all workers
+                return  # the value is too large for a float, and K is limited to the workers anyway
             if after < value:
                 raise _decrease(self, *self._drop_between(at, gradients, workers))
             at, value = gradients, after
 
     def growth(self, workers: int) -> Growth:
-        """Along the curve."""
+        """Growth along the curve."""
         return _Along(self, workers)
 
     def _drop_between(self, low: int, high: int, workers: int) -> tuple[int, float, float]:
-        """The gradient at which the curve decreases, with the values before and at it, by bisection."""
+        """The gradient at which the curve decreases, and the values before and at it; by bisection."""
         before, after = self.at(low, workers), self.at(high, workers)
         while high - low > 1:
             middle = (low + high) // 2
@@ -85,7 +85,7 @@ class Curve(Threshold):
 
 
 class _Along(Growth):
-    """Follows a curve until it has reached the number of workers, from where on K stays."""
+    """Follows a curve until it reaches the number of workers; then K stays."""
 
     def __init__(self, curve: Curve, workers: int) -> None:
         self._curve = curve
@@ -119,25 +119,25 @@ def check_above(threshold: Threshold, option: str, low: float, *, or_equal: bool
         return
     allowed = f"a number of {low:g} or more" if or_equal else f"a number above {low:g}"
     raise ConfigError(
-        f"{option} is {value:g}, it has to be {allowed}",
+        f"{option} is {value:g}, but must be {allowed}",
         where=f"threshold {threshold.name}, {option}",
         fix=f"give {allowed}",
     )
 
 
-def _tried() -> Iterator[int]:
+def _checked_points() -> Iterator[int]:
     at = 0
-    while at < _TRIED_UP_TO:
-        at = min(_TRIED_UP_TO, at + 1 if at < _EACH_UP_TO else at + at // 100)
+    while at < _CHECKED_UP_TO:
+        at = min(_CHECKED_UP_TO, at + 1 if at < _EACH_UP_TO else at + at // 100)
         yield at
 
 
 def _number(curve: Curve, gradients: int, value: float) -> float:
     if math.isnan(value):
         raise ConfigError(
-            f"threshold {curve.name} is no number after {gradients} gradients",
+            f"threshold {curve.name} gives no number after {gradients} gradients",
             where=f"threshold {curve.name}",
-            fix="a threshold is the number of gradients that make an update: 1 or more",
+            fix="make it return the number of gradients per update, 1 or more",
         )
     return value
 
@@ -146,5 +146,5 @@ def _decrease(curve: Curve, gradients: int, before: float, after: float) -> Conf
     return ConfigError(
         f"threshold {curve.name} decreases from {before:g} to {after:g} at gradient {gradients}",
         where=f"threshold {curve.name}",
-        fix="take a function that never decreases: gradients in the buffer wait for the larger number",
+        fix="use a function that never decreases",
     )

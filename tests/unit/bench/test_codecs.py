@@ -14,7 +14,7 @@ import torch
 from echelon.bench.codecs import (
     Bench,
     Comparison,
-    Seen,
+    Evaluation,
     Trial,
     asked_codecs,
     compare_codecs,
@@ -36,7 +36,7 @@ NONE = CODECS.build("none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heavy(Codec):
-    """Numbers as they are, with momentum of its own."""
+    """A lossless codec with momentum of its own."""
 
     name: ClassVar[str] = "heavy"
     travels = "gather"
@@ -60,7 +60,7 @@ class Heavy(Codec):
 
 
 class Signs(Heavy):
-    """One byte an element: its sign."""
+    """One byte per element: its sign."""
 
     name: ClassVar[str] = "signs"
     momentum = 0.0
@@ -87,7 +87,7 @@ def found():
     return compare_codecs(BENCH, {"none": NONE, "signs": Signs(), "exploding": Exploding()})
 
 
-def test_without_a_loss_it_is_sgd_with_the_batch_of_all_workers():
+def test_a_lossless_codec_equals_sgd_with_the_global_batch():
     problem = Problem(Setting(model=BENCH.model, data=BENCH.data, test_samples=BENCH.test_samples))
     module = problem.build(BENCH.seed)
     optimizer = torch.optim.SGD(module.parameters(), lr=BENCH.lr, momentum=BENCH.momentum)
@@ -105,12 +105,12 @@ def test_without_a_loss_it_is_sgd_with_the_batch_of_all_workers():
     assert trained.loss < 0.9 * trained.curve[0].loss
 
 
-def test_momentum_of_a_codec_replaces_that_of_the_optimizer():
+def test_a_codecs_momentum_replaces_the_optimizers():
     exact, heavy = compare_codecs(BENCH, {"none": NONE, "heavy": Heavy()}).trials
     assert heavy.loss == pytest.approx(exact.loss, rel=1e-4)
 
 
-def test_trainings_begin_alike_and_can_be_had_again(found):
+def test_trainings_start_alike_and_are_reproducible(found):
     again = compare_codecs(BENCH, {"signs": Signs(), "none": NONE})
     assert again.trials[0].curve == found.trials[1].curve
     assert again.trials[1].curve == found.trials[0].curve
@@ -119,7 +119,7 @@ def test_trainings_begin_alike_and_can_be_had_again(found):
     assert compare_codecs(replace(BENCH, seed=1), {"none": NONE}).trials[0].curve != found.trials[0].curve
 
 
-def test_several_seeds_are_trained_apart_and_their_means_are_told():
+def test_several_seeds_are_trained_separately_and_averaged():
     codecs = {"none": NONE, "signs": Signs()}
     apart = [compare_codecs(replace(BENCH, seed=seed), codecs) for seed in (3, 4)]
     both = compare_codecs(replace(BENCH, seed=3, seeds=2), codecs)
@@ -136,7 +136,7 @@ def test_several_seeds_are_trained_apart_and_their_means_are_told():
     assert "seeds 3 to 4" in codecs_html(both)
 
 
-def test_a_codec_that_breaks_with_one_seed_is_broken():
+def test_a_codec_that_stops_with_one_seed_counts_as_stopped():
     class Unlucky(Heavy):
         """Gives infinity from the third step on, if its states were not the first."""
 
@@ -160,7 +160,7 @@ def test_a_codec_that_breaks_with_one_seed_is_broken():
     assert len(codecs_html(found)) > 1000
 
 
-def test_dropout_is_the_same_for_all_whatever_a_codec_draws(tmp_path):
+def test_dropout_is_the_same_for_all_codecs(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 40)
     bench = replace(BENCH, model="char-lstm(8, 2, dropout=0.5)", data=f'text("{text}", context=8)')
@@ -174,7 +174,7 @@ def test_dropout_is_the_same_for_all_whatever_a_codec_draws(tmp_path):
     assert drawing.curve == quiet.curve
 
 
-def test_nothing_is_left_changed():
+def test_a_comparison_leaves_threads_and_random_state_unchanged():
     torch.manual_seed(5)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     compare_codecs(replace(BENCH, steps=1), {"none": NONE})
@@ -193,7 +193,7 @@ def test_bytes_are_counted_and_compared_with_a_ring_of_float32(found):
     assert min(found.compute_s, signs.encode_s, signs.decode_s) > 0
 
 
-def test_the_curve_has_the_beginning_and_the_end():
+def test_the_curve_includes_start_and_end():
     for steps in (1, 19, 45):
         curve = compare_codecs(replace(BENCH, steps=steps), {"none": NONE}).trials[0].curve
         assert (curve[0].step, curve[-1].step) == (0, steps)
@@ -201,16 +201,16 @@ def test_the_curve_has_the_beginning_and_the_end():
         assert len({seen.step for seen in curve}) == len(curve)
 
 
-def test_one_that_breaks_ends_and_is_named(found):
+def test_a_codec_with_infinite_gradients_stops_and_is_named(found):
     broken = found.trials[2]
     assert broken.broke_at == 4
     assert broken.loss is None
     assert found.worse(broken) is None
-    assert "exploding broke at step 4: a gradient was not finite." in in_words(found)
-    assert rows_of(found)[2][5] == "broke at 4"
+    assert "exploding stopped at step 4: a gradient was not finite." in in_words(found)
+    assert rows_of(found)[2][5] == "stopped at 4"
 
 
-def test_progress_is_told_step_by_step():
+def test_progress_is_reported_step_by_step():
     told = []
     compare_codecs(replace(BENCH, steps=2), {"none": NONE, "signs": Signs()}, lambda *at: told.append(at))
     assert told == [("none", 1), ("none", 2), ("signs", 1), ("signs", 2)]
@@ -222,7 +222,7 @@ def test_progress_is_told_step_by_step():
 # What is asked
 
 
-def test_all_registered_codecs_are_usual_and_can_be_built():
+def test_all_registered_codecs_are_compared_by_default_and_can_be_built():
     usual = usual_codecs()
     assert usual[0] == "none"
     stand_ins = {name for name in CODECS.names() if issubclass(CODECS.get(name), StandIn)}
@@ -230,12 +230,12 @@ def test_all_registered_codecs_are_usual_and_can_be_built():
     assert list(asked_codecs(usual, 0.9)) == usual
 
 
-def test_the_exact_one_comes_first_whether_asked_for_or_not():
+def test_the_exact_codec_always_comes_first():
     assert list(asked_codecs(["top-k"], 0.9)) == ["none", "top-k"]
     assert list(asked_codecs(["top-k", "none"], 0.9)) == ["none", "top-k"]
 
 
-def test_a_codec_with_momentum_gets_the_one_asked_for_unless_it_has_its_own(monkeypatch):
+def test_a_codec_gets_the_given_momentum_unless_it_has_its_own(monkeypatch):
     monkeypatch.setitem(CODECS._own, "heavy", Heavy)
     texts = ["heavy", "heavy(ratio=0.5)", "heavy(momentum=0.3)", "heavy(0.5, 0.4)"]
     built = asked_codecs(texts, 0.7)
@@ -243,7 +243,7 @@ def test_a_codec_with_momentum_gets_the_one_asked_for_unless_it_has_its_own(monk
     assert built["heavy(ratio=0.5)"].ratio == 0.5
 
 
-def test_a_name_that_is_not_known_or_given_twice_is_refused():
+def test_an_unknown_or_repeated_codec_is_refused():
     with pytest.raises(UnknownName) as caught:
         asked_codecs(["topk"], 0.9)
     assert (caught.value.nearest, caught.value.where) == ("top-k", "--codecs")
@@ -251,8 +251,8 @@ def test_a_name_that_is_not_known_or_given_twice_is_refused():
         asked_codecs(["top-k", "top-k"], 0.9)
 
 
-def test_a_codec_that_stands_for_others_is_refused():
-    with pytest.raises(ConfigError, match="auto stands for other codecs"):
+def test_a_codec_that_chooses_another_is_refused():
+    with pytest.raises(ConfigError, match="auto only chooses another codec"):
         asked_codecs(["auto"], 0.9)
 
 
@@ -264,7 +264,7 @@ def test_a_codec_that_stands_for_others_is_refused():
         ("test_samples", -1),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused(field, value):
+def test_invalid_options_are_refused(field, value):
     with pytest.raises(ConfigError) as caught:
         replace(BENCH, **{field: value})
     assert caught.value.where == "--" + field.replace("_", "-")
@@ -274,7 +274,7 @@ def test_what_cannot_work_is_refused(field, value):
 
 
 def _trial(codec, loss, sent_bytes, coding_s=0.001, broke_at=None):
-    curve = (Seen(step=0, loss=2.0, accuracy=0.1), Seen(step=10, loss=loss, accuracy=0.5))
+    curve = (Evaluation(step=0, loss=2.0, accuracy=0.1), Evaluation(step=10, loss=loss, accuracy=0.5))
     return Trial(
         codec=codec, curve=curve, sent_bytes=sent_bytes, encode_s=coding_s, decode_s=0.0, broke_at=broke_at
     )
@@ -290,7 +290,7 @@ def _comparison(*trials):
 EXACT = _trial("none", 1.0, 100_000, 0.0)
 
 
-def test_words_name_the_smallest_as_good_and_the_quickest():
+def test_sentences_name_the_smallest_good_codec_and_the_fastest():
     close, smaller, far = (
         _trial("close", 0.99, 50_000),
         _trial("smaller", 1.005, 25_000, 0.5),
@@ -298,26 +298,25 @@ def test_words_name_the_smallest_as_good_and_the_quickest():
     )
     said = in_words(_comparison(EXACT, close, smaller, far))
     assert said[0] == (
-        "Smallest codec whose loss is at most 1 % above none's: smaller. "
-        "It sends 4.0x fewer bytes than float32; its loss is 0.5 % above none's."
+        "Smallest codec whose loss is at most 1 % above none's: smaller. It sends 4.0x fewer bytes than "
+        "float32; its loss is 0.5 % above none's."
     )
     assert said[1] == (
-        "Of the codecs with such a loss, close has the shortest predicted step at this link: "
-        "1.8 times as fast as none's."
+        "Fastest predicted step at this link, of these codecs: close, 1.8 times as fast as none."
     )
     assert said[2].startswith("Only one seed was trained")
 
 
-def test_words_say_when_no_codec_is_worth_it():
+def test_sentences_say_if_no_codec_is_worth_it():
     slow = _trial("slow", 1.5, 90_000, 1.0)
     said = in_words(_comparison(EXACT, slow, _trial("broken", 1.0, 10, broke_at=3)))
-    assert said[0] == "Every codec's loss is more than 1 % above none's."
-    assert said[1] == "No codec has a shorter predicted step at this link than none."
-    assert said[-1].startswith("broken broke at step 3")
+    assert said[0] == "No codec has a loss of at most 1 % above none's."
+    assert said[1] == "No codec has a faster predicted step at this link than none."
+    assert said[-1].startswith("broken stopped at step 3")
     assert len(in_words(_comparison(EXACT))) == 1
 
 
-def test_differences_by_seed_are_told_where_there_are_any():
+def test_the_spread_over_seeds_needs_losses_of_all_seeds():
     exact, half = (replace(_trial("x", 1.0, 10), losses=losses) for losses in ((2.0, 0.0), (2.2, 0.1)))
     found = _comparison(exact, half)
     assert replace(found, bench=replace(found.bench, seeds=2)).spread(half) is None
@@ -326,7 +325,7 @@ def test_differences_by_seed_are_told_where_there_are_any():
     assert found.spread(half) == pytest.approx((-0.9, 0.1))
 
 
-def test_figures_are_shown_for_people():
+def test_figures_are_formatted_for_display():
     rows = rows_of(_comparison(EXACT, _trial("half", 1.05, 50_000)))
     assert rows[0] == ["none", "1.0x", "100.0 kB", "0 µs", "110.0 ms", "1.0000", ""]
     assert rows[1] == ["half", "2.0x", "50.0 kB", "1.0 ms", "61.0 ms", "1.0500", "+5.0 %"]
@@ -335,7 +334,7 @@ def test_figures_are_shown_for_people():
 
 
 class _Tags(HTMLParser):
-    """Checks that what is opened is closed, and keeps dots and labels."""
+    """Checks that all tags are closed, and keeps dots and labels."""
 
     def __init__(self):
         super().__init__()
@@ -385,7 +384,7 @@ def test_a_dot_is_further_right_for_fewer_bytes_and_lower_for_less_loss():
     assert "<code>echelon x</code>" in page
 
 
-def test_labels_of_dots_in_one_place_do_not_run_into_each_other():
+def test_labels_of_dots_in_one_place_do_not_overlap():
     trials = [_trial(f"codec-{index}", 1.0, 10_000) for index in range(12)]
     heights = sorted(y for _, y, _ in _read(codecs_html(_comparison(EXACT, *trials))).labels[1:])
     assert len(heights) == 12
@@ -402,12 +401,15 @@ def test_the_page_has_all_codecs_and_escapes_them(found):
     assert "<b>" not in codecs_html(_comparison(EXACT, _trial("<b>", 1.0, 10)))
 
 
-def test_losses_above_the_first_are_drawn_at_the_top_and_nothing_is_drawn_outside():
+def test_large_losses_are_drawn_at_the_top_and_named():
     wild = _trial("wild", 1e30, 100)
     more = _trial("more", 1.5, 400_000)  # larger than float32
-    for x, y, _ in _read(codecs_html(_comparison(EXACT, wild, more))).dots:
+    page = codecs_html(_comparison(EXACT, wild, more))
+    for x, y, _ in _read(page).dots:
         assert 60 <= x <= 760
         assert 28 <= y <= 340
+    assert "wild (1e+30), more (1.5) are off the chart." in page
+    assert "more (1.5) is off the chart." in codecs_html(_comparison(EXACT, more))
 
 
 def test_the_page_says_which_codecs_are_off_the_chart():

@@ -49,11 +49,11 @@ def _round(
     )
 
 
-def test_the_time_between_two_arrivals_is_shared_by_those_still_missing():
+def test_the_time_between_two_arrivals_is_charged_to_the_missing_workers():
     assert charge({0: 0.0, 1: 3.0, 2: 7.0}) == {0: 0.0, 1: 1.5, 2: 5.5}
 
 
-def test_a_lone_straggler_answers_for_the_whole_spread():
+def test_a_lone_straggler_is_charged_the_whole_spread():
     assert charge({0: 1.0, 1: 1.0, 2: 1.0, 3: 5.0}) == {0: 0.0, 1: 0.0, 2: 0.0, 3: 4.0}
 
 
@@ -71,7 +71,7 @@ def test_charges_sum_to_the_spread_and_grow_with_lateness(arrivals):
 
 @settings(max_examples=60)
 @given(_ARRIVALS, st.integers(0, 10), st.integers(1, 1000))
-def test_coming_later_never_lowers_the_charge(arrivals, index, later):
+def test_arriving_later_never_lowers_the_charge(arrivals, index, later):
     rank = sorted(arrivals)[index % len(arrivals)]
     before = charge(arrivals)[rank]
     after = charge(arrivals | {rank: arrivals[rank] + later})[rank]
@@ -80,7 +80,7 @@ def test_coming_later_never_lowers_the_charge(arrivals, index, later):
 
 @settings(max_examples=60)
 @given(st.dictionaries(st.integers(0, 9), st.floats(0, 100), min_size=2, max_size=8))
-def test_waiting_times_judge_as_arrivals_do_when_the_result_reaches_all_at_once(arrivals):
+def test_judging_by_waiting_equals_judging_by_arrival_if_results_reach_all_at_once(arrivals):
     round_ = _round(arrivals, result=max(arrivals.values()) + 2)
     by_arrival, by_wait = judge(round_), judge(round_, "wait")
     assert by_wait.spread_s == pytest.approx(by_arrival.spread_s, abs=1e-6)
@@ -96,24 +96,24 @@ def test_a_judgement_names_the_last_and_how_long_each_waited_for_it():
     assert judged.waited_s == {0: 7.0, 1: 4.0, 2: 0.0}
 
 
-def test_nobody_waits_longer_for_late_workers_than_it_waited_at_all():
+def test_time_waited_for_late_workers_is_at_most_the_whole_waiting_time():
     steps = {0: _step(0, 0.0, wait_s=0.25), 1: _step(1, 1.0, wait_s=0.1)}
     assert judge(ObservedRound(0, steps)).waited_s == {0: 0.25, 1: 0.0}
 
 
-def test_a_result_before_the_last_arrival_contradicts():
+def test_a_result_before_the_last_arrival_is_a_contradiction():
     assert not contradicts(_round({0: 0.0, 1: 1.0}, result=1.5))
     assert contradicts(_round({0: 0.0, 1: 1.0}, result=1.5, ahead={1: 2.0}))
 
 
-def test_clocks_are_doubted_only_when_most_rounds_contradict_and_machines_are_several():
+def test_clocks_are_distrusted_only_if_most_rounds_contradict_and_there_are_several_machines():
     assert basis(60, 100, hosts=4) == "wait"
     assert basis(60, 100, hosts=0) == "wait"
     assert basis(50, 100, hosts=4) == "arrival"
     assert basis(100, 100, hosts=1) == "arrival"
 
 
-def test_steps_are_put_on_one_clock():
+def test_same_clock_corrects_the_times_of_steps():
     rounds = [_round({0: 0.0, 1: 3.0}, result=4.0, ahead={1: 100.0}) for _ in range(3)]
     offsets = clock_offsets(rounds)
     assert offsets == pytest.approx({0: 0.0, 1: 100.0})
@@ -123,17 +123,17 @@ def test_steps_are_put_on_one_clock():
 
 
 def test_a_round_is_complete_when_its_last_worker_reports():
-    gathering = RoundTally()
-    assert gathering.add(_step(0, 1.0, step=5), 2) is None
-    assert gathering.add(_step(0, 2.0, step=6), 2) is None
-    complete = gathering.add(_step(1, 1.5, step=5), 2)
+    rounds = RoundTally()
+    assert rounds.add(_step(0, 1.0, step=5), 2) is None
+    assert rounds.add(_step(0, 2.0, step=6), 2) is None
+    complete = rounds.add(_step(1, 1.5, step=5), 2)
     assert complete is not None
     assert (complete.step, sorted(complete.workers)) == (5, [0, 1])
-    assert [round_.step for round_ in gathering.rest()] == [6]
+    assert [round_.step for round_ in rounds.incomplete()] == [6]
 
 
-def test_rounds_that_never_complete_are_forgotten_beyond_the_limit():
-    gathering = RoundTally(limit=3)
+def test_incomplete_rounds_beyond_the_limit_are_dropped():
+    rounds = RoundTally(limit=3)
     for step in range(10):
-        gathering.add(_step(0, float(step), step=step), 2)
-    assert [round_.step for round_ in gathering.rest()] == [7, 8, 9]
+        rounds.add(_step(0, float(step), step=step), 2)
+    assert [round_.step for round_ in rounds.incomplete()] == [7, 8, 9]

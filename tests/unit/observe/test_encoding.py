@@ -1,4 +1,4 @@
-"""What a codec saved is told in a sentence, from the events of buckets."""
+"""The sentence on what a codec saved."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ def bucket(
     )
 
 
-def test_nothing_is_told_where_gradients_travel_as_they_are():
-    found = CodecTally()
-    found.bucket(bucket(0, 0, sent=4_000_000, how="dense"))
-    found.bucket(bucket(0, 0, sent=1_000_000, how="factors"))
-    assert found.coding() is None
+def test_there_are_no_figures_without_encoded_buckets():
+    tally = CodecTally()
+    tally.bucket(bucket(0, 0, sent=4_000_000, how="dense"))
+    tally.bucket(bucket(0, 0, sent=1_000_000, how="factors"))
+    assert tally.figures() is None
 
 
-def test_what_was_sent_is_compared_with_a_ring():
-    found = CodecTally()
+def test_sent_bytes_are_compared_with_a_ring():
+    tally = CodecTally()
     for step in range(3):
         for rank in range(4):
-            found.bucket(bucket(rank, step, sent=15_000, how="dgc"))
-            found.bucket(bucket(rank, step, sent=15_000, how="dgc"))
-            found.bucket(bucket(rank, step, sent=9_999_999, how="dense"))
-    coding = found.coding()
-    assert coding is not None
-    assert (coding.workers, coding.rounds, coding.sent_bytes) == (4, 12, 360_000)
-    assert coding.dense_bytes == 2 * 3 / 4 * 24 * 4_000_000
-    assert coding.sentence == (
-        "Codec dgc: a worker sent 30.0 kB a step where a ring sends 12.0 MB, 400.0 times less; "
-        "it took 12.0 ms to write and read."
+            tally.bucket(bucket(rank, step, sent=15_000, how="dgc"))
+            tally.bucket(bucket(rank, step, sent=15_000, how="dgc"))
+            tally.bucket(bucket(rank, step, sent=9_999_999, how="dense"))
+    figures = tally.figures()
+    assert figures is not None
+    assert (figures.workers, figures.rounds, figures.sent_bytes) == (4, 12, 360_000)
+    assert figures.dense_bytes == 2 * 3 / 4 * 24 * 4_000_000
+    assert figures.sentence == (
+        "Codec dgc: per step, a worker sent 30.0 kB; a ring without a codec sends 12.0 MB, so it sent "
+        "400.0 times fewer bytes; encoding and decoding took 12.0 ms."
     )
 
 
-def test_between_sites_what_travels_inside_is_told_apart():
-    found = CodecTally()
+def test_bytes_inside_a_site_are_separate_from_encoded_bytes():
+    tally = CodecTally()
     for rank in range(4):
-        found.bucket(bucket(rank, 0, sent=2_010_000, coded=10_000, how="between(top-k)"))
-    coding = found.coding()
-    assert coding is not None
-    assert coding.sentence == (
-        "Codec between(top-k): a worker sent 10.0 kB a step to other sites, encoded, and 2.0 MB inside "
-        "its own; it took 6.0 ms to write and read."
+        tally.bucket(bucket(rank, 0, sent=2_010_000, coded=10_000, how="between(top-k)"))
+    figures = tally.figures()
+    assert figures is not None
+    assert figures.sentence == (
+        "Codec between(top-k): per step, a worker sent 10.0 kB to other sites, encoded, and 2.0 MB inside "
+        "its own site; encoding and decoding took 6.0 ms."
     )
 
 
@@ -80,19 +80,19 @@ def server(rank: int, *, codec: str, pushed: int, pulled: int) -> ServerEnded:
     )
 
 
-def test_with_servers_pushes_and_pulls_are_told():
-    found = CodecTally()
-    found.server(server(4, codec="top-k", pushed=2_000_000, pulled=3_000_000))
-    found.server(server(5, codec="top-k", pushed=3_000_000, pulled=6_000_000))
-    coding = found.coding()
-    assert coding is not None
-    assert coding.sentence == (
-        "Codec top-k: a worker pushed 50.0 kB where a gradient has 2.0 MB, 40.0 times less; "
-        "weights that it was handed took 20.0 times less."
+def test_with_servers_the_sentence_has_pushes_and_pulls():
+    tally = CodecTally()
+    tally.server(server(4, codec="top-k", pushed=2_000_000, pulled=3_000_000))
+    tally.server(server(5, codec="top-k", pushed=3_000_000, pulled=6_000_000))
+    figures = tally.figures()
+    assert figures is not None
+    assert figures.sentence == (
+        "Codec top-k: a worker pushed 50.0 kB per step instead of 2.0 MB, 40.0 times fewer bytes; "
+        "the weights it received took 20.0 times fewer bytes."
     )
 
 
-def test_servers_without_a_codec_have_nothing_to_tell():
-    found = CodecTally()
-    found.server(server(4, codec="none", pushed=100_000_000, pulled=90_000_000))
-    assert found.coding() is None
+def test_servers_without_a_codec_have_no_figures():
+    tally = CodecTally()
+    tally.server(server(4, codec="none", pushed=100_000_000, pulled=90_000_000))
+    assert tally.figures() is None

@@ -15,7 +15,6 @@ from echelon.observe import events
 from echelon.observe.events import (
     AnyEvent,
     Evaluated,
-    LinkMeasured,
     Logged,
     Noted,
     StepEnded,
@@ -43,7 +42,7 @@ def example(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_event_comes_back_as_it_was(kind):
+def test_every_event_survives_encoding_and_decoding(kind):
     line = encode(example(kind))
     assert b"\n" not in line
     assert decode_line(line) == example(kind)
@@ -83,20 +82,20 @@ def test_fields_with_defaults_may_be_missing_and_unknown_ones_present():
      b'{"type":"logged","t":1.0,"rank":0,"step":1,"values":null}', b'{"type":["noted"]}', b"[" * 100_000],
     ids=lambda line: repr(line[:30]),
 )  # fmt: skip
-def test_a_line_that_is_no_event_is_none(line):
+def test_a_line_that_is_not_an_event_gives_none(line):
     assert decode_line(line) is None
 
 
 @given(st.integers(0, 200), st.binary(max_size=4))
 @settings(max_examples=200, deadline=None)
-def test_a_line_that_was_cut_or_overwritten_never_raises(at, noise):
+def test_a_damaged_line_never_raises(at, noise):
     line = encode(example(StepEnded))
     decode_line(line[:at])
     decode_line(line[:at] + noise + line[at + len(noise) :])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_that_json_does_not_have_are_not_a_number_and_the_event_stays(value):
+def test_nan_and_infinity_are_read_as_nan(value):
     link = decode_line(encode(LinkMeasured(t=1.0, rank=0, peer=1, latency_s=value, bytes_per_s=5.0)))
     assert math.isnan(link.latency_s)
     assert (link.peer, link.bytes_per_s) == (1, 5.0)
@@ -107,7 +106,7 @@ def test_numbers_that_json_does_not_have_are_not_a_number_and_the_event_stays(va
     assert logged.values["b"] == 2.0
 
 
-def test_a_file_is_read_in_order_without_what_is_damaged(tmp_path):
+def test_a_file_is_read_in_order_without_damaged_lines(tmp_path):
     notes = [Noted(t=float(i), rank=0, text=str(i)) for i in range(3)]
     lines = [encode(note) for note in notes]
     (tmp_path / "rank-0.jsonl").write_bytes(

@@ -14,7 +14,7 @@ def _note(t: float, rank: int = 0, text: str = "x") -> Noted:
     return Noted(t=t, rank=rank, text=text)
 
 
-def test_each_event_is_handed_out_once_as_files_grow_and_appear(folder):
+def test_each_event_is_returned_once_as_files_grow_and_appear(folder):
     follower = Follower(folder)
     assert follower.poll() == []
     with folder.events_of(0).open("ab") as file:
@@ -28,7 +28,7 @@ def test_each_event_is_handed_out_once_as_files_grow_and_appear(folder):
     assert follower.poll() == [_note(1.5, rank=1), _note(2.0)]
 
 
-def test_events_of_one_look_are_merged_by_time(folder):
+def test_events_of_one_poll_are_merged_by_time(folder):
     for rank in range(8):
         with folder.events_of(rank).open("ab") as file:
             for t in (10.0 - rank, 10.0 + rank):
@@ -38,7 +38,7 @@ def test_events_of_one_look_are_merged_by_time(folder):
     assert times == sorted(times)
 
 
-def test_a_look_without_news_opens_no_file(folder, monkeypatch):
+def test_a_poll_without_new_events_opens_no_file(folder, monkeypatch):
     folder.events_of(0).write_bytes(encode(_note(1.0)) + b"\n" + b'{"half')
     follower = Follower(folder)
     assert len(follower.poll()) == 1
@@ -46,7 +46,7 @@ def test_a_look_without_news_opens_no_file(folder, monkeypatch):
     assert follower.poll() == []
 
 
-def test_half_a_line_waits_for_its_other_half(folder):
+def test_an_incomplete_line_is_read_once_it_is_complete(folder):
     follower = Follower(folder)
     line = encode(_note(1.0, text="half, então whole")) + b"\n"
     with folder.events_of(0).open("ab", buffering=0) as file:
@@ -65,7 +65,7 @@ def test_a_damaged_line_does_not_hide_those_after_it(folder):
     assert Follower(folder).poll() == [_note(3.0)]
 
 
-def test_a_run_whose_folder_is_not_there_yet_has_no_events(tmp_path):
+def test_a_run_whose_folder_does_not_exist_yet_has_no_events(tmp_path):
     folder = RunFolder(tmp_path / "later")
     follower = Follower(folder)
     assert follower.poll() == []
@@ -75,7 +75,7 @@ def test_a_run_whose_folder_is_not_there_yet_has_no_events(tmp_path):
     assert follower.poll() == [_note(1.0)]
 
 
-def test_files_that_are_not_events_are_left_alone(folder):
+def test_files_that_are_not_events_are_ignored(folder):
     (folder.events / "rank-0.jsonl.bak").write_bytes(encode(_note(1.0)) + b"\n")
     assert Follower(folder).poll() == []
 
@@ -92,7 +92,7 @@ def test_the_whole_run_is_read_merged_by_time(folder, imagined, written):
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), cuts=st.lists(st.integers(1, 400), max_size=8))
-def test_however_the_bytes_arrive_all_events_come_out_in_order(tmp_path_factory, data, cuts):
+def test_events_are_returned_in_order_however_their_bytes_are_split(tmp_path_factory, data, cuts):
     events = [_note(float(t)) for t in range(data.draw(st.integers(0, 12)))]
     raw = b"".join(encode(event) + b"\n" for event in events)
     folder = RunFolder(tmp_path_factory.mktemp("run")).with_subfolders()

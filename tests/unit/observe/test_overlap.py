@@ -16,12 +16,12 @@ from echelon.observe.overlap import (
     distance,
     figures,
     hidden_share,
+    in_flight,
     merged,
     overall,
     round_limit_s,
     slowest_links,
     traffic,
-    under_way,
 )
 from echelon.observe.summary import Tally, summarise
 from echelon.observe.verdict import wire_verdict
@@ -60,9 +60,7 @@ rounds = st.lists(st.tuples(SECONDS, SECONDS, st.integers(0, 10**9), SECONDS), m
         )
     )
 )
-traffics = st.dictionaries(
-    st.integers(0, 4), st.builds(Traffic, communication_s=SECONDS, stood_still_s=SECONDS)
-)
+traffics = st.dictionaries(st.integers(0, 4), st.builds(Traffic, communication_s=SECONDS, waited_s=SECONDS))
 links = st.dictionaries(st.integers(0, 4), st.floats(1, 1e10)).map(
     lambda rates: {rank: link(rank, 9, rate) for rank, rate in rates.items()}
 )
@@ -70,7 +68,7 @@ links = st.dictionaries(st.integers(0, 4), st.floats(1, 1e10)).map(
 
 @given(st.lists(st.tuples(SECONDS, SECONDS).map(sorted).map(tuple), max_size=12))
 @settings(max_examples=80)
-def test_merged_stretches_cover_the_same_time_and_never_more_than_their_parts(intervals):
+def test_merged_intervals_cover_the_same_time_and_never_more_than_their_parts(intervals):
     apart = merged(intervals)
     covered_s = sum(end - begin for begin, end in apart)
     assert covered_s <= sum(end - begin for begin, end in intervals) + 1e-9
@@ -83,19 +81,19 @@ def test_merged_stretches_cover_the_same_time_and_never_more_than_their_parts(in
 
 @given(rounds, traffics, links, st.sampled_from(["arrival", "wait"]))
 @settings(max_examples=80)
-def test_shares_are_shares_and_lateness_is_part_of_standing_still(round_, went, known, by):
+def test_hidden_is_a_share_and_lateness_is_part_of_the_waiting(round_, went, known, by):
     for rank, worker in figures(round_, went, known, by).items():
         assert worker.hidden is None or 0 <= worker.hidden <= 1
         assert (worker.hidden is None) == (worker.communication_s == 0)
-        stood_still_s = went[rank].stood_still_s if rank in went else 0.0
+        waited_s = went[rank].waited_s if rank in went else 0.0
         assert worker.exposed_s >= 0
-        assert worker.exposed_s + worker.late_s == pytest.approx(stood_still_s)
+        assert worker.exposed_s + worker.late_s == pytest.approx(waited_s)
         assert (worker.wire_limit_s is None) == (rank not in known)
 
 
 @given(rounds, traffics, links)
 @settings(max_examples=80)
-def test_links_only_raise_the_limit_and_computing_alone_is_never_beaten(round_, went, known):
+def test_a_link_only_raises_the_limit_which_is_at_least_the_compute_time(round_, went, known):
     with_links, without = figures(round_, went, known), figures(round_, went, {})
     limit_s = round_limit_s(with_links)
     assert limit_s >= round_limit_s(without) == max(s.compute_s for s in round_.workers.values())
@@ -111,14 +109,14 @@ def test_links_only_raise_the_limit_and_computing_alone_is_never_beaten(round_, 
 
 @given(st.lists(rounds, min_size=1, max_size=5), links)
 @settings(max_examples=60)
-def test_who_sets_the_limit_needs_at_least_as_much_as_any_other(many, known):
+def test_the_worker_that_sets_the_limit_needs_at_least_as_long_as_any_other(many, known):
     result = overall([figures(round_, {}, known) for round_ in many], known)
     blamed = next(worker for worker in result.workers if worker.rank == result.rank)
     needed_s = blamed.compute_s if result.limited_by == "compute" else blamed.wire_limit_s
     assert needed_s == max(max(w.compute_s, w.wire_limit_s or 0.0) for w in result.workers)
 
 
-def test_a_step_that_computed_for_less_than_a_clock_can_tell_has_no_distance():
+def test_a_step_with_immeasurably_short_compute_time_has_no_distance():
     assert (
         distance(figures(a_round(step(0, compute_s=5e-324, wait_s=1.0, sent_bytes=0, start=0.0)), {}, {}))
         is None
@@ -127,8 +125,8 @@ def test_a_step_that_computed_for_less_than_a_clock_can_tell_has_no_distance():
 
 def test_overlapping_buckets_count_once_and_those_without_times_not_at_all():
     buckets = [bucket(1.0, 3.0, 0.5), bucket(2.0, 4.0, 0.25), bucket(6.0, 7.0), bucket(0.0, 0.0, 2.0)]
-    assert under_way(buckets) == [(1.0, 4.0), (6.0, 7.0)]
-    assert traffic(buckets) == Traffic(communication_s=4.0, stood_still_s=2.75)
+    assert in_flight(buckets) == [(1.0, 4.0), (6.0, 7.0)]
+    assert traffic(buckets) == Traffic(communication_s=4.0, waited_s=2.75)
 
 
 @pytest.mark.parametrize(
@@ -142,16 +140,18 @@ def test_overlapping_buckets_count_once_and_those_without_times_not_at_all():
         (1.0, 0.0, None),
     ],
 )
-def test_the_hidden_share_is_what_the_trainer_did_not_stand_still_for(exposed_s, communication_s, share):
+def test_the_hidden_share_is_communication_that_the_trainer_did_not_wait_for(
+    exposed_s, communication_s, share
+):
     assert hidden_share(exposed_s, communication_s) == share
 
 
-def test_waiting_for_a_late_worker_is_not_blamed_on_the_wire():
+def test_waiting_for_a_late_worker_does_not_count_as_communication():
     # Rank 1 arrives two seconds after rank 0; after that, the wire takes one more second.
     early, late = step(0, compute_s=2.0, wait_s=3.0), step(1, compute_s=4.0, wait_s=1.0)
     went = {
-        0: Traffic(communication_s=4.0, stood_still_s=3.0),
-        1: Traffic(communication_s=2.0, stood_still_s=1.0),
+        0: Traffic(communication_s=4.0, waited_s=3.0),
+        1: Traffic(communication_s=2.0, waited_s=1.0),
     }
     workers = figures(a_round(early, late), went, {})
     assert (workers[0].late_s, workers[0].exposed_s, workers[0].hidden) == (2.0, 1.0, 0.5)
@@ -181,11 +181,11 @@ def test_the_first_of_more_than_three_rounds_is_warm_up(count, left):
     assert result.workers[0].compute_s == (50.0 if count == 1 else 2.0)
 
 
-def test_no_rounds_give_nothing():
+def test_without_rounds_there_are_no_figures():
     assert overall([], {}) is None
 
 
-def test_a_run_is_summed_up_from_its_events(imagined, a_plan):
+def test_communication_of_a_run_is_summarised_from_its_events(imagined, a_plan):
     went = summarise(imagined(a_plan(buckets=4, links=((0, 1, 180e4), (1, 0, 360e4))))).communication
     assert went.rounds == 119
     assert (went.limited_by, went.rank, went.limit_s) == ("link", 0, pytest.approx(0.1))
@@ -215,7 +215,7 @@ def test_a_summary_of_an_older_version_can_be_read(imagined):
     assert msgspec.convert(raw, type(summary)) == summary
 
 
-def test_who_watches_a_run_without_end_keeps_no_buckets(imagined, a_plan):
+def test_a_tally_with_a_limit_keeps_no_buckets(imagined, a_plan):
     tally = Tally(limit=10)
     for event in imagined(a_plan(buckets=2)):
         tally.add(event)
@@ -228,16 +228,16 @@ def test_buckets_of_a_step_that_never_ended_are_not_counted_with_the_next(imagin
     assert summarise([*stray, *events]).communication == summarise(events).communication
 
 
-def test_a_group_that_tells_no_times_still_has_a_limit_but_nothing_hidden(imagined, a_plan):
+def test_a_group_that_reports_no_times_has_a_limit_but_no_hidden_share(imagined, a_plan):
     summary = summarise(imagined(a_plan(buckets=2, timed=False)))
     assert summary.communication.hidden is None
     text = wire_verdict(summary)
     assert text.startswith("A step took 1.")
-    assert "set by rank 3 (node-d), which computed for " in text
+    assert " ms of computing on rank 3 (node-d)." in text
     assert "hidden" not in text
 
 
 def test_a_link_to_a_worker_that_reported_nothing_is_named_by_its_rank(imagined, a_plan):
     text = wire_verdict(summarise(imagined(a_plan(buckets=2, links=((2, 9, 1000.0),)))))
-    assert "set by the link from rank 2 (node-c) to rank 9: 180.0 kB at 1.0 kB/s are 3 min 0 s." in text
-    assert "So the link carried more than was measured at the start." in text
+    assert "3 min 0 s for 180.0 kB at 1.0 kB/s on the link from rank 2 (node-c) to rank 9." in text
+    assert "So the link was faster than measured at the start." in text

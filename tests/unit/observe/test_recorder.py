@@ -31,7 +31,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_everything_is_there_after_closing_in_order(tmp_path):
+def test_after_closing_all_events_are_in_the_file_in_order(tmp_path):
     with Recorder(tmp_path / "rank-0.jsonl") as recorder:
         for number in range(1000):
             recorder.emit(note(number))
@@ -89,7 +89,7 @@ def test_without_a_file_nothing_is_recorded():
         recorder.flush()
 
 
-def test_closing_twice_and_emitting_afterwards_do_no_harm(tmp_path):
+def test_closing_twice_and_emitting_afterwards_are_harmless(tmp_path):
     recorder = Recorder(tmp_path / "rank-0.jsonl")
     recorder.emit(note(1))
     recorder.close()
@@ -99,18 +99,18 @@ def test_closing_twice_and_emitting_afterwards_do_no_harm(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")  # noqa: PTH110
-def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path, caplog):
+def test_a_full_disk_gives_one_warning_and_training_goes_on(tmp_path, caplog):
     (tmp_path / "rank-0.jsonl").symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING), Recorder(tmp_path / "rank-0.jsonl") as recorder:
         for number in range(3):
             recorder.emit(note(number))
             recorder.flush()
     [record] = caplog.records
-    assert "recording stops, training goes on" in record.getMessage()
+    assert "cannot record more events, training goes on" in record.getMessage()
     assert "No space left on device" in record.getMessage()
 
 
-def test_a_file_that_cannot_be_opened_is_said_once_and_training_goes_on(tmp_path, caplog):
+def test_a_file_that_cannot_be_opened_gives_one_warning_and_training_goes_on(tmp_path, caplog):
     with caplog.at_level(logging.WARNING), Recorder(tmp_path / "missing" / "rank-0.jsonl") as recorder:
         recorder.emit(note(1))
         recorder.flush()

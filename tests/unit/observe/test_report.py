@@ -19,9 +19,9 @@ from echelon.observe.events import (
     WorkerFailed,
 )
 from echelon.observe.page.charts import Bar, Segment, row_chart
+from echelon.observe.page.history import RoundPoint, collect_history, middle_steps, throughput
 from echelon.observe.page.markup import safe
 from echelon.observe.page.scale import value_axis
-from echelon.observe.page.story import RoundPoint, middle_steps, tell, throughput
 from echelon.observe.report import write_report
 
 _VOID = {"meta", "line", "rect", "circle", "polyline", "polygon"}
@@ -68,7 +68,7 @@ class Page(HTMLParser):
 
 
 _HEADINGS = (
-    "How workers agreed",
+    "Synchronisation",
     "Who kept the others waiting",
     "Learning",
     "Throughput",
@@ -90,7 +90,7 @@ def page_of(folder, imagined, a_plan, written, tmp_path):
 
 def test_the_page_has_all_its_parts(page_of):
     page = page_of(faults=True)
-    assert page.headings() == [h for h in _HEADINGS if h not in ("How workers agreed", "Communication")]
+    assert page.headings() == [h for h in _HEADINGS if h not in ("Synchronisation", "Communication")]
     assert page.charts() == [
         "how long each worker kept the others waiting",
         "spread of arrivals over time",
@@ -106,7 +106,7 @@ def test_the_page_has_all_its_parts(page_of):
     assert "completed" in page.text
 
 
-def test_the_page_needs_nothing_from_elsewhere(page_of, tmp_path):
+def test_the_page_loads_nothing_from_elsewhere(page_of, tmp_path):
     page = page_of(faults=True)
     for tag, attrs in page.tags:
         assert tag not in ("link", "img", "iframe", "object", "embed", "base")
@@ -141,7 +141,7 @@ def test_the_page_needs_nothing_from_elsewhere(page_of, tmp_path):
         },
     ],
 )
-def test_any_run_has_a_whole_page_without_impossible_numbers(page_of, situation, tmp_path):
+def test_any_run_has_a_complete_page_without_impossible_numbers(page_of, situation, tmp_path):
     page_of(**situation)
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     drawn = html[html.index("<main>") : html.index("</main>")]
@@ -152,30 +152,32 @@ def test_any_run_has_a_whole_page_without_impossible_numbers(page_of, situation,
 def test_communication_has_a_sentence_and_a_row_per_worker(page_of):
     page = page_of(buckets=4, links=((0, 1, 180e4), (1, 0, 360e4)))
     assert page.headings() == list(_HEADINGS[1:])
-    assert "times its limit, set by the link from rank 0 (node-a) to rank 1 (node-b)" in page.text
-    assert "180.0 kB at 1.8 MB/s are 100.0 ms." in page.text
+    assert (
+        "times its lower limit: 100.0 ms for 180.0 kB at 1.8 MB/s on the link from rank 0 (node-a) to "
+        in (page.text)
+    )
     assert "100.0 ms" in page.texts
     assert "50.0 ms" in page.texts
     assert "1.8 MB/s to rank 1" in page.texts
     assert "% of communication was hidden" in page.text
 
 
-def test_a_run_without_links_blames_the_worker_that_computes_longest(page_of):
+def test_without_links_the_worker_that_computes_longest_sets_the_limit(page_of):
     page = page_of(buckets=4)
-    assert "set by rank 3 (node-d), which computed for" in page.text
+    assert " ms of computing on rank 3 (node-d)." in page.text
     assert "the link from" not in page.text
 
 
-def test_the_close_up_shows_when_buckets_were_under_way(page_of):
+def test_the_close_up_shows_when_buckets_were_in_flight(page_of):
     page = page_of(buckets=4)
     lane = [attrs for tag, attrs in page.tags if tag == "rect" and attrs["class"] == "fill wire"]
     assert len(lane) == 16, "of four workers in four steps; buckets that overlap are one piece"
     assert all(attrs["height"] == "4" for attrs in lane)
-    assert all("4 buckets under way: " in attrs["data-tip"] for attrs in lane)
-    assert "buckets under way" in page.texts
+    assert all("4 buckets in flight: " in attrs["data-tip"] for attrs in lane)
+    assert "buckets in flight" in page.texts
 
 
-def test_old_runs_without_buckets_say_nothing_of_communication(page_of):
+def test_runs_without_buckets_have_no_communication_section(page_of):
     page = page_of()
     assert "hidden" not in page.text
     assert "buckets" not in page.text
@@ -193,7 +195,7 @@ def test_a_run_without_steps_says_so(page_of):
     assert "no latency shaping in this kernel" in page.text
 
 
-def test_text_from_outside_stays_text(folder, page_of):
+def test_text_from_outside_is_escaped(folder, page_of):
     folder.config.write_text(f"# {_NASTY}\n", encoding="utf-8")
     folder.plan.write_bytes(b"note = '\xff\xfe'\n")
     page = page_of(
@@ -214,14 +216,14 @@ def test_text_from_outside_stays_text(folder, page_of):
 
 @settings(max_examples=60)
 @given(st.text())
-def test_escaped_text_reads_back_and_never_leaves_its_attribute(text):
+def test_escaped_text_can_be_read_back_and_stays_in_its_attribute(text):
     page = Page(f'<p title="{safe(text)}">{safe(text)}</p>')
     assert [tag for tag, _ in page.tags] == ["p"]
     assert page.tags[0][1]["title"] == "".join(page.texts)
     assert [c for c in "".join(page.texts) if c.isprintable()] == [c for c in text if c.isprintable()]
 
 
-def test_hover_texts_are_there_for_every_curve(page_of):
+def test_every_curve_has_tooltips(page_of):
     page = page_of()
     curves = [
         json.loads(attrs["data-hover"] or "")
@@ -232,7 +234,7 @@ def test_hover_texts_are_there_for_every_curve(page_of):
     spread = curves[0][0]["points"]
     assert len(spread) == 120
     assert spread[0][2].startswith("step 0: ")
-    assert spread[0][2].endswith("last rank 3")
+    assert spread[0][2].endswith("rank 3 was last")
 
 
 def test_long_curves_are_thinned(page_of, tmp_path):
@@ -243,7 +245,7 @@ def test_long_curves_are_thinned(page_of, tmp_path):
     assert (tmp_path / "report.html").stat().st_size < 600_000
 
 
-def test_configuration_and_plan_are_quoted_when_there(folder, page_of):
+def test_configuration_and_plan_are_shown_if_they_exist(folder, page_of):
     folder.config.write_text('model = "lenet"\n')
     page = page_of()
     assert 'model = "lenet"\n' in page.texts
@@ -259,7 +261,7 @@ def test_numbers_the_script_logged_are_listed(page_of):
     assert "grad norm" in page.texts
 
 
-def test_a_note_told_by_all_workers_is_listed_once(page_of):
+def test_a_note_reported_by_all_workers_is_listed_once(page_of):
     page = page_of(
         extra=[Noted(t=1_700_000_002.0 + rank, rank=rank, text="all say so") for rank in range(4)]
     )
@@ -274,13 +276,13 @@ def test_a_fault_that_happened_twice_is_listed_twice(page_of):
     assert page.texts.count("stop node-a") == 2 + 2 * 2  # in the list, and as marks in two charts
 
 
-def test_clocks_that_disagree_are_put_right_in_the_close_up(page_of):
+def test_disagreeing_clocks_are_corrected_in_the_close_up(page_of):
     page = page_of(skew_s=(0.0, 50.0, -30.0, 10.0))
-    assert "were put right for this drawing" in page.text
+    assert "were corrected for this chart" in page.text
     assert "time [ms]" in page.texts
 
 
-def test_a_piece_without_length_is_not_drawn_and_a_short_one_is():
+def test_an_empty_segment_is_not_drawn_and_a_short_one_is():
     def drawn(end: float) -> int:
         piece = Segment(begin=0.0, end=end, look="late", tip="")
         axis = value_axis([1e6], "x")
@@ -289,20 +291,20 @@ def test_a_piece_without_length_is_not_drawn_and_a_short_one_is():
     assert (drawn(0.0), drawn(1e-6), drawn(1.0)) == (0, 1, 1)
 
 
-def test_when_too_much_happened_notes_give_way_to_faults(page_of):
+def test_in_a_long_list_faults_are_kept_and_notes_are_dropped(page_of):
     notes = [Noted(t=1_700_000_000.5 + n / 1000, rank=0, text=f"note {n}") for n in range(300)]
     page = page_of(faults=True, extra=notes)
     assert "slowed node-b down to 0.5 cores" in page.texts
     assert any(re.fullmatch(r"and \d+ more", text) for text in page.texts)
 
 
-def test_a_run_without_events_is_refused_with_its_place(folder, tmp_path):
+def test_a_run_without_events_is_refused_with_its_folder(folder, tmp_path):
     with pytest.raises(ConfigError, match="no events yet") as caught:
         write_report(folder, tmp_path / "report.html")
     assert caught.value.where == str(folder.events)
 
 
-def test_a_place_that_cannot_be_written_is_named(folder, imagined, written, tmp_path):
+def test_a_file_that_cannot_be_written_is_named(folder, imagined, written, tmp_path):
     written(folder, imagined())
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write report\.html"):
@@ -322,7 +324,7 @@ def _point(step: int, begin_s: float, end_s: float, samples: int = 8, epoch: int
     ).filter(lambda rounds: any(length > 1e-3 for _, length, _ in rounds)),
     st.integers(1, 40),
 )
-def test_the_throughput_curve_holds_exactly_the_samples(rounds, most):
+def test_the_throughput_curve_integrates_to_the_samples(rounds, most):
     points = [
         _point(i, begin, begin + length, samples) for i, (begin, length, samples) in enumerate(rounds)
     ]
@@ -357,14 +359,15 @@ def test_the_close_up_prefers_steps_that_all_workers_reported():
     assert max(middle_steps(points)) < 20
 
 
-def test_what_the_page_tells_comes_from_events_only(imagined, a_plan):
-    story = tell(imagined(a_plan(faults=True)))
-    assert len(story.rounds) == 120
-    assert all(point.last in range(4) and point.spread_s > 0 for point in story.rounds)
-    assert story.rounds[0].begin_s == pytest.approx(1.0)
-    assert [evaluation.epoch for evaluation in story.evaluations] == [0, 1, 2]
-    assert [happening.kind for happening in story.happenings] == ["note", "fault", "checkpoint", "end"]
-    assert story.happenings[2].text == "3 saved, the last at step 120: ck/120"
+def test_history_is_collected_from_events_and_counted_from_the_first_step(imagined, a_plan):
+    history = collect_history(imagined(a_plan(faults=True)))
+    assert len(history.rounds) == 120
+    assert all(point.last in range(4) and point.spread_s > 0 for point in history.rounds)
+    assert history.rounds[0].begin_s == 0.0
+    assert history.incidents[0].at_s == pytest.approx(-0.4)
+    assert [evaluation.epoch for evaluation in history.evaluations] == [0, 1, 2]
+    assert [incident.kind for incident in history.incidents] == ["note", "fault", "checkpoint", "end"]
+    assert history.incidents[2].text == "3 saved, the last at step 120: ck/120"
 
 
 @pytest.mark.parametrize(
@@ -382,7 +385,7 @@ def test_what_the_page_tells_comes_from_events_only(imagined, a_plan):
         ({"steps": 1}, []),
     ],
 )
-def test_a_served_run_has_pictures_of_its_updates(
+def test_a_served_run_has_charts_of_its_updates(
     folder, imagined_served, a_served_plan, written, tmp_path, plan, charts
 ):
     written(folder, imagined_served(a_served_plan(**plan)))
@@ -397,7 +400,7 @@ def test_a_served_run_has_pictures_of_its_updates(
 
 
 @pytest.mark.parametrize("codec", ["none", "one-bit"])
-def test_a_served_run_says_what_its_codec_saved(folder, imagined_served, written, tmp_path, codec):
+def test_a_served_run_shows_what_its_codec_saved(folder, imagined_served, written, tmp_path, codec):
     costs = {"queue_s": 0.001, "apply_s": 0.001, "hand_s": 0.001}
     carried = {
         "pushed_bytes": 32,
@@ -409,26 +412,25 @@ def test_a_served_run_says_what_its_codec_saved(folder, imagined_served, written
     written(folder, [*imagined_served(), ended])
     page = Page(write_report(folder, tmp_path / "report.html").read_text(encoding="utf-8"))
     assert ("Communication" in page.headings()) == (codec != "none")
-    assert ("32.0 times less; weights that it was handed took 4.0 times less" in page.text) == (
-        codec != "none"
-    )
+    saved = "32.0 times fewer bytes; the weights it received took 4.0 times fewer bytes"
+    assert (saved in page.text) == (codec != "none")
     assert "Logged by the script" not in page.headings(), "costs of servers are not the script's"
 
 
-def test_learning_is_drawn_over_time_where_workers_count_their_own_steps(
+def test_learning_is_drawn_over_time_if_workers_do_not_step_together(
     folder, imagined_served, written, tmp_path
 ):
     written(folder, imagined_served())
     page = Page(write_report(folder, tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert "How workers agreed" in page.headings()
+    assert "Synchronisation" in page.headings()
     assert "A few steps close up" in page.headings()
     assert "loss over time" in page.charts()
     assert "loss by step" not in page.charts()
     assert "its round is over" in page.texts
-    assert "by speed" not in page.texts
+    assert "balanced share" not in page.texts
 
 
-def test_a_run_without_a_server_and_without_rounds_has_its_exchanges(folder, page_of):
+def test_a_run_without_server_and_rounds_shows_its_exchanges(folder, page_of):
     folder.plan.write_text('sync = "local(4)"\n')
     page = page_of()
     assert "local(4): workers exchanged weights after 100 % of their steps" in page.text
@@ -436,10 +438,8 @@ def test_a_run_without_a_server_and_without_rounds_has_its_exchanges(folder, pag
     assert "spread of arrivals over time" not in page.charts()
 
 
-def test_the_throughput_of_workers_by_themselves_holds_exactly_their_samples(
-    imagined_served, a_served_plan
-):
-    story = tell(imagined_served(a_served_plan(need=1, rounds=False, sync="async")))
-    curve = throughput(story.rounds)
+def test_the_throughput_curve_of_a_served_run_integrates_to_the_samples(imagined_served, a_served_plan):
+    history = collect_history(imagined_served(a_served_plan(need=1, rounds=False, sync="async")))
+    curve = throughput(history.rounds)
     width = curve[1][0] - curve[0][0]
-    assert sum(rate * width for _, rate in curve) == pytest.approx(story.summary.samples)
+    assert sum(rate * width for _, rate in curve) == pytest.approx(history.summary.samples)

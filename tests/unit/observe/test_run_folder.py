@@ -10,19 +10,19 @@ from echelon.errors import ConfigError
 from echelon.observe.run_folder import RunFolder
 
 
-def test_a_run_has_a_folder_named_by_time_and_name_with_its_places(tmp_path):
+def test_a_run_folder_is_named_by_time_and_name_and_has_its_subfolders(tmp_path):
     run = RunFolder.create(tmp_path / "deep" / "runs", "demo")
     assert re.fullmatch(r"\d{8}-\d{6}-demo", run.name)
     assert run.path == tmp_path / "deep" / "runs" / run.name
     assert all(folder.is_dir() for folder in (run.events, run.logs, run.errors))
 
 
-def test_runs_of_one_second_get_different_folders(tmp_path):
+def test_runs_of_the_same_second_get_different_folders(tmp_path):
     runs = [RunFolder.create(tmp_path, "demo") for _ in range(5)]
     assert len({run.path for run in runs}) == 5
 
 
-def test_the_files_of_a_run_have_their_places(tmp_path):
+def test_the_files_of_a_run_have_fixed_paths(tmp_path):
     run = RunFolder(tmp_path / "r")
     places = [
         run.config,
@@ -71,20 +71,20 @@ def test_a_run_is_found_by_path_by_name_and_as_the_latest(tmp_path, monkeypatch)
     assert RunFolder.find("latest") == second
 
 
-def test_folders_that_are_no_runs_are_not_the_latest(tmp_path):
+def test_folders_that_are_not_runs_are_never_the_latest(tmp_path):
     run = RunFolder.create(tmp_path, "demo")
     (tmp_path / "zzz").mkdir()
     assert RunFolder.find("latest", tmp_path) == run
 
 
 @pytest.mark.parametrize("text", ["latest", "demo", "/nowhere/at/all"])
-def test_no_run_at_all_is_an_error_that_says_so(tmp_path, text):
+def test_without_any_run_the_error_says_so(tmp_path, text):
     with pytest.raises(ConfigError, match="no run in") as caught:
         RunFolder.find(text, tmp_path / "runs")
-    assert caught.value.message == f"no run {text!r}"
+    assert caught.value.message == f"there is no run {text!r}"
 
 
-def test_an_unknown_run_is_an_error_with_recent_ones(tmp_path):
+def test_an_unknown_run_is_an_error_that_names_recent_runs(tmp_path):
     runs = [RunFolder.create(tmp_path, f"demo{i}") for i in range(5)]
     with pytest.raises(ConfigError) as caught:
         RunFolder.find("demo9", tmp_path)

@@ -43,7 +43,7 @@ def test_steps_are_ticked_at_whole_numbers_within_the_range(low, length):
 
 @settings(max_examples=80)
 @given(st.floats(0, 1e6), st.floats(1e-5, 1e6))
-def test_time_ticks_lie_within_the_range_and_read_differently(low, length):
+def test_time_ticks_lie_within_the_range_and_have_different_labels(low, length):
     axis = time_axis(low, low + length, "time")
     slack = 1e-8 * (axis.high - axis.low)
     assert all(axis.low - slack <= tick <= axis.high + slack for tick in axis.ticks)
@@ -55,7 +55,7 @@ def test_time_ticks_lie_within_the_range_and_read_differently(low, length):
     ("span_s", "unit"),
     [(1e-5, "µs"), (0.02, "ms"), (12.0, "s"), (299.0, "s"), (1800.0, "min"), (86400.0, "h")],
 )
-def test_durations_have_the_unit_that_reads_best(span_s, unit):
+def test_durations_have_a_readable_unit(span_s, unit):
     assert time_unit(span_s)[1] == unit
 
 
@@ -71,7 +71,7 @@ def test_a_single_value_has_an_axis():
     assert time_axis(3.0, 3.0, "x").high > 3.0
 
 
-def test_places_follow_the_axis():
+def test_positions_are_linear_in_the_value():
     axis = value_axis([10.0], "x")
     assert axis.place(0.0, 100, 300) == 100
     assert axis.place(10.0, 100, 300) == 300
@@ -100,7 +100,7 @@ def test_a_single_spike_survives_thinning():
 
 @settings(max_examples=60)
 @given(st.lists(st.floats(-1e3, 1e3), max_size=60), st.integers(0, 9))
-def test_smoothing_keeps_places_and_stays_between_the_extremes(ys, reach):
+def test_smoothing_keeps_positions_and_stays_between_the_extremes(ys, reach):
     points = [(float(x), y) for x, y in enumerate(ys)]
     smoothed = smooth(points, reach)
     assert [x for x, _ in smoothed] == [x for x, _ in points]

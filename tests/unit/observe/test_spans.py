@@ -31,7 +31,7 @@ def _step(t: float, start: float, arrival: float, *parts: float) -> StepEnded:
     )
 
 
-def test_an_ordinary_step_is_laid_out_in_order():
+def test_the_parts_of_an_ordinary_step_follow_each_other():
     step = _step(20.0, 10.0, 15.0, 1.0, 3.0, 2.0, 0.5)
     assert spans(step) == {
         "data": (10.0, 11.0),
@@ -42,7 +42,7 @@ def test_an_ordinary_step_is_laid_out_in_order():
     assert (end_of(step), length_s(step), other_s(step)) == (20.0, 10.0, 3.5)
 
 
-def test_several_rounds_in_one_step_do_not_stretch_it():
+def test_several_rounds_in_one_step_stay_within_it():
     step = _step(20.0, 10.0, 19.0, 0.0, 2.0, 8.0, 0.0)
     assert end_of(step) == 20.0
     assert spans(step)["wait"] == (19.0, 20.0)
@@ -50,7 +50,7 @@ def test_several_rounds_in_one_step_do_not_stretch_it():
 
 @settings(max_examples=100)
 @given(_SECONDS, _SECONDS, _SECONDS, st.tuples(_SECONDS, _SECONDS, _SECONDS, _SECONDS))
-def test_whatever_a_clock_did_parts_follow_each_other_within_the_step(t, start, arrival, parts):
+def test_parts_follow_each_other_within_the_step_even_if_the_clock_was_set(t, start, arrival, parts):
     step = _step(t, start, arrival, *parts)
     placed = spans(step)
     assert tuple(placed) == ACTIVITIES

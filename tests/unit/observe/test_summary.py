@@ -81,7 +81,7 @@ def test_the_slow_worker_is_found_by_arrival(imagined):
     assert 0 < slowest.alone_s <= slowest.held_up_s
 
 
-def test_clocks_that_disagree_do_not_change_who_is_found(imagined, a_plan):
+def test_disagreeing_clocks_do_not_change_who_is_found(imagined, a_plan):
     true = summarise(imagined())
     skewed = summarise(imagined(a_plan(skew_s=(0.0, 5.0, -3.0, 1.0))))
     assert skewed.judged_by == "wait"
@@ -104,7 +104,9 @@ def test_short_runs_take_their_train_loss_from_ten_steps(imagined, a_plan):
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), asked=st.integers(1, 60))
-def test_how_workers_are_merged_and_when_one_asks_does_not_matter(imagined, a_plan, seed, asked):
+def test_the_summary_does_not_depend_on_the_order_of_workers_or_on_earlier_calls(
+    imagined, a_plan, seed, asked
+):
     events = imagined(a_plan(seed=seed, epochs=2, steps_per_epoch=60, gaps=(7, 8), faults=True))
     shuffled: list = []
     queues = [[e for e in events if e.rank == rank] for rank in range(-1, 4)]
@@ -120,7 +122,7 @@ def test_how_workers_are_merged_and_when_one_asks_does_not_matter(imagined, a_pl
     _same(tally.summary(), summarise(events))
 
 
-def test_without_the_launcher_the_workers_seen_are_the_world(imagined):
+def test_without_the_launchers_event_the_world_is_the_workers_seen(imagined):
     events = [event for event in imagined() if event.rank != LAUNCHER]
     summary = summarise(events)
     assert (summary.world_size, summary.rounds, summary.outcome) == (4, 120, "unfinished")
@@ -158,7 +160,7 @@ def test_an_interrupted_run_says_why():
     assert (summary.outcome, summary.failure) == ("interrupted", "SIGINT")
 
 
-def test_the_launcher_has_the_last_word_on_the_outcome():
+def test_the_launchers_outcome_counts():
     ends = [
         RunEnded(t=1.0, rank=LAUNCHER, outcome="failed"),
         RunEnded(t=2.0, rank=0, outcome="completed"),
@@ -166,7 +168,7 @@ def test_the_launcher_has_the_last_word_on_the_outcome():
     assert summarise(ends).outcome == summarise(reversed(ends)).outcome == "failed"
 
 
-def test_no_events_give_zeros_not_errors():
+def test_without_events_all_figures_are_zero():
     summary = summarise([])
     assert (summary.steps, summary.samples, summary.seconds, summary.samples_per_s) == (0, 0, 0.0, 0.0)
     assert summary.train_loss is summary.accuracy is None
@@ -191,7 +193,7 @@ def test_losses_that_are_missing_or_not_finite_are_left_out(imagined, a_plan):
     assert math.isfinite(loss)
 
 
-def test_one_worker_alone_keeps_nobody_waiting(imagined, a_plan):
+def test_a_single_worker_keeps_nobody_waiting(imagined, a_plan):
     summary = summarise(imagined(a_plan(speeds=(800.0,), shares=(32,), nodes=("laptop",))))
     assert (summary.rounds, summary.spread_s) == (0, 0.0)
     assert (summary.workers[0].times_last, summary.workers[0].held_up_s) == (0, 0.0)
@@ -202,7 +204,7 @@ def test_an_epoch_counts_once_however_many_workers_end_it():
     assert summarise(ends).epochs == 2
 
 
-def test_the_summary_is_left_in_the_folder_as_json(folder, imagined, written):
+def test_the_summary_is_written_to_the_folder_as_json(folder, imagined, written):
     written(folder, imagined(), torn=True)
     summary = write_summary(folder)
     read = json.loads(folder.summary.read_text())

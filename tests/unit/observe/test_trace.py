@@ -103,7 +103,7 @@ def test_each_worker_is_a_process_with_a_lane_per_activity(imagined):
     assert len(tids) == len(set(tids))
 
 
-def test_a_round_can_be_followed_through_all_workers(imagined):
+def test_an_arrow_links_the_workers_of_a_round(imagined):
     trace = chrome_trace(imagined())
     of_step = [e for e in _slices(trace) if e["args"]["step"] == 17]
     assert {(e["pid"], e["name"]) for e in of_step} == {
@@ -115,7 +115,7 @@ def test_a_round_can_be_followed_through_all_workers(imagined):
     assert flow[0]["pid"] == 130
 
 
-def test_slices_are_as_long_as_what_they_stand_for(imagined):
+def test_slices_are_as_long_as_their_activities(imagined):
     events = imagined()
     for name in ("data", "compute", "wait", "apply"):
         drawn_s = sum(e["dur"] for e in _slices(chrome_trace(events), name)) / 1e6
@@ -123,7 +123,7 @@ def test_slices_are_as_long_as_what_they_stand_for(imagined):
         assert drawn_s == pytest.approx(meant_s, abs=1e-6 * 480)
 
 
-def test_what_happened_is_an_instant_that_carries_its_facts(imagined, a_plan):
+def test_incidents_are_instants_with_their_fields(imagined, a_plan):
     trace = chrome_trace(imagined(a_plan(faults=True, dies=(2, 100))))
     instants = {e["name"]: e for e in trace["traceEvents"] if e["ph"] == "i"}
     assert instants["fault: slow node-b"]["s"] == "g"
@@ -143,7 +143,7 @@ def test_loss_and_throughput_are_counters(imagined):
     assert losses[0] > losses[-1]
 
 
-def test_workers_whose_clocks_disagree_are_drawn_on_one(imagined, a_plan):
+def test_disagreeing_clocks_are_corrected_in_the_trace(imagined, a_plan):
     straight = chrome_trace(imagined())
     skewed = chrome_trace(imagined(a_plan(skew_s=(0.0, 5.0, -3.0, 1.0))))
     offsets = skewed["otherData"]["clocks_put_right_by_s"]
@@ -156,7 +156,7 @@ def test_workers_whose_clocks_disagree_are_drawn_on_one(imagined, a_plan):
     assert arrivals(skewed) == pytest.approx(arrivals(straight), abs=5)
 
 
-def test_buckets_have_rows_of_their_own_with_what_became_of_them(imagined, a_plan):
+def test_buckets_have_rows_of_their_own_with_their_parts(imagined, a_plan):
     trace = chrome_trace(imagined(a_plan(buckets=5)))
     rows = {
         e["args"]["name"]: e["tid"]
@@ -182,13 +182,13 @@ def test_buckets_have_rows_of_their_own_with_what_became_of_them(imagined, a_pla
     assert compute["ts"] < outer["ts"] < outer["ts"] + outer["dur"] < compute["ts"] + compute["dur"]
 
 
-def test_buckets_of_a_group_that_tells_no_times_show_their_encoding_only(imagined, a_plan):
+def test_buckets_of_a_group_that_reports_no_times_show_only_encoding(imagined, a_plan):
     trace = chrome_trace(imagined(a_plan(buckets=2, timed=False)))
     names = {e["name"] for e in _slices(trace) if e["cat"] == "bucket"}
     assert names == {"bucket 0 (8.0 MB)", "bucket 1 (8.0 MB)", "encode"}
 
 
-def test_buckets_follow_their_worker_onto_the_common_clock(imagined, a_plan):
+def test_buckets_are_corrected_to_the_common_clock_too(imagined, a_plan):
     straight = chrome_trace(imagined(a_plan(buckets=2)))
     skewed = chrome_trace(imagined(a_plan(buckets=2, skew_s=(0.0, 5.0, -3.0, 1.0))))
 
@@ -214,7 +214,7 @@ def _step(rank: int, number: int, times: tuple[float, ...]) -> StepEnded:
         st.tuples(st.integers(0, 2), st.integers(0, 4), st.tuples(*[st.floats(0, 50)] * 7)), max_size=12
     )
 )
-def test_nonsense_times_still_give_a_well_formed_trace(steps):
+def test_impossible_times_still_give_a_well_formed_trace(steps):
     events = [event for step in steps for event in (_bucket(*step), _step(*step))]
     _check_structure(msgspec.to_builtins(_without_nan(chrome_trace(events))))
 
@@ -235,7 +235,7 @@ def test_no_events_give_an_empty_trace():
     assert chrome_trace([])["traceEvents"] == []
 
 
-def test_events_without_steps_are_traced_from_the_first_on():
+def test_events_without_steps_are_traced_from_the_first_event_on():
     events = [
         FaultInjected(t=12.0, rank=-1, action="kill", target="a", detail=""),
         Noted(t=10.0, rank=0, text="x"),
@@ -254,7 +254,7 @@ def test_the_file_is_json_also_when_compressed(folder, imagined, written, tmp_pa
     assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
 
 
-def test_a_run_without_events_is_refused_with_its_place(folder, tmp_path):
+def test_a_run_without_events_is_refused_with_its_folder(folder, tmp_path):
     with pytest.raises(ConfigError, match="no events yet") as caught:
         write_trace(folder, tmp_path / "trace.json")
     assert caught.value.where == str(folder.events)
@@ -272,7 +272,7 @@ def test_a_served_run_has_its_updates_and_no_rounds(imagined_served):
     ]
 
 
-def test_workers_that_average_by_schedule_have_no_rounds_in_their_trace(imagined):
+def test_averaging_workers_have_no_rounds_in_their_trace(imagined):
     trace = chrome_trace(imagined(), "local(4)")
     _check_structure(trace)
     assert not any(e["ph"] in "sf" for e in trace["traceEvents"])

@@ -1,4 +1,4 @@
-"""A small virtual cluster, and the same training without one."""
+"""A small virtual cluster, and the same training in plain torch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +13,8 @@ from echelon.simulate.learner import Learner, Problem
 from echelon.simulate.order import Order
 from echelon.simulate.profile import Costs, Profile, VirtualLink
 from echelon.simulate.run import Runner, runner_of
-from echelon.simulate.scene import Scene
 from echelon.simulate.setting import Setting
+from echelon.simulate.virtual import VirtualCluster
 from echelon.sync.policy import POLICIES, Policy
 
 NO_LINK = VirtualLink(latency_s=0.0, bytes_per_s=1e30)
@@ -47,12 +47,14 @@ def problem() -> Problem:
 
 
 class Played:
-    """A run that is over."""
+    """A finished run."""
 
-    def __init__(self, scene: Scene, runner: Runner, events: list[AnyEvent], begun: list[list[Tensor]]):
-        self.counts = scene.counts
-        self.totals = scene.totals()
-        self.curve = scene.curve
+    def __init__(
+        self, virtual: VirtualCluster, runner: Runner, events: list[AnyEvent], begun: list[list[Tensor]]
+    ):
+        self.counts = virtual.counts
+        self.totals = virtual.totals()
+        self.curve = virtual.curve
         self.weights = [flat.detach().clone() for flat in runner.shown()]
         self.events = events
         self.begun = begun  # by rank: the samples of each of its steps
@@ -63,40 +65,42 @@ class Played:
 
 @pytest.fixture
 def play(problem: Problem) -> Callable[..., Played]:
-    """Plays a policy, given as text or as an object, and keeps what can be seen."""
+    """Runs a policy, given as text or as an object, and records it."""
 
     def played(setting: Setting, policy: str | Policy, seed: int = 0) -> Played:
         chosen = POLICIES.build(policy).resolved() if isinstance(policy, str) else policy
         assert setting.profile is not None
         events: list[AnyEvent] = []
         learner = Learner(problem, seed)
-        scene = Scene(setting, setting.profile, learner, Order(problem.samples, seed), seed, events.append)
+        virtual = VirtualCluster(
+            setting, setting.profile, learner, Order(problem.samples, seed), seed, events.append
+        )
         begun: list[list[Tensor]] = [[] for _ in range(setting.workers)]
-        begin = scene.begin
+        begin = virtual.begin
 
         def noted(rank: int) -> tuple[Tensor, float]:
             indices, compute_s = begin(rank)
             begun[rank].append(indices)
             return indices, compute_s
 
-        scene.begin = noted  # type: ignore[method-assign]
-        runner = runner_of(chosen, scene)
+        virtual.begin = noted  # type: ignore[method-assign]
+        runner = runner_of(chosen, virtual)
         runner.start()
-        scene.play(runner.shown)
-        return Played(scene, runner, events, begun)
+        virtual.run(runner.shown)
+        return Played(virtual, runner, events, begun)
 
     return played
 
 
 @pytest.fixture
 def free() -> Profile:
-    """A second for a gradient, and nothing for anything else."""
+    """One second for a gradient; everything else takes no time."""
     return Profile(compute_s=1.0, costs=Costs(), link=NO_LINK)
 
 
 @pytest.fixture
 def plainly(problem: Problem) -> Callable[..., Tensor]:
-    """Trains one module in the usual way, with the batch of all workers."""
+    """Trains one module in plain torch, with the global batch."""
 
     def trained(setting: Setting, batch: int, steps: int, seed: int = 0) -> Tensor:
         module = problem.build(seed)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.simulate.learner import Idle, Learner, Problem
+from echelon.simulate.learner import Learner, Problem, TimingOnly
 from echelon.simulate.order import Order
 
 
@@ -20,13 +20,13 @@ def test_a_batch_may_be_larger_than_the_data():
     assert sorted(Order(3, seed=0).take(6).tolist()) == [0, 0, 1, 1, 2, 2]
 
 
-def test_order_is_that_of_the_seed_however_it_is_cut():
+def test_the_order_depends_on_the_seed_and_not_on_batch_sizes():
     whole, cut = Order(50, seed=3), Order(50, seed=3)
     assert whole.take(30).tolist() == torch.cat([cut.take(10) for _ in range(3)]).tolist()
     assert Order(50, seed=4).take(50).tolist() != Order(50, seed=3).take(50).tolist()
 
 
-def test_gradient_is_that_of_the_module_at_the_given_weights(problem):
+def test_the_gradient_is_that_of_the_module_at_the_given_weights(problem):
     learner = Learner(problem, 0)
     elsewhere, indices = learner.initial() * 0.5, torch.arange(6)
     gradient, loss = learner.gradient_at(elsewhere, indices)
@@ -40,7 +40,7 @@ def test_gradient_is_that_of_the_module_at_the_given_weights(problem):
     assert float(loss) == pytest.approx(float(expected.detach()))
 
 
-def test_mean_gradient_of_several_batches_is_the_mean_of_their_gradients(problem):
+def test_the_mean_gradient_of_batches_is_the_mean_of_their_gradients(problem):
     learner = Learner(problem, 0)
     flat = learner.initial()
     batches = list(torch.arange(1200).view(4, 300))  # too many to be computed as one
@@ -48,7 +48,7 @@ def test_mean_gradient_of_several_batches_is_the_mean_of_their_gradients(problem
     assert torch.allclose(learner.mean_gradient_at(flat, batches), sum(each) / 4, atol=1e-6)
 
 
-def test_initial_weights_depend_on_the_seed_and_on_nothing_else(problem):
+def test_initial_weights_depend_only_on_the_seed(problem):
     torch.manual_seed(5)
     first = Learner(problem, 7).initial()
     torch.manual_seed(6)
@@ -58,7 +58,7 @@ def test_initial_weights_depend_on_the_seed_and_on_nothing_else(problem):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_evaluation_looks_at_the_given_weights_and_leaves_them(problem, setting):
+def test_evaluation_uses_the_given_weights_and_leaves_them_unchanged(problem, setting):
     learner = Learner(problem, 0)
     flat = learner.initial()
     before = flat.clone()
@@ -75,8 +75,8 @@ def test_without_a_limit_all_test_samples_count(setting):
     assert Learner(problem, 0).evaluate(Learner(problem, 0).initial()).samples == 360
 
 
-def test_idle_learner_is_as_large_and_knows_nothing(problem):
-    idle = Idle(problem, 0)
+def test_a_timing_only_learner_has_the_models_size_and_no_figures(problem):
+    idle = TimingOnly(problem, 0)
     assert idle.size_bytes == Learner(problem, 0).size_bytes > 0
     assert idle.gradient_at(idle.initial(), torch.arange(2))[0].numel() == 0
     assert idle.evaluate(idle.initial()).test_loss is None

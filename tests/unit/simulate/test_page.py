@@ -103,7 +103,7 @@ def test_one_seed_has_no_band():
         assert not chart["polygon"]
 
 
-def test_all_that_is_drawn_is_inside_the_axes():
+def test_everything_drawn_is_inside_the_axes():
     for chart in _Drawing(_page(TWO)).charts:
         left, right, bottom, _ = chart["axis"][0]
         top = min(y for *_, y in chart["grid"])
@@ -111,7 +111,7 @@ def test_all_that_is_drawn_is_inside_the_axes():
             assert all(left <= x <= right and top <= y <= bottom for x, y in points), chart["label"]
 
 
-def test_lines_are_where_the_means_are():
+def test_lines_are_drawn_at_the_means():
     chart = _Drawing(_page(TWO)).chart("Test accuracy")
     left, right, bottom, _ = chart["axis"][0]
     top = min(y for *_, y in chart["grid"])  # 100 %; the axis begins at 0
@@ -123,7 +123,7 @@ def test_lines_are_where_the_means_are():
         )
 
 
-def test_bands_reach_from_the_least_to_the_most():
+def test_bands_reach_from_the_smallest_to_the_largest_value():
     chart = _Drawing(_page(TWO)).chart("Test accuracy")
     *_, bottom, _ = chart["axis"][0]
     top = min(y for *_, y in chart["grid"])
@@ -132,7 +132,7 @@ def test_bands_reach_from_the_least_to_the_most():
     assert ends == {0.6, 0.7}
 
 
-def test_hovering_tells_policy_time_and_value():
+def test_tooltips_have_policy_time_and_value():
     curves = json.loads(unescape(_Drawing(_page(TWO)).chart("Test accuracy")["hover"]))
     assert [curve["points"][-1][2] for curve in curves] == ["full at 10 s: 65.0 %", "async at 10 s: 85.0 %"]
 
@@ -157,10 +157,10 @@ def test_a_policy_that_diverges_does_not_hide_the_others():
     assert len(diverged) == 2
     assert diverged[1][1] == pytest.approx(top, abs=0.1)
     assert (bottom - good[0][1]) / (bottom - top) > 0.3
-    assert "Losses above 6 are drawn there." in page
+    assert "Losses above 6 are drawn at the top." in page
 
 
-def test_the_page_is_one_file_and_escapes_what_came_from_outside():
+def test_the_page_is_self_contained_and_escapes_text_from_outside():
     page = _page(TWO, command='echelon simulate --sync "<b>"')
     assert not re.search(r"""(src|href)=|@import|url\(|https?:""", page)
     assert "&lt;b&gt;" in page
@@ -168,7 +168,7 @@ def test_the_page_is_one_file_and_escapes_what_came_from_outside():
     assert "prefers-color-scheme: dark" in page
 
 
-def test_more_policies_than_colours_are_told_apart():
+def test_more_policies_than_colours_have_distinct_lines():
     outcome = _outcome(*(_run(f"p{n}", 0, [0.1, 0.5]) for n in range(10)))
     assert len(_lines(_Drawing(_page(outcome)).chart("Test loss"))) == 10
 
@@ -180,11 +180,11 @@ def test_without_gradients_there_are_no_learning_curves():
     labels = [chart["label"] for chart in _Drawing(_page(outcome)).charts]
     assert labels == ["Gradients computed over virtual time"]
     assert in_words(outcome, compare(outcome)) == [
-        "none applies 3.80 gradients a second; its workers wait for 25 % of the time."
+        "none applies 3.80 gradients per second; its workers wait for 25 % of the time."
     ]
 
 
-def test_profile_and_setting_are_told_with_where_they_come_from():
+def test_profile_and_setting_are_shown_with_their_sources():
     page = _page(TWO, sources={"compute": "measured on this machine", "link": "given"})
     assert '<td class="words">a gradient</td><td class="words wide">20.0 ms</td>' in page
     assert "measured on this machine" in page
@@ -208,27 +208,27 @@ def test_figures_are_over_seeds_and_differences_are_paired():
     assert other.reached_s.mean == 10.0
 
 
-def test_words_name_the_best_and_the_worst_beside_the_first():
+def test_sentences_compare_the_best_and_the_worst_with_the_first():
     outcome = _outcome(
         _run("full", 0, [0.1, 0.5]), _run("good", 0, [0.1, 0.9]), _run("middling", 0, [0.1, 0.6]),
         _run("bad", 0, [0.1, 0.1], staleness=0.0),
     )  # fmt: skip
     assert in_words(outcome, compare(outcome)) == [
-        "good is 20.0 points ahead of full in test accuracy on average over the interval; "
-        "its gradients were 2.5 updates old on average.",
-        "bad is 20.0 points behind full in test accuracy on average over the interval; "
-        "its gradients were never stale.",
+        "good is 20.0 points ahead of full in test accuracy, averaged over the run. "
+        "It applied 38 gradients, 1.00 times as many as full; they were 2.5 updates old on average.",
+        "bad is 20.0 points behind full in test accuracy, averaged over the run. "
+        "It applied 38 gradients, 1.00 times as many as full; they were never stale.",
     ]
 
 
-def test_a_difference_smaller_than_its_spread_is_called_so():
+def test_a_difference_smaller_than_its_spread_is_marked():
     outcome = _outcome(
         _run("full", 0, [0.5, 0.5]), _run("full", 1, [0.5, 0.5]),
         _run("async", 0, [0.5, 0.7]), _run("async", 1, [0.5, 0.4]),
     )  # fmt: skip
     (said,) = in_words(outcome, compare(outcome))
     assert "2.5 points ahead of full" in said
-    assert "less than seeds differ (± 10.6)" in said
+    assert "this is less than the spread over the seeds (± 10.6)" in said
 
 
 def test_equal_policies_are_called_equal():
@@ -236,12 +236,12 @@ def test_equal_policies_are_called_equal():
     assert in_words(outcome, compare(outcome))[0].startswith("local(1) is as good as full")
 
 
-def test_a_loss_that_is_no_number_is_shown_as_unknown():
+def test_a_loss_that_is_not_finite_is_shown_as_unknown():
     outcome = _outcome(_run("full", 0, [0.1, 0.1], [2.0, math.inf]))
     assert show_spread(compare(outcome)[0].test_loss.end) == "-"
 
 
-def test_an_accuracy_never_reached_is_told():
+def test_an_accuracy_never_reached_is_shown_as_never():
     page = page_html(TWO, compare(TWO, 0.99), until_accuracy=0.99)
     assert "to 99 %" in page
     assert page.count("never") == 2

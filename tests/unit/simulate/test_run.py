@@ -13,8 +13,8 @@ from echelon.simulate.outcome import Point, Run, SimulationResult, Totals
 from echelon.simulate.profile import Costs, Profile, VirtualLink
 from echelon.simulate.replay import replay
 from echelon.simulate.run import run_policy, simulate
-from echelon.simulate.scene import cluster_of
 from echelon.simulate.setting import Setting
+from echelon.simulate.virtual import cluster_of
 from echelon.sync.policy import POLICIES, Policy
 
 SOME = ["full", "async", "smooth-switch(step=20)", "local(3)", "hogwild", "flexible"]
@@ -25,25 +25,25 @@ def outcome(setting):
     return simulate(replace(setting, delay="normal(0, 0.02)", seeds=2), SOME)
 
 
-def test_same_setting_gives_the_same_bits(setting, outcome):
+def test_the_same_setting_gives_the_same_bits(setting, outcome):
     torch.manual_seed(99)  # nobody else's random numbers matter
     again = simulate(replace(setting, delay="normal(0, 0.02)", seeds=2), SOME)
     assert again == outcome
     assert msgspec.json.encode(again) == msgspec.json.encode(outcome)
 
 
-def test_all_policies_begin_with_the_same_figures_and_seeds_differ(outcome):
+def test_all_policies_start_with_the_same_figures_and_seeds_differ(outcome):
     for seed in (0, 1):
         assert len({run.curve[0].test_loss for run in outcome.runs if run.seed == seed}) == 1
     assert outcome.of("full")[0].curve[0] != outcome.of("full")[1].curve[0]
 
 
-def test_a_policy_does_the_same_alone_as_beside_others(setting, outcome):
+def test_a_policys_result_does_not_depend_on_other_policies(setting, outcome):
     alone = simulate(replace(setting, delay="normal(0, 0.02)", seed=1), ["local(3)"])
     assert alone.runs[0] == outcome.of("local(3)")[1]
 
 
-def test_curves_reach_from_the_beginning_to_the_end(outcome):
+def test_curves_reach_from_the_start_to_the_end(outcome):
     for run in outcome.runs:
         assert [point.t for point in run.curve] == [0.0, 0.25, 0.5]
         assert run.final.gradients == run.totals.gradients
@@ -55,11 +55,11 @@ def test_training_lowers_the_loss(outcome):
         assert run.final.train_loss < run.curve[0].train_loss, run.policy
 
 
-def test_outcome_survives_being_written_and_read(outcome):
+def test_a_result_survives_json(outcome):
     assert msgspec.json.decode(msgspec.json.encode(outcome), type=SimulationResult) == outcome
 
 
-def test_nothing_outside_is_changed(setting):
+def test_a_simulation_leaves_threads_and_random_state_unchanged(setting):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -100,7 +100,7 @@ def test_policies_that_compute_with_tensors_run_without_gradients_too(setting, p
         "downpour",
     ],
 )
-def test_other_policies_learn_too(setting, policy):
+def test_policies_of_other_families_learn_too(setting, policy):
     run = simulate(replace(setting, lr=0.01, groups=((0, 1), (2, 3))), [policy]).runs[0]
     assert run.totals.applied > 20
     assert run.final.train_loss < run.curve[0].train_loss
@@ -108,7 +108,7 @@ def test_other_policies_learn_too(setting, policy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unheard(Policy):
-    """Of no family that is known."""
+    """A policy without a runner."""
 
     name: ClassVar[str] = "unheard"
     family: ClassVar[str] = "levels"
@@ -118,7 +118,7 @@ class Unheard(Policy):
 
 
 def test_policy_of_an_unknown_family_is_refused(setting, problem):
-    with pytest.raises(ConfigError, match="cannot run unheard"):
+    with pytest.raises(ConfigError, match="unheard cannot be simulated"):
         run_policy(setting, Unheard(), problem, setting.profile, 0)
 
 
@@ -131,7 +131,7 @@ def test_policy_of_an_unknown_family_is_refused(setting, problem):
         (["async", "backup(4)"], "nobody to wait for"),
     ],
 )
-def test_policies_that_cannot_be_run_are_refused_before_any_is(setting, policies, message):
+def test_invalid_policies_are_refused_before_any_runs(setting, policies, message):
     with pytest.raises(ConfigError, match=message):
         simulate(replace(setting, data="nowhere"), policies)
 
@@ -152,7 +152,7 @@ def test_policies_that_cannot_be_run_are_refused_before_any_is(setting, policies
         {"links": (1.0, 2.0, 3.0, 0.0)},
     ],
 )
-def test_settings_that_cannot_work_are_refused(fields):
+def test_invalid_settings_are_refused(fields):
     with pytest.raises(ConfigError):
         Setting(**fields)
 
@@ -193,7 +193,7 @@ def test_replay_of_a_run_finds_no_difference(setting, policy):
     assert replay(events, POLICIES.build(policy).resolved(), cluster_of(setting, 0)) is None
 
 
-def test_replay_names_the_first_decision_that_differs(setting):
+def test_replay_reports_the_first_decision_that_differs(setting):
     events = _heard(setting, "backup(1)")
     arrivals = [at for at, event in enumerate(events) if isinstance(event, Arrived)]
     applied = [at for at, event in enumerate(events) if isinstance(event, Decided) and event.parts]
@@ -207,7 +207,7 @@ def test_replay_names_the_first_decision_that_differs(setting):
     assert "recorded apply 0.5 x step 0 of 0, now apply" in str(found)
 
 
-def test_replay_notices_decisions_too_many_and_too_few(setting):
+def test_replay_reports_missing_and_additional_decisions(setting):
     policy = POLICIES.build("async").resolved()
     events = _heard(setting, "async")
     last = max(at for at, event in enumerate(events) if isinstance(event, Decided))
@@ -224,7 +224,7 @@ def test_replay_with_another_policy_differs(setting):
     assert replay(events, POLICIES.build("backup(0)").resolved(), setting.cluster).index == 0
 
 
-def test_replay_needs_the_beginning(setting):
+def test_replay_needs_the_events_from_the_start(setting):
     decision = Decided(t=0.0, rank=4, what="apply", version=1)
     with pytest.raises(ConfigError, match="begins with a decision"):
         replay([decision], POLICIES.build("async").resolved(), setting.cluster)
@@ -252,7 +252,7 @@ def compared():
     return SimulationResult(setting=Setting(), profile=Profile(compute_s=1.0), runs=runs)
 
 
-def test_average_is_by_time_and_then_over_seeds(compared):
+def test_averages_are_over_time_and_then_over_seeds(compared):
     assert compared.average("a", "test_accuracy") == pytest.approx((0.875 + 0.375) / 2)
     assert compared.difference("a", "b", "test_accuracy") == pytest.approx(0.125)
     assert compared.final("a", "test_accuracy") == 1.0
@@ -260,7 +260,7 @@ def test_average_is_by_time_and_then_over_seeds(compared):
     assert compared.mean_curve("a", "test_accuracy") == [(0, 0.0), (1, 0.5), (4, 1.0)]
 
 
-def test_average_of_what_is_not_known_is_no_number(compared):
+def test_the_average_of_unknown_values_is_nan(compared):
     assert math.isnan(compared.average("a", "train_loss"))
 
 
@@ -275,7 +275,7 @@ def test_unknown_policies_and_metrics_name_the_known_ones(compared):
 # Profiles
 
 
-def test_profile_is_measured_once_and_kept(setting, problem, tmp_path, monkeypatch):
+def test_a_profile_is_measured_once_and_cached(setting, problem, tmp_path, monkeypatch):
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path))
     first = profiles.measure(setting, problem)
     assert first.compute_s > 0
@@ -289,7 +289,7 @@ def test_profile_is_measured_once_and_kept(setting, problem, tmp_path, monkeypat
     assert len(msgspec.json.decode((tmp_path / "simulate.json").read_bytes())) == 2
 
 
-def test_profile_is_measured_again_where_the_cache_is_damaged(setting, problem, tmp_path, monkeypatch):
+def test_a_profile_is_measured_again_if_the_cache_is_damaged(setting, problem, tmp_path, monkeypatch):
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path))
     (tmp_path / "simulate.json").write_bytes(b"{")
     assert profiles.measure(setting, problem).compute_s > 0
@@ -301,7 +301,7 @@ def test_link_of_a_measured_profile_can_be_given(setting, problem, tmp_path, mon
     assert profiles.measure(setting, problem, link=link).link == link
 
 
-def test_nothing_is_measured_if_all_is_given(setting, tmp_path, monkeypatch):
+def test_nothing_is_measured_if_everything_is_given(setting, tmp_path, monkeypatch):
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path))
     costs = Costs(queue_s=1.0)
     given = profiles.measure(replace(setting, data="nowhere"), compute_s=2.0, costs=costs)
@@ -309,7 +309,7 @@ def test_nothing_is_measured_if_all_is_given(setting, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_simulation_without_a_profile_measures_one_and_tells_it(setting, tmp_path, monkeypatch):
+def test_a_simulation_without_a_profile_measures_one_and_returns_it(setting, tmp_path, monkeypatch):
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path))
     outcome = simulate(replace(setting, profile=None, seconds=0.01), ["full"])
     assert outcome.profile.compute_s > 0
@@ -326,6 +326,6 @@ def test_simulation_without_a_profile_measures_one_and_tells_it(setting, tmp_pat
         lambda: VirtualLink(bytes_per_s=0.0),
     ],
 )
-def test_profiles_in_which_time_does_not_pass_as_it_does_are_refused(make):
+def test_profiles_with_impossible_durations_are_refused(make):
     with pytest.raises(ConfigError):
         make()

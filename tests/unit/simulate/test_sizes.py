@@ -1,4 +1,4 @@
-"""A thousand virtual workers learn, and every served policy settles what twenty-five push."""
+"""A thousand virtual workers, and every parameter-server policy with twenty-five."""
 
 from collections import Counter
 from dataclasses import replace
@@ -22,7 +22,7 @@ PUSHES = ("gradient", "delta", "weights")
 
 @pytest.fixture
 def many(with_profile, free):
-    """A thousand: ten take a second and a half for a gradient, the others one; nothing else takes time."""
+    """A thousand workers: ten need 1.5 s for a gradient, the others 1 s; nothing else takes time."""
     speeds = (1.0,) * (MANY - 10) + (1 / 1.5,) * 10
     return with_profile(free, workers=MANY, seconds=2.25, lr=0.0001, speeds=speeds)
 
@@ -47,7 +47,7 @@ def test_a_thousand_workers_take_their_steps_together(many, problem):
 
 
 @pytest.mark.parametrize("policy", SERVED)
-def test_every_push_of_twenty_five_workers_is_settled_once(setting, policy):
+def test_every_push_of_twenty_five_workers_is_applied_or_dropped_once(setting, policy):
     profile = Profile(
         compute_s=0.02,
         costs=Costs(queue_s=0.0001, apply_s=0.0001, hand_s=0.0001),

@@ -10,18 +10,18 @@ from echelon.simulate.sweep import simulate_several
 POLICIES = ["full", "async"]
 
 
-def test_what_comes_out_is_what_one_after_the_other_gives(setting):
+def test_several_processes_give_the_same_result_as_one(setting):
     two = replace(setting, seeds=2)
     assert simulate_several(two, POLICIES) == simulate(two, POLICIES)
 
 
-def test_processes_that_have_nothing_left_to_do_end_before_the_others(setting):
+def test_processes_without_tasks_end_before_the_others(setting):
     # Three runs for two processes: one of them is sent home while the other still works.
     policies = ["full", "async", "hogwild"]
     assert simulate_several(setting, policies, jobs=2) == simulate(setting, policies)
 
 
-def test_progress_tells_how_far_each_run_is(setting):
+def test_progress_reports_each_runs_time(setting):
     heard = []
     simulate_several(
         replace(setting, seeds=2),

@@ -17,7 +17,7 @@ def _arrival(worker, step=0, read=0, samples=1.0):
     return Arrival(worker=worker, step=step, t=0.0, read=read, samples=samples)
 
 
-def test_a_round_goes_on_with_the_mean_by_samples_when_all_but_the_spares_have_arrived():
+def test_a_round_ends_with_the_weighted_mean_when_all_but_the_spares_have_arrived():
     rule = Backup(spares=1).rule(ClusterInfo(workers=3, servers=1))
     assert rule.arrive(_arrival(2, samples=30)) == []
     assert rule.arrive(_arrival(0, samples=10)) == [
@@ -27,7 +27,7 @@ def test_a_round_goes_on_with_the_mean_by_samples_when_all_but_the_spares_have_a
     ]
 
 
-def test_the_gradient_of_a_round_that_is_over_is_dropped_and_its_worker_takes_part_in_the_next():
+def test_a_late_gradient_is_dropped_and_its_worker_joins_the_next_round():
     rule = Backup(spares=1).rule(ClusterInfo(workers=2, servers=1))
     rule.arrive(_arrival(0))
     dropped, released = rule.arrive(_arrival(1))
@@ -38,32 +38,32 @@ def test_the_gradient_of_a_round_that_is_over_is_dropped_and_its_worker_takes_pa
     assert rule.state()["dropped"] == 1
 
 
-def test_the_spares_are_whoever_is_late_not_certain_workers():
-    story = play(Backup(spares=1), FOUR, [[1, 9], [2, 1], [3, 1], [9, 1]])
-    rounds = [{part.worker for part in apply.parts} for apply in decided(story, Apply)]
+def test_the_spares_are_the_late_workers_of_each_round():
+    run = play(Backup(spares=1), FOUR, [[1, 9], [2, 1], [3, 1], [9, 1]])
+    rounds = [{part.worker for part in apply.parts} for apply in decided(run, Apply)]
     assert rounds[:2] == [{0, 1, 2}, {1, 2, 3}]
 
 
-def test_without_spares_every_round_has_everybody_and_nothing_is_lost():
-    story = play(Backup(spares=0), FOUR, [[1] * 5, [2] * 5, [3] * 5, [9] * 5])
-    assert not decided(story, Drop)
-    assert [len(apply.parts) for apply in decided(story, Apply)] == [4] * 5
+def test_without_spares_every_round_has_all_workers_and_nothing_is_dropped():
+    run = play(Backup(spares=0), FOUR, [[1] * 5, [2] * 5, [3] * 5, [9] * 5])
+    assert not decided(run, Drop)
+    assert [len(apply.parts) for apply in decided(run, Apply)] == [4] * 5
 
 
 def test_workers_that_leave_are_not_waited_for():
-    story = play(Backup(spares=0), FOUR, [[1] * 5, [1] * 5, [1] * 3, [1]])
-    assert [len(apply.parts) for apply in decided(story, Apply)] == [4, 3, 3, 2, 2]
+    run = play(Backup(spares=0), FOUR, [[1] * 5, [1] * 5, [1] * 3, [1]])
+    assert [len(apply.parts) for apply in decided(run, Apply)] == [4, 3, 3, 2, 2]
 
 
 def test_a_worker_that_joins_again_is_waited_for_again_once_its_old_gradient_is_dropped():
-    story = play(Backup(spares=0), ClusterInfo(workers=2, servers=1), [[1] * 5, [1, Away(1.5), 1, 1]])
-    assert [len(apply.parts) for apply in decided(story, Apply)] == [2, 1, 2, 1, 1]
-    assert len(decided(story, Drop)) == 1
+    run = play(Backup(spares=0), ClusterInfo(workers=2, servers=1), [[1] * 5, [1, Away(1.5), 1, 1]])
+    assert [len(apply.parts) for apply in decided(run, Apply)] == [2, 1, 2, 1, 1]
+    assert len(decided(run, Drop)) == 1
 
 
-def test_with_fewer_left_than_spares_a_round_is_one_gradient():
-    story = play(Backup(spares=3), FOUR, [[1, 1], [], [], []])
-    assert [len(apply.parts) for apply in decided(story, Apply)] == [1, 1]
+def test_with_fewer_workers_than_spares_a_round_is_one_gradient():
+    run = play(Backup(spares=3), FOUR, [[1, 1], [], [], []])
+    assert [len(apply.parts) for apply in decided(run, Apply)] == [1, 1]
 
 
 def test_a_server_that_resumed_at_a_later_version_drops_nothing_at_first():
@@ -73,14 +73,14 @@ def test_a_server_that_resumed_at_a_later_version_drops_nothing_at_first():
     assert isinstance(rule.arrive(_arrival(1, step=1, read=70))[0], Drop)
 
 
-def test_fewer_than_no_spares_are_refused_at_once():
+def test_a_negative_number_of_spares_is_refused_at_once():
     with pytest.raises(ConfigError, match="-1 spares") as caught:
         POLICIES.build("backup(-1)")
     assert caught.value.fix
 
 
 @pytest.mark.parametrize("spares", [4, 5])
-def test_as_many_spares_as_workers_or_more_are_refused(spares):
+def test_spares_must_be_fewer_than_workers(spares):
     with pytest.raises(ConfigError, match=f"{spares} of 4 workers are spares") as caught:
         Backup(spares=spares).check(FOUR)
     assert "at most 3" in caught.value.fix

@@ -26,7 +26,7 @@ def _apply(shard, worker, step, gradient):
     shard.apply([WeightedPush(worker, step, 1.0)])
 
 
-def test_the_server_moves_by_the_gradient_corrected_for_what_changed_since_it_was_read():
+def test_the_server_applies_the_gradient_corrected_for_changed_weights():
     torch.manual_seed(1)
     w, first, second = torch.randn(7), torch.randn(7), torch.randn(7)
     shard = _shard(DelayCompensated(strength=0.5), w)
@@ -52,14 +52,14 @@ def test_adaptive_strength_is_divided_by_the_root_of_the_average_square():
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_a_correction_changes_neither_the_gradient_nor_the_weights_that_it_is_given(adaptive):
+def test_a_correction_leaves_its_arguments_unchanged(adaptive):
     g, w, read = torch.ones(3), torch.full((3,), 2.0), torch.zeros(3)
     DelayCompensated(adaptive=adaptive).amend(g, w, read, {})
     assert (g.tolist(), w.tolist(), read.tolist()) == ([1] * 3, [2] * 3, [0] * 3)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_a_gradient_without_delay_stays_as_it_is(adaptive):
+def test_a_gradient_without_delay_is_not_corrected(adaptive):
     g, w = torch.randn(4), torch.randn(4)
     assert torch.equal(DelayCompensated(adaptive=adaptive).amend(g, w, w.clone(), {}), g)
 
@@ -75,7 +75,7 @@ def test_every_gradient_is_applied_on_arrival():
 @pytest.mark.parametrize(
     "options", ["strength=-1", "strength=nan", "strength=inf", "decay=1", "decay=-0.1"]
 )
-def test_options_out_of_range_are_refused_with_a_remedy(options):
-    with pytest.raises(ConfigError, match=r"it has to be") as caught:
+def test_options_out_of_range_are_refused_with_a_fix(options):
+    with pytest.raises(ConfigError, match=r"but must be") as caught:
         POLICIES.build(f"delay-compensated({options})")
     assert caught.value.fix

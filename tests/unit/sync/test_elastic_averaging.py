@@ -7,7 +7,7 @@ from echelon.sync.families.serve import Apply, Arrival, Release, ServePolicy, We
 from echelon.sync.policy import POLICIES, ClusterInfo
 
 
-def test_it_is_carried_out_by_the_workers_or_by_a_server():
+def test_the_two_forms_belong_to_two_families():
     together = POLICIES.build("elastic-averaging").resolved()
     one_by_one = POLICIES.build("elastic-averaging(asynchronous=true)").resolved()
     assert isinstance(together, MixPolicy)
@@ -16,14 +16,14 @@ def test_it_is_carried_out_by_the_workers_or_by_a_server():
     assert POLICIES.get("elastic-averaging").__module__ == "echelon.sync.policies.elastic_averaging"
 
 
-def test_all_meet_after_every_four_steps_by_default():
+def test_all_average_after_every_four_steps_by_default():
     policy, cluster = POLICIES.build("elastic-averaging").resolved(), ClusterInfo(workers=3)
-    meetings = {step: policy.meeting(step, 1, cluster) for step in range(9)}
-    assert {step for step, meeting in meetings.items() if meeting} == {3, 7}
-    assert meetings[3] == Average((0, 1, 2))
+    averagings = {step: policy.averaging(step, 1, cluster) for step in range(9)}
+    assert {step for step, averaging in averagings.items() if averaging} == {3, 7}
+    assert averagings[3] == Average((0, 1, 2))
 
 
-def test_workers_and_center_pull_at_each_other_from_where_they_were():
+def test_worker_and_center_move_towards_each_others_old_values():
     policy, cluster = POLICIES.build("elastic-averaging(0.25)").resolved(), ClusterInfo(workers=2)
     own, memory = torch.zeros(1), {}
     policy.start(own, memory)
@@ -35,7 +35,7 @@ def test_workers_and_center_pull_at_each_other_from_where_they_were():
 
 
 @pytest.mark.parametrize("workers", [1, 2, 25])
-def test_without_alpha_the_center_goes_nine_tenths_of_the_way(workers):
+def test_without_alpha_the_center_moves_nine_tenths_of_the_way_to_the_mean(workers):
     policy, cluster = POLICIES.build("elastic-averaging").resolved(), ClusterInfo(workers=workers)
     policy.check(cluster)
     own, memory = torch.zeros(1), {}
@@ -44,7 +44,7 @@ def test_without_alpha_the_center_goes_nine_tenths_of_the_way(workers):
     assert memory["center"].item() == pytest.approx(0.9)
 
 
-def test_a_worker_that_comes_to_the_server_pulls_its_weights_and_is_pulled():
+def test_asynchronously_the_server_and_the_worker_move_by_the_same_amount():
     policy = POLICIES.build("elastic-averaging(0.25, period=3, asynchronous=true)").resolved()
     center, theirs = torch.zeros(2), torch.full((2,), 8.0)
     assert policy.meet(center, theirs).tolist() == [6, 6]
@@ -53,7 +53,7 @@ def test_a_worker_that_comes_to_the_server_pulls_its_weights_and_is_pulled():
     assert (policy.pushes, policy.push_every, policy.pull_every) == ("weights", 3, 3)
 
 
-def test_the_server_settles_every_push_on_arrival_and_lets_nobody_wait():
+def test_asynchronously_every_push_is_applied_on_arrival():
     policy = POLICIES.build("elastic-averaging(asynchronous=true)").resolved()
     rule = policy.rule(ClusterInfo(workers=2, servers=1))
     for worker, step in [(1, 0), (1, 1), (0, 0)]:
@@ -61,7 +61,7 @@ def test_the_server_settles_every_push_on_arrival_and_lets_nobody_wait():
         assert rule.arrive(arrival) == [Apply((WeightedPush(worker, step, 1.0),)), Release(worker)]
 
 
-def test_the_asynchronous_form_needs_a_server_and_the_other_none():
+def test_only_the_asynchronous_form_needs_a_server():
     POLICIES.build("elastic-averaging").check(ClusterInfo(workers=4))
     policy = POLICIES.build("elastic-averaging(asynchronous=true)")
     policy.check(ClusterInfo(workers=4, servers=1))
@@ -69,16 +69,16 @@ def test_the_asynchronous_form_needs_a_server_and_the_other_none():
         policy.check(ClusterInfo(workers=4))
 
 
-def test_an_alpha_that_throws_the_center_beyond_the_mean_is_refused_where_all_meet_at_once():
+def test_a_synchronous_alpha_that_overshoots_the_mean_is_refused():
     POLICIES.build("elastic-averaging(0.25)").check(ClusterInfo(workers=4))
-    with pytest.raises(ConfigError, match="with 5 workers") as caught:
+    with pytest.raises(ConfigError, match="and 5 workers the center overshoots") as caught:
         POLICIES.build("elastic-averaging(0.25)").check(ClusterInfo(workers=5))
     assert "1 / 5" in caught.value.fix
     POLICIES.build("elastic-averaging(0.25, asynchronous=true)").check(ClusterInfo(workers=5, servers=1))
 
 
 @pytest.mark.parametrize("options", ["0.0", "1.0", "-0.1", "nan", "0.1, period=0", "period=-1"])
-def test_options_that_make_no_sense_are_refused(options):
+def test_invalid_options_are_refused(options):
     with pytest.raises(ConfigError) as caught:
         POLICIES.build(f"elastic-averaging({options})")
     assert caught.value.fix

@@ -1,4 +1,4 @@
-"""Who is left out, when, and how it comes back."""
+"""Flexible: which workers are left out, when, and how they come back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLUSTER = ClusterInfo(workers=4, servers=1)
 
 
 class Cluster:
-    """Three or more workers that need 1 s for a step and 0.1 s for its transfer, unless told otherwise."""
+    """Three or more workers that need 1 s for a step and 0.1 s for its transfer by default."""
 
     def __init__(self, text: str = "flexible", workers: int = 4) -> None:
         self.rule: Rule = POLICIES.build(text).rule(ClusterInfo(workers=workers, servers=1))
@@ -33,7 +33,7 @@ class Cluster:
         self.t = 0.0
 
     def round(self, *workers: int, **slow: float) -> list[Decision]:
-        """All of these arrive 1.1 s from now; returns what the last arrival has led to."""
+        """All of these arrive 1.1 s from now; returns the decisions on the last arrival."""
         self.t += 1.1
         return [self.push(worker, **slow) for worker in workers or self.workers][-1]
 
@@ -53,7 +53,7 @@ class Cluster:
         return decisions
 
     def leave_out_the_last(self, **slow: float) -> None:
-        """After four rounds with everybody, the last of which the last worker was slow in."""
+        """The rule after four rounds of all workers; in the last of them the last worker was slow."""
         for _ in range(3):
             self.round()
         self.t += 1.1
@@ -71,8 +71,8 @@ def _parts(decisions: list[Decision]) -> list[int]:
     return [part.worker for decision in decisions if isinstance(decision, Apply) for part in decision.parts]
 
 
-def _members(story: list[Told]) -> list[list[int]]:
-    return [[part.worker for part in update.parts] for update in decided(story, Apply)]
+def _members(run: list[Told]) -> list[list[int]]:
+    return [[part.worker for part in update.parts] for update in decided(run, Apply)]
 
 
 def test_normal_workers_are_in_every_round_and_push_without_asking():
@@ -85,42 +85,42 @@ def test_normal_workers_are_in_every_round_and_push_without_asking():
 
 
 def test_a_worker_that_is_slow_from_the_start_is_left_out_within_a_few_rounds():
-    story = play(POLICIES.build("flexible"), CLUSTER, [[1.0] * 60] * 3 + [[5.0] * 13])
-    members = _members(story)
+    run = play(POLICIES.build("flexible"), CLUSTER, [[1.0] * 60] * 3 + [[5.0] * 13])
+    members = _members(run)
     assert members[:3] == [[0, 1, 2, 3]] * 3
     assert members[5:] == [[0, 1, 2]] * (len(members) - 5)
 
 
-def _left_out(story: list[Told]) -> list[int]:
-    """The rounds without worker 3, as long as it takes part."""
-    members = _members(story)
+def _left_out(run: list[Told]) -> list[int]:
+    """The rounds without worker 3, as long as it is active."""
+    members = _members(run)
     last = max(number for number, workers in enumerate(members) if 3 in workers)
     return [number for number in range(last) if 3 not in members[number]]
 
 
-def test_a_worker_that_is_normal_again_comes_back_and_stays():
-    story = play(
+def test_a_worker_that_is_normal_again_is_taken_back_and_stays():
+    run = play(
         POLICIES.build("flexible"), CLUSTER, [[1.0] * 100] * 3 + [[1.0] * 5 + [5.0] * 5 + [1.0] * 60]
     )
-    out = _left_out(story)
+    out = _left_out(run)
     assert out == list(range(5, out[-1] + 1))  # five slow steps take 25 s, and rounds of the others 1 s
     assert 20 <= len(out) <= 27
-    assert decided(story, Invite) == [Invite(3)]
+    assert decided(run, Invite) == [Invite(3)]
 
 
 @pytest.mark.parametrize("detector", ["running-average", "sliding-window(5, threshold=1)"])
-def test_a_worker_that_differs_from_itself_is_left_out_for_a_while(detector):
+def test_a_worker_slower_than_its_own_past_is_left_out_for_a_while(detector):
     policy = POLICIES.build(f'flexible(detector="{detector}")')
-    story = play(policy, CLUSTER, [[1.0] * 60] * 3 + [[1.0] * 10 + [9.0] + [1.0] * 30])
-    out = _left_out(story)
+    run = play(policy, CLUSTER, [[1.0] * 60] * 3 + [[1.0] * 10 + [9.0] + [1.0] * 30])
+    out = _left_out(run)
     assert out == list(range(10, out[-1] + 1))
     assert 7 <= len(out) <= 10  # the slow step takes 9 s
 
 
-def test_workers_that_always_differ_from_each_other_are_normal_by_their_own_average():
+def test_workers_of_different_speeds_are_normal_by_their_own_average():
     policy = POLICIES.build("flexible(detector=running-average)")
-    story = play(policy, CLUSTER, [[1.0] * 20] * 3 + [[5.0] * 20])
-    assert _members(story) == [[0, 1, 2, 3]] * 20
+    run = play(policy, CLUSTER, [[1.0] * 20] * 3 + [[5.0] * 20])
+    assert _members(run) == [[0, 1, 2, 3]] * 20
 
 
 def test_a_member_that_is_late_is_left_out_of_the_round_at_once():
@@ -141,14 +141,14 @@ def test_a_member_that_is_late_is_left_out_of_the_round_at_once():
 
 def test_a_late_member_whose_round_is_still_open_counts_in_it():
     policy = POLICIES.build("flexible(detector=running-average)")
-    story = play(policy, CLUSTER, [[1.0] * 8, [1.0] * 8, [5.0] * 8, [1.0] * 5 + [3.0] + [1.0] * 2])
-    out = [told.state["left_out"] for told in story if told.what == "tick"]
+    run = play(policy, CLUSTER, [[1.0] * 8, [1.0] * 8, [5.0] * 8, [1.0] * 5 + [3.0] + [1.0] * 2])
+    out = [told.state["left_out"] for told in run if told.what == "tick"]
     assert max(out) == 1
-    assert _members(story)[5] == [0, 1, 2, 3]
-    assert decided(story, Drop) == []
+    assert _members(run)[5] == [0, 1, 2, 3]
+    assert decided(run, Drop) == []
 
 
-def test_a_gradient_that_comes_after_its_round_stays_with_its_worker():
+def test_a_gradient_that_arrives_after_its_round_is_not_applied():
     cluster = Cluster()
     for _ in range(3):
         cluster.round()
@@ -176,7 +176,7 @@ def test_a_slow_member_counts_in_its_round_and_is_left_out_of_the_next():
     assert _parts(cluster.round(0, 1, 2)) == [0, 1, 2]
 
 
-def test_what_it_did_alone_is_added_as_a_delta_when_it_comes_back():
+def test_a_worker_that_comes_back_sends_its_delta():
     cluster = Cluster()
     cluster.leave_out_the_last(compute_s=5.0)
     assert cluster.push(3, kind="ask", compute_s=5.0) == [Release(3, fresh=False, ask=True)]
@@ -218,7 +218,7 @@ def test_a_worker_that_is_normal_at_its_first_question_brings_its_gradient():
     assert _parts(cluster.round(0, 1, 2)) == [0, 1, 2, 3]
 
 
-def test_one_that_is_invited_while_others_wait_is_waited_for_until_it_is_late():
+def test_an_invited_worker_is_awaited_until_it_is_late():
     cluster = Cluster()
     cluster.leave_out_the_last(compute_s=5.0)
     (wake,) = cluster.round(0)
@@ -249,7 +249,7 @@ def test_a_worker_with_slow_transfers_is_tried_again_after_some_rounds():
     assert cluster.push(3, kind="ask") == [Invite(3)]
 
 
-def test_a_slow_transfer_that_a_quick_computation_makes_up_for_is_no_reason():
+def test_a_slow_transfer_with_a_fast_computation_is_normal():
     cluster = Cluster()
     for _ in range(10):
         cluster.round(0, 1, 2)
@@ -264,7 +264,7 @@ def test_transfers_have_a_detector_of_their_own():
     assert Release(3) in cluster.push(3, transfer_s=2.0)
 
 
-def test_if_all_are_slow_at_once_nobody_is():
+def test_if_all_workers_are_slow_at_once_none_is_left_out():
     cluster = Cluster()
     for _ in range(3):
         cluster.round()
@@ -277,7 +277,7 @@ def test_if_all_are_slow_at_once_nobody_is():
     assert cluster.left_out == 0
 
 
-def test_time_that_always_goes_elsewhere_makes_nobody_late():
+def test_the_usual_remaining_time_makes_nobody_late():
     cluster = Cluster()
     for _ in range(10):
         cluster.t += 2.0
@@ -287,7 +287,7 @@ def test_time_that_always_goes_elsewhere_makes_nobody_late():
     assert cluster.round(0) == [Wake(pytest.approx(released + 1.65 + 2.0))]
 
 
-def test_when_only_workers_that_were_left_out_remain_they_are_taken_back():
+def test_if_only_left_out_workers_remain_they_are_taken_back():
     cluster = Cluster()
     cluster.leave_out_the_last(compute_s=5.0)
     for worker in range(3):
@@ -297,7 +297,7 @@ def test_when_only_workers_that_were_left_out_remain_they_are_taken_back():
     assert _parts(cluster.push(3)) == [3]
 
 
-def test_one_that_is_taken_back_while_it_computes_is_waited_for_anew():
+def test_a_worker_taken_back_while_computing_gets_a_new_deadline():
     cluster = Cluster()
     for _ in range(3):
         cluster.round()
@@ -315,7 +315,7 @@ def test_one_that_is_taken_back_while_it_computes_is_waited_for_anew():
     assert _parts(cluster.push(3, kind="delta")) == [0, 3]
 
 
-def test_members_do_not_wait_for_one_that_has_left_and_wait_for_one_that_joins():
+def test_members_wait_for_joining_workers_and_not_for_those_that_left():
     cluster = Cluster()
     cluster.round()
     cluster.rule.leave(3, cluster.t)
@@ -326,11 +326,11 @@ def test_members_do_not_wait_for_one_that_has_left_and_wait_for_one_that_joins()
 
 
 def test_a_worker_that_was_away_for_long_is_not_late():
-    story = play(
+    run = play(
         POLICIES.build("flexible"), CLUSTER, [[1.0] * 40] * 3 + [[1.0] * 5 + [Away(20.5)] + [1.0] * 9]
     )
-    assert decided(story, Drop) == []
-    assert decided(story, Invite) == []
+    assert decided(run, Drop) == []
+    assert decided(run, Invite) == []
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_a_worker_that_was_away_for_long_is_not_late():
         'flexible(transfer="sliding-window(0)")',
     ],
 )
-def test_options_that_make_no_sense_are_refused_with_a_fix(text):
+def test_invalid_options_are_refused_with_a_fix(text):
     with pytest.raises(ConfigError) as refused:
         POLICIES.build(text)
     assert refused.value.fix

@@ -1,4 +1,4 @@
-"""Who takes part in which round, and what becomes of the work of those who do not."""
+"""Percentage: which workers take part in which round, and how the others' deltas are applied."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _arrival(worker: int, step: int, kind: Kind = "gradient", samples: float = 1
 
 
 def _members(text: str, steps: int, workers: int, **known) -> list[list[int]]:
-    """Of each update, when all workers are equally fast."""
-    story: list[Told] = play(POLICIES.build(text), _cluster(workers, **known), [[1.0] * steps] * workers)
-    applied = [decision for told in story for decision in told.decisions if isinstance(decision, Apply)]
+    """The members of each update, if all workers are equally fast."""
+    run: list[Told] = play(POLICIES.build(text), _cluster(workers, **known), [[1.0] * steps] * workers)
+    applied = [decision for told in run for decision in told.decisions if isinstance(decision, Apply)]
     return [[part.worker for part in update.parts] for update in applied]
 
 
-def test_the_first_round_is_of_everybody_by_their_samples():
+def test_the_first_round_has_all_workers_weighted_by_samples():
     rule = _rule("percentage(0.5)", 2)
     assert rule.arrive(_arrival(0, 0, samples=3.0)) == []
     assert rule.arrive(_arrival(1, 0)) == [
@@ -47,7 +47,7 @@ def test_a_share_of_a_fifth_is_every_fifth_round():
     assert with_both == [0, 5, 10, 15]
 
 
-def test_a_worker_whose_turn_it_is_not_goes_on_alone_at_once():
+def test_a_worker_that_is_not_a_member_continues_alone_at_once():
     rule = _rule("percentage(shares=[1.0, 0.5])", 2)
     rule.arrive(_arrival(0, 0))
     rule.arrive(_arrival(1, 0))
@@ -56,7 +56,7 @@ def test_a_worker_whose_turn_it_is_not_goes_on_alone_at_once():
     assert rule.arrive(_arrival(0, 1)) == [Apply((WeightedPush(0, 1, 1.0),)), Release(0)]
 
 
-def test_a_worker_whose_turn_it_is_is_waited_for_and_its_delta_is_part_of_the_mean():
+def test_a_member_is_awaited_and_its_delta_is_part_of_the_mean():
     rule = _rule("percentage(shares=[1.0, 0.5])", 2)
     for arrival in (_arrival(0, 0), _arrival(1, 0), _arrival(0, 1)):
         rule.arrive(arrival)
@@ -69,7 +69,7 @@ def test_a_worker_whose_turn_it_is_is_waited_for_and_its_delta_is_part_of_the_me
     ]
 
 
-def test_a_round_of_nobody_is_over_when_all_have_gone_on_alone():
+def test_a_round_without_members_ends_when_all_have_continued_alone():
     rule = _rule("percentage(0.5)", 2)
     rule.arrive(_arrival(0, 0))
     rule.arrive(_arrival(1, 0))
@@ -82,7 +82,7 @@ def test_a_round_of_nobody_is_over_when_all_have_gone_on_alone():
     assert rule.arrive(_arrival(0, 3, "ask")) == [Invite(0)]
 
 
-def test_a_round_of_nobody_is_over_when_the_last_that_was_not_alone_leaves():
+def test_a_round_without_members_ends_when_the_last_other_worker_leaves():
     rule = _rule("percentage(0.5)", 2)
     rule.arrive(_arrival(0, 0))
     rule.arrive(_arrival(1, 0))
@@ -91,7 +91,7 @@ def test_a_round_of_nobody_is_over_when_the_last_that_was_not_alone_leaves():
     assert rule.arrive(_arrival(0, 2, "ask")) == [Invite(0)]
 
 
-def test_members_do_not_wait_for_one_that_has_left():
+def test_members_do_not_wait_for_a_worker_that_left():
     rule = _rule("percentage(1.0)", 3)
     rule.arrive(_arrival(0, 0))
     rule.arrive(_arrival(1, 0))
@@ -102,14 +102,14 @@ def test_members_do_not_wait_for_one_that_has_left():
     ]
 
 
-def test_members_wait_for_one_that_joins_in_its_own_round():
+def test_members_wait_for_a_joining_worker_in_its_rounds():
     rule = _rule("percentage(1.0)", 2)
     rule.leave(1, 0.0)
     rule.join(1, 1.0)
     assert rule.arrive(_arrival(0, 0)) == []
 
 
-def test_a_push_by_one_whose_turn_it_is_not_counts():
+def test_a_push_of_a_worker_that_is_not_a_member_counts():
     rule = _rule("percentage(shares=[1.0, 0.5])", 2)
     rule.arrive(_arrival(0, 0))
     rule.arrive(_arrival(1, 0))
@@ -117,7 +117,7 @@ def test_a_push_by_one_whose_turn_it_is_not_counts():
     assert rule.arrive(_arrival(0, 1))[0] == Apply((WeightedPush(0, 1, 0.5), WeightedPush(1, 1, 0.5)))
 
 
-def test_shares_of_groups_are_those_of_their_members():
+def test_a_groups_share_is_that_of_its_members():
     members = _members("percentage(shares=[1.0, 0.5])", 5, 4, groups=((0, 3), (1, 2)))
     assert members == [[0, 1, 2, 3], [0, 3], [0, 1, 2, 3], [0, 3], [0, 1, 2, 3]]
 
@@ -159,7 +159,7 @@ def test_shares_outside_of_zero_to_one_and_two_sources_of_shares_are_refused(tex
         ("percentage(by=speed)", ClusterInfo(workers=2, servers=1, speeds=(1.0, 0.0))),
     ],
 )
-def test_what_the_crew_cannot_do_is_refused_before_anybody_starts(text, cluster):
+def test_shares_that_do_not_fit_the_cluster_are_refused_by_check(text, cluster):
     policy = POLICIES.build(text)
     with pytest.raises(ConfigError) as refused:
         policy.check(cluster)

@@ -19,8 +19,8 @@ def _arrival(worker, step=0, samples=1.0):
 
 
 def _sizes(text, programmes):
-    story = play(POLICIES.build(text), FOUR, programmes)
-    return [len(apply.parts) for apply in decided(story, Apply)]
+    run = play(POLICIES.build(text), FOUR, programmes)
+    return [len(apply.parts) for apply in decided(run, Apply)]
 
 
 def test_at_first_every_gradient_is_applied_on_arrival():
@@ -29,7 +29,7 @@ def test_at_first_every_gradient_is_applied_on_arrival():
     assert rule.state() == {"K": 1, "buffered": 0}
 
 
-def test_without_waiting_contributors_go_on_at_once_with_the_weights_as_they_are():
+def test_without_waiting_workers_continue_at_once_with_the_current_weights():
     rule = SmoothSwitch(start=3).rule(FOUR)
     assert rule.arrive(_arrival(0, 0, samples=2)) == [Release(0)]
     assert rule.arrive(_arrival(0, 1, samples=2)) == [Release(0)]
@@ -39,7 +39,7 @@ def test_without_waiting_contributors_go_on_at_once_with_the_weights_as_they_are
     ]
 
 
-def test_with_waiting_contributors_go_on_when_their_gradient_has_been_applied():
+def test_with_waiting_workers_continue_when_their_gradient_has_been_applied():
     rule = SmoothSwitch(start=2, waiting=True, combine="sum").rule(FOUR)
     assert rule.arrive(_arrival(0)) == []
     assert rule.arrive(_arrival(2)) == [
@@ -55,9 +55,9 @@ def test_k_grows_by_one_with_every_step_of_gradients_up_to_the_workers():
 
 
 def test_a_step_of_5_over_the_learning_rate_is_500_gradients_at_a_rate_of_one_hundredth():
-    assert SmoothSwitch(step_over_lr=5).growing(FOUR) == StepThreshold(size=500)
-    assert SmoothSwitch().growing(FOUR) == StepThreshold(size=500)
-    assert SmoothSwitch(step=300).growing(FOUR) == StepThreshold(size=300)
+    assert SmoothSwitch(step_over_lr=5).chosen_threshold(FOUR) == StepThreshold(size=500)
+    assert SmoothSwitch().chosen_threshold(FOUR) == StepThreshold(size=500)
+    assert SmoothSwitch(step=300).chosen_threshold(FOUR) == StepThreshold(size=300)
 
 
 @pytest.mark.parametrize("lr", [None, 0.0])
@@ -67,11 +67,11 @@ def test_a_step_over_a_learning_rate_that_is_unknown_or_zero_is_refused(lr):
     assert "step=500" in caught.value.fix
 
 
-def test_when_workers_leave_a_buffer_that_cannot_fill_any_more_is_applied():
+def test_a_buffer_that_can_no_longer_fill_is_applied():
     assert _sizes("smooth-switch(start=4, waiting=true)", [[1, 1, 1], [1, 1], [1, 1], [1]]) == [4, 3, 1]
 
 
-def test_what_is_in_the_buffer_when_the_last_worker_leaves_is_applied():
+def test_the_buffer_is_applied_when_the_last_worker_leaves():
     assert _sizes("smooth-switch(start=3)", [[1, 1, 1, 1, 1], [], [], []]) == [1, 1, 1, 1, 1]
     assert _sizes("smooth-switch(start=3)", [[1], [1], [1], [1]]) == [3, 1]
 
@@ -84,7 +84,7 @@ def test_workers_that_join_again_are_counted_again():
     assert rule.state()["K"] == 2
 
 
-def test_only_a_threshold_that_measures_gradients_makes_the_server_listen():
+def test_only_a_threshold_that_measures_gradients_listens():
     assert SmoothSwitch(threshold="noise").listens
     assert not SmoothSwitch(threshold="linear(0.1)").listens
     assert not SmoothSwitch().listens
@@ -93,18 +93,18 @@ def test_only_a_threshold_that_measures_gradients_makes_the_server_listen():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("smooth-switch(step=5, step_over_lr=5)", "step and step_over_lr are given"),
-        ("smooth-switch(step=5, threshold=noise)", "step and threshold are given"),
+        ("smooth-switch(step=5, step_over_lr=5)", "step and step_over_lr cannot be given together"),
+        ("smooth-switch(step=5, threshold=noise)", "step and threshold cannot be given together"),
         ("smooth-switch(step=0)", "above 0"),
         ("smooth-switch(step=nan)", "above 0"),
         ("smooth-switch(step_over_lr=-1)", "above 0"),
-        ("smooth-switch(start=0)", "made of 0 gradients"),
+        ("smooth-switch(start=0)", "made from 0 gradients"),
         ("smooth-switch(combine=max)", "does not fit"),
         ("smooth-switch(threshold=step(0))", "above 0"),
-        ("smooth-switch(threshold=linear(-0.5))", "decreases from gradient 1 on"),
+        ("smooth-switch(threshold=linear(-0.5))", "K would decrease"),
     ],
 )
-def test_options_that_mean_nothing_are_refused_at_once_with_a_remedy(text, reason):
+def test_invalid_options_are_refused_at_once_with_a_fix(text, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         POLICIES.build(text)
     assert caught.value.where
@@ -117,8 +117,8 @@ def test_an_unknown_threshold_names_the_nearest_one():
     assert caught.value.nearest == "sigmoid"
 
 
-def test_a_start_beyond_the_workers_is_refused():
-    with pytest.raises(ConfigError, match="5 gradients is more than 4 workers send") as caught:
+def test_a_start_above_the_number_of_workers_is_refused():
+    with pytest.raises(ConfigError, match="5 gradients cannot come from 4 workers") as caught:
         SmoothSwitch(start=5).check(FOUR)
     assert "at most 4" in caught.value.fix
     SmoothSwitch(start=4).check(FOUR)

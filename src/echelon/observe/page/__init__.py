@@ -1,11 +1,11 @@
-"""What the report's page is made of: figures become SVG text here, by pure functions.
+"""The parts of the report's page: pure functions that turn figures into HTML and SVG text.
 
-story.py     the run as a page tells it: curves and happenings, gathered from events in one pass
+history.py   a run's curves and incidents, collected from events in one pass
 scale.py     from values to positions: ticks, units, fewer points
-charts.py    curves and rows of bars as SVG text
+charts.py    line and bar charts as SVG text
 markup.py    sections, tables and legends as HTML text
-sections.py  the page's sections: charts with the words around them
-agreed.py    the section on runs in which workers do not step together
-style.css    colours for light, dark and paper
+sections.py  the page's sections: charts and their explanations
+sync.py      the section on runs in which workers do not step together
+style.css    colours for light, dark and print
 hover.js     the tooltip
 """

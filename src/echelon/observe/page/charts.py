@@ -1,7 +1,7 @@
-"""Line, bar and Gantt charts as SVG text: data in, text out.
+"""Line, bar and Gantt charts as SVG text.
 
-Colours are CSS classes, so one drawing serves light, dark and paper. Text that came from outside is
-escaped. What a reader sees on hover is in `data-hover` and `data-tip`.
+Colours are CSS classes, so one drawing serves light, dark and print. Text from outside is escaped.
+The attributes `data-hover` and `data-tip` have the tooltips.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNDER_PX = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One curve: `look` is its CSS class, `tips` the hover text of each point, if it has any."""
+    """One curve: `look` is its CSS class, `tips` the tooltip of each point, if any."""
 
     look: str
     points: Sequence[Point]
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A moment worth a vertical line."""
+    """A vertical line at a moment, with a text."""
 
     at: float
     text: str
@@ -42,7 +42,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """One worker's row: its label, its segments, a word at the end, and what goes on `under` the bar."""
+    """One row: a label, segments, a note at the end, and a thin line of segments `under` the bar."""
 
     label: str
     segments: Sequence[Segment]
@@ -52,7 +52,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A piece from `begin` to `end` on the value axis, and from `low` to `high` of the bar's height."""
+    """A rectangle from `begin` to `end` on the value axis, and from `low` to `high` of the bar's height."""
 
     begin: float
     end: float
@@ -120,7 +120,7 @@ def row_chart(
 def _segment(piece: Segment, begin: float, end: float, y: float, height: float) -> str:
     if end <= begin:
         return ""
-    # A sliver is still there to be seen.
+    # Keep very short segments visible.
     width = max(end - begin, 0.7)
     y, height = y + height * (1 - piece.high), height * (piece.high - piece.low)
     drawn = (
@@ -162,7 +162,7 @@ def _marks(
         parts.append(f'{line} data-tip="{tip}"/>')
         text = _shortened(mark.text)
         begin = min(max(left, px - len(text) * _CHAR_PX / 2), right - len(text) * _CHAR_PX)
-        if begin >= free_from:  # otherwise it would run into the one before; the hover still has it
+        if begin >= free_from:  # otherwise it would overlap the text before; the tooltip still has it
             parts.append(_text(begin, top - 10, text, "note"))
             free_from = begin + (len(text) + 2) * _CHAR_PX
     return parts

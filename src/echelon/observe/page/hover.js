@@ -1,4 +1,4 @@
-// The tooltip: any element may carry data-tip; a chart's data-hover lists its curves' points.
+// The tooltip: an element shows its data-tip; a chart shows the points of its data-hover.
 (() => {
   const tip = document.getElementById("tip");
 

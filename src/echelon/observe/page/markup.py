@@ -1,4 +1,4 @@
-"""Sections, tables and legends as HTML text; all that came from outside is escaped on the way."""
+"""Sections, tables and legends as HTML text; text from outside is escaped."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def safe(text: str) -> str:
-    """Text from outside, fit for HTML text and for quoted attributes."""
+    """Text from outside, escaped for HTML text and for quoted attributes."""
     return escape(_CONTROL.sub("", text), quote=True)
 
 
 def section(title: str, body: str) -> str:
-    """A framed part of the page; `body` is HTML already."""
+    """A framed part of the page; `body` is HTML."""
     return f"<section><h2>{safe(title)}</h2>{body}</section>"
 
 
 def about(text: str) -> str:
-    """A small remark on how to read what follows."""
+    """A small remark on how to read a chart or table."""
     return f'<p class="about">{safe(text)}</p>'
 
 
 def figure(svg: str, title: str = "") -> str:
-    """A chart, under its own small heading if it has one."""
+    """A chart, with a small heading if it has a title."""
     heading = f"<h3>{safe(title)}</h3>" if title else ""
     return f"{heading}<figure>{svg}</figure>"
 
 
 def legend(entries: Mapping[str, str]) -> str:
-    """Which colour (a CSS class) means what."""
+    """What each colour (a CSS class) means."""
     items = "".join(
         f'<li><span class="swatch {look}"></span>{safe(name)}</li>' for look, name in entries.items()
     )
@@ -45,7 +45,7 @@ def table(
     words: Collection[int] = (),
     wide: int | None = None,
 ) -> str:
-    """Figures to the right, the columns in `words` to the left; column `wide` may break its lines."""
+    """A table of right-aligned figures; columns in `words` are left-aligned, column `wide` may wrap."""
 
     def look(column: int) -> str:
         if column == wide:

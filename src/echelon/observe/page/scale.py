@@ -1,4 +1,4 @@
-"""From values to positions on a page: round ticks, readable units, and no more points than needed."""
+"""From values to positions on a page: round ticks, readable units, and a limited number of points."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Point: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """Values from `low` to `high`, drawn over so many pixels, with ticks and what they count."""
+    """An axis from `low` to `high`, with ticks, their labels and a title."""
 
     low: float
     high: float
@@ -21,12 +21,12 @@ class Axis:
     title: str
 
     def place(self, value: float, begin: float, end: float) -> float:
-        """Where a value goes between two pixel positions."""
+        """The position of a value between two pixel positions."""
         return begin + (value - self.low) / (self.high - self.low) * (end - begin)
 
 
 def value_axis(values: Sequence[float], title: str, *, about: int = 5) -> Axis:
-    """From zero (or below) to a round number above all values."""
+    """An axis from zero (or below) to a round number above all values."""
     low, high = min(0.0, *values, 0.0), max(0.0, *values, 0.0)
     if high - low <= 0:
         high = low + 1.0
@@ -36,7 +36,7 @@ def value_axis(values: Sequence[float], title: str, *, about: int = 5) -> Axis:
 
 
 def count_axis(low: int, high: int, title: str, *, about: int = 8) -> Axis:
-    """Whole numbers, such as steps, from exactly the first to exactly the last."""
+    """An axis of whole numbers, such as steps, from exactly the first to exactly the last."""
     if high <= low:
         high = low + 1
     step = max(1.0, math.ceil(_round_step((high - low) / about)))
@@ -44,7 +44,7 @@ def count_axis(low: int, high: int, title: str, *, about: int = 8) -> Axis:
 
 
 def percent_axis(values: Sequence[float], title: str) -> Axis:
-    """Fractions as percent, up to 100 % and as far down as needed, in tens."""
+    """An axis of fractions shown as percent, up to 100 % and down to a multiple of ten below all values."""
     low = math.floor(10 * min(values, default=0.0) - 1e-9) / 10
     low = min(max(0.0, low), 0.9)
     step = 0.1 if low >= 0.5 else 0.2
@@ -56,7 +56,7 @@ def percent_axis(values: Sequence[float], title: str) -> Axis:
 
 
 def time_axis(low_s: float, high_s: float, title: str, *, about: int = 8) -> Axis:
-    """Seconds from exactly the first to exactly the last, in the unit that reads best."""
+    """An axis of seconds from exactly the first to exactly the last, in a readable unit."""
     if high_s - low_s < 1e-9:
         high_s = low_s + 1.0
     scale, unit = time_unit(max(abs(low_s), abs(high_s)))
@@ -72,7 +72,7 @@ def time_axis(low_s: float, high_s: float, title: str, *, about: int = 8) -> Axi
 
 
 def time_unit(span_s: float) -> tuple[float, str]:
-    """How many seconds the best unit for such a span has, and its name."""
+    """The best unit for such a span: its length in seconds, and its name."""
     for scale, unit, up_to in (
         (1e-6, "µs", 1e-3),
         (1e-3, "ms", 1.0),
@@ -107,7 +107,7 @@ def _round_step(rough: float) -> float:
 
 
 def thin(points: Sequence[Point], limit: int = 1000) -> list[Point]:
-    """At most `limit` of these points, in order: the first, the last, and each stretch's extremes."""
+    """At most `limit` of these points, in order: the first, the last, and the extremes of each stretch."""
     if len(points) <= limit:
         return list(points)
     inner = points[1:-1]
@@ -123,7 +123,7 @@ def thin(points: Sequence[Point], limit: int = 1000) -> list[Point]:
 
 
 def smooth(points: Sequence[Point], reach: int) -> list[Point]:
-    """Each point's mean with up to `reach` neighbours on either side, fewer near the ends."""
+    """Moving average over up to `reach` neighbours on either side, fewer near the ends."""
     sums = [0.0]
     for _, y in points:
         sums.append(sums[-1] + y)

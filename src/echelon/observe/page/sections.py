@@ -1,4 +1,4 @@
-"""The report's charts with the words around them, one function per section of the page."""
+"""The sections of the report's page, one function each: charts and their explanations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from echelon.config.units import show_bytes, show_seconds
 from echelon.observe.arrival import ObservedRound, RoundTally, clock_offsets, judge, same_clock
 from echelon.observe.events import BucketReduced, StepEnded
-from echelon.observe.overlap import WorkerCommunication, under_way
+from echelon.observe.overlap import WorkerCommunication, in_flight
 from echelon.observe.page.charts import Bar, Mark, Segment, Series, line_chart, row_chart
+from echelon.observe.page.history import RunHistory, throughput
 from echelon.observe.page.markup import about, figure, legend, safe, section, table
 from echelon.observe.page.scale import (
     Axis,
@@ -21,7 +22,6 @@ from echelon.observe.page.scale import (
     time_unit,
     value_axis,
 )
-from echelon.observe.page.story import Story, throughput
 from echelon.observe.spans import end_of, spans
 from echelon.observe.summary import Summary, WorkerSummary
 from echelon.observe.verdict import fitting_shares, verdict, wire_verdict, worker_name
@@ -30,25 +30,25 @@ _ACTIVITIES = {
     "data": "data",
     "compute": "compute",
     "late": "wait for late workers",
-    "held": "held by the policy",
+    "held": "wait, ordered by the sync policy",
     "exchange": "exchange",
-    "apply": "apply",
+    "apply": "apply (optimizer)",
     "other": "other",
-    "wire": "buckets under way",
+    "wire": "buckets in flight",
 }
-SINCE = "time since the run began"
+SINCE = "time since the first step"
 
 
-def waiting(story: Story) -> str:
-    """Who kept the others waiting: a sentence, a bar per worker, the spread over time."""
-    summary = story.summary
+def waiting(history: RunHistory) -> str:
+    """Who kept the others waiting: the verdict, a bar per worker, the spread over time."""
+    summary = history.summary
     body = f'<p class="verdict">{safe(verdict(summary))}</p>'
     if summary.rounds:
         body += about(
-            "Judged by arrival at each round. The time between two arrivals is charged in equal parts to "
-            "the workers still missing; a round's charges sum to the time from first to last arrival."
+            "In each round, the time between two arrivals is charged in equal parts to the workers still "
+            "missing, so a round's charges sum to the time from its first to its last arrival."
         )
-        body += _held_up(summary) + _spread(story)
+        body += _held_up(summary) + _spread(history)
     return section("Who kept the others waiting", body)
 
 
@@ -60,52 +60,52 @@ def _held_up(summary: Summary) -> str:
             f"{worker_name(worker)}\n"
             f"kept the others waiting {show_seconds(worker.held_up_s)}\n"
             f"was the only one missing for {show_seconds(worker.alone_s)}\n"
-            f"came last in {worker.times_last:,} of {summary.rounds:,} rounds"
+            f"arrived last in {worker.times_last:,} of {summary.rounds:,} rounds"
         )
         piece = Segment(begin=0.0, end=worker.held_up_s / scale, look="late", tip=tip)
         last = 100 * worker.times_last / summary.rounds
-        note = f"{worker.held_up_s / scale:,.1f} {unit}, last in {last:.0f} %"
+        note = f"{worker.held_up_s / scale:,.1f} {unit}, last in {last:.0f} % of rounds"
         bars.append(Bar(label=worker_name(worker), segments=[piece], note=note))
-    axis = value_axis([worker.held_up_s / scale for worker in summary.workers], f"kept waiting [{unit}]")
+    seconds = [worker.held_up_s / scale for worker in summary.workers]
+    axis = value_axis(seconds, f"kept the others waiting for [{unit}]")
     return figure(row_chart(bars, axis, label="how long each worker kept the others waiting"))
 
 
-def _spread(story: Story) -> str:
-    known = {p.end_s: (p, p.spread_s) for p in story.rounds if p.spread_s is not None}
+def _spread(history: RunHistory) -> str:
+    known = {p.end_s: (p, p.spread_s) for p in history.rounds if p.spread_s is not None}
     scale, unit = time_unit(max(spread for _, spread in known.values()))
     points = thin([(end_s, known[end_s][1] / scale) for end_s in sorted(known)])
-    tips = [f"step {known[x][0].step:,}: {y:.3g} {unit}, last rank {known[x][0].last}" for x, y in points]
+    tips = [
+        f"step {known[x][0].step:,}: {y:.3g} {unit}, rank {known[x][0].last} was last" for x, y in points
+    ]
     chart = line_chart(
         [Series(look="spread", points=points, tips=tips, area=True)],
-        time_axis(*time_range(story), SINCE),
-        value_axis([y for _, y in points], f"first to last arrival [{unit}]", about=4),
+        time_axis(*time_range(history), SINCE),
+        value_axis([y for _, y in points], f"from first to last arrival [{unit}]", about=4),
         label="spread of arrivals over time",
-        marks=fault_marks(story),
+        marks=fault_marks(history),
         height=200,
     )
     return figure(chart, "Spread of arrivals over time")
 
 
-def time_range(story: Story) -> tuple[float, float]:
-    """From the first step to the last, in seconds since the run began."""
-    return min(p.begin_s for p in story.rounds), max(p.end_s for p in story.rounds)
+def time_range(history: RunHistory) -> tuple[float, float]:
+    """From the first step's begin, 0, to the last step's end."""
+    return min(p.begin_s for p in history.rounds), max(p.end_s for p in history.rounds)
 
 
-def fault_marks(story: Story) -> list[Mark]:
-    """When something went wrong."""
-    return [Mark(at=h.at_s, text=h.text) for h in story.happenings if h.kind in ("fault", "failure")]
+def fault_marks(history: RunHistory) -> list[Mark]:
+    """Marks at faults and failures."""
+    return [Mark(at=h.at_s, text=h.text) for h in history.incidents if h.kind in ("fault", "failure")]
 
 
-def learning(story: Story) -> str:
-    """Train and test loss by step, and the accuracy below, over the same steps.
-
-    Over time instead of by step where workers count their steps each for itself.
-    """
-    if not story.together:
-        return _learning_over_time(story)
-    train = [(float(p.step), p.loss) for p in story.rounds if p.loss is not None]
-    test = [(float(e.step), e.loss) for e in story.evaluations if e.loss is not None]
-    accuracy = [(float(e.step), e.accuracy) for e in story.evaluations if e.accuracy is not None]
+def learning(history: RunHistory) -> str:
+    """Train loss, test loss and accuracy by step; over time if workers do not step together."""
+    if not history.together:
+        return _learning_over_time(history)
+    train = [(float(p.step), p.loss) for p in history.rounds if p.loss is not None]
+    test = [(float(e.step), e.loss) for e in history.evaluations if e.loss is not None]
+    accuracy = [(float(e.step), e.accuracy) for e in history.evaluations if e.accuracy is not None]
     steps = _steps_axis([*train, *test, *accuracy])
     return _learning(train, test, accuracy, steps, "by step", lambda x: f"step {x:,.0f}")
 
@@ -115,14 +115,14 @@ def _steps_axis(points: Sequence[Point]) -> Axis:
     return count_axis(min(xs), max(xs), "step")
 
 
-def _learning_over_time(story: Story) -> str:
-    began = story.began or 0.0
-    train = [(p.end_s, p.loss) for p in story.rounds if p.loss is not None]
-    test = [(e.t - began, e.loss) for e in story.evaluations if e.loss is not None]
-    accuracy = [(e.t - began, e.accuracy) for e in story.evaluations if e.accuracy is not None]
-    xs = [x for x, _ in [*train, *test, *accuracy]] or [0.0]
+def _learning_over_time(history: RunHistory) -> str:
+    zero = history.first_step
+    train = [(p.end_s, p.loss) for p in history.rounds if p.loss is not None]
+    test = [(e.t - zero, e.loss) for e in history.evaluations if e.loss is not None]
+    accuracy = [(e.t - zero, e.accuracy) for e in history.evaluations if e.accuracy is not None]
+    xs = [0.0, *(x for x, _ in [*train, *test, *accuracy])]
     axis = time_axis(min(xs), max(xs), SINCE)
-    return _learning(train, test, accuracy, axis, "over time", lambda x: f"after {show_seconds(x)}")
+    return _learning(train, test, accuracy, axis, "over time", lambda x: f"at {show_seconds(x)}")
 
 
 def _learning(
@@ -174,42 +174,44 @@ def _test_series(points: Sequence[Point], at: Callable[[float], str]) -> list[Se
     return [Series(look="test", points=shown, tips=tips, dots=len(shown) <= 50)] if points else []
 
 
-def speed(story: Story) -> str:
+def speed(history: RunHistory) -> str:
     """Throughput of all workers over time."""
-    points = throughput(story.rounds)
+    points = throughput(history.rounds)
     if not points:
         return ""
-    begin, end = time_range(story)
+    begin, end = time_range(history)
     points = [(begin, points[0][1]), *points, (end, points[-1][1])]
-    tips = [f"after {show_seconds(x)}: {y:,.0f} samples/s" for x, y in points]
+    tips = [f"at {show_seconds(x)}: {y:,.0f} samples/s" for x, y in points]
     chart = line_chart(
         [Series(look="rate", points=points, tips=tips, area=True)],
-        time_axis(*time_range(story), SINCE),
+        time_axis(*time_range(history), SINCE),
         value_axis([y for _, y in points], "samples/s", about=4),
         label="throughput over time",
-        marks=fault_marks(story),
+        marks=fault_marks(history),
         height=200,
     )
     return section("Throughput", about("All workers together, evaluations included.") + figure(chart))
 
 
 def time_split(summary: Summary) -> str:
-    """Where each worker's time went: a stacked bar per worker, and the figures."""
+    """What each worker spent its time on: a stacked bar per worker, and the figures."""
     scale, unit = time_unit(max(worker.step_s for worker in summary.workers))
-    held_s = {w.rank: w.held_s for w in summary.agreement.workers} if summary.agreement else {}
+    held_s = {w.rank: w.held_s for w in summary.sync.workers} if summary.sync else {}
     bars = [_split_bar(worker, scale, held_s.get(worker.rank, 0.0)) for worker in summary.workers]
     axis = value_axis([worker.step_s / scale for worker in summary.workers], f"time in steps [{unit}]")
     chart = row_chart(bars, axis, label="where each worker's time went")
-    other = "Other is the script's own code between the parts of a step."
-    if summary.agreement is None:
+    other = "Other: the script's own code between the parts of a step."
+    if summary.sync is None:
         remark = (
-            "Waiting is divided at the last arrival: before it a worker waits for late workers, after it "
-            "for the exchange itself."
+            "Until the last worker of a round has arrived, the others wait for late workers; after that, "
+            "all wait for the exchange of gradients."
         )
-    elif summary.agreement.served:
-        remark = "Exchange: waiting for the server, as far as the policy did not hold the worker."
+    elif summary.sync.served:
+        remark = (
+            "Exchange: waiting for the server, beyond the time for which the policy made the worker wait."
+        )
     else:
-        remark = "Exchange: waiting for others and exchanging weights with them."
+        remark = "Exchange: waiting for other workers and exchanging weights with them."
     body = about(f"{remark} {other}") + _legend_of(bars) + figure(chart) + _worker_table(summary)
     return section("Where the time went", body)
 
@@ -244,7 +246,7 @@ def _legend_of(bars: Sequence[Bar]) -> str:
 
 
 def _worker_table(summary: Summary) -> str:
-    fitting = fitting_shares(summary) if summary.agreement is None else {}
+    fitting = fitting_shares(summary) if summary.sync is None else {}
     rows = []
     for worker in summary.workers:
         row = {
@@ -252,32 +254,35 @@ def _worker_table(summary: Summary) -> str:
             "node": worker.node,
             "steps": f"{worker.steps:,}",
             "share": f"{worker.mean_share:.1f}",
-            "by speed": f"{fitting.get(worker.rank, 0):.1f}",
+            "balanced share": f"{fitting.get(worker.rank, 0):.1f}",
             "samples/s": f"{worker.samples_per_s:,.0f}",
             "compute": show_seconds(worker.compute_s),
             "wait": show_seconds(worker.wait_s),
             "sent": show_bytes(worker.sent_bytes),
         }
         if len(fitting) < 2:
-            del row["by speed"]
+            del row["balanced share"]
         rows.append(row)
-    remark = "By speed: the share that the measured time for data and compute suggests for the same batch."
+    remark = (
+        "Balanced share: the share of the same batch at which all workers would need equally long for data "
+        "and compute, by the measured cost of a step."
+    )
     drawn = table(list(rows[0]), [list(row.values()) for row in rows], words={1})
     return drawn + (about(remark) if len(fitting) > 1 else "")
 
 
 def communication(summary: Summary) -> str:
-    """How much of it was hidden, and what limits a step: a sentence and a row per worker."""
+    """How much communication was hidden, and what limits a step: the verdict and a row per worker."""
     went = summary.communication
     said = wire_verdict(summary)
     verdict_line = f'<p class="verdict">{safe(said)}</p>' if said else ""
     if went is None:
         return section("Communication", verdict_line) if said else ""
     remark = about(
-        "Medians of a step. Under way: the time in which buckets were. Exposed: for how much of it the "
-        "trainer stood still. Late: waiting for late workers, part of neither. Wire limit: the bytes sent, "
-        "at the rate of the worker's slowest link. A step's limit is the largest compute time or wire "
-        "limit of all workers."
+        "Medians per step. In flight: the time in which buckets were being exchanged. Exposed: the part of "
+        "it for which training had to wait; the rest was hidden behind computation. Late: waiting for late "
+        "workers, included in neither. Wire limit: the bytes sent, divided by the rate of the worker's "
+        "slowest link. A step's limit is the largest compute time or wire limit of all workers."
     )
     rows = [_communication_row(worker, summary) for worker in went.workers]
     drawn = table(list(rows[0]), [list(row.values()) for row in rows], words={1, 10})
@@ -292,7 +297,7 @@ def _communication_row(worker: WorkerCommunication, summary: Summary) -> dict[st
     return {
         "rank": str(worker.rank),
         "node": nodes.get(worker.rank, ""),
-        "under way": show_seconds(worker.communication_s) if worker.hidden is not None else "–",
+        "in flight": show_seconds(worker.communication_s) if worker.hidden is not None else "–",
         "exposed": show_seconds(worker.exposed_s),
         "late": show_seconds(worker.late_s),
         "hidden": f"{100 * worker.hidden:.0f} %" if worker.hidden is not None else "–",
@@ -305,7 +310,7 @@ def _communication_row(worker: WorkerCommunication, summary: Summary) -> dict[st
 
 
 def close_up(steps: Sequence[StepEnded], summary: Summary, buckets: Sequence[BucketReduced] = ()) -> str:
-    """A few steps, worker by worker: where everyone was when the last one arrived."""
+    """A few steps, worker by worker: what each was doing when the last one arrived."""
     if not steps:
         return ""
     offsets = clock_offsets(_rounds(steps)) if summary.judged_by == "wait" else {}
@@ -315,14 +320,14 @@ def close_up(steps: Sequence[StepEnded], summary: Summary, buckets: Sequence[Buc
     end = max(end_of(step) for step in steps)
     last_arrivals = {
         round_.step: round_.workers[judge(round_, summary.judged_by).last].arrival
-        for round_ in (_rounds(steps) if summary.agreement is None else [])
+        for round_ in (_rounds(steps) if summary.sync is None else [])
         if len(round_.workers) > 1
     }
     bars = []
     for worker in summary.workers:
         own = sorted((step for step in steps if step.rank == worker.rank), key=lambda step: step.start)
         pieces = [piece for step in own for piece in _pieces(step, begin, last_arrivals.get(step.step))]
-        under = _under_way([b for b in buckets if b.rank == worker.rank], begin, end)
+        under = _in_flight([b for b in buckets if b.rank == worker.rank], begin, end)
         bars.append(Bar(label=worker_name(worker), segments=pieces, under=under))
     chart = row_chart(
         bars,
@@ -332,21 +337,21 @@ def close_up(steps: Sequence[StepEnded], summary: Summary, buckets: Sequence[Buc
     )
     first, last = min(step.step for step in steps), max(step.step for step in steps)
     which = f"Step {first:,}" if first == last else f"Steps {first:,} to {last:,}"
-    if summary.agreement is not None:
-        which = "A few steps of each worker, which counts them for itself"
-    dotted = " Dotted: the last arrival of each round." if last_arrivals else ""
-    clocks = " The workers' clocks disagree and were put right for this drawing." if offsets else ""
+    if summary.sync is not None:
+        which = "A few steps of each worker"
+    dotted = " Dotted lines: the last arrival of each round." if last_arrivals else ""
+    clocks = " The workers' clocks disagree; times were corrected for this chart." if offsets else ""
     body = about(f"{which}, from the middle of the run.{dotted}{clocks}") + _legend_of(bars) + figure(chart)
     return section("A few steps close up", body)
 
 
-def _under_way(buckets: Sequence[BucketReduced], begin: float, end: float) -> list[Segment]:
-    """One worker's thin line: when its buckets were under way, within what is drawn."""
+def _in_flight(buckets: Sequence[BucketReduced], begin: float, end: float) -> list[Segment]:
+    """One worker's thin line: when its buckets were in flight, within the chart."""
     pieces = []
-    for since, until in under_way(buckets):
+    for since, until in in_flight(buckets):
         count = sum(since <= bucket.begun < until for bucket in buckets)
         named = "1 bucket" if count == 1 else f"{count} buckets"
-        tip = f"rank {buckets[0].rank}\n{named} under way: {show_seconds(until - since)}"
+        tip = f"rank {buckets[0].rank}\n{named} in flight: {show_seconds(until - since)}"
         pieces.append(
             Segment(begin=max(0.0, since - begin), end=min(until, end) - begin, look="wire", tip=tip)
         )
@@ -354,10 +359,10 @@ def _under_way(buckets: Sequence[BucketReduced], begin: float, end: float) -> li
 
 
 def _rounds(steps: Sequence[StepEnded]) -> list[ObservedRound]:
-    gathering = RoundTally()
+    rounds = RoundTally()
     for step in steps:
-        gathering.add(step, None)
-    return gathering.rest()
+        rounds.add(step, None)
+    return rounds.incomplete()
 
 
 def _pieces(step: StepEnded, begin: float, last_arrival: float | None) -> list[Segment]:

@@ -1,8 +1,8 @@
-"""Runs policies of averages between workers: each has weights and an optimizer of its own.
+"""Runs policies by which workers average weights; each worker has weights and an optimizer of its own.
 
-A worker that comes to a meeting waits for all others of it. An average is over when its last member has
-come and a ring's reduction has passed. Of neighbours each worker needs only those whose weights it mixes
-in: it goes on when the last of them has come to the same step and has sent, one after the other, to all.
+An average of members ends when the last member has arrived and a ring reduction is done. With neighbours, a
+worker waits only for the neighbours whose weights it uses: it continues when the last of them has arrived
+at the same step and has sent its weights to all its neighbours, one after the other.
 """
 
 from __future__ import annotations
@@ -14,60 +14,60 @@ from torch import Tensor
 
 from echelon.simulate.averaging import ring_s
 from echelon.simulate.learner import optimizer_for
-from echelon.simulate.scene import Stage, mean_of
+from echelon.simulate.virtual import VirtualWorkers, mean_of
 from echelon.sync.families.mix import Average, MixPolicy, Neighbours
 from echelon.sync.policy import ClusterInfo
 
-_LOOKED_AT = 4  # workers whose own weights are evaluated, where each has its own
+_EVALUATED = 4  # workers that are evaluated if each shows its own weights
 
 
 class Worker:
-    """Its weights, and how many steps it has taken."""
+    """One worker's weights, optimizer and number of steps."""
 
-    def __init__(self, scene: Stage) -> None:
-        self.weights = scene.learner.initial()
-        self.optimizer = optimizer_for(scene.setting, self.weights) if scene.setting.gradients else None
+    def __init__(self, virtual: VirtualWorkers) -> None:
+        self.weights = virtual.learner.initial()
+        self.optimizer = optimizer_for(virtual.setting, self.weights) if virtual.setting.gradients else None
         self.steps = 0
 
     def step(self, gradient: Tensor) -> None:
-        """One more, by its own optimizer."""
+        """Take one step with the worker's own optimizer."""
         self.weights.grad = gradient
         if self.optimizer is not None:
             self.optimizer.step()
 
 
 class _MixStep:
-    """What neighbours need to know about each other in one step."""
+    """The state of averages with neighbours after one step."""
 
     def __init__(self) -> None:
         self.here: dict[int, Tensor] = {}
         self.missing: dict[int, set[int]] = {}
-        self.meetings: dict[int, Neighbours] = {}
+        self.neighbours: dict[int, Neighbours] = {}
         self.wanted_by: dict[int, list[int]] = {}
 
 
-class Meetings:
-    """Who waits for whom after a step, and what comes of it.
+class Averager:
+    """Averages weights after steps: lets workers wait for each other and changes their weights in place.
 
-    `ranks` says who of the scene has each place in the crew. The weights are changed in place; `go_on` is
-    told who may go on after a step, and whether that one has met anybody.
+    `ranks` are the ranks of the workers, or of the groups' first members, in the virtual cluster. `resume`
+    is called with a worker's place in `ranks` and whether it has averaged.
     """
 
     def __init__(
         self,
         policy: MixPolicy,
-        scene: Stage,
+        virtual: VirtualWorkers,
         cluster: ClusterInfo,
         ranks: Sequence[int],
         weights: Sequence[Tensor],
-        go_on: Callable[[int, bool], None],
+        resume: Callable[[int, bool], None],
     ) -> None:
         self._policy = policy
-        self._scene = scene
+        self._virtual = virtual
         self._cluster = cluster
         self._ranks = ranks
         self._weights = weights
-        self._go_on = go_on
+        self._resume = resume
         self._memories: list[dict[str, Tensor]] = [{} for _ in weights]
         self._waiting: dict[tuple[int, tuple[int, ...]], set[int]] = {}
         self._neighbours: dict[int, _MixStep] = {}
@@ -76,19 +76,19 @@ class Meetings:
         for own, memory in zip(weights, self._memories, strict=True):
             policy.start(own, memory)
 
-    def come(self, place: int, number: int) -> None:
-        """A step has been taken, of that number: meet whom the policy says."""
-        meeting = self._policy.meeting(number, place, self._cluster)
-        if isinstance(meeting, Average):
-            self._meet(place, number, meeting)
-        elif isinstance(meeting, Neighbours):
-            self._mix(place, number, meeting)
+    def arrive(self, place: int, number: int) -> None:
+        """A worker has taken the step of that number: average as the policy says."""
+        averaging = self._policy.averaging(number, place, self._cluster)
+        if isinstance(averaging, Average):
+            self._average(place, number, averaging)
+        elif isinstance(averaging, Neighbours):
+            self._mix(place, number, averaging)
         else:
             self.skip(place, number)
-            self._go_on(place, False)
+            self._resume(place, False)
 
     def skip(self, place: int, number: int) -> None:
-        """There is nobody to meet after this step."""
+        """Record that a worker is done with the averages after this step."""
         passed = self._passed.pop(number, 0) + 1
         if passed == len(self._weights):
             self._neighbours.pop(number, None)
@@ -96,103 +96,105 @@ class Meetings:
             self._passed[number] = passed
 
     def shown(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The mean of all, the center, or some of their own, as the policy says."""
+        """The mean of all, the center, or some workers' own weights, as the policy shows."""
         if self._policy.shown == "center":
             return [self._memories[0]["center"]]
         if self._policy.shown == "mean":
             return [mean_of(weights, self._cluster.shares)]
-        count = min(_LOOKED_AT, len(weights))
+        count = min(_EVALUATED, len(weights))
         return [weights[index * len(weights) // count] for index in range(count)]
 
     def _over(self, place: int, number: int) -> None:
         self.skip(place, number)
-        self._go_on(place, True)
+        self._resume(place, True)
 
-    def _meet(self, place: int, number: int, meeting: Average) -> None:
-        """The last who comes sets the average off."""
-        members = meeting.members
+    def _average(self, place: int, number: int, averaging: Average) -> None:
+        """The last member to arrive starts the average."""
+        members = averaging.members
         here = self._waiting.setdefault((number, members), set())
         here.add(place)
         if len(here) < len(members):
             return
         del self._waiting[number, members]
         if members not in self._ring_s:
-            self._ring_s[members] = ring_s(self._scene, [self._ranks[member] for member in members])
-        self._scene.clock.after(self._ring_s[members], partial(self._settle, number, meeting))
+            self._ring_s[members] = ring_s(self._virtual, [self._ranks[member] for member in members])
+        self._virtual.clock.after(self._ring_s[members], partial(self._settle, number, averaging))
 
-    def _settle(self, number: int, meeting: Average) -> None:
+    def _settle(self, number: int, averaging: Average) -> None:
         shares = (
-            [self._cluster.shares[member] for member in meeting.members] if self._cluster.shares else ()
+            [self._cluster.shares[member] for member in averaging.members] if self._cluster.shares else ()
         )
-        mean = mean_of([self._weights[member] for member in meeting.members], shares)
-        for member in meeting.members:
-            self._policy.settle(self._weights[member], mean, self._memories[member], meeting, self._cluster)
-        self._scene.counts.updates += 1
-        for member in meeting.members:
+        mean = mean_of([self._weights[member] for member in averaging.members], shares)
+        for member in averaging.members:
+            self._policy.settle(
+                self._weights[member], mean, self._memories[member], averaging, self._cluster
+            )
+        self._virtual.counts.updates += 1
+        for member in averaging.members:
             self._over(member, number)
 
-    def _mix(self, place: int, number: int, meeting: Neighbours) -> None:
-        """Show the others these weights, and wait for theirs."""
+    def _mix(self, place: int, number: int, averaging: Neighbours) -> None:
+        """Offer this worker's weights to its neighbours, and wait for theirs."""
         step = self._neighbours.setdefault(number, _MixStep())
         step.here[place] = self._weights[place].clone()
-        missing = {other for other in meeting.weights if other not in step.here}
+        missing = {other for other in averaging.weights if other not in step.here}
         for other in missing:
             step.wanted_by.setdefault(other, []).append(place)
-        step.missing[place], step.meetings[place] = missing, meeting
+        step.missing[place], step.neighbours[place] = missing, averaging
         ready = [] if missing else [place]
         for waiting in step.wanted_by.pop(place, []):
             step.missing[waiting].discard(place)
             if not step.missing[waiting]:
                 ready.append(waiting)
         for one in ready:
-            sending_s = self._sending_s(one, step.meetings[one])
-            self._scene.clock.after(sending_s, partial(self._mixed, one, number, step))
+            sending_s = self._sending_s(one, step.neighbours[one])
+            self._virtual.clock.after(sending_s, partial(self._mixed, one, number, step))
 
-    def _sending_s(self, place: int, meeting: Neighbours) -> float:
-        others = [other for other in meeting.weights if other != place]
+    def _sending_s(self, place: int, averaging: Neighbours) -> float:
+        others = [other for other in averaging.weights if other != place]
         if not others:
             return 0.0
-        slowest = min(self._scene.bytes_per_s(self._ranks[one]) for one in (place, *others))
-        return self._scene.latency_s + len(others) * self._scene.learner.size_bytes / slowest
+        slowest = min(self._virtual.bytes_per_s(self._ranks[one]) for one in (place, *others))
+        return self._virtual.latency_s + len(others) * self._virtual.learner.size_bytes / slowest
 
     def _mixed(self, place: int, number: int, step: _MixStep) -> None:
         own = self._weights[place]
         own.zero_()
-        for other, weight in step.meetings[place].weights.items():
+        for other, weight in step.neighbours[place].weights.items():
             own.add_(step.here[other], alpha=weight)
-        self._scene.counts.updates += 1
+        self._virtual.counts.updates += 1
         self._over(place, number)
 
 
 class MixRunner:
-    """A run of a policy of averages."""
+    """A run of a policy by which workers average weights."""
 
-    def __init__(self, policy: MixPolicy, scene: Stage) -> None:
-        self._scene = scene
-        everybody = range(scene.cluster.workers)
-        self._workers = [Worker(scene) for _ in everybody]
+    def __init__(self, policy: MixPolicy, virtual: VirtualWorkers) -> None:
+        self._virtual = virtual
+        ranks = range(virtual.cluster.workers)
+        self._workers = [Worker(virtual) for _ in ranks]
         self._weights = [worker.weights for worker in self._workers]
-        self._meetings = Meetings(policy, scene, scene.cluster, everybody, self._weights, self._go_on)
+        self._averager = Averager(policy, virtual, virtual.cluster, ranks, self._weights, self._resume)
 
     def start(self) -> None:
-        """All begin at once."""
+        """Let all workers begin."""
         for rank in range(len(self._workers)):
             self._begin(rank, 0.0)
 
     def shown(self) -> Sequence[Tensor]:
-        """The mean of all, the center, or some workers' own, as the policy says."""
-        return self._meetings.shown(self._weights)
+        """The mean of all, the center, or some workers' own weights, as the policy shows."""
+        return self._averager.shown(self._weights)
 
     def _begin(self, rank: int, late_s: float) -> None:
-        indices, compute_s = self._scene.begin(rank)
-        self._scene.clock.after(late_s + compute_s, partial(self._computed, rank, indices))
+        indices, compute_s = self._virtual.begin(rank)
+        self._virtual.clock.after(late_s + compute_s, partial(self._computed, rank, indices))
 
     def _computed(self, rank: int, indices: Tensor) -> None:
         worker = self._workers[rank]
-        worker.step(self._scene.gradient(worker.weights, indices))
-        self._scene.counts.used(self._scene.size_of(rank), 0)
-        self._meetings.come(rank, worker.steps)
+        worker.step(self._virtual.gradient(worker.weights, indices))
+        self._virtual.counts.used(self._virtual.size_of(rank), 0)
+        self._averager.arrive(rank, worker.steps)
 
-    def _go_on(self, rank: int, met: bool) -> None:
+    def _resume(self, rank: int, averaged: bool) -> None:
         self._workers[rank].steps += 1
-        self._begin(rank, self._scene.spread_s(rank) if met else 0.0)
+        self._begin(rank, self._virtual.spread_s(rank) if averaged else 0.0)

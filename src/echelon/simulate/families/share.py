@@ -1,7 +1,7 @@
-"""Runs `hogwild`: all workers read and write the same weights, and nobody waits for anybody.
+"""Runs `hogwild`: all workers read and write the same weights, and nobody waits.
 
-A worker's gradient is that of the weights as they were when it began to compute; its own optimizer writes
-it to what they have become. Memory costs nothing here, and no write is ever torn.
+A worker computes its gradient on the weights at the start of its step; its own optimizer applies it to the
+weights at the end. Memory access takes no time here, and writes never overlap.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from functools import partial
 from torch import Tensor
 
 from echelon.simulate.learner import optimizer_for
-from echelon.simulate.scene import Scene
+from echelon.simulate.virtual import VirtualCluster
 
 
 class ShareRunner:
-    """A run on one memory."""
+    """A run of `hogwild`."""
 
-    def __init__(self, scene: Scene) -> None:
-        self._scene = scene
-        self._flat = scene.learner.initial()
-        setting = scene.setting
-        # Each has an optimizer of its own, hence a momentum of its own, for the same weights.
+    def __init__(self, virtual: VirtualCluster) -> None:
+        self._virtual = virtual
+        self._flat = virtual.learner.initial()
+        setting = virtual.setting
+        # Each worker has its own optimizer, and so its own momentum, for the same weights.
         self._optimizers = [
             optimizer_for(setting, self._flat) for _ in range(setting.workers * setting.gradients)
         ]
         self._version = 0
 
     def start(self) -> None:
-        """All begin at once."""
-        for rank in range(self._scene.setting.workers):
+        """Let all workers begin."""
+        for rank in range(self._virtual.setting.workers):
             self._begin(rank)
 
     def shown(self) -> Sequence[Tensor]:
@@ -38,13 +38,13 @@ class ShareRunner:
         return [self._flat]
 
     def _begin(self, rank: int) -> None:
-        indices, compute_s = self._scene.begin(rank)
-        # Only whoever is done in time counts as having computed; but the weights are there only now.
-        gradient, _ = self._scene.learner.gradient_at(self._flat, indices)
-        self._scene.clock.after(compute_s, partial(self._write, rank, gradient, self._version))
+        indices, compute_s = self._virtual.begin(rank)
+        # A gradient is counted only when it is finished, but these weights exist only now.
+        gradient, _ = self._virtual.learner.gradient_at(self._flat, indices)
+        self._virtual.clock.after(compute_s, partial(self._write, rank, gradient, self._version))
 
     def _write(self, rank: int, gradient: Tensor, read: int) -> None:
-        counts = self._scene.counts
+        counts = self._virtual.counts
         counts.gradients += 1
         if self._optimizers:
             self._flat.grad = gradient

@@ -1,1 +1,6 @@
-"""Detectors of slow workers, one file each; `echelon.sync.detector.DETECTORS` finds them by name."""
+"""The detectors of slow workers.
+
+median_mad.py       compares with the median of all workers
+running_average.py  compares with the worker's own average
+sliding_window.py   compares with the worker's own last steps
+"""

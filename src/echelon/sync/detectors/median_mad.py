@@ -1,13 +1,13 @@
-"""A worker is slow when it takes much longer than the workers usually do.
+"""Median and MAD: a worker is slow if it takes much longer than workers usually do.
 
     centre = the median over workers of the median of each one's last `width` times
     MAD    = the median of |time - centre| over all of these times
     limit  = centre + max(k * 1.4826 * MAD, floor * centre)
 
-1.4826 MAD is the standard deviation if times are normally distributed, and less than half of the workers
-can shift neither median far, however slow they are. So a worker that is slow from the start is found among
-normal ones, equal workers with jitter are left alone, and if half of them are slow nobody is. Of two
-workers, it cannot tell which one is the slow one.
+1.4826 MAD estimates the standard deviation of normally distributed times. Fewer than half of the workers
+cannot shift either median far, however slow they are. So a worker that is slow from the start is found
+among normal ones, and jitter of equal workers does not count as slow. If half of the workers are slow, none
+is found; of two workers, it cannot tell which one is slow.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from statistics import median
 from typing import ClassVar
 
 from echelon.errors import ConfigError
-from echelon.sync.detector import Detector, above_zero, up_to_kept
+from echelon.sync.detector import Detector, check_above_zero, check_kept
 
 _DEVIATION = 1.4826
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedianMad(Detector):
-    """Slow is longer than all workers' median by k deviations (MAD), and by a part `floor` of it."""
+    """Slow: longer than all workers' median by `k` deviations (MAD) and by the fraction `floor` of it."""
 
     name: ClassVar[str] = "median-mad"
     k: float = 3.0
@@ -38,20 +38,20 @@ class MedianMad(Detector):
     def __post_init__(self) -> None:
         if not (math.isfinite(self.k) and self.k >= 0):
             raise ConfigError(
-                f"k is {self.k:g}, it has to be a number of 0 or more",
+                f"k is {self.k:g}, but must be 0 or more",
                 where=f"detector {self.name}, k",
                 fix="give 0 or more, such as 3",
             )
-        above_zero(self, "floor")
-        up_to_kept(self, "width")
-        up_to_kept(self, "after")
+        check_above_zero(self, "floor")
+        check_kept(self, "width")
+        check_kept(self, "after")
 
     def limit(self, own: Sequence[float], others: Sequence[Sequence[float]]) -> float:
-        """The same for all workers that it can tell anything about."""
+        """The same limit for all workers with enough times."""
         return self.limits([own, *others])[0]
 
     def limits(self, times: Sequence[Sequence[float]]) -> list[float]:
-        """One limit, for all whose times suffice; those of the others do not count either."""
+        """One limit, from and for all workers with enough times."""
         known = [list(islice(reversed(own), self.width)) for own in times if len(own) >= self.after]
         if not known:
             return [math.inf] * len(times)

@@ -1,10 +1,10 @@
-"""A worker is slow when it takes much longer than it does on average.
+"""Running average: a worker is slow if it takes much longer than its own average.
 
-limit = average * (1 + threshold), over all of the worker's times that are kept. Slow times count in the
-average too, so a worker that stays slow becomes normal in the end; one that was slow from the start always
-is. After Algorithm 3 of Wang and others, "Hierarchical Heterogeneous Cluster Systems for Scalable
-Distributed Deep Learning": |cycle time - running average| > threshold. Here the threshold is a part of the
-average, and a worker that is faster than usual is no reason for anything.
+limit = average * (1 + threshold), over all times kept of the worker. Slow times count in the average too,
+so a worker that stays slow becomes normal in the end, and one that was slow from the start is never found.
+After Algorithm 3 of Wang and others, "Hierarchical Heterogeneous Cluster Systems for Scalable Distributed
+Deep Learning": |cycle time - running average| > threshold. Here the threshold is a fraction of the average,
+and a worker that is faster than usual is not detected.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from echelon.sync.detector import Detector, above_zero, up_to_kept
+from echelon.sync.detector import Detector, check_above_zero, check_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningAverage(Detector):
-    """Slow is longer than a worker's own average by more than a threshold, as a part of the average."""
+    """Slow: longer than the worker's own average by more than the fraction `threshold` of it."""
 
     name: ClassVar[str] = "running-average"
     threshold: float = 0.5
     after: int = 3
 
     def __post_init__(self) -> None:
-        above_zero(self, "threshold")
-        up_to_kept(self, "after")
+        check_above_zero(self, "threshold")
+        check_kept(self, "after")
 
     def limit(self, own: Sequence[float], others: Sequence[Sequence[float]]) -> float:
-        """By the worker's own times only."""
+        """From the worker's own times only."""
         if len(own) < self.after:
             return math.inf
         return sum(own) / len(own) * (1 + self.threshold)
 
     def limits(self, times: Sequence[Sequence[float]]) -> list[float]:
-        """Each by its own."""
+        """Each worker's limit, from its own times only."""
         return [self.limit(own, ()) for own in times]

@@ -1,7 +1,7 @@
-"""A worker is slow when it takes much longer than it did in its last few steps.
+"""Sliding window: a worker is slow if it takes much longer than in its last few steps.
 
-limit = average of the last `width` times * (1 + threshold). It forgets sooner than a running average: a
-worker that stays slow is normal again after less than `width` steps.
+limit = average of the last `width` times * (1 + threshold). It adapts faster than a running average: a
+worker that stays slow is normal again after fewer than `width` steps.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from echelon.sync.detector import Detector, above_zero, up_to_kept
+from echelon.sync.detector import Detector, check_above_zero, check_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow(Detector):
-    """Slow is longer than a worker's last few times on average, by more than a threshold."""
+    """Slow: longer than the average of the worker's last `width` times by more than `threshold` of it."""
 
     name: ClassVar[str] = "sliding-window"
     width: int = 10
@@ -25,17 +25,17 @@ class SlidingWindow(Detector):
     after: int = 3
 
     def __post_init__(self) -> None:
-        up_to_kept(self, "width")
-        above_zero(self, "threshold")
-        up_to_kept(self, "after")
+        check_kept(self, "width")
+        check_above_zero(self, "threshold")
+        check_kept(self, "after")
 
     def limit(self, own: Sequence[float], others: Sequence[Sequence[float]]) -> float:
-        """By the worker's own times only."""
+        """From the worker's own times only."""
         if len(own) < self.after:
             return math.inf
         recent = list(islice(reversed(own), self.width))
         return sum(recent) / len(recent) * (1 + self.threshold)
 
     def limits(self, times: Sequence[Sequence[float]]) -> list[float]:
-        """Each by its own."""
+        """Each worker's limit, from its own times only."""
         return [self.limit(own, ()) for own in times]

@@ -1,14 +1,13 @@
-"""Elastic averaging in its two forms: what `elastic-averaging` is carried out as.
+"""The two forms of elastic averaging, which `elastic-averaging` chooses from.
 
 A spring ties each worker's weights x_i to a center c (Zhang, Choromanska and LeCun, 2015). From time to
 time both are pulled towards each other by the same force alpha (x_i - c):
 
-    synchronous, N workers at once         x_i <- x_i - alpha (x_i - c),  c <- c + alpha sum_j (x_j - c)
-    asynchronous, a worker when it comes   x_i <- x_i - alpha (x_i - c),  c <- c + alpha (x_i - c)
+    synchronous, N workers at once     x_i <- x_i - alpha (x_i - c),  c <- c + alpha sum_j (x_j - c)
+    asynchronous, one worker i         x_i <- x_i - alpha (x_i - c),  c <- c + alpha (x_i - c)
 
-with the values from before on the right. Synchronously c moves by beta = N alpha of the way to the mean, so
-it is stable for beta <= 1. The asynchronous form replaces both by averages of each other, stable for any
-alpha in (0, 1).
+with the old values on the right. In the synchronous form c moves by beta = N alpha of the way to the mean,
+so it is stable for beta <= 1. The asynchronous form is stable for any alpha in (0, 1).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from echelon.errors import ConfigError
-from echelon.sync.families.mix import Average, Meeting, MixPolicy
+from echelon.sync.families.mix import Average, Averaging, MixPolicy
 from echelon.sync.families.serve import (
     Apply,
     Arrival,
@@ -33,7 +32,7 @@ from echelon.sync.policy import ClusterInfo
 if TYPE_CHECKING:
     from torch import Tensor
 
-BETA = 0.9  # how far the center goes to the mean of the workers, as in the paper
+BETA = 0.9  # part of the way that the center moves to the workers' mean, as in the paper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,30 +46,30 @@ class SynchronousElastic(MixPolicy):
     period: int
 
     def force(self, cluster: ClusterInfo) -> float:
-        """Alpha; 0.9 / N, if it is not given."""
+        """Alpha; 0.9 / N for N workers if it is not given."""
         return BETA / cluster.workers if self.alpha is None else self.alpha
 
     def check(self, cluster: ClusterInfo) -> None:
-        """Beyond N alpha = 1 the center overshoots."""
+        """Refuses alpha > 1 divided by the number of workers: the center would overshoot the mean."""
         if self.force(cluster) * cluster.workers > 1 + 1e-9:
             raise ConfigError(
-                f"alpha={self.alpha} with {cluster.workers} workers throws the center beyond their mean",
+                f"with alpha={self.alpha} and {cluster.workers} workers the center overshoots their mean",
                 where="--sync elastic-averaging, alpha",
                 fix=f"give at most 1 / {cluster.workers}, or leave it out for {BETA} / {cluster.workers}",
             )
 
-    def meeting(self, step: int, rank: int, cluster: ClusterInfo) -> Meeting | None:
-        """All, when the period is over."""
+    def averaging(self, step: int, rank: int, cluster: ClusterInfo) -> Averaging | None:
+        """All workers, after every `period` steps."""
         return None if (step + 1) % self.period else Average(tuple(range(cluster.workers)))
 
     def start(self, own: Tensor, memory: dict[str, Tensor]) -> None:
-        """The center is where all begin; every worker keeps its own copy of it."""
+        """Start the center at the initial weights; every worker keeps its own copy of it."""
         memory["center"] = own.clone()
 
     def settle(
-        self, own: Tensor, mean: Tensor, memory: dict[str, Tensor], meeting: Average, cluster: ClusterInfo
+        self, own: Tensor, mean: Tensor, memory: dict[str, Tensor], average: Average, cluster: ClusterInfo
     ) -> None:
-        """The worker gives way first, while the center is where it was."""
+        """Move the worker towards the old center, then the center towards the mean."""
         center, alpha = memory["center"], self.force(cluster)
         own.add_(center - own, alpha=alpha)
         center.add_(mean - center, alpha=alpha * cluster.workers)
@@ -78,7 +77,7 @@ class SynchronousElastic(MixPolicy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsynchronousElastic(ServePolicy):
-    """A worker and the server's weights are pulled towards each other when it comes; nobody waits."""
+    """A worker and the server's weights are pulled towards each other on arrival; nobody waits."""
 
     name: ClassVar[str] = "elastic-averaging"
     pushes: ClassVar[Literal["gradient", "weights"]] = "weights"
@@ -86,30 +85,30 @@ class AsynchronousElastic(ServePolicy):
     period: int
 
     def check(self, cluster: ClusterInfo) -> None:
-        """The server holds the center."""
+        """Needs a server, which holds the center."""
         needs_server(self, cluster)
 
     @property
     def push_every(self) -> int:
-        """Weights are exchanged in both directions when the period is over."""
+        """Every `period` steps."""
         return self.period
 
     @property
     def pull_every(self) -> int:
-        """As often as it pushes."""
+        """Every `period` steps."""
         return self.period
 
     def rule(self, cluster: ClusterInfo) -> Rule:
-        """Nothing to remember."""
-        return _WhenItComes()
+        """A rule without state."""
+        return _ElasticRule()
 
     def meet(self, center: Tensor, theirs: Tensor) -> Tensor:
-        """Both give way by the same."""
-        way = (theirs - center).mul_(self.alpha)
-        center.add_(way)
-        return theirs - way
+        """Move the center and the worker's weights towards each other by the same amount."""
+        change = (theirs - center).mul_(self.alpha)
+        center.add_(change)
+        return theirs - change
 
 
-class _WhenItComes(Rule):
+class _ElasticRule(Rule):
     def arrive(self, arrival: Arrival) -> list[Decision]:
         return [Apply((WeightedPush(arrival.worker, arrival.step, 1.0),)), Release(arrival.worker)]

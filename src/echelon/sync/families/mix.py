@@ -1,8 +1,8 @@
-"""Policies that workers carry out among themselves: steps of their own, and averages of weights in between.
+"""Policies by which workers take steps of their own and average weights with each other in between.
 
-With whom a worker meets after a step depends on nothing but the number of the step, so all know it without
-asking. What it makes of a meeting is a function of tensors, element by element; `memory` keeps what it
-needs from one meeting to the next, under names of its own.
+Which workers average after a step depends only on the step's number, so all know it without communication.
+How a worker uses the mean is an element-wise function of tensors; `memory` keeps the policy's tensors from
+one averaging to the next.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """All members get the mean of their weights, by samples, and settle it with `MixPolicy.settle`."""
+    """All members get the mean of their weights, and use it as `MixPolicy.settle` says."""
 
     members: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """x becomes the sum of w_j x_j over these workers, itself among them; weights sum to one."""
+    """A worker's weights become the sum of w_j x_j over these workers and itself; the w_j sum to one."""
 
     weights: Mapping[int, float]
 
 
-Meeting = Average | Neighbours
+Averaging = Average | Neighbours
 
 
 class MixPolicy(Policy):
-    """A policy of averages between workers.
+    """A policy by which workers average weights with each other.
 
     `shown` is what is evaluated and saved after a pass over the data: the mean of all workers' weights,
-    each worker's own, or what is kept in memory under "center" (the same on all workers). `weighs`: means
-    are by the workers' shares of the samples; plain ones otherwise.
+    each worker's own, or the tensor "center" in memory (the same on all workers). With `weighs` means are
+    weighted by the workers' shares of the samples.
     """
 
     __slots__ = ()
@@ -49,15 +49,15 @@ class MixPolicy(Policy):
     shown: ClassVar[Literal["mean", "own", "center"]] = "mean"
 
     @abstractmethod
-    def meeting(self, step: int, rank: int, cluster: ClusterInfo) -> Meeting | None:
-        """With whom worker `rank` meets after its step number `step`, from 0; None: with nobody."""
+    def averaging(self, step: int, rank: int, cluster: ClusterInfo) -> Averaging | None:
+        """Which workers `rank` averages with after step number `step`, from 0; None if with nobody."""
 
     def start(self, own: Tensor, memory: dict[str, Tensor]) -> None:
-        """Before the first step, when all workers have the same weights; remember what is needed."""
+        """Called before the first step, when all workers have the same weights; may fill `memory`."""
         return
 
     def settle(
-        self, own: Tensor, mean: Tensor, memory: dict[str, Tensor], meeting: Average, cluster: ClusterInfo
+        self, own: Tensor, mean: Tensor, memory: dict[str, Tensor], average: Average, cluster: ClusterInfo
     ) -> None:
-        """Change a worker's own weights in place, given the mean of those who met."""
+        """Change a worker's own weights in place, given the mean of the members' weights."""
         own.copy_(mean)

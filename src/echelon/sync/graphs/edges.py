@@ -1,4 +1,4 @@
-"""A graph of one's own, written as pairs of ranks: `edges("0-1, 1-2, 2-3")`."""
+"""A graph given as pairs of ranks: `edges("0-1, 1-2, 2-3")`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.errors import ConfigError
-from echelon.sync.graph import Graph, Neighbourhood, joined
+from echelon.sync.graph import Graph, Neighbourhood, from_pairs
 
 _PAIR = re.compile(r"([0-9]+)-([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edges(Graph):
-    """The pairs of workers that are given, as in "0-1, 1-2"."""
+    """Neighbours are the given pairs of workers, such as "0-1, 1-2"."""
 
     name: ClassVar[str] = "edges"
     pairs: str = "0-1"
@@ -34,15 +34,15 @@ class Edges(Graph):
             match = _PAIR.fullmatch(text.strip())
             if match is None:
                 raise ConfigError(
-                    f"{text.strip()!r} is no pair of workers",
+                    f"{text.strip()!r} is not a pair of workers",
                     where="pairs",
                     fix='write ranks with a dash between, pairs with commas between: "0-1, 1-2"',
                 )
             found.append((int(match[1]), int(match[2])))
         return found
 
-    def neighbours(self, workers: int, turn: int) -> Neighbourhood:
-        """As given; refuses ranks that do not exist."""
+    def neighbours(self, workers: int, round_: int) -> Neighbourhood:
+        """The given pairs; refuses ranks that do not exist."""
         pairs = self._pairs()
         for one, other in pairs:
             if max(one, other) >= workers:
@@ -51,4 +51,4 @@ class Edges(Graph):
                     where="graph edges, pairs",
                     fix=f"use ranks from 0 to {workers - 1}",
                 )
-        return joined(workers, pairs)
+        return from_pairs(workers, pairs)

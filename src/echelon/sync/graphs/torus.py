@@ -1,6 +1,6 @@
-"""A torus: workers in rows and columns, in the order of ranks, both of which close to rings.
+"""A torus: workers in rows and columns, in the order of ranks; rows and columns close to rings.
 
-Its spectral gap falls with the number of workers, that of a ring with its square.
+Its spectral gap falls with the number of workers; that of a ring falls with its square.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.errors import ConfigError
-from echelon.sync.graph import Graph, Neighbourhood, joined
+from echelon.sync.graph import Graph, Neighbourhood, from_pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torus(Graph):
-    """Each worker with those left, right, above and below it; rows and columns close to rings.
+    """The neighbours of each worker are left, right, above and below; rows and columns close to rings.
 
-    Without `rows` it is as square as it can be; a prime number of workers makes one row, which is a ring.
+    Without `rows` it is as square as possible; a prime number of workers makes one row, which is a ring.
     """
 
     name: ClassVar[str] = "torus"
@@ -28,11 +28,11 @@ class Torus(Graph):
             raise ConfigError(
                 f"a torus cannot have {self.rows} rows",
                 where="rows",
-                fix="give 1 or more, or leave it out for one as square as it can be",
+                fix="give 1 or more, or leave it out for a torus as square as possible",
             )
 
-    def neighbours(self, workers: int, turn: int) -> Neighbourhood:
-        """Four each, fewer where left and right, or above and below, are the same worker."""
+    def neighbours(self, workers: int, round_: int) -> Neighbourhood:
+        """Four neighbours each; fewer if left and right, or above and below, are the same worker."""
         fitting = [rows for rows in range(1, workers + 1) if workers % rows == 0]
         if self.rows is not None and self.rows not in fitting:
             raise ConfigError(
@@ -44,4 +44,4 @@ class Torus(Graph):
         columns = workers // rows
         right = [(at, at - at % columns + (at + 1) % columns) for at in range(workers)]
         below = [(at, (at + columns) % workers) for at in range(workers)]
-        return joined(workers, right + below)
+        return from_pairs(workers, right + below)

@@ -1,8 +1,8 @@
-"""Asynchronous: the server applies each gradient when it arrives, and the worker goes on at once.
+"""Asynchronous: the server applies each gradient on arrival, and the worker continues at once.
 
-Nobody waits, and gradients are computed on weights that others have changed meanwhile. Each gradient is
-applied whole, so with N workers the weights move N times per batch of all of them: learning rates that
-suit `full` are often too large here.
+Nobody waits, but other workers may have changed the weights since a gradient was computed. Each gradient is
+applied in full, so with N workers the weights move N times per global batch: learning rates that suit
+`full` are often too large here.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Async(ServePolicy):
         needs_server(self, cluster)
 
     def rule(self, cluster: ClusterInfo) -> Rule:
-        """Nothing to remember."""
-        return _Immediately()
+        """A rule without state."""
+        return _AsyncRule()
 
 
-class _Immediately(Rule):
+class _AsyncRule(Rule):
     def arrive(self, arrival: Arrival) -> list[Decision]:
         return [Apply((WeightedPush(arrival.worker, arrival.step, 1.0),)), Release(arrival.worker)]

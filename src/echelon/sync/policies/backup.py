@@ -1,12 +1,10 @@
-"""Backup workers: a round goes on when all but a few gradients have arrived; those that come later are
-lost.
+"""Backup workers: a round ends when all but a few gradients have arrived; later ones are dropped.
 
-With N workers that take part and b spares, a round's update is the mean, by samples, of the first N - b
-gradients (of one at least), and the workers that sent them go on with the new weights. Gradients that were
-computed on the weights of a round that is over are dropped, and their workers join the present round. So
-every applied gradient was computed on exactly the weights that it is applied to, and nobody waits for the b
-slowest. backup(0) is full synchronisation. Chen et al. (2016), "Revisiting Distributed Synchronous SGD",
-found 4 of 100 best.
+With N workers and b spares, a round's update is the mean, weighted by samples, of the first N - b gradients
+(at least one), and the workers that sent them continue with the new weights. Gradients computed on the
+weights of an earlier round are dropped, and their workers join the current round. So every gradient is
+applied to exactly the weights it was computed on, and nobody waits for the b slowest. backup(0) is full
+synchronisation. Chen et al. (2016), "Revisiting Distributed Synchronous SGD", found 4 of 100 best.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from echelon.sync.policy import ClusterInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backup(ServePolicy):
-    """Goes on when all but `spares` gradients have arrived, and drops the rest."""
+    """Ends a round when all but `spares` gradients have arrived, and drops the rest."""
 
     name: ClassVar[str] = "backup"
     spares: int
@@ -44,7 +42,7 @@ class Backup(ServePolicy):
             )
 
     def check(self, cluster: ClusterInfo) -> None:
-        """Needs a server, and a worker that is no spare."""
+        """Needs a server, and more workers than spares."""
         needs_server(self, cluster)
         if self.spares >= cluster.workers:
             raise ConfigError(
@@ -54,7 +52,7 @@ class Backup(ServePolicy):
             )
 
     def rule(self, cluster: ClusterInfo) -> Rule:
-        """Rounds, one after the other."""
+        """The rounds of one run."""
         return _BackupRounds(self.spares, cluster.workers)
 
 
@@ -73,11 +71,11 @@ class _BackupRounds(Rule):
             reason = f"its round is over: computed on version {arrival.read}, now {self._version}"
             return [Drop(arrival.worker, arrival.step, reason), Release(arrival.worker)]
         self._arrived.append(arrival)
-        return self._go_on()
+        return self._end_if_complete()
 
     def leave(self, worker: int, t: float) -> list[Decision]:
         self._active.discard(worker)
-        return self._go_on()
+        return self._end_if_complete()
 
     def join(self, worker: int, t: float) -> list[Decision]:
         self._active.add(worker)
@@ -86,7 +84,7 @@ class _BackupRounds(Rule):
     def state(self) -> dict[str, float]:
         return {"arrived": len(self._arrived), "dropped": self._dropped}
 
-    def _go_on(self) -> list[Decision]:
+    def _end_if_complete(self) -> list[Decision]:
         if len(self._arrived) < max(1, len(self._active) - self._spares):
             return []
         arrived, self._arrived = self._arrived, []

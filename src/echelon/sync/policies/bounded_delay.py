@@ -1,15 +1,15 @@
-"""Bounded delay: nobody gets far ahead, so nobody reads weights that are too old.
+"""Bounded delay: no worker gets far ahead of the others, so none reads weights that are too old.
 
 Stale synchronous parallel (Ho et al. 2013). A worker that has made c steps may begin the next one when
-every worker that takes part has made at least c - bound; until then it is held. Gradients that have
-arrived are applied together right before somebody reads. So when a worker reads weights for its step s
-(from 0), they contain the gradients of all steps up to s - 1 - bound of every worker that takes part.
+every worker has made at least c - bound; until then it waits. Pending gradients are applied together right
+before a worker reads. So the weights that a worker reads for its step s (from 0) contain the gradients of
+all steps up to s - 1 - bound of every worker.
 
 A gradient's weight is its samples divided by those of one step of all workers: the sum of each worker's
-latest, where those that have not been heard of yet count as the mean of the others. With bound=0 these are
-the weights n_i / N of full synchronisation, whatever the optimizer. scale=sum applies gradients whole.
+latest samples, where workers that have not pushed yet count as the mean of the others. With bound=0 these
+are the weights n_i / N of full synchronisation, with any optimizer. scale=sum applies gradients in full.
 
-A worker that joins counts as being where the slowest is.
+A worker that joins starts at the step of the slowest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from echelon.sync.policy import ClusterInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedDelay(ServePolicy):
-    """Like async, but nobody is more than `bound` steps ahead of the slowest (stale synchronous)."""
+    """Like async, but no worker is more than `bound` steps ahead of the slowest (stale synchronous)."""
 
     name: ClassVar[str] = "bounded-delay"
     bound: int
@@ -52,12 +52,12 @@ class BoundedDelay(ServePolicy):
         needs_server(self, cluster)
 
     def rule(self, cluster: ClusterInfo) -> Rule:
-        """Counts everybody's steps."""
-        return _Bounded(self, cluster.workers)
+        """Counts each worker's steps."""
+        return _BoundedRule(self, cluster.workers)
 
 
-class _Bounded(Rule):
-    """`made` are the steps of those who take part; all that is pending was pushed by held workers."""
+class _BoundedRule(Rule):
+    """`_made` counts each active worker's steps; all pending gradients are of waiting workers."""
 
     def __init__(self, options: BoundedDelay, workers: int) -> None:
         self._options = options
@@ -71,11 +71,11 @@ class _Bounded(Rule):
         self._samples[arrival.worker] = arrival.samples
         self._held.append(arrival.worker)
         self._pending.append(arrival)
-        return self._let_go()
+        return self._release_free()
 
     def leave(self, worker: int, t: float) -> list[Decision]:
         self._made.pop(worker, None)
-        return self._let_go()
+        return self._release_free()
 
     def join(self, worker: int, t: float) -> list[Decision]:
         self._made[worker] = min(self._made.values(), default=0)
@@ -85,7 +85,7 @@ class _Bounded(Rule):
         made = self._made.values()
         return {"held": len(self._held), "ahead": max(made, default=0) - min(made, default=0)}
 
-    def _let_go(self) -> list[Decision]:
+    def _release_free(self) -> list[Decision]:
         furthest = min(self._made.values(), default=0) + self._options.bound
         free = [worker for worker in self._held if self._made[worker] <= furthest]
         if not free:
@@ -95,7 +95,7 @@ class _Bounded(Rule):
 
     def _update(self) -> list[Decision]:
         pending, self._pending = self._pending, []
-        if not pending:  # it was applied when somebody else read
+        if not pending:  # already applied when another worker read
             return []
         if self._options.scale == "sum":
             return [Apply(tuple(WeightedPush(a.worker, a.step, 1.0) for a in pending))]

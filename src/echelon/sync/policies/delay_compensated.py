@@ -1,7 +1,7 @@
-"""Delay compensation: async, with gradients corrected for what has changed since they were computed.
+"""Delay compensation: async, with gradients corrected for the updates made since they were computed.
 
-A gradient g was computed on weights r that the worker read; meanwhile the server's are w. To first order
-the gradient at w is g + H (w - r), and the diagonal of g g^T stands in for the Hessian H:
+A gradient g was computed on the weights r that the worker read; the server's weights are now w. To first
+order the gradient at w is g + H (w - r), and the diagonal of g g^T approximates the Hessian H:
 
     g + lambda g * g * (w - r)              element by element
 
@@ -40,13 +40,13 @@ class DelayCompensated(ServePolicy):
     def __post_init__(self) -> None:
         if not (math.isfinite(self.strength) and self.strength >= 0):
             raise ConfigError(
-                f"strength is {self.strength:g}, it has to be a number of 0 or more",
+                f"strength is {self.strength:g}, but must be 0 or more",
                 where="sync delay-compensated, strength",
                 fix="give 0 for plain async, 0.04 as a start, about 1 if adaptive",
             )
         if not 0 <= self.decay < 1:
             raise ConfigError(
-                f"decay is {self.decay:g}, it has to be at least 0 and below 1",
+                f"decay is {self.decay:g}, but must be at least 0 and below 1",
                 where="sync delay-compensated, decay",
                 fix="give 0.95 to average over about the last 20 gradients",
             )
@@ -56,11 +56,11 @@ class DelayCompensated(ServePolicy):
         needs_server(self, cluster)
 
     def rule(self, cluster: ClusterInfo) -> Rule:
-        """Decides as async does."""
+        """The rule of async."""
         return Async().rule(cluster)
 
     def amend(self, gradient: Tensor, weights: Tensor, read: Tensor, memory: dict[str, Tensor]) -> Tensor:
-        """The gradient at `weights`, about, of one that was computed on `read`."""
+        """The approximate gradient at `weights`, from the one computed on `read`."""
         square = gradient * gradient
         change = square * (weights - read)
         if not self.adaptive:

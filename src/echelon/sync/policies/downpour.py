@@ -1,8 +1,8 @@
-"""Downpour: workers push every few steps and pull every few, and take steps of their own in between.
+"""Downpour: workers push and pull every few steps, and take steps of their own in between.
 
-Dean et al. (2012), "Large Scale Distributed Deep Networks". What a worker pushes is the sum of its
-gradients since its last push, and the server's optimizer applies it on arrival. Between pulls a worker
-moves its own weights by its own optimizer. downpour(1, 1) is async.
+Dean et al. (2012), "Large Scale Distributed Deep Networks". A worker pushes the sum of its gradients since
+its last push, and the server's optimizer applies it on arrival. Between pulls a worker updates its own
+weights with its own optimizer. downpour(1, 1) is async.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.sync.policy import ClusterInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Downpour(ServePolicy):
-    """Like async, but workers push only every `push` steps and take weights every `pull` steps."""
+    """Like async, but workers push every `push` steps and pull weights every `pull` steps."""
 
     name: ClassVar[str] = "downpour"
     push: int = 4
@@ -38,7 +38,7 @@ class Downpour(ServePolicy):
         needs_server(self, cluster)
 
     def rule(self, cluster: ClusterInfo) -> Rule:
-        """Decides as async does, whenever something arrives."""
+        """The rule of async."""
         return Async().rule(cluster)
 
     @property

@@ -1,26 +1,25 @@
-"""Flexible: a worker that is slower than it should be is left out, until it is normal again.
+"""Flexible: a slow worker is left out of rounds until it is normal again.
 
 Algorithms 2 and 3 of Wang and others, "Hierarchical Heterogeneous Cluster Systems for Scalable Distributed
 Deep Learning", with rounds at a server. The members of a round are all workers that are not left out; when
-they are there, the update is the mean over their samples, and they get new weights. A detector gives each
-worker the longest time that still counts as normal, for computing (C) and for transfers (T) separately, by
-what was known when the round began.
+all have arrived, the update is the mean over their samples, and they get new weights. At the start of a
+round a detector sets each worker's longest normal time, for computing (C) and for transfers (T) separately.
 
-- Late: a member that is not there C + T after its release (plus the time that usually goes elsewhere) is
-  left out of the round, if another member is there. If even the first comes late, the others have that
-  long again from there on.
-- Slow: a member that took more than C + T altogether counts in its round, for the others have waited for
-  it, and is left out of the next. A long transfer that a short computation makes up for keeps nobody
-  waiting, so it does not count as slow.
-- Alone: a worker that is left out goes on with its own weights. A gradient that comes after its round is
-  over is not applied: the worker makes a step of its own of it. Before each further step's end it asks.
-- Back: when it would be in time by what its last step and last transfer took, it is invited to the round
-  that is open. If it is its transfer that was slow, nobody can know without a transfer, so it is invited
-  again after `retry` rounds. It brings how its weights have changed since it got some, and this delta,
-  times its part of the samples, is added: newer weights are never overwritten. A delta is never too late.
+- Late: a member that has not arrived C + T (plus the usual remaining time) after its release is left out of
+  the round, if another member has arrived. If even the first arrival is late, the deadlines of the others
+  start again from there.
+- Slow: a member that took more than C + T counts in its round, because the others have waited for it, and
+  is left out of the next. A long transfer with a short computation delays nobody and does not count as
+  slow.
+- Alone: a worker that is left out continues with its own weights. A gradient that arrives after its round
+  is not applied at the server; the worker applies it itself. Before the end of each later step it asks.
+- Back: a worker whose last step and last transfer were short enough is invited to the open round. A slow
+  transfer can only be measured again by a transfer, so such a worker is invited after `retry` rounds. It
+  sends how its weights have changed since it last got some; this delta, times its part of the samples, is
+  added, so newer weights are never overwritten. A delta is never too late.
 
-If all members are slow at once nobody is, and if only workers that were left out remain they are taken
-back, so every round has a member.
+If all members are slow at once, none is left out; if only left-out workers remain, they are taken back. So
+every round has a member.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ from echelon.sync.policy import ClusterInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flexible(ServePolicy):
-    """A worker that is slower than it should be is left out until it is normal again.
+    """Leaves a slow worker out until it is normal again.
 
-    `detector` judges times of computing, `transfer` those of transfers (the same detector unless given). A
+    `detector` judges compute times, `transfer` judges transfer times (the same detector unless given). A
     worker with slow transfers is tried again after `retry` rounds.
     """
 
@@ -65,16 +64,18 @@ class Flexible(ServePolicy):
     def __post_init__(self) -> None:
         self._detectors()
         if self.retry < 1:
-            raise ConfigError(f"retry is {self.retry}", where="retry", fix="give 1 round or more")
+            raise ConfigError(
+                f"retry is {self.retry}, but must be 1 or more", where="retry", fix="give 1 round or more"
+            )
 
     def check(self, cluster: ClusterInfo) -> None:
         """Needs a server."""
         needs_server(self, cluster)
 
     def rule(self, cluster: ClusterInfo) -> Rule:
-        """Rounds of those who are normal."""
+        """The rounds of one run."""
         compute, transfer = self._detectors()
-        return _Normal(_Times(cluster.workers, compute, transfer), cluster.workers, self.retry)
+        return _FlexibleRounds(_Times(cluster.workers, compute, transfer), cluster.workers, self.retry)
 
     def _detectors(self) -> tuple[Detector, Detector]:
         compute = DETECTORS.build(self.detector, where="detector")
@@ -82,7 +83,7 @@ class Flexible(ServePolicy):
 
 
 class _Times:
-    """How long workers took, and what still counts as normal; limits change only when told to."""
+    """The workers' past times and their limits, which change only with `update`."""
 
     def __init__(self, workers: int, compute: Detector, transfer: Detector) -> None:
         self._detectors = compute, transfer
@@ -93,14 +94,14 @@ class _Times:
         self.update()
 
     def update(self) -> None:
-        """Make the limits follow from all times up to now."""
+        """Compute the limits from all times so far."""
         self._compute_limits = self._detectors[0].limits(self._compute_s)
         self._transfer_limits = self._detectors[1].limits(self._transfer_s)
         self._rest_s = median(self._rests_s)
 
     def note(self, arrival: Arrival, released: float | None) -> None:
-        """Remember the times of an arrival, which came as an answer to a release."""
-        if self._last_step[arrival.worker] != arrival.step:  # a push that was asked for was noted by then
+        """Record the times of an arrival that followed a release."""
+        if self._last_step[arrival.worker] != arrival.step:  # an ask for this step may have come before
             self._compute_s[arrival.worker].append(arrival.compute_s)
             self._last_step[arrival.worker] = arrival.step
         if arrival.kind == "ask":
@@ -111,11 +112,11 @@ class _Times:
             self._rests_s.append(max(0.0, rest_s))
 
     def within_s(self, worker: int) -> float:
-        """How long after its release a worker is there, if all is normal."""
+        """The longest normal time from a worker's release to its next arrival."""
         return self._limit_s(worker) + self._rest_s
 
     def normal(self, arrival: Arrival) -> bool:
-        """Whether it is in time; an ask knows nothing newer than the worker's last transfer."""
+        """Whether the arrival's times are normal; for an ask, with the worker's last transfer time."""
         transfer_s = arrival.transfer_s
         if arrival.kind == "ask":
             past = self._transfer_s[arrival.worker]
@@ -123,19 +124,18 @@ class _Times:
         return arrival.compute_s + transfer_s <= self._limit_s(arrival.worker)
 
     def computes_normally(self, arrival: Arrival) -> bool:
-        """Whether the time of computing alone is normal."""
+        """Whether the compute time alone is normal."""
         return arrival.compute_s <= self._compute_limits[arrival.worker]
 
     def _limit_s(self, worker: int) -> float:
         return self._compute_limits[worker] + self._transfer_limits[worker]
 
 
-class _Normal(Rule):
+class _FlexibleRounds(Rule):
     """The rounds of one run.
 
-    `_missing` are the members that are not there yet, with when they have to be; `_out` the workers that
-    are left out, with the round since when; `_handed` in which round a worker last got weights to push a
-    gradient for; `_released` when, until it is told anything else.
+    `_missing` maps the members that have not arrived to their deadlines, `_out` the left-out workers to the
+    round since when. `_handed` is the round in which each worker last got weights, `_released` the time.
     """
 
     def __init__(self, times: _Times, workers: int, retry: int) -> None:
@@ -169,7 +169,7 @@ class _Normal(Rule):
 
     def _too_late(self, arrival: Arrival) -> list[Decision]:
         worker = arrival.worker
-        if worker in self._missing:  # taken back meanwhile: the others wait for what it does next
+        if worker in self._missing:  # it was taken back meanwhile: the others wait for its next push
             self._expect(worker, arrival.t)
         reason = f"left out of round {self._handed[worker]}"
         return [Drop(worker, arrival.step, reason), Release(worker, fresh=False, ask=True)]
@@ -179,7 +179,7 @@ class _Normal(Rule):
         if worker in self._out and not self._comes_back(arrival):
             return [Release(worker, fresh=False, ask=True)]
         self._out.pop(worker, None)
-        self._handed[worker] = self._round  # invited, so whatever it pushes is welcome
+        self._handed[worker] = self._round  # it is invited, so its next push counts
         self._expect(worker, t)
         return [Invite(worker), *self._settle(t)]
 
@@ -212,18 +212,18 @@ class _Normal(Rule):
         return {"round": self._round, "left_out": len(self._active & self._out.keys())}
 
     def _expect(self, worker: int, t: float) -> None:
-        """Wait for a worker that goes on now."""
+        """Wait for a worker that continues now."""
         self._missing[worker] = t + self._times.within_s(worker)
 
     def _take_back(self, t: float) -> None:
-        """If all that take part are left out, none of them is."""
+        """If all active workers are left out, take all of them back."""
         if self._active <= self._out.keys():
             for worker in self._active:
                 del self._out[worker]
                 self._expect(worker, t)
 
     def _settle(self, t: float, *, look: bool = True) -> list[Decision]:
-        """End the round if it is over; `look` for members that are late, and for when one will be."""
+        """End the round if it is complete; with `look`, leave out late members and schedule a check."""
         if not self._arrived:
             return []
         if look:
@@ -233,7 +233,7 @@ class _Normal(Rule):
         if not self._missing:
             return self._close(t)
         wake_t = min(self._missing.values()) if look else math.inf
-        if wake_t == math.inf or t < self._wake_t <= wake_t:  # a call that is to come is early enough
+        if wake_t == math.inf or t < self._wake_t <= wake_t:  # an earlier check is scheduled already
             return []
         self._wake_t = wake_t
         return [Wake(wake_t)]

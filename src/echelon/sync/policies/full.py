@@ -1,4 +1,4 @@
-"""Full synchronisation: the gradient of every step is that of the whole batch."""
+"""Full synchronisation: every step uses the gradient of the whole batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from echelon.sync.policy import ClusterInfo, Family, Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Full(Policy):
-    """Every worker, every step: the same result as one process."""
+    """All workers synchronise in every step: the same result as one process."""
 
     name: ClassVar[str] = "full"
     family: ClassVar[Family] = "reduce"
 
     def check(self, cluster: ClusterInfo) -> None:
-        """Works with any."""
+        """Works with any cluster."""

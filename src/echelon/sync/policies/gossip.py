@@ -1,8 +1,8 @@
-"""Gossip: each worker averages its weights with those of its neighbours on a graph; there is no server.
+"""Gossip: each worker averages its weights with its neighbours' on a graph; there is no server.
 
-After every `period` steps x_i becomes sum_j W_ij x_j (Lian and others, 2017), with weights W by the
-degrees of both (`echelon.sync.graph`). The mean of all workers stays what it was, and workers come closer
-to it at least at the rate of the graph's spectral gap. W does not depend on shares of the batch.
+After every `period` steps x_i becomes sum_j W_ij x_j (Lian and others, 2017), with Metropolis weights W
+(`echelon.sync.graph`). This keeps the mean of all workers, and workers approach it at least at the rate of
+the graph's spectral gap. W does not depend on shares of the batch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from functools import lru_cache
 from typing import ClassVar
 
 from echelon.errors import ConfigError
-from echelon.sync.families.mix import Meeting, MixPolicy, Neighbours
+from echelon.sync.families.mix import Averaging, MixPolicy, Neighbours
 from echelon.sync.graph import GRAPHS, Graph, Neighbourhood, metropolis_row, reachable
 from echelon.sync.policy import ClusterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gossip(MixPolicy):
-    """Averages with neighbours on a graph, after every `period` steps; no server.
+    """Averages weights with neighbours on a graph, after every `period` steps; no server.
 
-    `graph` is one of `echelon list graph` with its options: `gossip(torus(rows=2))`.
+    `graph` is one of `echelon list graph`, with its options: `gossip(torus(rows=2))`.
     """
 
     name: ClassVar[str] = "gossip"
@@ -32,13 +32,13 @@ class Gossip(MixPolicy):
         _built(self.graph)
         if self.period < 1:
             raise ConfigError(
-                f"workers cannot meet every {self.period} steps", where="period", fix="give 1 or more"
+                f"workers cannot average every {self.period} steps", where="period", fix="give 1 or more"
             )
 
     def check(self, cluster: ClusterInfo) -> None:
-        """The graph has to fit the workers and to connect them."""
+        """Needs a graph that fits the workers and connects them."""
         neighbours = _neighbours(self.graph, cluster.workers, 0)
-        if not _built(self.graph).lasting:
+        if not _built(self.graph).static:
             return
         lost = sorted(set(range(cluster.workers)) - reachable(neighbours))
         if lost:
@@ -48,21 +48,21 @@ class Gossip(MixPolicy):
                 fix=f"connect all {cluster.workers} workers: add the pair 0-{lost[0]}, or use ring",
             )
 
-    def meeting(self, step: int, rank: int, cluster: ClusterInfo) -> Meeting | None:
-        """Its neighbours, if it has any."""
+    def averaging(self, step: int, rank: int, cluster: ClusterInfo) -> Averaging | None:
+        """The worker's neighbours, if any."""
         if (step + 1) % self.period:
             return None
-        turn = 0 if _built(self.graph).lasting else step // self.period
-        neighbours = _neighbours(self.graph, cluster.workers, turn)
+        round_ = 0 if _built(self.graph).static else step // self.period
+        neighbours = _neighbours(self.graph, cluster.workers, round_)
         return Neighbours(metropolis_row(neighbours, rank)) if neighbours[rank] else None
 
 
-# Both are kept, for every worker asks at every step.
+# Both are cached because every worker calls them in every step.
 @lru_cache(maxsize=64)
 def _built(text: str) -> Graph:
     return GRAPHS.build(text, where="graph")
 
 
 @lru_cache(maxsize=64)
-def _neighbours(text: str, workers: int, turn: int) -> Neighbourhood:
-    return _built(text).neighbours(workers, turn)
+def _neighbours(text: str, workers: int, round_: int) -> Neighbourhood:
+    return _built(text).neighbours(workers, round_)

@@ -1,7 +1,7 @@
 """Hogwild: all workers of one machine update the same weights in shared memory, without locks.
 
-Updates may overwrite parts of each other. Where each touches few of the weights that is rare, and training
-converges as if there were locks (Niu, Recht, Re and Wright, 2011); dense models get noisier gradients.
+Updates may overwrite parts of each other. If each update changes few weights, that is rare, and training
+converges as with locks (Niu, Recht, Re and Wright, 2011); dense models get noisier gradients.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Hogwild(Policy):
     family: ClassVar[Family] = "share"
 
     def check(self, cluster: ClusterInfo) -> None:
-        """Memory is shared on one machine only."""
+        """Needs all workers on one machine."""
         if cluster.machines > 1:
             raise ConfigError(
-                f"hogwild shares the memory of one machine, and the workers are on {cluster.machines}",
+                f"hogwild shares the memory of one machine, but the workers are on {cluster.machines}",
                 where="--sync",
                 fix="use one machine, or async with a parameter server: --sync async --servers 1",
             )

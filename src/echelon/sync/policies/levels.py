@@ -1,11 +1,10 @@
 """Levels: one policy inside groups of workers, another one between the groups.
 
-A group acts as one worker towards the others: inside it the workers compute the gradient of their common
-batch (full), and its first member pushes, pulls or averages on behalf of all. So `full` inside a site and
-`percentage`, `local` or `async` between sites is levels(full, "percentage(0.5)").
+Towards the other groups, a group acts as one worker: its members compute the gradient of their common batch
+(full), and its first member pushes, pulls or averages for all. Example: levels(full, "percentage(0.5)").
 
-Inside may also be a policy of averages (local, gossip); then so must be the one between groups: before they
-meet, each takes the mean of its members.
+The inner policy may also average weights (local, gossip). Then the outer policy must average weights too:
+before groups average with each other, each takes the mean of its members.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from echelon.sync.policy import POLICIES, ClusterInfo, Family, Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels(Policy):
-    """One policy inside groups of workers (sites, say), another one between them."""
+    """One policy inside groups of workers, such as sites, and another one between groups."""
 
     name: ClassVar[str] = "levels"
     family: ClassVar[Family] = "levels"
@@ -34,17 +33,17 @@ class Levels(Policy):
             raise ConfigError(
                 f"{bad} cannot be a level",
                 where="sync levels",
-                fix="inside a group use full or a policy of averages; between groups not hogwild or levels",
+                fix="use full, local or gossip inside groups; between them anything but hogwild and levels",
             )
         if isinstance(inside, MixPolicy) and inside.shown == "center":
             raise ConfigError(
-                f"{self.inner} keeps a center, which groups that meet would not know of",
+                f"{self.inner} keeps a center inside groups, which averages between groups would ignore",
                 where="sync levels",
                 fix="use full, gossip or local without an outer step inside",
             )
         if isinstance(inside, MixPolicy) and between.family != "mix":
             raise ConfigError(
-                f"with {self.inner} inside, groups have weights to average, no gradient for {self.outer}",
+                f"with {self.inner} inside, groups have weights to average; {self.outer} needs gradients",
                 where="sync levels",
                 fix="use full inside, or local, gossip or elastic-averaging between groups",
             )
@@ -60,21 +59,21 @@ class Levels(Policy):
         return POLICIES.build(self.outer, where="levels, outer").resolved()
 
     def resolved(self) -> Policy:
-        """Full inside and full between is full."""
+        """Full if both levels are full."""
         return self.between if self.inside.family == self.between.family == "reduce" else self
 
     def check(self, cluster: ClusterInfo) -> None:
-        """Needs groups, and both policies must work with theirs."""
+        """Needs groups, and both policies must work with them."""
         if len(cluster.groups) < 2:
             raise ConfigError(
-                "levels need two groups of workers or more",
+                "levels needs two groups of workers or more",
                 where="--sync",
-                fix="say who is in which with --groups, or use a lab with several sites",
+                fix="give the groups with --groups, or use a lab with several sites",
             )
         members = sorted(rank for group in cluster.groups for rank in group)
         if members != list(range(cluster.workers)):
             raise ConfigError(
-                f"groups {list(map(list, cluster.groups))} do not hold each of {cluster.workers} workers"
+                f"groups {list(map(list, cluster.groups))} do not contain each of {cluster.workers} workers"
                 " exactly once",
                 where="--groups",
                 fix="put every worker into exactly one group",
@@ -85,7 +84,7 @@ class Levels(Policy):
 
 
 def members_of(cluster: ClusterInfo, group: tuple[int, ...]) -> ClusterInfo:
-    """One group as a crew of its own."""
+    """The members of one group as a cluster."""
 
     def of(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(values[rank] for rank in group) if values else ()
@@ -101,7 +100,7 @@ def members_of(cluster: ClusterInfo, group: tuple[int, ...]) -> ClusterInfo:
 
 
 def units_of(cluster: ClusterInfo) -> ClusterInfo:
-    """The groups as a crew: shares add up, the slowest member sets the pace, the first one talks."""
+    """The groups as a cluster: a group has the sum of shares, the lowest speed, the first member's link."""
     return replace(
         cluster,
         workers=len(cluster.groups),

@@ -1,7 +1,7 @@
 """No synchronisation: every worker trains by itself, on its own part of the data.
 
-The baseline against which the other policies are measured. After the last step the weights of all workers
-are averaged once, for a run has one result; before that, each is evaluated by its own.
+This is the baseline for other policies. After the last step the weights of all workers are averaged once,
+because a run has one result; before that, each worker is evaluated with its own weights.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from echelon.sync.families.mix import Meeting, MixPolicy
+from echelon.sync.families.mix import Averaging, MixPolicy
 from echelon.sync.policy import ClusterInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoSync(MixPolicy):
-    """Never: every worker trains by itself, and weights are averaged once, at the end."""
+    """No synchronisation: every worker trains by itself; weights are averaged once, at the end."""
 
     name: ClassVar[str] = "none"
     shown: ClassVar[Literal["mean", "own", "center"]] = "own"
 
     def check(self, cluster: ClusterInfo) -> None:
-        """Works with any."""
+        """Works with any cluster."""
 
-    def meeting(self, step: int, rank: int, cluster: ClusterInfo) -> Meeting | None:
-        """Nobody."""
+    def averaging(self, step: int, rank: int, cluster: ClusterInfo) -> Averaging | None:
+        """None: workers never average."""
         return None

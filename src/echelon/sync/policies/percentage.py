@@ -1,14 +1,15 @@
-"""Percentage: a worker takes part in a share of the rounds, and goes on alone in between.
+"""Percentage: a worker takes part in a share of the rounds, and continues alone in between.
 
-Worker w with share p takes part in round r, from 0, iff floor((r + 1) p) > floor(r p): evenly spread, and
-of any R rounds from the first on in exactly floor(R p). Shares are taken as exact fractions: 0.2 is every
-fifth round. Before round 0 there is a first one of everybody, for nobody has been told yet when to come.
+Worker w with share p takes part in round r, from 0, if floor((r + 1) p) > floor(r p). So its rounds are
+evenly spread, and it takes part in exactly floor(R p) of the first R rounds. Shares are exact fractions:
+0.2 is every fifth round. Before round 0 there is a round of all workers, because none knows yet when to
+push.
 
-A round ends when all its members are there; the update is the mean over their samples, and they get the
-new weights. A worker that was alone brings how its weights have changed since it got some, and this delta,
-times its part of the samples like a gradient, is added: newer weights are never overwritten. A round that
-nobody has to take part in is over when every worker has gone on alone once. With a share of 1.0 for all
-this is `full`, carried out by a server.
+A round ends when all its members have arrived; the update is the mean over their samples, and they get the
+new weights. A worker that was alone sends how its weights have changed since it last got some; this delta,
+weighted by samples like a gradient, is added, so newer weights are never overwritten. A round without
+members ends when every worker has continued alone once. With a share of 1.0 for all workers this is `full`,
+executed by a server.
 """
 
 from __future__ import annotations
@@ -31,16 +32,15 @@ from echelon.sync.families.serve import (
 )
 from echelon.sync.policy import ClusterInfo
 
-_FINEST = 10**6  # no share is taken for less than one round in so many
+_FINEST = 10**6  # the smallest share is one round in so many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentage(ServePolicy):
-    """A worker takes part in a share of the rounds and goes on alone in between.
+    """A worker takes part in a share of the rounds and continues alone in between.
 
-    `share` is that of all workers, 0.5 if nothing is said; `shares` gives one per worker, or one per
-    group. `by`: workers take part less often the slower they compute (speed) or communicate (link),
-    relative to the fastest.
+    `share` is that of all workers, 0.5 by default; `shares` gives one per worker or one per group. With
+    by=speed or by=link, the share is a worker's computing or link speed relative to the fastest.
     """
 
     name: ClassVar[str] = "percentage"
@@ -61,29 +61,29 @@ class Percentage(ServePolicy):
                     )
         if self.share is not None and (self.shares is not None or self.by != "given"):
             raise ConfigError(
-                f"one share for all, {self.share:g}, is given, and others besides",
+                f"share={self.share:g} is given together with shares or by",
                 where="share, shares, by",
                 fix="give one of them",
             )
         if self.shares is not None and self.by != "given":
             raise ConfigError(
-                f"shares are given and are to follow from by={self.by}",
+                f"shares are given together with by={self.by}",
                 where="shares, by",
                 fix="give one of the two",
             )
 
     def check(self, cluster: ClusterInfo) -> None:
-        """Needs a server, as many shares as workers or groups, and whatever the shares follow from."""
+        """Needs a server, one share per worker or group, and known speeds or links if `by` uses them."""
         needs_server(self, cluster)
         self._shares(cluster)
 
     def rule(self, cluster: ClusterInfo) -> Rule:
-        """Rounds of those whose turn it is."""
+        """The rounds of one run."""
         shares = [Fraction(share).limit_denominator(_FINEST) for share in self._shares(cluster)]
-        return _Turns([max(share, Fraction(1, _FINEST)) for share in shares])
+        return _PercentageRounds([max(share, Fraction(1, _FINEST)) for share in shares])
 
     def _shares(self, cluster: ClusterInfo) -> Sequence[float]:
-        """Each worker's."""
+        """Each worker's share."""
         if self.by == "speed":
             return self._relative(cluster.speeds, cluster, "how fast workers compute", "--speed")
         if self.by == "link":
@@ -107,15 +107,15 @@ class Percentage(ServePolicy):
     ) -> Sequence[float]:
         if len(known) != cluster.workers or not all(value > 0 for value in known):
             raise ConfigError(
-                f"by={self.by} needs to know {what}, and it is not known",
+                f"by={self.by} needs to know {what}, which is unknown",
                 where=f"{self.name}, by",
-                fix=f"say it with {source}, or give shares=[...]",
+                fix=f"give it with {source}, or give shares=[...]",
             )
         return [value / max(known) for value in known]
 
 
-class _Turns(Rule):
-    """The rounds of one run; `_round` is -1 for the first, in which everybody takes part."""
+class _PercentageRounds(Rule):
+    """The rounds of one run; `_round` is -1 in the first, which contains all workers."""
 
     def __init__(self, shares: Sequence[Fraction]) -> None:
         self._ratios = [share.as_integer_ratio() for share in shares]
@@ -127,7 +127,7 @@ class _Turns(Rule):
 
     def arrive(self, arrival: Arrival) -> list[Decision]:
         worker = arrival.worker
-        if arrival.kind != "ask":  # also from one that is no member: nothing that was pushed is lost
+        if arrival.kind != "ask":  # also from a worker that is not a member, so that no push is lost
             self._arrived[worker] = arrival
             self._missing.discard(worker)
             return self._settle()
@@ -152,10 +152,10 @@ class _Turns(Rule):
 
     def _has_turn(self, worker: int, number: int) -> bool:
         parts, rounds = self._ratios[worker]
-        return (number + 1) * parts // rounds > number * parts // rounds  # 0 > -1 for round -1: everybody
+        return (number + 1) * parts // rounds > number * parts // rounds  # always true for round -1
 
     def _settle(self) -> list[Decision]:
-        """Go on to the next round if this one is over."""
+        """Open the next round if this one is complete."""
         if self._missing:
             return []
         if not self._arrived:

@@ -1,13 +1,17 @@
 """Smooth switch: from asynchronous to synchronous, by a buffer of gradients that grows.
 
-The server keeps gradients and makes one update of them when it holds K. K follows a threshold of the number
-of gradients that have arrived so far (`threshold.py`); it is 1 at first, which is async, and grows to the
-number of workers. It never decreases, but never exceeds the workers that take part now either. An update
-takes all that the buffer holds: their mean by samples, or their sum.
+The server collects K gradients and makes one update from all of them: their mean, weighted by samples, or
+their sum. K follows a threshold of the number of gradients so far (`threshold.py`). It is 1 at first, which
+is async, and grows to the number of workers; it never decreases and never exceeds the active workers.
 
-Not waiting, a worker goes on at once with the weights as they are, and may have several gradients in the
-buffer. Waiting, it goes on when its gradient has been applied: start=N with waiting is full
-synchronisation. What the buffer holds when the last worker leaves is applied then.
+Without waiting, a worker continues at once with the current weights, and may have several gradients in the
+buffer. With waiting, it continues when its gradient has been applied: start=N with waiting is full
+synchronisation. When the last worker leaves, the rest of the buffer is applied.
+
+The gain over async is throughput: one update from K gradients costs the server less than K updates. So it
+depends on what an update costs the server besides the gradient itself, such as an evaluation after every
+few updates. At equal numbers of gradients both reach about the same accuracy. In measurements only
+combine=sum gained; the defaults (mean, no waiting) were behind async in every setting tried.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ _USUAL_STEP = 500.0
 class SmoothSwitch(ServePolicy):
     """One update per K gradients; K grows from 1 (async) to all workers (synchronous).
 
-    `step` is after how many gradients K grows by one, 500 unless told; `step_over_lr` the same as a
-    multiple of 1 / learning rate; `threshold` another threshold, such as "noise" or "linear(0.01)".
+    K grows by one after every `step` gradients, 500 by default; `step_over_lr` gives the step as a multiple
+    of 1 / learning rate; `threshold` names another threshold, such as "noise" or "linear(0.01)".
     K is never below `start`.
     """
 
@@ -61,17 +65,19 @@ class SmoothSwitch(ServePolicy):
         }
         if sum(given.values()) > 1:
             names = " and ".join(name for name in given if given[name])
-            raise ConfigError(f"{names} are given", where="sync smooth-switch", fix="give one of them")
+            raise ConfigError(
+                f"{names} cannot be given together", where="sync smooth-switch", fix="give one of them"
+            )
         for option, value in (("step", self.step), ("step_over_lr", self.step_over_lr)):
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(
-                    f"{option} is {value:g}, it has to be a number above 0",
+                    f"{option} is {value:g}, but must be a number above 0",
                     where=f"sync smooth-switch, {option}",
-                    fix="give after how many gradients K grows by one",
+                    fix="give the number of gradients after which K grows by one",
                 )
         if self.start < 1:
             raise ConfigError(
-                f"an update cannot be made of {self.start} gradients",
+                f"an update cannot be made from {self.start} gradients",
                 where="sync smooth-switch, start",
                 fix="give 1 to begin like async, or more",
             )
@@ -79,8 +85,8 @@ class SmoothSwitch(ServePolicy):
             _built(self.threshold)
 
     @property
-    def listens(self) -> bool:  # type: ignore[override]  # depends on the threshold; costs time per push
-        """Whether the threshold measures gradients."""
+    def listens(self) -> bool:  # type: ignore[override]  # depends on the threshold
+        """Whether the threshold measures gradients, which takes the server time for each push."""
         return self.threshold != "" and _built(self.threshold).listens
 
     def check(self, cluster: ClusterInfo) -> None:
@@ -88,26 +94,26 @@ class SmoothSwitch(ServePolicy):
         needs_server(self, cluster)
         if self.start > cluster.workers:
             raise ConfigError(
-                f"an update of {self.start} gradients is more than {cluster.workers} workers send",
+                f"an update from {self.start} gradients cannot come from {cluster.workers} workers",
                 where="sync smooth-switch, start",
                 fix=f"give at most {cluster.workers}, the number of workers",
             )
-        self.growing(cluster).check(cluster.workers)
+        self.chosen_threshold(cluster).check(cluster.workers)
 
     def rule(self, cluster: ClusterInfo) -> Rule:
-        """An empty buffer."""
-        return _Buffer(self, cluster.workers, self.growing(cluster).growth(cluster.workers))
+        """The buffer of one run."""
+        return _Buffer(self, cluster.workers, self.chosen_threshold(cluster).growth(cluster.workers))
 
-    def growing(self, cluster: ClusterInfo) -> Threshold:
-        """The threshold that the options ask for."""
+    def chosen_threshold(self, cluster: ClusterInfo) -> Threshold:
+        """The threshold that the options choose."""
         if self.threshold:
             return _built(self.threshold)
         if self.step_over_lr is None:
             return StepThreshold(size=self.step if self.step is not None else _USUAL_STEP)
         if cluster.lr is None or not cluster.lr > 0:
-            known = "is not known here" if cluster.lr is None else f"is {cluster.lr:g}"
+            known = "is unknown" if cluster.lr is None else f"is {cluster.lr:g}"
             raise ConfigError(
-                f"the step is a multiple of 1 / learning rate, which {known}",
+                f"step_over_lr is a multiple of 1 / learning rate, which {known}",
                 where="sync smooth-switch, step_over_lr",
                 fix="give the step itself, in gradients: step=500",
             )
@@ -116,7 +122,7 @@ class SmoothSwitch(ServePolicy):
 
 @lru_cache(maxsize=64)
 def _built(text: str) -> Threshold:
-    """Kept, for a server asks at every push whether it listens."""
+    """The threshold; cached because a server calls `listens` at every push."""
     return THRESHOLDS.build(text, where="threshold")
 
 
@@ -131,7 +137,7 @@ class _Buffer(Rule):
 
     @property
     def _k(self) -> int:
-        """1 when nobody is left, so that the last one's leaving empties the buffer."""
+        """At least 1, so that the buffer is emptied when the last worker leaves."""
         return max(1, min(self._grown, len(self._active)))
 
     def arrive(self, arrival: Arrival) -> list[Decision]:

@@ -1,4 +1,4 @@
-"""Slow at first, then ever faster: K = 2 ** (n / doubling)."""
+"""Exponential growth: K = 2 ** (n / doubling) after n gradients."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from echelon.sync.threshold import Curve, check_above
 
-_LARGEST_EXPONENT = 1_000.0  # 2 to the power of 1024 is no number any more
+_LARGEST_EXPONENT = 1_000.0  # 2 to the power of 1024 overflows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExponentialThreshold(Curve):
-    """Doubles with every `doubling` gradients."""
+    """K doubles after every `doubling` gradients."""
 
     name: ClassVar[str] = "exponential"
     doubling: float
@@ -22,6 +22,6 @@ class ExponentialThreshold(Curve):
         check_above(self, "doubling", 0)
 
     def at(self, gradients: int, workers: int) -> float:
-        """1 at first, 2 after `doubling` gradients, then 4."""
+        """1 at first, 2 after `doubling` gradients, then 4, and so on."""
         exponent = gradients / self.doubling
         return math.inf if exponent > _LARGEST_EXPONENT else math.pow(2.0, exponent)

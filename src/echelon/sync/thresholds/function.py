@@ -1,7 +1,7 @@
-"""A user's own function of the number of gradients, found as "module:name".
+"""A user's function of the number of gradients, given as "module:name".
 
-The function takes the number of gradients that have arrived so far and returns K; it never decreases.
-That is checked at many points before training, and at every point while training goes on.
+The function takes the number of gradients so far and returns K. It must never decrease, which is checked at
+many points before training and at every gradient during training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.sync.threshold import Curve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function(Curve):
-    """A function of yours, given as target="module:name"; it takes the number of gradients."""
+    """K is given by your function of the number of gradients, target="module:name"."""
 
     name: ClassVar[str] = "function"
     target: str
@@ -27,24 +27,24 @@ class Function(Curve):
         module, _, attribute = self.target.partition(":")
         if not attribute.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
             raise ConfigError(
-                f"{self.target!r} names no function",
+                f"{self.target!r} is not of the form module:name",
                 where="threshold function, target",
                 fix='give the module and the name of a function: function(target="my_module:grow")',
             )
         _load(self.target)
 
     def at(self, gradients: int, workers: int) -> float:
-        """What the function says."""
+        """The function's value."""
         call = _load(self.target)
         try:
             return float(call(gradients))
         except OverflowError:
-            raise  # who asks knows whether so large a number matters
+            raise  # the caller decides whether so large a number matters
         except Exception as error:
             raise ConfigError(
-                f"{self.target} cannot tell K after {gradients} gradients: {type(error).__name__}: {error}",
+                f"{self.target} failed for {gradients} gradients: {type(error).__name__}: {error}",
                 where="threshold function, target",
-                fix="take a function of one whole number, from 0 on, that returns a number",
+                fix="use a function of one integer, from 0 on, that returns a number",
             ) from error
 
 
@@ -57,11 +57,11 @@ def _load(target: str) -> Callable[[int], SupportsFloat]:
         raise ConfigError(
             f"{target} cannot be imported: {type(error).__name__}: {error}",
             where="threshold function, target",
-            fix="name a module that Python finds on every machine, and a function in it",
+            fix="name a function in a module that Python can import on every machine",
         ) from error
     if not callable(found):
         raise ConfigError(
-            f"{target} is no function but {type(found).__name__}",
+            f"{target} is not a function but of type {type(found).__name__}",
             where="threshold function, target",
             fix="name a function of the number of gradients",
         )

@@ -1,6 +1,6 @@
-"""In proportion to the number of gradients: K = 1 + slope * n.
+"""Linear growth: K = 1 + slope * n after n gradients.
 
-linear(1/size) is step(size). With a slope of 0 an update is made of as many gradients as at the start.
+linear(1/size) is step(size). With a slope of 0, K stays at its start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from echelon.sync.threshold import Curve, check_above
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear(Curve):
-    """Grows by `slope` with every gradient."""
+    """K grows by `slope` with every gradient."""
 
     name: ClassVar[str] = "linear"
     slope: float
@@ -22,12 +22,12 @@ class Linear(Curve):
     def __post_init__(self) -> None:
         if self.slope < 0:
             raise ConfigError(
-                f"a slope of {self.slope:g} decreases from gradient 1 on",
+                f"with a slope of {self.slope:g}, K would decrease",
                 where="threshold linear, slope",
                 fix="give a slope of 0 or more",
             )
         check_above(self, "slope", 0, or_equal=True)
 
     def at(self, gradients: int, workers: int) -> float:
-        """1 at first, and `slope` more with each."""
+        """1 at first, and `slope` more with each gradient."""
         return 1 + self.slope * gradients

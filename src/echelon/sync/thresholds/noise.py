@@ -1,23 +1,24 @@
-"""As many gradients per update as their noise asks for, measured while training goes on.
+"""K follows the noise of gradients, measured during training.
 
 A worker's gradient is g_i = G + e_i: the true gradient, and noise of mean 0 and covariance S that depends
 on its batch. Noise of different batches is independent, so
 
     E[g_i . g_j] = |G|^2           E[|g_i|^2] = |G|^2 + tr S
 
-and two averages over gradients as they arrive give both: D of each one's product with the one before (the
-weights hardly change in between), and Q of its square. The mean of K gradients has noise tr S / K. It is as
-large as the gradient, |G|^2, at
+Both are estimated by averages over arriving gradients: D of each gradient's product with the previous one
+(the weights hardly change in between), and Q of its square. The mean of K gradients has noise tr S / K,
+which is as large as the gradient, |G|^2, at
 
     K = tr S / |G|^2 = Q / D - 1
 
-the noise scale of McCandlish et al. (2018), "An Empirical Model of Large-Batch Training", in units of one
-worker's batch: with fewer gradients an update is mostly noise, with many more it is hardly better. K is
-`ratio` times that, rounded up. It grows in training, for gradients get small and their noise does not.
+This is the noise scale of McCandlish et al. (2018), "An Empirical Model of Large-Batch Training", in units
+of one worker's batch: with fewer gradients an update is mostly noise, with many more it is hardly better. K
+is `ratio` times that, rounded up. It grows during training, because gradients shrink and their noise does
+not.
 
-The averages forget exponentially: x <- decay x + (1 - decay) new, both from the second gradient on, so that
-starting at 0 cancels out in Q / D. K never decreases, so a chance value would last: the first `warmup`
-gradients do not count yet. Where D is not positive no gradient is seen in the noise, and K is unlimited.
+The averages decay exponentially: x <- decay x + (1 - decay) new, both from the second gradient on, so the
+start at 0 cancels out in Q / D. K never decreases, so an early chance value would last; therefore K stays 1
+for the first `warmup` gradients. If D is not positive, the noise hides the gradient, and K is unlimited.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from echelon.sync.threshold import Growth, Threshold, check_above
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise(Threshold):
-    """Grows with the measured noise of gradients: `ratio` times their noise scale."""
+    """K is `ratio` times the measured noise scale of gradients."""
 
     name: ClassVar[str] = "noise"
     listens: ClassVar[bool] = True
@@ -45,14 +46,14 @@ class Noise(Threshold):
         check_above(self, "ratio", 0)
         if not 0 <= self.decay < 1:
             raise ConfigError(
-                f"decay is {self.decay:g}, it has to be at least 0 and below 1",
+                f"decay is {self.decay:g}, but must be at least 0 and below 1",
                 where="threshold noise, decay",
                 fix="give 0.99 to average over about the last 100 gradients",
             )
         check_above(self, "warmup", 1, or_equal=True)
 
     def growth(self, workers: int) -> Growth:
-        """Averages of one run."""
+        """The averages of one run."""
         return _Measured(self)
 
 
@@ -66,7 +67,7 @@ class _Measured(Growth):
 
     def after(self, arrival: Arrival) -> float:
         self._gradients += 1
-        # The first has none before it; one that overflowed would stay in the averages for ever.
+        # The first gradient has no previous one; an overflow would stay in the averages for ever.
         if self._gradients > 1 and math.isfinite(arrival.square) and math.isfinite(arrival.dot):
             keep = self._options.decay
             self._square = keep * self._square + (1 - keep) * arrival.square

@@ -1,7 +1,7 @@
-"""From one gradient to those of all workers, around a given moment.
+"""Sigmoid growth: from one gradient to N, the number of workers, around a given moment.
 
-K = 1 + (N - 1) / (1 + exp((middle - n) / width)),
-rounded to the nearest whole number, so that K reaches N: when the curve is half a gradient below it.
+K = 1 + (N - 1) / (1 + exp((middle - n) / width)) after n gradients, rounded to the nearest integer, so that
+K reaches N.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import ClassVar
 
 from echelon.sync.threshold import Curve, check_above
 
-_FAR = 500.0  # exp of more is large enough to be infinite, and soon no number
+_FAR = 500.0  # keeps exp from overflowing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sigmoid(Curve):
-    """Grows from 1 to all workers in an S around `middle` gradients, most of it within 2 `width`."""
+    """K grows from 1 to all workers in an S-curve around `middle` gradients, mostly within 2 `width`."""
 
     name: ClassVar[str] = "sigmoid"
     middle: float
@@ -28,6 +28,6 @@ class Sigmoid(Curve):
         check_above(self, "width", 0)
 
     def at(self, gradients: int, workers: int) -> float:
-        """Half of the way at `middle`."""
+        """Half of the growth is reached at `middle`."""
         away = min(_FAR, max(-_FAR, (self.middle - gradients) / self.width))
         return math.floor(1.5 + (workers - 1) / (1 + math.exp(away)))

@@ -1,6 +1,6 @@
-"""One more gradient per update after every `size` gradients: K = 1 + floor(n / size).
+"""Growth in steps: K = 1 + floor(n / size) after n gradients.
 
-The threshold of the smooth-switch paper, whose sizes are multiples of 1 / learning rate.
+This is the threshold of the smooth-switch paper, whose sizes are multiples of 1 / learning rate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from echelon.sync.threshold import Curve, check_above
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepThreshold(Curve):
-    """Grows by one after every `size` gradients."""
+    """K grows by one after every `size` gradients."""
 
     name: ClassVar[str] = "step"
     size: float

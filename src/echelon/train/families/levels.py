@@ -163,7 +163,7 @@ class LevelsSynchronizer(IndependentSynchronizer):
         assert self._plan is not None
         step = self._steps.get(id(optimizer), 0)
         self._steps[id(optimizer)] = step + 1
-        if self._plan.meeting(step, self.unit, self._units) is None:
+        if self._plan.averaging(step, self.unit, self._units) is None:
             if isinstance(self._between, MixSynchronizer):
                 self._between.average(optimizer)
             return

@@ -121,7 +121,7 @@ class MixSynchronizer(IndependentSynchronizer):
         """Average after a step with the workers that the policy names, if it names any."""
         weights = self._of(optimizer)
         weights.kept = None  # no prepared loader: continue with the weights shown
-        averaging = self._policy.meeting(weights.steps, self._group.rank, self._cluster)
+        averaging = self._policy.averaging(weights.steps, self._group.rank, self._cluster)
         weights.steps += 1
         if averaging is None:
             return

@@ -11,7 +11,7 @@ from echelon.simulate.learner import Learner
 from echelon.simulate.profile import VirtualLink
 from echelon.simulate.replay import replay
 from echelon.simulate.run import simulate
-from echelon.simulate.scene import cluster_of
+from echelon.simulate.virtual import cluster_of
 from echelon.sync.policies.levels import Levels, units_of
 from echelon.sync.policy import POLICIES
 
@@ -21,7 +21,7 @@ UNEQUAL = ((0,), (1, 2, 3))
 
 @pytest.fixture
 def slow_link(problem):
-    """A tenth of a second of latency, and a second for a model."""
+    """A latency of 0.1 s, and one second for a model."""
     return VirtualLink(latency_s=0.1, bytes_per_s=Learner(problem, 0).size_bytes)
 
 
@@ -40,13 +40,13 @@ def test_full_inside_and_lockstep_between_equal_one_process(setting, play, plain
     assert not torch.allclose(played.weights[0], plainly(setting, 16, updates - 1), atol=1e-4)
 
 
-def test_levels_that_are_both_full_are_full_even_where_nobody_resolved_them(setting, play):
+def test_levels_that_are_both_full_run_as_full(setting, play):
     setting = replace(setting, groups=PAIRS)
     played = play(setting, Levels(inner="full", outer="full"))
     assert torch.equal(played.weights[0], play(setting, "full").weights[0])
 
 
-def test_async_between_groups_applies_every_gradient_once_and_again_the_same(setting, play):
+def test_async_between_groups_applies_every_gradient_once_and_is_reproducible(setting, play):
     setting = replace(setting, groups=UNEQUAL, delay="normal(0, 0.02)", speeds=(0.5, 1.0, 0.7, 1.0))
     played, again = play(setting, "levels(full, async)"), play(setting, "levels(full, async)")
     assert played.events == again.events
@@ -62,7 +62,7 @@ def test_async_between_groups_applies_every_gradient_once_and_again_the_same(set
     assert played.totals.dropped == 0
 
 
-def test_what_is_dropped_are_the_gradients_of_all_members(with_profile, free, play):
+def test_a_dropped_push_counts_the_gradients_of_all_members(with_profile, free, play):
     setting = with_profile(free, groups=UNEQUAL, speeds=(1.0, 0.9, 0.9, 0.9), seconds=4.95)
     totals = play(setting, "levels(full, backup(1))").totals
     assert totals.dropped % 3 == 0
@@ -70,7 +70,7 @@ def test_what_is_dropped_are_the_gradients_of_all_members(with_profile, free, pl
     assert totals.applied == totals.updates
 
 
-def test_group_waits_for_its_slowest_member(with_profile, free, play):
+def test_a_group_waits_for_its_slowest_member(with_profile, free, play):
     setting = with_profile(free, groups=((0, 2), (1, 3)), speeds=(1.0, 1.0, 0.25, 0.5), seconds=9)
     arrivals = play(setting, "levels(full, async)").of(Arrived)
     assert [arrival.t for arrival in arrivals if arrival.worker == 0] == [4.0, 8.0]
@@ -78,7 +78,7 @@ def test_group_waits_for_its_slowest_member(with_profile, free, play):
     assert {arrival.compute_s for arrival in arrivals if arrival.worker == 0} == {4.0}
 
 
-def test_group_reduces_before_it_pushes_and_spreads_what_it_gets(with_profile, free, play, slow_link):
+def test_a_group_reduces_before_it_pushes_and_broadcasts_what_it_pulls(with_profile, free, play, slow_link):
     profile = replace(free, link=slow_link)
     setting = with_profile(profile, groups=PAIRS, links=(slow_link.bytes_per_s,) * 4, seconds=9)
     arrivals = play(setting, "levels(full, async)").of(Arrived)
@@ -88,7 +88,7 @@ def test_group_reduces_before_it_pushes_and_spreads_what_it_gets(with_profile, f
 
 
 @pytest.mark.parametrize(("slow", "arrives_s"), [(1, 1 + 1.2 + 1.1), (0, 1 + 1.2 + 0.1)])
-def test_first_member_talks_for_the_group(with_profile, free, play, slow_link, slow, arrives_s):
+def test_the_first_member_communicates_for_the_group(with_profile, free, play, slow_link, slow, arrives_s):
     links = tuple(slow_link.bytes_per_s if rank == slow else 1e30 for rank in range(4))
     setting = with_profile(replace(free, link=slow_link), groups=((1, 0), (2, 3)), links=links, seconds=4)
     arrivals = play(setting, "levels(full, async)").of(Arrived)
@@ -132,7 +132,7 @@ def test_local_inside_and_between_is_local_with_two_periods(with_profile, free, 
     assert not torch.allclose(played.weights[0], play(setting, "local(4)").weights[0], atol=1e-5)
 
 
-def test_members_go_on_without_each_other_until_groups_meet(with_profile, free, play):
+def test_members_continue_independently_until_groups_average(with_profile, free, play):
     setting = with_profile(free, groups=PAIRS, speeds=(1.0, 0.5, 1.0, 1.0), seconds=6.5)
     before = play(replace(setting, seconds=5.5, evaluate_every_s=5.5), "levels('none', local(3))")
     assert [len(begun) for begun in before.begun] == [3, 3, 3, 3]
@@ -142,7 +142,7 @@ def test_members_go_on_without_each_other_until_groups_meet(with_profile, free, 
     assert after.totals.updates == 1
 
 
-def test_meeting_of_groups_takes_rings_inside_and_between_and_a_spread(with_profile, free, play, slow_link):
+def test_an_average_of_groups_takes_both_rings_and_a_broadcast(with_profile, free, play, slow_link):
     setting = with_profile(replace(free, link=slow_link), groups=PAIRS, seconds=5.7, evaluate_every_s=3.3)
     policy = "levels(local(2), local(2))"
     # 2 s to compute, and 1.2 s each for the ring of the policy inside, of the group, and of both groups
@@ -152,7 +152,7 @@ def test_meeting_of_groups_takes_rings_inside_and_between_and_a_spread(with_prof
     assert [point.updates for point in play(later, policy).curve] == [0, 3, 5]
 
 
-def test_groups_that_average_spread_what_they_get_and_only_then(with_profile, free, play, slow_link):
+def test_groups_broadcast_after_averaging_only(with_profile, free, play, slow_link):
     setting = with_profile(replace(free, link=slow_link), groups=PAIRS, seconds=5.7, evaluate_every_s=5.5)
     # Two steps of 2.2 s and a ring of 1.2 s: 5.6 s; all begin again 1.1 s later, and meet at 12.3 s.
     assert [point.updates for point in play(setting, "levels(full, local(2))").curve] == [0, 0, 1]
@@ -160,7 +160,7 @@ def test_groups_that_average_spread_what_they_get_and_only_then(with_profile, fr
     assert [point.updates for point in play(later, "levels(full, local(2))").curve] == [0, 1, 2]
 
 
-def test_members_get_what_groups_make_of_their_means(with_profile, free, play, problem):
+def test_members_get_the_outer_policys_result(with_profile, free, play, problem):
     setting = with_profile(free, groups=PAIRS, seconds=1.5)
     played = play(setting, 'levels("none", "elastic-averaging(period=1, alpha=0.25)")')
     learner = Learner(problem, 0)
@@ -198,7 +198,7 @@ def test_levels_learn_and_take_the_same_time_without_gradients(setting, policy):
     assert simulate(replace(setting, gradients=False), [policy]).runs[0].totals == run.totals
 
 
-def test_record_of_groups_can_be_replayed(setting, play):
+def test_the_record_of_groups_can_be_replayed(setting, play):
     setting = replace(setting, groups=UNEQUAL, delay="sometimes(0.3, 0.1)")
     for outer in ("percentage(0.5)", "backup(1)", "flexible"):
         events = play(setting, f"levels(full, {outer})").events
@@ -215,7 +215,7 @@ def test_record_of_groups_can_be_replayed(setting, play):
         ("levels(full, percentage(shares=[1.0, 0.5, 0.5]))", PAIRS, "3 shares are given"),
     ],
 )
-def test_wrong_number_of_groups_is_refused_before_anything_runs(setting, policy, groups, message):
+def test_a_wrong_number_of_groups_is_refused_before_anything_runs(setting, policy, groups, message):
     with pytest.raises(ConfigError, match=message):
         simulate(replace(setting, data="nowhere", groups=groups), [policy])
 
@@ -223,6 +223,6 @@ def test_wrong_number_of_groups_is_refused_before_anything_runs(setting, policy,
 @pytest.mark.parametrize(
     "groups", [((0, 1), (2,)), ((0, 1), (1, 2, 3)), ((0, 1, 2, 3), ()), ((0, 1), (2, 4))]
 )
-def test_groups_that_do_not_hold_each_worker_once_are_refused(setting, groups):
+def test_groups_that_do_not_contain_each_worker_once_are_refused(setting, groups):
     with pytest.raises(ConfigError, match="exactly once"):
         replace(setting, groups=groups)

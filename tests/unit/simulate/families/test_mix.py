@@ -1,4 +1,4 @@
-"""Averages between virtual workers, and one memory for all of them."""
+"""Averages between virtual workers, and hogwild."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -17,7 +17,7 @@ RING[3] = {3: 0.5, 2: 0.25, 0: 0.25}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduled(MixPolicy):
-    """Meets as it is told; each worker's own weights can be seen."""
+    """Averages by a given schedule and shows each worker's own weights."""
 
     name: ClassVar[str] = "scheduled"
     shown: ClassVar[str] = "own"
@@ -26,13 +26,11 @@ class Scheduled(MixPolicy):
     def check(self, cluster):
         return None
 
-    def meeting(self, step, rank, cluster):
+    def averaging(self, step, rank, cluster):
         return self.meets(step, rank)
 
 
-def test_workers_of_a_ring_mix_weights_of_the_same_step_however_fast_they_are(
-    with_profile, free, play, problem
-):
+def test_neighbours_average_weights_of_the_same_step_at_any_speed(with_profile, free, play, problem):
     setting = with_profile(free, workers=4, seconds=13.01, speeds=(1.0, 0.5, 0.8, 1.0))
     policy = Scheduled(meets=lambda step, rank: Neighbours(RING[rank]) if step % 2 == 0 else None)
     played = play(setting, policy)
@@ -71,7 +69,7 @@ def test_a_round_of_all_lasts_as_long_as_the_slowest_and_the_ring(with_profile, 
     assert [point.updates for point in played.curve] == [0, 1, 2]  # at 3.2 and 6.4 s
 
 
-def test_groups_meet_without_the_others(with_profile, free, play):
+def test_groups_average_without_waiting_for_others(with_profile, free, play):
     policy = Scheduled(meets=lambda step, rank: Average((0, 1) if rank < 2 else (2, 3)))
     setting = with_profile(free, workers=4, speeds=(1.0, 1.0, 0.5, 0.5), seconds=8.5)
     played = play(setting, policy)
@@ -81,20 +79,20 @@ def test_groups_meet_without_the_others(with_profile, free, play):
     assert not torch.equal(played.weights[0], played.weights[2])
 
 
-def test_workers_that_do_not_agree_on_a_meeting_are_an_error(with_profile, free, play):
+def test_workers_that_disagree_on_an_average_are_an_error(with_profile, free, play):
     policy = Scheduled(meets=lambda step, rank: Average((0, 1) if rank else (1, 0)))
     with pytest.raises(ConfigError, match="all workers wait"):
         play(with_profile(free, workers=2, seconds=9), policy)
 
 
-def test_without_synchronisation_each_goes_its_own_way(with_profile, free, play):
+def test_without_synchronisation_workers_train_independently(with_profile, free, play):
     played = play(with_profile(free, workers=2, seconds=4.5), "none")
     assert played.totals.updates == 0
     assert played.totals.applied == 8
     assert not torch.equal(*played.weights)
 
 
-def test_hogwild_applies_what_was_computed_on_older_weights(with_profile, free, play, problem):
+def test_hogwild_applies_gradients_computed_on_older_weights(with_profile, free, play, problem):
     setting = with_profile(free, workers=2, speeds=(1.0, 0.4), momentum=0.5, seconds=2.7)
     played = play(setting, "hogwild")
     learner = Learner(problem, 0)

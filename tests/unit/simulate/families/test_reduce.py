@@ -1,4 +1,4 @@
-"""Policies in lockstep are the same as one process with the batch of all workers."""
+"""Synchronous policies equal one process with the global batch."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The virtual server and its workers, with rules that ask for what they are to do."""
+"""The virtual server and its workers, with rules written for each test."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -15,7 +15,7 @@ from echelon.sync.families.serve import Apply, Drop, Invite, Release, Rule, Serv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told(ServePolicy):
-    """Decides by a function of the arrival and of how many there were."""
+    """Decides by a function of the arrival and of the number of arrivals."""
 
     name: ClassVar[str] = "told"
     decide: object
@@ -44,7 +44,7 @@ def part(arrival):
     return Apply((WeightedPush(arrival.worker, arrival.step, 1.0),))
 
 
-def test_the_server_handles_one_message_after_the_other_and_each_costs_it_time(with_profile, free, play):
+def test_the_server_handles_one_message_at_a_time_and_each_takes_time(with_profile, free, play):
     costs = Costs(queue_s=0.1, apply_s=0.2, hand_s=0.3)
     setting = with_profile(replace(free, costs=costs), workers=2, seconds=3.5, evaluate_every_s=3.5)
     arrivals = play(setting, "async").of(Arrived)
@@ -53,7 +53,7 @@ def test_the_server_handles_one_message_after_the_other_and_each_costs_it_time(w
     assert [arrival.t for arrival in arrivals] == pytest.approx([1.1, 1.7, 2.7, 3.3])
 
 
-def test_transfers_take_latency_and_bytes_and_are_told(with_profile, problem, play):
+def test_transfer_times_include_latency_and_bytes_and_are_reported(with_profile, problem, play):
     size_bytes = Learner(problem, 0).size_bytes
     link = VirtualLink(latency_s=0.25, bytes_per_s=size_bytes / 0.5)
     profile = Profile(compute_s=1.0, link=link)
@@ -65,7 +65,7 @@ def test_transfers_take_latency_and_bytes_and_are_told(with_profile, problem, pl
     assert [arrival.t for arrival in arrivals if arrival.worker == 1] == pytest.approx([3.25])
 
 
-def test_slow_and_delayed_workers_arrive_later_and_say_how_long_they_computed(with_profile, free, play):
+def test_slow_and_delayed_workers_arrive_later_and_report_their_compute_time(with_profile, free, play):
     setting = with_profile(free, workers=2, seconds=5, speeds=(0.5, 1.0), delay="constant(0.25)")
     arrivals = play(setting, "async").of(Arrived)
     assert {arrival.compute_s for arrival in arrivals if arrival.worker == 0} == {2.0}
@@ -86,7 +86,7 @@ def test_waiting_share_is_the_time_in_which_workers_do_not_compute(with_profile,
     assert play(setting, "backup(0)").totals.waiting_share == pytest.approx(3 / 14)
 
 
-def test_a_worker_that_was_alone_brings_its_delta_and_nothing_is_lost(with_profile, free, play, plainly):
+def test_a_worker_that_was_alone_pushes_its_delta_and_nothing_is_lost(with_profile, free, play, plainly):
     def decide(arrival):
         if arrival.kind != "ask":
             return [part(arrival), Release(0, ask=True)]
@@ -100,7 +100,7 @@ def test_a_worker_that_was_alone_brings_its_delta_and_nothing_is_lost(with_profi
     assert torch.allclose(played.weights[0], plainly(setting, 4, 19), atol=1e-5)
 
 
-def test_a_dropped_gradient_is_a_step_of_its_own_for_who_goes_on_alone(with_profile, free, play, plainly):
+def test_a_worker_that_continues_alone_applies_its_dropped_gradient(with_profile, free, play, plainly):
     def decide(arrival):
         if arrival.kind == "ask":
             return [Invite(0)]
@@ -115,9 +115,7 @@ def test_a_dropped_gradient_is_a_step_of_its_own_for_who_goes_on_alone(with_prof
     assert torch.allclose(played.weights[0], plainly(setting, 4, 10), atol=1e-5)
 
 
-def test_a_gradient_that_was_applied_is_not_brought_again_by_a_later_delta(
-    with_profile, free, play, plainly
-):
+def test_an_applied_gradient_is_not_part_of_a_later_delta(with_profile, free, play, plainly):
     def decide(arrival):
         return [part(arrival), Release(0, fresh=False)]
 
@@ -127,7 +125,7 @@ def test_a_gradient_that_was_applied_is_not_brought_again_by_a_later_delta(
     assert torch.allclose(played.weights[0], plainly(setting, 4, 6), atol=1e-5)
 
 
-def test_who_asked_and_gets_fresh_weights_has_computed_in_vain(with_profile, free, play, plainly):
+def test_a_gradient_is_lost_if_an_ask_is_answered_with_fresh_weights(with_profile, free, play, plainly):
     def decide(arrival):
         if arrival.kind == "ask":
             return [Release(0)]
@@ -137,9 +135,7 @@ def test_who_asked_and_gets_fresh_weights_has_computed_in_vain(with_profile, fre
     assert (played.totals.gradients, played.totals.applied, played.totals.dropped) == (6, 3, 3)
 
 
-def test_weights_are_pulled_between_pushes_without_losing_what_was_not_pushed(
-    with_profile, free, play, problem
-):
+def test_pulls_between_pushes_keep_gradients_that_are_not_pushed_yet(with_profile, free, play, problem):
     setting = with_profile(free, workers=1, seconds=13.5)
     played = play(setting, "downpour(push=2, pull=3)")
     learner = Learner(problem, 0)
@@ -157,7 +153,7 @@ def test_weights_are_pulled_between_pushes_without_losing_what_was_not_pushed(
     assert torch.allclose(played.weights[0], server, atol=1e-6)
 
 
-def test_a_rule_is_woken_when_it_asked_for_it(with_profile, free, play):
+def test_a_rule_is_woken_at_the_time_it_set(with_profile, free, play):
     def at_tick(seen, t):
         return [part(seen[-1]), Release(0)]
 
@@ -169,7 +165,7 @@ def test_a_rule_is_woken_when_it_asked_for_it(with_profile, free, play):
     assert played.totals.applied == 2
 
 
-def test_gradients_that_are_dropped_are_counted_and_change_nothing(with_profile, free, play, problem):
+def test_dropped_gradients_are_counted_and_change_nothing(with_profile, free, play, problem):
     def decide(arrival):
         return [Drop(arrival.worker, arrival.step, "no"), Release(arrival.worker)]
 
@@ -187,5 +183,5 @@ def test_a_rule_that_answers_twice_is_an_error(with_profile, free, play):
     def decide(arrival):
         return [part(arrival), Release(arrival.worker), Release(arrival.worker)]
 
-    with pytest.raises(ConfigError, match="which did not ask"):
+    with pytest.raises(ConfigError, match="which is not waiting"):
         play(with_profile(free, workers=1, seconds=2), Told(decide=decide))

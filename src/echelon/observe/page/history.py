@@ -1,6 +1,6 @@
-"""The run as a page tells it: curves and happenings, gathered from events in one pass.
+"""Collects a run's curves and incidents from its events, in one pass.
 
-Times are seconds since the run began.
+Times are seconds since the first step began.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from echelon.observe.arrival import ObservedRound, RoundTally, judge
 from echelon.observe.events import (
@@ -31,9 +32,9 @@ from echelon.observe.sync import Stretch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundPoint:
-    """One step of the run; spread and last are unknown unless all of several workers reported it.
+    """One step of the run; `spread_s` and `last` are None unless all of several workers reported it.
 
-    Where workers do not step together it is one worker's step.
+    If workers do not step together, it is one worker's step.
     """
 
     step: int
@@ -47,8 +48,8 @@ class RoundPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Happening:
-    """Something that is told in words: what kind, when, which worker said so, what."""
+class Incident:
+    """A fault, failure, note, checkpoint or end of the run, and the worker that reported it."""
 
     at_s: float
     kind: str
@@ -58,7 +59,7 @@ class Happening:
 
 @dataclass(slots=True)
 class LoggedValue:
-    """What became of one number that the script logged."""
+    """The values that the script logged under one name."""
 
     times: int = 0
     last: float = math.nan
@@ -67,36 +68,40 @@ class LoggedValue:
 
 
 @dataclass(kw_only=True, slots=True)
-class Story:
-    """What the page shows; `began` is None if there is nothing to show."""
+class RunHistory:
+    """What the page shows. `began` is the first event's time, None without events.
+
+    `first_step` is when the first step began; `began` if there was none.
+    """
 
     summary: Summary
     began: float | None
+    first_step: float = 0.0
     run: str = ""
     command: str = ""
     rounds: list[RoundPoint] = field(default_factory=list)
     evaluations: list[Evaluated] = field(default_factory=list)
-    happenings: list[Happening] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
     logged: dict[str, LoggedValue] = field(default_factory=dict)
     course: tuple[Stretch, ...] = ()
 
     @property
     def together(self) -> bool:
         """Whether all workers take every step together."""
-        return self.summary.agreement is None
+        return self.summary.sync is None
 
 
-class _Teller:
+class _Collector:
     def __init__(self, policy: str, firsts: Sequence[int]) -> None:
         self.tally = Tally(policy=policy, firsts=firsts)
-        self.steps: list[RoundPoint] = []  # one by one, in case workers do not step together
-        self.gathering = RoundTally()
+        self.steps: list[RoundPoint] = []  # one by one, if workers do not step together
+        self.open_rounds = RoundTally()
         self.world_size: int | None = None
-        self.began = math.inf
+        self.began = self.first_step = math.inf
         self.started: RunStarted | None = None
-        self.rounds: list[tuple[RoundPoint, RoundPoint]] = []  # judged by arrival, and by waiting
+        self.rounds: list[tuple[RoundPoint, RoundPoint]] = []  # judged by arrival, judged by waiting
         self.evaluations: dict[tuple[int, int], Evaluated] = {}
-        self.told: dict[tuple[str, str, float], Happening] = {}
+        self.incidents: dict[tuple[str, str, float], Incident] = {}
         self.saved: list[CheckpointSaved] = []
         self.logged: dict[str, LoggedValue] = {}
 
@@ -105,10 +110,11 @@ class _Teller:
         self.began = min(self.began, event.start if isinstance(event, StepEnded) else event.t)
         match event:
             case StepEnded():
+                self.first_step = min(self.first_step, event.start)
                 if self.tally.apart:
                     self.steps.append(_point(ObservedRound(event.step, {event.rank: event})))
                     return
-                complete = self.gathering.add(event, self.world_size)
+                complete = self.open_rounds.add(event, self.world_size)
                 if complete is not None:
                     self._round(complete, judged=len(complete.workers) > 1)
             case RunStarted():
@@ -120,7 +126,7 @@ class _Teller:
             case CheckpointSaved():
                 self.saved.append(event)
             case _:
-                self._tell(event)
+                self._incident(event)
 
     def _round(self, round_: ObservedRound, *, judged: bool) -> None:
         point = _point(round_)
@@ -135,23 +141,23 @@ class _Teller:
             )
         )
 
-    def _tell(self, event: AnyEvent) -> None:
-        told = _in_words(event)
-        if told is None:
+    def _incident(self, event: AnyEvent) -> None:
+        described = _in_words(event)
+        if described is None:
             return
-        kind, text = told
-        # Workers tell the same note each; a fault told twice happened twice.
+        kind, text = described
+        # Every worker reports the same note, but two reports of a fault are two faults.
         once = event.t if kind == "fault" else 0.0
-        self.told.setdefault(
-            (kind, text, once), Happening(at_s=event.t, kind=kind, rank=event.rank, text=text)
+        self.incidents.setdefault(
+            (kind, text, once), Incident(at_s=event.t, kind=kind, rank=event.rank, text=text)
         )
 
-    def _saved(self) -> list[Happening]:
+    def _saved(self) -> list[Incident]:
         if not self.saved:
             return []
         last = max(self.saved, key=lambda saved: saved.step)
         text = f"{len(self.saved):,} saved, the last at step {last.step:,}: {last.path}"
-        return [Happening(at_s=last.t, kind="checkpoint", rank=last.rank, text=text)]
+        return [Incident(at_s=last.t, kind="checkpoint", rank=last.rank, text=text)]
 
     def _log(self, event: Logged) -> None:
         for name, value in event.values.items():
@@ -160,49 +166,65 @@ class _Teller:
             known.last = value
             known.least, known.most = min(known.least, value), max(known.most, value)
 
-    def story(self) -> Story:
+    def history(self) -> RunHistory:
         summary = self.tally.summary()
-        began = self.began
-        return Story(
+        zero = self.zero
+        return RunHistory(
             summary=summary,
-            began=began if math.isfinite(began) else None,
+            began=self.began if math.isfinite(self.began) else None,
+            first_step=zero,
             run=self.started.run if self.started else "",
-            command=" ".join(self.started.command) if self.started else "",
+            command=_command(self.started.command) if self.started else "",
             rounds=self._points(summary),
             evaluations=[self.evaluations[key] for key in sorted(self.evaluations)],
-            happenings=sorted(
-                (replace(h, at_s=h.at_s - began) for h in [*self.told.values(), *self._saved()]),
-                key=lambda h: h.at_s,
+            incidents=sorted(
+                (replace(i, at_s=i.at_s - zero) for i in [*self.incidents.values(), *self._saved()]),
+                key=lambda i: i.at_s,
             ),
             logged=self.logged,
             course=self.tally.course(),
         )
 
     def _points(self, summary: Summary) -> list[RoundPoint]:
-        if summary.agreement is not None:
-            # A few steps may have come before that was known.
-            early = [r for r in self.gathering.rest() for r in _one_by_one(r)]
+        if summary.sync is not None:
+            # A few steps may have come before the policy was known.
+            early = [r for r in self.open_rounds.incomplete() for r in _one_by_one(r)]
             points = sorted([*map(_point, early), *self.steps], key=lambda p: p.end_s)
         else:
             everyone = max(2, summary.world_size)
-            for round_ in self.gathering.rest():
+            for round_ in self.open_rounds.incomplete():
                 self._round(round_, judged=len(round_.workers) >= everyone)
             points = [one if summary.judged_by == "arrival" else other for one, other in self.rounds]
             points.sort(key=lambda p: (p.step, p.end_s))
-        began = self.began
-        return [replace(p, begin_s=p.begin_s - began, end_s=p.end_s - began) for p in points]
+        return [replace(p, begin_s=p.begin_s - self.zero, end_s=p.end_s - self.zero) for p in points]
+
+    @property
+    def zero(self) -> float:
+        """The time that all others are counted from."""
+        return self.first_step if math.isfinite(self.first_step) else self.began
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command line as a user would type it, without the path of Echelon's own program."""
+    program, *arguments = words or ("",)
+    path = Path(program)
+    if path.name == "__main__.py":
+        program = f"python -m {path.parent.name}"
+    elif path.name == "echelon":
+        program = "echelon"
+    return " ".join([program, *arguments])
 
 
 def _one_by_one(round_: ObservedRound) -> list[ObservedRound]:
     return [ObservedRound(round_.step, {rank: step}) for rank, step in round_.workers.items()]
 
 
-def tell(events: Iterable[AnyEvent], policy: str = "", firsts: Sequence[int] = ()) -> Story:
-    """Gather what the page shows; `policy` and `firsts` are what events do not say, as for `Tally`."""
-    teller = _Teller(policy, firsts)
+def collect_history(events: Iterable[AnyEvent], policy: str = "", firsts: Sequence[int] = ()) -> RunHistory:
+    """Collect what the page shows; `policy` and `firsts` as for `Tally`."""
+    collector = _Collector(policy, firsts)
     for event in events:
-        teller.add(event)
-    return teller.story()
+        collector.add(event)
+    return collector.history()
 
 
 def _point(round_: ObservedRound) -> RoundPoint:
@@ -230,7 +252,7 @@ def _in_words(event: AnyEvent) -> tuple[str, str] | None:
             return "note", event.text
         case CheckpointLoaded():
             unusable = "; ".join(f"could not use {path}: {why}" for path, why in event.rejected.items())
-            return "checkpoint", f"went on from {event.path}" + (f"; {unusable}" if unusable else "")
+            return "checkpoint", f"continued from {event.path}" + (f"; {unusable}" if unusable else "")
         case RunEnded():
             return "end", event.outcome + (f": {event.detail}" if event.detail else "")
         case _:
@@ -238,10 +260,7 @@ def _in_words(event: AnyEvent) -> tuple[str, str] | None:
 
 
 def throughput(rounds: Sequence[RoundPoint], most: int = 150) -> list[Point]:
-    """Samples per second in equal stretches of time; each round's samples spread over its duration.
-
-    The stretches' rates times their length sum to all samples.
-    """
+    """Samples per second in stretches of equal length; a round's samples are spread over its duration."""
     if not rounds:
         return []
     begin = min(point.begin_s for point in rounds)
@@ -252,11 +271,11 @@ def throughput(rounds: Sequence[RoundPoint], most: int = 150) -> list[Point]:
     width = (end - begin) / count
     samples = [0.0] * count
     for point in rounds:
-        _pour(point, begin, width, samples)
-    return [(begin + (index + 0.5) * width, poured / width) for index, poured in enumerate(samples)]
+        _distribute(point, begin, width, samples)
+    return [(begin + (index + 0.5) * width, count / width) for index, count in enumerate(samples)]
 
 
-def _pour(point: RoundPoint, begin: float, width: float, into: list[float]) -> None:
+def _distribute(point: RoundPoint, begin: float, width: float, into: list[float]) -> None:
     last_place = len(into) - 1
     first = min(last_place, max(0, int((point.begin_s - begin) / width)))
     final = min(last_place, max(first, int((point.end_s - begin) / width)))
@@ -274,7 +293,7 @@ def _pour(point: RoundPoint, begin: float, width: float, into: list[float]) -> N
 
 
 def middle_steps(rounds: Sequence[RoundPoint], count: int = 4) -> tuple[int, ...]:
-    """Steps that follow each other, of one epoch if possible, all judged, nearest the run's middle."""
+    """Consecutive steps near the run's middle, of one epoch and reported by all workers if possible."""
     judged = [point for point in rounds if point.spread_s is not None] or list(rounds)
     for wanted in range(min(count, len(judged)), 0, -1):
         windows = [judged[at : at + wanted] for at in range(len(judged) - wanted + 1)]
@@ -287,7 +306,7 @@ def middle_steps(rounds: Sequence[RoundPoint], count: int = 4) -> tuple[int, ...
 
 
 def middle_window(steps: Sequence[RoundPoint], count: int = 4) -> tuple[float, float]:
-    """A stretch of time as long as a few steps, around when half of all steps have begun."""
+    """A stretch of time as long as a few steps, around the moment when half of all steps had begun."""
     lengths = sorted(point.end_s - point.begin_s for point in steps)
     middle = sorted(point.begin_s for point in steps)[len(steps) // 2]
     half_s = count * lengths[len(lengths) // 2] / 2

@@ -1,8 +1,9 @@
-"""What every run has: virtual workers with their pace and links, the data's order, counts and a curve.
+"""The virtual cluster of a run: workers with speeds, delays and links, the order of data, counts and a
+curve.
 
-A worker's cycle: it takes the next batch, computes for compute_s / speed plus a delay drawn from its own
-generator, and then does whatever the policy's family has it do. Which workers are delayed is planned as
-for a real cluster.
+In each step a worker takes the next batch and computes for compute_s / speed plus a delay drawn from its
+own generator; then the runner of the policy's family takes over. Delayed workers are chosen as in real
+training.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from echelon.sync.policy import ClusterInfo
 Listener = Callable[[AnyEvent], None]
 
 
-class Stage(Protocol):
-    """What runners of the policy families need. Who acts is a worker, or a group of them as one."""
+class VirtualWorkers(Protocol):
+    """What the runners need. Each rank is a worker, or a group that acts as one."""
 
     setting: Setting
     profile: Profile
@@ -39,33 +40,33 @@ class Stage(Protocol):
     clock: Clock
     counts: Counts
     cluster: ClusterInfo
-    tell: Listener | None
+    listener: Listener | None
 
     def begin(self, rank: int) -> tuple[Tensor, float]:
-        """Somebody begins a step: the samples, and how long it takes until their gradient is there."""
+        """A worker begins a step: its samples, and the seconds until it has their gradient."""
 
     def gradient(self, weights: Tensor, indices: Tensor) -> Tensor:
-        """The gradient of these samples, which counts as computed."""
+        """The gradient of these samples; it is counted."""
 
     def size_of(self, rank: int) -> int:
-        """How many workers act as this one."""
+        """The number of workers that act as this one."""
 
     def spread_s(self, rank: int) -> float:
-        """How long it takes until all of them have new weights that one of them has got."""
+        """Seconds until all of them have the weights that one of them received."""
 
     def transfer_s(self, rank: int) -> float:
-        """How long a model's worth of bytes takes to the server or back."""
+        """Seconds for one model to the server or back."""
 
     def bytes_per_s(self, rank: int) -> float:
-        """What the link to others carries."""
+        """The rate of the link to others."""
 
     @property
     def latency_s(self) -> float:
-        """How long the smallest message takes."""
+        """Seconds for the smallest message."""
 
 
-class Scene:
-    """One run of single workers."""
+class VirtualCluster:
+    """The workers of one run."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Scene:
         self.learner = learner
         self.cluster = cluster_of(setting, seed)
         self.clock = Clock()
-        self.tell = listener
+        self.listener = listener
         self.counts = Counts()
         self.curve: list[Point] = []
         self._order = order
@@ -89,52 +90,52 @@ class Scene:
         self._draws = [random.Random(f"{seed}/{rank}") for rank in range(setting.workers)]
 
     def begin(self, rank: int) -> tuple[Tensor, float]:
-        """A worker begins a step: its samples, and how long it will compute."""
+        """A worker begins a step: its samples, and how long it computes."""
         delay = self._delays[rank]
         compute_s = self._compute_s[rank] + (delay.sample(self._draws[rank]) if delay else 0.0)
         self.counts.busy_s += min(compute_s, self.setting.seconds - self.clock.now)
         return self._order.take(self.setting.batch), compute_s
 
     def gradient(self, weights: Tensor, indices: Tensor) -> Tensor:
-        """A gradient, which counts as computed."""
+        """A gradient; it is counted."""
         self.counts.gradients += 1
         return self.learner.gradient_at(weights, indices)[0]
 
     def size_of(self, rank: int) -> int:
-        """A worker is one."""
+        """Always one."""
         return 1
 
     def spread_s(self, rank: int) -> float:
-        """There is nobody else to get its weights."""
+        """Zero: there are no other members."""
         return 0.0
 
     def transfer_s(self, rank: int) -> float:
-        """How long a model's worth of bytes takes between a worker and the server."""
+        """Seconds for one model between a worker and the server."""
         return self.latency_s + self.learner.size_bytes / self.bytes_per_s(rank)
 
     def bytes_per_s(self, rank: int) -> float:
-        """What the worker's link carries."""
+        """The rate of the worker's link."""
         return self.setting.links[rank] if self.setting.links else self.profile.link.bytes_per_s
 
     @property
     def latency_s(self) -> float:
-        """How long the smallest message takes."""
+        """Seconds for the smallest message."""
         return self.profile.link.latency_s
 
-    def play(self, shown: Callable[[], Sequence[Tensor]]) -> None:
-        """Let virtual time pass. `shown` gives the weights to look at; of several, figures are averaged."""
+    def run(self, shown: Callable[[], Sequence[Tensor]]) -> None:
+        """Run until the end. `shown` gives the weights to evaluate; the figures of several are averaged."""
         *during, end = self.setting.evaluations
         for t in during:
-            self.clock.at(t, lambda: self._look(shown()), aside=True)
+            self.clock.at(t, lambda: self._evaluate(shown()), background=True)
         if not self.clock.run(end):
             raise ConfigError(
-                f"after {self.clock.now:g} s all workers wait and nobody will let them go on",
+                f"after {self.clock.now:g} s all workers wait and none will be released",
                 where="simulation",
-                fix="repair the policy: every arrival is answered, and members of a meeting agree on it",
+                fix="repair the policy: it must answer every arrival, and members must agree on averages",
             )
-        self._look(shown())
+        self._evaluate(shown())
 
-    def _look(self, weights: Sequence[Tensor]) -> None:
+    def _evaluate(self, weights: Sequence[Tensor]) -> None:
         found = [self.learner.evaluate(flat) for flat in weights]
         point = Point(
             t=self.clock.now,
@@ -145,8 +146,8 @@ class Scene:
             test_accuracy=_mean([figures.test_accuracy for figures in found]),
         )
         self.curve.append(point)
-        if self.tell is not None and point.test_loss is not None:
-            self.tell(self._evaluated(point, found[0]))
+        if self.listener is not None and point.test_loss is not None:
+            self.listener(self._evaluated(point, found[0]))
 
     def _evaluated(self, point: Point, figures: Quality) -> Evaluated:
         return Evaluated(
@@ -160,7 +161,7 @@ class Scene:
         )
 
     def totals(self) -> Totals:
-        """What was done, when all is over."""
+        """The counts at the end of the run."""
         counts = self.counts
         return Totals(
             gradients=counts.gradients,
@@ -175,12 +176,12 @@ class Scene:
 
 
 def cluster_of(setting: Setting, seed: int) -> ClusterInfo:
-    """What a policy knows in the run of that seed."""
+    """What a policy knows in the run with that seed."""
     return dataclasses.replace(setting.cluster, seed=seed)
 
 
 class Counts:
-    """What a run counts as it goes on."""
+    """The counts of a run so far."""
 
     def __init__(self) -> None:
         self.gradients = self.applied = self.dropped = self.updates = 0
@@ -188,7 +189,7 @@ class Counts:
         self.busy_s = 0.0
 
     def used(self, gradients: int, staleness: int) -> None:
-        """A push of so many gradients has been applied, that many updates after its weights were read."""
+        """Count an applied push of so many gradients, `staleness` updates after its weights were read."""
         self.applied += gradients
         self.pushes += 1
         self.stale += staleness
@@ -211,7 +212,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def mean_of(weights: Sequence[Tensor], shares: Sequence[float] = ()) -> Tensor:
-    """The mean of flat tensors, by their shares if these differ, added in their order."""
+    """The mean of flat tensors, weighted by shares if these differ, summed in order."""
     total = weights[0].clone()
     with torch.no_grad():
         if len(set(shares)) > 1:
