@@ -1,34 +1,53 @@
 # make demo   train LeNet on four unequal workers      make test    the whole suite
-# make check  ruff, mypy, import-linter                make clean   remove .venv and caches
+# make check  ruff, mypy, import-linter                make docs    the documentation site, in site/
+# make bench  run the benchmarks (root, idle machine) and write docs/benchmarks.md; QUICK=--quick
+# make clean  remove .venv, site and caches
 PYTHON ?= python3
 BIN := .venv/bin
+QUICK ?=
 
-.PHONY: demo test check install dev clean
+.PHONY: demo test check docs picture bench install dev site-tools clean
 
 demo: install
 	$(BIN)/echelon train --model lenet --data digits --workers 4 --epochs 8 \
 	    --speed 1,0.5,0.5,0.25 --shares by-speed --name demo
+	$(BIN)/echelon report
 
 test: dev
 	$(BIN)/python -m pytest
 
 check: dev
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: site-tools
+	$(BIN)/mkdocs build --strict
+
+# The picture in the README: needs chromium.
+picture: install
+	$(BIN)/python docs/screenshot.py
+
+bench: install
+	$(BIN)/python benchmarks/report.py $(QUICK)
+
 install: .venv/installed
 dev: .venv/installed-dev
+site-tools: .venv/installed-docs
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[data]"
 	@touch $@
 
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
+.venv/installed-docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

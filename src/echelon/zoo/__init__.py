@@ -11,6 +11,7 @@ image_tree.py images in a folder or a zip, by split and class
 idx.py        the file format of MNIST and Fashion-MNIST
 task.py       the loss and the count of right answers
 locate.py     where files are looked for
+extra.py      is a package installed that only some data sets need?
 derived.py    arrays that took long to make, kept for the next time
 options.py    checks of option values beyond their type
 """
