@@ -1,4 +1,4 @@
-# make demo   train LeNet on four unequal workers      make test    the whole suite
+# make demo   LeNet on four unequal workers, twice     make test    the whole suite
 # make check  ruff, mypy, import-linter                make docs    the documentation site, in site/
 # make bench  run the benchmarks (root, idle machine) and write docs/benchmarks.md; QUICK=--quick
 # make clean  remove .venv, site and caches
@@ -8,9 +8,12 @@ QUICK ?=
 
 .PHONY: demo test check docs picture bench install dev site-tools clean
 
+DEMO := train --workers 4 --speed 1,1,1,0.1 --batch 128 --epochs 8 --optimizer adamw --lr 0.002
+
 demo: install
-	$(BIN)/echelon train --model lenet --data digits --workers 4 --epochs 8 \
-	    --speed 1,0.5,0.5,0.25 --shares by-speed --name demo
+	$(BIN)/echelon $(DEMO) --name equal
+	$(BIN)/echelon report
+	$(BIN)/echelon $(DEMO) --shares by-speed --name by-speed
 	$(BIN)/echelon report
 
 test: dev
