@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import types
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -11,8 +13,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from documents import DOCUMENTS, ROOT, anchors, commands, links, prose
+from documents import DOCUMENTS, ROOT, anchors, blocks, commands, links, prose
 from echelon.cli import app
+from echelon.config.registry import Strategy
 
 SOURCE = ROOT / "src" / "echelon"
 _named = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -178,6 +181,31 @@ def _holds_strategies(folder: Path) -> bool:
         re.search(rf'Registry\([^)]*"{re.escape(package)}"', file.read_text(encoding="utf-8"))
         for file in SOURCE.rglob("*.py")
     )
+
+
+def _complete_examples():
+    for document in DOCUMENTS:
+        for block in blocks(document):
+            if block.language == "python" and block.text.startswith('"""') and "(frozen=True" in block.text:
+                yield pytest.param(block.text, id=f"{document.name}:{block.line}")
+
+
+@pytest.mark.parametrize("text", list(_complete_examples()))
+def test_a_complete_strategy_in_a_document_implements_its_contract(text):
+    module = types.ModuleType("example")
+    sys.modules["example"] = module
+    try:
+        exec(compile(text, "example", "exec"), module.__dict__)
+    finally:
+        del sys.modules["example"]
+    made = [
+        thing
+        for thing in vars(module).values()
+        if isinstance(thing, type) and thing.__module__ == "example"
+    ]
+    strategies = [kind for kind in made if issubclass(kind, Strategy)]
+    assert strategies
+    assert not [kind.__abstractmethods__ for kind in strategies if kind.__abstractmethods__]
 
 
 def test_no_class_name_is_defined_twice():
