@@ -5,8 +5,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 QUICK ?=
+# Many tests wait rather than compute, so there are more processes than cores on a small machine.
+TEST_PROCESSES ?= 4
 
-.PHONY: demo test check docs picture bench install dev site-tools clean
+.PHONY: demo test check lint types imports docs picture bench install dev site-tools clean
 
 DEMO := train --workers 4 --speed 1,1,1,0.1 --batch 128 --epochs 8 --optimizer adamw --lr 0.002
 
@@ -17,12 +19,18 @@ demo: install
 	$(BIN)/echelon report
 
 test: dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES)
 
-check: dev
+check: lint types imports
+
+lint: dev
 	$(BIN)/ruff check src tests benchmarks examples docs
 	$(BIN)/ruff format --check src tests benchmarks examples docs
+
+types: dev
 	$(BIN)/mypy
+
+imports: dev
 	$(BIN)/lint-imports
 
 docs: site-tools
