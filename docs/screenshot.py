@@ -30,7 +30,7 @@ def main() -> None:
     )
     options.add_argument("--run", help="a run's folder; default: train the demo")
     options.add_argument("--out", default=str(Path(__file__).parent / "report.png"))
-    options.add_argument("--size", default="960,1060", help="the picture's width and height")
+    options.add_argument("--size", default="960,810", help="the picture's width and height")
     given = options.parse_args()
     browser = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
@@ -38,11 +38,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         echelon = [sys.executable, "-c", _ECHELON]
         page = Path(folder) / "report.html"
-        runs = ["--runs", folder]
         if given.run is None:
-            subprocess.run([*echelon, "train", *_DEMO.split(), *runs], check=True)
-        where = [given.run] if given.run else ["latest", *runs]
-        subprocess.run([*echelon, "report", *where, "--out", str(page)], check=True)
+            subprocess.run([*echelon, "train", *_DEMO.split()], check=True, cwd=folder)
+        where = [str(Path(given.run).absolute())] if given.run else []
+        subprocess.run([*echelon, "report", *where, "--out", str(page)], check=True, cwd=folder)
         command = [
             browser,
             "--headless",
