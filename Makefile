@@ -1,15 +1,22 @@
-# make demo   train LeNet on four unequal workers      make test    the whole suite
-# make check  ruff, mypy, import-linter                make clean   remove .venv and caches
+# make demo   LeNet on four unequal workers, twice     make test    the whole suite
+# make check  ruff, mypy, import-linter                make docs    the documentation site, in site/
+# make bench  run the benchmarks (root, idle machine) and write docs/benchmarks.md; QUICK=--quick
+# make clean  remove .venv, site and caches
 PYTHON ?= python3
 BIN := .venv/bin
+QUICK ?=
 # Many tests wait rather than compute, so there are more processes than cores on a small machine.
 TEST_PROCESSES ?= 4
 
-.PHONY: demo test check lint types imports install dev clean
+.PHONY: demo test check lint types imports docs picture bench install dev site-tools clean
+
+DEMO := train --workers 4 --speed 1,1,1,0.1 --batch 128 --epochs 8 --optimizer adamw --lr 0.002
 
 demo: install
-	$(BIN)/echelon train --model lenet --data digits --workers 4 --epochs 8 \
-	    --speed 1,0.5,0.5,0.25 --shares by-speed --name demo
+	$(BIN)/echelon $(DEMO) --name equal
+	$(BIN)/echelon report
+	$(BIN)/echelon $(DEMO) --shares by-speed --name by-speed
+	$(BIN)/echelon report
 
 test: dev
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES)
@@ -17,8 +24,8 @@ test: dev
 check: lint types imports
 
 lint: dev
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 
 types: dev
 	$(BIN)/mypy
@@ -26,17 +33,32 @@ types: dev
 imports: dev
 	$(BIN)/lint-imports
 
+docs: site-tools
+	$(BIN)/mkdocs build --strict
+
+# The picture in the README: needs chromium.
+picture: install
+	$(BIN)/python docs/screenshot.py
+
+bench: install
+	$(BIN)/python benchmarks/report.py $(QUICK)
+
 install: .venv/installed
 dev: .venv/installed-dev
+site-tools: .venv/installed-docs
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[data]"
 	@touch $@
 
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
+.venv/installed-docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -11,6 +11,7 @@ image_tree.py  images in a folder or a zip, by split and class
 idx.py         the file format of MNIST and Fashion-MNIST
 task.py        the loss and the count of correct answers
 locate.py      finds data files
+extra.py       says which extra a missing package belongs to
 derived.py     caches arrays that take long to make
 options.py     checks the ranges of option values
 """

@@ -112,6 +112,15 @@ def test_packages_of_extras_are_not_required(monkeypatch):
     assert {finding.level for finding in versions()} == {"ok"}
 
 
+def test_missing_package_of_the_extra_data_is_noted_with_the_command_that_helps(monkeypatch):
+    lines = ['no-such-package; extra == "data"', 'another-one; extra == "dev"', "numpy"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: lines)
+    finding = _about(versions(), "extra data")
+    assert finding.level == "note"
+    assert finding.text == "not installed: no-such-package; some data sets need it"
+    assert ".[data]" in finding.fix
+
+
 def test_loopback_works_for_local_peers_and_ports():
     assert _about(network(), "local peers").level == "ok"
     assert _about(ports(), "loopback").level == "ok"

@@ -15,6 +15,7 @@ from echelon.observe import events
 from echelon.observe.events import (
     AnyEvent,
     Evaluated,
+    LinkMeasured,
     Logged,
     Noted,
     StepEnded,

@@ -40,13 +40,23 @@ def versions() -> Iterator[Finding]:
         else:
             others.append(f"{name} {found}")
     yield Finding(level="ok", topic="versions", subject="others", text=", ".join(others))
+    absent = [name for name, _ in _requirements("data") if version_of(name) is None]
+    if absent:
+        yield Finding(
+            level="note",
+            topic="versions",
+            subject="extra data",
+            text=f"not installed: {', '.join(absent)}; some data sets need it",
+            fix='pip install ".[data]" in the folder of Echelon',
+        )
 
 
-def _requirements() -> Iterator[tuple[str, str]]:
-    """Echelon's dependencies: name, and minimum version or ''."""
+def _requirements(extra: str = "") -> Iterator[tuple[str, str]]:
+    """Echelon's dependencies, or those of an extra: name, and minimum version or ''."""
     for line in importlib.metadata.requires("echelon") or ():
         match = re.match(r"([A-Za-z0-9._-]+)(?:\s*>=\s*([0-9.]+))?", line)
-        if match is not None and "extra ==" not in line:
+        asked = re.search(r"""extra\s*==\s*['"]([^'"]+)""", line)
+        if match is not None and (asked.group(1) if asked else "") == extra:
             yield match.group(1), match.group(2) or ""
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from echelon.errors import DataError
 from echelon.zoo.dataset import Data, SampleSpec, Splits
+from echelon.zoo.extra import need_package
 from echelon.zoo.locate import damaged, data_folder, locate, unreadable
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def _read_batch(file: Path) -> NDArray[np.uint8]:
 
 
 def _decode_zip(source: Path) -> dict[str, NDArray[np.uint8]]:
+    need_package("cifar10", "PIL", "pillow")
     from echelon.zoo.image_tree import ImageTree
 
     tree = ImageTree(source)

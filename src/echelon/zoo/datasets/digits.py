@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.zoo.dataset import Data, SampleSpec, Splits
+from echelon.zoo.extra import need_package
 
 _TRAIN = 1437
 _FULL = 16.0
@@ -22,6 +23,7 @@ class Digits(Data):
 
     def load(self) -> Splits:
         """Normalised 1 x 8 x 8 images, shuffled before the split: the file is ordered by writer."""
+        need_package(self.name, "sklearn", "scikit-learn")
         import numpy as np
         import torch
         from sklearn.datasets import load_digits

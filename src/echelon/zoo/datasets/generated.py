@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.zoo.dataset import Data, SampleSpec, Splits
+from echelon.zoo.extra import need_package
 from echelon.zoo.options import check_range, check_seed
 
 _DIMENSIONS = 20
@@ -31,6 +32,7 @@ class Generated(Data):
 
     def load(self) -> Splits:
         """Every dimension is scaled to mean 0 and deviation 1."""
+        need_package(self.name, "sklearn", "scikit-learn")
         import numpy as np
         import torch
         from sklearn.datasets import make_classification

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.zoo.dataset import Data, SampleSpec, Splits
+from echelon.zoo.extra import need_package
 from echelon.zoo.locate import locate_given
 from echelon.zoo.options import check_range
 
@@ -31,6 +32,7 @@ class ImageFolder(Data):
 
     def load(self) -> Splits:
         """List the images; none is decoded yet."""
+        need_package(self.name, "PIL", "pillow")
         from echelon.zoo.crops import CropDataset
         from echelon.zoo.image_tree import ImageTree
 

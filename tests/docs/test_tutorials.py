@@ -1,0 +1,116 @@
+"""The tutorials are true: their commands are run, and print what the documents show.
+
+Blocks that begin with ```console are run; what may differ is said in `tests/documents.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from documents import ROOT, Block, Command, console, fits
+
+TUTORIALS = ROOT / "docs" / "tutorials"
+_PROGRAMS = {"echelon": "-m echelon", "python": "", "torchrun": "-m torch.distributed.run"}
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a command line in an empty folder; `echelon`, `python` and `torchrun` are of this Python."""
+    programs = tmp_path / "programs"
+    folder = tmp_path / "folder"
+    programs.mkdir()
+    folder.mkdir()
+    for name, module in _PROGRAMS.items():
+        file = programs / name
+        file.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n', encoding="utf-8")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "100",
+        "NO_COLOR": "1",
+    }
+
+    def run(command: str) -> str:
+        ended = subprocess.run(
+            ["sh", "-c", command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        return ended.stdout.decode()
+
+    run.folder = folder
+    return run
+
+
+def _run(document: Path, shell) -> None:
+    ran = 0
+    for part in console(document):
+        if isinstance(part, Block):
+            (shell.folder / part.title).write_text(part.text, encoding="utf-8")
+        elif isinstance(part, Command):
+            printed = shell(part.text)
+            assert fits(part.expected, printed), (
+                f"{document.name}, block of line {part.line}\n$ {part.text}\n"
+                f"--- the document shows\n{part.expected}\n--- it printed\n{printed}"
+            )
+            ran += 1
+    assert ran
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["first-script", "unequal-machines"])
+def test_tutorial_prints_what_it_shows(shell, name):
+    _run(TUTORIALS / f"{name}.md", shell)
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "fit"),
+    [
+        ("accuracy 98.1 %", "accuracy 98.1 %\n", True),
+        ("accuracy 98.1 %", "accuracy 98.2 %\n", False),
+        ("184 steps in 3.3 s, 3,504 samples/s", "184 steps in 871 ms, 12 samples/s", True),
+        ("184 steps in 3.3 s", "185 steps in 3.3 s", False),
+        ("record: runs/20261115-205543-demo", "record: runs/20261116-000000-demo", True),
+        ("record: runs/20261115-205543-demo", "record: runs/20261116-000000-other", False),
+        ("a\n...\nz", "a\nb\nc\nz", True),
+        ("a\n...\nz", "a\nb\nc", False),
+        (
+            "Rank 1 (vm) arrived last in 77 % of rounds",
+            "Rank 1 (node-7) arrived\nlast in 8 % of rounds",
+            True,
+        ),
+        ("Rank 1 (vm) arrived last", "Rank 0 (vm) arrived last", False),
+        ("one\ntwo", "one\n\n  two\n", True),
+    ],
+)
+def test_output_fits_if_only_times_names_and_what_is_left_out_differ(expected, printed, fit):
+    assert fits(expected, printed) is fit
+
+
+def test_in_a_table_of_workers_only_times_may_differ():
+    table = """
+  rank  node  share  samples/s  compute    wait      sent  last  held up
+ ───────────────────────────────────────────────────────────────────────
+     0  vm       28      1,724   1.37 s  1.55 s   34.1 MB   7 %   0.12 s
+"""
+    other = """
+  rank  node         share  samples/s  compute     wait     sent   last  held up
+ ────────────────────────────────────────────────────────────────────────────────
+     0  another-one     28         17  11.37 s  1.55 ms  34.1 MB  100 %   9.12 s
+"""
+    assert fits(table, other)
+    assert not fits(table, other.replace("28", "29"))
