@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.config.units import show_bytes
-from echelon.launch.history import RunRecord, list_runs
+from echelon.launch.history import ListedRun, list_runs
 
 _RIGHT = ("workers", "steps", "loss", "accuracy", "size")
 
@@ -53,7 +53,7 @@ def _print_table(rows: list[dict[str, str]]) -> None:
     console.print(table)
 
 
-def _cells(record: RunRecord) -> dict[str, str]:
+def _cells(record: ListedRun) -> dict[str, str]:
     loss = record.test_loss if record.test_loss is not None else record.train_loss
     began = time.localtime(record.started)
     return {

@@ -15,7 +15,7 @@ from echelon.observe.sync import firsts_of, policy_of
 from echelon.plan.plan import Plan
 
 
-class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run. A figure is None, or a word empty, if the run has not got so far as to record it."""
 
     name: str
@@ -33,21 +33,21 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
 
-def list_runs(root: Path) -> list[RunRecord]:
+def list_runs(root: Path) -> list[ListedRun]:
     """The runs in `root`, newest first."""
     folders = [RunFolder(path) for path in root.glob("*") if (path / "events").is_dir()]
     records = [_record(folder) for folder in folders]
     return sorted(records, key=lambda record: (record.started or 0.0, record.name), reverse=True)
 
 
-def _record(folder: RunFolder) -> RunRecord:
+def _record(folder: RunFolder) -> ListedRun:
     summary = _summary(folder)
     try:
         plan = Plan.read(folder.plan)
         workers, sync, codec = len(plan.workers), plan.sync, plan.codec
     except ConfigError:  # it failed before it had a plan
         workers, sync, codec = summary.world_size, policy_of(folder), ""
-    return RunRecord(
+    return ListedRun(
         name=folder.name,
         path=str(folder.path),
         started=_started(folder),

@@ -7,8 +7,8 @@ Importing torch takes seconds. Four workers that import it at once on two cores 
 one. A forked worker has it at once.
 
 Only the main thread may exist when a process forks, and a library that has started its threads does not
-work in the child. The template therefore imports and computes nothing. If a thread or CUDA is running all
-the same, it forks nothing, and the launcher starts the workers by exec.
+work in the child. The template therefore only imports; it computes nothing. If a thread or CUDA is running
+all the same, it forks nothing, and the launcher starts the workers by exec.
 
 Reports are lines: `started RANK PID` from a worker that was forked, `ended RANK CODE` when it has ended,
 `refused RANK` for one that was not forked. If the template ends, it has refused all others.
