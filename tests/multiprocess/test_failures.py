@@ -232,13 +232,13 @@ def test_an_environment_with_half_of_the_variables_is_refused(warm_pool):
     [
         ({"shares": (1, 2, 3)}, "3 shares for 2 workers"),
         ({"shares": (1, 0)}, "rank 1 has a share of 0"),
-        ({"transport": "pigeon"}, "no transport 'pigeon'"),
+        ({"transport": "pigeon"}, "unknown transport 'pigeon'"),
     ],
     ids=["count", "zero", "transport"],
 )
 def test_joining_in_a_way_that_does_not_work_is_refused_on_all(warm_pool, options, told):
     for error in map(of, warm_pool.outcomes(2, join_with, options)):
-        assert type(error) is ConfigError
+        assert isinstance(error, ConfigError)
         assert told in error.message
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -140,11 +140,7 @@ def _plan(
     place: Place, launched: RunFolder | None, choices: Mapping[str, Any], shares: Sequence[float] | None
 ) -> Plan:
     """The launcher's plan or a new one. The script's choices come before the launcher's."""
-    given = {
-        name: convert(value, _HINTS[name], where=flag(name))
-        for name, value in choices.items()
-        if value is not None
-    }
+    given = {name: _typed(name, value) for name, value in choices.items() if value is not None}
     if launched is not None:
         plan = replace(Plan.read(launched.plan), **given)
     else:
@@ -157,6 +153,12 @@ def _plan(
             fix="start as many workers as were planned",
         )
     return plan if shares is None else _with_shares(plan, shares)
+
+
+def _typed(name: str, value: Any) -> Any:
+    """The value as the choice's type; Choices itself refuses an unknown word."""
+    hint = _HINTS[name]
+    return value if typing.get_origin(hint) is Literal else convert(value, hint, where=flag(name))
 
 
 def _with_shares(plan: Plan, shares: Sequence[float]) -> Plan:
