@@ -5,6 +5,7 @@ A block that begins with ```console holds commands after `$ ` and, below each, t
     ...                   alone or inside a line: any text
     20261115-201252       a time in a run's name: any
     2.9 s, 3,504 samples/s, 77 %, 1.2 times     numbers that depend on timing: any number
+    --shares 33,45 (now 32,32)                  recommended shares: any
     98.1 % after "accuracy", and all other numbers      exactly this
 
 In a table of workers the columns that measure time are any text. A Python or TOML block with a title,
@@ -128,7 +129,7 @@ def _masked(text: str) -> str:
         r"(?<!accuracy )(?<![\d.,])\d[\d,.]* (?=(?:s|ms|µs|samples/s|%|times)(?!\w))", f"{_ANY} ", text
     )
     text = re.sub(rf"{_ANY} (?:s|ms|µs)(?!\w)", f"{_ANY} s", text)
-    text = re.sub(r"(?<=about )\d+", _ANY, text)
+    text = re.sub(r"(?<=--shares )\d[\d,]*(?= \(now)", _ANY, text)
     return re.sub(r"\s+", " ", text.replace("...", _ANY))
 
 
