@@ -206,14 +206,14 @@ def swaps(transport):
         for name, length_of in LENGTHS_OF.items():
             given = outgoing(group, length_of)
             swapping = group.all_to_all(given)
-            parts = swapping.parts()
-            out[name] = (arrived(group, parts, length_of), parts[rank] is given[rank], swapping.done())
-            swapping.wait()
+            parts = swapping.received.wait()
+            done = swapping.received.done()
+            out[name] = (arrived(group, parts, length_of), parts[rank] is given[rank], done)
+            swapping.delivered.wait()
             at_least = sum(part.numel() for r, part in enumerate(given) if r != rank)
             out[name, "counted"] = at_least <= swapping.sent_bytes
-            out[name, "repeats"] = swapping.repeats
         same = message(rank, 99, 5000 + rank)
-        parts = group.all_to_all([same] * group.size, priority=3).parts()
+        parts = group.all_to_all([same] * group.size, priority=3).received.wait()
         out["same"] = [torch.equal(part, message(r, 99, 5000 + r)) for r, part in enumerate(parts)]
         told = [threading.Semaphore(0), 0]
 
@@ -222,8 +222,9 @@ def swaps(transport):
             told[0].release()
 
         swapping = group.all_to_all(outgoing(group, LENGTHS_OF["different"]))
-        out["told"] = (swapping.tell(tell), told[0].acquire(timeout=20), swapping.done())
-        swapping.wait()
+        received = swapping.received
+        out["told"] = (received.add_done_callback(tell), told[0].acquire(timeout=20), received.done())
+        swapping.delivered.wait()
         out["times"] = told[1]
     return out
 
@@ -245,7 +246,7 @@ def swaps_among_others(transport):
             for swapping, lengths in [(mine, length_of), (theirs, LENGTHS_OF["some"])][
                 :: 1 - 2 * (turn % 2)
             ]:
-                out.append(arrived(group, swapping.parts(), lengths))
+                out.append(arrived(group, swapping.received.wait(), lengths))
             for pending in begun if rank % 2 else reversed(begun):
                 pending.wait()
             out += [tensor.unique().tolist() == [sum(range(group.size))] for tensor in tensors]
@@ -264,7 +265,7 @@ def told_of_reductions(transport):
             ):
                 told = threading.Semaphore(0)
                 pending = begin(torch.ones(length))
-                can = pending.tell(told.release)
+                can = pending.add_done_callback(told.release)
                 out.append((can, told.acquire(timeout=20) and pending.done() if can else None))
                 pending.wait()
                 out.append(told.acquire(blocking=False))
@@ -279,7 +280,7 @@ def leaving(transport):
     """Rank 0 has all it wants long before the others have."""
     with member(transport) as (_, group):
         lengths = lambda sender, receiver: 0 if sender else 20_000_000  # noqa: E731
-        parts = group.all_to_all(outgoing(group, lengths)).parts()
+        parts = group.all_to_all(outgoing(group, lengths)).received.wait()
     return arrived(group, parts, lengths)
 
 
@@ -290,9 +291,13 @@ def swaps_of_some(transport):
             some = group.among(members)
             if some is not None:
                 length_of = LENGTHS_OF["different"]
-                out.append(arrived(some, some.all_to_all(outgoing(some, length_of)).parts(), length_of))
+                out.append(
+                    arrived(some, some.all_to_all(outgoing(some, length_of)).received.wait(), length_of)
+                )
             out.append(
-                arrived(group, group.all_to_all(outgoing(group, length_of_all)).parts(), length_of_all)
+                arrived(
+                    group, group.all_to_all(outgoing(group, length_of_all)).received.wait(), length_of_all
+                )
             )
     return out
 
@@ -310,7 +315,7 @@ def odd_messages(transport):
                 group.all_to_all(given)
             said.append(caught.value.message)
         spread = torch.arange(20, dtype=torch.uint8)[::2]
-        said.append([part.tolist() for part in group.all_to_all([spread] * 2).parts()])
+        said.append([part.tolist() for part in group.all_to_all([spread] * 2).received.wait()])
     return said
 
 
@@ -321,7 +326,6 @@ def test_messages_of_any_length_arrive_at_every_member(warm_pool, transport, siz
         for name in LENGTHS_OF:
             assert out[name] == (True, True, True), name
             assert out[name, "counted"], name
-            assert out[name, "repeats"] == 0, name
         assert out["same"] == [True] * size
         assert out["told"] == (True, True, True)
         assert out["times"] == 1
@@ -368,12 +372,12 @@ def test_what_is_no_message_is_refused_before_anything_is_sent(warm_pool, transp
 def test_alone_a_swap_is_over_at_once():
     own = torch.ones(3, dtype=torch.uint8)
     swapping, told = SoloGroup().all_to_all([own]), []
-    assert swapping.done()
-    assert swapping.tell(lambda: told.append(1))
+    assert swapping.received.done()
+    assert swapping.received.add_done_callback(lambda: told.append(1))
     assert told == [1]
-    assert swapping.parts()[0] is own
+    assert swapping.received.wait()[0] is own
     assert swapping.sent_bytes == 0
-    swapping.wait()
+    swapping.delivered.wait()
     with pytest.raises(ConfigError, match="2 messages for 1 members"):
         SoloGroup().all_to_all([own, own])
 

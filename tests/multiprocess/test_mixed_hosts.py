@@ -112,7 +112,7 @@ def reductions(places):
                 buffer.copy_(noise(group.rank, length, dtype))
                 pending = group.all_reduce(buffer)
                 pending.wait()
-                timing = pending.timing()
+                timing = pending.timing
                 assert 0 < timing.begun <= timing.sent <= timing.ended
                 bits.append(digest(buffer))
         plain = torch.full((LARGE,), float(group.rank))

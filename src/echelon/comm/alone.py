@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from echelon.comm.group import Group, Messages, Op, Pending, ReceivedMessages, check_messages
+from echelon.comm.future import Future
+from echelon.comm.group import Group, Messages, Op, check_messages
 
 
 class SoloGroup(Group):
@@ -15,9 +16,9 @@ class SoloGroup(Group):
     rank = 0
     size = 1
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
         """A sum of one."""
-        return Pending.finished(tensor)
+        return Future.completed(tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """One copy."""
@@ -29,7 +30,7 @@ class SoloGroup(Group):
     def all_to_all(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Messages:
         """Nobody else to hear from."""
         check_messages(outgoing, self.size)
-        return ReceivedMessages(list(outgoing))
+        return Messages(Future.completed(list(outgoing)), Future.completed(None))
 
     def fork(self) -> Group:
         """Nothing has an order here."""

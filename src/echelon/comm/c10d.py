@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from echelon.comm.group import Group, Op, Pending
+from echelon.comm.future import CallerFuture, Future
+from echelon.comm.group import Group, Op
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Meeting, interface_of
 
@@ -57,7 +58,7 @@ class C10dGroup(Group):
                 )
         return group
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
         """Combine in place, in the background."""
         with self._explained():
             work = dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True)
@@ -65,12 +66,12 @@ class C10dGroup(Group):
         self._under_way = [one for one in self._under_way if not one.is_completed()]
         self._under_way.append(work)
 
-        def wait() -> Tensor:
+        def wait(_: float | None) -> Tensor:
             with self._explained():
                 work.wait()
             return tensor
 
-        return Pending(wait, work.is_completed)
+        return CallerFuture(wait, work.is_completed)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensor, by rank."""

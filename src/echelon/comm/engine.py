@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -23,7 +22,8 @@ import torch
 from torch import Tensor
 
 from echelon.cluster import probe
-from echelon.comm.group import Group, Messages, Op, Pending, Timing, blocks, check_messages
+from echelon.comm.future import CallerFuture, Future
+from echelon.comm.group import Group, Messages, Op, blocks, check_messages
 from echelon.comm.meet import mesh
 from echelon.comm.meet.links import Links, measure
 from echelon.comm.meet.place import Place
@@ -36,7 +36,7 @@ from echelon.comm.schedule.collective import COLLECTIVES, Collective, Move, Sche
 from echelon.comm.schedule.collectives.auto import AutoCollective
 from echelon.comm.schedule.collectives.direct import to_owners
 from echelon.comm.schedule.spread import broadcast, gather_all, gather_blocks
-from echelon.comm.wire.all_to_all import AllToAll, PendingMessages
+from echelon.comm.wire.all_to_all import AllToAll
 from echelon.comm.wire.connection import Connection
 from echelon.comm.wire.exchange import Exchange, as_bytes
 from echelon.comm.wire.loop import CHANNEL_BITS, Loop
@@ -79,6 +79,7 @@ class Engine:
         self.teams: list[SharedMemoryTeam] = []  # whose sums are done by whoever waits
         self.swaps: deque[AllToAll] = deque()  # under way, in the order in which they began
         self.piece_bytes = 0  # not known yet
+        loop.progress = self.progress
 
     @classmethod
     def connect(
@@ -117,8 +118,9 @@ class Engine:
     def close(self) -> None:
         """Leave; the others learn why, if this worker has said it."""
         if not any(self.meeting.last_words):
-            while self.swaps:  # this worker may have all it wants, and others not yet what they want of it
-                self.swaps.popleft().see_off()
+            self.loop.progress = _nothing
+            while self.swaps:
+                self.swaps.popleft().finish_sending()
             if self.servers is not None:
                 with contextlib.suppress(WorkerError):  # then they know already
                     self.servers.dismiss()
@@ -134,7 +136,7 @@ class Engine:
             while self.swaps[0].ended:
                 self.swaps.popleft()
 
-    def work_for_others(self) -> None:
+    def progress(self) -> None:
         """Before blocking: others may wait for this worker's part in a sum in shared memory."""
         for team in self.teams:
             team.finish_all(self.deadline_s)
@@ -209,24 +211,29 @@ class EngineGroup(Group):
             return None
         return EngineGroup(self._engine, AutoCollective.name, owns=False, among=tuple(members))
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
         """Combine in place, in the background; in shared memory, by whoever waits."""
         flat = tensor.detach().view(-1)
         if self._team is None or not self._team.holds(flat):
-            return _joined(tensor, [self._over_tcp(flat[a:b], op, priority) for a, b in _lanes(flat)])
+            lanes = _lanes(flat)
+            if len(lanes) == 1:
+                return self._over_tcp(flat, op, priority, tensor)
+            return Future.all([self._over_tcp(flat[a:b], op, priority) for a, b in lanes], tensor)
         if self._rails is None:
             return self._in_memory(self._team, tensor, flat, op)
         parts = self._team.everybodys(flat)
-        lanes = [
+        crossing = [
             self._rails.start(self._next_tag(TAGS), [part[a:b] for part in parts], op, priority)
             for a, b in _lanes(flat)
         ]
-        return _joined(tensor, lanes)
+        return Future.all(crossing, tensor)
 
-    def _over_tcp(self, lane: Tensor, op: Op, priority: int) -> Pending:
+    def _over_tcp(
+        self, lane: Tensor, op: Op, priority: int, result: Tensor | None = None
+    ) -> Future[Tensor]:
         if self._summing is not None:
             self._summing.announce(self._channel << CHANNEL_BITS | (self._count + 1), lane, op)
-        return self._start(lane, self._schedule(lane.numel()), op, priority)
+        return self._start(lane, self._schedule(lane.numel()), op, priority, result)
 
     def _schedule(self, length: int) -> Schedule:
         if self._summing is not None:
@@ -244,17 +251,17 @@ class EngineGroup(Group):
             self._start(_as_bytes(parts), steps, "sum", 0).wait()
         return list(parts)
 
-    def gather(self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0) -> Pending:
+    def gather(self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0) -> Future[Tensor]:
         """Blocks go to everybody in the background."""
         item_bytes = buffer.element_size()
         steps = gather_blocks(self.rank, [length * item_bytes for length in lengths])
-        return self._start(_as_bytes(buffer), steps, "sum", priority).then(lambda _: buffer)
+        return self._start(_as_bytes(buffer), steps, "sum", priority, buffer)
 
-    def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Pending:
+    def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Future[Tensor]:
         """Everybody's block r goes to member r, who adds them up."""
         flat = buffer.detach().view(-1)
         steps = to_owners(self.rank, list(pairwise(accumulate(lengths, initial=0))))
-        return self._start(flat, steps, op, 0).then(lambda _: blocks(flat, lengths)[self.rank])
+        return self._start(flat, steps, op, 0, blocks(flat, lengths)[self.rank])
 
     def all_to_all(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Messages:
         """Over TCP, each member to each other one, in the background."""
@@ -271,13 +278,15 @@ class EngineGroup(Group):
             priority=priority,
         )
         self._engine.start(all_to_all)
-        return PendingMessages(all_to_all, self.ranks, outgoing[self.rank], self._engine.work_for_others)
+        own, ranks = outgoing[self.rank], self.ranks
+        received = all_to_all.received.then(lambda found: [found.get(rank, own) for rank in ranks])
+        return Messages(received, all_to_all.future, all_to_all.sent_bytes)
 
-    def work_for_others(self) -> None:
+    def progress(self) -> None:
         """Its part in sums in shared memory."""
-        self._engine.work_for_others()
+        self._engine.progress()
 
-    def exchange(self, flat: Tensor, schedule: Schedule, *, priority: int = 0) -> Pending:
+    def exchange(self, flat: Tensor, schedule: Schedule, *, priority: int = 0) -> Future[Tensor]:
         """This member's part of any schedule, which sums, on a flat buffer, in the background."""
         return self._start(flat, schedule, "sum", priority)
 
@@ -314,7 +323,9 @@ class EngineGroup(Group):
             steps = broadcast(self.rank, self.size, flat.numel(), source, large=large)
             self._start(flat, steps, "sum", 0).wait()
 
-    def _start(self, flat: Tensor, schedule: Schedule, op: Op, priority: int) -> Pending:
+    def _start(
+        self, flat: Tensor, schedule: Schedule, op: Op, priority: int, result: Tensor | None = None
+    ) -> Future[Tensor]:
         if self._among:
             schedule = [_renamed(step, self._among) for step in schedule]
         exchange = Exchange(
@@ -325,16 +336,10 @@ class EngineGroup(Group):
             op=op,
             deadline_s=self._engine.deadline_s,
             priority=priority,
+            result=result,
         )
         self._engine.loop.submit(exchange)
-
-        def wait() -> Tensor:
-            if not exchange.ended:
-                self._engine.work_for_others()
-            exchange.wait()
-            return flat
-
-        return Pending(wait, lambda: exchange.ended, lambda: exchange.timing, exchange.tell)
+        return exchange.future
 
     def _next_tag(self, count: int = 1) -> int:
         """The first of `count` tags. All members count alike, also who takes no part."""
@@ -426,10 +431,10 @@ class EngineGroup(Group):
         if self.rank == 0 or error.__cause__ is not None:
             _log.warning("%s; %s", error.message, instead)
 
-    def _in_memory(self, team: SharedMemoryTeam, tensor: Tensor, flat: Tensor, op: Op) -> Pending:
+    def _in_memory(self, team: SharedMemoryTeam, tensor: Tensor, flat: Tensor, op: Op) -> Future[Tensor]:
         turn, timing = team.begin(flat, op)
 
-        def wait() -> Tensor:
+        def finish(_: float | None) -> Tensor:
             try:
                 team.finish(turn, self._engine.deadline_s)
             except RoundTimeout as error:
@@ -437,7 +442,7 @@ class EngineGroup(Group):
                 raise
             return tensor
 
-        return Pending(wait, lambda: team.has_finished(turn), lambda: timing)
+        return CallerFuture(finish, lambda: team.has_finished(turn), lambda: timing)
 
     def fork(self) -> Group:
         """The same connections, another channel."""
@@ -451,6 +456,10 @@ class EngineGroup(Group):
             self._rails.close()
 
 
+def _nothing() -> None:
+    return
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as plain bytes: what is only moved may be of any type."""
     return tensor.view(-1).view(torch.uint8)
@@ -460,41 +469,6 @@ def _lanes(flat: Tensor) -> list[tuple[int, int]]:
     """A large buffer goes in several parts at once: while one is between two steps, another moves."""
     count = min(_MOST_LANES, max(1, flat.numel() * flat.element_size() // _LANE_BYTES))
     return pieces(0, flat.numel(), count)
-
-
-def _joined(tensor: Tensor, lanes: Sequence[Pending]) -> Pending:
-    """Several parts of one operation as one."""
-
-    def wait() -> Tensor:
-        for lane in lanes:
-            lane.wait()
-        return tensor
-
-    def tell(callback: Callable[[], None]) -> bool:
-        left, door = len(lanes), threading.Lock()
-
-        def one_less() -> None:
-            nonlocal left
-            with door:
-                left -= 1
-                last = not left
-            if last:
-                callback()
-
-        return all(lane.tell(one_less) for lane in lanes)  # if one cannot, the count is never down
-
-    return Pending(wait, lambda: all(lane.done() for lane in lanes), lambda: _together(lanes), tell)
-
-
-def _together(lanes: Sequence[Pending]) -> Timing:
-    """How several parts of one operation went."""
-    parts = [lane.timing() for lane in lanes]
-    return Timing(
-        begun=min(part.begun for part in parts),
-        sent=max(part.sent for part in parts),
-        ended=max(part.ended for part in parts),
-        adding_s=sum(part.adding_s for part in parts),
-    )
 
 
 @lru_cache(maxsize=256)

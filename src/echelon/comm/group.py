@@ -8,7 +8,7 @@ that is independent of the first. Every member ends with identical bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -18,137 +18,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from echelon.comm.future import Future
 from echelon.comm.wire import frames
 from echelon.errors import ConfigError, Corrupt
 
 Op = Literal["sum", "max", "min"]
-Tell = Callable[[Callable[[], None]], bool]
 _CHECKSUM = (1 << 63) - 1  # as much of a checksum as an int64 holds
 
 
-@dataclass(slots=True)
-class Timing:
-    """When an operation was under way, on the performance counter, as far as its group can tell.
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """An all-to-all in flight: `received` gives everybody's message, by rank.
 
-    `begun` when its first bytes could move, `sent` when this worker had handed over its last, `ended` when
-    its result was there; `adding_s` is what this worker spent on sums.
+    Do not change an outgoing message before `delivered` is done: it may have to be sent again. `sent_bytes`
+    is what this member sends to others, each message counted once.
     """
 
-    begun: float = 0.0
-    sent: float = 0.0
-    ended: float = 0.0
-    adding_s: float = 0.0
-
-
-class Pending:
-    """An operation under way. `wait` gives its result, or raises what went wrong."""
-
-    def __init__(
-        self,
-        wait: Callable[[], Tensor],
-        done: Callable[[], bool],
-        timing: Callable[[], Timing] = Timing,
-        tell: Tell | None = None,
-    ) -> None:
-        self._wait = wait
-        self._done = done
-        self._timing = timing
-        self._tell = tell
-        self._result: Tensor | None = None
-
-    @classmethod
-    def finished(cls, tensor: Tensor) -> Pending:
-        """An operation that is over already."""
-        return cls(lambda: tensor, lambda: True)
-
-    def wait(self) -> Tensor:
-        """Block until the result is there, at most until the group's deadline."""
-        if self._result is None:
-            self._result = self._wait()
-        return self._result
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._done()
-
-    def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
-        """The same operation with a last step on its result, run by whoever waits."""
-        return Pending(lambda: change(self.wait()), self._done, self._timing, self._tell)
-
-    def tell(self, callback: Callable[[], None]) -> bool:
-        """Call back exactly once when `wait` would return or raise at once; right now if it would.
-
-        The callback may be called in another thread, and must not block. False, and no call ever, where
-        nobody would notice: what whoever waits does himself must be waited for.
-        """
-        if self._tell is not None:
-            return self._tell(callback)
-        over = self.done()
-        if over:
-            callback()
-        return over
-
-    def timing(self) -> Timing:
-        """How it went, once it is over; zeros where nobody took the time."""
-        return self._timing()
-
-
-class Messages(ABC):
-    """Messages under way between all members of a group.
-
-    What this member has given must stay as it is until `wait` has returned: it may be sent again.
-    """
-
-    @abstractmethod
-    def parts(self) -> list[Tensor]:
-        """Block until everybody's message is here, at most until the group's deadline: all, by rank.
-
-        This member's own is what it has given for itself.
-        """
-
-    def done(self) -> bool:
-        """Whether `parts` would return or raise at once."""
-        return True
-
-    def tell(self, callback: Callable[[], None]) -> bool:
-        """Call back exactly once when `parts` would return or raise at once; see `Pending.tell`."""
-        callback()
-        return True
-
-    def wait(self) -> None:
-        """Block until the others have this member's messages, too."""
-        self.parts()
-
-    def timing(self) -> Timing:
-        """How it went, once the messages are here; zeros where nobody took the time."""
-        return Timing()
-
-    @property
-    def sent_bytes(self) -> int:
-        """What this member gives to others, each message counted once."""
-        return 0
-
-    @property
-    def repeats(self) -> int:
-        """How many messages had to be sent again."""
-        return 0
-
-
-class ReceivedMessages(Messages):
-    """Messages that are here already."""
-
-    def __init__(self, parts: list[Tensor], sent_bytes: int = 0) -> None:
-        self._parts = parts
-        self._sent_bytes = sent_bytes
-
-    def parts(self) -> list[Tensor]:
-        """At once."""
-        return self._parts
-
-    @property
-    def sent_bytes(self) -> int:
-        """As counted before."""
-        return self._sent_bytes
+    received: Future[list[Tensor]]
+    delivered: Future[Any]
+    sent_bytes: int = 0
 
 
 class Group(ABC):
@@ -158,7 +46,7 @@ class Group(ABC):
     size: int
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
         """Combine a contiguous tensor over all members, in place. A lower priority goes first."""
 
     @abstractmethod
@@ -169,16 +57,16 @@ class Group(ABC):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Give all members the source's values, in place, of a contiguous tensor."""
 
-    def gather(self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0) -> Pending:
+    def gather(self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0) -> Future[Tensor]:
         """Give all members all blocks of a contiguous buffer, in place; block r, which member r has filled,
         is the r-th and `lengths[r]` elements long.
         """
         for source, block in enumerate(blocks(buffer, lengths)):
             if block.numel():
                 self.broadcast(block, source)
-        return Pending.finished(buffer)
+        return Future.completed(buffer)
 
-    def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Pending:
+    def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Future[Tensor]:
         """Combine a contiguous buffer over all members; member r gets block r, `lengths[r]` elements long.
 
         The result is that block, in place; the rest of the buffer holds nothing of use afterwards.
@@ -205,9 +93,8 @@ class Group(ABC):
             if source != self.rank and _checksum(parts[-1]) != checksum:
                 raise Corrupt(f"rank {source} sent a damaged message", ranks=(source,), where="swap")
         parts[self.rank] = outgoing[self.rank]
-        return ReceivedMessages(
-            parts, (self.size - 1) * (block.numel() + table.numel() * table.element_size())
-        )
+        sent_bytes = (self.size - 1) * (block.numel() + table.numel() * table.element_size())
+        return Messages(Future.completed(parts), Future.completed(None), sent_bytes)
 
     @abstractmethod
     def fork(self) -> Group:
@@ -229,7 +116,7 @@ class Group(ABC):
         """The payload that this member sends when the tensor is all-reduced: 2 (P-1)/P of it."""
         return 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
 
-    def work_for_others(self) -> None:
+    def progress(self) -> None:
         """Before this member blocks for something else: do what others may wait for meanwhile."""
         return
 

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from echelon.comm.group import Group, Pending, blocks
+from echelon.comm.future import Future
+from echelon.comm.group import Group, blocks
 
 Landed = list[tuple[nn.Parameter, Tensor | None]]
 
@@ -35,7 +36,7 @@ class Bucket(ABC):
         self.parameters = list(parameters)
         self.awaits = missing
         self.missing = missing
-        self.pending: Pending | None = None
+        self.future: Future[Tensor] | None = None
         self.filled_at = self.encode_s = 0.0
 
     def leave(self, weight: float, priority: int) -> None:
@@ -43,12 +44,12 @@ class Bucket(ABC):
         self.filled_at = time.perf_counter()
         self._fill(weight)
         self.encode_s = time.perf_counter() - self.filled_at
-        self.pending = self._start(priority)
+        self.future = self._start(priority)
 
     def reset(self) -> None:
         """Be ready for the next round."""
         self.missing = self.awaits
-        self.pending = None
+        self.future = None
 
     @property
     @abstractmethod
@@ -75,7 +76,7 @@ class Bucket(ABC):
     def _fill(self, weight: float) -> None: ...
 
     @abstractmethod
-    def _start(self, priority: int) -> Pending: ...
+    def _start(self, priority: int) -> Future[Tensor]: ...
 
 
 class DenseBucket(Bucket):
@@ -134,7 +135,7 @@ class DenseBucket(Bucket):
             used.append(float(p.grad is not None))
         self._flags.copy_(torch.tensor(used))
 
-    def _start(self, priority: int) -> Pending:
+    def _start(self, priority: int) -> Future[Tensor]:
         return self._group.all_reduce(self._buffer, priority=priority)
 
 
@@ -197,7 +198,7 @@ class LinearBucket(Bucket):
             torch.mm(rows.t(), inputs, out=self._view)
         self._buffer[-1] = float(len(rows) > 0 or before is not None)
 
-    def _start(self, priority: int) -> Pending:
+    def _start(self, priority: int) -> Future[Tensor]:
         return self._group.all_reduce(self._buffer, priority=priority)
 
 
@@ -276,7 +277,7 @@ class FactorBucket(Bucket):
         self._weight = weight
         self._write_block()
 
-    def _start(self, priority: int) -> Pending:
+    def _start(self, priority: int) -> Future[Tensor]:
         return self._group.gather(self._buffer, self._lengths, priority=priority)
 
     def _make_room(self) -> None:

@@ -138,9 +138,9 @@ class DeferredSteps:
         for other in list(self._buckets):
             if other is late or not other.bucket.lands_alone:
                 continue
-            if late.bucket.pending is not None and late.bucket.pending.done():
+            if late.bucket.future is not None and late.bucket.future.done():
                 break
-            if other.bucket.pending is not None and other.bucket.pending.done():
+            if other.bucket.future is not None and other.bucket.future.done():
                 self._apply(other)
         self._apply(late)
 

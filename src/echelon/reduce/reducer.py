@@ -347,17 +347,17 @@ class Reducer:
 
     def receive(self, bucket: Bucket) -> Landed:
         """Wait for one bucket and report it."""
-        assert bucket.pending is not None
+        assert bucket.future is not None
         waiting = time.perf_counter()
         try:
-            bucket.pending.wait()
+            bucket.future.wait()
         except GradientError:
             bucket.reset()  # training may go on
             raise
         wait_s = time.perf_counter() - waiting
         if self._receiver is not None:
             self._observer.waited(wait_s)
-        timing = bucket.pending.timing()
+        timing = bucket.future.timing
         landed = bucket.landed()
         self._just_landed.update(id(p) for p in bucket.parameters)
         self._observer.bucket(
@@ -396,7 +396,7 @@ class Reducer:
 
     def _refuse_parts(self, parameter: Tensor, bucket: Bucket) -> None:
         """A gradient may come in parts, from several reentrant checkpoints, as long as it has not left."""
-        if bucket.pending is not None:
+        if bucket.future is not None:
             raise ModelError(
                 f"the gradient of parameter {self._name(parameter)} came in two parts, "
                 "the second after the first was sent",

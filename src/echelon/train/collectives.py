@@ -13,7 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from echelon.comm.group import Group, Pending
+from echelon.comm.future import Future
+from echelon.comm.group import Group
 from echelon.errors import ConfigError
 
 Op = Literal["sum", "mean", "max", "min"]
@@ -56,10 +57,10 @@ class ScriptCollectives:
     @overload
     def all_reduce(
         self, tensor: Tensor, op: Op = "sum", *, weight: float | None = None, wait: Literal[False]
-    ) -> Pending: ...
+    ) -> Future[Tensor]: ...
     def all_reduce(
         self, tensor: Tensor, op: Op = "sum", *, weight: float | None = None, wait: bool = True
-    ) -> Tensor | Pending:
+    ) -> Tensor | Future[Tensor]:
         """Combine a tensor over all workers, in place. With wait=False, returns a future of it.
 
         A mean may be weighted: each worker gives the weight of its own tensor, such as its samples.
@@ -68,16 +69,16 @@ class ScriptCollectives:
         self._check_same("all_reduce", op if weight is None else f"{op} weighted", tensor)
         part = self._part(op, weight)
         if self.world_size == 1 or not tensor.numel():
-            pending = Pending.finished(tensor)
+            future = Future.completed(tensor)
         else:
             # A copy: if the reduction fails in the middle, what was handed in is as it was.
             flat = tensor.detach().clone(memory_format=torch.contiguous_format)
             if part is not None:
                 flat.mul_(part)
-            pending = self._group.all_reduce(flat, "sum" if op == "mean" else op).then(
+            future = self._group.all_reduce(flat, "sum" if op == "mean" else op).then(
                 lambda _: _put(tensor, flat)
             )
-        return pending.wait() if wait else pending
+        return future.wait() if wait else future
 
     def _part(self, op: Op, weight: float | None) -> float | None:
         """The part that this worker's tensor has in a mean; None for other operations."""

@@ -69,7 +69,7 @@ def _to_leader(group: Group, mine: bytes) -> list[bytes]:
     """Everybody's bytes, on the leader; others get nothing of each other."""
     own, nothing = torch.frombuffer(bytearray(mine), dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
     swapped = group.all_to_all([own if rank == 0 else nothing for rank in range(group.size)])
-    parts = swapped.parts()
+    parts = swapped.received.wait()
     parts[group.rank] = own
     return [bytes(part.numpy()) for part in parts]
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from torch import Tensor
 
-from echelon.comm.group import Op, Pending
+from echelon.comm.future import Future
+from echelon.comm.group import Op
 from echelon.comm.meet.rendezvous import Member
 from echelon.comm.memory.shm import DONE, READY, Board, SharedMemoryTeam, nap_s, sum_into
 from echelon.comm.schedule.collective import Collective, Schedule, on, pieces
@@ -72,18 +73,7 @@ def _schedule(collective: Collective, rail: tuple[int, ...], position: int, leng
     return on(rail, collective.schedule(position, len(rail), length))
 
 
-class Crossing(Exchange):
-    """What goes to other machines and comes from them; `over` is called when that is through."""
-
-    over: Callable[[], None]
-
-    def end(self, error: Exception | None = None) -> None:
-        """It is through, or was given up."""
-        super().end(error)
-        self.over()
-
-
-class RailReduction(Operation):
+class RailReduction(Operation[Tensor]):
     """A reduction on one worker, from being ready for it until all of its machine's carriers are done.
 
     `parts` are the buffers of this machine. It waits in the loop until it departs: until the sum of this
@@ -91,9 +81,9 @@ class RailReduction(Operation):
     """
 
     def __init__(
-        self, turn: int, parts: list[Tensor], op: Op, crossing: Crossing, layout: RailLayout, board: Board
+        self, turn: int, parts: list[Tensor], op: Op, crossing: Exchange, layout: RailLayout, board: Board
     ) -> None:
-        super().__init__(crossing.tag, crossing.deadline_s)
+        super().__init__(crossing.tag, crossing.deadline_s, parts[layout.position])
         self.turn = turn
         self.parts = parts
         self.op = op
@@ -130,7 +120,7 @@ class RailReduction(Operation):
             late = self.crossing.awaited()
         return late or self._behind(DONE)
 
-    def end(self, error: Exception | None = None) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """It is over, and so is what it has under way."""
         if not self.ended:
             self.timing.sent = max(self.timing.sent, self.crossing.timing.sent)
@@ -158,11 +148,11 @@ class RailReduction(Operation):
         return {self._layout.mates[at] for at in late if row == READY or at < self._layout.rails}
 
 
-class _Departure(Operation):
+class _Departure(Operation[None]):
     """Lets a haul depart, in the loop's thread."""
 
     def __init__(self, reduction: RailReduction) -> None:
-        super().__init__(reduction.tag + 1, reduction.deadline_s)
+        super().__init__(reduction.tag + 1, reduction.deadline_s, None)
         self._reduction = reduction
 
     def begin(self, connections: Mapping[int, Connection]) -> None:
@@ -200,16 +190,16 @@ class Rails:
         self._door = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._broken: Exception | None = None
+        self._broken: BaseException | None = None
 
-    def start(self, tag: int, parts: list[Tensor], op: Op, priority: int) -> Pending:
+    def start(self, tag: int, parts: list[Tensor], op: Op, priority: int) -> Future[Tensor]:
         """Say that this worker's part is filled, and sum it over all machines, in the background.
 
         `tag` and the next one are this reduction's; `parts` are those of this machine's workers.
         """
         self._turn += 1
         start, stop = self.layout.slice(parts[0].numel())
-        crossing = Crossing(
+        crossing = Exchange(
             tag,
             parts[self.layout.position][start:stop],
             self.layout.schedule(self._collective, parts[0].numel()),
@@ -218,8 +208,9 @@ class Rails:
             deadline_s=self._deadline_s,
             priority=priority,
         )
-        crossing.over = self._wake.set
         reduction = RailReduction(self._turn, parts, op, crossing, self.layout, self._team.board)
+        for future in (crossing.future, reduction.future):
+            future.add_done_callback(self._wake.set)
         with self._door:
             if self._broken is None:
                 self._open.append(reduction)
@@ -233,11 +224,7 @@ class Rails:
             self._team.board.tell(READY, reduction.turn)
             self._wake.set()
 
-        def wait() -> Tensor:
-            reduction.wait()
-            return parts[self.layout.position]
-
-        return Pending(wait, lambda: reduction.ended, lambda: reduction.timing)
+        return reduction.future
 
     def sent_elements(self, length: int) -> int:
         """How many elements this worker sends to other machines for a buffer of that length."""
@@ -324,7 +311,7 @@ class Rails:
         if reduction.error is not None:  # the loop was first
             self._break(reduction.error)
 
-    def _break(self, error: Exception) -> None:
+    def _break(self, error: BaseException) -> None:
         """From now on all fails with this."""
         with self._door:
             self._broken = self._broken or error

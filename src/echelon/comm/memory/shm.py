@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.comm.group import Op, Timing
+from echelon.comm.future import Timing
+from echelon.comm.group import Op
 from echelon.comm.memory.segment import Gather, share
 from echelon.comm.schedule.collective import pieces
 from echelon.comm.wire import blame

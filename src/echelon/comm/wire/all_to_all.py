@@ -20,17 +20,17 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import xxhash
 from torch import Tensor
 
-from echelon.comm.group import Messages, Timing
+from echelon.comm.future import Future
 from echelon.comm.wire import frames
 from echelon.comm.wire.connection import Connection, Sink, Whole
 from echelon.comm.wire.exchange import as_bytes
-from echelon.comm.wire.operation import Moment, Operation
+from echelon.comm.wire.operation import Operation
 from echelon.errors import Corrupt, WorkerError
 
 HEAD_BYTES = 20
@@ -75,16 +75,19 @@ class _Nowhere(Sink):
         return
 
 
-class AllToAll(Operation):
+class AllToAll(Operation[None]):
     """One worker's part: `outgoing` has a message for each peer, by its rank in the view.
 
-    `sent_bytes` are the heads and payloads of the first attempts, `repeats` is how many others there were.
+    `received` gives the peers' messages, by rank, as bytes; `future` is done when the peers have this
+    worker's messages, too. `sent_bytes` counts the heads and payloads of first attempts, `repeats` the
+    further attempts.
     """
 
     def __init__(
         self, tag: int, outgoing: Mapping[int, memoryview], *, deadline_s: float, priority: int = 0
     ) -> None:
-        super().__init__(tag, deadline_s)
+        super().__init__(tag, deadline_s, None)
+        self.received: Future[dict[int, Tensor]] = Future(self, self.timing)
         self.repeats = 0
         self.sent_bytes = sum(HEAD_BYTES + len(message) for message in outgoing.values())
         self._outgoing = outgoing
@@ -92,38 +95,17 @@ class AllToAll(Operation):
         self._priority = priority
         self._connections: Mapping[int, Connection] = {}
         self._messages: dict[int, Tensor] = {}
-        self._received = Moment()
         # By peer: who has not sent all of its message, who has not answered, and answers not yet sent.
         self._missing = set(outgoing)
         self._unanswered = set(outgoing)
         self._answering: dict[int, int] = {}
         self._unread: dict[int, list[int]] = {}  # attempts of unknown length: their heads were damaged
 
-    # For those who wait --------------------------------------------------------------------------
-
-    @property
-    def received(self) -> bool:
-        """Whether `messages` would return or raise at once."""
-        return self._received.is_past
-
-    def messages(self) -> dict[int, Tensor]:
-        """Block until the messages of all peers are here, by rank, as bytes."""
-        self._await(self._received)
-        if self._missing:
-            assert self.error is not None
-            raise self.error
-        return self._messages
-
-    def tell(self, callback: Callable[[], None]) -> bool:
-        """Call back once, when all messages are here or never will be; at once if that is so."""
-        self._received.tell(callback)
-        return True
-
-    def see_off(self) -> None:
-        """Before this worker leaves: let those have its messages of whom it has got theirs."""
-        if self.received:
-            with contextlib.suppress(WorkerError):  # it has what it wanted
-                self.wait()
+    def finish_sending(self) -> None:
+        """Before closing: wait until the peers have this worker's messages, if theirs have arrived."""
+        if self.received.done():
+            with contextlib.suppress(WorkerError):  # this worker has all it needs
+                self.future.wait()
 
     # In the loop's thread ------------------------------------------------------------------------
 
@@ -145,15 +127,15 @@ class AllToAll(Operation):
         """Those whose messages are not here; else those who do not answer; else those who do not listen."""
         return set(self._missing or self._unanswered or self._answering)
 
-    def end(self, error: Exception | None = None) -> None:
-        """It is over; whoever still waits for messages learns why there will be none."""
+    def end(self, error: BaseException | None = None) -> None:
+        """A thread that still waits for messages learns why there will be none."""
         super().end(error)
-        self._received.happen()
+        self.received.complete(error=error)
 
     def _proceed(self) -> None:
-        if not self._missing and not self._received.is_past:
+        if not self._missing and not self.received.done():
             self.timing.ended = time.perf_counter()
-            self._received.happen()
+            self.received.complete(self._messages)
         if not (self._missing or self._unanswered or self._answering):
             self.end()
 
@@ -257,56 +239,6 @@ class AllToAll(Operation):
 
     def _key(self, attempt: int, kind: int) -> tuple[int, int]:
         return self.tag, 3 * attempt + kind
-
-
-class PendingMessages(Messages):
-    """A swap on a worker, as its group gives it out.
-
-    `ranks` are those of all members in the view; `first` is done by whoever is about to block.
-    """
-
-    def __init__(
-        self, all_to_all: AllToAll, ranks: Sequence[int], own: Tensor, first: Callable[[], None]
-    ) -> None:
-        self._all_to_all = all_to_all
-        self._ranks = ranks
-        self._own = own
-        self._first = first
-
-    def parts(self) -> list[Tensor]:
-        """The messages, by rank in the group."""
-        if not self._all_to_all.received:
-            self._first()
-        messages = self._all_to_all.messages()
-        return [messages.get(rank, self._own) for rank in self._ranks]
-
-    def done(self) -> bool:
-        """Whether all are here, or never will be."""
-        return self._all_to_all.received
-
-    def tell(self, callback: Callable[[], None]) -> bool:
-        """In the thread that moves bytes."""
-        return self._all_to_all.tell(callback)
-
-    def wait(self) -> None:
-        """Also for the others' answers."""
-        if not self._all_to_all.ended:
-            self._first()
-        self._all_to_all.wait()
-
-    def timing(self) -> Timing:
-        """From the first byte to the last message."""
-        return self._all_to_all.timing
-
-    @property
-    def sent_bytes(self) -> int:
-        """Heads and payloads, each counted once."""
-        return self._all_to_all.sent_bytes
-
-    @property
-    def repeats(self) -> int:
-        """How many messages were sent again."""
-        return self._all_to_all.repeats
 
 
 def _heads(outgoing: Mapping[int, memoryview]) -> dict[int, memoryview]:

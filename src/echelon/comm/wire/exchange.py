@@ -142,8 +142,8 @@ class _Keep(Sink):
         self._exchange.arrived(self._move)
 
 
-class Exchange(Operation):
-    """One worker's part in a collective on one buffer."""
+class Exchange(Operation[Tensor]):
+    """One worker's part of a collective on a buffer; its future gives `result` or `flat`."""
 
     def __init__(
         self,
@@ -155,8 +155,9 @@ class Exchange(Operation):
         op: Op,
         deadline_s: float,
         priority: int,
+        result: Tensor | None = None,
     ) -> None:
-        super().__init__(tag, deadline_s)
+        super().__init__(tag, deadline_s, flat if result is None else result)
         self.rank = rank
         self.item_bytes = flat.element_size()
         self.combine = combiner(flat, op)
@@ -196,8 +197,9 @@ class Exchange(Operation):
 
     def awaited(self) -> set[int]:
         """Those from whom the current step needs something; else those who do not take what it sends."""
-        waiting = {rank for rank, count in self._receiving.items() if count}
-        return waiting or {rank for rank, count in self._sending.items() if count}
+        # Copies, for a thread that waits may ask too.
+        waiting = {rank for rank, count in list(self._receiving.items()) if count}
+        return waiting or {rank for rank, count in list(self._sending.items()) if count}
 
     def added(self, add: _Add) -> None:
         """Some elements were added: what is listed later may have waited for that."""

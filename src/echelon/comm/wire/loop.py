@@ -21,7 +21,8 @@ import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from echelon.comm.wire import blame
 from echelon.comm.wire.connection import Connection
@@ -47,8 +48,9 @@ class Loop:
         self, connections: Mapping[int, Connection], names: Mapping[int, str], *, me: str = ""
     ) -> None:
         self.connections = dict(connections)
-        self._names = names
-        self._me = me
+        self.names = names
+        self.me = me
+        self.progress: Callable[[], None] = _no_progress  # what a thread does before it blocks
         self._mine = set(names) - set(connections)
         self._live = dict(connections)
         self._broken: dict[int, Exception] = {}
@@ -59,12 +61,12 @@ class Loop:
         )
         self._loss: WorkerError | None = None
         self._reasons: list[WorkerError] = []
-        self._operations: dict[int, Operation] = {}
+        self._operations: dict[int, Operation[Any]] = {}
         self._begun: dict[int, int] = {}
         self._given_up: dict[int, WorkerError] = {}
         self._late: dict[int, RollCall] = {}
         self._door = threading.Lock()
-        self._inbox: deque[Operation] = deque()
+        self._inbox: deque[Operation[Any]] = deque()
         self._over: WorkerError | None = None
         self._closing = False
         self._cause = ""
@@ -83,9 +85,10 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name="echelon-wire", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: Operation[Any]) -> None:
         """Start an operation. Its deadline runs from now on."""
         operation.deadline = time.monotonic() + operation.deadline_s
+        operation.loop = self
         with self._door:
             if self._over is None:
                 self._inbox.append(operation)
@@ -117,7 +120,7 @@ class Loop:
             self._wake_out.send(b"\0")
 
     def _run(self) -> None:
-        over: WorkerError = PeerLost("this worker has left the group", where=self._me)
+        over: WorkerError = PeerLost("this worker has left the group", where=self.me)
         try:
             while not self._closing:
                 events = self._poll.poll(_TICK_S)
@@ -131,7 +134,7 @@ class Loop:
         except Exception as error:  # noqa: BLE001 - whoever waits must learn of it, whatever it was
             _log.exception("the thread that moves bytes failed")
             self._cause = self._cause or f"{type(error).__name__}: {error}"
-            over = _defect(error, self._me)
+            over = _defect(error, self.me)
         finally:
             self._shut(over)
 
@@ -202,7 +205,7 @@ class Loop:
 
     # Operations ----------------------------------------------------------------------------------
 
-    def _begin(self, operation: Operation) -> None:
+    def _begin(self, operation: Operation[Any]) -> None:
         channel = operation.tag >> CHANNEL_BITS
         self._begun[channel] = max(self._begun.get(channel, 0), operation.tag)
         told = self._given_up.pop(operation.tag, None)
@@ -222,7 +225,7 @@ class Loop:
     def _has_begun(self, tag: int) -> bool:
         return tag <= self._begun.get(tag >> CHANNEL_BITS, 0)
 
-    def _end(self, operation: Operation, error: WorkerError, *, tell: bool = True) -> None:
+    def _end(self, operation: Operation[Any], error: WorkerError, *, tell: bool = True) -> None:
         for connection in self.connections.values():
             connection.forget(operation.tag)
         self._operations.pop(operation.tag, None)
@@ -259,7 +262,7 @@ class Loop:
             error = cause
             _log.warning("%s", cause.message)
         elif goodbye is None:
-            error = blame.died(self._names, (rank,), f"{self._me} ({cause})" if self._me else str(cause))
+            error = blame.died(self.names, (rank,), f"{self.me} ({cause})" if self.me else str(cause))
         else:
             error = self._left(rank, goodbye)
         self._lost[rank] = error
@@ -280,10 +283,10 @@ class Loop:
 
     def _left(self, rank: int, goodbye: Goodbye) -> WorkerError:
         if goodbye.blamed and not self._mine & set(goodbye.blamed):
-            return PeerLost(goodbye.cause, ranks=goodbye.blamed, where=self._me, fix=_SEE_LOG)
+            return PeerLost(goodbye.cause, ranks=goodbye.blamed, where=self.me, fix=_SEE_LOG)
         if goodbye.cause:
-            return blame.failed(self._names, rank, goodbye.cause, self._me)
-        return blame.ended(self._names, (rank,), self._me)
+            return blame.failed(self.names, rank, goodbye.cause, self.me)
+        return blame.ended(self.names, (rank,), self.me)
 
     # Notices -------------------------------------------------------------------------------------
 
@@ -310,11 +313,11 @@ class Loop:
     def _hear_given_up(self, rank: int, notice: GaveUp) -> None:
         error: WorkerError
         if self._mine & set(notice.blamed):
-            text = f"{self._names[rank]} gave up on this worker: {notice.text}"
-            error = PeerLost(text, ranks=(rank,), where=self._me, fix=_SEE_LOG)
+            text = f"{self.names[rank]} gave up on this worker: {notice.text}"
+            error = PeerLost(text, ranks=(rank,), where=self.me, fix=_SEE_LOG)
         else:
             kind = RoundTimeout if notice.late else PeerLost
-            error = kind(notice.text, ranks=notice.blamed, where=self._me, fix=_SEE_LOG)
+            error = kind(notice.text, ranks=notice.blamed, where=self.me, fix=_SEE_LOG)
         operation = self._operations.get(notice.operation)
         if operation is not None and not operation.ended:
             self._end(operation, error, tell=False)
@@ -332,7 +335,7 @@ class Loop:
             if roll.is_over(now):
                 operation = self._operations[tag]
                 blamed = roll.absent() or sorted(operation.awaited())
-                self._end(operation, blame.late(self._names, blamed, operation.deadline_s, self._me))
+                self._end(operation, blame.late(self.names, blamed, operation.deadline_s, self.me))
 
     def _call_roll(self, tag: int) -> None:
         """Ask who is in an operation that somebody no longer waits for."""
@@ -389,6 +392,10 @@ class Loop:
                     del leaving[rank]
             if leaving:
                 time.sleep(_LINGER_POLL_S)
+
+
+def _no_progress() -> None:
+    """No group sums in shared memory on this loop."""
 
 
 def _discard(sock: socket.socket) -> None:

@@ -51,7 +51,7 @@ Place = Callable[[int, MessageHead, int], memoryview | None]  # peer, head, byte
 _NOTHING = memoryview(b"")
 
 
-class Mailbox(Operation):
+class Mailbox(Operation[None]):
     """A member's messages to and from others; one for each member of a view.
 
     A peer that leaves in peace while its messages are still wanted (`wanted` says whose) ends the post, as
@@ -66,7 +66,7 @@ class Mailbox(Operation):
         place: Place = lambda peer, head, length: None,
         farewell: int = -1,
     ) -> None:
-        super().__init__(POST_CHANNEL << CHANNEL_BITS | 1, _EVER_S)
+        super().__init__(POST_CHANNEL << CHANNEL_BITS | 1, _EVER_S, None)
         self.wanted = set(peers)
         self._loop = loop
         self._peers = set(peers)
@@ -138,7 +138,7 @@ class Mailbox(Operation):
         """Nobody in particular: a post never ends by itself."""
         return set()
 
-    def end(self, error: Exception | None = None) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """Wake whoever waits."""
         super().end(error)
         self._inbox.put(None)

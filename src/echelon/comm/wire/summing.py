@@ -52,7 +52,7 @@ class SumServers:
     def dismiss(self) -> None:
         """Tell the servers that nothing more comes, and wait until it is sent."""
         if self._rank == 0:
-            self._tell([_OVER, 0, 0, 0]).wait()
+            self._tell([_OVER, 0, 0, 0]).future.wait()
 
     def _tell(self, fields: list[int]) -> Exchange:
         self._told += 1
@@ -81,11 +81,11 @@ def serve(loop: Loop, *, rank: int, workers: int, servers: int, deadline_s: floa
         step = ScheduleStep(takes=(Move(0, 0, _FIELDS),))
         hearing = Exchange(heard, fields, [step], rank=rank, op="sum", deadline_s=_EVER_S, priority=_FIRST)
         loop.submit(hearing)
-        hearing.wait()
+        hearing.future.wait()
         tag, length, dtype, op = fields.tolist()
         if tag == _OVER:
             for exchange in under_way:
-                exchange.wait()
+                exchange.future.wait()
             return heard - 1
         exchange = Exchange(
             tag,

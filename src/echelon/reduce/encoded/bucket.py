@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.codec.codec import Codec
-from echelon.comm.group import Pending, Timing, blocks
+from echelon.comm.future import Future, Timing
+from echelon.comm.group import blocks
 from echelon.errors import GradientError
 from echelon.reduce.bucket import Bucket, Landed
 from echelon.reduce.encoded import rounds
@@ -25,7 +26,7 @@ from echelon.reduce.encoded.message import NonFinite
 from echelon.reduce.encoded.rounds import EncodedRound, LoadedRange, ParameterRange
 from echelon.reduce.encoded.route import Route, Site
 from echelon.reduce.encoded.states import States
-from echelon.reduce.encoded.thread import BucketJob, CodecThread, Steps
+from echelon.reduce.encoded.thread import CodecThread, Steps
 
 Named = tuple[str, nn.Parameter]
 
@@ -67,7 +68,6 @@ class EncodedBucket(Bucket):
         self._complaint: NonFinite | None = None
         self._sent_bytes = self._sending_bytes = 0
         self._timing = Timing()
-        self._job: BucketJob | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -112,20 +112,13 @@ class EncodedBucket(Bucket):
             used.append(p.grad is not None)
         self._used = used
 
-    def _start(self, priority: int) -> Pending:
+    def _start(self, priority: int) -> Future[Tensor]:
         self._sending_bytes = 0
         self._timing = Timing()
         added_to = [index for index, p in enumerate(self.parameters) if id(p) in self.carried]
         self._further = frozenset(added_to)
-        job = self._job = self._thread.submit(self._steps(priority))
-
-        def wait() -> Tensor:
-            if not job.ended:
-                self._route.anyone.work_for_others()
-            job.wait()
-            return self._buffer
-
-        return Pending(wait, lambda: job.ended, lambda: self._timing)
+        ended = self._thread.submit(self._steps(priority), self._route.anyone.progress, self._timing)
+        return ended.then(lambda _: self._buffer)
 
     # In the relay's thread -----------------------------------------------------------------------
 
@@ -162,6 +155,7 @@ class EncodedBucket(Bucket):
             used=self._used,
             complaint=self._complaint,
             priority=priority,
+            timing=self._timing,
             further=self._further,
             who=lambda rank: self._who(rounds.rank_in_view(self._route.between[0], rank)),
         )
@@ -170,7 +164,6 @@ class EncodedBucket(Bucket):
         self._used, self._complaint = work.used, work.complaint
         self._sending_bytes += work.sent_bytes
         self.coded_bytes = work.sent_bytes
-        self._timing = work.timing
         self.encode_s += work.encode_s
 
     def _between_sites(self, inside: Site, priority: int, begun: float) -> Steps:
@@ -187,9 +180,9 @@ class EncodedBucket(Bucket):
             at = len(self._used) + 2 * inside.position
             flags[at : at + 2] = rounds.said(self._complaint)
         self.encode_s += time.perf_counter() - begun
-        pending = inside.down.reduce_scatter(flat, lengths)
-        yield pending
-        pending.wait()
+        future = inside.down.reduce_scatter(flat, lengths)
+        yield future
+        future.wait()
         self._sending_bytes += 4 * (sum(lengths) - lengths[inside.position])
         mine = blocks(flat, lengths)[inside.position]
         if inside.position < inside.rails:
@@ -205,9 +198,9 @@ class EncodedBucket(Bucket):
             flags.zero_()
             flags[: len(self._used)] = torch.tensor(self._used, dtype=torch.float32)
             flags[len(self._used) : len(self._used) + 2] = rounds.said(self._complaint)
-        pending = inside.up.gather(flat, lengths, priority=priority)
-        yield pending
-        pending.wait()
+        future = inside.up.gather(flat, lengths, priority=priority)
+        yield future
+        future.wait()
         self._sending_bytes += 4 * lengths[inside.position] * (inside.size - 1)
         said = []
         for block, rail in zip(blocks(flat, lengths), rails, strict=False):

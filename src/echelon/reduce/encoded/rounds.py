@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from echelon.codec.codec import Codec, CodecContext, State, Summed, owners, seed_of
-from echelon.comm.group import Group, Timing
+from echelon.comm.future import Timing
+from echelon.comm.group import Group
 from echelon.reduce.encoded import message as message
 from echelon.reduce.encoded.message import EncodedMessage, NonFinite
 from echelon.reduce.encoded.states import States
@@ -131,10 +132,10 @@ def gather(work: EncodedRound) -> Steps:
     work.encode_s += time.perf_counter() - begun
     work.timing.begun = time.perf_counter()
     all_to_all = work.lanes[0].all_to_all([page] * work.size, priority=work.priority)
-    yield all_to_all
-    pages = all_to_all.parts()
+    yield all_to_all.received
+    pages = all_to_all.received.wait()
     work.sent_bytes += all_to_all.sent_bytes
-    work.timing.sent = all_to_all.timing().sent
+    work.timing.sent = all_to_all.received.timing.sent
     begun = time.perf_counter()
     messages = [_read(work, page, rank, len(work.held)) for rank, page in enumerate(pages)]
     if work.complaint is not None:
@@ -166,8 +167,8 @@ def scatter(work: EncodedRound) -> Steps:
     work.encode_s += time.perf_counter() - begun
     work.timing.begun = time.perf_counter()
     all_to_all = work.lanes[0].all_to_all(outgoing, priority=work.priority)
-    yield all_to_all
-    pages = all_to_all.parts()
+    yield all_to_all.received
+    pages = all_to_all.received.wait()
     work.sent_bytes += all_to_all.sent_bytes
     begun = time.perf_counter()
     page = _totals(work, pages, shares)
@@ -176,10 +177,10 @@ def scatter(work: EncodedRound) -> Steps:
         written = []
     work.encode_s += time.perf_counter() - begun
     all_to_all = work.lanes[1].all_to_all([page] * work.size, priority=work.priority)
-    yield all_to_all
-    pages = all_to_all.parts()
+    yield all_to_all.received
+    pages = all_to_all.received.wait()
     work.sent_bytes += all_to_all.sent_bytes
-    work.timing.sent = all_to_all.timing().sent
+    work.timing.sent = all_to_all.received.timing.sent
     begun = time.perf_counter()
     owned = [
         [(held, share[rank]) for held, share in zip(work.held, shares, strict=True) if share[rank].size]
@@ -238,9 +239,9 @@ def summed(work: EncodedRound, codec: Summed) -> Steps:
     total = torch.cat([*numbers, used, complaints.view(-1)])
     work.encode_s += time.perf_counter() - begun
     work.timing.begun = time.perf_counter()
-    pending = work.lanes[0].all_reduce(total, priority=work.priority)
-    yield pending
-    pending.wait()
+    future = work.lanes[0].all_reduce(total, priority=work.priority)
+    yield future
+    future.wait()
     work.sent_bytes += work.lanes[0].sent_bytes(total)
     flags = total[sum(lengths) :]
     work.complaint = heard(flags[len(work.used) :])
@@ -254,11 +255,11 @@ def summed(work: EncodedRound, codec: Summed) -> Steps:
         lengths = [part.numel() for part in numbers]
         total = torch.cat([*numbers, torch.empty(0, dtype=torch.float32)])  # a rail may have nothing
         work.encode_s += time.perf_counter() - begun
-        pending = work.lanes[1].all_reduce(total, priority=work.priority)
-        yield pending
-        pending.wait()
+        future = work.lanes[1].all_reduce(total, priority=work.priority)
+        yield future
+        future.wait()
         work.sent_bytes += work.lanes[1].sent_bytes(total)
-    work.timing.sent = pending.timing().sent
+    work.timing.sent = future.timing.sent
     begun = time.perf_counter()
     parts = torch.split(total[: sum(lengths)], lengths)
     for held, part, state, turn in zip(work.held, parts, states, turns, strict=True):

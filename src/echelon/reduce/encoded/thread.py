@@ -10,52 +10,34 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator
-from typing import Protocol
+from typing import Any
 
+from echelon.comm.future import Future, Timing
 from echelon.errors import GradientError
 
-
-class Awaited(Protocol):
-    """An exchange under way."""
-
-    def tell(self, callback: Callable[[], None]) -> bool:
-        """Call back when it is over; False if it must be waited for instead."""
-
-    def done(self) -> bool:
-        """Whether it is over."""
-
-    def wait(self) -> object:
-        """Block until it is."""
-
-
-Steps = Generator[Awaited, None, None]
+Steps = Generator[Future[Any], None, None]
 
 
 class BucketJob:
-    """One bucket's way through its stages."""
+    """One bucket's way through its stages; `progress` is that of its group."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, progress: Callable[[], None], timing: Timing | None) -> None:
         self.steps = steps
         self.stage = 0
-        self.awaited: Awaited | None = None
-        self.error: BaseException | None = None
-        self._ended = threading.Event()
+        self.awaited: Future[Any] | None = None
+        self.future: Future[None] = Future(self, timing)
+        self._progress = progress
 
-    @property
-    def ended(self) -> bool:
-        """Whether it is over."""
-        return self._ended.is_set()
+    def progress(self) -> None:
+        """As its group does."""
+        self._progress()
 
-    def wait(self) -> None:
-        """Block until it is over. Every exchange has its own deadline, so this ends."""
-        self._ended.wait()
-        if self.error is not None:
-            raise self.error
+    def limit_s(self) -> None:
+        """None: every exchange has a deadline of its own."""
 
-    def end(self, error: BaseException | None = None) -> None:
-        """It is over."""
-        self.error = error
-        self._ended.set()
+    def overdue(self, timeout_s: float | None) -> Exception:
+        """Names those whom the current exchange awaits."""
+        return (self.awaited or Future[Any]()).overdue(timeout_s)
 
 
 class CodecThread:
@@ -68,14 +50,16 @@ class CodecThread:
         self._closed = False
         self._failed: BaseException | None = None
 
-    def submit(self, steps: Steps) -> BucketJob:
+    def submit(
+        self, steps: Steps, progress: Callable[[], None] = lambda: None, timing: Timing | None = None
+    ) -> Future[None]:
         """Begin a job, after those that were submitted before it."""
-        job = BucketJob(steps)
+        job = BucketJob(steps, progress, timing)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="echelon-codec", daemon=True)
             self._thread.start()
         self._events.put(job)
-        return job
+        return job.future
 
     def close(self) -> None:
         """End when the jobs under way have; they fail at once if their group is closed next."""
@@ -98,17 +82,17 @@ class CodecThread:
                 self._failed = error
             if self._failed is not None:
                 for job in self._jobs:
-                    job.end(self._failed)
+                    job.future.complete(error=self._failed)
                 self._jobs = []
 
     def _advance(self) -> None:
         """Resume whatever can be, the oldest first: each job may let the next one pass."""
         before = None
         for job in list(self._jobs):
-            while not job.ended and self._may_go(job, before):
+            while not job.future.done() and self._may_go(job, before):
                 self._resume(job)
-            before = before if job.ended else job
-        self._jobs = [job for job in self._jobs if not job.ended]
+            before = before if job.future.done() else job
+        self._jobs = [job for job in self._jobs if not job.future.done()]
 
     def _may_go(self, job: BucketJob, before: BucketJob | None) -> bool:
         if before is not None and before.stage <= job.stage:
@@ -119,16 +103,16 @@ class CodecThread:
         try:
             job.awaited = next(job.steps)
         except StopIteration:
-            job.end()
+            job.future.complete()
             return
         except GradientError as error:  # of all workers alike: later jobs go on
-            job.end(error)
+            job.future.complete(error=error)
             return
         except BaseException as error:  # noqa: BLE001 - whoever waits for the job must learn of it
             self._fail(job, error)
             return
         job.stage += 1
-        if not job.awaited.tell(lambda: self._events.put(None)):
+        if not job.awaited.add_done_callback(lambda: self._events.put(None)):
             try:
                 job.awaited.wait()
             except Exception as error:  # noqa: BLE001
@@ -137,5 +121,5 @@ class CodecThread:
 
     def _fail(self, job: BucketJob, error: BaseException) -> None:
         """This worker is out of step with the others: what it began later would be taken for this job's."""
-        job.end(error)
+        job.future.complete(error=error)
         self._failed = error

@@ -442,7 +442,7 @@ def test_workers_reduce_over_tls_and_part_in_peace():
             for loop, exchange in zip(loops, under_way, strict=True):
                 loop.submit(exchange)
             for exchange in under_way:
-                exchange.wait()
+                exchange.future.wait()
             for part in parts:
                 assert torch.equal(part, torch.arange(length, dtype=torch.float32) * 3 + 3)
         loops[2].close()

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Meeting, Member
-from echelon.comm.memory.rails import TAGS, Crossing, RailLayout, RailReduction, Rails, machines
+from echelon.comm.memory.rails import TAGS, RailLayout, RailReduction, Rails, machines
 from echelon.comm.memory.shm import DONE, READY, Board, SharedMemoryTeam
 from echelon.comm.open import open_group
 from echelon.comm.schedule.collective import COLLECTIVES
+from echelon.comm.wire.exchange import Exchange
 from echelon.comm.wire.loop import CHANNEL_BITS
 from echelon.errors import ConfigError, PeerLost, RoundTimeout, WorkerError
 from wires import Wires, values
@@ -290,7 +291,7 @@ def test_a_mate_is_needed_until_it_is_ready_and_a_carrier_until_it_is_done():
     layout = [[0, 1, 2], [3]]
     memory = torch.zeros(Board.size_bytes(3), dtype=torch.uint8)
     boards = [Board(position, 3, memory) for position in range(3)]
-    crossing = Crossing(1, torch.zeros(0), [], rank=2, op="sum", deadline_s=1.0, priority=0)
+    crossing = Exchange(1, torch.zeros(0), [], rank=2, op="sum", deadline_s=1.0, priority=0)
     reduction = RailReduction(1, [torch.zeros(8)] * 3, "sum", crossing, RailLayout(layout, 2), boards[2])
     needed = [[reduction.needs(rank) for rank in (0, 1, 3)]]
     for board in boards:

@@ -13,12 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.comm.group import Group, Pending
+from echelon.comm.group import Group
 from echelon.comm.wire.all_to_all import (
     ATTEMPTS,
     HEAD_BYTES,
     AllToAll,
-    PendingMessages,
     pack_head,
     unpack_head,
 )
@@ -26,7 +25,6 @@ from echelon.comm.wire.connection import Sink
 from echelon.comm.wire.frames import HEADER_BYTES, checksum
 from echelon.comm.wire.loop import CHANNEL_BITS
 from echelon.comm.wire.notices import Goodbye
-from echelon.comm.wire.operation import Moment
 from echelon.errors import Corrupt, PeerLost, RoundTimeout, WorkerError
 from wires import Wires, values
 
@@ -60,10 +58,10 @@ def start_all(wires, lengths, *, order=None, **options):
 def check_all(swaps, lengths):
     """Everybody has everybody's, and all is over."""
     for rank, all_to_all in enumerate(swaps):
-        got = {peer: bytes(message.numpy()) for peer, message in all_to_all.messages().items()}
+        got = {peer: bytes(message.numpy()) for peer, message in all_to_all.received.wait().items()}
         assert got == {p: text(p, rank, lengths[p][rank]) for p in range(len(swaps)) if p != rank}
     for all_to_all in swaps:
-        all_to_all.wait()
+        all_to_all.future.wait()
 
 
 def even(size, length):
@@ -113,7 +111,7 @@ class Told:
 def said(all_to_all):
     """What a swap fails with."""
     with pytest.raises(WorkerError) as caught:
-        all_to_all.messages()
+        all_to_all.received.wait()
     return caught.value
 
 
@@ -121,7 +119,7 @@ def let_pass(loop):
     """Until a loop has done all that it had to do before."""
     probe = make({}, channel=9)
     loop.submit(probe)
-    probe.wait()
+    probe.future.wait()
 
 
 class Hand:
@@ -199,15 +197,17 @@ def test_the_same_memory_may_go_to_all():
         for rank, all_to_all in enumerate(swaps):
             wires.loops[rank].submit(all_to_all)
         for all_to_all in swaps:
-            assert [bytes(got.numpy()) for got in all_to_all.messages().values()] == [bytes(message)] * 2
+            assert [bytes(got.numpy()) for got in all_to_all.received.wait().values()] == [
+                bytes(message)
+            ] * 2
 
 
 def test_a_group_of_one_has_nothing_to_wait_for():
     with Wires(2) as wires:
         all_to_all = make({})
         wires.loops[0].submit(all_to_all)
-        assert all_to_all.messages() == {}
-        all_to_all.wait()
+        assert all_to_all.received.wait() == {}
+        all_to_all.future.wait()
 
 
 def test_swaps_and_sums_of_the_same_and_other_channels_do_not_mix():
@@ -224,7 +224,7 @@ def test_swaps_and_sums_of_the_same_and_other_channels_do_not_mix():
         for turn in reversed(range(4)):
             check_all(swaps[turn], lengths)
         for exchange in sums:
-            exchange.wait()
+            exchange.future.wait()
         expected = sum(values(rank, 50_000) for rank in range(3))
         assert all(torch.equal(flat, expected) for turn in flats for flat in turn)
 
@@ -240,8 +240,8 @@ def test_an_urgent_swap_overtakes_one_that_is_not():
         assert hand.take(PAYLOAD, 3) == b"now"
         assert hand.connection.received_bytes < 400_000
         hand.give(b"you")
-        assert bytes(quick.messages()[1].numpy()) == b"you"
-        assert not slow.received
+        assert bytes(quick.received.wait()[1].numpy()) == b"you"
+        assert not slow.received.done()
 
 
 def test_an_answer_overtakes_the_most_urgent_messages():
@@ -274,7 +274,7 @@ def test_times_are_taken_in_their_order():
         before = time.perf_counter()
         swaps = start_all(wires, even(2, 1000))
         for all_to_all in swaps:
-            all_to_all.wait()
+            all_to_all.future.wait()
             timing = all_to_all.timing
             assert before < timing.begun <= timing.sent < time.perf_counter()
             assert timing.begun <= timing.ended < time.perf_counter()
@@ -286,15 +286,15 @@ def test_messages_may_be_used_before_they_are_answered():
         all_to_all = make({1: b"mine"})
         wires.loops[0].submit(all_to_all)
         hand.give(b"yours")
-        assert bytes(all_to_all.messages()[1].numpy()) == b"yours"
-        assert all_to_all.received
+        assert bytes(all_to_all.received.wait()[1].numpy()) == b"yours"
+        assert all_to_all.received.done()
         assert not all_to_all.ended
         assert all_to_all.needs(1)
         assert all_to_all.awaited() == {1}
         ended = all_to_all.timing.ended
         assert ended > 0
         hand.send(ANSWER, b"\1")
-        all_to_all.wait()
+        all_to_all.future.wait()
         assert all_to_all.timing.ended == ended, "that is when the result was there"
         assert hand.take(ANSWER, 1) == b"\1"
         assert not all_to_all.needs(1)
@@ -310,7 +310,7 @@ def test_a_swap_goes_on_until_its_own_answers_are_on_their_way():
         wires.loops[0].submit(all_to_all)
         hand.send(ANSWER, b"\1")
         hand.give(b"yours")
-        all_to_all.messages()
+        all_to_all.received.wait()
         let_pass(wires.loops[0])
         assert not all_to_all.ended
         assert all_to_all.needs(1)
@@ -324,7 +324,7 @@ def test_a_message_that_came_before_its_swap_began_is_not_lost():
         let_pass(wires.loops[0])
         all_to_all = make({1: b""})
         wires.loops[0].submit(all_to_all)
-        assert bytes(all_to_all.messages()[1].numpy()) == b"early"
+        assert bytes(all_to_all.received.wait()[1].numpy()) == b"early"
 
 
 # Damage -----------------------------------------------------------------------------------------------
@@ -387,8 +387,8 @@ def test_memory_that_has_changed_since_the_swap_was_made_is_refused_not_believed
         Tampering(wires.ends[0][1], mend)
         wires.loops[0].submit(mine)
         wires.loops[1].submit(theirs)
-        assert bytes(theirs.messages()[0].numpy()) == text(0, 1, 2000)
-        mine.wait()
+        assert bytes(theirs.received.wait()[0].numpy()) == text(0, 1, 2000)
+        mine.future.wait()
         assert mine.repeats == 1
 
 
@@ -402,10 +402,10 @@ def test_what_is_damaged_for_ever_ends_the_swap_for_everybody_at_once():
         assert "rank 0 on n0 sent a message 3 times, damaged each time" in receiver.message
         assert swaps[0].repeats == ATTEMPTS - 1
         with pytest.raises(PeerLost, match=r"rank 2 on n2 failed: rank 0 on n0 sent a message 3 times"):
-            swaps[0].wait()
+            swaps[0].future.wait()
         # What it has, the third one keeps; but from now on nothing works any more.
         with contextlib.suppress(WorkerError):
-            swaps[1].wait()
+            swaps[1].future.wait()
         for rank in range(3):
             later = make({peer: b"x" for peer in range(3) if peer != rank}, number=2)
             wires.loops[rank].submit(later)
@@ -490,7 +490,7 @@ def test_a_head_is_read_as_written_or_known_to_be_damaged(length, digest, bit):
 def test_a_peer_that_dies_before_its_message_is_here_is_named(sent):
     with Wires(2, silent=(1,), frame_bytes=2000) as wires:
         all_to_all, told = make({1: b"mine"}), Told()
-        all_to_all.tell(told)
+        all_to_all.received.add_done_callback(told)
         wires.loops[0].submit(all_to_all)
         hand = Hand(wires, 1, 0)
         if sent != "nothing":
@@ -505,21 +505,21 @@ def test_a_peer_that_dies_before_its_message_is_here_is_named(sent):
         assert error.ranks == (1,)
         assert "rank 1 on n1 is gone" in error.message
         with pytest.raises(PeerLost):
-            all_to_all.wait()
+            all_to_all.future.wait()
         assert told.times == 1
 
 
 def test_a_peer_that_dies_before_it_answers_takes_no_messages_away():
     with Wires(2, silent=(1,)) as wires:
         all_to_all, told = make({1: b"mine"}), Told()
-        all_to_all.tell(told)
+        all_to_all.received.add_done_callback(told)
         wires.loops[0].submit(all_to_all)
         Hand(wires, 1, 0).give(b"yours")
         assert told.event.wait(10)
         wires.kill(1)
         with pytest.raises(PeerLost, match="rank 1 on n1 is gone"):
-            all_to_all.wait()
-        assert bytes(all_to_all.messages()[1].numpy()) == b"yours"
+            all_to_all.future.wait()
+        assert bytes(all_to_all.received.wait()[1].numpy()) == b"yours"
         assert told.times == 1
 
 
@@ -546,10 +546,10 @@ def test_a_peer_that_leaves_in_peace_is_needed_until_it_has_both_given_and_answe
             hand.give(b"yours")
         hand.leave()
         with pytest.raises(PeerLost, match="rank 1 on n1 ended while the others were still training"):
-            all_to_all.wait()
+            all_to_all.future.wait()
         assert all_to_all.awaited() == {1}
         if did == "give":
-            assert bytes(all_to_all.messages()[1].numpy()) == b"yours"
+            assert bytes(all_to_all.received.wait()[1].numpy()) == b"yours"
 
 
 def test_a_swap_that_begins_after_a_peer_has_left_fails():
@@ -565,19 +565,19 @@ def test_a_peer_may_leave_once_its_swap_has_ended_and_the_others_have_all():
     for _ in range(5):
         with Wires(2, buffer_bytes=4096) as wires:
             mine, theirs = start_all(wires, lengths)
-            mine.messages()
-            mine.see_off()
+            mine.received.wait()
+            mine.finish_sending()
             assert mine.ended
             wires.loops[0].close()
-            assert bytes(theirs.messages()[0].numpy()) == text(0, 1, 500_000)
-            theirs.wait()
+            assert bytes(theirs.received.wait()[0].numpy()) == text(0, 1, 500_000)
+            theirs.future.wait()
 
 
 def test_nobody_is_seen_off_of_whom_nothing_has_come():
     with Wires(2) as wires:
         all_to_all = make({1: b"x"})
         wires.loops[0].submit(all_to_all)
-        all_to_all.see_off()
+        all_to_all.finish_sending()
         assert not all_to_all.ended
 
 
@@ -599,11 +599,11 @@ def test_the_deadline_names_whose_message_or_answer_has_not_come(number):
         Tampering(wires.ends[2][0], lambda n, data: None if n == number else data)
         swaps = start_all(wires, even(3, 10), deadline_s=0.05)
         with pytest.raises(RoundTimeout) as caught:
-            swaps[0].wait()
+            swaps[0].future.wait()
         assert caught.value.ranks in ((2,), (0,)), "or rank 2 was first to say that it is not answered"
         assert swaps[0].awaited() == {2}
         if number == ANSWER:
-            assert bytes(swaps[0].messages()[2].numpy()) == text(2, 0, 10)
+            assert bytes(swaps[0].received.wait()[2].numpy()) == text(2, 0, 10)
         else:
             assert type(said(swaps[0])) is RoundTimeout
 
@@ -615,18 +615,18 @@ def test_who_asked_is_told_once_when_all_messages_are_here():
     with Wires(2, silent=(1,)) as wires:
         hand = Hand(wires, 1, 0)
         all_to_all, before, after = make({1: b"mine"}), Told(), Told()
-        assert all_to_all.tell(before)
+        assert all_to_all.received.add_done_callback(before)
         wires.loops[0].submit(all_to_all)
         hand.take(HEAD, HEAD_BYTES)
         hand.send(HEAD, pack_head(5, checksum(memoryview(b"yours"))))
         assert before.times == 0
         hand.send(PAYLOAD, b"yours")
         assert before.event.wait(10)
-        assert all_to_all.received
-        all_to_all.tell(after)
+        assert all_to_all.received.done()
+        all_to_all.received.add_done_callback(after)
         assert after.times == 1
         hand.send(ANSWER, b"\1")
-        all_to_all.wait()
+        all_to_all.future.wait()
         assert (before.times, after.times) == (1, 1)
 
 
@@ -636,37 +636,11 @@ def test_who_asked_is_told_once_when_this_worker_leaves(when):
         all_to_all, told = make({1: b"mine"}), Told()
         if when == "before":
             wires.loops[0].close()
-        all_to_all.tell(told)
+        all_to_all.received.add_done_callback(told)
         wires.loops[0].submit(all_to_all)
         wires.loops[0].close()
         assert told.times == 1
         assert "this worker has left the group" in said(all_to_all).message
-
-
-def test_a_callback_that_fails_keeps_nobody_from_being_told(caplog):
-    def fail():
-        raise ValueError("a defect of the callback")
-
-    moment, told = Moment(), Told()
-    moment.tell(fail)
-    moment.tell(told)
-    moment.happen()
-    moment.happen()
-    assert told.times == 1
-    assert "a defect of the callback" in caplog.text
-
-
-def test_a_moment_is_told_exactly_once_whoever_is_first():
-    for _ in range(200):
-        moment, tolds = Moment(), [Told() for _ in range(4)]
-        threads = [threading.Thread(target=moment.happen) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for told in tolds:
-            moment.tell(told)
-        for thread in threads:
-            thread.join()
-        assert [told.times for told in tolds] == [1] * 4
 
 
 def test_a_sum_tells_when_it_is_over():
@@ -674,62 +648,54 @@ def test_a_sum_tells_when_it_is_over():
         flats = [values(rank, 1000) for rank in range(2)]
         first = wires.start(0, flats[0])
         told = Told()
-        assert first.tell(told)
+        assert first.future.add_done_callback(told)
         assert told.times == 0
-        wires.start(1, flats[1]).wait()
+        wires.start(1, flats[1]).future.wait()
         assert told.event.wait(10)
         assert first.ended
-        first.wait()
+        first.future.wait()
         assert told.times == 1
 
 
-def test_a_pending_passes_on_who_wants_to_be_told():
-    moment, told = Moment(), [Told(), Told()]
+def test_a_thread_makes_progress_for_its_peers_before_it_blocks_and_not_otherwise():
+    with Wires(2) as wires:
+        progressed = []
+        swaps = {0: make({1: b"to one"}), 1: make({0: b"to zero"})}
 
-    def tell(callback):
-        moment.tell(callback)
-        return True
+        def begin_the_other():
+            progressed.append(1)
+            if len(progressed) == 1:  # what this thread waits for depends on it
+                wires.loops[1].submit(swaps[1])
 
-    pending = Pending(lambda: torch.ones(1), lambda: moment.is_past, tell=tell)
-    assert pending.tell(told[0])
-    assert pending.then(torch.neg).tell(told[1])
-    assert [one.times for one in told] == [0, 0]
-    moment.happen()
-    assert [one.times for one in told] == [1, 1]
-
-
-def test_a_pending_that_cannot_tell_says_so_unless_it_is_over():
-    over, told = [], Told()
-    pending = Pending(lambda: torch.ones(1), lambda: bool(over))
-    assert not pending.tell(told)
-    assert told.times == 0
-    over.append(1)
-    assert pending.tell(told)
-    assert Pending.finished(torch.ones(1)).tell(told)
-    assert told.times == 2
+        wires.loops[0].progress = begin_the_other
+        wires.loops[0].submit(swaps[0])
+        assert bytes(swaps[0].received.wait()[1].numpy()) == b"to zero"
+        assert progressed == [1]
+        swaps[1].received.wait()
+        swaps[0].future.wait()
+        before = len(progressed)
+        swaps[0].received.wait()
+        swaps[0].future.wait()
+        assert len(progressed) == before
+        timing = swaps[0].received.timing
+        assert timing.ended >= timing.begun > 0
+        assert swaps[0].sent_bytes == HEAD_BYTES + 6
+        assert swaps[0].repeats == 0
 
 
-def test_what_a_group_gives_out_is_by_rank_with_the_own_in_its_place():
-    """Members 0 and 1 of a group are ranks 2 and 0 of the view."""
+def test_a_timeout_names_the_awaited_worker_and_leaves_the_operation_in_flight():
     with Wires(3) as wires:
-        own = torch.tensor([9], dtype=torch.uint8)
-        worked = []
-        swaps = {2: make({0: b"to zero"}), 0: make({2: b"to two"})}
-        mine = PendingMessages(swaps[2], (2, 0), own, lambda: worked.append(1))
-        told = Told()
-        assert mine.tell(told)
-        assert not mine.done()
-        for rank, all_to_all in swaps.items():
-            wires.loops[rank].submit(all_to_all)
-        parts = mine.parts()
-        assert parts[0] is own
-        assert bytes(parts[1].numpy()) == b"to two"
-        mine.wait()
-        assert mine.done()
-        assert told.times == 1
-        assert mine.sent_bytes == HEAD_BYTES + 7
-        assert mine.repeats == 0
-        assert mine.timing().ended >= mine.timing().begun > 0
+        swaps = {rank: make({peer: b"x" for peer in range(3) if peer != rank}) for rank in range(3)}
+        for rank in (0, 1):
+            wires.loops[rank].submit(swaps[rank])
+        let_pass(wires.loops[0])
+        swaps[0].received.add_done_callback(told := Told())
+        with pytest.raises(RoundTimeout, match=r"rank 2 on n2 did not arrive within 0\.2 s") as caught:
+            swaps[0].received.wait(0.2)
+        assert 2 in caught.value.ranks
+        assert told.times == 0
+        wires.loops[2].submit(swaps[2])
+        assert sorted(swaps[0].received.wait()) == [1, 2]
 
 
 # Groups that can only gather and broadcast ------------------------------------------------------------
@@ -776,7 +742,7 @@ def paired(outgoing, change=lambda tensor: None):
         given = [torch.tensor(list(message), dtype=torch.uint8) for message in outgoing[rank]]
         try:
             swapping = Paired(rank, table, barrier, change).all_to_all(given)
-            results[rank] = [bytes(part.numpy()) for part in swapping.parts()], swapping.sent_bytes
+            results[rank] = [bytes(part.numpy()) for part in swapping.received.wait()], swapping.sent_bytes
         except WorkerError as error:
             results[rank] = error
 

@@ -38,7 +38,7 @@ def reduced(wires, collective, inputs, *, op="sum", order=None, **options):
         for rank in order or range(wires.size)
     }
     for exchange in exchanges.values():
-        exchange.wait()
+        exchange.future.wait()
     return flats
 
 
@@ -214,7 +214,7 @@ def test_operations_at_once_submitted_in_another_order_by_each_all_come_right(co
                     )
                 )
         for exchange in exchanges:
-            exchange.wait()
+            exchange.future.wait()
         for n in range(count):
             expected = torch.stack([values(rank, 3000 + n, seed=n) for rank in range(size)]).sum(0)
             for rank in range(size):
@@ -226,7 +226,7 @@ def _carry_out(wires, flats, schedules, number):
     for rank, part in enumerate(parts):
         wires.loops[rank].submit(part)
     for part in parts:
-        part.wait()
+        part.future.wait()
 
 
 class _Peer:

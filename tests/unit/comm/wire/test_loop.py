@@ -16,7 +16,7 @@ from wires import Wires, values
 
 def failure(exchange):
     with pytest.raises(WorkerError) as caught:
-        exchange.wait()
+        exchange.future.wait()
     return caught.value
 
 
@@ -91,7 +91,7 @@ def test_workers_that_leave_as_soon_as_they_are_through_harm_nobody(tcp):
             def work(rank, wires=wires, flats=flats, outcomes=outcomes):
                 exchange = wires.start(rank, flats[rank], "ring")
                 try:
-                    exchange.wait()
+                    exchange.future.wait()
                     outcomes[rank] = flats[rank]
                 except WorkerError as error:
                     outcomes[rank] = error
@@ -113,15 +113,15 @@ def test_the_last_bytes_of_a_worker_that_leaves_are_delivered():
     with Wires(2, tcp=True) as wires:
         unread = wires.make(0, torch.ones(100_000), [ScheduleStep(sends=(Move(1, 0, 100_000),))], channel=2)
         wires.loops[0].submit(unread)
-        unread.wait()
+        unread.future.wait()
         last = wires.make(1, values(1, length), [ScheduleStep(sends=(Move(0, 0, length),))])
         wires.loops[1].submit(last)
-        last.wait()
+        last.future.wait()
         wires.loops[1].close()
         flat = torch.zeros(length)
         taken = wires.make(0, flat, [ScheduleStep(takes=(Move(1, 0, length),))])
         wires.loops[0].submit(taken)
-        taken.wait()
+        taken.future.wait()
         assert torch.equal(flat, values(1, length))
 
 
@@ -161,7 +161,7 @@ def test_an_operation_that_no_longer_needs_who_left_goes_on():
     with Wires(3) as wires:
         early = wires.make(2, values(2, 10), [ScheduleStep(sends=(Move(0, 0, 10),))])
         wires.loops[2].submit(early)
-        early.wait()
+        early.future.wait()
         wires.loops[2].close()
         wait_until(lambda: _raises(wires.loops[0].check))
         flat = torch.zeros(10)
@@ -169,7 +169,7 @@ def test_an_operation_that_no_longer_needs_who_left_goes_on():
         late = wires.make(0, flat, steps)
         wires.loops[0].submit(late)
         wires.loops[1].submit(wires.make(1, values(1, 10), [ScheduleStep(sends=(Move(0, 0, 10),))]))
-        late.wait()
+        late.future.wait()
         assert torch.equal(flat, values(1, 10) + values(2, 10))
 
 
@@ -188,11 +188,11 @@ def test_a_worker_that_lags_behind_does_not_miss_one_that_has_sent_it_all_and_le
         late = wires.make(0, flat, steps)
         wires.loops[0].submit(late)
         wires.loops[2].submit(early)
-        early.wait()
+        early.future.wait()
         wires.loops[2].close()
         wait_until(lambda: _raises(wires.loops[0].check))
         wires.loops[1].submit(wires.make(1, values(1, 4), [ScheduleStep(sends=(Move(0, 0, 4),))]))
-        late.wait()
+        late.future.wait()
         assert torch.equal(flat, values(2, 10) + torch.cat([values(1, 4), torch.zeros(6)]))
 
 
@@ -231,7 +231,7 @@ def test_after_a_deadline_the_next_operation_works():
         flats = [values(rank, 100_000) for rank in range(3)]
         expected = torch.stack(flats).sum(0)
         for exchange in [wires.start(rank, flats[rank], number=2) for rank in range(3)]:
-            exchange.wait()
+            exchange.future.wait()
         assert all(torch.equal(flat, expected) for flat in flats)
 
 
@@ -306,7 +306,7 @@ def test_a_mistake_in_the_loop_ends_every_operation_with_that_reason(caplog):
     with Wires(3) as wires:
         mine = wires.start(0, torch.ones(4), "ring", deadline_s=600)
         theirs = wires.start(1, torch.ones(4), "ring", deadline_s=600)
-        odd = Odd(7 << 40 | 1, 600)
+        odd = Odd(7 << 40 | 1, 600, None)
         wires.loops[0].submit(odd)
         for exchange in (mine, odd):
             error = failure(exchange)
@@ -338,9 +338,9 @@ def test_a_small_operation_is_not_held_up_by_a_large_one():
             for rank, part in zip((0, 2), parts, strict=True):
                 wires.loops[rank].submit(part)
             for part in parts:
-                part.wait()
+                part.future.wait()
         assert not flood.ended
-        flood.wait()
+        flood.future.wait()
 
 
 def _exchange_with(peer):
@@ -354,5 +354,5 @@ def test_a_thousand_operations_submitted_at_once_all_end():
             wires.start(rank, flats[rank][n], number=n + 1) for rank in range(2) for n in range(1000)
         ]
         for exchange in waiting:
-            exchange.wait()
+            exchange.future.wait()
         assert all(bool((flat == 2).all()) for own in flats for flat in own)
