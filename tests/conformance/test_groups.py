@@ -260,7 +260,7 @@ def told_of_reductions(transport):
         for length in (10, LARGE):
             for begin in (
                 group.all_reduce,
-                lambda tensor: group.gather(tensor, _split(group.size, tensor.numel())),
+                lambda tensor: group.all_gather_unequal(tensor, _split(group.size, tensor.numel())),
                 lambda tensor: group.reduce_scatter(tensor, _split(group.size, tensor.numel())),
             ):
                 told = threading.Semaphore(0)
@@ -288,7 +288,7 @@ def swaps_of_some(transport):
     out = []
     with member(transport) as (_, group):
         for members in ([0, 2], [3, 1, 2], [1]):
-            some = group.among(members)
+            some = group.subgroup(members)
             if some is not None:
                 length_of = LENGTHS_OF["different"]
                 out.append(

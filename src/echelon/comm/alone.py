@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ class SoloGroup(Group):
 
     rank = 0
     size = 1
+    names: Mapping[int, str] = {0: "rank 0"}
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
         """A sum of one."""

@@ -22,6 +22,7 @@ from echelon.comm.future import CallerFuture, Future
 from echelon.comm.group import Group, Op
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Meeting, interface_of
+from echelon.comm.memory.rails import machines
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -36,7 +37,9 @@ class C10dGroup(Group):
         self.size = len(meeting.members)
         self._meeting = meeting
         self._group = process_group
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
+        self.names = {member.rank: str(member) for member in meeting.members}
+        self.machines = len(machines(meeting.members))
         self._owns = owns
         self._forks: list[C10dGroup] = []
         self._under_way: list[dist.Work] = []
@@ -91,9 +94,9 @@ class C10dGroup(Group):
     def fork(self) -> Group:
         """A process group of its own; all members call this together."""
         with self._explained():
-            group = dist.new_group(timeout=timedelta(seconds=self._deadline_s))
+            group = dist.new_group(timeout=timedelta(seconds=self.deadline_s))
         assert isinstance(group, dist.ProcessGroup)
-        self._forks.append(C10dGroup(self._meeting, group, deadline_s=self._deadline_s, owns=True))
+        self._forks.append(C10dGroup(self._meeting, group, deadline_s=self.deadline_s, owns=True))
         return self._forks[-1]
 
     def close(self) -> None:
@@ -120,7 +123,7 @@ class C10dGroup(Group):
         try:
             yield
         except (dist.DistError, RuntimeError) as error:
-            raise self._meeting.explain(error, deadline_s=self._deadline_s) from error
+            raise self._meeting.explain(error, deadline_s=self.deadline_s) from error
 
 
 def _bytes(tensor: Tensor) -> Tensor:

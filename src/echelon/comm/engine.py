@@ -27,10 +27,10 @@ from echelon.comm.group import Group, Messages, Op, blocks, check_messages
 from echelon.comm.meet import mesh
 from echelon.comm.meet.links import Links, measure
 from echelon.comm.meet.place import Place
-from echelon.comm.meet.rendezvous import Meeting, Member, interface_address
+from echelon.comm.meet.rendezvous import Meeting, interface_address
 from echelon.comm.meet.tls import Certificates
 from echelon.comm.memory.rails import TAGS, RailLayout, Rails, machines
-from echelon.comm.memory.segment import Handle
+from echelon.comm.memory.segment import Handle, share
 from echelon.comm.memory.shm import SharedMemoryTeam
 from echelon.comm.schedule.collective import COLLECTIVES, Collective, Move, Schedule, ScheduleStep, pieces
 from echelon.comm.schedule.collectives.auto import AutoCollective
@@ -40,6 +40,8 @@ from echelon.comm.wire.all_to_all import AllToAll
 from echelon.comm.wire.connection import Connection
 from echelon.comm.wire.exchange import Exchange, as_bytes
 from echelon.comm.wire.loop import CHANNEL_BITS, Loop
+from echelon.comm.wire.mailbox import Mailbox
+from echelon.comm.wire.mailbox import Place as PlaceOf
 from echelon.comm.wire.summing import SumServers
 from echelon.errors import ConfigError, LaunchError, RoundTimeout, WorkerError
 
@@ -150,6 +152,8 @@ class Engine:
 class EngineGroup(Group):
     """All workers of a view, or some of them (`among`), on one channel."""
 
+    own_transport = True
+
     def __init__(
         self,
         engine: Engine,
@@ -163,6 +167,10 @@ class EngineGroup(Group):
         self.size = len(among) or len(engine.workers)
         self._among = among
         self._engine = engine
+        self.names = engine.loop.names
+        self.deadline_s = engine.deadline_s
+        self.servers = tuple(range(len(engine.workers), len(engine.meeting.members)))
+        self.machines = len(machines([engine.workers[rank] for rank in self.ranks]))
         self._owns = owns
         self._text: str
         self._collective: Collective
@@ -175,11 +183,6 @@ class EngineGroup(Group):
             self._share_memory(machines(engine.workers))
 
     @property
-    def members(self) -> tuple[Member, ...]:
-        """All of the view: the workers, and the servers after them."""
-        return self._engine.meeting.members
-
-    @property
     def _summing(self) -> SumServers | None:
         """The servers that sum for all workers; some of them sum among themselves."""
         return None if self._among else self._engine.servers
@@ -189,23 +192,8 @@ class EngineGroup(Group):
         """The ranks that its members have in the view."""
         return self._among or tuple(range(self.size))
 
-    @property
-    def servers(self) -> tuple[int, ...]:
-        """The ranks of the view's servers."""
-        return tuple(range(len(self._engine.workers), len(self.members)))
-
-    @property
-    def loop(self) -> Loop:
-        """What moves the bytes."""
-        return self._engine.loop
-
-    @property
-    def deadline_s(self) -> float:
-        """How long anybody is waited for."""
-        return self._engine.deadline_s
-
-    def among(self, members: Sequence[int]) -> EngineGroup | None:
-        """Some workers as a group of their own, over TCP; None for who is not among them. All call this."""
+    def subgroup(self, members: Sequence[int]) -> Group | None:
+        """Some members as a group of their own, over TCP."""
         if self.rank not in members:
             self._engine.next_channel()
             return None
@@ -251,7 +239,9 @@ class EngineGroup(Group):
             self._start(_as_bytes(parts), steps, "sum", 0).wait()
         return list(parts)
 
-    def gather(self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0) -> Future[Tensor]:
+    def all_gather_unequal(
+        self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0
+    ) -> Future[Tensor]:
         """Blocks go to everybody in the background."""
         item_bytes = buffer.element_size()
         steps = gather_blocks(self.rank, [length * item_bytes for length in lengths])
@@ -285,6 +275,32 @@ class EngineGroup(Group):
     def progress(self) -> None:
         """Its part in sums in shared memory."""
         self._engine.progress()
+
+    def neighbor_all_gather(self, tensor: Tensor, peers: Sequence[int]) -> list[Tensor]:
+        """Only between neighbours: a tensor to each peer, and one from each."""
+        own = tensor.detach().reshape(-1)
+        length = own.numel()
+        rooms = own.new_empty(length * (1 + len(peers)))
+        rooms[:length] = own
+        step = ScheduleStep(
+            sends=tuple(Move(peer, 0, length) for peer in peers),
+            takes=tuple(Move(peer, length * (1 + at), length * (2 + at)) for at, peer in enumerate(peers)),
+        )
+        self.exchange(rooms, [step]).wait()
+        return list(rooms.view(1 + len(peers), *tensor.shape)[1:])
+
+    def mailbox(self, place: PlaceOf) -> Mailbox:
+        """Over the connections that the view has anyway."""
+        return Mailbox(self._engine.loop, set(self.servers), place=place)
+
+    def shared_memory(self, size_bytes: int) -> Tensor:
+        """The first member makes it."""
+        pids = [self._engine.workers[rank].pid for rank in self.ranks]
+
+        def gather(mine: Handle) -> list[Handle]:
+            return [Handle(*part.tolist()) for part in self.all_gather(torch.tensor(mine))]
+
+        return share(size_bytes, self.rank, pids, [0], gather)[0]
 
     def exchange(self, flat: Tensor, schedule: Schedule, *, priority: int = 0) -> Future[Tensor]:
         """This member's part of any schedule, which sums, on a flat buffer, in the background."""

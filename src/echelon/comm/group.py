@@ -7,11 +7,12 @@ that is independent of the first. Every member ends with identical bits.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,10 @@ from torch import Tensor
 from echelon.comm.future import Future
 from echelon.comm.wire import frames
 from echelon.errors import ConfigError, Corrupt
+
+if TYPE_CHECKING:
+    from echelon.comm.meet.links import Links
+    from echelon.comm.wire.mailbox import Mailbox, Place
 
 Op = Literal["sum", "max", "min"]
 _CHECKSUM = (1 << 63) - 1  # as much of a checksum as an int64 holds
@@ -44,6 +49,16 @@ class Group(ABC):
 
     rank: int
     size: int
+    names: Mapping[int, str]  # how errors call workers and servers, by rank in the view
+    deadline_s = math.inf  # how long members wait for each other
+    own_transport = False  # whether it offers subgroups, mailboxes and shared memory
+    servers: tuple[int, ...] = ()  # the ranks of the servers in the view
+    machines = 1  # how many machines the members are on
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in the view, which numbers all workers and then the servers."""
+        return tuple(range(self.size))
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
@@ -57,7 +72,9 @@ class Group(ABC):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Give all members the source's values, in place, of a contiguous tensor."""
 
-    def gather(self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0) -> Future[Tensor]:
+    def all_gather_unequal(
+        self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0
+    ) -> Future[Tensor]:
         """Give all members all blocks of a contiguous buffer, in place; block r, which member r has filled,
         is the r-th and `lengths[r]` elements long.
         """
@@ -85,7 +102,7 @@ class Group(ABC):
         lengths = [int((rows[:, 0] + rows[:, 1]).max()) for rows in tables]
         buffer = torch.empty(sum(lengths), dtype=torch.uint8)
         blocks(buffer, lengths)[self.rank].copy_(block)
-        self.gather(buffer, lengths, priority=priority).wait()
+        self.all_gather_unequal(buffer, lengths, priority=priority).wait()
         parts = []
         for source, theirs in enumerate(blocks(buffer, lengths)):
             start, length, checksum = tables[source][self.rank].tolist()
@@ -95,6 +112,11 @@ class Group(ABC):
         parts[self.rank] = outgoing[self.rank]
         sent_bytes = (self.size - 1) * (block.numel() + table.numel() * table.element_size())
         return Messages(Future.completed(parts), Future.completed(None), sent_bytes)
+
+    def neighbor_all_gather(self, tensor: Tensor, peers: Sequence[int]) -> list[Tensor]:
+        """The tensors of some members, who ask for this member's; all have the same shape and type."""
+        gathered = self.all_gather(tensor)
+        return [gathered[peer] for peer in peers]
 
     @abstractmethod
     def fork(self) -> Group:
@@ -119,6 +141,40 @@ class Group(ABC):
     def progress(self) -> None:
         """Before this member blocks for something else: do what others may wait for meanwhile."""
         return
+
+    def measure_links(self) -> Links | None:
+        """How fast the links between machines are; None if the group has none or cannot measure them.
+
+        All members call this together. From then on the group reduces in the way that fits its links.
+        """
+        return None
+
+    def reason(self, length_bytes: int) -> str:
+        """Why the group reduces buffers of this length in the way it does."""
+        return ""
+
+    # What only groups on Echelon's own transports offer.
+
+    def subgroup(self, members: Sequence[int]) -> Group | None:
+        """Some members as a group of their own; None for a member outside it. All members call this."""
+        raise self._unsupported("a group of some workers")
+
+    def mailbox(self, place: Place) -> Mailbox:
+        """Messages to and from the servers; `place` says where a payload goes."""
+        raise self._unsupported("a parameter server")
+
+    def shared_memory(self, size_bytes: int) -> Tensor:
+        """Bytes that all members map, on one machine. All members call this together."""
+        raise self._unsupported("memory that workers share")
+
+    def _unsupported(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{what} needs Echelon's own transports, not torch.distributed",
+            where="--transport",
+            fix="use auto, shm or tcp",
+        )
+
+    # Made of the above.
 
     def barrier(self) -> None:
         """Return when every member has called this."""

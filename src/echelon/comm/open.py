@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import torch
 
+from echelon.comm.alone import SoloGroup
 from echelon.comm.c10d import C10dGroup
 from echelon.comm.engine import Engine, EngineGroup
 from echelon.comm.group import Group
@@ -20,9 +21,21 @@ from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Meeting
 from echelon.comm.meet.tls import CERTIFICATE_VARIABLE, Certificates
 from echelon.comm.memory.rails import machines
+from echelon.comm.wire.loop import Loop
 from echelon.errors import ConfigError
 
 Transport = Literal["auto", "shm", "tcp", "c10d"]
+
+
+def open_solo() -> Group:
+    """The group of a worker that runs alone."""
+    return SoloGroup()
+
+
+def open_server(meeting: Meeting, place: Place, *, deadline_s: float, timeout_s: float) -> Loop:
+    """Connect a server with the workers that it has met; the caller closes the loop."""
+    engine = Engine.connect(meeting, place, shared_memory=False, deadline_s=deadline_s, timeout_s=timeout_s)
+    return engine.loop
 
 
 def open_group(

@@ -248,7 +248,7 @@ class FactorBucket(Bucket):
             self._room_of = [max(pair) for pair in zip(counts, self._room_of, strict=True)]
             self._make_room()
             self._write_block()
-            self._group.gather(self._buffer, self._lengths).wait()
+            self._group.all_gather_unequal(self._buffer, self._lengths).wait()
         if not sum(counts):
             return [(weight, None)]
         parts = [self._parts(block, k) for block, k in zip(self._blocks, counts, strict=True)]
@@ -278,7 +278,7 @@ class FactorBucket(Bucket):
         self._write_block()
 
     def _start(self, priority: int) -> Future[Tensor]:
-        return self._group.gather(self._buffer, self._lengths, priority=priority)
+        return self._group.all_gather_unequal(self._buffer, self._lengths, priority=priority)
 
     def _make_room(self) -> None:
         self._lengths = [1 + room * (self._outputs + self._inputs) for room in self._room_of]

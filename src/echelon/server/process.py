@@ -12,9 +12,10 @@ import os
 import socket
 from pathlib import Path
 
-from echelon.comm.engine import Engine
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import meet
+from echelon.comm.open import open_server
+from echelon.comm.wire.loop import Loop
 from echelon.comm.wire.mailbox import Mailbox
 from echelon.comm.wire.summing import SERVERS_DO, SUM, serve
 from echelon.observe.recorder import Recorder
@@ -39,20 +40,14 @@ def serve_run(place: Place, folder: RunFolder) -> ParameterServer | None:
         pid=os.getpid(),
         timeout_s=plan.join_timeout_s,
     )
-    engine = Engine.connect(
-        meeting,
-        place,
-        shared_memory=False,
-        deadline_s=plan.round_timeout_s,
-        timeout_s=plan.join_timeout_s,
-    )
+    loop = open_server(meeting, place, deadline_s=plan.round_timeout_s, timeout_s=plan.join_timeout_s)
     cause = ""
     with Recorder(folder.events_of(place.rank)) as recorder:
         try:
             if meeting.told(SERVERS_DO) != SUM:
-                return _keep(engine, place, recorder)
+                return _keep(loop, place, recorder)
             serve(
-                engine.loop,
+                loop,
                 rank=place.rank,
                 workers=place.world_size,
                 servers=place.servers,
@@ -63,17 +58,17 @@ def serve_run(place: Place, folder: RunFolder) -> ParameterServer | None:
             cause = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise
         finally:
-            engine.loop.close(cause)
+            loop.close(cause)
 
 
-def _keep(engine: Engine, place: Place, recorder: Recorder) -> ParameterServer:
+def _keep(loop: Loop, place: Place, recorder: Recorder) -> ParameterServer:
     """Be a parameter server."""
     workers, everybody = range(place.world_size), range(place.everybody)
     server = ParameterServer(
         rank=place.rank, servers=everybody[place.world_size :], workers=workers, recorder=recorder
     )
     others = set(everybody) - {place.rank}
-    server.run(Mailbox(engine.loop, others, place=server.place, farewell=Kind.BYE))
+    server.run(Mailbox(loop, others, place=server.place, farewell=Kind.BYE))
     return server
 
 

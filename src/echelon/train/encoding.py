@@ -19,7 +19,6 @@ from echelon.codec.codecs.auto import AutoCodec
 from echelon.codec.codecs.between import Between
 from echelon.codec.codecs.none import NoCodec
 from echelon.codec.fitting import inner_of, refuse_momentum, same_codec
-from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.errors import ConfigError
@@ -132,14 +131,12 @@ class Encoding:
             speeds,
             length_bytes=length_bytes,
             links=self._links,
-            sites=self._sites if isinstance(self._group, EngineGroup) else (),
+            sites=self._sites if self._group.own_transport else (),
             margin=auto.margin,
         )
 
     def _who(self, rank: int) -> str:
-        if isinstance(self._group, EngineGroup):
-            return str(self._group.members[rank])
-        return f"rank {rank}"
+        return self._group.names[rank]
 
     # Checkpoints and the end ---------------------------------------------------------------------
 

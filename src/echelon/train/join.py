@@ -24,13 +24,11 @@ from echelon.cluster.delay import DELAYS
 from echelon.cluster.machine import usable_cores
 from echelon.cluster.pace import Pace
 from echelon.codec.codec import CODECS
-from echelon.comm.alone import SoloGroup
-from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Meeting, meet
-from echelon.comm.open import open_group
+from echelon.comm.open import open_group, open_solo
 from echelon.comm.wire.summing import KEEP, SERVERS_DO, SUM
 from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError, EchelonError
@@ -102,7 +100,7 @@ def join(
     policy = POLICIES.build(asked.sync, where="sync").resolved()
     CODECS.build(asked.codec, where="codec")
     group, meeting = _connect(place, node, host, asked, sums=not needs_parameter_servers(policy))
-    links = group.measure_links() if isinstance(group, EngineGroup) else None
+    links = group.measure_links()
     folder = _folder(group, given, name, Path(runs)) if record else None
     plan = launched or make_plan(
         folder.name if folder else "unrecorded",
@@ -155,7 +153,7 @@ def join(
         if meeting is not None:
             meeting.linger()
         raise
-    if isinstance(group, EngineGroup) and links is not None:
+    if links is not None:
         _tell_links(session, links, recorder, group)
     _leave_at_exit(session)
     return session
@@ -165,7 +163,7 @@ def _connect(
     place: Place, node: str, host: str, asked: PlanRequest, *, sums: bool
 ) -> tuple[Group, Meeting | None]:
     if place.world_size == 1:
-        return SoloGroup(), None
+        return open_solo(), None
     meeting = meet(place, node=node, host=host, pid=os.getpid(), timeout_s=asked.join_timeout_s)
     try:
         if place.rank == 0 and place.servers:
@@ -186,7 +184,7 @@ def _connect(
     return group, meeting
 
 
-def _tell_links(session: Session, links: Links, recorder: Recorder, group: EngineGroup) -> None:
+def _tell_links(session: Session, links: Links, recorder: Recorder, group: Group) -> None:
     for (rank, peer), bytes_per_s in links.bytes_per_s.items():
         if rank == group.rank:
             latency_s = links.latency_s[rank, peer]

@@ -198,7 +198,7 @@ class EncodedBucket(Bucket):
             flags.zero_()
             flags[: len(self._used)] = torch.tensor(self._used, dtype=torch.float32)
             flags[len(self._used) : len(self._used) + 2] = rounds.said(self._complaint)
-        future = inside.up.gather(flat, lengths, priority=priority)
+        future = inside.up.all_gather_unequal(flat, lengths, priority=priority)
         yield future
         future.wait()
         self._sending_bytes += 4 * lengths[inside.position] * (inside.size - 1)

@@ -111,8 +111,7 @@ class EncodedRound:
 
 def rank_in_view(group: Group, rank: int) -> int:
     """The rank that a member of a group has among all workers."""
-    ranks: Sequence[int] | None = getattr(group, "ranks", None)
-    return ranks[rank] if ranks is not None else rank
+    return group.ranks[rank]
 
 
 def steps(work: EncodedRound) -> Steps:

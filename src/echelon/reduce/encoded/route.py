@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.codec.fitting import check_sites, own_transports_only
-from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
 
 STAGES = 2  # exchanges of a round, at most; each has an order of operations of its own
@@ -55,19 +54,19 @@ def flat(group: Group) -> Route:
 def by_site(group: Group, sites: Sequence[Sequence[int]]) -> Route:
     """Sites add up inside; their rails exchange. All workers call this together."""
     check_sites(sites)
-    if not isinstance(group, EngineGroup):
+    if not group.own_transport:
         raise own_transports_only()
     rails = min(len(site) for site in sites)
     inside: Site | None = None
     for site in sites:  # everybody makes all of them, in the same order; others' are None
-        down, up = (group.among(site) for _ in range(2))
+        down, up = (group.subgroup(site) for _ in range(2))
         if down is not None and up is not None:
             position = list(site).index(group.rank)
             inside = Site(down=down, up=up, rails=rails, position=position, size=len(site))
     between: list[Group] = []
     for rail in range(rails):
         members = sorted(site[rail] for site in sites)
-        made = [group.among(members) for _ in range(STAGES)]
+        made = [group.subgroup(members) for _ in range(STAGES)]
         between += [one for one in made if one is not None]
     assert inside is not None
     return Route(between=tuple(between), inside=inside)

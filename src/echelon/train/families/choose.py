@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from echelon.codec.fitting import refuse_for_weights
-from echelon.comm.alone import SoloGroup
-from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
-from echelon.comm.memory.rails import machines
 from echelon.comm.schedule.cost import LinkCost
 from echelon.errors import ConfigError
 from echelon.plan.plan import Plan
@@ -29,12 +26,10 @@ from echelon.train.families.synchronizer import Explain, Synchronizer
 
 def cluster_of(plan: Plan, group: Group, links: Links | None) -> ClusterInfo:
     """What policies may know of a run."""
-    places = machines(group.members[: group.size]) if isinstance(group, EngineGroup) else [[]]
-    servers = len(group.servers) if isinstance(group, EngineGroup) else 0
     return ClusterInfo(
         workers=group.size,
-        servers=servers,
-        machines=len(places),
+        servers=len(group.servers),
+        machines=group.machines,
         groups=plan.groups,
         shares=tuple(plan.weights),
         speeds=tuple(worker.speed for worker in plan.workers),
@@ -60,7 +55,7 @@ def choose(
     """How this run's workers agree."""
     policy = POLICIES.build(plan.sync, where="--sync").resolved()
     link: LinkCost | None = links.slowest if links else None
-    if isinstance(group, SoloGroup) or policy.family == "reduce":
+    if group.size == 1 or policy.family == "reduce":
         encoding = Encoding(plan.codec, group, links=links, sites=plan.groups, explain=explain)
         return ReduceSynchronizer(group, clock, link=link, encoding=encoding, explain=explain)
     cluster = cluster_of(plan, group, links)
@@ -68,10 +63,15 @@ def choose(
     if isinstance(policy, MixPolicy):
         refuse_for_weights(plan.codec, policy.name)
         return MixSynchronizer(group, clock, policy, cluster, explain=explain)
-    own = _own_transport(group, policy)
+    if not group.own_transport:
+        raise ConfigError(
+            f"sync {policy.name} works on Echelon's own transports, not on torch.distributed",
+            where="--transport",
+            fix="use auto, shm or tcp",
+        )
     if isinstance(policy, Levels):
         return LevelsSynchronizer(
-            own,
+            group,
             clock,
             policy,
             cluster,
@@ -82,7 +82,7 @@ def choose(
         )
     if isinstance(policy, ServePolicy):
         return ServeSynchronizer(
-            own,
+            group,
             clock,
             policy,
             plan.sync,
@@ -92,19 +92,9 @@ def choose(
             explain=explain,
         )
     refuse_for_weights(plan.codec, policy.name)
-    return ShareSynchronizer(own, clock, explain=explain)
+    return ShareSynchronizer(group, clock, explain=explain)
 
 
 def needs_parameter_servers(policy: Policy) -> bool:
     """Whether servers keep parameters, and do not just sum."""
     return policy.family == "serve" or (isinstance(policy, Levels) and policy.between.family == "serve")
-
-
-def _own_transport(group: Group, policy: Policy) -> EngineGroup:
-    if isinstance(group, EngineGroup):
-        return group
-    raise ConfigError(
-        f"sync {policy.name} works on Echelon's own transports, not on torch.distributed",
-        where="--transport",
-        fix="use auto, shm or tcp",
-    )

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 
 from echelon.codec.codec import CODECS
 from echelon.codec.fitting import same_codec, served_codec
-from echelon.comm.engine import EngineGroup
-from echelon.comm.wire.mailbox import Mailbox
+from echelon.comm.group import Group
 from echelon.reduce.encoded.states import Saved, handed_over
 from echelon.reduce.reducer import RoundObserver
 from echelon.server.channel import ServerChannel
@@ -41,11 +40,10 @@ from echelon.train.families.synchronizer import (
 _log = logging.getLogger(__name__)
 
 
-def open_line(group: EngineGroup) -> ServerChannel:
+def open_line(group: Group) -> ServerChannel:
     """A worker's post to the servers."""
-    names = {member.rank: str(member) for member in group.members}
-    line = ServerChannel(group.deadline_s, group.servers, names, group.ranks[group.rank])
-    line.mailbox = Mailbox(group.loop, set(group.servers), place=line.place)
+    line = ServerChannel(group.deadline_s, group.servers, dict(group.names), group.ranks[group.rank])
+    line.mailbox = group.mailbox(line.place)
     return line
 
 
@@ -56,7 +54,7 @@ class ServeSynchronizer(IndependentSynchronizer):
 
     def __init__(
         self,
-        group: EngineGroup,
+        group: Group,
         observer: RoundObserver,
         policy: ServePolicy,
         text: str,
@@ -80,7 +78,6 @@ class ServeSynchronizer(IndependentSynchronizer):
         self._names: dict[int, str] = {}  # of parameters, by id
         self._after_step = after_step
         self._members = members
-        self._engine_group = group
         self._line = open_line(group)
         self._undo: list[Callable[[], None]] = []
         self._back: list[Callable[[], None]] = []
@@ -148,7 +145,7 @@ class ServeSynchronizer(IndependentSynchronizer):
     def _open(self, table: Table, optimizer: Optimizer) -> None:
         cluster = self._checked(optimizer)
         if self._group.rank == 0:
-            table.open(self._text, cluster, self._engine_group.ranks, replicas=self._replicas)
+            table.open(self._text, cluster, self._group.ranks, replicas=self._replicas)
         self._group.barrier()
         table.begin()
 
