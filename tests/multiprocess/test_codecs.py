@@ -886,7 +886,7 @@ def test_sites_of_three_and_two_lose_nothing(codec):
             CODECS.build(codec),
             route.by_site(group, sites),
             rank=group.rank,
-            who=lambda rank: f"rank {rank}",
+            names=group.names,
         )
         model = Known()
         reducer = Reducer(

@@ -38,7 +38,7 @@ from echelon.comm.schedule.collectives.direct import to_owners
 from echelon.comm.schedule.spread import broadcast, gather_all, gather_blocks
 from echelon.comm.wire.all_to_all import AllToAll
 from echelon.comm.wire.connection import Connection
-from echelon.comm.wire.exchange import Exchange, as_bytes
+from echelon.comm.wire.exchange import Exchange
 from echelon.comm.wire.loop import CHANNEL_BITS, Loop
 from echelon.comm.wire.mailbox import Mailbox
 from echelon.comm.wire.mailbox import Place as PlaceOf
@@ -256,7 +256,7 @@ class EngineGroup(Group):
     def all_to_all(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Messages:
         """Over TCP, each member to each other one, in the background."""
         check_messages(outgoing, self.size)
-        memories = {id(message): as_bytes(message.contiguous()) for message in outgoing}
+        memories = {id(message): message.contiguous().numpy().data for message in outgoing}
         all_to_all = AllToAll(
             self._next_tag(),
             {

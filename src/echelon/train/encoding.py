@@ -106,7 +106,7 @@ class Encoding:
         group = self._group
         between = between and group.size > 1
         way = route.by_site(group, self._sites) if between else route.flat(group)
-        return ModelEncoder(codec, way, rank=group.rank, who=self._who)
+        return ModelEncoder(codec, way, rank=group.rank, names=group.names)
 
     def _choose(self, auto: AutoCodec, model: nn.Module) -> cost.CodecChoice:
         """All workers measure, the slowest one's speed counts, and all decide alike."""
@@ -134,9 +134,6 @@ class Encoding:
             sites=self._sites if self._group.own_transport else (),
             margin=auto.margin,
         )
-
-    def _who(self, rank: int) -> str:
-        return self._group.names[rank]
 
     # Checkpoints and the end ---------------------------------------------------------------------
 

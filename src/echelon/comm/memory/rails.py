@@ -29,8 +29,7 @@ from echelon.comm.memory.shm import DONE, READY, Board, SharedMemoryTeam, nap_s,
 from echelon.comm.schedule.collective import Collective, Schedule, on, pieces
 from echelon.comm.wire.connection import Connection
 from echelon.comm.wire.exchange import Exchange
-from echelon.comm.wire.loop import Loop
-from echelon.comm.wire.operation import Operation
+from echelon.comm.wire.loop import Loop, Operation
 from echelon.errors import PeerLost, WorkerError
 
 TAGS = 2  # of each reduction: its own, and that of its departure
@@ -89,7 +88,7 @@ class RailReduction(Operation[Tensor]):
         self.op = op
         self.crossing = crossing
         self.summed = self.written = not layout.carries
-        self._departed = False
+        self._is_crossing = False
         self._layout = layout
         self._board = board
         self._connections: Mapping[int, Connection] = {}
@@ -99,17 +98,17 @@ class RailReduction(Operation[Tensor]):
         """Nothing moves yet."""
         self._connections = connections
 
-    def depart(self) -> None:
+    def start_crossing(self) -> None:
         """This machine's sum may go; in the loop's thread."""
         if not self.ended:
-            self._departed = True
+            self._is_crossing = True
             self.crossing.begin(self._connections)
 
     def needs(self, rank: int) -> bool:
         """Whether that worker is not ready, or has still to carry, or to give or take something."""
         if rank in self._layout.mates:
             return rank in self._behind(READY) or rank in self._behind(DONE)
-        if not self._departed:  # without our part nobody on this rail can be through
+        if not self._is_crossing:  # without our part nobody on this rail can be through
             return rank in self._layout.rail
         return not self.crossing.ended and self.crossing.needs(rank)
 
@@ -148,7 +147,7 @@ class RailReduction(Operation[Tensor]):
         return {self._layout.mates[at] for at in late if row == READY or at < self._layout.rails}
 
 
-class _Departure(Operation[None]):
+class _StartCrossing(Operation[None]):
     """Lets a haul depart, in the loop's thread."""
 
     def __init__(self, reduction: RailReduction) -> None:
@@ -156,7 +155,7 @@ class _Departure(Operation[None]):
         self._reduction = reduction
 
     def begin(self, connections: Mapping[int, Connection]) -> None:
-        self._reduction.depart()
+        self._reduction.start_crossing()
         self.end()
 
     def needs(self, rank: int) -> bool:
@@ -292,7 +291,7 @@ class Rails:
             sum_into(self.layout.position, reduction.parts, low, high, reduction.op)
         reduction.timing.adding_s += time.perf_counter() - begun
         reduction.summed = True
-        self._loop.submit(_Departure(reduction))
+        self._loop.submit(_StartCrossing(reduction))
 
     def _write(self, reduction: RailReduction) -> None:
         start, stop = self.layout.slice(reduction.parts[0].numel())

@@ -29,8 +29,7 @@ from torch import Tensor
 from echelon.comm.future import Future
 from echelon.comm.wire import frames
 from echelon.comm.wire.connection import Connection, Sink, Whole
-from echelon.comm.wire.exchange import as_bytes
-from echelon.comm.wire.operation import Operation
+from echelon.comm.wire.loop import Operation
 from echelon.errors import Corrupt, WorkerError
 
 HEAD_BYTES = 20
@@ -184,7 +183,7 @@ class AllToAll(Operation[None]):
             for unread in self._unread.pop(peer, ()):
                 connection.expect(self._key(unread, _PAYLOAD), _Nowhere(length_bytes))
         message = self._room(peer, length_bytes)
-        memory = as_bytes(message)
+        memory: memoryview = message.numpy().data
 
         def came() -> None:
             if frames.checksum(memory) == checksum:

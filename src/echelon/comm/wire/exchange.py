@@ -20,7 +20,7 @@ from torch import Tensor
 from echelon.comm.group import Op
 from echelon.comm.schedule.collective import Move, Schedule, ScheduleStep
 from echelon.comm.wire.connection import Connection, Sink
-from echelon.comm.wire.operation import Operation
+from echelon.comm.wire.loop import Operation
 from echelon.errors import Corrupt
 
 Combine = Callable[[int, int, memoryview, bool], None]

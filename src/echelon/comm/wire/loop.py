@@ -20,18 +20,20 @@ import sys
 import termios
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from echelon.comm.future import Future, Timing
 from echelon.comm.wire import blame
 from echelon.comm.wire.connection import Connection
-from echelon.comm.wire.notices import Answer, GaveUp, Goodbye, Notice, Question, shortened
-from echelon.comm.wire.operation import Operation
-from echelon.comm.wire.roll_call import RollCall
+from echelon.comm.wire.liveness import RollCall
+from echelon.comm.wire.notices import Answer, Departure, GaveUp, Notice, Question, shortened
 from echelon.errors import Corrupt, PeerLost, RoundTimeout, StaleView, WorkerError
 
 CHANNEL_BITS = 40  # of a tag: below them is its number on its channel, in the order of submission
+_MARGIN_S = 8.0
 _TICK_S = 0.1
 _SWITCH_S = 5e-4
 _LINGER_S = 1.0
@@ -39,6 +41,68 @@ _LINGER_POLL_S = 0.001
 _ROUNDS = 4
 _SEE_LOG = "see the log of the worker it names"
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Operation(ABC, Generic[T]):
+    """One worker's part of an operation, with the result that its future gets.
+
+    `begin`, `needs`, `awaited` and `end` run in the loop's thread.
+    """
+
+    def __init__(self, tag: int, deadline_s: float, result: T) -> None:
+        self.tag = tag
+        self.deadline_s = deadline_s
+        self.deadline = time.monotonic() + deadline_s
+        self.timing = Timing()
+        self.future: Future[T] = Future(self, self.timing)
+        self.loop: Loop | None = None  # set when it is submitted
+        self._result = result
+
+    @abstractmethod
+    def begin(self, connections: Mapping[int, Connection]) -> None:
+        """Queue the first messages."""
+
+    @abstractmethod
+    def needs(self, rank: int) -> bool:
+        """Whether that peer has still to receive something, or to send something that has not arrived."""
+
+    @abstractmethod
+    def awaited(self) -> set[int]:
+        """The peers without which it cannot go on now."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Complete the future; the first call counts."""
+        if not self.future.done():
+            self.timing.ended = self.timing.ended or time.perf_counter()
+            self.future.complete(self._result, error)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over, by success or failure."""
+        return self.future.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended it, if any."""
+        return self.future.error
+
+    # For threads that wait for it ----------------------------------------------------------------
+
+    def progress(self) -> None:
+        """As the group of this loop does."""
+        if self.loop is not None:
+            self.loop.progress()
+
+    def limit_s(self) -> float:
+        """The loop ends it soon after the deadline; the margin is for a loop that is itself delayed."""
+        return max(0.0, self.deadline - time.monotonic()) + _MARGIN_S
+
+    def overdue(self, timeout_s: float | None) -> Exception:
+        """Names the awaited workers; or the loop, if that has not ended the operation at its deadline."""
+        if timeout_s is None or self.loop is None:
+            return WorkerError("the thread that moves bytes is stuck", fix="report this as a defect")
+        return blame.late(self.loop.names, sorted(self.awaited()), timeout_s, self.loop.me)
 
 
 class Loop:
@@ -54,7 +118,7 @@ class Loop:
         self._mine = set(names) - set(connections)
         self._live = dict(connections)
         self._broken: dict[int, Exception] = {}
-        self._goodbyes: dict[int, Goodbye] = {}
+        self._departures: dict[int, Departure] = {}
         self._lost: dict[int, WorkerError] = {}
         self._dead: WorkerError | None = (
             None  # of one that did not leave in peace: nothing works without it
@@ -248,7 +312,7 @@ class Loop:
             if connection.broken is not None:
                 self._broken.setdefault(rank, connection.broken)
         while self._broken:
-            rank = min(self._broken, key=lambda rank: (rank in self._goodbyes, rank))
+            rank = min(self._broken, key=lambda rank: (rank in self._departures, rank))
             self._lose(rank, self._broken.pop(rank))
 
     def _lose(self, rank: int, cause: Exception) -> None:
@@ -256,17 +320,17 @@ class Loop:
         connection = self._live.pop(rank, None)
         if connection is None:
             return
-        goodbye = self._goodbyes.get(rank)
+        departure = self._departures.get(rank)
         if isinstance(cause, WorkerError):
             cause.ranks = (rank,)
             error = cause
             _log.warning("%s", cause.message)
-        elif goodbye is None:
+        elif departure is None:
             error = blame.died(self.names, (rank,), f"{self.me} ({cause})" if self.me else str(cause))
         else:
-            error = self._left(rank, goodbye)
+            error = self._left(rank, departure)
         self._lost[rank] = error
-        if goodbye is None or goodbye.cause or error is cause:
+        if departure is None or departure.cause or error is cause:
             self._dead = self._dead or error
         self._loss = self._dead or self._loss or error
         self._reasons.append(error)
@@ -274,18 +338,18 @@ class Loop:
             if not operation.ended and (self._dead or operation.needs(rank)):
                 self._end(operation, self._dead or error)
         if error is cause:  # it is there, and should know why it is no longer listened to
-            connection.tell(Goodbye(shortened(error.message), (rank,)))
+            connection.tell(Departure(shortened(error.message), (rank,)))
             with contextlib.suppress(OSError):
                 connection.write()
         self._poll.unregister(connection.sock.fileno())
         self._by_fd.pop(connection.sock.fileno(), None)
         connection.sock.close()
 
-    def _left(self, rank: int, goodbye: Goodbye) -> WorkerError:
-        if goodbye.blamed and not self._mine & set(goodbye.blamed):
-            return PeerLost(goodbye.cause, ranks=goodbye.blamed, where=self.me, fix=_SEE_LOG)
-        if goodbye.cause:
-            return blame.failed(self.names, rank, goodbye.cause, self.me)
+    def _left(self, rank: int, departure: Departure) -> WorkerError:
+        if departure.blamed and not self._mine & set(departure.blamed):
+            return PeerLost(departure.cause, ranks=departure.blamed, where=self.me, fix=_SEE_LOG)
+        if departure.cause:
+            return blame.failed(self.names, rank, departure.cause, self.me)
         return blame.ended(self.names, (rank,), self.me)
 
     # Notices -------------------------------------------------------------------------------------
@@ -297,8 +361,8 @@ class Loop:
 
     def _hear(self, rank: int, notice: Notice) -> None:
         match notice:
-            case Goodbye():
-                self._goodbyes[rank] = notice
+            case Departure():
+                self._departures[rank] = notice
             case GaveUp():
                 self._hear_given_up(rank, notice)
             case Question():
@@ -353,7 +417,7 @@ class Loop:
         for operation in waiting:
             operation.end(over)
         with contextlib.suppress(Exception):
-            self._say_goodbye()
+            self._announce_departure()
             self._linger()
         for connection in self._live.values():
             connection.sock.close()
@@ -361,16 +425,16 @@ class Loop:
         self._wake_in.close()
         self._wake_out.close()
 
-    def _say_goodbye(self) -> None:
+    def _announce_departure(self) -> None:
         """What is still queued is of operations that were given up."""
         for tag in self._operations:
             for connection in self._live.values():
                 connection.forget(tag)
         reason = next((one for one in self._reasons if one.message in self._cause), None)
         if reason is None:
-            self._tell(Goodbye(shortened(self._cause)))
+            self._tell(Departure(shortened(self._cause)))
         else:
-            self._tell(Goodbye(shortened(reason.message), reason.ranks))
+            self._tell(Departure(shortened(reason.message), reason.ranks))
 
     def _linger(self) -> None:
         """A connection that is closed at once may be reset, and what the peer has not got is lost."""

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from echelon.comm.wire.connection import Connection, Whole
-from echelon.comm.wire.loop import CHANNEL_BITS, Loop
-from echelon.comm.wire.operation import Operation
+from echelon.comm.wire.loop import CHANNEL_BITS, Loop, Operation
 
 POST_CHANNEL = 1 << 20  # beyond any that groups open
 _HEAD = struct.Struct("<HHHHqqQ")

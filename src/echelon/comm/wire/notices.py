@@ -11,7 +11,7 @@ from echelon.errors import Corrupt
 _MOST_TEXT = 2000
 
 
-class Goodbye(msgspec.Struct, frozen=True, tag=True):
+class Departure(msgspec.Struct, frozen=True, tag=True):
     """I leave. `cause` is empty if all is well; `blamed` are those whose loss is the cause."""
 
     cause: str = ""
@@ -40,7 +40,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     here: bool
 
 
-Notice = Goodbye | GaveUp | Question | Answer
+Notice = Departure | GaveUp | Question | Answer
 
 _decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 

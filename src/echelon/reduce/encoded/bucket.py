@@ -11,7 +11,7 @@ so that a reduce-scatter inside the site gives each rail the site's sum of its p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,7 @@ from echelon.comm.group import blocks
 from echelon.errors import GradientError
 from echelon.reduce.bucket import Bucket, Landed
 from echelon.reduce.encoded import rounds
-from echelon.reduce.encoded.message import NonFinite
-from echelon.reduce.encoded.rounds import EncodedRound, LoadedRange, ParameterRange
+from echelon.reduce.encoded.rounds import EncodedRound, LoadedRange, NonFinite, ParameterRange
 from echelon.reduce.encoded.route import Route, Site
 from echelon.reduce.encoded.states import States
 from echelon.reduce.encoded.thread import CodecThread, Steps
@@ -43,7 +42,7 @@ class EncodedBucket(Bucket):
         thread: CodecThread,
         *,
         rank: int,
-        who: Callable[[int], str],
+        names: Mapping[int, str],
     ) -> None:
         super().__init__([p for _, p in parameters], len(parameters))
         self.how = codec.name if route.inside is None else f"between({codec.name})"
@@ -54,7 +53,8 @@ class EncodedBucket(Bucket):
         self._route = route
         self._thread = thread
         self._rank = rank
-        self._who = who
+        self._worker_names = names
+        self._progress = route.anyone.progress
         self._further: frozenset[int] = frozenset()
         self._rounds = 0
         self._buffer = torch.zeros(sum(p.numel() for p in self.parameters), dtype=torch.float32)
@@ -117,7 +117,7 @@ class EncodedBucket(Bucket):
         self._timing = Timing()
         added_to = [index for index, p in enumerate(self.parameters) if id(p) in self.carried]
         self._further = frozenset(added_to)
-        ended = self._thread.submit(self._steps(priority), self._route.anyone.progress, self._timing)
+        ended = self._thread.submit(self._steps(priority), self._progress, self._timing)
         return ended.then(lambda _: self._buffer)
 
     # In the relay's thread -----------------------------------------------------------------------
@@ -157,7 +157,7 @@ class EncodedBucket(Bucket):
             priority=priority,
             timing=self._timing,
             further=self._further,
-            who=lambda rank: self._who(rounds.rank_in_view(self._route.between[0], rank)),
+            names=self._worker_names,
         )
 
     def _take(self, work: EncodedRound) -> None:
@@ -234,7 +234,7 @@ class EncodedBucket(Bucket):
 
     def _not_finite(self, complaint: NonFinite) -> GradientError:
         name = self._names[complaint.parameter]
-        who = self._who(complaint.rank)
+        who = self._worker_names[complaint.rank]
         return GradientError(
             f"the gradient of {name} on {who} holds NaN or infinity",
             ranks=(complaint.rank,),

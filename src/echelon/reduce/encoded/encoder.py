@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,12 +21,12 @@ IN_FLIGHT = 4
 class ModelEncoder:
     """Makes encoded buckets for one model."""
 
-    def __init__(self, codec: Codec, route: Route, *, rank: int, who: Callable[[int], str]) -> None:
+    def __init__(self, codec: Codec, route: Route, *, rank: int, names: Mapping[int, str]) -> None:
         self.codec = codec
         self.states = States(codec)
         self.route = route
         self._rank = rank
-        self._who = who
+        self._names = names
         self._thread = CodecThread()
 
     def fits(self, p: nn.Parameter) -> bool:
@@ -42,7 +42,7 @@ class ModelEncoder:
             self.route,
             self._thread,
             rank=self._rank,
-            who=self._who,
+            names=self._names,
         )
 
     def close(self) -> None:

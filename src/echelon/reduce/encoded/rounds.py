@@ -10,21 +10,40 @@ finite are never written: whoever has one complains instead, and the round fails
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from echelon.codec.codec import Codec, CodecContext, State, Summed, owners, seed_of
 from echelon.comm.future import Timing
 from echelon.comm.group import Group
-from echelon.reduce.encoded import message as message
-from echelon.reduce.encoded.message import EncodedMessage, NonFinite
+from echelon.errors import Corrupt
 from echelon.reduce.encoded.states import States
 from echelon.reduce.encoded.thread import Steps
+
+_HEAD = struct.Struct("<HH")
+_NONE = 0xFFFF
+
+
+class NonFinite(NamedTuple):
+    """Whose gradient of which parameter of the bucket is not finite."""
+
+    rank: int
+    parameter: int
+
+
+class EncodedMessage(NamedTuple):
+    """What a message says."""
+
+    used: list[bool]
+    payloads: list[Tensor]
+    complaint: NonFinite | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +90,7 @@ class EncodedRound:
     used: list[bool]
     complaint: NonFinite | None
     priority: int
-    who: Callable[[int], str]  # a member of those who exchange, in words
+    names: Mapping[int, str]  # how errors call workers, by rank in the view
     further: frozenset[int] = frozenset()  # parameters whose gradients are added to those of a round before
     timing: Timing = field(default_factory=Timing)
     encode_s: float = 0.0
@@ -80,7 +99,7 @@ class EncodedRound:
     @property
     def me(self) -> int:
         """This worker's rank among all."""
-        return rank_in_view(self.lanes[0], self.rank)
+        return self.lanes[0].ranks[self.rank]
 
     @property
     def rank(self) -> int:
@@ -109,11 +128,6 @@ class EncodedRound:
         return self.states.slice(piece.name, piece.length, piece.start, piece.stop)
 
 
-def rank_in_view(group: Group, rank: int) -> int:
-    """The rank that a member of a group has among all workers."""
-    return group.ranks[rank]
-
-
 def steps(work: EncodedRound) -> Steps:
     """The round of a bucket, in the way of its codec."""
     if work.codec.travels == "gather":
@@ -127,7 +141,7 @@ def gather(work: EncodedRound) -> Steps:
     """Everybody's bytes to everybody."""
     begun = time.perf_counter()
     payloads = [] if work.complaint else [_encode(work, held) for held in work.held]
-    page = message.write(EncodedMessage(work.used, payloads, work.complaint))
+    page = write_message(EncodedMessage(work.used, payloads, work.complaint))
     work.encode_s += time.perf_counter() - begun
     work.timing.begun = time.perf_counter()
     all_to_all = work.lanes[0].all_to_all([page] * work.size, priority=work.priority)
@@ -162,7 +176,7 @@ def scatter(work: EncodedRound) -> Steps:
         ]
         payloads = [_encode(work, part) for part in parts]
         written += zip(payloads, parts, strict=True)
-        outgoing.append(message.write(EncodedMessage(work.used, payloads, work.complaint)))
+        outgoing.append(write_message(EncodedMessage(work.used, payloads, work.complaint)))
     work.encode_s += time.perf_counter() - begun
     work.timing.begun = time.perf_counter()
     all_to_all = work.lanes[0].all_to_all(outgoing, priority=work.priority)
@@ -217,7 +231,7 @@ def _totals(
                 totals.append(work.codec.merge(parts, own, work.state(piece), turn))
             except OverflowError:
                 work.complaint = NonFinite(work.me, piece.index)
-    return message.write(EncodedMessage(work.used, [] if work.complaint else totals, work.complaint))
+    return write_message(EncodedMessage(work.used, [] if work.complaint else totals, work.complaint))
 
 
 def summed(work: EncodedRound, codec: Summed) -> Steps:
@@ -296,8 +310,8 @@ def _within(held: LoadedRange, piece: ParameterRange) -> LoadedRange:
 
 def _read(work: EncodedRound, page: Tensor, rank: int, pieces: int) -> EncodedMessage:
     """A member's message; what it says about use and complaints is taken over."""
-    one = message.read(page, len(work.used), pieces, work.who(rank))
-    work.used = message.either([work.used, one.used])
+    one = read_message(page, len(work.used), pieces, work.names[work.lanes[0].ranks[rank]])
+    work.used = any_used([work.used, one.used])
     if one.complaint is not None:
         work.complaint = min(one.complaint, work.complaint or one.complaint)
     return one
@@ -309,3 +323,52 @@ def _finish(work: EncodedRound, begun: float) -> None:
     now = time.perf_counter()
     work.timing.adding_s += now - begun
     work.timing.ended = now
+
+
+# Messages -------------------------------------------------------------------------------------------
+
+
+def write_message(message: EncodedMessage) -> Tensor:
+    """A message as bytes."""
+    head = _HEAD.pack(*(message.complaint or (_NONE, _NONE)))
+    used = np.packbits(np.array(message.used, dtype=bool)).tobytes()
+    lengths = np.array([payload.numel() for payload in message.payloads], dtype="<u4").tobytes()
+    front = torch.frombuffer(bytearray(head + used + lengths), dtype=torch.uint8)
+    return torch.cat([front, *message.payloads])
+
+
+def read_message(data: Tensor, parameters: int, pieces: int, sender: str) -> EncodedMessage:
+    """Bytes as a message; Corrupt if they are none of so many parameters and pieces."""
+    raw = data.numpy()
+    used_bytes = (parameters + 7) // 8
+    front = _HEAD.size + used_bytes
+    if len(raw) < front:
+        raise _odd(sender, f"{len(raw)} bytes where the head alone has {front}")
+    complaint = NonFinite(*_HEAD.unpack(raw[: _HEAD.size].tobytes()))
+    if complaint.rank != _NONE:
+        pieces = 0
+    front += 4 * pieces
+    if len(raw) < front:
+        raise _odd(sender, f"{len(raw)} bytes where the lengths alone end at {front}")
+    used = np.unpackbits(raw[_HEAD.size : _HEAD.size + used_bytes], count=parameters).astype(bool)
+    lengths = np.frombuffer(raw[front - 4 * pieces : front].tobytes(), "<u4").tolist() if pieces else []
+    if front + sum(lengths) != len(raw):
+        raise _odd(sender, f"{len(raw)} bytes where {front + sum(lengths)} were announced")
+    return EncodedMessage(
+        used.tolist(),
+        list(torch.split(data[front:], lengths)) if lengths else [],
+        None if complaint.rank == _NONE else complaint,
+    )
+
+
+def _odd(sender: str, what: str) -> Corrupt:
+    return Corrupt(
+        f"{sender} sent encoded gradients that cannot be read: {what}",
+        where="codec",
+        fix="all workers must use the same codec, model and version of Echelon",
+    )
+
+
+def any_used(used: Sequence[Sequence[bool]]) -> list[bool]:
+    """Which parameters at least one worker used."""
+    return [any(flags) for flags in zip(*used, strict=True)]

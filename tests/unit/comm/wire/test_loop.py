@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from echelon.comm.schedule.collective import Move, ScheduleStep
-from echelon.comm.wire.operation import Operation
+from echelon.comm.wire.loop import Operation
 from echelon.errors import Corrupt, PeerLost, RoundTimeout, WorkerError
 from wires import Wires, values
 
