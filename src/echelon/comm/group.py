@@ -1,8 +1,7 @@
-"""What a group of workers can do together.
+"""The contract of a group of workers.
 
-This is the seam between training and what moves the bytes: the session and the reducer see a Group
-and nothing else. All members call the same operations in the same order; `fork` gives a second order
-that is independent of the first. Every member ends with identical bits.
+Training sees a Group and nothing else of comm/. All members call the same operations in the same order;
+`fork` gives a second order that is independent of the first. Every member ends with identical bits.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from echelon.comm.wire.mailbox import Mailbox, Place
 
 Op = Literal["sum", "max", "min"]
-_CHECKSUM = (1 << 63) - 1  # as much of a checksum as an int64 holds
+_CHECKSUM = (1 << 63) - 1  # the bits of a checksum that an int64 holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Messages:
 
 
 class Group(ABC):
-    """Workers that reduce together. A copy of a module that holds a group shares it."""
+    """Workers that reduce together. Copying a module that holds a group does not copy the group."""
 
     rank: int
     size: int
@@ -62,21 +61,22 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
-        """Combine a contiguous tensor over all members, in place. A lower priority goes first."""
+        """Combine a contiguous tensor over all members, in place. Lower priorities go first."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensor, by rank; all have the same shape and type."""
+        """The tensors of all members, by rank; all have the same shape and type."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Give all members the source's values, in place, of a contiguous tensor."""
+        """Copy the source's values into the contiguous tensors of all members."""
 
     def all_gather_unequal(
         self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0
     ) -> Future[Tensor]:
-        """Give all members all blocks of a contiguous buffer, in place; block r, which member r has filled,
-        is the r-th and `lengths[r]` elements long.
+        """Give all members all blocks of a contiguous buffer, in place.
+
+        Member r has filled block r, which is `lengths[r]` elements long.
         """
         for source, block in enumerate(blocks(buffer, lengths)):
             if block.numel():
@@ -86,15 +86,15 @@ class Group(ABC):
     def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Future[Tensor]:
         """Combine a contiguous buffer over all members; member r gets block r, `lengths[r]` elements long.
 
-        The result is that block, in place; the rest of the buffer holds nothing of use afterwards.
+        The result is that block, in place; the rest of the buffer is undefined afterwards.
         """
         return self.all_reduce(buffer, op).then(lambda all_of: blocks(all_of, lengths)[self.rank])
 
     def all_to_all(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Messages:
-        """Give member r the message `outgoing[r]`, and get everybody's: flat uint8 tensors of any length.
+        """Send member r the message `outgoing[r]`, and receive one from each: flat uint8 tensors.
 
-        They may be one and the same tensor; the own one is only passed on to `parts`. What is damaged on
-        its way is sent again where the group can, and is never given out: Corrupt names who has sent it.
+        Messages may be the same tensor; a member's message to itself is passed through. A damaged message
+        is sent again where the group can do so, and never returned: Corrupt names its sender.
         """
         check_messages(outgoing, self.size)
         block, table = _packed(outgoing, self.rank)
@@ -108,7 +108,7 @@ class Group(ABC):
             start, length, checksum = tables[source][self.rank].tolist()
             parts.append(theirs[start : start + length])
             if source != self.rank and _checksum(parts[-1]) != checksum:
-                raise Corrupt(f"rank {source} sent a damaged message", ranks=(source,), where="swap")
+                raise Corrupt(f"rank {source} sent a damaged message", ranks=(source,), where="all_to_all")
         parts[self.rank] = outgoing[self.rank]
         sent_bytes = (self.size - 1) * (block.numel() + table.numel() * table.element_size())
         return Messages(Future.completed(parts), Future.completed(None), sent_bytes)
@@ -120,26 +120,26 @@ class Group(ABC):
 
     @abstractmethod
     def fork(self) -> Group:
-        """The same members with an order of operations of their own."""
+        """The same members with an independent order of operations."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections. Safe to call twice, also after a failure."""
+        """Close connections. Safe to call twice, also after a failure."""
 
     def buffer(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor that this group reduces best. All members ask for the same ones in the same order."""
+        """Zeros in the memory that this group reduces fastest. All members call this in the same order."""
         return torch.zeros(length, dtype=dtype, device=device)
 
     def release(self, buffer: Tensor) -> None:
-        """A buffer of this group is no longer reduced."""
+        """Forget a buffer of this group."""
         return
 
     def sent_bytes(self, tensor: Tensor) -> int:
-        """The payload that this member sends when the tensor is all-reduced: 2 (P-1)/P of it."""
+        """The bytes that this member sends to all-reduce the tensor: 2 (P-1)/P of it."""
         return 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
 
     def progress(self) -> None:
-        """Before this member blocks for something else: do what others may wait for meanwhile."""
+        """Do this member's part in reductions that other members may wait for."""
         return
 
     def measure_links(self) -> Links | None:
@@ -181,7 +181,7 @@ class Group(ABC):
         self.all_reduce(torch.zeros(1)).wait()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Everybody's bytes, by rank; lengths may differ."""
+        """The bytes of all members, by rank; lengths may differ."""
         lengths = [int(t) for t in self.all_gather(torch.tensor([len(data)]))]
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         padded[: len(data)] = _as_tensor(data)
@@ -210,10 +210,12 @@ def blocks(buffer: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def check_messages(outgoing: Sequence[Tensor], size: int) -> None:
-    """Refuse what `all_to_all` cannot send."""
+    """Raise ConfigError for messages that `all_to_all` cannot send."""
     if len(outgoing) != size:
         raise ConfigError(
-            f"{len(outgoing)} messages for {size} members", where="swap", fix="give one for each member"
+            f"{len(outgoing)} messages for {size} members",
+            where="all_to_all",
+            fix="give one for each member",
         )
     for rank, message in enumerate(outgoing):
         if message.dtype != torch.uint8 or message.dim() != 1 or message.device.type != "cpu":
@@ -221,13 +223,13 @@ def check_messages(outgoing: Sequence[Tensor], size: int) -> None:
             raise ConfigError(
                 f"the message for rank {rank} is of shape {list(message.shape)} and type {kind} "
                 f"on {message.device}",
-                where="swap",
+                where="all_to_all",
                 fix="give flat uint8 tensors on the CPU",
             )
 
 
 def _packed(outgoing: Sequence[Tensor], own: int) -> tuple[Tensor, Tensor]:
-    """Messages behind each other, each memory once; and a row for each: start, length, checksum."""
+    """The messages concatenated, equal tensors once; and start, length and checksum of each."""
     rows: dict[tuple[int, int, int], list[int]] = {}
     found: list[Tensor] = []
     table = torch.zeros(len(outgoing), 3, dtype=torch.int64)

@@ -1,17 +1,17 @@
-"""Messages between all members of a group, of which only their writers know how long they are.
+"""Every member sends every other member a message, whose length only the sender knows.
 
-Each member gives every other one a message. In attempt k, and mostly there is only attempt 0, a pair sends
+In attempt k (usually there is only attempt 0), a pair of members sends
 
     3k      head     length of the payload, its checksum, and a checksum of these two
     3k + 1  payload  unless it is empty
-    3k + 2  answer   the other way: well, or again
+    3k + 2  answer   the other way: received, or send again
 
-The checksum is of what the writer meant to send, taken when the swap is made and never again. What does not
-fit it is refused and asked for again; who sends the same message damaged three times is given up as one
-whose frames are damaged is: the connection with it ends.
+The sender computes the checksum once, when the operation is created. The receiver asks again for a message
+that does not match. A peer that sends the same message damaged three times is disconnected, like a peer
+whose frames are damaged.
 
-Invariant: what is sent stays as it is until the swap has *ended*, which is when all answers are here. The
-messages of the others may be used before, as soon as all of them are here: answers cost no time.
+Invariant: outgoing messages do not change until all answers have arrived. The peers' messages may be used
+before that, as soon as all of them have arrived.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ ATTEMPTS = 3
 _NUMBERS = struct.Struct("<QQ")
 _CHECK = struct.Struct("<I")
 _HEAD, _PAYLOAD, _ANSWER = range(3)
-_WELL, _AGAIN = memoryview(b"\1"), memoryview(b"\2")
+_RECEIVED, _AGAIN = memoryview(b"\1"), memoryview(b"\2")
 _MOST_BYTES = 1 << 40
-_URGENT = -(1 << 61)  # the priority of answers: tiny, and memory is held until they are there
+_URGENT = -(1 << 61)  # the priority of answers, which are tiny and let peers free memory
 _log = logging.getLogger(__name__)
 
 
 def pack_head(length_bytes: int, checksum: int) -> bytes:
-    """What is said before a payload."""
+    """The head of a payload."""
     numbers = _NUMBERS.pack(length_bytes, checksum)
     return numbers + _CHECK.pack(xxhash.xxh32_intdigest(numbers))
 
 
 def unpack_head(raw: bytes | bytearray) -> tuple[int, int] | None:
-    """The length and the checksum of a payload; None if the head is damaged itself."""
+    """The length and the checksum of a payload; None if the head is damaged."""
     numbers = bytes(raw[: _NUMBERS.size])
     if _CHECK.unpack_from(raw, _NUMBERS.size) != (xxhash.xxh32_intdigest(numbers),):
         return None
@@ -59,7 +59,7 @@ def unpack_head(raw: bytes | bytearray) -> tuple[int, int] | None:
 
 
 class _Nowhere(Sink):
-    """Passes over a message that nobody can use."""
+    """Drops a message."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -94,7 +94,7 @@ class AllToAll(Operation[None]):
         self._priority = priority
         self._connections: Mapping[int, Connection] = {}
         self._messages: dict[int, Tensor] = {}
-        # By peer: who has not sent all of its message, who has not answered, and answers not yet sent.
+        # Peers whose message or answer is missing; and by peer, the number of answers not yet sent.
         self._missing = set(outgoing)
         self._unanswered = set(outgoing)
         self._answering: dict[int, int] = {}
@@ -109,7 +109,7 @@ class AllToAll(Operation[None]):
     # In the loop's thread ------------------------------------------------------------------------
 
     def begin(self, connections: Mapping[int, Connection]) -> None:
-        """Send all, and listen to all."""
+        """Send all messages, and expect all heads."""
         self._connections = connections
         self.timing.begun = time.perf_counter()
         for peer in self._outgoing:
@@ -119,11 +119,11 @@ class AllToAll(Operation[None]):
         self._proceed()
 
     def needs(self, rank: int) -> bool:
-        """Whether its message or its answer is not here, or it has not got ours."""
+        """Whether its message or answer is missing, or it has not received our answer."""
         return rank in self._missing or rank in self._unanswered or rank in self._answering
 
     def awaited(self) -> set[int]:
-        """Those whose messages are not here; else those who do not answer; else those who do not listen."""
+        """Peers whose message is missing; else those whose answer is; else those that receive nothing."""
         return set(self._missing or self._unanswered or self._answering)
 
     def end(self, error: BaseException | None = None) -> None:
@@ -138,7 +138,7 @@ class AllToAll(Operation[None]):
         if not (self._missing or self._unanswered or self._answering):
             self.end()
 
-    # What goes out: attempts, until one is answered well.
+    # Sending: attempts, until one is answered as received.
 
     def _send(self, peer: int, attempt: int) -> None:
         connection, message = self._connections[peer], self._outgoing[peer]
@@ -153,16 +153,16 @@ class AllToAll(Operation[None]):
         self.timing.sent = time.perf_counter()
 
     def _answered(self, peer: int, attempt: int, answer: bytearray) -> None:
-        if answer == _WELL:
+        if answer == _RECEIVED:
             self._unanswered.discard(peer)
             self._proceed()
         elif answer == _AGAIN and attempt + 1 < ATTEMPTS:
             self.repeats += 1
             self._send(peer, attempt + 1)
         else:
-            raise self._refusal(peer, "gave an answer that is none")
+            raise self._refusal(peer, "sent an unknown answer")
 
-    # What comes in: attempts, until one fits its head.
+    # Receiving: attempts, until one matches its head.
 
     def _listen(self, peer: int, attempt: int) -> None:
         raw = bytearray(HEAD_BYTES)
@@ -179,27 +179,27 @@ class AllToAll(Operation[None]):
         if length_bytes > _MOST_BYTES:
             raise self._refusal(peer, f"announced a message of {length_bytes} bytes")
         connection = self._connections[peer]
-        if length_bytes:  # what is never taken would stay with the connection
+        if length_bytes:  # drop the payloads of damaged heads: the connection would keep them aside
             for unread in self._unread.pop(peer, ()):
                 connection.expect(self._key(unread, _PAYLOAD), _Nowhere(length_bytes))
         message = self._room(peer, length_bytes)
         memory: memoryview = message.numpy().data
 
-        def came() -> None:
+        def arrived() -> None:
             if frames.checksum(memory) == checksum:
-                self._take(peer, attempt, message)
+                self._accept(peer, attempt, message)
             else:
                 self._refuse(peer, attempt)
 
         if length_bytes:
-            connection.expect(self._key(attempt, _PAYLOAD), Whole(memory, came))
+            connection.expect(self._key(attempt, _PAYLOAD), Whole(memory, arrived))
         else:
-            came()
+            arrived()
 
-    def _take(self, peer: int, attempt: int, message: Tensor) -> None:
+    def _accept(self, peer: int, attempt: int, message: Tensor) -> None:
         self._messages[peer] = message
         self._missing.discard(peer)
-        self._answer(peer, attempt, _WELL)
+        self._answer(peer, attempt, _RECEIVED)
         self._proceed()
 
     def _refuse(self, peer: int, attempt: int) -> None:
@@ -224,15 +224,15 @@ class AllToAll(Operation[None]):
         try:
             return torch.empty(length_bytes, dtype=torch.uint8)
         except (RuntimeError, MemoryError) as error:
-            what = f"announced a message of {length_bytes} bytes, for which there is no memory"
+            what = f"announced a message of {length_bytes} bytes, and there is no memory for it"
             raise self._refusal(peer, what) from error
 
     def _refusal(self, peer: int, what: str) -> Corrupt:
-        """Raised to the connection, which ends: with it everything that needs this peer, on both sides."""
+        """Raised to the loop, which disconnects the peer and ends all operations that need it."""
         return Corrupt(
             f"{self._connections[peer].peer} {what}",
             ranks=(peer,),
-            where=f"swap {self.tag:#x}",
+            where=f"all_to_all {self.tag:#x}",
             fix="the memory of that machine, or of this one, may be faulty",
         )
 
@@ -241,7 +241,7 @@ class AllToAll(Operation[None]):
 
 
 def _heads(outgoing: Mapping[int, memoryview]) -> dict[int, memoryview]:
-    """A message that goes to several is read once."""
+    """The head of each message; a message to several peers is read once."""
     made: dict[int, memoryview] = {}
     for message in outgoing.values():
         if id(message) not in made:

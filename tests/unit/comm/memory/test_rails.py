@@ -101,7 +101,7 @@ class Worker:
 
     def start(self, buffer, op="sum", priority=0):
         tag, self._tag = self._tag, self._tag + TAGS
-        return self.rails.start(tag, self.team.everybodys(buffer), op, priority)
+        return self.rails.start(tag, self.team.buffers_of(buffer), op, priority)
 
 
 # Who carries what --------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_each_machine_carries_every_element_once_and_rails_have_one_worker_of_ea
 
 def test_shared_memory_alone_is_refused_on_several_machines():
     members = (member(0, "a"), member(1, "b"))
-    with pytest.raises(ConfigError, match="different machines"):
+    with pytest.raises(ConfigError, match="needs all workers on one machine"):
         open_group(
             Meeting(None, members[0], members),
             Place(world_size=2),
@@ -295,9 +295,9 @@ def test_a_mate_is_needed_until_it_is_ready_and_a_carrier_until_it_is_done():
     reduction = RailReduction(1, [torch.zeros(8)] * 3, "sum", crossing, RailLayout(layout, 2), boards[2])
     needed = [[reduction.needs(rank) for rank in (0, 1, 3)]]
     for board in boards:
-        board.tell(READY, 1)
+        board.publish(READY, 1)
     needed.append([reduction.needs(rank) for rank in (0, 1, 3)])
-    boards[0].tell(DONE, 1)
+    boards[0].publish(DONE, 1)
     needed.append([reduction.needs(rank) for rank in (0, 1, 3)])
     assert needed == [[True, True, False], [True, False, False], [False, False, False]]
 

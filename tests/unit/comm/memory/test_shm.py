@@ -170,10 +170,10 @@ def test_several_under_way_may_be_waited_for_in_any_order():
         for turn in range(20):
             for n, buffer in enumerate(buffers):
                 buffer.fill_(rank + n * 10 + turn)
-            turns = [team.begin(buffer, "sum")[0] for buffer in buffers]
+            numbers = [team.begin(buffer, "sum")[0] for buffer in buffers]
             for n in orders[(rank + turn) % 3]:
-                team.finish(turns[n], 20)
-                assert team.has_finished(turns[n])
+                team.finish(numbers[n], 20)
+                assert team.has_finished(numbers[n])
                 if not bool((buffers[n] == 3 + 30 * n + 3 * turn).all()):
                     return turn, n
         return None
@@ -187,11 +187,11 @@ def test_a_reduction_is_not_finished_before_somebody_waits_for_it():
     def work(rank):
         team = cluster.team(rank)
         buffer = team.buffer(4, torch.float32)
-        turn = team.begin(buffer.fill_(1), "sum")[0]
-        before = team.has_finished(turn)
-        team.finish(turn, 20)
-        team.finish(turn, 20)
-        return before, team.has_finished(turn), buffer.tolist()
+        number = team.begin(buffer.fill_(1), "sum")[0]
+        before = team.has_finished(number)
+        team.finish(number, 20)
+        team.finish(number, 20)
+        return before, team.has_finished(number), buffer.tolist()
 
     assert right(cluster.run(work)) == [(False, True, [2.0] * 4)] * 2
 
@@ -367,11 +367,11 @@ def test_a_worker_that_dies_in_a_reduction_ends_it_for_the_others():
         if rank == 2:
             cluster.lost = PeerLost("rank 2 is gone", ranks=(2,))
             return None
-        turn = team.begin(buffer, "sum")[0]
+        number = team.begin(buffer, "sum")[0]
         errors = []
         for _ in range(2):
             try:
-                team.finish(turn, 600)
+                team.finish(number, 600)
             except PeerLost as error:
                 errors.append(error.ranks)
         return errors
@@ -388,11 +388,11 @@ def test_a_worker_that_was_through_before_it_left_is_not_missed():
     def work(rank):
         team = cluster.team(rank)
         buffer = team.buffer(100, torch.float32).fill_(1)
-        turn = team.begin(buffer, "sum")[0]
+        number = team.begin(buffer, "sum")[0]
         begun.wait()
         if rank == 1:
             waiting.wait(20)
-            team.finish(turn, 20)
+            team.finish(number, 20)
             cluster.lost = PeerLost("rank 1 is gone", ranks=(1,))
             through.set()
             return buffer[0].item()
@@ -404,7 +404,7 @@ def test_a_worker_that_was_through_before_it_left_is_not_missed():
             whole()
 
         team._check = look
-        team.finish(turn, 20)
+        team.finish(number, 20)
         return buffer[0].item()
 
     assert right(cluster.run(work)) == [2.0, 2.0]

@@ -452,7 +452,7 @@ def test_a_message_for_which_there_is_no_memory_is_refused(monkeypatch):
         monkeypatch.setattr(torch, "empty", empty)
         wires.loops[0].submit(all_to_all)
         Hand(wires, 1, 0).send(HEAD, pack_head(1 << 39, 1))
-        assert "bytes, for which there is no memory" in said(all_to_all).message
+        assert "bytes, and there is no memory for it" in said(all_to_all).message
 
 
 @pytest.mark.parametrize("answers", [[b"\0"], [b"\2", b"\2", b"\2"]])
@@ -466,7 +466,7 @@ def test_an_answer_that_is_none_is_refused(answers):
             hand.take(3 * attempt + HEAD, HEAD_BYTES)
             assert hand.take(3 * attempt + PAYLOAD, 4) == b"mine"
             hand.send(3 * attempt + ANSWER, answer)
-        assert said(all_to_all).message == "rank 1 on n1 gave an answer that is none"
+        assert said(all_to_all).message == "rank 1 on n1 sent an unknown answer"
 
 
 @settings(max_examples=100, deadline=None)

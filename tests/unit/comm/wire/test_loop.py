@@ -255,8 +255,8 @@ def test_a_peer_that_sends_junk_is_named_by_all_and_hears_why():
         assert type(errors[1]) is Corrupt
         for error in errors:
             assert error.ranks == (3,)
-            assert "rank 3 on n3 sent bytes that are no frame" in error.message
-        assert "rank 3 on n3 sent bytes that are no frame" in failure(hearing).message
+            assert "rank 3 on n3 sent bytes that are not a frame" in error.message
+        assert "rank 3 on n3 sent bytes that are not a frame" in failure(hearing).message
         assert wires.ends[1][3].refused == 1
 
 
