@@ -890,7 +890,7 @@ def test_sites_of_three_and_two_lose_nothing(codec):
         )
         model = Known()
         reducer = Reducer(
-            list(model.named_parameters()), group.fork(), lambda: 1 / group.size, Silent(), coding=coding
+            list(model.named_parameters()), group.fork(), lambda: 1 / group.size, Silent(), encoder=coding
         )
         found = []
         for step in range(3):

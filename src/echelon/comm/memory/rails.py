@@ -2,9 +2,9 @@
 
 There are as many rails as the smallest machine has workers. Rail r has the r-th worker of every machine
 (its carrier there) and one slice of each buffer. A carrier sums its slice over the buffers of its machine,
-into its own buffer; the carriers of a rail sum over TCP, by the group's collective; then each carrier writes
-the result to all buffers of its machine. So a slice leaves each machine once, all links of a machine's workers
-are used at once, and all workers end with the same bits.
+into its own buffer; the carriers of a rail sum over TCP, by the group's collective; then each carrier
+writes the result to all buffers of its machine. So a slice leaves each machine once, all links of a
+machine's workers are used at once, and all workers end with the same bits.
 
 A thread does this while the trainer computes. The workers of a machine see each other's progress on their
 board. The loop knows of a reduction as soon as this worker is ready for it, even if this worker carries

@@ -1,4 +1,4 @@
-"""All that one model needs to send its gradients encoded: codec, states, route and relay."""
+"""Makes the encoded buckets of one model, with its codec, states, route and codec thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IN_FLIGHT = 4
 
 
 class ModelEncoder:
-    """Makes encoded buckets for one model."""
+    """The codec, states, route and thread of one model."""
 
     def __init__(self, codec: Codec, route: Route, *, rank: int, names: Mapping[int, str]) -> None:
         self.codec = codec
@@ -30,11 +30,11 @@ class ModelEncoder:
         self._thread = CodecThread()
 
     def fits(self, p: nn.Parameter) -> bool:
-        """Whether a parameter's gradient is encoded; all others travel as they are."""
+        """Whether a parameter's gradient is encoded; all others are sent unencoded."""
         return p.dtype == torch.float32 and p.device.type == "cpu" and p.numel() > 0
 
     def bucket(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> EncodedBucket:
-        """A bucket of parameters that fit."""
+        """A bucket of parameters whose gradients are encoded."""
         return EncodedBucket(
             parameters,
             self.codec,
@@ -46,14 +46,14 @@ class ModelEncoder:
         )
 
     def close(self) -> None:
-        """No more buckets."""
+        """End the codec thread after the jobs in flight."""
         self._thread.close()
 
     def join(self) -> None:
-        """Wait until nothing is under way; after its group was closed."""
+        """Wait for the end of the codec thread; after its group was closed."""
         self._thread.join(_JOIN_S)
 
 
 def bucket_bytes(total_bytes: int) -> int:
-    """How many bytes of gradients travel together: encoded they are few, and messages cost as ever."""
+    """The bucket size: larger than for dense gradients, because encoded messages are small."""
     return max(LEAST_BYTES, -(-total_bytes // IN_FLIGHT))

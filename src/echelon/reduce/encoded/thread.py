@@ -1,8 +1,8 @@
-"""The thread that encodes and decodes beside backward, and carries buckets from stage to stage.
+"""The codec thread, which encodes and decodes while backward goes on.
 
-A job is a generator: it starts an exchange, yields it, and is resumed when that is over. Jobs go through
-their stages in the order in which they were submitted, on every worker: job k enters a stage after job k-1
-has. So exchanges of a stage, which have a group of their own, begin in the same order everywhere.
+A job is a generator: it starts an exchange, yields its future, and is resumed when that is done. Jobs enter
+each stage in the order in which they were submitted, on every worker: job k after job k-1. So the exchanges
+of a stage, which has a group of its own, begin in the same order on all workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Steps = Generator[Future[Any], None, None]
 
 
 class BucketJob:
-    """One bucket's way through its stages; `progress` is that of its group."""
+    """The stages of one bucket; `progress` is that of its group."""
 
     def __init__(self, steps: Steps, progress: Callable[[], None], timing: Timing | None) -> None:
         self.steps = steps
@@ -41,7 +41,7 @@ class BucketJob:
 
 
 class CodecThread:
-    """Runs jobs, in a thread that lives from the first one until it is closed."""
+    """Runs jobs, in a thread that lives from the first job until it is closed."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[BucketJob | None] = queue.SimpleQueue()
@@ -53,7 +53,7 @@ class CodecThread:
     def submit(
         self, steps: Steps, progress: Callable[[], None] = lambda: None, timing: Timing | None = None
     ) -> Future[None]:
-        """Begin a job, after those that were submitted before it."""
+        """Begin a job, after those submitted before it."""
         job = BucketJob(steps, progress, timing)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="echelon-codec", daemon=True)
@@ -62,7 +62,7 @@ class CodecThread:
         return job.future
 
     def close(self) -> None:
-        """End when the jobs under way have; they fail at once if their group is closed next."""
+        """End after the jobs in flight; they fail at once if their group is closed next."""
         self._closed = True
         self._events.put(None)
 
@@ -78,7 +78,7 @@ class CodecThread:
                 self._jobs.append(event)
             try:
                 self._advance()
-            except BaseException as error:  # noqa: BLE001 - nobody may wait for ever
+            except BaseException as error:  # noqa: BLE001 - a waiting thread must learn of any error
                 self._failed = error
             if self._failed is not None:
                 for job in self._jobs:
@@ -86,15 +86,15 @@ class CodecThread:
                 self._jobs = []
 
     def _advance(self) -> None:
-        """Resume whatever can be, the oldest first: each job may let the next one pass."""
+        """Resume all jobs that can go on, the oldest first: each may let the next one go on."""
         before = None
         for job in list(self._jobs):
-            while not job.future.done() and self._may_go(job, before):
+            while not job.future.done() and self._can_resume(job, before):
                 self._resume(job)
             before = before if job.future.done() else job
         self._jobs = [job for job in self._jobs if not job.future.done()]
 
-    def _may_go(self, job: BucketJob, before: BucketJob | None) -> bool:
+    def _can_resume(self, job: BucketJob, before: BucketJob | None) -> bool:
         if before is not None and before.stage <= job.stage:
             return False
         return job.awaited is None or job.awaited.done()
@@ -105,10 +105,10 @@ class CodecThread:
         except StopIteration:
             job.future.complete()
             return
-        except GradientError as error:  # of all workers alike: later jobs go on
+        except GradientError as error:  # on all workers alike: later jobs go on
             job.future.complete(error=error)
             return
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the job must learn of it
+        except BaseException as error:  # noqa: BLE001 - a waiting thread must learn of any error
             self._fail(job, error)
             return
         job.stage += 1
@@ -120,6 +120,6 @@ class CodecThread:
                 self._fail(job, error)
 
     def _fail(self, job: BucketJob, error: BaseException) -> None:
-        """This worker is out of step with the others: what it began later would be taken for this job's."""
+        """Fail this and all later jobs: peers would take a later exchange for this job's."""
         job.future.complete(error=error)
         self._failed = error

@@ -82,7 +82,7 @@ class ReduceSynchronizer(Synchronizer):
             summed=rules.loss == "sum",
             receiver=self._late if late else None,
             link=self._link,
-            coding=coding,
+            encoder=coding,
         )
         self._reducers.append(reducer)
         if factoring is not None:

@@ -314,7 +314,7 @@ def test_a_process_number_that_is_anothers_here_is_noticed():
     cluster.gather = misleading
     for error in cluster.run(cluster.team):
         assert isinstance(error, LaunchError)
-        assert "is another one here" in error.message
+        assert "is a different process here" in error.message
 
 
 # Workers that die, leave or are late -------------------------------------------------------------

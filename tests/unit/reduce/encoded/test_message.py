@@ -25,12 +25,12 @@ def test_what_is_written_is_read(used, texts):
     read = read_message(data, len(used), len(texts), "rank 3")
     assert read.used == used
     assert [bytes(payload.tolist()) for payload in read.payloads] == texts
-    assert read.complaint is None
+    assert read.non_finite is None
 
 
 @settings(deadline=None)
 @given(used=flags, rank=st.integers(0, 0xFFFE), parameter=st.integers(0, 0xFFFE), pieces=st.integers(0, 9))
-def test_a_complaint_holds_no_pieces_whatever_was_expected(used, rank, parameter, pieces):
+def test_a_non_finite_holds_no_pieces_whatever_was_expected(used, rank, parameter, pieces):
     data = write_message(EncodedMessage(used, [], NonFinite(rank, parameter)))
     read = read_message(data, len(used), pieces, "rank 3")
     assert read == EncodedMessage(used, [], NonFinite(rank, parameter))
