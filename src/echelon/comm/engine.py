@@ -420,8 +420,8 @@ class EngineGroup(Group):
         """The piece that this machine sums fastest; its first worker measures it."""
         if not self._engine.piece_bytes:
             mine = torch.tensor([probe.piece_bytes() if layout.position == 0 else 0])
-            told = self.all_gather(mine)
-            self._engine.piece_bytes = int(told[layout.mates[0]])
+            found = self.all_gather(mine)
+            self._engine.piece_bytes = int(found[layout.mates[0]])
         return self._engine.piece_bytes
 
     def _gather_team(self, layout: RailLayout) -> SharedMemoryTeam:
@@ -430,8 +430,8 @@ class EngineGroup(Group):
         first = [*layout.mates, *(rank for rank in range(self.size) if rank not in layout.mates)]
 
         def gather(mine: Handle) -> list[Handle]:
-            told = [Handle(*part.tolist()) for part in self.all_gather(torch.tensor(mine))]
-            return [told[rank] for rank in first]
+            handles = [Handle(*part.tolist()) for part in self.all_gather(torch.tensor(mine))]
+            return [handles[rank] for rank in first]
 
         return SharedMemoryTeam(
             layout.position,

@@ -32,7 +32,7 @@ _CHECKSUM = (1 << 63) - 1  # the bits of a checksum that an int64 holds
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """An all-to-all in flight: `received` gives everybody's message, by rank.
+    """An all-to-all in flight: `received` gives the messages of all members, by rank.
 
     Do not change an outgoing message before `delivered` is done: it may have to be sent again. `sent_bytes`
     is what this member sends to others, each message counted once.

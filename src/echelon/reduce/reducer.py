@@ -58,7 +58,7 @@ class BucketTimes:
 
 
 class RoundObserver(Protocol):
-    """Is told how a round goes."""
+    """Records how a round goes."""
 
     def computing(self) -> None:
         """Backward goes on: one more gradient is computed."""

@@ -35,7 +35,7 @@ def test_bytes_travel_unchanged(data):
     assert SoloGroup().broadcast_bytes(data) == data
 
 
-def test_a_worker_alone_sends_nothing_and_waits_for_nobody():
+def test_a_worker_alone_neither_sends_nor_waits():
     group = SoloGroup()
     assert (group.rank, group.size) == (0, 1)
     assert group.sent_bytes(torch.zeros(1000)) == 0

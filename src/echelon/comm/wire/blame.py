@@ -15,7 +15,7 @@ Names = Mapping[int, str] | Sequence[str]
 def died(names: Names, ranks: Sequence[int], where: str) -> PeerLost:
     """They left no reason: killed, or disconnected."""
     return PeerLost(
-        f"{listed(names, ranks)} is gone: it died without a word, or the network to it is cut",
+        f"{listed(names, ranks)} is gone: it died without reporting an error, or the network to it is cut",
         ranks=tuple(ranks),
         where=where,
         fix="see its log; it may have been killed, for lack of memory for example",
@@ -28,7 +28,7 @@ def failed(names: Names, rank: int, cause: str, where: str) -> PeerLost:
         f"{names[rank]} failed: {cause}",
         ranks=(rank,),
         where=where,
-        fix="the worker's own log has the whole story",
+        fix="see that worker's log",
     )
 
 

@@ -354,8 +354,8 @@ class Loop:
     # Notices -------------------------------------------------------------------------------------
 
     def _hear_all(self, rank: int, connection: Connection) -> None:
-        heard, connection.notices = connection.notices, []
-        for notice in heard:
+        notices, connection.notices = connection.notices, []
+        for notice in notices:
             self._hear(rank, notice)
 
     def _hear(self, rank: int, notice: Notice) -> None:

@@ -74,19 +74,21 @@ class SumServers:
 def serve(loop: Loop, *, rank: int, workers: int, servers: int, deadline_s: float) -> int:
     """Sum for the workers until the leader dismisses the server; returns the number of sums."""
     in_flight: list[Exchange] = []
-    heard = 0
+    received = 0
     while True:
-        heard += 1
+        received += 1
         fields = torch.zeros(_FIELDS, dtype=torch.int64)
         step = ScheduleStep(takes=(Move(0, 0, _FIELDS),))
-        message = Exchange(heard, fields, [step], rank=rank, op="sum", deadline_s=_EVER_S, priority=_FIRST)
+        message = Exchange(
+            received, fields, [step], rank=rank, op="sum", deadline_s=_EVER_S, priority=_FIRST
+        )
         loop.submit(message)
         message.future.wait()
         tag, length, dtype, op = fields.tolist()
         if tag == _OVER:
             for exchange in in_flight:
                 exchange.future.wait()
-            return heard - 1
+            return received - 1
         exchange = Exchange(
             tag,
             torch.empty(length, dtype=_DTYPES[dtype]),

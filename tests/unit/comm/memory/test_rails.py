@@ -1,4 +1,4 @@
-"""Teams of threads as machines, joined by real connections: right sums, and nobody waits for ever."""
+"""Teams of threads as machines, with real connections: right sums, and bounded waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIVE = [[0, 1], [2], [3, 4]]
 
 
 class Yard:
-    """Threads in place of workers: loops that are connected, and a team for each machine."""
+    """Threads as workers: connected loops, and a team for each machine."""
 
     def __init__(self, layout, *, collective="ring", deadline_s=20.0):
         self.layout = layout
@@ -198,7 +198,7 @@ def test_reductions_follow_each_other_on_the_same_buffers():
 
 
 def test_one_that_overtakes_on_the_wire_is_not_taken_for_the_one_before_it():
-    """What is said on the board of the second is said of the first too."""
+    """A number on the board holds for all reductions before it, too."""
 
     def work(worker):
         large, small = worker.buffer(3_000_000).fill_(1), worker.buffer(10).fill_(1)
@@ -248,7 +248,7 @@ def test_a_worker_that_dies_is_named_by_all_and_all_fails_from_then_on(who):
 
 
 @pytest.mark.parametrize("who", [1, 2, 3])
-def test_who_is_late_is_named_by_all_at_the_deadline(who):
+def test_a_late_worker_is_named_by_all_at_the_deadline(who):
     over = threading.Barrier(5, timeout=20)
 
     def work(worker):
@@ -273,7 +273,7 @@ def test_who_is_late_is_named_by_all_at_the_deadline(who):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_worker_that_was_through_before_it_left_is_not_missed(who):
+def test_a_worker_whose_part_was_done_before_it_left_is_not_needed(who):
     """Rank 1 carries nothing, rank 0 does."""
 
     def work(worker):
@@ -319,7 +319,7 @@ def test_a_worker_that_leaves_instead_of_taking_part_is_named():
         assert "ended while the others were still training" in error.message
 
 
-def test_closing_ends_the_thread_and_tells_who_waits():
+def test_closing_ends_the_thread_and_all_waits():
     def work(worker):
         buffer = worker.buffer(100)
         if worker.rank == 0:
@@ -336,7 +336,7 @@ def test_closing_ends_the_thread_and_tells_who_waits():
         assert yard.reduce(work) == [None, False, False, False, False]
 
 
-def test_a_defect_in_the_thread_reaches_who_waits(monkeypatch, caplog):
+def test_a_defect_in_the_thread_reaches_waiting_threads(monkeypatch, caplog):
     def fail(*_):
         raise MemoryError("no room")
 

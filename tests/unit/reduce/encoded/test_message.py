@@ -1,4 +1,4 @@
-"""Several pieces in one message: whatever is written is read, and what is no message is refused by name."""
+"""Encoded messages are read as written; damaged ones are refused with the sender's name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tensors(texts):
 
 @settings(deadline=None)
 @given(used=flags, texts=payloads)
-def test_what_is_written_is_read(used, texts):
+def test_a_message_is_read_as_written(used, texts):
     data = write_message(EncodedMessage(used, tensors(texts)))
     read = read_message(data, len(used), len(texts), "rank 3")
     assert read.used == used
@@ -30,7 +30,7 @@ def test_what_is_written_is_read(used, texts):
 
 @settings(deadline=None)
 @given(used=flags, rank=st.integers(0, 0xFFFE), parameter=st.integers(0, 0xFFFE), pieces=st.integers(0, 9))
-def test_a_non_finite_holds_no_pieces_whatever_was_expected(used, rank, parameter, pieces):
+def test_a_message_with_a_non_finite_report_holds_no_ranges(used, rank, parameter, pieces):
     data = write_message(EncodedMessage(used, [], NonFinite(rank, parameter)))
     read = read_message(data, len(used), pieces, "rank 3")
     assert read == EncodedMessage(used, [], NonFinite(rank, parameter))
@@ -38,7 +38,7 @@ def test_a_non_finite_holds_no_pieces_whatever_was_expected(used, rank, paramete
 
 @settings(deadline=None)
 @given(used=flags, texts=payloads, data=st.data())
-def test_what_is_cut_off_or_too_long_is_refused_and_its_sender_named(used, texts, data):
+def test_a_message_of_the_wrong_length_is_refused_and_its_sender_named(used, texts, data):
     whole = write_message(EncodedMessage(used, tensors(texts)))
     length = data.draw(st.integers(0, len(whole) + 3).filter(lambda n: n != len(whole)))
     damaged = torch.cat([whole, torch.zeros(3, dtype=torch.uint8)])[:length]
@@ -49,7 +49,7 @@ def test_what_is_cut_off_or_too_long_is_refused_and_its_sender_named(used, texts
 
 @settings(deadline=None)
 @given(used=flags, texts=st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=6))
-def test_a_sheet_of_another_number_of_pieces_is_refused(used, texts):
+def test_a_message_with_another_number_of_ranges_is_refused(used, texts):
     data = write_message(EncodedMessage(used, tensors(texts)))
     with pytest.raises(Corrupt):
         read_message(data, len(used), 0, "rank 3")
@@ -61,5 +61,5 @@ def test_a_sheet_of_another_number_of_pieces_is_refused(used, texts):
         lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=1)
     )
 )
-def test_a_parameter_is_used_if_anybody_used_it(used):
+def test_a_parameter_is_used_if_any_worker_used_it(used):
     assert any_used(used) == [any(one[n] for one in used) for n in range(len(used[0]))]

@@ -1,4 +1,4 @@
-"""Buckets go from stage to stage in the same order everywhere, whatever is over first."""
+"""Jobs enter each stage in the same order on all workers, whichever exchange is done first."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def steps(job, stages, begun, *, tells=True):
 )
 @settings(max_examples=60, deadline=None)
 def test_every_stage_is_entered_in_the_order_of_jobs_whatever_is_over_first(stages, seed, deaf):
-    """Some exchanges cannot tell when they are over: these are waited for."""
+    """Some exchanges accept no callback: the thread waits for these."""
     choice = random.Random(seed)
     thread, begun = CodecThread(), queue.SimpleQueue()
     jobs = [
         thread.submit(steps(number, count, begun, tells=number not in deaf))
         for number, count in enumerate(stages)
     ]
-    entered, under_way = [], []
-    while len(entered) < sum(stages) or under_way:
-        while not under_way or not begun.empty():
-            under_way.append(begun.get(timeout=PATIENCE_S))
-            entered.append(under_way[-1].key)
-        under_way.pop(choice.randrange(len(under_way))).end()
+    entered, in_flight = [], []
+    while len(entered) < sum(stages) or in_flight:
+        while not in_flight or not begun.empty():
+            in_flight.append(begun.get(timeout=PATIENCE_S))
+            entered.append(in_flight[-1].key)
+        in_flight.pop(choice.randrange(len(in_flight))).end()
     for job in jobs:
         job.wait()
         assert job.done()
@@ -77,8 +77,8 @@ def test_every_stage_is_entered_in_the_order_of_jobs_whatever_is_over_first(stag
         assert len(order) == sum(count > stage for count in stages)
 
 
-def test_a_job_does_not_pass_one_whose_exchange_is_not_over(thread):
-    """Both are in stage 0; the second's is over, and it may not enter stage 1 before the first."""
+def test_a_job_does_not_pass_one_whose_exchange_is_not_done(thread):
+    """Both are in stage 0; the second is done, and must not enter stage 1 before the first."""
     begun = queue.SimpleQueue()
     first, second = (thread.submit(steps(number, 2, begun)) for number in range(2))
     exchanges = [begun.get(timeout=PATIENCE_S) for _ in range(2)]
@@ -96,12 +96,12 @@ def test_a_job_does_not_pass_one_whose_exchange_is_not_over(thread):
 
 
 class Lost(Exception):
-    """What an exchange may end with."""
+    """An error of an exchange."""
 
 
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize("error", [Lost("rank 2"), GradientError("rank 2")])
-def test_an_error_is_told_to_who_waits_and_other_jobs_go_on_only_if_all_workers_have_it(
+def test_an_error_is_raised_to_waiting_threads_and_other_jobs_go_on_only_if_all_workers_have_it(
     thread, tells, error
 ):
     exchange = Exchange(0, 0, tells=tells, error=error)
