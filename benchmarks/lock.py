@@ -65,7 +65,7 @@ def work(repeats: int) -> None:
                 train()
             pending.wait()
             if turn:
-                seconds.append(pending.timing().ended - begun)
+                seconds.append(pending.timing.ended - begun)
         stop = threading.Event()
         watcher = threading.Thread(target=_watch, args=(stop, late))
         watcher.start()

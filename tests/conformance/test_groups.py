@@ -100,11 +100,11 @@ def others(transport):
         out["told"] = told
         for _ in range(20):
             group.barrier()
-        sheet = torch.arange(6.0).view(2, 3) * (rank + 1)
-        session.all_reduce(sheet.t())
+        matrix = torch.arange(6.0).view(2, 3) * (rank + 1)
+        session.all_reduce(matrix.t())
         column = torch.ones(3, 2)
         session.all_reduce(column[:, 1])
-        out["turned"], out["column"] = sheet, column
+        out["turned"], out["column"] = matrix, column
         weight = torch.ones(3, requires_grad=True)
         group.all_reduce(weight).wait()
         out["leaf"] = weight.detach()
@@ -119,7 +119,7 @@ def _full(rank):
 
 
 def at_once(transport):
-    """Several under way, on several forks, waited for in another order than they were begun."""
+    """Several in flight, on several forks, waited for in another order than they were begun."""
     out = {}
     with member(transport) as (_, group):
         rank = group.rank
@@ -173,13 +173,13 @@ def kinds(transport):
 
 
 def message(sender, receiver, length):
-    """Bytes that are those of no other pair."""
+    """Bytes unique to this pair."""
     made = random.Random(f"{sender} {receiver}").randbytes(length)
     return torch.frombuffer(bytearray(made), dtype=torch.uint8) if length else torch.empty(0).byte()
 
 
 def arrived(group, parts, length_of):
-    """Whether everybody's message to this member is there, and its own in its place."""
+    """Whether all messages to this member have arrived, with its own in place."""
     rank = group.rank
     expected = [message(r, rank, length_of(r, rank)) for r in range(group.size)]
     return len(parts) == group.size and all(map(torch.equal, parts, expected))
@@ -199,21 +199,21 @@ LENGTHS_OF = {
 }
 
 
-def swaps(transport):
+def all_to_alls(transport):
     out = {}
     with member(transport) as (_, group):
         rank = group.rank
         for name, length_of in LENGTHS_OF.items():
             given = outgoing(group, length_of)
-            swapping = group.all_to_all(given)
-            parts = swapping.parts()
-            out[name] = (arrived(group, parts, length_of), parts[rank] is given[rank], swapping.done())
-            swapping.wait()
+            messages = group.all_to_all(given)
+            parts = messages.received.wait()
+            done = messages.received.done()
+            out[name] = (arrived(group, parts, length_of), parts[rank] is given[rank], done)
+            messages.delivered.wait()
             at_least = sum(part.numel() for r, part in enumerate(given) if r != rank)
-            out[name, "counted"] = at_least <= swapping.sent_bytes
-            out[name, "repeats"] = swapping.repeats
+            out[name, "counted"] = at_least <= messages.sent_bytes
         same = message(rank, 99, 5000 + rank)
-        parts = group.all_to_all([same] * group.size, priority=3).parts()
+        parts = group.all_to_all([same] * group.size, priority=3).received.wait()
         out["same"] = [torch.equal(part, message(r, 99, 5000 + r)) for r, part in enumerate(parts)]
         told = [threading.Semaphore(0), 0]
 
@@ -221,15 +221,16 @@ def swaps(transport):
             told[1] += 1
             told[0].release()
 
-        swapping = group.all_to_all(outgoing(group, LENGTHS_OF["different"]))
-        out["told"] = (swapping.tell(tell), told[0].acquire(timeout=90), swapping.done())
-        swapping.wait()
+        messages = group.all_to_all(outgoing(group, LENGTHS_OF["different"]))
+        received = messages.received
+        out["told"] = (received.add_done_callback(tell), told[0].acquire(timeout=90), received.done())
+        messages.delivered.wait()
         out["times"] = told[1]
     return out
 
 
-def swaps_among_others(transport):
-    """Swaps and reductions under way at once, on several forks, used in another order than begun."""
+def all_to_alls_and_reductions(transport):
+    """All-to-alls and reductions in flight at once, on several forks, used in another order than begun."""
     out = []
     with member(transport) as (_, group):
         fork, rank = group.fork(), group.rank
@@ -242,10 +243,10 @@ def swaps_among_others(transport):
             mine = group.all_to_all(outgoing(group, length_of))
             begun += [group.all_reduce(tensors[1]), fork.all_reduce(tensors[2])]
             theirs = fork.all_to_all(outgoing(fork, LENGTHS_OF["some"]), priority=-1)
-            for swapping, lengths in [(mine, length_of), (theirs, LENGTHS_OF["some"])][
+            for messages, lengths in [(mine, length_of), (theirs, LENGTHS_OF["some"])][
                 :: 1 - 2 * (turn % 2)
             ]:
-                out.append(arrived(group, swapping.parts(), lengths))
+                out.append(arrived(group, messages.received.wait(), lengths))
             for pending in begun if rank % 2 else reversed(begun):
                 pending.wait()
             out += [tensor.unique().tolist() == [sum(range(group.size))] for tensor in tensors]
@@ -253,18 +254,18 @@ def swaps_among_others(transport):
 
 
 def told_of_reductions(transport):
-    """Who is told finds the result; who cannot be told waits."""
+    """A callback finds the result; a future without callbacks is waited for."""
     out = []
     with member(transport) as (_, group):
         for length in (10, LARGE):
             for begin in (
                 group.all_reduce,
-                lambda tensor: group.gather(tensor, _split(group.size, tensor.numel())),
+                lambda tensor: group.all_gather_unequal(tensor, _split(group.size, tensor.numel())),
                 lambda tensor: group.reduce_scatter(tensor, _split(group.size, tensor.numel())),
             ):
                 told = threading.Semaphore(0)
                 pending = begin(torch.ones(length))
-                can = pending.tell(told.release)
+                can = pending.add_done_callback(told.release)
                 out.append((can, told.acquire(timeout=90) and pending.done() if can else None))
                 pending.wait()
                 out.append(told.acquire(blocking=False))
@@ -276,23 +277,27 @@ def _split(size, length):
 
 
 def leaving(transport):
-    """Rank 0 has all it wants long before the others have."""
+    """Rank 0 has all its messages long before the others."""
     with member(transport) as (_, group):
         lengths = lambda sender, receiver: 0 if sender else 20_000_000  # noqa: E731
-        parts = group.all_to_all(outgoing(group, lengths)).parts()
+        parts = group.all_to_all(outgoing(group, lengths)).received.wait()
     return arrived(group, parts, lengths)
 
 
-def swaps_of_some(transport):
+def messages_of_subgroups(transport):
     out = []
     with member(transport) as (_, group):
         for members in ([0, 2], [3, 1, 2], [1]):
-            some = group.among(members)
+            some = group.subgroup(members)
             if some is not None:
                 length_of = LENGTHS_OF["different"]
-                out.append(arrived(some, some.all_to_all(outgoing(some, length_of)).parts(), length_of))
+                out.append(
+                    arrived(some, some.all_to_all(outgoing(some, length_of)).received.wait(), length_of)
+                )
             out.append(
-                arrived(group, group.all_to_all(outgoing(group, length_of_all)).parts(), length_of_all)
+                arrived(
+                    group, group.all_to_all(outgoing(group, length_of_all)).received.wait(), length_of_all
+                )
             )
     return out
 
@@ -310,31 +315,30 @@ def odd_messages(transport):
                 group.all_to_all(given)
             said.append(caught.value.message)
         spread = torch.arange(20, dtype=torch.uint8)[::2]
-        said.append([part.tolist() for part in group.all_to_all([spread] * 2).parts()])
+        said.append([part.tolist() for part in group.all_to_all([spread] * 2).received.wait()])
     return said
 
 
 @every_transport
 @sizes
 def test_messages_of_any_length_arrive_at_every_member(warm_pool, transport, size):
-    for out in warm_pool.run(size, swaps, transport):
+    for out in warm_pool.run(size, all_to_alls, transport):
         for name in LENGTHS_OF:
             assert out[name] == (True, True, True), name
             assert out[name, "counted"], name
-            assert out[name, "repeats"] == 0, name
         assert out["same"] == [True] * size
         assert out["told"] == (True, True, True)
         assert out["times"] == 1
 
 
 @every_transport
-def test_swaps_and_reductions_at_once_keep_out_of_each_others_way(warm_pool, transport):
-    for out in warm_pool.run(3, swaps_among_others, transport):
+def test_all_to_alls_and_reductions_at_once_do_not_mix(warm_pool, transport):
+    for out in warm_pool.run(3, all_to_alls_and_reductions, transport):
         assert out == [True] * 15
 
 
 @every_transport
-def test_who_asks_to_be_told_is_told_once_or_must_wait(warm_pool, transport):
+def test_a_callback_runs_once_or_is_refused(warm_pool, transport):
     for out in warm_pool.run(2, told_of_reductions, transport):
         for (can, found), again in zip(out[::2], out[1::2], strict=True):
             assert found in ((True,) if can else (None,))
@@ -349,13 +353,13 @@ def test_a_member_may_leave_as_soon_as_it_has_its_messages(warm_pool, transport)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_some_members_swap_among_themselves(warm_pool, transport):
-    for rank, out in enumerate(warm_pool.run(4, swaps_of_some, transport)):
+def test_a_subgroup_exchanges_messages(warm_pool, transport):
+    for rank, out in enumerate(warm_pool.run(4, messages_of_subgroups, transport)):
         assert out == [True] * (3 + [1, 2, 2, 1][rank])
 
 
 @every_transport
-def test_what_is_no_message_is_refused_before_anything_is_sent(warm_pool, transport):
+def test_a_wrong_message_is_refused_before_anything_is_sent(warm_pool, transport):
     for said in warm_pool.run(2, odd_messages, transport):
         assert said == [
             "1 messages for 2 members",
@@ -365,15 +369,15 @@ def test_what_is_no_message_is_refused_before_anything_is_sent(warm_pool, transp
         ]
 
 
-def test_alone_a_swap_is_over_at_once():
+def test_alone_an_all_to_all_is_done_at_once():
     own = torch.ones(3, dtype=torch.uint8)
-    swapping, told = SoloGroup().all_to_all([own]), []
-    assert swapping.done()
-    assert swapping.tell(lambda: told.append(1))
+    messages, told = SoloGroup().all_to_all([own]), []
+    assert messages.received.done()
+    assert messages.received.add_done_callback(lambda: told.append(1))
     assert told == [1]
-    assert swapping.parts()[0] is own
-    assert swapping.sent_bytes == 0
-    swapping.wait()
+    assert messages.received.wait()[0] is own
+    assert messages.sent_bytes == 0
+    messages.delivered.wait()
     with pytest.raises(ConfigError, match="2 messages for 1 members"):
         SoloGroup().all_to_all([own, own])
 
@@ -397,7 +401,7 @@ def test_reductions_of_every_type_are_right_in_place_on_every_member(warm_pool, 
 
 @every_transport
 @sizes
-def test_gathering_telling_and_odd_tensors_are_right_on_every_member(warm_pool, transport, size):
+def test_gathers_broadcasts_and_unusual_tensors_are_right_on_every_member(warm_pool, transport, size):
     total = size * (size + 1) / 2
     for out in warm_pool.run(size, others, transport):
         for dtype, parts in zip(MOVED, out["gathered"], strict=True):
@@ -420,7 +424,7 @@ def test_gathering_telling_and_odd_tensors_are_right_on_every_member(warm_pool, 
 
 @every_transport
 @sizes
-def test_operations_at_once_and_forks_keep_out_of_each_others_way(warm_pool, transport, size):
+def test_operations_at_once_and_on_forks_do_not_mix(warm_pool, transport, size):
     for out in warm_pool.run(size, at_once, transport):
         for turn in range(3):
             for n in range(6):

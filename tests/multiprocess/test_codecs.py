@@ -1,4 +1,4 @@
-"""Encoded gradients in real training: to the bit what the reference in one memory says, whatever happens.
+"""Encoded gradients in real training are, to the bit, those of the single-process reference.
 
 A model whose loss is the sum of its parameters times given numbers has these numbers as its gradients, so
 what the workers end with can be compared with `ReferenceGroup`, which knows no processes.
@@ -88,7 +88,7 @@ def numbers(rank, step, *, without=()):
 
 
 def whole(given, weight):
-    """Gradients of all parameters as they are handed over, zeros where there is none."""
+    """Copies of the gradients of all parameters, zeros where there is none."""
     return {
         name: torch.mul(given[name], weight) if name in given else torch.zeros(shape)
         for name, shape in SHAPES.items()
@@ -96,7 +96,7 @@ def whole(given, weight):
 
 
 def combined(together, given, weights=None):
-    """What the reference makes of the gradients of all workers."""
+    """The reference's result for the gradients of all workers."""
     weights = weights or [1 / len(given)] * len(given)
     return together.combine([whole(mine, weight) for mine, weight in zip(given, weights, strict=True)])
 
@@ -106,7 +106,7 @@ def gradients(model):
 
 
 def assert_same_bits(found: Mapping[str, torch.Tensor | None], wanted: Mapping[str, torch.Tensor]):
-    """One that nobody used has no gradient, which is as good as zeros."""
+    """A parameter that no worker used has no gradient, which counts as zeros."""
     for name, value in wanted.items():
         have = found[name] if found[name] is not None else torch.zeros(SHAPES[name])
         assert torch.equal(have, value), f"{name}: {(have - value).abs().max()} away"
@@ -155,13 +155,13 @@ def references(codec, workers, steps):
 
 @pytest.fixture(scope="module")
 def by_three(warm_pool):
-    """What three workers found, with all codecs."""
+    """The results of three workers, with all codecs."""
     return warm_pool.run(3, trained, GATHERED + SCATTERED + SUMMED, 5)
 
 
 @pytest.fixture(scope="module")
 def by_two(warm_pool):
-    """What two workers found, with the codecs that are added up."""
+    """The results of two workers, with the summed codecs."""
     return warm_pool.run(2, trained, SUMMED, 4)
 
 
@@ -215,13 +215,13 @@ def test_torch_distributed_carries_encoded_gradients_too(warm_pool):
 
 
 def recorded(codec):
-    """Three steps; this worker's events, and what its swaps and sums have sent."""
-    swaps, sums = [], []
+    """Three steps; this worker's events, and the bytes that its all-to-alls and sums have sent."""
+    messages, sums = [], []
     all_to_all, all_reduce = EngineGroup.all_to_all, EngineGroup.all_reduce
 
     def counted_all_to_all(group, *args, **options):
-        swaps.append(all_to_all(group, *args, **options))
-        return swaps[-1]
+        messages.append(all_to_all(group, *args, **options))
+        return messages[-1]
 
     def counted_sum(group, tensor, *args, **options):
         if threading.current_thread().name == "echelon-codec":
@@ -240,12 +240,12 @@ def recorded(codec):
     finally:
         EngineGroup.all_to_all, EngineGroup.all_reduce = all_to_all, all_reduce
     events = list(read_events(session.folder.events_of(session.rank)))
-    counted = sum(one.sent_bytes for one in swaps) + sum(sums)
+    counted = sum(one.sent_bytes for one in messages) + sum(sums)
     return counted, [event for event in events if isinstance(event, BucketReduced | StepEnded)]
 
 
 @pytest.mark.parametrize("codec", [WAYS[0], "fixed(bits=6)", WAYS[2]])
-def test_events_tell_the_codec_and_count_its_bytes(warm_pool, codec):
+def test_events_name_the_codec_and_count_its_bytes(warm_pool, codec):
     dense = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
     for counted, events in warm_pool.run(3, recorded, codec):
         buckets = [event for event in events if isinstance(event, BucketReduced)]
@@ -523,7 +523,7 @@ def test_accumulated_passes_are_encoded_once(uses, codec, overlap):
 
 @each_way
 @late_or_not
-def test_accumulated_passes_are_added_to_what_has_landed(uses, codec, overlap):
+def test_accumulated_passes_are_added_to_reduced_gradients(uses, codec, overlap):
     together = ReferenceGroup(CODECS.build(codec), 2)
     first = combined(together, pair(FIRST))
     parts = pair(SECOND, without=["vector"]), pair(THIRD, without=["scalar"])
@@ -531,7 +531,7 @@ def test_accumulated_passes_are_added_to_what_has_landed(uses, codec, overlap):
     assert_added(uses["accumulated on top", codec, *overlap], wanted)
 
 
-def test_what_is_dropped_after_another_pass_does_not_come_back(uses):
+def test_cleared_gradients_do_not_return_after_another_pass(uses):
     together = ReferenceGroup(CODECS.build(TOP), 2)
     combined(together, pair(FIRST))
     wanted = combined(together, pair(THIRD, without=["vector"]))
@@ -584,7 +584,7 @@ def test_a_loss_that_is_a_sum_counts_every_workers_whole(uses, codec):
 
 
 def stepping():
-    """Weights after some steps, by codec, now and late."""
+    """Weights after some steps, by codec, without and with deferred steps."""
     with join("none", transport="tcp") as session:
         return {(codec, late): _steps(session, codec, late) for codec in WAYS for late in (NOW[1], LATE[1])}
 
@@ -602,7 +602,7 @@ def _steps(session, codec, overlap):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_late_steps_are_the_same_to_the_bit(warm_pool):
+def test_deferred_steps_are_the_same_to_the_bit(warm_pool):
     outcomes = warm_pool.run(2, stepping)
     for weights in outcomes:
         for (codec, _), found in weights.items():
@@ -684,7 +684,7 @@ def test_a_run_that_is_resumed_is_the_same_to_the_bit(warm_pool, tmp_path):
 
 
 def residuals(outcomes, when, key="residual"):
-    """The sum over workers of what each owes, by parameter."""
+    """The sum of all workers' residuals, by parameter."""
     return {
         name: sum(outcome[when][0][name][key].double() for outcome in outcomes if name in outcome[when][0])
         for name in SHAPES
@@ -693,13 +693,13 @@ def residuals(outcomes, when, key="residual"):
 
 @pytest.fixture(scope="module")
 def saved(warm_pool, tmp_path_factory):
-    """A checkpoint of three workers, and what each of them owed."""
+    """A checkpoint of three workers, and their residuals."""
     folder = tmp_path_factory.mktemp("saved")
     return folder, warm_pool.run(3, stopping, TOP, folder, 3, 3)
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_other_numbers_of_workers_take_over_all_that_is_owed(warm_pool, saved, workers):
+def test_other_numbers_of_workers_take_over_all_residuals(warm_pool, saved, workers):
     folder, before = saved
     after = warm_pool.run(workers, stopping, TOP, folder, 4, 0, True)
     wanted, found = residuals(before, "saved"), residuals(after, "begun")
@@ -730,7 +730,7 @@ def test_a_codec_written_in_other_words_is_the_same(warm_pool, saved):
         assert not any("lost" in text for text in other["told"])
 
 
-def test_other_sites_take_over_all_that_is_owed_where_it_will_be_sent(warm_pool, tmp_path):
+def test_other_sites_take_over_all_residuals_where_they_will_be_sent(warm_pool, tmp_path):
     """Two sites with one rail become two with two."""
     by_sites, three = f"between({TOP})", ((0, 1), (2,))
     before = at_sites(warm_pool, tmp_path / "a", by_sites, three, stopping, None, tmp_path, 3, 3)
@@ -815,7 +815,7 @@ def test_sites_exchange_encoded_sums_to_the_bit(at_two_sites, codec):
 
 
 def assert_conserved(outcomes, steps):
-    """All end with the same bits; what was read and what is owed is what was given."""
+    """All end with the same bits; decoded values plus residuals are the inputs."""
     first = outcomes[0][0]
     for found, _ in outcomes:
         assert_all_same(found, first)
@@ -878,7 +878,7 @@ def in_threads(workers, act):
 
 @pytest.mark.parametrize("codec", ["top-k(ratio=0.05)", "random-k(ratio=0.1)"])
 def test_sites_of_three_and_two_lose_nothing(codec):
-    """There are two rails; the third worker of the larger site only adds and learns."""
+    """There are two rails; the third worker of the larger site only sums and receives."""
     sites = ((0, 1, 2), (3, 4))
 
     def act(group):
@@ -886,11 +886,11 @@ def test_sites_of_three_and_two_lose_nothing(codec):
             CODECS.build(codec),
             route.by_site(group, sites),
             rank=group.rank,
-            who=lambda rank: f"rank {rank}",
+            names=group.names,
         )
         model = Known()
         reducer = Reducer(
-            list(model.named_parameters()), group.fork(), lambda: 1 / group.size, Silent(), coding=coding
+            list(model.named_parameters()), group.fork(), lambda: 1 / group.size, Silent(), encoder=coding
         )
         found = []
         for step in range(3):
@@ -934,7 +934,7 @@ def thawing():
         return found
 
 
-def test_what_a_frozen_layer_owes_is_sent_when_it_is_thawed(warm_pool):
+def test_a_frozen_layers_residual_is_sent_when_it_is_unfrozen(warm_pool):
     together = ReferenceGroup(CODECS.build("top-k(ratio=0.05)"), 2)
     wanted = []
     for step in range(6):
@@ -1049,7 +1049,7 @@ def test_alone_other_codecs_change_nothing(codec):
 
 
 def refused(codec, options, prepared):
-    """What is said to a script; the workers are in touch after it, if they ever were."""
+    """The error of a script; connected workers stay connected after it."""
 
     def act():
         with join(codec, **options) as session:
@@ -1142,7 +1142,7 @@ def killed(codec, who):
     all_to_all = EngineGroup.all_to_all
     begun = []
 
-    def swap_and_die(group, *args, **options):
+    def send_and_die(group, *args, **options):
         begun.append(all_to_all(group, *args, **options))
         if len(begun) == deadly:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -1152,7 +1152,7 @@ def killed(codec, who):
         deadly = 2 if session.rank == who else 0
         model = session.prepare(Known())
         if deadly:
-            EngineGroup.all_to_all = swap_and_die
+            EngineGroup.all_to_all = send_and_die
         try:
             return attempt(lambda: [model(numbers(session.rank, step)).backward() for step in range(5)])
         finally:

@@ -1,4 +1,4 @@
-"""Real processes and real signals: workers that are killed, stopped, mistaken, uninvited; odd machines."""
+"""Real processes and real signals: workers that are killed, stopped or wrong; unknown processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def kill_me_soon():
 
 
 def killed_in_a_reduction(transport, who, collective):
-    """Survivors are in `session.all_reduce`, and have their tensor as it was."""
+    """Survivors wait in `session.all_reduce`, and their tensor is unchanged."""
     with join(transport, collective=collective) as session:
         tensor = torch.full((LENGTH,), float(session.rank))
         session.barrier()
@@ -121,7 +121,7 @@ def test_a_worker_killed_among_shared_buffers_is_named_by_all_at_once(warm_pool,
 
 
 def stopped_in_a_reduction(transport, who):
-    """All others have their error before it goes on."""
+    """No worker leaves before all have their error: a later one would get another error."""
     with join(transport, collective="ring") as session:
         group = session._group
         pids = [int(pid) for pid in session.all_gather(torch.tensor(os.getpid()))]
@@ -156,7 +156,7 @@ def test_a_stopped_worker_is_named_by_all_at_the_deadline(warm_pool, transport, 
 
 
 def differing():
-    """What all say about it, and that nothing dies of it."""
+    """The errors of all workers; no process dies."""
     with join("tcp") as session:
         odd = session.rank == 1
         calls = [
@@ -168,7 +168,7 @@ def differing():
 
 
 def differing_below():
-    """The same beneath the session, where nobody looks first: an error on all, and no process ends."""
+    """The same below the session, which would check first: an error on all workers, and no process ends."""
     with join("tcp") as session:
         tensor = torch.ones(3000 if session.rank == 1 else 2000)
         return attempt(lambda: session._group.all_reduce(tensor).wait())[0]
@@ -197,7 +197,7 @@ def join_with_secret(secrets):
         return session.all_reduce(torch.ones(1)).item()
 
 
-def test_workers_that_share_a_secret_meet(warm_pool):
+def test_workers_with_the_same_secret_connect(warm_pool):
     assert warm_pool.run(2, join_with_secret, ["a", "a"]) == [2, 2]
 
 
@@ -212,7 +212,7 @@ def test_a_worker_with_a_wrong_secret_is_refused_and_all_learn_of_it(warm_pool):
 
 
 def join_in_a_crowd():
-    """Before rank 1 dials rank 0, strangers do: with junk, half a hello, and with nothing at all."""
+    """Before rank 1 connects, other processes connect to rank 0: with junk, half a handshake, nothing."""
     crowd = []
     dial = mesh._try
 
@@ -249,7 +249,7 @@ def reduce_here(transport):
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp", "c10d"])
-def test_workers_meet_over_ipv6(warm_pool, transport):
+def test_workers_connect_over_ipv6(warm_pool, transport):
     assert warm_pool.run(2, reduce_here, transport, env={"MASTER_ADDR": "::1"}) == [(3, 6)] * 2
 
 
@@ -271,12 +271,12 @@ def one_of_two_runs(ports):
     return all(out)
 
 
-def test_two_runs_at_once_keep_out_of_each_others_way(warm_pool):
+def test_two_runs_at_once_do_not_mix(warm_pool):
     assert warm_pool.run(4, one_of_two_runs, _four_free_ports()) == [True] * 4
 
 
 def _four_free_ports():
-    """Two numbers whose two successors are free."""
+    """Two ports whose two successors are free."""
     while True:
         with socket.socket() as first:
             first.bind(("127.0.0.1", 0))
@@ -290,7 +290,7 @@ def _four_free_ports():
 
 
 def without_shared_memory(who):
-    """One worker's machine has no /dev/shm; what all of them warn of, and that they work."""
+    """One worker's machine has no /dev/shm; the warnings of all workers, and their results."""
     rank = int(os.environ["RANK"])
     folder, said = segment.FOLDER, []
     handler = logging.Handler()

@@ -112,7 +112,7 @@ def reductions(places):
                 buffer.copy_(noise(group.rank, length, dtype))
                 pending = group.all_reduce(buffer)
                 pending.wait()
-                timing = pending.timing()
+                timing = pending.timing
                 assert 0 < timing.begun <= timing.sent <= timing.ended
                 bits.append(digest(buffer))
         plain = torch.full((LARGE,), float(group.rank))
@@ -151,7 +151,7 @@ def test_buffers_of_every_type_and_length_are_summed_to_the_same_bits_everywhere
 
 
 def at_once(places, collective):
-    """Several under way, on two forks, among other operations, waited for in any order."""
+    """Several in flight, on two forks, among other operations, waited for in any order."""
     wrong = []
     with member(places, collective=collective) as group:
         forks = [group, group.fork()]
@@ -175,7 +175,7 @@ def at_once(places, collective):
 
 
 @pytest.mark.parametrize(("places", "collective"), [(PAIRS, "auto"), ([0, 1, 1, 2], "ring")])
-def test_reductions_under_way_at_once_may_be_waited_for_in_any_order(warm_pool, places, collective):
+def test_reductions_in_flight_may_be_waited_for_in_any_order(warm_pool, places, collective):
     assert warm_pool.run(4, at_once, places, collective) == [([], 1, [4])] * 4
 
 
@@ -198,7 +198,7 @@ def killed(places, who):
 
 @pytest.mark.parametrize(("places", "who"), [(PAIRS, 0), ([0, 0, 0, 1], 2)])
 def test_a_worker_killed_in_a_reduction_is_named_by_all_at_once(warm_pool, places, who):
-    """Also one that carries nothing across, and also by those on other machines."""
+    """Also a worker that carries nothing, and also by workers on other machines."""
     outcomes = warm_pool.outcomes(4, killed, places, who)
     dead = outcomes.pop(who)
     assert isinstance(dead, WorkerFailure)
@@ -268,7 +268,7 @@ def test_closing_in_a_reduction_ends_it_at_once_and_leaves_no_thread(warm_pool):
 
 
 def without_rails(places, who, options):
-    """What all warn of, and that they work."""
+    """The warnings of all workers, and their results."""
     folder, said = segment.FOLDER, []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())

@@ -112,7 +112,7 @@ for step in range(200):
     if step == 5 and sys.argv[1] == "worker" and session.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if step == 5 and sys.argv[1] == "server" and session.rank == 1:
-        os.kill(session._group.members[-1].pid, signal.SIGKILL)
+        os.kill(session._group._engine.rendezvous.members[-1].pid, signal.SIGKILL)
     if step == 5 and sys.argv[1] == "stop" and session.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     optimizer.step()

@@ -63,7 +63,7 @@ def test_a_faster_link_never_makes_buckets_smaller(latency_s, one, other, size):
 
 @given(latencies, rates, workers, st.integers(1, 1 << 28))
 @several
-def test_of_a_whole_model_several_buckets_are_under_way_at_once(latency_s, rate, size, total_bytes):
+def test_a_whole_model_has_several_buckets_in_flight_at_once(latency_s, rate, size, total_bytes):
     link = _link(latency_s, rate)
     first, other = sizes(link, size, total_bytes=total_bytes)
     assert (first, other) <= sizes(link, size)

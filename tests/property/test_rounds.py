@@ -135,7 +135,7 @@ def test_of_any_number_of_rounds_a_worker_takes_part_in_exactly_its_share(played
 
 @few
 @given(percentages(unsteady))
-def test_percentage_settles_every_push_and_lets_everybody_go_on(played):
+def test_percentage_settles_every_push_and_releases_every_worker(played):
     policy, programmes, _ = played
     story = play(policy, _cluster(len(programmes)), programmes)
     assert decided(story, Drop) == []
@@ -143,7 +143,7 @@ def test_percentage_settles_every_push_and_lets_everybody_go_on(played):
 
 @few
 @given(flexibles, st.lists(unsteady, min_size=1, max_size=5), transfers)
-def test_flexible_settles_every_push_and_lets_everybody_go_on(text, programmes, transfer_s):
+def test_flexible_settles_every_push_and_releases_every_worker(text, programmes, transfer_s):
     play(POLICIES.build(text), _cluster(len(programmes)), programmes, transfer_s=transfer_s)
 
 

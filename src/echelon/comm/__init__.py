@@ -1,7 +1,8 @@
 """How bytes move between workers: a group and the transports that carry it out.
 
 group.py     the contract of a group of workers: reduce, gather, broadcast, exchange messages
-open.py      chooses which of the following a group is
+future.py    the result of an operation in flight
+open.py      opens a group: chooses one of the following three
 alone.py     the group of one
 c10d.py      a group on torch.distributed
 engine.py    a group on Echelon's own transports

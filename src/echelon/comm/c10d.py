@@ -1,8 +1,7 @@
 """A group on torch.distributed: Gloo for CPU tensors, NCCL for CUDA tensors where both are found.
 
-torch.distributed's exceptions end here: what leaves this file is PeerLost or RoundTimeout with the
-name of the worker that is to blame. If the script has initialised torch.distributed itself, its
-default group is used and left alone at the end.
+This file translates torch.distributed's exceptions to PeerLost or RoundTimeout, which name the missing
+worker. If the script has initialised torch.distributed itself, its default group is used and not closed.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from echelon.comm.group import Group, Op, Pending
+from echelon.comm.future import CallerFuture, Future
+from echelon.comm.group import Group, Op
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous, interface_of
+from echelon.comm.memory.rails import machines
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -29,51 +30,58 @@ class C10dGroup(Group):
     """Members of a torch.distributed process group."""
 
     def __init__(
-        self, meeting: Rendezvous, process_group: dist.ProcessGroup | None, *, deadline_s: float, owns: bool
+        self,
+        rendezvous: Rendezvous,
+        process_group: dist.ProcessGroup | None,
+        *,
+        deadline_s: float,
+        owns: bool,
     ) -> None:
-        self.rank = meeting.me.rank
-        self.size = len(meeting.members)
-        self._meeting = meeting
+        self.rank = rendezvous.me.rank
+        self.size = len(rendezvous.members)
+        self._rendezvous = rendezvous
         self._group = process_group
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
+        self.names = {member.rank: str(member) for member in rendezvous.members}
+        self.machines = len(machines(rendezvous.members))
         self._owns = owns
         self._forks: list[C10dGroup] = []
-        self._under_way: list[dist.Work] = []
+        self._in_flight: list[dist.Work] = []
 
     @classmethod
-    def connect(cls, meeting: Rendezvous, place: Place, *, deadline_s: float) -> C10dGroup:
-        """Connect workers that have met."""
+    def connect(cls, rendezvous: Rendezvous, place: Place, *, deadline_s: float) -> C10dGroup:
+        """Connect the workers of a rendezvous."""
         owns = not dist.is_initialized()
-        group = cls(meeting, None, deadline_s=deadline_s, owns=owns)
+        group = cls(rendezvous, None, deadline_s=deadline_s, owns=owns)
         if owns:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            with group._explained(), _interface(interface_of(meeting, place)):
+            with group._explained(), _interface(interface_of(rendezvous, place)):
                 dist.init_process_group(
                     backend,
-                    store=PrefixStore("c10d", meeting.store),
+                    store=PrefixStore("c10d", rendezvous.store),
                     rank=place.rank,
                     world_size=place.world_size,
                     timeout=timedelta(seconds=deadline_s),
                 )
         return group
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
         """Combine in place, in the background."""
         with self._explained():
             work = dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True)
         assert work is not None
-        self._under_way = [one for one in self._under_way if not one.is_completed()]
-        self._under_way.append(work)
+        self._in_flight = [one for one in self._in_flight if not one.is_completed()]
+        self._in_flight.append(work)
 
-        def wait() -> Tensor:
+        def wait(_: float | None) -> Tensor:
             with self._explained():
                 work.wait()
             return tensor
 
-        return Pending(wait, work.is_completed)
+        return CallerFuture(wait, work.is_completed)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensor, by rank."""
+        """The tensors of all members, by rank."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         if tensor.numel():
@@ -82,33 +90,33 @@ class C10dGroup(Group):
         return parts
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Everybody gets the source's values."""
+        """Copy the source's values to all members."""
         if tensor.numel():
             with self._explained():
                 dist.broadcast(_bytes(tensor), source, group=self._group)
 
     def fork(self) -> Group:
-        """A process group of its own; all members call this together."""
+        """Another process group; all members call this together."""
         with self._explained():
-            group = dist.new_group(timeout=timedelta(seconds=self._deadline_s))
+            group = dist.new_group(timeout=timedelta(seconds=self.deadline_s))
         assert isinstance(group, dist.ProcessGroup)
-        self._forks.append(C10dGroup(self._meeting, group, deadline_s=self._deadline_s, owns=True))
+        self._forks.append(C10dGroup(self._rendezvous, group, deadline_s=self.deadline_s, owns=True))
         return self._forks[-1]
 
     def close(self) -> None:
-        """Take down what `connect` and `fork` set up.
+        """Destroy what `connect` and `fork` created.
 
-        A process group lives as long as anybody refers to it, and the others notice that this worker has
-        left when its connections close: so nothing may be kept here. But if somebody does (a traceback,
-        say), Gloo's threads outlive the interpreter, and one that lets go of a tensor then ends the
-        process with SIGABRT: so they must never be the last to hold what is still under way.
+        A process group lives as long as something refers to it, and peers notice this worker's departure
+        only when its connections close. So this object keeps no reference. If something else does (a
+        traceback, say), Gloo's threads outlive the interpreter, and a thread that then frees a tensor ends
+        the process with SIGABRT. So operations in flight get a reference that is never released.
         """
         while self._forks:
             self._forks.pop().close()
-        for work in self._under_way:
+        for work in self._in_flight:
             if not work.is_completed():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
-        self._under_way.clear()
+        self._in_flight.clear()
         if self._owns and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._owns = False
@@ -119,7 +127,7 @@ class C10dGroup(Group):
         try:
             yield
         except (dist.DistError, RuntimeError) as error:
-            raise self._meeting.explain(error, deadline_s=self._deadline_s) from error
+            raise self._rendezvous.explain(error, deadline_s=self.deadline_s) from error
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -129,7 +137,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _interface(name: str) -> Iterator[None]:
-    """Tell Gloo which interface to use, unless the user has."""
+    """Tell Gloo which network interface to use, unless the user has chosen one."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         yield
         return

@@ -1,11 +1,11 @@
 """A group on Echelon's own transports: schedules over TCP between machines, shared memory within one.
 
-The collective is chosen by name and its schedule is made once for every length. Groups that are forked from
-each other share connections and keep their messages apart by channel.
+A collective's schedule is made once for every length. Groups that are forked from each other share
+connections; each has a channel of its own.
 
-Buffers that the group has made are in shared memory wherever workers share a machine: on one machine that
-is all there is (`shm.py`); on several, one worker or more of each talks across (`rails.py`). All other
-tensors go over TCP, as they do between machines of one worker each.
+Buffers that the group has made are in shared memory if workers share a machine: on one machine they are
+reduced there (`shm.py`); on several, some workers of each machine exchange sums with the others
+(`rails.py`). All other tensors go over TCP.
 """
 
 from __future__ import annotations
@@ -13,49 +13,51 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from echelon.cluster import probe
-from echelon.comm.group import Group, Messages, Op, Pending, Timing, blocks, check_messages
+from echelon.comm.future import CallerFuture, Future
+from echelon.comm.group import Group, Messages, Op, blocks, check_messages
 from echelon.comm.meet import mesh
 from echelon.comm.meet.links import Links, measure
 from echelon.comm.meet.place import Place
-from echelon.comm.meet.rendezvous import Member, Rendezvous, interface_address
+from echelon.comm.meet.rendezvous import Rendezvous, interface_address
 from echelon.comm.meet.tls import Certificates
 from echelon.comm.memory.rails import TAGS, RailLayout, Rails, machines
-from echelon.comm.memory.segment import Handle
+from echelon.comm.memory.segment import Handle, share
 from echelon.comm.memory.shm import SharedMemoryTeam
 from echelon.comm.schedule.collective import COLLECTIVES, Collective, Move, Schedule, ScheduleStep, pieces
 from echelon.comm.schedule.collectives.auto import AutoCollective
 from echelon.comm.schedule.collectives.direct import to_owners
 from echelon.comm.schedule.spread import broadcast, gather_all, gather_blocks
-from echelon.comm.wire.all_to_all import AllToAll, PendingMessages
+from echelon.comm.wire.all_to_all import AllToAll
 from echelon.comm.wire.connection import Connection
-from echelon.comm.wire.exchange import Exchange, as_bytes
+from echelon.comm.wire.exchange import Exchange
 from echelon.comm.wire.loop import CHANNEL_BITS, Loop
+from echelon.comm.wire.mailbox import M, Mailbox, PlacePayload
 from echelon.comm.wire.summing import SumServers
 from echelon.errors import ConfigError, LaunchError, RoundTimeout, WorkerError
 
 SECRET_VARIABLE = "ECHELON_SECRET"
-_LARGE_BYTES = 64 * 1024  # from here on, spreading in few bytes beats spreading in few steps
+_LARGE_BYTES = 64 * 1024  # above this, few bytes matter more than few steps
 _MOST_LANES = 4
 _LANE_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """A worker's connections, shared by all groups that are forked from one."""
+    """A worker's connections, shared by a group and its forks."""
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         loop: Loop,
         view: bytes,
         *,
@@ -64,26 +66,27 @@ class Engine:
         servers: int = 0,
         sums: bool = True,
     ) -> None:
-        self.meeting = meeting
+        self.rendezvous = rendezvous
         self.loop = loop
         self.deadline_s = deadline_s
         self.view = view
         self.channels = 0
-        self.workers = meeting.members[: len(meeting.members) - servers]
+        self.workers = rendezvous.members[: len(rendezvous.members) - servers]
         self.shared_memory = shared_memory and not (servers and sums)
         self.servers: SumServers | None = None
         if servers and sums:
-            me = meeting.me.rank
+            me = rendezvous.me.rank
             self.servers = SumServers(loop, rank=me, workers=len(self.workers), servers=servers)
         self.rails: list[Rails] = []
-        self.teams: list[SharedMemoryTeam] = []  # whose sums are done by whoever waits
-        self.swaps: deque[AllToAll] = deque()  # under way, in the order in which they began
-        self.piece_bytes = 0  # not known yet
+        self.teams: list[SharedMemoryTeam] = []  # their members compute sums when they wait
+        self.all_to_alls: deque[AllToAll] = deque()  # in flight, oldest first
+        self.piece_bytes = 0  # unknown
+        loop.progress = self.progress
 
     @classmethod
     def connect(
         cls,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         place: Place,
         *,
         shared_memory: bool,
@@ -91,21 +94,21 @@ class Engine:
         timeout_s: float,
         sums: bool = True,
     ) -> Engine:
-        """Connect workers that have met, and servers: those that sum for them, or parameter servers."""
+        """Connect the workers and servers of a rendezvous. `sums`: whether the servers sum."""
         given = os.environ.get(SECRET_VARIABLE)
-        view, secret = mesh.agree_on_view(meeting, given.encode() if given else None)
-        address = interface_address(meeting, place)
+        view, secret = mesh.agree_on_view(rendezvous, given.encode() if given else None)
+        address = interface_address(rendezvous, place)
         certificates = Certificates.from_environment(os.environ)
         sockets = mesh.connect(
-            meeting, address, view=view, secret=secret, timeout_s=timeout_s, certificates=certificates
+            rendezvous, address, view=view, secret=secret, timeout_s=timeout_s, certificates=certificates
         )
-        names = {member.rank: str(member) for member in meeting.members}
+        names = {member.rank: str(member) for member in rendezvous.members}
         connections = {
             rank: Connection(sock, view=view, peer=names[rank]) for rank, sock in sockets.items()
         }
-        loop = Loop(connections, names, me=names[meeting.me.rank])
+        loop = Loop(connections, names, me=names[rendezvous.me.rank])
         return cls(
-            meeting,
+            rendezvous,
             loop,
             view,
             shared_memory=shared_memory,
@@ -115,38 +118,41 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Leave; the others learn why, if this worker has said it."""
-        if not any(self.meeting.departure_causes):
-            while self.swaps:  # this worker may have all it wants, and others not yet what they want of it
-                self.swaps.popleft().see_off()
+        """Disconnect. The peers learn this worker's last error, if it has reported one."""
+        if not any(self.rendezvous.departure_causes):
+            self.loop.progress = _no_progress
+            while self.all_to_alls:
+                self.all_to_alls.popleft().finish_sending()
             if self.servers is not None:
-                with contextlib.suppress(WorkerError):  # then they know already
+                with contextlib.suppress(WorkerError):  # the servers have noticed already
                     self.servers.dismiss()
-        self.loop.close(self.meeting.departure_causes[-1] if self.meeting.departure_causes else "")
+        self.loop.close(self.rendezvous.departure_causes[-1] if self.rendezvous.departure_causes else "")
         for rails in self.rails:
             rails.close()
 
     def start(self, all_to_all: AllToAll) -> None:
-        """Begin a swap, and remember it while it is under way."""
-        self.swaps.append(all_to_all)
+        """Begin an all-to-all, and remember it while it is in flight."""
+        self.all_to_alls.append(all_to_all)
         self.loop.submit(all_to_all)
-        with contextlib.suppress(IndexError):  # several threads may do this at once
-            while self.swaps[0].ended:
-                self.swaps.popleft()
+        with contextlib.suppress(IndexError):  # several threads may remove entries at once
+            while self.all_to_alls[0].ended:
+                self.all_to_alls.popleft()
 
-    def work_for_others(self) -> None:
-        """Before blocking: others may wait for this worker's part in a sum in shared memory."""
+    def progress(self) -> None:
+        """Compute this worker's part of all sums in shared memory that have begun."""
         for team in self.teams:
             team.finish_all(self.deadline_s)
 
     def next_channel(self) -> int:
-        """Channels are opened by all workers in the same order, so their numbers agree."""
+        """The next channel's number; all workers open channels in the same order."""
         self.channels += 1
         return self.channels
 
 
 class EngineGroup(Group):
-    """All workers of a view, or some of them (`among`), on one channel."""
+    """All workers of a view, or the subgroup with the given `ranks`, on one channel."""
+
+    own_transport = True
 
     def __init__(
         self,
@@ -154,13 +160,17 @@ class EngineGroup(Group):
         collective: str,
         *,
         owns: bool = True,
-        among: tuple[int, ...] = (),
+        ranks: tuple[int, ...] = (),
     ) -> None:
-        me = engine.meeting.me.rank
-        self.rank = among.index(me) if among else me
-        self.size = len(among) or len(engine.workers)
-        self._among = among
+        me = engine.rendezvous.me.rank
+        self.rank = ranks.index(me) if ranks else me
+        self.size = len(ranks) or len(engine.workers)
+        self._subgroup = ranks
         self._engine = engine
+        self.names = engine.loop.names
+        self.deadline_s = engine.deadline_s
+        self.servers = tuple(range(len(engine.workers), len(engine.rendezvous.members)))
+        self.machines = len(machines([engine.workers[rank] for rank in self.ranks]))
         self._owns = owns
         self._text: str
         self._collective: Collective
@@ -169,64 +179,49 @@ class EngineGroup(Group):
         self._count = 0
         self._team: SharedMemoryTeam | None = None
         self._rails: Rails | None = None
-        if engine.shared_memory and not among:
+        if engine.shared_memory and not ranks:
             self._share_memory(machines(engine.workers))
 
     @property
-    def members(self) -> tuple[Member, ...]:
-        """All of the view: the workers, and the servers after them."""
-        return self._engine.meeting.members
-
-    @property
     def _summing(self) -> SumServers | None:
-        """The servers that sum for all workers; some of them sum among themselves."""
-        return None if self._among else self._engine.servers
+        """The servers that sum for all workers; a subgroup sums by itself."""
+        return None if self._subgroup else self._engine.servers
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that its members have in the view."""
-        return self._among or tuple(range(self.size))
+        """The members' ranks in the view."""
+        return self._subgroup or tuple(range(self.size))
 
-    @property
-    def servers(self) -> tuple[int, ...]:
-        """The ranks of the view's servers."""
-        return tuple(range(len(self._engine.workers), len(self.members)))
-
-    @property
-    def loop(self) -> Loop:
-        """What moves the bytes."""
-        return self._engine.loop
-
-    @property
-    def deadline_s(self) -> float:
-        """How long anybody is waited for."""
-        return self._engine.deadline_s
-
-    def among(self, members: Sequence[int]) -> EngineGroup | None:
-        """Some workers as a group of their own, over TCP; None for who is not among them. All call this."""
+    def subgroup(self, members: Sequence[int]) -> Group | None:
+        """Some members as a group of their own, over TCP."""
         if self.rank not in members:
             self._engine.next_channel()
             return None
-        return EngineGroup(self._engine, AutoCollective.name, owns=False, among=tuple(members))
+        return EngineGroup(self._engine, AutoCollective.name, owns=False, ranks=tuple(members))
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
-        """Combine in place, in the background; in shared memory, by whoever waits."""
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
+        """Combine in place: in the background, or on one machine's shared memory while waiting."""
         flat = tensor.detach().view(-1)
         if self._team is None or not self._team.holds(flat):
-            return _joined(tensor, [self._over_tcp(flat[a:b], op, priority) for a, b in _lanes(flat)])
+            lanes = _lanes(flat)
+            if len(lanes) == 1:
+                return self._over_tcp(flat, op, priority, tensor)
+            return Future.all([self._over_tcp(flat[a:b], op, priority) for a, b in lanes], tensor)
         if self._rails is None:
             return self._in_memory(self._team, tensor, flat, op)
-        parts = self._team.everybodys(flat)
-        lanes = [
+        parts = self._team.buffers_of(flat)
+        crossing = [
             self._rails.start(self._next_tag(TAGS), [part[a:b] for part in parts], op, priority)
             for a, b in _lanes(flat)
         ]
-        return _joined(tensor, lanes)
+        return Future.all(crossing, tensor)
 
-    def _over_tcp(self, lane: Tensor, op: Op, priority: int) -> Pending:
+    def _over_tcp(
+        self, lane: Tensor, op: Op, priority: int, result: Tensor | None = None
+    ) -> Future[Tensor]:
         if self._summing is not None:
             self._summing.announce(self._channel << CHANNEL_BITS | (self._count + 1), lane, op)
-        return self._start(lane, self._schedule(lane.numel()), op, priority)
+        return self._start(lane, self._schedule(lane.numel()), op, priority, result)
 
     def _schedule(self, length: int) -> Schedule:
         if self._summing is not None:
@@ -234,7 +229,7 @@ class EngineGroup(Group):
         return _schedule(self._collective, self.rank, self.size, length)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensor, by rank."""
+        """The tensors of all members, by rank."""
         own = tensor.detach().contiguous()
         parts = own.new_empty((self.size, *own.shape))
         parts[self.rank] = own
@@ -244,22 +239,24 @@ class EngineGroup(Group):
             self._start(_as_bytes(parts), steps, "sum", 0).wait()
         return list(parts)
 
-    def gather(self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0) -> Pending:
-        """Blocks go to everybody in the background."""
+    def all_gather_unequal(
+        self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0
+    ) -> Future[Tensor]:
+        """In the background."""
         item_bytes = buffer.element_size()
         steps = gather_blocks(self.rank, [length * item_bytes for length in lengths])
-        return self._start(_as_bytes(buffer), steps, "sum", priority).then(lambda _: buffer)
+        return self._start(_as_bytes(buffer), steps, "sum", priority, buffer)
 
-    def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Pending:
-        """Everybody's block r goes to member r, who adds them up."""
+    def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Future[Tensor]:
+        """Every member sends block r to member r, which adds them up."""
         flat = buffer.detach().view(-1)
         steps = to_owners(self.rank, list(pairwise(accumulate(lengths, initial=0))))
-        return self._start(flat, steps, op, 0).then(lambda _: blocks(flat, lengths)[self.rank])
+        return self._start(flat, steps, op, 0, blocks(flat, lengths)[self.rank])
 
     def all_to_all(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Messages:
-        """Over TCP, each member to each other one, in the background."""
+        """Over TCP, directly from each member to each other, in the background."""
         check_messages(outgoing, self.size)
-        memories = {id(message): as_bytes(message.contiguous()) for message in outgoing}
+        memories = {id(message): message.contiguous().numpy().data for message in outgoing}
         all_to_all = AllToAll(
             self._next_tag(),
             {
@@ -271,18 +268,46 @@ class EngineGroup(Group):
             priority=priority,
         )
         self._engine.start(all_to_all)
-        return PendingMessages(all_to_all, self.ranks, outgoing[self.rank], self._engine.work_for_others)
+        own, ranks = outgoing[self.rank], self.ranks
+        received = all_to_all.received.then(lambda found: [found.get(rank, own) for rank in ranks])
+        return Messages(received, all_to_all.future, all_to_all.sent_bytes)
 
-    def work_for_others(self) -> None:
-        """Its part in sums in shared memory."""
-        self._engine.work_for_others()
+    def progress(self) -> None:
+        """Its part of sums in shared memory."""
+        self._engine.progress()
 
-    def exchange(self, flat: Tensor, schedule: Schedule, *, priority: int = 0) -> Pending:
-        """This member's part of any schedule, which sums, on a flat buffer, in the background."""
+    def neighbor_all_gather(self, tensor: Tensor, peers: Sequence[int]) -> list[Tensor]:
+        """Only with these peers."""
+        own = tensor.detach().reshape(-1)
+        length = own.numel()
+        rooms = own.new_empty(length * (1 + len(peers)))
+        rooms[:length] = own
+        step = ScheduleStep(
+            sends=tuple(Move(peer, 0, length) for peer in peers),
+            takes=tuple(Move(peer, length * (1 + at), length * (2 + at)) for at, peer in enumerate(peers)),
+        )
+        self.exchange(rooms, [step]).wait()
+        return list(rooms.view(1 + len(peers), *tensor.shape)[1:])
+
+    def mailbox(self, accepts: Any, place: PlacePayload[M]) -> Mailbox[M]:
+        """Over the view's connections."""
+        return Mailbox(self._engine.loop, set(self.servers), accepts, place=place)
+
+    def shared_memory(self, size_bytes: int) -> Tensor:
+        """The first member makes it."""
+        pids = [self._engine.workers[rank].pid for rank in self.ranks]
+
+        def gather(mine: Handle) -> list[Handle]:
+            return [Handle(*part.tolist()) for part in self.all_gather(torch.tensor(mine))]
+
+        return share(size_bytes, self.rank, pids, [0], gather)[0]
+
+    def exchange(self, flat: Tensor, schedule: Schedule, *, priority: int = 0) -> Future[Tensor]:
+        """Carry out this member's part of a schedule that sums, on a flat buffer, in the background."""
         return self._start(flat, schedule, "sum", priority)
 
     def measure_links(self) -> Links | None:
-        """How fast the links between machines are, and the group uses it; None if all is on one machine."""
+        """The measured links; None if all members are on one machine."""
         if len(machines(self._engine.workers)) == 1:
             return None
         links = measure(self)
@@ -294,9 +319,9 @@ class EngineGroup(Group):
         return links
 
     def reason(self, length_bytes: int) -> str:
-        """Why buffers of this length are reduced as they are."""
+        """Why buffers of this length are reduced with this collective."""
         if self._engine.servers is not None:
-            return f"ps, as asked: {self._engine.servers.count} servers of their own sum"
+            return f"ps, as asked: {self._engine.servers.count} servers sum"
         if isinstance(self._collective, AutoCollective):
             return self._collective.reason(self.size, length_bytes)
         return f"{self._text}, as asked"
@@ -307,43 +332,39 @@ class EngineGroup(Group):
         self._collective.check(self.size)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Everybody gets the source's values."""
+        """Copy the source's values to all members."""
         if tensor.numel():
             flat = _as_bytes(tensor.detach())
             large = flat.numel() > _LARGE_BYTES
             steps = broadcast(self.rank, self.size, flat.numel(), source, large=large)
             self._start(flat, steps, "sum", 0).wait()
 
-    def _start(self, flat: Tensor, schedule: Schedule, op: Op, priority: int) -> Pending:
-        if self._among:
-            schedule = [_renamed(step, self._among) for step in schedule]
+    def _start(
+        self, flat: Tensor, schedule: Schedule, op: Op, priority: int, result: Tensor | None = None
+    ) -> Future[Tensor]:
+        if self._subgroup:
+            schedule = [_renamed(step, self._subgroup) for step in schedule]
         exchange = Exchange(
             self._next_tag(),
             flat,
             schedule,
-            rank=self._engine.meeting.me.rank,
+            rank=self._engine.rendezvous.me.rank,
             op=op,
             deadline_s=self._engine.deadline_s,
             priority=priority,
+            result=result,
         )
         self._engine.loop.submit(exchange)
-
-        def wait() -> Tensor:
-            if not exchange.ended:
-                self._engine.work_for_others()
-            exchange.wait()
-            return flat
-
-        return Pending(wait, lambda: exchange.ended, lambda: exchange.timing, exchange.tell)
+        return exchange.future
 
     def _next_tag(self, count: int = 1) -> int:
-        """The first of `count` tags. All members count alike, also who takes no part."""
+        """The first of `count` tags. All members count alike, also if they have no part."""
         first = self._count + 1
         self._count += count
         return self._channel << CHANNEL_BITS | first
 
     def buffer(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer in shared memory, where all members can map it."""
+        """A buffer in shared memory, if there is any."""
         if self._team is not None and device.type == "cpu" and length:
             try:
                 return self._team.buffer(length, dtype)
@@ -352,10 +373,9 @@ class EngineGroup(Group):
         return super().buffer(length, dtype, device)
 
     def sent_bytes(self, tensor: Tensor) -> int:
-        """What this member gives to others: as its schedule says, or as it writes to their memory.
+        """The bytes that this member sends, or writes to other members' memory.
 
-        Of a shared buffer on several machines, only what this member sends to other machines: nothing, if
-        others of its machine carry it.
+        For a shared buffer on several machines, only what it sends to other machines.
         """
         flat = tensor.view(-1)
         lengths = [stop - start for start, stop in _lanes(flat)]
@@ -369,12 +389,12 @@ class EngineGroup(Group):
         return moved * flat.element_size()
 
     def release(self, buffer: Tensor) -> None:
-        """Forget a buffer; its memory goes with the last tensor that uses it."""
+        """Forget a buffer; its memory is freed with the last tensor that uses it."""
         if self._team is not None:
             self._team.release(buffer)
 
     def _share_memory(self, machines: list[list[int]]) -> None:
-        """Where workers share machines, let each machine's workers share memory; none, if any cannot."""
+        """Let the workers of each machine share memory; if one cannot, nobody does."""
         if len(machines) == self.size > 1:
             return
         try:
@@ -383,7 +403,7 @@ class EngineGroup(Group):
             layout = RailLayout(machines, self.rank)
             self._team = self._gather_team(layout)
         except (LaunchError, ConfigError) as error:
-            self._engine.shared_memory = False  # the forks need not try again
+            self._engine.shared_memory = False  # forks do not try again
             self._warn(error, "workers of one machine use TCP instead")
             return
         self._team.piece_bytes = self._piece_bytes(layout)
@@ -397,21 +417,21 @@ class EngineGroup(Group):
             self._engine.teams.append(self._team)
 
     def _piece_bytes(self, layout: RailLayout) -> int:
-        """The piece that this machine sums fastest: one of its workers asks, and tells the others."""
+        """The piece that this machine sums fastest; its first worker measures it."""
         if not self._engine.piece_bytes:
             mine = torch.tensor([probe.piece_bytes() if layout.position == 0 else 0])
-            said = self.all_gather(mine)
-            self._engine.piece_bytes = int(said[layout.mates[0]])
+            found = self.all_gather(mine)
+            self._engine.piece_bytes = int(found[layout.mates[0]])
         return self._engine.piece_bytes
 
     def _gather_team(self, layout: RailLayout) -> SharedMemoryTeam:
-        """The workers of this machine. All members ask for memory together, and all get it, or none."""
-        members = self._engine.meeting.members
+        """The workers of this machine. All members ask for memory together; all get it, or none."""
+        members = self._engine.rendezvous.members
         first = [*layout.mates, *(rank for rank in range(self.size) if rank not in layout.mates)]
 
         def gather(mine: Handle) -> list[Handle]:
-            said = [Handle(*part.tolist()) for part in self.all_gather(torch.tensor(mine))]
-            return [said[rank] for rank in first]
+            handles = [Handle(*part.tolist()) for part in self.all_gather(torch.tensor(mine))]
+            return [handles[rank] for rank in first]
 
         return SharedMemoryTeam(
             layout.position,
@@ -422,79 +442,50 @@ class EngineGroup(Group):
         )
 
     def _warn(self, error: LaunchError | ConfigError, instead: str) -> None:
-        """By those who know the reason, and by the leader."""
+        """On the workers that know the cause, and on the leader."""
         if self.rank == 0 or error.__cause__ is not None:
             _log.warning("%s; %s", error.message, instead)
 
-    def _in_memory(self, team: SharedMemoryTeam, tensor: Tensor, flat: Tensor, op: Op) -> Pending:
-        turn, timing = team.begin(flat, op)
+    def _in_memory(self, team: SharedMemoryTeam, tensor: Tensor, flat: Tensor, op: Op) -> Future[Tensor]:
+        number, timing = team.begin(flat, op)
 
-        def wait() -> Tensor:
+        def finish(_: float | None) -> Tensor:
             try:
-                team.finish(turn, self._engine.deadline_s)
+                team.finish(number, self._engine.deadline_s)
             except RoundTimeout as error:
                 self._engine.loop.note(error)
                 raise
             return tensor
 
-        return Pending(wait, lambda: team.has_finished(turn), lambda: timing)
+        return CallerFuture(finish, lambda: team.has_finished(number), lambda: timing)
 
     def fork(self) -> Group:
-        """The same connections, another channel."""
-        return EngineGroup(self._engine, self._text, owns=False, among=self._among)
+        """The same members on another channel."""
+        return EngineGroup(self._engine, self._text, owns=False, ranks=self._subgroup)
 
     def close(self) -> None:
-        """Leave; peers that still need us notice at once. A fork leaves nothing: its connections go on."""
+        """Disconnect; peers notice at once. A fork leaves the connections open."""
         if self._owns:
             self._engine.close()
         elif self._rails is not None:
             self._rails.close()
 
 
+def _no_progress() -> None:
+    """Replaces `progress` when this worker leaves."""
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as plain bytes: what is only moved may be of any type."""
+    """The same memory as bytes, to move tensors of any type."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _lanes(flat: Tensor) -> list[tuple[int, int]]:
-    """A large buffer goes in several parts at once: while one is between two steps, another moves."""
+    """Ranges of a large buffer that are reduced at the same time: while one is between two steps, another
+    moves.
+    """
     count = min(_MOST_LANES, max(1, flat.numel() * flat.element_size() // _LANE_BYTES))
     return pieces(0, flat.numel(), count)
-
-
-def _joined(tensor: Tensor, lanes: Sequence[Pending]) -> Pending:
-    """Several parts of one operation as one."""
-
-    def wait() -> Tensor:
-        for lane in lanes:
-            lane.wait()
-        return tensor
-
-    def tell(callback: Callable[[], None]) -> bool:
-        left, door = len(lanes), threading.Lock()
-
-        def one_less() -> None:
-            nonlocal left
-            with door:
-                left -= 1
-                last = not left
-            if last:
-                callback()
-
-        return all(lane.tell(one_less) for lane in lanes)  # if one cannot, the count is never down
-
-    return Pending(wait, lambda: all(lane.done() for lane in lanes), lambda: _together(lanes), tell)
-
-
-def _together(lanes: Sequence[Pending]) -> Timing:
-    """How several parts of one operation went."""
-    parts = [lane.timing() for lane in lanes]
-    return Timing(
-        begun=min(part.begun for part in parts),
-        sent=max(part.sent for part in parts),
-        ended=max(part.ended for part in parts),
-        adding_s=sum(part.adding_s for part in parts),
-    )
 
 
 @lru_cache(maxsize=256)
@@ -503,7 +494,7 @@ def _schedule(collective: Collective, rank: int, size: int, length: int) -> Sche
 
 
 def _renamed(step: ScheduleStep, ranks: Sequence[int]) -> ScheduleStep:
-    """A step whose peers are counted within a group, with the ranks that they have in the view."""
+    """A step with the peers' ranks in the view instead of those in the group."""
 
     def named(moves: Sequence[Move]) -> tuple[Move, ...]:
         return tuple(Move(ranks[move.peer], move.start, move.stop) for move in moves)

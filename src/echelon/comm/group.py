@@ -1,195 +1,100 @@
-"""What a group of workers can do together.
+"""The contract of a group of workers.
 
-This is the seam between training and what moves the bytes: the session and the reducer see a Group
-and nothing else. All members call the same operations in the same order; `fork` gives a second order
-that is independent of the first. Every member ends with identical bits.
+Training sees a Group and nothing else of comm/. All members call the same operations in the same order;
+`fork` gives a second order that is independent of the first. Every member ends with identical bits.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from echelon.comm.future import Future
 from echelon.comm.wire import frames
 from echelon.errors import ConfigError, Corrupt
 
+if TYPE_CHECKING:
+    from echelon.comm.meet.links import Links
+    from echelon.comm.wire.mailbox import M, Mailbox, PlacePayload
+
 Op = Literal["sum", "max", "min"]
-Tell = Callable[[Callable[[], None]], bool]
-_CHECKSUM = (1 << 63) - 1  # as much of a checksum as an int64 holds
+_CHECKSUM = (1 << 63) - 1  # the bits of a checksum that an int64 holds
 
 
-@dataclass(slots=True)
-class Timing:
-    """When an operation was under way, on the performance counter, as far as its group can tell.
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """An all-to-all in flight: `received` gives the messages of all members, by rank.
 
-    `begun` when its first bytes could move, `sent` when this worker had handed over its last, `ended` when
-    its result was there; `adding_s` is what this worker spent on sums.
+    Do not change an outgoing message before `delivered` is done: it may have to be sent again. `sent_bytes`
+    is what this member sends to others, each message counted once.
     """
 
-    begun: float = 0.0
-    sent: float = 0.0
-    ended: float = 0.0
-    adding_s: float = 0.0
-
-
-class Pending:
-    """An operation under way. `wait` gives its result, or raises what went wrong."""
-
-    def __init__(
-        self,
-        wait: Callable[[], Tensor],
-        done: Callable[[], bool],
-        timing: Callable[[], Timing] = Timing,
-        tell: Tell | None = None,
-    ) -> None:
-        self._wait = wait
-        self._done = done
-        self._timing = timing
-        self._tell = tell
-        self._result: Tensor | None = None
-
-    @classmethod
-    def finished(cls, tensor: Tensor) -> Pending:
-        """An operation that is over already."""
-        return cls(lambda: tensor, lambda: True)
-
-    def wait(self) -> Tensor:
-        """Block until the result is there, at most until the group's deadline."""
-        if self._result is None:
-            self._result = self._wait()
-        return self._result
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._done()
-
-    def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
-        """The same operation with a last step on its result, run by whoever waits."""
-        return Pending(lambda: change(self.wait()), self._done, self._timing, self._tell)
-
-    def tell(self, callback: Callable[[], None]) -> bool:
-        """Call back exactly once when `wait` would return or raise at once; right now if it would.
-
-        The callback may be called in another thread, and must not block. False, and no call ever, where
-        nobody would notice: what whoever waits does himself must be waited for.
-        """
-        if self._tell is not None:
-            return self._tell(callback)
-        over = self.done()
-        if over:
-            callback()
-        return over
-
-    def timing(self) -> Timing:
-        """How it went, once it is over; zeros where nobody took the time."""
-        return self._timing()
-
-
-class Messages(ABC):
-    """Messages under way between all members of a group.
-
-    What this member has given must stay as it is until `wait` has returned: it may be sent again.
-    """
-
-    @abstractmethod
-    def parts(self) -> list[Tensor]:
-        """Block until everybody's message is here, at most until the group's deadline: all, by rank.
-
-        This member's own is what it has given for itself.
-        """
-
-    def done(self) -> bool:
-        """Whether `parts` would return or raise at once."""
-        return True
-
-    def tell(self, callback: Callable[[], None]) -> bool:
-        """Call back exactly once when `parts` would return or raise at once; see `Pending.tell`."""
-        callback()
-        return True
-
-    def wait(self) -> None:
-        """Block until the others have this member's messages, too."""
-        self.parts()
-
-    def timing(self) -> Timing:
-        """How it went, once the messages are here; zeros where nobody took the time."""
-        return Timing()
-
-    @property
-    def sent_bytes(self) -> int:
-        """What this member gives to others, each message counted once."""
-        return 0
-
-    @property
-    def repeats(self) -> int:
-        """How many messages had to be sent again."""
-        return 0
-
-
-class ReceivedMessages(Messages):
-    """Messages that are here already."""
-
-    def __init__(self, parts: list[Tensor], sent_bytes: int = 0) -> None:
-        self._parts = parts
-        self._sent_bytes = sent_bytes
-
-    def parts(self) -> list[Tensor]:
-        """At once."""
-        return self._parts
-
-    @property
-    def sent_bytes(self) -> int:
-        """As counted before."""
-        return self._sent_bytes
+    received: Future[list[Tensor]]
+    delivered: Future[Any]
+    sent_bytes: int = 0
 
 
 class Group(ABC):
-    """Workers that reduce together. A copy of a module that holds a group shares it."""
+    """Workers that reduce together. Copying a module that holds a group does not copy the group."""
 
     rank: int
     size: int
+    names: Mapping[int, str]  # how errors call workers and servers, by rank in the view
+    deadline_s = math.inf  # how long members wait for each other
+    own_transport = False  # whether it offers subgroups, mailboxes and shared memory
+    servers: tuple[int, ...] = ()  # the ranks of the servers in the view
+    machines = 1  # how many machines the members are on
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in the view, which numbers all workers and then the servers."""
+        return tuple(range(self.size))
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
-        """Combine a contiguous tensor over all members, in place. A lower priority goes first."""
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
+        """Combine a contiguous tensor over all members, in place. Lower priorities go first."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Everybody's tensor, by rank; all have the same shape and type."""
+        """The tensors of all members, by rank; all have the same shape and type."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Give all members the source's values, in place, of a contiguous tensor."""
+        """Copy the source's values into the contiguous tensors of all members."""
 
-    def gather(self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0) -> Pending:
-        """Give all members all blocks of a contiguous buffer, in place; block r, which member r has filled,
-        is the r-th and `lengths[r]` elements long.
+    def all_gather_unequal(
+        self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0
+    ) -> Future[Tensor]:
+        """Give all members all blocks of a contiguous buffer, in place.
+
+        Member r has filled block r, which is `lengths[r]` elements long.
         """
         for source, block in enumerate(blocks(buffer, lengths)):
             if block.numel():
                 self.broadcast(block, source)
-        return Pending.finished(buffer)
+        return Future.completed(buffer)
 
-    def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Pending:
+    def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Future[Tensor]:
         """Combine a contiguous buffer over all members; member r gets block r, `lengths[r]` elements long.
 
-        The result is that block, in place; the rest of the buffer holds nothing of use afterwards.
+        The result is that block, in place; the rest of the buffer is undefined afterwards.
         """
         return self.all_reduce(buffer, op).then(lambda all_of: blocks(all_of, lengths)[self.rank])
 
     def all_to_all(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Messages:
-        """Give member r the message `outgoing[r]`, and get everybody's: flat uint8 tensors of any length.
+        """Send member r the message `outgoing[r]`, and receive one from each: flat uint8 tensors.
 
-        They may be one and the same tensor; the own one is only passed on to `parts`. What is damaged on
-        its way is sent again where the group can, and is never given out: Corrupt names who has sent it.
+        Messages may be the same tensor; a member's message to itself is passed through. A damaged message
+        is sent again where the group can do so, and never returned: Corrupt names its sender.
         """
         check_messages(outgoing, self.size)
         block, table = _packed(outgoing, self.rank)
@@ -197,48 +102,86 @@ class Group(ABC):
         lengths = [int((rows[:, 0] + rows[:, 1]).max()) for rows in tables]
         buffer = torch.empty(sum(lengths), dtype=torch.uint8)
         blocks(buffer, lengths)[self.rank].copy_(block)
-        self.gather(buffer, lengths, priority=priority).wait()
+        self.all_gather_unequal(buffer, lengths, priority=priority).wait()
         parts = []
         for source, theirs in enumerate(blocks(buffer, lengths)):
             start, length, checksum = tables[source][self.rank].tolist()
             parts.append(theirs[start : start + length])
             if source != self.rank and _checksum(parts[-1]) != checksum:
-                raise Corrupt(f"rank {source} sent a damaged message", ranks=(source,), where="swap")
+                raise Corrupt(f"rank {source} sent a damaged message", ranks=(source,), where="all_to_all")
         parts[self.rank] = outgoing[self.rank]
-        return ReceivedMessages(
-            parts, (self.size - 1) * (block.numel() + table.numel() * table.element_size())
-        )
+        sent_bytes = (self.size - 1) * (block.numel() + table.numel() * table.element_size())
+        return Messages(Future.completed(parts), Future.completed(None), sent_bytes)
+
+    def neighbor_all_gather(self, tensor: Tensor, peers: Sequence[int]) -> list[Tensor]:
+        """The tensors of some members, who ask for this member's; all have the same shape and type."""
+        gathered = self.all_gather(tensor)
+        return [gathered[peer] for peer in peers]
 
     @abstractmethod
     def fork(self) -> Group:
-        """The same members with an order of operations of their own."""
+        """The same members with an independent order of operations."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections. Safe to call twice, also after a failure."""
+        """Close connections. Safe to call twice, also after a failure."""
 
     def buffer(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor that this group reduces best. All members ask for the same ones in the same order."""
+        """Zeros in the memory that this group reduces fastest. All members call this in the same order."""
         return torch.zeros(length, dtype=dtype, device=device)
 
     def release(self, buffer: Tensor) -> None:
-        """A buffer of this group is no longer reduced."""
+        """Forget a buffer of this group."""
         return
 
     def sent_bytes(self, tensor: Tensor) -> int:
-        """The payload that this member sends when the tensor is all-reduced: 2 (P-1)/P of it."""
+        """The bytes that this member sends to all-reduce the tensor: 2 (P-1)/P of it."""
         return 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
 
-    def work_for_others(self) -> None:
-        """Before this member blocks for something else: do what others may wait for meanwhile."""
+    def progress(self) -> None:
+        """Do this member's part in reductions that other members may wait for."""
         return
+
+    def measure_links(self) -> Links | None:
+        """How fast the links between machines are; None if the group has none or cannot measure them.
+
+        All members call this together. From then on the group reduces in the way that fits its links.
+        """
+        return None
+
+    def reason(self, length_bytes: int) -> str:
+        """Why the group reduces buffers of this length in the way it does."""
+        return ""
+
+    # What only groups on Echelon's own transports offer.
+
+    def subgroup(self, members: Sequence[int]) -> Group | None:
+        """Some members as a group of their own; None for a member outside it. All members call this."""
+        raise self._unsupported("a group of some workers")
+
+    def mailbox(self, accepts: Any, place: PlacePayload[M]) -> Mailbox[M]:
+        """Messages to and from the servers; see `Mailbox` for the arguments."""
+        raise self._unsupported("a parameter server")
+
+    def shared_memory(self, size_bytes: int) -> Tensor:
+        """Bytes that all members map, on one machine. All members call this together."""
+        raise self._unsupported("memory that workers share")
+
+    def _unsupported(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{what} needs Echelon's own transports, not torch.distributed",
+            where="--transport",
+            fix="use auto, shm or tcp",
+        )
+
+    # Made of the above.
 
     def barrier(self) -> None:
         """Return when every member has called this."""
         self.all_reduce(torch.zeros(1)).wait()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Everybody's bytes, by rank; lengths may differ."""
+        """The bytes of all members, by rank; lengths may differ."""
         lengths = [int(t) for t in self.all_gather(torch.tensor([len(data)]))]
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         padded[: len(data)] = _as_tensor(data)
@@ -267,10 +210,12 @@ def blocks(buffer: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def check_messages(outgoing: Sequence[Tensor], size: int) -> None:
-    """Refuse what `all_to_all` cannot send."""
+    """Raise ConfigError for messages that `all_to_all` cannot send."""
     if len(outgoing) != size:
         raise ConfigError(
-            f"{len(outgoing)} messages for {size} members", where="swap", fix="give one for each member"
+            f"{len(outgoing)} messages for {size} members",
+            where="all_to_all",
+            fix="give one for each member",
         )
     for rank, message in enumerate(outgoing):
         if message.dtype != torch.uint8 or message.dim() != 1 or message.device.type != "cpu":
@@ -278,13 +223,13 @@ def check_messages(outgoing: Sequence[Tensor], size: int) -> None:
             raise ConfigError(
                 f"the message for rank {rank} is of shape {list(message.shape)} and type {kind} "
                 f"on {message.device}",
-                where="swap",
+                where="all_to_all",
                 fix="give flat uint8 tensors on the CPU",
             )
 
 
 def _packed(outgoing: Sequence[Tensor], own: int) -> tuple[Tensor, Tensor]:
-    """Messages behind each other, each memory once; and a row for each: start, length, checksum."""
+    """The messages concatenated, equal tensors once; and start, length and checksum of each."""
     rows: dict[tuple[int, int, int], list[int]] = {}
     found: list[Tensor] = []
     table = torch.zeros(len(outgoing), 3, dtype=torch.int64)

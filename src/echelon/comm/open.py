@@ -1,9 +1,9 @@
-"""Which way a group's bytes go: shared memory within a machine, TCP between machines, or torch.distributed.
+"""Opens a group with the transport that was asked for.
 
-auto  for each pair of workers: shm on one machine, tcp between machines; c10d where there are GPUs
-shm   shared memory, for workers of one machine only
-tcp   plain sockets, also within a machine
-c10d  torch.distributed with what it finds: Gloo, NCCL, MPI
+auto  shared memory within a machine and TCP between machines; c10d if there are GPUs
+shm   shared memory; all workers must be on one machine
+tcp   always use TCP, also within a machine
+c10d  torch.distributed with the backends it finds: Gloo, NCCL, MPI
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 
 import torch
 
+from echelon.comm.alone import SoloGroup
 from echelon.comm.c10d import C10dGroup
 from echelon.comm.engine import Engine, EngineGroup
 from echelon.comm.group import Group
@@ -19,11 +20,25 @@ from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.comm.meet.tls import CERTIFICATE_VARIABLE, Certificates
 from echelon.comm.memory.rails import machines
+from echelon.comm.wire.loop import Loop
 from echelon.errors import ConfigError
 
 
+def open_solo() -> Group:
+    """The group of a worker that runs alone."""
+    return SoloGroup()
+
+
+def open_server(rendezvous: Rendezvous, place: Place, *, deadline_s: float, timeout_s: float) -> Loop:
+    """Connect a server with the workers of its rendezvous; the caller closes the loop."""
+    engine = Engine.connect(
+        rendezvous, place, shared_memory=False, deadline_s=deadline_s, timeout_s=timeout_s
+    )
+    return engine.loop
+
+
 def open_group(
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     place: Place,
     *,
     transport: str,
@@ -32,7 +47,7 @@ def open_group(
     timeout_s: float,
     sums: bool = True,
 ) -> Group:
-    """Connect workers that have met. `sums`: servers, if there are any, sum for the collectives.
+    """Connect the workers of a rendezvous. `sums`: servers, if there are any, sum for the collectives.
 
     `join` has checked the transport, and whether servers can use it.
     """
@@ -45,15 +60,15 @@ def open_group(
                 where="--transport",
                 fix=f"use --transport tcp, or unset {CERTIFICATE_VARIABLE} and its like",
             )
-        return C10dGroup.connect(meeting, place, deadline_s=deadline_s)
-    if transport == "shm" and len(machines(meeting.members)) > 1:
+        return C10dGroup.connect(rendezvous, place, deadline_s=deadline_s)
+    if transport == "shm" and len(machines(rendezvous.members)) > 1:
         raise ConfigError(
-            "shared memory was asked for, but the workers are on different machines",
+            "transport shm needs all workers on one machine, and they are on several",
             where="--transport",
-            fix="use auto, which takes shared memory where it can",
+            fix="use auto, which uses shared memory within each machine",
         )
     engine = Engine.connect(
-        meeting,
+        rendezvous,
         place,
         shared_memory=transport != "tcp",
         deadline_s=deadline_s,

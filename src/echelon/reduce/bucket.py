@@ -1,8 +1,8 @@
-"""What gradients travel in: buckets of whole gradients, or the factors of a linear layer's gradient.
+"""Buckets: whole gradients side by side, a linear layer's own buffer, or the factors of its gradient.
 
-A bucket is filled with this worker's part, leaves, and lands with the gradients of all workers together,
-sum_i w_i g_i. It says for which parameters it has a gradient: one that no worker used keeps what it had,
-which is nothing, just as in a single process.
+A bucket is filled with this worker's gradients, sent, and lands with the combined gradients of all workers,
+sum_i w_i g_i. It knows which parameters at least one worker used: the others keep their gradient, which is
+None, as in a single process.
 """
 
 from __future__ import annotations
@@ -15,73 +15,74 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from echelon.comm.group import Group, Pending, blocks
+from echelon.comm.future import Future
+from echelon.comm.group import Group, blocks
 
 Landed = list[tuple[nn.Parameter, Tensor | None]]
 
 
 class Bucket(ABC):
-    """Parameters whose gradients travel together.
+    """Parameters whose gradients are reduced together; `how` names the form.
 
-    `how` says in what form. One that does not land alone may need the others when it lands: all workers
-    must let such buckets land in the same order.
+    A bucket with `lands_alone` false may communicate when it lands: all workers must let such buckets land
+    in the same order.
     """
 
     how: str
     lands_alone = True
-    coded_bytes = 0  # of what this worker sends, how much is encoded
+    coded_bytes = 0  # the encoded part of the bytes that this worker sends
 
     def __init__(self, parameters: Sequence[nn.Parameter], missing: int) -> None:
         self.parameters = list(parameters)
         self.awaits = missing
         self.missing = missing
-        self.pending: Pending | None = None
+        self.future: Future[Tensor] | None = None
         self.filled_at = self.encode_s = 0.0
 
-    def leave(self, weight: float, priority: int) -> None:
-        """Fill in what this worker has, times its weight, and start."""
+    def send(self, weight: float, priority: int) -> None:
+        """Fill in this worker's gradients, times its weight, and start the reduction."""
         self.filled_at = time.perf_counter()
         self._fill(weight)
         self.encode_s = time.perf_counter() - self.filled_at
-        self.pending = self._start(priority)
+        self.future = self._start(priority)
 
     def reset(self) -> None:
-        """Be ready for the next round."""
+        """Prepare for the next round."""
         self.missing = self.awaits
-        self.pending = None
+        self.future = None
 
     @property
     @abstractmethod
     def size_bytes(self) -> int:
-        """The memory that it travels in."""
+        """The size of its buffer."""
 
     @abstractmethod
     def sent_bytes(self) -> int:
-        """What this worker sends of it."""
+        """The bytes that this worker sends."""
 
     @abstractmethod
     def landed(self) -> Landed:
-        """Each parameter with its gradient of all workers, None if nobody used it; after the wait."""
+        """After the wait: each parameter with its combined gradient, or None if no worker used it."""
 
     @abstractmethod
-    def room(self) -> list[Tensor]:
-        """Where the gradients will be once it has landed, by parameter."""
+    def memory(self) -> list[Tensor]:
+        """The memory of the combined gradients, by parameter."""
 
     def release(self) -> None:
-        """It is no longer used."""
+        """Free the buffer."""
         return
 
     @abstractmethod
     def _fill(self, weight: float) -> None: ...
 
     @abstractmethod
-    def _start(self, priority: int) -> Pending: ...
+    def _start(self, priority: int) -> Future[Tensor]: ...
 
 
 class DenseBucket(Bucket):
     """Whole gradients side by side, then one flag per parameter; summed by an all-reduce.
 
-    Landed gradients stay in the buffer, which the group has placed where it reduces best.
+    Combined gradients stay in the buffer, which the group allocates where it reduces fastest.
     """
 
     how = "dense"
@@ -105,7 +106,7 @@ class DenseBucket(Bucket):
         return self._buffer.numel() * self._buffer.element_size()
 
     def sent_bytes(self) -> int:
-        """As the group reduces."""
+        """As the group counts."""
         return self._group.sent_bytes(self._buffer)
 
     def landed(self) -> Landed:
@@ -116,7 +117,7 @@ class DenseBucket(Bucket):
             for p, view, flag in zip(self.parameters, self._views, used, strict=True)
         ]
 
-    def room(self) -> list[Tensor]:
+    def memory(self) -> list[Tensor]:
         """The buffer's views."""
         return self._views
 
@@ -134,14 +135,14 @@ class DenseBucket(Bucket):
             used.append(float(p.grad is not None))
         self._flags.copy_(torch.tensor(used))
 
-    def _start(self, priority: int) -> Pending:
+    def _start(self, priority: int) -> Future[Tensor]:
         return self._group.all_reduce(self._buffer, priority=priority)
 
 
 class FactorSource(Protocol):
     """A linear layer that keeps its inputs and output gradients in place of its weight's gradient.
 
-    The weight may have a gradient besides: of an earlier pass, or because something else uses it too.
+    The weight may also have a gradient: of an earlier pass, or of another use of the weight.
     """
 
     weight: nn.Parameter
@@ -151,7 +152,7 @@ class FactorSource(Protocol):
 
 
 class LinearBucket(Bucket):
-    """A linear layer's weight gradient, computed where it is reduced: G^T X goes straight into the buffer.
+    """A linear layer's weight gradient, computed in the buffer: G^T X.
 
     So a large gradient is neither allocated nor copied. The last element is the flag.
     """
@@ -172,14 +173,14 @@ class LinearBucket(Bucket):
         return self._buffer.numel() * self._buffer.element_size()
 
     def sent_bytes(self) -> int:
-        """As the group reduces."""
+        """As the group counts."""
         return self._group.sent_bytes(self._buffer)
 
     def landed(self) -> Landed:
         """The buffer."""
         return [(self.parameters[0], self._view if float(self._buffer[-1]) else None)]
 
-    def room(self) -> list[Tensor]:
+    def memory(self) -> list[Tensor]:
         """The buffer."""
         return [self._view]
 
@@ -197,16 +198,16 @@ class LinearBucket(Bucket):
             torch.mm(rows.t(), inputs, out=self._view)
         self._buffer[-1] = float(len(rows) > 0 or before is not None)
 
-    def _start(self, priority: int) -> Pending:
+    def _start(self, priority: int) -> Future[Tensor]:
         return self._group.all_reduce(self._buffer, priority=priority)
 
 
 class FactorBucket(Bucket):
-    """A linear layer's weight gradient as its factors: G^T X, of all workers' rows; sent by a gather.
+    """A linear layer's weight gradient as its factors: G^T X of all workers' rows, by an all-gather.
 
-    Each worker's block has room for as many rows as it had before: [count | G | X]. If one has more, its
-    count says so to all, and they gather once more with more room. If one has a gradient besides, its count
-    says that too (-1), and all sum whole gradients this time. All workers multiply the same rows in the
+    Each worker's block has room for as many rows as it had before: [count | G | X]. If a worker has more
+    rows, all see it from its count and gather again with more room. If a worker also has a gradient, its
+    count is -1, and all workers sum whole gradients this time. All workers multiply the same rows in the
     same order.
     """
 
@@ -232,7 +233,7 @@ class FactorBucket(Bucket):
         return self._buffer.numel() * self._buffer.element_size()
 
     def sent_bytes(self) -> int:
-        """The own block to every other worker."""
+        """This worker's block, to every other worker."""
         block = self._lengths[self._group.rank] * self._buffer.element_size()
         return (self._group.size - 1) * block
 
@@ -247,7 +248,7 @@ class FactorBucket(Bucket):
             self._room_of = [max(pair) for pair in zip(counts, self._room_of, strict=True)]
             self._make_room()
             self._write_block()
-            self._group.gather(self._buffer, self._lengths).wait()
+            self._group.all_gather_unequal(self._buffer, self._lengths).wait()
         if not sum(counts):
             return [(weight, None)]
         parts = [self._parts(block, k) for block, k in zip(self._blocks, counts, strict=True)]
@@ -257,7 +258,7 @@ class FactorBucket(Bucket):
         return [(weight, self._grad)]
 
     def _sum_whole(self) -> Tensor:
-        """Somebody has a gradient besides: what it has, and all rows, are summed as whole gradients."""
+        """Sum whole gradients, because a worker has a gradient besides its rows."""
         rows, inputs = self._own
         if self._before is None:
             torch.mm(rows.t(), inputs, out=self._grad)
@@ -266,7 +267,7 @@ class FactorBucket(Bucket):
         self._group.all_reduce(self._grad.view(-1)).wait()
         return self._grad
 
-    def room(self) -> list[Tensor]:
+    def memory(self) -> list[Tensor]:
         """A tensor of its own."""
         return [self._grad]
 
@@ -276,8 +277,8 @@ class FactorBucket(Bucket):
         self._weight = weight
         self._write_block()
 
-    def _start(self, priority: int) -> Pending:
-        return self._group.gather(self._buffer, self._lengths, priority=priority)
+    def _start(self, priority: int) -> Future[Tensor]:
+        return self._group.all_gather_unequal(self._buffer, self._lengths, priority=priority)
 
     def _make_room(self) -> None:
         self._lengths = [1 + room * (self._outputs + self._inputs) for room in self._room_of]

@@ -1,12 +1,12 @@
-"""overlap="step": parameters that are still to be updated, and gradients that are still on their way.
+"""overlap="step": deferred parameters, whose update is due, and deferred gradients, which are in flight.
 
-With it, `backward()` and `optimizer.step()` return while gradients travel. A parameter that is to be
-updated is a LateParameter, a gradient on its way a LateGradient. Whoever uses one, be it the next forward
-pass, gradient clipping, an exponential average or `state_dict()`, first waits for that bucket alone and has
-the optimizer update its parameters, with the learning rate and all else as it was when `step()` was called.
-So results are the same as without, and a forward pass waits only for what it is about to use.
+`backward()` and `optimizer.step()` return while gradients are in flight. Any use of a deferred parameter or
+gradient (the next forward pass, gradient clipping, an exponential average, `state_dict()`) first waits for
+its bucket alone and lets the optimizer update the bucket's parameters, with the learning rate and all other
+settings as they were when `step()` was called. So results are the same as without overlap, and a forward
+pass waits only for the parameters that it uses.
 
-Both are torch's own objects with another class for a while; afterwards nothing reminds of it.
+Both are torch's own objects that have another class for a while.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from echelon.errors import ConfigError, ModelError
 from echelon.reduce.bucket import Bucket
 from echelon.reduce.reducer import Reducer
 
-# Looking at these does not read the parameter's values.
+# These attributes do not read the parameter's values.
 _LOOKS = ("dtype", "device", "shape", "requires_grad", "is_leaf", "is_cuda", "layout", "ndim", "grad")
 _HARMLESS = {getattr(Tensor, name).__get__ for name in _LOOKS} | {
     getattr(vars(torch._C.TensorBase)["grad"], change) for change in ("__set__", "__delete__")
@@ -59,18 +59,18 @@ class DeferredParameter(nn.Parameter):
 
 
 class DeferredGradient(Tensor):
-    """A gradient that is on its way; it is as valid as any once somebody has used it."""
+    """A gradient in flight; after its first use it has its values."""
 
     _echelon_plain: Tensor
     _echelon_settle: Callable[[], None]
 
     @classmethod
     def of(cls, plain: Tensor, settle: Callable[[], None]) -> DeferredGradient:
-        """A gradient that will be in `plain`."""
-        late: DeferredGradient = Tensor._make_subclass(cls, plain)
-        late._echelon_plain = plain
-        late._echelon_settle = settle
-        return late
+        """A gradient whose values will be in `plain`."""
+        deferred: DeferredGradient = Tensor._make_subclass(cls, plain)
+        deferred._echelon_plain = plain
+        deferred._echelon_settle = settle
+        return deferred
 
     @classmethod
     def __torch_function__(
@@ -87,7 +87,7 @@ class DeferredGradient(Tensor):
 
 
 class _InFlight:
-    """A bucket that has left, and who waits for it."""
+    """A bucket in flight, and the optimizer steps that wait for it."""
 
     def __init__(self, reducer: Reducer, bucket: Bucket) -> None:
         self.reducer = reducer
@@ -97,11 +97,11 @@ class _InFlight:
         self.due: list[tuple[_DeferredStep, _Settings]] = []
 
 
-_Settings = list[dict[str, Any]]  # an optimizer's, by parameter group, as they were
+_Settings = list[dict[str, Any]]  # an optimizer's, by parameter group, at the time of `step()`
 
 
 class DeferredSteps:
-    """The buckets on their way of all models, and the optimizers that will use them."""
+    """The buckets in flight of all models, and the optimizers that will use them."""
 
     def __init__(self) -> None:
         self._buckets: list[_InFlight] = []
@@ -111,57 +111,57 @@ class DeferredSteps:
     # From the reducer ----------------------------------------------------------------------------
 
     def take(self, reducer: Reducer, buckets: Sequence[Bucket]) -> None:
-        """Let gradients land when they are used."""
+        """Defer these buckets' gradients until they are used."""
         for bucket in buckets:
-            late = _InFlight(reducer, bucket)
-            self._buckets.append(late)
-            for p, plain in zip(bucket.parameters, bucket.room(), strict=True):
-                self._of[id(p)] = late
-                gradient = DeferredGradient.of(plain, lambda late=late: self._settle(late))  # type: ignore[misc]
-                late.gradients[id(p)] = gradient
-                late.before[id(p)] = p.grad
+            deferred = _InFlight(reducer, bucket)
+            self._buckets.append(deferred)
+            for p, plain in zip(bucket.parameters, bucket.memory(), strict=True):
+                self._of[id(p)] = deferred
+                gradient = DeferredGradient.of(plain, lambda deferred=deferred: self._settle(deferred))  # type: ignore[misc]
+                deferred.gradients[id(p)] = gradient
+                deferred.before[id(p)] = p.grad
                 p.grad = gradient
 
     def settle(self) -> None:
-        """Let everything land and be applied."""
+        """Wait for all buckets, and apply them."""
         while self._buckets:
             self._settle(self._buckets[0])
 
-    def _settle(self, late: _InFlight) -> None:
-        """Let one bucket land, and meanwhile apply those that have landed already."""
-        if late not in self._buckets:
+    def _settle(self, deferred: _InFlight) -> None:
+        """Wait for one bucket; meanwhile apply those that have arrived."""
+        if deferred not in self._buckets:
             return
-        if not late.bucket.lands_alone:  # in the same order on all workers, whichever is used first
-            for other in self._buckets[: self._buckets.index(late)]:
+        if not deferred.bucket.lands_alone:  # all workers must take these in the same order
+            for other in self._buckets[: self._buckets.index(deferred)]:
                 if not other.bucket.lands_alone:
                     self._apply(other)
         for other in list(self._buckets):
-            if other is late or not other.bucket.lands_alone:
+            if other is deferred or not other.bucket.lands_alone:
                 continue
-            if late.bucket.pending is not None and late.bucket.pending.done():
+            if deferred.bucket.future is not None and deferred.bucket.future.done():
                 break
-            if other.bucket.pending is not None and other.bucket.pending.done():
+            if other.bucket.future is not None and other.bucket.future.done():
                 self._apply(other)
-        self._apply(late)
+        self._apply(deferred)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _apply(self, late: _InFlight) -> None:
-        self._buckets.remove(late)
+    def _apply(self, deferred: _InFlight) -> None:
+        self._buckets.remove(deferred)
         replaced: list[tuple[nn.Parameter, Tensor | None]] = []  # by zero_grad() for example
-        for p in late.bucket.parameters:
+        for p in deferred.bucket.parameters:
             del self._of[id(p)]
             restore(p)
-            if p.grad is not late.gradients[id(p)]:
+            if p.grad is not deferred.gradients[id(p)]:
                 replaced.append((p, p.grad))
-            p.grad = late.before[id(p)]
+            p.grad = deferred.before[id(p)]
         try:
-            for p, gradient in late.reducer.receive(late.bucket):
+            for p, gradient in deferred.reducer.receive(deferred.bucket):
                 if gradient is not None:
                     p.grad = gradient
-            late.bucket.reset()
-            for stepping, settings in late.due:
-                stepping.now(late.bucket.parameters, settings)
+            deferred.bucket.reset()
+            for stepping, settings in deferred.due:
+                stepping.now(deferred.bucket.parameters, settings)
         finally:
             for p, now in replaced:
                 p.grad = now
@@ -169,7 +169,7 @@ class DeferredSteps:
     # From optimizers -----------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Let this optimizer's `step` be late; `before` and `after` are called once for each."""
+        """Defer this optimizer's steps; `before` and `after` are called once for each."""
         stepping = _DeferredStep(optimizer, self, before, after)
         own = vars(optimizer).get("step")  # a scheduler's, perhaps
         handles = [
@@ -188,66 +188,66 @@ class DeferredSteps:
         self._undo.append(undo)
 
     def close(self) -> None:
-        """Give optimizers their own step back; what is still on its way never lands."""
+        """Restore the optimizers' own steps; buckets in flight are dropped."""
         while self._buckets:
-            late = self._buckets.pop()
-            for p in late.bucket.parameters:
+            deferred = self._buckets.pop()
+            for p in deferred.bucket.parameters:
                 self._of.pop(id(p), None)
                 restore(p)
-                if p.grad is late.gradients[id(p)]:
-                    p.grad = late.before[id(p)]
+                if p.grad is deferred.gradients[id(p)]:
+                    p.grad = deferred.before[id(p)]
         while self._undo:
             self._undo.pop()()
 
     def settle_due(self, stepping: _DeferredStep) -> None:
-        """Let land what this optimizer still has to apply."""
-        for late in list(self._buckets):
-            if any(other is stepping for other, _ in late.due):
-                self._settle(late)
+        """Wait for the buckets that this optimizer still has to apply."""
+        for deferred in list(self._buckets):
+            if any(other is stepping for other, _ in deferred.due):
+                self._settle(deferred)
 
     def postpone(self, stepping: _DeferredStep, settings: _Settings) -> list[nn.Parameter]:
-        """Note that an update is due; returns the parameters whose gradients have landed already."""
+        """Note that an update is due; returns the parameters whose gradients have arrived."""
         there: list[nn.Parameter] = []
         noted: list[_InFlight] = []
         for p in stepping.parameters():
-            late = self._of.get(id(p))
-            if late is None or p.grad is not late.gradients[id(p)]:
+            deferred = self._of.get(id(p))
+            if deferred is None or p.grad is not deferred.gradients[id(p)]:
                 there.append(p)
                 continue
-            if type(p) is not nn.Parameter:  # somebody else's class: it stays what it is
-                self._settle(late)
+            if type(p) is not nn.Parameter:  # a subclass: its class must not change
+                self._settle(deferred)
                 there.append(p)
                 continue
             p.__class__ = DeferredParameter
-            p._echelon_settle = lambda late=late: self._settle(late)  # type: ignore[attr-defined]
-            if late not in noted:
-                noted.append(late)
-                late.due.append((stepping, settings))
+            p._echelon_settle = lambda deferred=deferred: self._settle(deferred)  # type: ignore[attr-defined]
+            if deferred not in noted:
+                noted.append(deferred)
+                deferred.due.append((stepping, settings))
         return there
 
 
 class _DeferredStep:
-    """Stands in for an optimizer's `step`."""
+    """Replaces an optimizer's `step`."""
 
     def __init__(
         self,
         optimizer: Optimizer,
-        late: DeferredSteps,
+        deferred: DeferredSteps,
         before: Callable[[], None],
         after: Callable[[], None],
     ) -> None:
         _refuse(optimizer)
         self._optimizer = optimizer
-        self._late = late
+        self._deferred = deferred
         self._before = before
         self._after = after
         self._step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-        self._wrapped_by_lr_sched = True  # schedulers ask for it: what they would note is noted below
+        self._wrapped_by_lr_sched = True  # schedulers check it; `_opt_called` is set below
 
     def __call__(self, closure: Any = None) -> None:
         if closure is not None:
             raise ConfigError(
-                "a step with a closure computes gradients of its own, which cannot be late",
+                "a step with a closure computes gradients of its own, which cannot be deferred",
                 where='overlap="step"',
                 fix='prepare with overlap="backward"',
             )
@@ -258,20 +258,20 @@ class _DeferredStep:
             {name: _kept(value) for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
-        self._late.settle_due(self)
-        there = self._late.postpone(self, settings)
+        self._deferred.settle_due(self)
+        there = self._deferred.postpone(self, settings)
         if any(p.grad is not None for p in there):
             with torch.no_grad():
                 self.now(there, settings)
         self._after()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters that it updates."""
+        """The optimizer's parameters."""
         for group in self._optimizer.param_groups:
             yield from group["params"]
 
     def now(self, parameters: Sequence[nn.Parameter], settings: _Settings) -> None:
-        """Update these parameters only, with settings as they were."""
+        """Update these parameters only, with the given settings."""
         wanted = {id(p) for p in parameters}
         groups = self._optimizer.param_groups
         with _restored(groups):
@@ -284,7 +284,7 @@ class _DeferredStep:
 
 
 def restore(p: nn.Parameter) -> None:
-    """Make a late parameter an ordinary one."""
+    """Make a deferred parameter an ordinary one."""
     if type(p) is DeferredParameter:
         del p._echelon_settle
         p.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -305,7 +305,7 @@ def _kept(value: Any) -> Any:
 
 
 def _refuse(optimizer: Optimizer) -> None:
-    """What is not known to update every parameter by itself is refused."""
+    """Raise an error unless the optimizer is known to update each parameter independently."""
     kind = type(optimizer)
     if isinstance(optimizer, LBFGS) or not kind.__module__.startswith("torch.optim"):
         raise ConfigError(

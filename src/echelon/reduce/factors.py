@@ -8,9 +8,9 @@ most rows, K of them, sends
     dense      2 (P-1)/P M N values, as in a ring
     factors    (P-1) K (M+N) values
 
-so that factors send less while K < 2 M N / (P (M+N)). A worker that gets factors also multiplies the rows
-of the others: 2 M N operations each. The dense gradient travels in a bucket with others and is charged no
-latency; factors are messages of their own and are charged for one step of P-1 messages.
+so factors send less while K < 2 M N / (P (M+N)). A worker that receives factors also multiplies the other
+workers' rows: 2 M N operations each. The dense gradient shares a bucket and is charged no latency; factors
+are messages of their own and are charged one step of P-1 messages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactorChoice:
-    """Whether a layer's factors are sent; what each way costs the slowest worker; and why."""
+    """Whether a layer's factors are sent, what both forms cost the slowest worker, and the reason."""
 
     factors: bool
     dense_bytes: float
@@ -52,9 +52,8 @@ def decide(
 ) -> FactorChoice:
     """Factors or the dense gradient for this layer; `flops_per_s` is the slowest worker's.
 
-    A layer that cannot gain (one worker only), or that must not be sent as factors (neither float32 nor
-    float64, or for the reason given as `obstacle`), stays dense by any rule; one without rows stays dense
-    unless factors are asked for.
+    With one worker, with another type than float32 and float64, or with an `obstacle`, a layer stays dense
+    by any rule. A layer without rows stays dense unless the rule is "always".
     """
     dense, factors = _dense_work(layer), _factor_work(layer)
     dense_s = dense.seconds(link, 0.0)
@@ -96,7 +95,7 @@ def _factor_work(layer: LinearShape) -> Work:
 
 
 def _extra_flops(layer: LinearShape) -> float:
-    """Of the worker with the fewest rows: it has the most rows of others to multiply."""
+    """Those of the worker with the fewest rows: it multiplies the most rows of others."""
     return 2.0 * (sum(layer.rows_of) - min(layer.rows_of)) * layer.outputs * layer.inputs
 
 

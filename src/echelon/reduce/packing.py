@@ -1,10 +1,11 @@
-"""Which gradients travel together. Pure: the same parameters give the same buckets on every worker.
+"""Assigns gradients to buckets. Pure: the same parameters give the same buckets on every worker.
 
-Backward produces gradients from the last layer to the first, so buckets are filled in that order and
-can leave in it. The first is small, to leave early. A bucket holds one type on one device.
+Backward computes gradients from the last layer to the first, so buckets are filled and sent in that order.
+The first is small, so that it is sent early. A bucket holds one type on one device.
 
-How large? Most of the wire's time is hidden behind backward; what cannot be hidden is the bucket that
-leaves last, so small ones are better, as long as latency stays cheap. `sizes` says where that ends.
+Bucket size: most of the transfer time is hidden behind backward, except that of the last bucket. So small
+buckets are better, as long as latency is a small part of their time. `sizes` computes the smallest such
+size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from echelon.comm.schedule.cost import LinkCost, choose
 
-# In shared memory, or where nothing was measured: a reduction costs two short waits, 8 MiB take some ms.
+# In shared memory, or without a measured link: a reduction costs two short waits, 8 MiB take some ms.
 FIRST_BYTES = 1 << 20
 BUCKET_BYTES = 8 << 20
 
@@ -26,22 +27,22 @@ _IN_FLIGHT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One parameter: its size, and what it may share a bucket with."""
+    """One parameter: its size, and its kind; a bucket holds one kind."""
 
     size_bytes: int
     kind: Hashable
 
 
 def sizes(link: LinkCost | None, size: int, *, total_bytes: int | None = None) -> tuple[int, int]:
-    """How many bytes the first bucket holds, and how many the others, for `size` workers on these links.
+    """The bytes of the first bucket, and of the others, for `size` workers on these links.
 
-    The smallest power of two n whose cheapest collective is at most 5 % slower than n bytes must be:
+    The smallest power of two n whose cheapest collective is at most 5 % slower than the bandwidth allows:
 
         min over collectives of its seconds for n  <=  1.05 * 2 (P-1)/P n beta
 
     For a ring that is n >= 20 P alpha/beta, for halving-doubling n >= 20 lg P P/(P-1) alpha/beta. Not less
     than 256 KiB nor more than 16 MiB; and a quarter of the model at most, if `total_bytes` is given, so
-    that several are under way at once. The first holds a quarter of the others. Powers of two, so that
+    that several are in flight at once. The first holds a quarter of the others. Powers of two, so that
     about the same links give the same buckets. Without a link (shared memory, or alone): 1 MiB, then 8 MiB.
     """
     if link is None or size == 1:
@@ -64,7 +65,7 @@ def _latency_is_cheap(link: LinkCost, size: int, length_bytes: int) -> bool:
 def assign(
     items: Sequence[Item], *, first_bytes: int = FIRST_BYTES, bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[int]]:
-    """Indices of the items, bucket by bucket, in the order in which buckets leave."""
+    """Indices of the items, bucket by bucket, in the order in which buckets are sent."""
     buckets: list[list[int]] = []
     open_of: dict[Hashable, int] = {}
     filled: list[int] = []

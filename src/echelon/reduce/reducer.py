@@ -1,15 +1,15 @@
 """Reduces a model's gradients while backward goes on, so that `backward()` returns with them reduced.
 
-Each parameter reports when its gradient is there; a bucket whose gradients are all there, and whose
-predecessors have left, leaves at once. When backward ends, what is still missing is filled in, and the
-results are awaited and put in place; or, if somebody takes care of that, handed over while on their way.
+A hook reports when a parameter's gradient is computed. A bucket whose gradients are all computed is sent,
+after the buckets before it. When backward ends, the remaining buckets are sent; then the reducer waits for
+the results and assigns them, or hands buckets in flight to a receiver.
 
 The combined gradient is sum_i w_i g_i with weights that sum to one. A gradient that was reduced
 before (several backward passes in one step) is the same on all workers, so reducing it again with the
 new part leaves it as it is. Where a sum is wanted instead, each gradient is multiplied by the number of
-workers before it is added to what is there, and the mean of those is the sum.
+workers before it is accumulated, and the mean of those is the sum.
 
-A worker's own gradients stay as they are until the whole round has succeeded.
+A worker's own gradients do not change until the whole round has succeeded.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ NamedParameter = tuple[str, nn.Parameter]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketTimes:
-    """How one bucket's reduction went; instants are on the performance counter.
+    """How one bucket's reduction went; times are on the performance counter.
 
-    `filled_at` when the worker began to put gradients into it, which took `encode_s`; `begun`, `sent` and
-    `ended` as in `group.Timing` (0 if the group does not say); `wait_s` is how long the trainer was
-    blocked for it. `how` says in what form it went; `coded_bytes` of what was sent were encoded.
+    `filled_at`: the worker began to copy gradients into it, which took `encode_s`. `begun`, `sent` and
+    `ended` are as in `future.Timing` (0 if unknown). `wait_s`: how long the trainer was blocked for it.
+    `how`: its form. `coded_bytes`: the encoded part of `sent_bytes`.
     """
 
     index: int
@@ -58,36 +58,36 @@ class BucketTimes:
 
 
 class RoundObserver(Protocol):
-    """Whoever wants to know how a round went."""
+    """Records how a round goes."""
 
     def computing(self) -> None:
-        """Backward goes on: one more gradient is there."""
+        """Backward goes on: one more gradient is computed."""
 
     def arrived(self) -> None:
-        """All of this worker's gradients are there."""
+        """All of this worker's gradients are computed."""
 
     def bucket(self, times: BucketTimes) -> None:
         """One bucket has been reduced."""
 
     def reduced(self, sent_bytes: int) -> None:
-        """All workers' gradients are there, or on their way to whoever will wait for them."""
+        """The reduced gradients have arrived, or are in flight and handed to the receiver."""
 
     def waited(self, wait_s: float) -> None:
-        """The trainer was blocked for gradients that were on their way after the round."""
+        """The trainer was blocked for gradients that were in flight after the round."""
 
 
 class Receiver(Protocol):
-    """Takes buckets that are still on their way when backward ends."""
+    """Takes the buckets in flight when backward ends."""
 
     def take(self, reducer: Reducer, buckets: Sequence[Bucket]) -> None:
-        """Wait for each when it is needed, with `reducer.receive`."""
+        """Take them; wait for each with `reducer.receive` when it is needed."""
 
     def settle(self) -> None:
-        """Wait for all that was taken, now: another round begins."""
+        """Wait for all of them now: another round begins."""
 
 
 class Reducer:
-    """Keeps one model's gradients the same on all workers."""
+    """Reduces one model's gradients over all workers."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Reducer:
         summed: bool = False,
         receiver: Receiver | None = None,
         link: LinkCost | None = None,
-        coding: ModelEncoder | None = None,
+        encoder: ModelEncoder | None = None,
     ) -> None:
         self._named = list(parameters)
         self._group = group
@@ -108,7 +108,7 @@ class Reducer:
         self._summed = summed
         self._receiver = receiver
         self._link = link
-        self._coding = coding
+        self._encoder = encoder
         self._just_landed: set[int] = set()
         self._carried: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -126,28 +126,28 @@ class Reducer:
 
     @property
     def group(self) -> Group:
-        """Those who reduce together."""
+        """The workers that reduce together."""
         return self._group
 
     @property
     def unit(self) -> float:
-        """What gradients are multiplied by when they leave."""
+        """The factor of gradients in buckets."""
         return self._weight()
 
     @property
     def weight(self) -> float:
-        """What this worker's part of a gradient counts now; a sum counts every worker's whole."""
+        """The weight of this worker's gradients in the result; 1 for a sum."""
         return 1.0 if self._summed else self._weight()
 
     def refresh(self) -> None:
-        """Take note of parameters that were frozen, thawed or changed. All workers must agree on which."""
+        """Make new buckets if parameters were frozen, unfrozen or changed; on all workers alike."""
         signature = [_signature(p) for _, p in self._named]
         if signature != self._signature:
             self._signature = signature
             self._pack()
 
     def factor(self, made: Mapping[int, Callable[[], Bucket]]) -> None:
-        """From the next round on, these parameters (by id) travel in buckets of their own."""
+        """From the next round on, these parameters (by id) have buckets of their own."""
         self._factored = made
         self._pack()
 
@@ -158,13 +158,13 @@ class Reducer:
         self._set_all_aside(p for _, p in self._named)
         self.detach()
         wanted = [p for _, p in self._named if p.requires_grad]
-        coded = {at for at, p in enumerate(wanted) if self._coding is not None and self._coding.fits(p)}
+        coded = {at for at, p in enumerate(wanted) if self._encoder is not None and self._encoder.fits(p)}
         dense = [at for at, p in enumerate(wanted) if id(p) not in self._factored and at not in coded]
         items = [_item(wanted[index]) for index in dense]
         total_bytes = sum(item.size_bytes for item in items)
         first, rest = sizes(self._link, self._group.size, total_bytes=total_bytes)
         packed = assign(items, first_bytes=first, bucket_bytes=rest)
-        # A bucket's turn comes when backward has passed its last parameter, which is the lowest.
+        # A bucket can be sent when backward has passed its last parameter, which is the lowest.
         made: list[tuple[int, Bucket]] = []
         for part in packed:
             places = [dense[index] for index in part]
@@ -180,8 +180,8 @@ class Reducer:
                 self._listen(p)
 
     def _encoded(self, wanted: Sequence[nn.Parameter], places: Sequence[int]) -> list[tuple[int, Bucket]]:
-        """Buckets of those whose gradients are encoded, each with its lowest place."""
-        if self._coding is None or not places:
+        """The encoded buckets, each with its lowest place."""
+        if self._encoder is None or not places:
             return []
         name_of = {id(p): name for name, p in reversed(self._named)}
         items = [_item(wanted[place]) for place in places]
@@ -189,7 +189,7 @@ class Reducer:
         made: list[tuple[int, Bucket]] = []
         for part in assign(items, first_bytes=most, bucket_bytes=most):
             held = [wanted[places[index]] for index in part]
-            bucket = self._coding.bucket([(name_of[id(p)], p) for p in held])
+            bucket = self._encoder.bucket([(name_of[id(p)], p) for p in held])
             made.append((min(places[index] for index in part), bucket))
         return made
 
@@ -199,11 +199,11 @@ class Reducer:
             self._handles.append(p.register_hook(self._times_workers))
         if self._receiver is not None:
             self._handles.append(p.register_hook(self._before_gradient))
-        if self._coding is not None:
+        if self._encoder is not None:
             self._handles.append(p.register_hook(lambda _: self._set_aside(p)))
 
     def detach(self) -> None:
-        """Leave the parameters alone."""
+        """Remove all hooks and buckets."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -214,11 +214,11 @@ class Reducer:
         self._buckets = []
 
     def touches(self, parameter_ids: set[int]) -> bool:
-        """Whether any of these parameters is this reducer's."""
+        """Whether this reducer has any of these parameters."""
         return any(id(p) in parameter_ids for _, p in self._named)
 
     def missed(self, parameter_ids: set[int]) -> str:
-        """A parameter among these that has a gradient which no round has seen, by name."""
+        """The name of a parameter among these whose gradient was in no round."""
         for name, p in self._named:
             unseen = p.requires_grad and id(p) not in self._bucket_of and p.grad is not None
             if unseen and id(p) in parameter_ids:
@@ -226,7 +226,7 @@ class Reducer:
         return ""
 
     def rescale(self, factor: float) -> None:
-        """Gradients kept locally are in units of the current weight: convert them to the next one."""
+        """Convert gradients that are kept locally from the current weight to the next one."""
         if self._summed:
             return
         self._set_all_aside(p for _, p in self._named)
@@ -241,15 +241,15 @@ class Reducer:
         return None if grad is None else grad * self._group.size  # a factored weight may get none
 
     def _before_gradient(self, grad: Tensor | None) -> None:
-        """A gradient is about to be added to what is there: that must have landed."""
+        """A gradient is about to be accumulated: the one in flight must have arrived."""
         if not self._in_backward and self._receiver is not None:
             self._receiver.settle()
 
     def _set_aside(self, p: nn.Parameter) -> None:
-        """Before anything is added to a gradient: what a round has put there is not to be encoded again."""
+        """Before a gradient is accumulated: remember its reduced part, which is not encoded again."""
         gradient = p.grad
         if gradient is None:
-            self._carried.pop(id(p), None)  # it was dropped since
+            self._carried.pop(id(p), None)  # it was cleared since
         if id(p) not in self._just_landed:
             return
         self._just_landed.discard(id(p))
@@ -263,14 +263,14 @@ class Reducer:
             self._carried[id(p)] = gradient.clone()
 
     def _set_all_aside(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Also where this worker adds nothing: others may, and all must set aside the same."""
-        if self._coding is not None:
+        """Also where this worker accumulates nothing: all workers must set aside the same."""
+        if self._encoder is not None:
             for p in parameters:
                 self._set_aside(p)
 
     def _ready(self, parameter: Tensor) -> None:
         self._observer.computing()
-        self.unreduced = True  # until the round is over; for good, if this pass fails in the middle
+        self.unreduced = True  # until the round succeeds
         if not self.active:
             return
         self._refuse(parameter)
@@ -283,7 +283,7 @@ class Reducer:
         self._reported.add(id(parameter))
         bucket.missing -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
-            self._leave()
+            self._send()
 
     def _begin(self) -> None:
         if self._receiver is not None:
@@ -293,7 +293,7 @@ class Reducer:
         self._in_backward = True
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
-    def _leave(self) -> None:
+    def _send(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
         if self._next == len(self._buckets):
@@ -302,13 +302,13 @@ class Reducer:
             self._set_all_aside(bucket.parameters)
             ids = [id(p) for p in bucket.parameters]
             bucket.carried = {key: self._carried.pop(key) for key in ids if key in self._carried}
-        bucket.leave(self._weight(), -self._next)
+        bucket.send(self._weight(), -self._next)
 
     def _finish(self) -> None:
-        """Backward is over: send what is left, wait for all, put the results in place."""
+        """Backward is over: send the remaining buckets, wait for all, assign the results."""
         try:
             while self._next < len(self._buckets):
-                self._leave()
+                self._send()
             self.rounds += 1
             if self._receiver is not None:
                 self._receiver.take(self, self._buckets)
@@ -329,7 +329,7 @@ class Reducer:
             self._next = 0
 
     def _receive_all(self) -> list[Landed]:
-        """Wait for all buckets; for the others too, if a gradient is not finite: all workers go on then."""
+        """Wait for all buckets, also if a gradient is not finite: training may go on after that."""
         landed: list[Landed] = []
         refused: GradientError | None = None
         for bucket in self._buckets:
@@ -347,17 +347,17 @@ class Reducer:
 
     def receive(self, bucket: Bucket) -> Landed:
         """Wait for one bucket and report it."""
-        assert bucket.pending is not None
+        assert bucket.future is not None
         waiting = time.perf_counter()
         try:
-            bucket.pending.wait()
+            bucket.future.wait()
         except GradientError:
             bucket.reset()  # training may go on
             raise
         wait_s = time.perf_counter() - waiting
         if self._receiver is not None:
             self._observer.waited(wait_s)
-        timing = bucket.pending.timing()
+        timing = bucket.future.timing
         landed = bucket.landed()
         self._just_landed.update(id(p) for p in bucket.parameters)
         self._observer.bucket(
@@ -379,7 +379,7 @@ class Reducer:
         return landed
 
     def _refuse(self, parameter: Tensor) -> None:
-        """What cannot be reduced is refused with a reason."""
+        """Raise ModelError for a gradient that cannot be reduced."""
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
             raise ModelError(
@@ -395,10 +395,10 @@ class Reducer:
             )
 
     def _refuse_parts(self, parameter: Tensor, bucket: Bucket) -> None:
-        """A gradient may come in parts, from several reentrant checkpoints, as long as it has not left."""
-        if bucket.pending is not None:
+        """Reentrant checkpoints may compute a gradient in parts, but not after it was sent."""
+        if bucket.future is not None:
             raise ModelError(
-                f"the gradient of parameter {self._name(parameter)} came in two parts, "
+                f"the gradient of parameter {self._name(parameter)} was computed in two parts, "
                 "the second after the first was sent",
                 where="torch.utils.checkpoint with use_reentrant=True",
                 fix="use use_reentrant=False",

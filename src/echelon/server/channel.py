@@ -24,7 +24,7 @@ from echelon.server.protocol import (
 )
 
 if TYPE_CHECKING:
-    from echelon.comm.engine import EngineGroup
+    from echelon.comm.group import Group
     from echelon.server.client import ServerClient
 
 _NOTHING = memoryview(b"")
@@ -49,11 +49,10 @@ class ServerChannel:
         self._mailbox: Mailbox[ToWorker] | None = None
 
     @classmethod
-    def open(cls, group: EngineGroup) -> ServerChannel:
+    def open(cls, group: Group) -> ServerChannel:
         """The channel of a group's member to the servers of its run."""
-        names = {member.rank: str(member) for member in group.members}
-        channel = cls(group.deadline_s, group.servers, names, group.ranks[group.rank])
-        channel._mailbox = Mailbox(group.loop, set(group.servers), ToWorker, place=channel.place)
+        channel = cls(group.deadline_s, group.servers, dict(group.names), group.ranks[group.rank])
+        channel._mailbox = group.mailbox(ToWorker, channel.place)
         return channel
 
     @property

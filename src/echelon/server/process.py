@@ -12,9 +12,10 @@ import os
 import socket
 from pathlib import Path
 
-from echelon.comm.engine import Engine
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import meet
+from echelon.comm.open import open_server
+from echelon.comm.wire.loop import Loop
 from echelon.comm.wire.mailbox import Mailbox
 from echelon.comm.wire.summing import SERVERS_DO, SUM, serve
 from echelon.observe.recorder import Recorder
@@ -39,20 +40,14 @@ def serve_run(place: Place, folder: RunFolder) -> ParameterServer | None:
         pid=os.getpid(),
         timeout_s=plan.join_timeout_s,
     )
-    engine = Engine.connect(
-        rendezvous,
-        place,
-        shared_memory=False,
-        deadline_s=plan.round_timeout_s,
-        timeout_s=plan.join_timeout_s,
-    )
+    loop = open_server(rendezvous, place, deadline_s=plan.round_timeout_s, timeout_s=plan.join_timeout_s)
     cause = ""
     with Recorder(folder.events_of(place.rank)) as recorder:
         try:
             if rendezvous.lookup(SERVERS_DO) != SUM:
-                return _serve_parameters(engine, place, recorder)
+                return _serve_parameters(loop, place, recorder)
             serve(
-                engine.loop,
+                loop,
                 rank=place.rank,
                 workers=place.world_size,
                 servers=place.servers,
@@ -63,17 +58,17 @@ def serve_run(place: Place, folder: RunFolder) -> ParameterServer | None:
             cause = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise
         finally:
-            engine.loop.close(cause)
+            loop.close(cause)
 
 
-def _serve_parameters(engine: Engine, place: Place, recorder: Recorder) -> ParameterServer:
+def _serve_parameters(loop: Loop, place: Place, recorder: Recorder) -> ParameterServer:
     """Be a parameter server."""
     workers, everybody = range(place.world_size), range(place.process_count)
     server = ParameterServer(
         rank=place.rank, servers=everybody[place.world_size :], workers=workers, recorder=recorder
     )
     others = set(everybody) - {place.rank}
-    server.run(Mailbox(engine.loop, others, ToServer, place=server.place, farewell=Bye))
+    server.run(Mailbox(loop, others, ToServer, place=server.place, farewell=Bye))
     return server
 
 

@@ -13,7 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from echelon.comm.group import Group, Pending
+from echelon.comm.future import Future
+from echelon.comm.group import Group
 from echelon.config.choices import check_word
 from echelon.errors import ConfigError
 
@@ -57,10 +58,10 @@ class ScriptCollectives:
     @overload
     def all_reduce(
         self, tensor: Tensor, op: Op = "sum", *, weight: float | None = None, wait: Literal[False]
-    ) -> Pending: ...
+    ) -> Future[Tensor]: ...
     def all_reduce(
         self, tensor: Tensor, op: Op = "sum", *, weight: float | None = None, wait: bool = True
-    ) -> Tensor | Pending:
+    ) -> Tensor | Future[Tensor]:
         """Combine a tensor over all workers, in place, and return it.
 
         op      sum, mean, max or min
@@ -75,16 +76,16 @@ class ScriptCollectives:
         self._check_same("all_reduce", op if weight is None else f"{op} weighted", tensor)
         part = self._part(op, weight)
         if self.world_size == 1 or not tensor.numel():
-            pending = Pending.finished(tensor)
+            future = Future.completed(tensor)
         else:
             # A copy: if the reduction fails half-way, the script's tensor is unchanged.
             flat = tensor.detach().clone(memory_format=torch.contiguous_format)
             if part is not None:
                 flat.mul_(part)
-            pending = self._group.all_reduce(flat, "sum" if op == "mean" else op).then(
+            future = self._group.all_reduce(flat, "sum" if op == "mean" else op).then(
                 lambda _: _put(tensor, flat)
             )
-        return pending.wait() if wait else pending
+        return future.wait() if wait else future
 
     def _part(self, op: Op, weight: float | None) -> float | None:
         """The factor of this worker's tensor in a mean; None for other operations."""

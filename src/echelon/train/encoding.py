@@ -20,7 +20,6 @@ from echelon.codec.codecs.auto import AutoCodec
 from echelon.codec.codecs.between import Between
 from echelon.codec.codecs.none import NoCodec
 from echelon.codec.fitting import inner_of, refuse_momentum, same_codec
-from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.errors import ConfigError
@@ -110,7 +109,7 @@ class Encoding:
         group = self._group
         between = between and group.size > 1
         way = route.by_site(group, self._sites) if between else route.flat(group)
-        return ModelEncoder(codec, way, rank=group.rank, who=self._who)
+        return ModelEncoder(codec, way, rank=group.rank, names=group.names)
 
     def _choose(self, auto: AutoCodec, model: nn.Module) -> cost.CodecChoice:
         """All workers measure and decide alike, by the slowest worker's speed."""
@@ -135,14 +134,9 @@ class Encoding:
             speeds,
             length_bytes=length_bytes,
             links=self._links,
-            sites=self._sites if isinstance(self._group, EngineGroup) else (),
+            sites=self._sites if self._group.own_transport else (),
             margin=auto.margin,
         )
-
-    def _who(self, rank: int) -> str:
-        if isinstance(self._group, EngineGroup):
-            return str(self._group.members[rank])
-        return f"rank {rank}"
 
     # Checkpoints and the end ---------------------------------------------------------------------
 

@@ -26,13 +26,11 @@ import torch
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.machine import usable_cores
 from echelon.cluster.pace import Pace
-from echelon.comm.alone import SoloGroup
-from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous, meet
-from echelon.comm.open import open_group
+from echelon.comm.open import open_group, open_solo
 from echelon.comm.wire.summing import KEEP, SERVERS_DO, SUM
 from echelon.config.choices import Choices, FactorRule, Overlap, Transport, flag
 from echelon.config.registry import convert
@@ -109,7 +107,7 @@ def join(
         sums = _check(plan, place)
     group, rendezvous = _connect(place, plan, sums=sums)
     with _departing_on_error(group, rendezvous):
-        links = group.measure_links() if isinstance(group, EngineGroup) else None
+        links = group.measure_links()
         folder = _folder(group, launched, name, Path(runs)) if record else None
         if launched is None:
             plan = _placed(plan, folder, rendezvous)
@@ -184,7 +182,7 @@ def _check(plan: Plan, place: Place) -> bool:
 
 def _connect(place: Place, plan: Plan, *, sums: bool) -> tuple[Group, Rendezvous | None]:
     if place.world_size == 1:
-        return SoloGroup(), None
+        return open_solo(), None
     rendezvous = meet(
         place,
         node=plan.workers[place.rank].node,
@@ -275,13 +273,13 @@ def _session(
     except EchelonError as error:
         record.end(f"{type(error).__name__}: {error.message}")
         raise
-    if isinstance(group, EngineGroup) and links is not None:
+    if links is not None:
         _record_links(session, links, record, group)
     _leave_at_exit(session)
     return session
 
 
-def _record_links(session: Session, links: Links, record: RunRecord, group: EngineGroup) -> None:
+def _record_links(session: Session, links: Links, record: RunRecord, group: Group) -> None:
     """Record this worker's measured links, and in the plan what follows from them."""
     for (rank, peer), bytes_per_s in links.bytes_per_s.items():
         if rank == group.rank:

@@ -69,7 +69,7 @@ def _to_leader(group: Group, mine: bytes) -> list[bytes]:
     """All workers' bytes, on the leader; the other workers receive nothing."""
     own, nothing = torch.frombuffer(bytearray(mine), dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
     exchanged = group.all_to_all([own if rank == 0 else nothing for rank in range(group.size)])
-    parts = exchanged.parts()
+    parts = exchanged.received.wait()
     parts[group.rank] = own
     return [bytes(part.numpy()) for part in parts]
 

@@ -38,7 +38,7 @@ def test_by_bytes_alone_factors_win_below_the_classic_break_even(rows_of, output
 
 @given(rows, sizes, sizes, st.floats(1e6, 1e13), st.floats(0, 0.1))
 @settings(max_examples=100, deadline=None)
-def test_auto_takes_the_faster_way(rows_of, outputs, inputs, flops_per_s, latency_s):
+def test_auto_takes_the_faster_form(rows_of, outputs, inputs, flops_per_s, latency_s):
     link = LinkCost(latency_s=latency_s, seconds_per_byte=1e-9)
     choice = decide(fc(rows_of, outputs, inputs), link, flops_per_s=flops_per_s, rule="auto")
     assert choice.factors == (choice.factor_s < choice.dense_s)
@@ -98,7 +98,7 @@ def test_an_obstacle_seen_elsewhere_is_the_reason_given():
     assert choice.reason == "fc1 1024x1024: dense, it runs under autocast"
 
 
-def test_a_layer_that_nobody_used_stays_dense():
+def test_an_unused_layer_stays_dense():
     assert not decide(fc((0, 0)), GIGABIT, flops_per_s=FLOPS, rule="auto").factors
 
 

@@ -29,7 +29,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from echelon.comm.group import Op, Pending
+from echelon.comm.future import Future
+from echelon.comm.group import Op
 from echelon.comm.schedule.collective import Move, Schedule, ScheduleStep
 from echelon.comm.schedule.cost import LinkCost
 
@@ -52,10 +53,10 @@ class Wired(Protocol):
     rank: int
     size: int
 
-    def exchange(self, flat: Tensor, schedule: Schedule, *, priority: int = 0) -> Pending:
+    def exchange(self, flat: Tensor, schedule: Schedule, *, priority: int = 0) -> Future[Tensor]:
         """Run this member's schedule on a flat buffer, in the background. An empty one ends at once."""
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Pending:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
         """As `Group.all_reduce`."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -126,7 +127,7 @@ def _latency_s(group: Wired, shift: int) -> float:
     for _ in range(_ROUND_TRIPS):
         pending = group.exchange(torch.zeros(3, dtype=torch.uint8), [there, back])
         pending.wait()
-        timing = pending.timing()
+        timing = pending.timing
         round_trips_s.append(timing.ended - timing.begun)
     return max(_SHORTEST_S, min(round_trips_s) / 2)
 
@@ -149,7 +150,7 @@ def _receive_s(group: Wired, shift: int, length: int) -> float:
     """Time to receive a message of that length right behind another one."""
     # One buffer serves all: it holds only ones, so incoming data does not change outgoing data.
     ones = torch.ones(max(length, _OPENING_BYTES), dtype=torch.uint8)
-    pending: dict[tuple[int, bool], Pending] = {}
+    pending: dict[tuple[int, bool], Future[Tensor]] = {}
     for senders in _at_once(group.size, shift):
         for opening, count in ((True, _OPENING_BYTES), (False, length)):
             for sender in senders:
@@ -158,7 +159,7 @@ def _receive_s(group: Wired, shift: int, length: int) -> float:
         for each in pending.values():
             each.wait()
     mine = (group.rank - shift) % group.size
-    taken_s = pending[mine, False].timing().ended - pending[mine, True].timing().ended
+    taken_s = pending[mine, False].timing.ended - pending[mine, True].timing.ended
     return max(_SHORTEST_S, taken_s)
 
 

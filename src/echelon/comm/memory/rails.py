@@ -1,15 +1,15 @@
 """Several workers on each of several machines: shared memory inside a machine, TCP across.
 
-As many rails join the machines as the smallest of them has workers; rail r has the r-th worker of every
-machine, its carrier there, and one slice of each buffer. A carrier sums its slice over the buffers of its
-machine, into its own; the carriers of a rail sum theirs over TCP, by the group's collective; then each
-writes the result into all buffers of its machine. So a slice crosses once for each machine, all links of
-a machine's workers are used at once, and everybody ends with the same bits.
+There are as many rails as the smallest machine has workers. Rail r has the r-th worker of every machine
+(its carrier there) and one slice of each buffer. A carrier sums its slice over the buffers of its machine,
+into its own buffer; the carriers of a rail sum over TCP, by the group's collective; then each carrier
+writes the result to all buffers of its machine. So a slice leaves each machine once, all links of a
+machine's workers are used at once, and all workers end with the same bits.
 
-This goes on in a thread, while the trainer computes. Workers of a machine see on their board how far the
-others are. The loop knows of a reduction from the moment this worker is ready for it, also where this
-worker carries nothing: so the loop's own ways of naming the dead and the late serve here too. After a
-failure nothing is reduced any more: a worker that was late may still write into buffers of others.
+A thread does this while the trainer computes. The workers of a machine see each other's progress on their
+board. The loop knows of a reduction as soon as this worker is ready for it, even if this worker carries
+nothing: so it names dead and late workers here, too. After a failure nothing is reduced any more, because a
+late worker may still write to the buffers of others.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from torch import Tensor
 
-from echelon.comm.group import Op, Pending
+from echelon.comm.future import Future
+from echelon.comm.group import Op
 from echelon.comm.meet.rendezvous import Member
-from echelon.comm.memory.shm import DONE, READY, Board, SharedMemoryTeam, nap_s, sum_into
+from echelon.comm.memory.shm import DONE, READY, Board, SharedMemoryTeam, sleep_s, sum_into
 from echelon.comm.schedule.collective import Collective, Schedule, on, pieces
 from echelon.comm.wire.connection import Connection
 from echelon.comm.wire.exchange import Exchange
-from echelon.comm.wire.loop import Loop
-from echelon.comm.wire.operation import Operation
+from echelon.comm.wire.loop import Loop, Operation
 from echelon.errors import PeerLost, WorkerError
 
-TAGS = 2  # of each reduction: its own, and that of its departure
+TAGS = 2  # tags of a reduction: its own, and that of the start of its crossing
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +45,7 @@ def machines(members: Sequence[Member]) -> list[list[int]]:
 
 
 class RailLayout:
-    """Who is where, as one worker sees it. Pure."""
+    """A worker's place among machines and rails. Pure."""
 
     def __init__(self, machines: Sequence[Sequence[int]], rank: int) -> None:
         self.machine = next(index for index, ranks in enumerate(machines) if rank in ranks)
@@ -54,7 +54,7 @@ class RailLayout:
         self.position = self.mates.index(rank)
         self.rails = min(len(ranks) for ranks in machines)
         self.carries = self.position < self.rails
-        """Whether this worker talks to other machines."""
+        """Whether this worker exchanges sums with other machines."""
         self.rail = tuple(ranks[self.position] for ranks in machines) if self.carries else ()
 
     def slice(self, length: int) -> tuple[int, int]:
@@ -62,7 +62,7 @@ class RailLayout:
         return pieces(0, length, self.rails)[self.position] if self.carries else (0, 0)
 
     def schedule(self, collective: Collective, length: int) -> Schedule:
-        """What this worker does to sum its slice of a buffer of that length with its rail."""
+        """This worker's part of summing its slice of a buffer of that length over its rail."""
         start, stop = self.slice(length)
         return _schedule(collective, self.rail, self.machine, stop - start) if self.carries else []
 
@@ -72,66 +72,55 @@ def _schedule(collective: Collective, rail: tuple[int, ...], position: int, leng
     return on(rail, collective.schedule(position, len(rail), length))
 
 
-class Crossing(Exchange):
-    """What goes to other machines and comes from them; `over` is called when that is through."""
+class RailReduction(Operation[Tensor]):
+    """A reduction on one worker, from being ready for it until all carriers of its machine are done.
 
-    over: Callable[[], None]
-
-    def end(self, error: Exception | None = None) -> None:
-        """It is through, or was given up."""
-        super().end(error)
-        self.over()
-
-
-class RailReduction(Operation):
-    """A reduction on one worker, from being ready for it until all of its machine's carriers are done.
-
-    `parts` are the buffers of this machine. It waits in the loop until it departs: until the sum of this
-    machine, which the others wait for, is there.
+    `parts` are the buffers of this machine. `crossing`, the exchange with other machines, starts when the
+    sum of this machine is computed.
     """
 
     def __init__(
-        self, turn: int, parts: list[Tensor], op: Op, crossing: Crossing, layout: RailLayout, board: Board
+        self, number: int, parts: list[Tensor], op: Op, crossing: Exchange, layout: RailLayout, board: Board
     ) -> None:
-        super().__init__(crossing.tag, crossing.deadline_s)
-        self.turn = turn
+        super().__init__(crossing.tag, crossing.deadline_s, parts[layout.position])
+        self.number = number
         self.parts = parts
         self.op = op
         self.crossing = crossing
         self.summed = self.written = not layout.carries
-        self._departed = False
+        self._is_crossing = False
         self._layout = layout
         self._board = board
         self._connections: Mapping[int, Connection] = {}
         self.timing.begun = self.timing.sent = time.perf_counter()
 
     def begin(self, connections: Mapping[int, Connection]) -> None:
-        """Nothing moves yet."""
+        """Nothing to send yet."""
         self._connections = connections
 
-    def depart(self) -> None:
-        """This machine's sum may go; in the loop's thread."""
+    def start_crossing(self) -> None:
+        """This machine's sum is computed; runs in the loop's thread."""
         if not self.ended:
-            self._departed = True
+            self._is_crossing = True
             self.crossing.begin(self._connections)
 
     def needs(self, rank: int) -> bool:
-        """Whether that worker is not ready, or has still to carry, or to give or take something."""
+        """Whether that worker is not ready, has not written its slice, or still exchanges something."""
         if rank in self._layout.mates:
             return rank in self._behind(READY) or rank in self._behind(DONE)
-        if not self._departed:  # without our part nobody on this rail can be through
+        if not self._is_crossing:  # nobody on this rail can be done without our part
             return rank in self._layout.rail
         return not self.crossing.ended and self.crossing.needs(rank)
 
     def awaited(self) -> set[int]:
-        """Workers of this machine that are not ready; then those on the rail; then carriers."""
+        """Workers of this machine that are not ready; else those on the rail; else carriers."""
         late = self._behind(READY)
         if not late and self._layout.carries and not self.crossing.ended:
             late = self.crossing.awaited()
         return late or self._behind(DONE)
 
-    def end(self, error: Exception | None = None) -> None:
-        """It is over, and so is what it has under way."""
+    def end(self, error: BaseException | None = None) -> None:
+        """End the crossing, too."""
         if not self.ended:
             self.timing.sent = max(self.timing.sent, self.crossing.timing.sent)
             self.timing.adding_s += self.crossing.timing.adding_s
@@ -146,7 +135,7 @@ class RailReduction(Operation):
     @property
     def has_crossed(self) -> bool:
         """Whether the sum of all machines is in this worker's slice."""
-        return self.crossing.ended and not self.ended  # a haul that fails ends before its crossing
+        return self.crossing.ended and not self.ended  # a reduction that fails ends before its crossing
 
     @property
     def is_done(self) -> bool:
@@ -154,19 +143,19 @@ class RailReduction(Operation):
         return not self._behind(DONE)
 
     def _behind(self, row: int) -> set[int]:
-        late = self._board.behind(row, self.turn)
+        late = self._board.behind(row, self.number)
         return {self._layout.mates[at] for at in late if row == READY or at < self._layout.rails}
 
 
-class _Departure(Operation):
-    """Lets a haul depart, in the loop's thread."""
+class _StartCrossing(Operation[None]):
+    """Starts the crossing of a reduction, in the loop's thread."""
 
     def __init__(self, reduction: RailReduction) -> None:
-        super().__init__(reduction.tag + 1, reduction.deadline_s)
+        super().__init__(reduction.tag + 1, reduction.deadline_s, None)
         self._reduction = reduction
 
     def begin(self, connections: Mapping[int, Connection]) -> None:
-        self._reduction.depart()
+        self._reduction.start_crossing()
         self.end()
 
     def needs(self, rank: int) -> bool:
@@ -177,7 +166,7 @@ class _Departure(Operation):
 
 
 class Rails:
-    """A group's way across machines, and the thread that works for it."""
+    """The reductions of a group across machines, and the thread that carries them out."""
 
     def __init__(
         self,
@@ -195,21 +184,21 @@ class Rails:
         self._loop = loop
         self._rank = rank
         self._deadline_s = deadline_s
-        self._turn = 0
+        self._number = 0
         self._open: list[RailReduction] = []
         self._door = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._broken: Exception | None = None
+        self._broken: BaseException | None = None
 
-    def start(self, tag: int, parts: list[Tensor], op: Op, priority: int) -> Pending:
-        """Say that this worker's part is filled, and sum it over all machines, in the background.
+    def start(self, tag: int, parts: list[Tensor], op: Op, priority: int) -> Future[Tensor]:
+        """Publish that this worker's part is filled, and sum it over all machines, in the background.
 
-        `tag` and the next one are this reduction's; `parts` are those of this machine's workers.
+        `tag` and the next one belong to this reduction; `parts` are those of this machine's workers.
         """
-        self._turn += 1
+        self._number += 1
         start, stop = self.layout.slice(parts[0].numel())
-        crossing = Crossing(
+        crossing = Exchange(
             tag,
             parts[self.layout.position][start:stop],
             self.layout.schedule(self._collective, parts[0].numel()),
@@ -218,8 +207,9 @@ class Rails:
             deadline_s=self._deadline_s,
             priority=priority,
         )
-        crossing.over = self._wake.set
-        reduction = RailReduction(self._turn, parts, op, crossing, self.layout, self._team.board)
+        reduction = RailReduction(self._number, parts, op, crossing, self.layout, self._team.board)
+        for future in (crossing.future, reduction.future):
+            future.add_done_callback(self._wake.set)
         with self._door:
             if self._broken is None:
                 self._open.append(reduction)
@@ -229,15 +219,11 @@ class Rails:
         else:
             self._loop.submit(
                 reduction
-            )  # first, for whoever sees that all are ready submits what follows it
-            self._team.board.tell(READY, reduction.turn)
+            )  # before publishing: a peer that sees all ready submits the next operation
+            self._team.board.publish(READY, reduction.number)
             self._wake.set()
 
-        def wait() -> Tensor:
-            reduction.wait()
-            return parts[self.layout.position]
-
-        return Pending(wait, lambda: reduction.ended, lambda: reduction.timing)
+        return reduction.future
 
     def sent_elements(self, length: int) -> int:
         """How many elements this worker sends to other machines for a buffer of that length."""
@@ -245,7 +231,7 @@ class Rails:
         return sum(move.length for step in steps for move in step.sends)
 
     def close(self) -> None:
-        """End the thread at once; whoever waits is told."""
+        """End the thread and all reductions at once."""
         self._break(PeerLost("this worker has left the group"))
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -259,7 +245,7 @@ class Rails:
             self._thread.start()
 
     def _run(self) -> None:
-        """Numbers on a board make no sound: look again and again, but only while something is open."""
+        """Poll the board while reductions are open: it cannot wake a thread."""
         moved_at = time.perf_counter()
         try:
             while self._broken is None:
@@ -268,8 +254,8 @@ class Rails:
                 if self._advance():
                     moved_at = now
                 else:
-                    self._wake.wait(nap_s(now - moved_at) if self._open else None)
-        except Exception as error:  # noqa: BLE001 - whoever waits must learn of it, whatever it was
+                    self._wake.wait(sleep_s(now - moved_at) if self._open else None)
+        except Exception as error:  # noqa: BLE001 - waiting threads must learn of any error
             _log.exception("the thread that reduces across machines failed")
             defect = WorkerError(
                 f"the thread that reduces across machines failed: {type(error).__name__}: {error}",
@@ -279,7 +265,7 @@ class Rails:
             self._break(defect)
 
     def _advance(self) -> bool:
-        """Do what can be done for the open reductions, in their order; whether that was anything."""
+        """Do what can be done for the open reductions, in their order; returns whether it did."""
         moved = False
         in_order = True  # numbers on the board only grow
         for reduction in list(self._open):
@@ -305,7 +291,7 @@ class Rails:
             sum_into(self.layout.position, reduction.parts, low, high, reduction.op)
         reduction.timing.adding_s += time.perf_counter() - begun
         reduction.summed = True
-        self._loop.submit(_Departure(reduction))
+        self._loop.submit(_StartCrossing(reduction))
 
     def _write(self, reduction: RailReduction) -> None:
         start, stop = self.layout.slice(reduction.parts[0].numel())
@@ -315,7 +301,7 @@ class Rails:
                 if other is not own:
                     other[low:high].copy_(own[low:high])
         reduction.written = True
-        self._team.board.tell(DONE, reduction.turn)
+        self._team.board.publish(DONE, reduction.number)
 
     def _finish(self, reduction: RailReduction) -> None:
         with self._door:
@@ -324,8 +310,8 @@ class Rails:
         if reduction.error is not None:  # the loop was first
             self._break(reduction.error)
 
-    def _break(self, error: Exception) -> None:
-        """From now on all fails with this."""
+    def _break(self, error: BaseException) -> None:
+        """Fail all open and later reductions with this error."""
         with self._door:
             self._broken = self._broken or error
             left, self._open = self._open, []

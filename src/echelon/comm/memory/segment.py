@@ -1,8 +1,8 @@
-"""Memory that processes of one machine share. It never has a name, so nothing remains however they end.
+"""Anonymous memory that processes of one machine share. Nothing remains, however they end.
 
-It is an unnamed file in /dev/shm. The others open it through the maker's list of open files, /proc/PID/fd,
-and compare device and inode, for in another container that process number may be somebody else's. The
-memory lives as long as anybody maps it.
+It is an unnamed file in /dev/shm. Other processes open it through /proc/PID/fd of its maker and compare
+device and inode, because in another container that process id may belong to another process. The memory
+lives as long as a process maps it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDER = Path("/dev/shm")
 
 
 class Handle(NamedTuple):
-    """How others find a segment: the number of the open file, and what it must turn out to be."""
+    """How other processes find a segment: its file descriptor, inode and device."""
 
     fd: int
     inode: int = 0
@@ -36,10 +36,10 @@ _FINE = Handle(0)
 def share(
     size_bytes: int, rank: int, pids: Sequence[int], makers: Sequence[int], gather: Gather
 ) -> list[Tensor]:
-    """One segment of each maker, as bytes, in everybody's memory. Either all workers get them, or none.
+    """Map one segment of each maker, as bytes, on every worker. Either all workers succeed, or none.
 
-    `gather` gives everybody what each one said, those of this machine first, by the ranks used here. If it
-    asks other machines too, all of them get theirs, or none. All call this together.
+    `gather` exchanges handles and returns those of this machine first, by the ranks used here. If it
+    includes other machines, all of them succeed, or none. All workers call this together.
     """
     own: int | None = None
     failure: LaunchError | None = None
@@ -49,11 +49,11 @@ def share(
                 own = _make(size_bytes)
             except OSError as error:
                 failure = _no_room(size_bytes, error)
-        said = gather(_NONE if own is None else _handle(own))
+        handles = gather(_NONE if own is None else _handle(own))
         found: list[Tensor] = []
-        if all(said[maker] != _NONE for maker in makers):
+        if all(handles[maker] != _NONE for maker in makers):
             try:
-                found = [_map(pids[maker], said[maker], size_bytes) for maker in makers]
+                found = [_map(pids[maker], handles[maker], size_bytes) for maker in makers]
             except (OSError, RuntimeError) as error:
                 failure = _no_room(size_bytes, error)
         if _NONE not in gather(_FINE if len(found) == len(makers) else _NONE):
@@ -65,7 +65,7 @@ def share(
 
 
 def _make(size_bytes: int) -> int:
-    """Reserved at once, so that a full file system is noticed here, and not when it is written to."""
+    """Reserve the memory now, so that a full file system is noticed here and not at a write."""
     fd = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(fd, 0, size_bytes)
@@ -84,8 +84,8 @@ def _map(pid: int, handle: Handle, size_bytes: int) -> Tensor:
     fd = os.open(f"/proc/{pid}/fd/{handle.fd}", os.O_RDWR)
     try:
         if _handle(fd)[1:] != handle[1:]:
-            raise RuntimeError(f"process {pid} is another one here")
-        # Not Python's mmap, which keeps a file open for each mapping.
+            raise RuntimeError(f"process {pid} is a different process here")
+        # Python's mmap would keep a file open for each mapping.
         return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size_bytes, dtype=torch.uint8)
     finally:
         os.close(fd)

@@ -1,9 +1,9 @@
-"""Workers of one machine reduce in shared memory: nothing is sent, and nothing is copied but the sum.
+"""Reduction among the workers of one machine, in shared memory: only the sum is copied.
 
 Every worker's buffer lies in shared memory and is mapped by all. Each worker sums its own slice over
-all buffers, piece by piece in the cache, and writes the sum to all of them; so everybody ends with
-the same bits, in its own buffer. Two numbers per worker say how far it is: `ready` (its buffer holds
-its gradients) and `done` (its slice is summed).
+all buffers, piece by piece in the cache, and writes the sum to all of them. So all workers end with the
+same bits, each in its own buffer. Each worker publishes two numbers on a board: the last reduction for
+which it is `ready` (its buffer is filled) and the last that is `done` (its slice is summed).
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.comm.group import Op, Timing
+from echelon.comm.future import Timing
+from echelon.comm.group import Op
 from echelon.comm.memory.segment import Gather, share
 from echelon.comm.schedule.collective import pieces
 from echelon.comm.wire import blame
 from echelon.errors import EchelonError
 
-PIECE_BYTES = 256 * 1024  # until the machine's own is known, see cluster/probe.py
+PIECE_BYTES = 256 * 1024  # until the machine's best is measured, see cluster/probe.py
 READY, DONE = 0, 1  # rows of the board
-_LINE = 8  # int64 numbers per cache line: workers' numbers must not share one
+_LINE = 8  # int64 numbers per cache line; workers' numbers must not share one
 _SPIN_S = 200e-6
-_SHORTEST_NAP_S = 50e-6
-_LONGEST_NAP_S = 1e-3
+_SHORTEST_SLEEP_S = 50e-6
+_LONGEST_SLEEP_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """A reduction that this worker is ready for."""
+    """A reduction for which this worker is ready."""
 
-    turn: int
+    number: int
     buffers: list[Tensor]
     op: Op
     timing: Timing
 
 
 class Board:
-    """How far each worker is, in memory that all see: numbers that only grow, a row for each question."""
+    """The workers' progress in shared memory: a row for READY and one for DONE; numbers only grow."""
 
     def __init__(self, rank: int, size: int, memory: Tensor) -> None:
         self._rank = rank
@@ -53,30 +54,30 @@ class Board:
 
     @staticmethod
     def size_bytes(size: int) -> int:
-        """What a board for so many workers takes."""
+        """The memory for a board of so many workers."""
         return 2 * size * _LINE * 8
 
-    def tell(self, row: int, turn: int) -> None:
-        """Say how far this worker is; whoever reads the number sees all that was written before."""
-        with self._fence:  # what was written before must be seen before the number is
+    def publish(self, row: int, number: int) -> None:
+        """Publish this worker's number; a reader of the number sees all that was written before it."""
+        with self._fence:  # earlier writes become visible before the number
             pass
         with self._fence:
-            self._numbers[(row * self._size + self._rank) * _LINE] = turn
+            self._numbers[(row * self._size + self._rank) * _LINE] = number
 
-    def has_reached(self, row: int, rank: int, turn: int) -> bool:
-        """Whether a worker is that far."""
-        return bool(self._numbers[(row * self._size + rank) * _LINE] >= turn)
+    def has_reached(self, row: int, rank: int, number: int) -> bool:
+        """Whether a worker has published that number."""
+        return bool(self._numbers[(row * self._size + rank) * _LINE] >= number)
 
-    def behind(self, row: int, turn: int) -> list[int]:
-        """Those who are not that far."""
-        late = [rank for rank in range(self._size) if not self.has_reached(row, rank, turn)]
-        with self._fence:  # what is read after this is no older than the numbers
+    def behind(self, row: int, number: int) -> list[int]:
+        """The workers that have not published that number."""
+        late = [rank for rank in range(self._size) if not self.has_reached(row, rank, number)]
+        with self._fence:  # later reads are no older than the numbers
             return late
 
 
 class SharedMemoryTeam:
-    """The workers of one machine: ranks are positions among them. `gather` gives everybody what each one
-    said, see `share`; `check` raises if one of them is gone.
+    """The workers of one machine; ranks are positions among them. `gather` exchanges handles (see `share`);
+    `check` raises if a worker is gone.
     """
 
     def __init__(
@@ -98,13 +99,13 @@ class SharedMemoryTeam:
         (memory,) = share(Board.size_bytes(self.size), rank, pids, [0], gather)
         self.board = Board(rank, self.size, memory)
         self.piece_bytes = PIECE_BYTES
-        self._turn = 0
+        self._number = 0
         self._open: deque[_Reduction] = deque()
         self._working = threading.Lock()
         self._broken: Exception | None = None
 
     def buffer(self, length: int, dtype: torch.dtype) -> Tensor:
-        """A buffer in shared memory. All workers ask for the same ones in the same order."""
+        """A buffer in shared memory. All workers call this in the same order."""
         size_bytes = length * torch.empty(0, dtype=dtype).element_size()
         segments = share(size_bytes, self.rank, self._pids, range(self.size), self._gather)
         tensors = [memory.view(dtype) for memory in segments]
@@ -124,26 +125,26 @@ class SharedMemoryTeam:
         mine = known[self.rank]
         return mine.numel() == tensor.numel() and mine.dtype == tensor.dtype
 
-    def everybodys(self, tensor: Tensor) -> list[Tensor]:
-        """All workers' buffers, of which this is one, by rank."""
+    def buffers_of(self, tensor: Tensor) -> list[Tensor]:
+        """The buffers of all workers for this one, by rank."""
         return self._buffers[tensor.data_ptr()]
 
     def begin(self, tensor: Tensor, op: Op) -> tuple[int, Timing]:
-        """Say that this worker's buffer is filled; returns the turn for `finish`, and how it goes."""
-        self._turn += 1
+        """Publish that this worker's buffer is filled; returns the reduction's number, and its timing."""
+        self._number += 1
         now = time.perf_counter()
         timing = Timing(begun=now, sent=now)
-        self._open.append(_Reduction(self._turn, self.everybodys(tensor), op, timing))
-        self.board.tell(READY, self._turn)
-        return self._turn, timing
+        self._open.append(_Reduction(self._number, self.buffers_of(tensor), op, timing))
+        self.board.publish(READY, self._number)
+        return self._number, timing
 
-    def finish(self, turn: int, deadline_s: float) -> None:
-        """Sum over the team, in place on every worker, what was begun up to that turn.
+    def finish(self, number: int, deadline_s: float) -> None:
+        """Sum over the team, in place on every worker, all reductions up to that number.
 
-        In the order of turns, whoever waits for which first: the numbers on the board only grow.
+        Always in the order of numbers, because those on the board only grow.
         """
         with self._working:
-            while self._open and self._open[0].turn <= turn:
+            while self._open and self._open[0].number <= number:
                 if self._broken is not None:
                     raise self._broken
                 try:
@@ -154,66 +155,66 @@ class SharedMemoryTeam:
                 self._open.popleft()
 
     def finish_all(self, deadline_s: float) -> None:
-        """The same for all that was begun."""
-        self.finish(self._turn, deadline_s)
+        """All reductions that have begun."""
+        self.finish(self._number, deadline_s)
 
-    def has_finished(self, turn: int) -> bool:
+    def has_finished(self, number: int) -> bool:
         """Whether `finish` would return at once."""
-        return not self._open or self._open[0].turn > turn
+        return not self._open or self._open[0].number > number
 
     def _reduce(self, reduction: _Reduction, deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s
-        turn, buffers = reduction.turn, reduction.buffers
-        self._await(READY, turn, deadline, deadline_s)
+        number, buffers = reduction.number, reduction.buffers
+        self._await(READY, number, deadline, deadline_s)
         start, stop = pieces(0, buffers[0].numel(), self.size)[self.rank]
         begun = reduction.timing.begun = time.perf_counter()
         for low, high in self.cache_sized(start, stop, buffers[0].element_size()):
             _sum_piece(buffers, low, high, reduction.op)
         reduction.timing.adding_s = time.perf_counter() - begun
-        self.board.tell(DONE, turn)
-        self._await(DONE, turn, deadline, deadline_s)
+        self.board.publish(DONE, number)
+        self._await(DONE, number, deadline, deadline_s)
         reduction.timing.ended = time.perf_counter()
 
     def cache_sized(self, start: int, stop: int, item_bytes: int) -> Iterator[tuple[int, int]]:
-        """A range in pieces that stay in the cache while they are summed."""
+        """A range in pieces that fit the cache."""
         step = max(1, self.piece_bytes // item_bytes)
         for low in range(start, stop, step):
             yield low, min(stop, low + step)
 
-    def _await(self, row: int, turn: int, deadline: float, deadline_s: float) -> None:
-        """Wait for everybody's number, and leave the core to those who have something to do meanwhile.
+    def _await(self, row: int, number: int, deadline: float, deadline_s: float) -> None:
+        """Wait for all workers' numbers; spin briefly, then sleep, so that others can use the core.
 
-        Naps are a small part of what has been waited, so they neither cost nor delay much.
+        Each sleep is a small part of the time waited so far, so it delays little.
         """
         begun = time.perf_counter()
-        while self.board.behind(row, turn):
+        while self.board.behind(row, number):
             waited = time.perf_counter() - begun
             if waited > _SPIN_S:
-                self._look(row, turn, deadline, deadline_s)
-                time.sleep(nap_s(waited))
+                self._check_missing(row, number, deadline, deadline_s)
+                time.sleep(sleep_s(waited))
             else:
                 os.sched_yield()
 
-    def _look(self, row: int, turn: int, deadline: float, deadline_s: float) -> None:
-        """Raise if those who are behind will not come; who has come may have gone since."""
+    def _check_missing(self, row: int, number: int, deadline: float, deadline_s: float) -> None:
+        """Raise if a worker that is behind is gone or late. One that is not behind may have left."""
         try:
             self._check()
         except EchelonError:
-            if self.board.behind(row, turn):
+            if self.board.behind(row, number):
                 raise
         if time.monotonic() > deadline:
-            behind = self.board.behind(row, turn)
+            behind = self.board.behind(row, number)
             if behind:
                 raise blame.late(self._names, behind, deadline_s, self._names[self.rank])
 
 
-def nap_s(waited_s: float) -> float:
+def sleep_s(waited_s: float) -> float:
     """How long to sleep after having waited so long."""
-    return min(max(waited_s / 32, _SHORTEST_NAP_S), _LONGEST_NAP_S)
+    return min(max(waited_s / 32, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S)
 
 
 def sum_into(position: int, buffers: list[Tensor], low: int, high: int, op: Op) -> None:
-    """Sum one piece in rank order, halves in float32, and write it to one buffer only."""
+    """Sum one piece in rank order, half precision in float32, and write it to one buffer only."""
     half = buffers[0].dtype in (torch.float16, torch.bfloat16)
     parts = [buffer[low:high].float() if half else buffer[low:high] for buffer in buffers]
     if len(parts) > 1:
@@ -224,7 +225,7 @@ def sum_into(position: int, buffers: list[Tensor], low: int, high: int, op: Op) 
 
 
 def _sum_piece(buffers: list[Tensor], low: int, high: int, op: Op) -> None:
-    """Sum one piece in rank order, halves in float32, and write it everywhere."""
+    """Sum one piece in rank order, half precision in float32, and write it to all buffers."""
     first = buffers[0][low:high]
     half = first.dtype in (torch.float16, torch.bfloat16)
     total = first.float() if half else first

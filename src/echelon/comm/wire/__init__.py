@@ -2,13 +2,12 @@
 
 frames.py      the format of a message on the wire
 connection.py  sends frames to one peer and receives frames from it
-loop.py        the thread that serves all connections of a worker
-operation.py   one operation of a group, as the loop and the waiting thread see it
+loop.py        the thread that serves all connections of a worker and carries out its operations
 exchange.py    carries out one worker's part of a collective's schedule
 all_to_all.py  every member sends every other member a message of any length
 mailbox.py     messages between two members at any time
 summing.py     server processes that only sum
-notices.py     what workers tell each other beside the payload: departures, failures, questions
-roll_call.py   decides whom to blame when a deadline has passed (pure)
-blame.py       the wording of such errors (pure)
+notices.py     control messages: departures, abandoned operations, liveness questions and answers
+liveness.py    decides which workers are missing when a deadline has passed (pure)
+blame.py       the errors for workers that died, failed, left or are late (pure)
 """

@@ -1,17 +1,17 @@
-"""Messages between all members of a group, of which only their writers know how long they are.
+"""Every member sends every other member a message, whose length only the sender knows.
 
-Each member gives every other one a message. In attempt k, and mostly there is only attempt 0, a pair sends
+In attempt k (usually there is only attempt 0), a pair of members sends
 
     3k      head     length of the payload, its checksum, and a checksum of these two
     3k + 1  payload  unless it is empty
-    3k + 2  answer   the other way: well, or again
+    3k + 2  answer   the other way: received, or send again
 
-The checksum is of what the writer meant to send, taken when the swap is made and never again. What does not
-fit it is refused and asked for again; who sends the same message damaged three times is given up as one
-whose frames are damaged is: the connection with it ends.
+The sender computes the checksum once, when the operation is created. The receiver asks again for a message
+that does not match. A peer that sends the same message damaged three times is disconnected, like a peer
+whose frames are damaged.
 
-Invariant: what is sent stays as it is until the swap has *ended*, which is when all answers are here. The
-messages of the others may be used before, as soon as all of them are here: answers cost no time.
+Invariant: outgoing messages do not change until all answers have arrived. The peers' messages may be used
+before that, as soon as all of them have arrived.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import xxhash
 from torch import Tensor
 
-from echelon.comm.group import Messages, Timing
+from echelon.comm.future import Future
 from echelon.comm.wire import frames
 from echelon.comm.wire.connection import Connection, Sink, Whole
-from echelon.comm.wire.exchange import as_bytes
-from echelon.comm.wire.operation import Moment, Operation
+from echelon.comm.wire.loop import Operation
 from echelon.errors import Corrupt, WorkerError
 
 HEAD_BYTES = 20
@@ -38,20 +37,20 @@ ATTEMPTS = 3
 _NUMBERS = struct.Struct("<QQ")
 _CHECK = struct.Struct("<I")
 _HEAD, _PAYLOAD, _ANSWER = range(3)
-_WELL, _AGAIN = memoryview(b"\1"), memoryview(b"\2")
+_RECEIVED, _AGAIN = memoryview(b"\1"), memoryview(b"\2")
 _MOST_BYTES = 1 << 40
-_URGENT = -(1 << 61)  # the priority of answers: tiny, and memory is held until they are there
+_URGENT = -(1 << 61)  # the priority of answers, which are tiny and let peers free memory
 _log = logging.getLogger(__name__)
 
 
 def pack_head(length_bytes: int, checksum: int) -> bytes:
-    """What is said before a payload."""
+    """The head of a payload."""
     numbers = _NUMBERS.pack(length_bytes, checksum)
     return numbers + _CHECK.pack(xxhash.xxh32_intdigest(numbers))
 
 
 def unpack_head(raw: bytes | bytearray) -> tuple[int, int] | None:
-    """The length and the checksum of a payload; None if the head is damaged itself."""
+    """The length and the checksum of a payload; None if the head is damaged."""
     numbers = bytes(raw[: _NUMBERS.size])
     if _CHECK.unpack_from(raw, _NUMBERS.size) != (xxhash.xxh32_intdigest(numbers),):
         return None
@@ -60,7 +59,7 @@ def unpack_head(raw: bytes | bytearray) -> tuple[int, int] | None:
 
 
 class _Nowhere(Sink):
-    """Passes over a message that nobody can use."""
+    """Drops a message."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -75,16 +74,19 @@ class _Nowhere(Sink):
         return
 
 
-class AllToAll(Operation):
+class AllToAll(Operation[None]):
     """One worker's part: `outgoing` has a message for each peer, by its rank in the view.
 
-    `sent_bytes` are the heads and payloads of the first attempts, `repeats` is how many others there were.
+    `received` gives the peers' messages, by rank, as bytes; `future` is done when the peers have this
+    worker's messages, too. `sent_bytes` counts the heads and payloads of first attempts, `repeats` the
+    further attempts.
     """
 
     def __init__(
         self, tag: int, outgoing: Mapping[int, memoryview], *, deadline_s: float, priority: int = 0
     ) -> None:
-        super().__init__(tag, deadline_s)
+        super().__init__(tag, deadline_s, None)
+        self.received: Future[dict[int, Tensor]] = Future(self, self.timing)
         self.repeats = 0
         self.sent_bytes = sum(HEAD_BYTES + len(message) for message in outgoing.values())
         self._outgoing = outgoing
@@ -92,43 +94,22 @@ class AllToAll(Operation):
         self._priority = priority
         self._connections: Mapping[int, Connection] = {}
         self._messages: dict[int, Tensor] = {}
-        self._received = Moment()
-        # By peer: who has not sent all of its message, who has not answered, and answers not yet sent.
+        # Peers whose message or answer is missing; and by peer, the number of answers not yet sent.
         self._missing = set(outgoing)
         self._unanswered = set(outgoing)
         self._answering: dict[int, int] = {}
         self._unread: dict[int, list[int]] = {}  # attempts of unknown length: their heads were damaged
 
-    # For those who wait --------------------------------------------------------------------------
-
-    @property
-    def received(self) -> bool:
-        """Whether `messages` would return or raise at once."""
-        return self._received.is_past
-
-    def messages(self) -> dict[int, Tensor]:
-        """Block until the messages of all peers are here, by rank, as bytes."""
-        self._await(self._received)
-        if self._missing:
-            assert self.error is not None
-            raise self.error
-        return self._messages
-
-    def tell(self, callback: Callable[[], None]) -> bool:
-        """Call back once, when all messages are here or never will be; at once if that is so."""
-        self._received.tell(callback)
-        return True
-
-    def see_off(self) -> None:
-        """Before this worker leaves: let those have its messages of whom it has got theirs."""
-        if self.received:
-            with contextlib.suppress(WorkerError):  # it has what it wanted
-                self.wait()
+    def finish_sending(self) -> None:
+        """Before closing: wait until the peers have this worker's messages, if theirs have arrived."""
+        if self.received.done():
+            with contextlib.suppress(WorkerError):  # this worker has all it needs
+                self.future.wait()
 
     # In the loop's thread ------------------------------------------------------------------------
 
     def begin(self, connections: Mapping[int, Connection]) -> None:
-        """Send all, and listen to all."""
+        """Send all messages, and expect all heads."""
         self._connections = connections
         self.timing.begun = time.perf_counter()
         for peer in self._outgoing:
@@ -138,26 +119,26 @@ class AllToAll(Operation):
         self._proceed()
 
     def needs(self, rank: int) -> bool:
-        """Whether its message or its answer is not here, or it has not got ours."""
+        """Whether its message or answer is missing, or it has not received our answer."""
         return rank in self._missing or rank in self._unanswered or rank in self._answering
 
     def awaited(self) -> set[int]:
-        """Those whose messages are not here; else those who do not answer; else those who do not listen."""
+        """Peers whose message is missing; else those whose answer is; else those that receive nothing."""
         return set(self._missing or self._unanswered or self._answering)
 
-    def end(self, error: Exception | None = None) -> None:
-        """It is over; whoever still waits for messages learns why there will be none."""
+    def end(self, error: BaseException | None = None) -> None:
+        """A thread that still waits for messages learns why there will be none."""
         super().end(error)
-        self._received.happen()
+        self.received.complete(error=error)
 
     def _proceed(self) -> None:
-        if not self._missing and not self._received.is_past:
+        if not self._missing and not self.received.done():
             self.timing.ended = time.perf_counter()
-            self._received.happen()
+            self.received.complete(self._messages)
         if not (self._missing or self._unanswered or self._answering):
             self.end()
 
-    # What goes out: attempts, until one is answered well.
+    # Sending: attempts, until one is answered as received.
 
     def _send(self, peer: int, attempt: int) -> None:
         connection, message = self._connections[peer], self._outgoing[peer]
@@ -172,16 +153,16 @@ class AllToAll(Operation):
         self.timing.sent = time.perf_counter()
 
     def _answered(self, peer: int, attempt: int, answer: bytearray) -> None:
-        if answer == _WELL:
+        if answer == _RECEIVED:
             self._unanswered.discard(peer)
             self._proceed()
         elif answer == _AGAIN and attempt + 1 < ATTEMPTS:
             self.repeats += 1
             self._send(peer, attempt + 1)
         else:
-            raise self._refusal(peer, "gave an answer that is none")
+            raise self._refusal(peer, "sent an unknown answer")
 
-    # What comes in: attempts, until one fits its head.
+    # Receiving: attempts, until one matches its head.
 
     def _listen(self, peer: int, attempt: int) -> None:
         raw = bytearray(HEAD_BYTES)
@@ -198,27 +179,27 @@ class AllToAll(Operation):
         if length_bytes > _MOST_BYTES:
             raise self._refusal(peer, f"announced a message of {length_bytes} bytes")
         connection = self._connections[peer]
-        if length_bytes:  # what is never taken would stay with the connection
+        if length_bytes:  # drop the payloads of damaged heads: the connection would keep them aside
             for unread in self._unread.pop(peer, ()):
                 connection.expect(self._key(unread, _PAYLOAD), _Nowhere(length_bytes))
         message = self._room(peer, length_bytes)
-        memory = as_bytes(message)
+        memory: memoryview = message.numpy().data
 
-        def came() -> None:
+        def arrived() -> None:
             if frames.checksum(memory) == checksum:
-                self._take(peer, attempt, message)
+                self._accept(peer, attempt, message)
             else:
                 self._refuse(peer, attempt)
 
         if length_bytes:
-            connection.expect(self._key(attempt, _PAYLOAD), Whole(memory, came))
+            connection.expect(self._key(attempt, _PAYLOAD), Whole(memory, arrived))
         else:
-            came()
+            arrived()
 
-    def _take(self, peer: int, attempt: int, message: Tensor) -> None:
+    def _accept(self, peer: int, attempt: int, message: Tensor) -> None:
         self._messages[peer] = message
         self._missing.discard(peer)
-        self._answer(peer, attempt, _WELL)
+        self._answer(peer, attempt, _RECEIVED)
         self._proceed()
 
     def _refuse(self, peer: int, attempt: int) -> None:
@@ -243,15 +224,15 @@ class AllToAll(Operation):
         try:
             return torch.empty(length_bytes, dtype=torch.uint8)
         except (RuntimeError, MemoryError) as error:
-            what = f"announced a message of {length_bytes} bytes, for which there is no memory"
+            what = f"announced a message of {length_bytes} bytes, and there is no memory for it"
             raise self._refusal(peer, what) from error
 
     def _refusal(self, peer: int, what: str) -> Corrupt:
-        """Raised to the connection, which ends: with it everything that needs this peer, on both sides."""
+        """Raised to the loop, which disconnects the peer and ends all operations that need it."""
         return Corrupt(
             f"{self._connections[peer].peer} {what}",
             ranks=(peer,),
-            where=f"swap {self.tag:#x}",
+            where=f"all_to_all {self.tag:#x}",
             fix="the memory of that machine, or of this one, may be faulty",
         )
 
@@ -259,58 +240,8 @@ class AllToAll(Operation):
         return self.tag, 3 * attempt + kind
 
 
-class PendingMessages(Messages):
-    """A swap on a worker, as its group gives it out.
-
-    `ranks` are those of all members in the view; `first` is done by whoever is about to block.
-    """
-
-    def __init__(
-        self, all_to_all: AllToAll, ranks: Sequence[int], own: Tensor, first: Callable[[], None]
-    ) -> None:
-        self._all_to_all = all_to_all
-        self._ranks = ranks
-        self._own = own
-        self._first = first
-
-    def parts(self) -> list[Tensor]:
-        """The messages, by rank in the group."""
-        if not self._all_to_all.received:
-            self._first()
-        messages = self._all_to_all.messages()
-        return [messages.get(rank, self._own) for rank in self._ranks]
-
-    def done(self) -> bool:
-        """Whether all are here, or never will be."""
-        return self._all_to_all.received
-
-    def tell(self, callback: Callable[[], None]) -> bool:
-        """In the thread that moves bytes."""
-        return self._all_to_all.tell(callback)
-
-    def wait(self) -> None:
-        """Also for the others' answers."""
-        if not self._all_to_all.ended:
-            self._first()
-        self._all_to_all.wait()
-
-    def timing(self) -> Timing:
-        """From the first byte to the last message."""
-        return self._all_to_all.timing
-
-    @property
-    def sent_bytes(self) -> int:
-        """Heads and payloads, each counted once."""
-        return self._all_to_all.sent_bytes
-
-    @property
-    def repeats(self) -> int:
-        """How many messages were sent again."""
-        return self._all_to_all.repeats
-
-
 def _heads(outgoing: Mapping[int, memoryview]) -> dict[int, memoryview]:
-    """A message that goes to several is read once."""
+    """The head of each message; a message to several peers is read once."""
     made: dict[int, memoryview] = {}
     for message in outgoing.values():
         if id(message) not in made:

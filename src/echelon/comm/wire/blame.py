@@ -1,6 +1,6 @@
-"""How it is said that a worker is gone, has failed, has left or is late. Pure.
+"""The errors for workers that died, failed, left or are late. Pure.
 
-`who` is how errors call a worker ("rank 3 on gpu-b"), `where` the worker that noticed.
+`names` says how errors call workers ("rank 3 on gpu-b"), `where` is the worker that noticed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ Names = Mapping[int, str] | Sequence[str]
 
 
 def died(names: Names, ranks: Sequence[int], where: str) -> PeerLost:
-    """They said nothing: killed, or cut off."""
+    """They left no reason: killed, or disconnected."""
     return PeerLost(
-        f"{listed(names, ranks)} is gone: it died without a word, or the network to it is cut",
+        f"{listed(names, ranks)} is gone: it died without reporting an error, or the network to it is cut",
         ranks=tuple(ranks),
         where=where,
         fix="see its log; it may have been killed, for lack of memory for example",
@@ -23,17 +23,17 @@ def died(names: Names, ranks: Sequence[int], where: str) -> PeerLost:
 
 
 def failed(names: Names, rank: int, cause: str, where: str) -> PeerLost:
-    """It said why."""
+    """It reported the cause."""
     return PeerLost(
         f"{names[rank]} failed: {cause}",
         ranks=(rank,),
         where=where,
-        fix="the worker's own log has the whole story",
+        fix="see that worker's log",
     )
 
 
 def ended(names: Names, ranks: Sequence[int], where: str) -> PeerLost:
-    """They left as if all were well."""
+    """They left without an error."""
     return PeerLost(
         f"{listed(names, ranks)} ended while the others were still training",
         ranks=tuple(ranks),
@@ -43,7 +43,7 @@ def ended(names: Names, ranks: Sequence[int], where: str) -> PeerLost:
 
 
 def late(names: Names, ranks: Sequence[int], deadline_s: float, where: str) -> RoundTimeout:
-    """They are not there."""
+    """They did not arrive before the deadline."""
     return RoundTimeout(
         f"{listed(names, ranks)} did not arrive within {deadline_s:g} s",
         ranks=tuple(ranks),
@@ -53,5 +53,5 @@ def late(names: Names, ranks: Sequence[int], deadline_s: float, where: str) -> R
 
 
 def listed(names: Names, ranks: Sequence[int]) -> str:
-    """Several workers in a sentence."""
+    """The names of several workers."""
     return ", ".join(names[rank] for rank in ranks) or "a worker"

@@ -1,12 +1,12 @@
 """One TCP connection to one peer, cut into frames; driven by the loop's thread, never blocking.
 
-Outgoing messages queue by priority, and a more urgent one overtakes between two frames. An incoming payload
-goes straight to where it belongs if somebody waits for it: into the buffer, or into a cache-sized piece of
-memory from which it is added. What nobody waits for yet is kept aside; beyond a limit, and while nothing is
-awaited, the peer is not read from, and TCP makes it wait.
+Outgoing messages queue by priority, and a more urgent one overtakes between two frames. The payload of an
+expected message goes straight to its place: into the buffer, or into a cache-sized piece of memory from
+which it is added. Messages that are not expected yet are kept aside. Beyond a limit, and while nothing is
+expected, the connection is not read, and TCP makes the peer wait.
 
-The socket may be one that speaks TLS (`tls.py`). Then bytes may wait in the socket object where the kernel
-does not see them, so nobody would be woken for them: `read` never leaves any there.
+The socket may be a TLS socket (`tls.py`). Bytes may then wait in the socket object, where the kernel does
+not see them and does not wake the loop: `read` never leaves any there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ASIDE_BYTES = 64 << 20
 _FRAMES_AT_ONCE = 16
 _MOST_NOTICE_BYTES = 64 << 10
 _WORTH_WAKING_BYTES = 512 << 10
-_FRAME_S = 4e-3  # an urgent message waits for so much of another at most
+_FRAME_S = 4e-3  # how long an urgent message waits for another's frame at most
 _LEAST_FRAME_BYTES = 64 << 10
 _TCP_NOTSENT_LOWAT = 25  # Linux; the socket module names it from 3.12 on
 _FIRST = -(1 << 62)  # the priority of notices
@@ -54,15 +54,15 @@ class Sink(ABC):
 
     @abstractmethod
     def take(self, offset: int, data: memoryview) -> None:
-        """Use bytes that could not be put in their final place. They are the caller's afterwards."""
+        """Use bytes that have no final place yet. The memory is the caller's afterwards."""
 
     @abstractmethod
     def finished(self) -> None:
-        """All bytes are there."""
+        """All bytes have arrived."""
 
 
 class Whole(Sink):
-    """Takes a message into given memory and says when it is there."""
+    """Receives a message into given memory and calls `done`."""
 
     def __init__(self, memory: memoryview, done: Callable[[], None]) -> None:
         self.size_bytes = len(memory)
@@ -70,21 +70,21 @@ class Whole(Sink):
         self._done = done
 
     def place(self, offset: int, length: int) -> memoryview | None:
-        """Its part of the memory."""
+        """That part of the memory."""
         return self._memory[offset : offset + length]
 
     def take(self, offset: int, data: memoryview) -> None:
-        """To the same place."""
+        """Copy to the same place."""
         self._memory[offset : offset + len(data)] = data
 
     def finished(self) -> None:
-        """Say so."""
+        """Call `done`."""
         self._done()
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """A message that somebody waits for."""
+    """A message that is expected."""
 
     sink: Sink
     received: int = 0
@@ -92,7 +92,7 @@ class _Incoming:
 
 @dataclass(slots=True)
 class _Aside:
-    """What came of a message before anybody waited for it."""
+    """The bytes of a message that is not expected yet."""
 
     size_bytes: int
     received: int = 0
@@ -101,7 +101,7 @@ class _Aside:
 
 @dataclass(slots=True)
 class _Outgoing:
-    """A message on its way out."""
+    """A message that is being sent."""
 
     key: Key
     data: memoryview
@@ -134,13 +134,13 @@ class Connection:
         self.notices: list[Notice] = []
         self.broken: Corrupt | None = None
         self._view = view
-        # Going out.
+        # Sending.
         self._queue: list[_Queued] = []
         self._order = 0
         self._sequence_out = 0
         self._parts: list[memoryview] = []
         self._current: _Queued | None = None
-        # Coming in.
+        # Receiving.
         self._expected: dict[Key, _Incoming] = {}
         self._aside: dict[Key, _Aside] = {}
         self._aside_bytes = 0
@@ -160,28 +160,28 @@ class Connection:
         self.interest = select.EPOLLIN
 
     def fit(self, bytes_per_s: float) -> None:
-        """Cut messages so that an urgent one waits a few milliseconds at most on a link of this rate."""
+        """Choose the frame size so that urgent messages wait a few milliseconds at most at this rate."""
         wanted = int(_FRAME_S * bytes_per_s)
         self._cut(min(max(_LEAST_FRAME_BYTES, 1 << max(0, wanted.bit_length() - 1)), frames.FRAME_BYTES))
 
     def _cut(self, frame_bytes: int) -> None:
-        """Little waits unsent in the kernel: urgent messages overtake it, and it is still in the cache."""
+        """Keep little unsent data in the kernel: urgent messages cannot overtake it there."""
         self.frame_bytes = frame_bytes
         if self.sock.family in (socket.AF_INET, socket.AF_INET6):
-            with contextlib.suppress(OSError):  # where the system lets us
+            with contextlib.suppress(OSError):  # not every system has it
                 unsent_bytes = max(_LEAST_FRAME_BYTES, frame_bytes // 2)
                 self.sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent_bytes)
 
     def forget(self, operation: int) -> None:
-        """Drop all that belongs to an operation that was given up, also what is still to come.
+        """Drop all messages of an operation that was given up, also those that arrive later.
 
-        From now on its memory is neither read nor written: whoever gave it up may use it again.
+        From now on its memory is neither read nor written, so the caller may use it again.
         """
         self._given_up.add(operation)
         self._queue = [entry for entry in self._queue if entry[2].key[0] != operation]
         heapq.heapify(self._queue)
         if self._current is not None and self._current[2].key[0] == operation:
-            self._parts = [memoryview(bytes(part)) for part in self._parts]  # a frame goes out whole
+            self._parts = [memoryview(bytes(part)) for part in self._parts]  # a frame is sent whole
             self._current = None
         for key in [key for key in self._expected if key[0] == operation]:
             del self._expected[key]
@@ -192,10 +192,10 @@ class Connection:
             self._use_piece(self._header.length)
             self._target[: self._have] = received
 
-    # Going out -----------------------------------------------------------------------------------
+    # Sending -------------------------------------------------------------------------------------
 
     def send(self, key: Key, data: memoryview, priority: int, sent: Callable[[], None]) -> None:
-        """Queue a message; `sent` is called when the kernel has all of it."""
+        """Queue a message; calls `sent` when the kernel has all of it."""
         self._push(priority, _Outgoing(key, data, sent))
 
     def tell(self, notice: Notice) -> None:
@@ -212,7 +212,7 @@ class Connection:
         return bool(self._parts or self._current or self._queue)
 
     def write(self) -> None:
-        """Write what the kernel takes, a few frames at most; `progressed`: it took all of them."""
+        """Write what the kernel takes, a few frames at most; `progressed`: whether it took all of them."""
         self.progressed = False
         for _ in range(_FRAMES_AT_ONCE):
             if not self._parts and not self._next_frame():
@@ -254,7 +254,7 @@ class Connection:
         if self._parts:
             self._parts[0] = self._parts[0][count:]
             return
-        if self._current is None:  # the message was given up meanwhile
+        if self._current is None:  # the message was dropped meanwhile
             return
         message = self._current[2]
         if message.at >= len(message.data):
@@ -262,27 +262,27 @@ class Connection:
             if message.sent is not None:
                 message.sent()
 
-    # Coming in -----------------------------------------------------------------------------------
+    # Receiving -----------------------------------------------------------------------------------
 
     @property
     def in_a_frame(self) -> bool:
-        """Whether the rest of a frame is awaited."""
+        """Whether a frame has arrived in part."""
         return self._header is not None
 
     @property
     def paused(self) -> bool:
-        """Whether enough is kept aside. Where something is awaited, it may be behind what is not."""
+        """Whether to stop reading: enough is kept aside, and no expected message can be behind it."""
         return self._aside_bytes > self._most_aside_bytes and not self._expected
 
     def has(self, key: Key) -> bool:
-        """Whether all of a message has come before anybody waited for it."""
+        """Whether all of a message has arrived before it was expected."""
         aside = self._aside.get(key)
         return aside is not None and aside.received >= aside.size_bytes
 
     def expect(self, key: Key, sink: Sink) -> None:
-        """Say where a message is to go; what came early goes there now.
+        """Set where a message goes; what has arrived of it goes there now.
 
-        If that is not what it should be, `broken` says so: the caller may be serving another peer.
+        If it is wrong, `broken` holds the error: the caller may be serving another peer.
         """
         incoming = self._expected[key] = _Incoming(sink)
         aside = self._aside.pop(key, None)
@@ -299,10 +299,10 @@ class Connection:
             self.broken = error
 
     def read(self) -> None:
-        """Read what the kernel has. Raises ConnectionError when the peer is gone, Corrupt when it errs."""
+        """Read what the kernel has. Raises ConnectionError if the peer is gone, Corrupt if it errs."""
         try:
             self._read_frames()
-            if self._header is None:  # between two frames, anything is worth waking for
+            if self._header is None:  # between two frames, any byte is worth waking for
                 self._wake_at(1)
         except (Corrupt, StaleView):
             self.refused += 1
@@ -341,7 +341,7 @@ class Connection:
         return True
 
     def _choose_target(self, header: Header) -> None:
-        """The memory that the payload is received into: its final place, if that is known."""
+        """Receive the payload into its final place, if that is known."""
         self._use_piece(header.length)
         if header.operation == NOTICES:
             if header.size > _MOST_NOTICE_BYTES or header.length != header.size:
@@ -397,9 +397,9 @@ class Connection:
         return True
 
     def _wake_at(self, count: int) -> None:
-        """Ask to be woken when so much is there: in the middle of a frame, a little is of no use.
+        """Ask to be woken when so many bytes are there: a small part of a frame is of no use.
 
-        Not under TLS: it may have taken the beginning of a record, and only the rest is still to come.
+        Not with TLS: the socket object may have read the beginning of a record already.
         """
         if count != self._wakes_at and not self._encrypted:
             self._wakes_at = count
@@ -420,7 +420,7 @@ class Connection:
             self._aside_bytes += len(data)
             return
         if not self._in_place:
-            self._check_size(header.size, incoming, key)  # awaited only since the header came, perhaps
+            self._check_size(header.size, incoming, key)  # it may be expected only since the header arrived
             _hand_over(incoming.sink, header.offset, data)
         self._count(key, incoming, header.length)
 
@@ -440,15 +440,15 @@ def _hand_over(sink: Sink, offset: int, data: memoryview) -> None:
 
 
 def _nothing() -> int:
-    """What waits in a plain socket object: all of it is in the kernel."""
+    """The bytes in a plain socket object: all of them are in the kernel."""
     return 0
 
 
 def _tune(sock: socket.socket) -> None:
     """Settings for bursts of large messages.
 
-    Congestion control is cubic, for BBR paces by the rate it has seen lately, and a collective's pauses
-    between steps look to it like a slow link: a ring of four at 1 Gb/s lost 5 % to that.
+    Congestion control is cubic: BBR paces by recent rates and takes a collective's pauses between steps for
+    a slow link, which cost a ring of four at 1 Gb/s 5 %.
     """
     sock.setblocking(False)
     if sock.family in (socket.AF_INET, socket.AF_INET6):

@@ -1,9 +1,8 @@
-"""Carries out one worker's schedule: step by step, adding what comes in while it is in the cache.
+"""Carries out one worker's part of a schedule, step by step; adds pieces while they are in the cache.
 
-Where several messages are added to the same elements, they are added in the order that the step lists
-them, whatever the order they come in: what comes too early for its turn is kept beside. Two workers that
-exchange the same elements both add the higher rank's to the lower rank's. So the bits of a result depend
-on nothing but the buffers and the schedule.
+Messages for the same elements are added in the order in which the step lists them, whatever the order in
+which they arrive; early ones are kept aside. Two workers that exchange the same elements both add the
+higher rank's to the lower rank's. So the bits of a result depend only on the buffers and the schedule.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from torch import Tensor
 from echelon.comm.group import Op
 from echelon.comm.schedule.collective import Move, Schedule, ScheduleStep
 from echelon.comm.wire.connection import Connection, Sink
-from echelon.comm.wire.operation import Operation
+from echelon.comm.wire.loop import Operation
 from echelon.errors import Corrupt
 
 Combine = Callable[[int, int, memoryview, bool], None]
 
 
 def combiner(flat: Tensor, op: Op) -> Combine:
-    """How bytes from a peer enter elements `start` to `stop` of a tensor; the flag says: as first operand.
+    """Combines a peer's bytes with elements `start` to `stop`; the flag: the peer's are the first operand.
 
-    Half-precision numbers are added in float32. numpy does the rest: one thread, no interpreter lock.
+    Half-precision numbers are added in float32. numpy adds the rest: one thread, no interpreter lock.
     """
     if flat.dtype in (torch.float16, torch.bfloat16):
         return _half(flat, op)
@@ -67,9 +66,9 @@ def as_bytes(flat: Tensor) -> memoryview:
 
 
 class _Add(Sink):
-    """Adds each piece as it comes, if its turn has come, and keeps it beside otherwise.
+    """Adds each piece when it arrives, if it may, and keeps it aside otherwise.
 
-    Its turn has come when the step no longer sends from there, and what is listed before has been added.
+    It may when the step no longer sends these elements, and earlier messages have been added to them.
     """
 
     def __init__(self, exchange: Exchange, move: Move, sends: int, before: list[_Add]) -> None:
@@ -79,7 +78,7 @@ class _Add(Sink):
         self.added = move.start
         self._exchange = exchange
         self._before = before
-        self._beside: deque[bytearray] = deque()
+        self._aside: deque[bytearray] = deque()
 
     def place(self, offset: int, length: int) -> memoryview | None:
         return None
@@ -89,20 +88,20 @@ class _Add(Sink):
         if len(data) % exchange.item_bytes:
             raise Corrupt(f"rank {self.move.peer} sent a part of an element", where="exchange")
         stop = self.move.start + (offset + len(data)) // exchange.item_bytes
-        if self._beside or not self._may_add(stop):
-            self._beside.append(bytearray(data))
+        if self._aside or not self._may_add(stop):
+            self._aside.append(bytearray(data))
             return
         self._add(stop, data)
         exchange.added(self)
 
     def catch_up(self) -> None:
-        """Add what is beside, as far as its turn has come."""
-        while self._beside:
-            data = self._beside[0]
+        """Add the pieces that were kept aside, as far as it may."""
+        while self._aside:
+            data = self._aside[0]
             stop = self.added + len(data) // self._exchange.item_bytes
             if not self._may_add(stop):
                 return
-            self._beside.popleft()
+            self._aside.popleft()
             self._add(stop, memoryview(data))
 
     def finished(self) -> None:
@@ -123,7 +122,7 @@ class _Add(Sink):
 
 
 class _Keep(Sink):
-    """Puts pieces in their place, in the buffer or in memory beside it."""
+    """Copies pieces to the buffer, or to memory aside."""
 
     def __init__(self, exchange: Exchange, move: Move, memory: memoryview) -> None:
         self.size_bytes = len(memory)
@@ -142,8 +141,8 @@ class _Keep(Sink):
         self._exchange.arrived(self._move)
 
 
-class Exchange(Operation):
-    """One worker's part in a collective on one buffer."""
+class Exchange(Operation[Tensor]):
+    """One worker's part of a collective on a buffer; its future gives `result` or `flat`."""
 
     def __init__(
         self,
@@ -155,8 +154,9 @@ class Exchange(Operation):
         op: Op,
         deadline_s: float,
         priority: int,
+        result: Tensor | None = None,
     ) -> None:
-        super().__init__(tag, deadline_s)
+        super().__init__(tag, deadline_s, flat if result is None else result)
         self.rank = rank
         self.item_bytes = flat.element_size()
         self.combine = combiner(flat, op)
@@ -167,14 +167,14 @@ class Exchange(Operation):
         self._at = -1
         self._open = 0
         self._moving = False
-        # By peer: messages of this step that are under way, and the number of the last one.
+        # By peer: messages of this step in flight, and the number of the last one.
         self._sending: dict[int, int] = {}
         self._receiving: dict[int, int] = {}
         self._out: dict[int, int] = {}
         self._in: dict[int, int] = {}
-        # Of this step: adds in the order listed, and what overwrites elements that are still to be sent.
+        # Of this step: adds in the order listed, and messages that overwrite elements not yet sent.
         self._adds: list[_Add] = []
-        self._beside: list[tuple[Move, memoryview]] = []
+        self._aside: list[tuple[Move, memoryview]] = []
 
     def begin(self, connections: Mapping[int, Connection]) -> None:
         """Start the first step."""
@@ -183,7 +183,7 @@ class Exchange(Operation):
         self._proceed()
 
     def needs(self, rank: int) -> bool:
-        """Whether the current step, or any later one, lacks something of that peer."""
+        """Whether the current step, or any later one, still sends to that peer or receives from it."""
         if self._sending.get(rank) or self._receiving.get(rank):
             return True
         rest = self._schedule[self._at + 1 :]
@@ -195,22 +195,23 @@ class Exchange(Operation):
         return not all(early.has((self.tag, number)) for number in range(first, first + count))
 
     def awaited(self) -> set[int]:
-        """Those from whom the current step needs something; else those who do not take what it sends."""
-        waiting = {rank for rank, count in self._receiving.items() if count}
-        return waiting or {rank for rank, count in self._sending.items() if count}
+        """The peers whose messages the current step lacks; else those that do not receive what it sends."""
+        # Copies: a waiting thread may ask, too.
+        waiting = {rank for rank, count in list(self._receiving.items()) if count}
+        return waiting or {rank for rank, count in list(self._sending.items()) if count}
 
     def added(self, add: _Add) -> None:
-        """Some elements were added: what is listed later may have waited for that."""
+        """Some elements were added: later messages may have waited for that."""
         if len(self._adds) > 1:
             for later in self._adds[self._adds.index(add) + 1 :]:
                 later.catch_up()
 
     def in_place(self) -> None:
-        """All of a message is where it belongs."""
+        """A message is added or copied."""
         self._open -= 1
 
     def arrived(self, move: Move) -> None:
-        """All of a message has come; it may still wait for its turn."""
+        """A message has arrived; some of it may still be aside."""
         self._receiving[move.peer] -= 1
         self._proceed()
 
@@ -225,14 +226,14 @@ class Exchange(Operation):
         self._proceed()
 
     def _proceed(self) -> None:
-        """Enter step after step while nothing is under way. What a step finds done calls this again."""
+        """Enter the next steps while nothing is in flight. Early messages call this again."""
         if self._moving:
             return
         self._moving = True
         while not self._open and not self.ended:
-            for move, memory in self._beside:
+            for move, memory in self._aside:
                 self._range(move)[:] = memory
-            self._adds, self._beside = [], []
+            self._adds, self._aside = [], []
             self._at += 1
             if self._at < len(self._schedule):
                 self._enter(self._schedule[self._at])
@@ -260,7 +261,7 @@ class Exchange(Operation):
     def _taking(self, move: Move, step: ScheduleStep) -> Sink:
         if any(_overlap(move, sent) for sent in step.sends):
             memory = memoryview(bytearray(move.length * self.item_bytes))
-            self._beside.append((move, memory))
+            self._aside.append((move, memory))
             return _Keep(self, move, memory)
         return _Keep(self, move, self._range(move))
 

@@ -1,11 +1,12 @@
-"""The thread that moves bytes: all connections of a worker, and the operations under way over them.
+"""The thread that serves all connections of a worker, and the operations that it carries out.
 
-One thread serves all peers, so that none blocks another and no two of our threads fight for the
-interpreter lock. It sleeps in the kernel until a socket is ready or somebody submits an operation.
+One thread serves all peers, so that no peer blocks another and no two of our threads compete for the
+interpreter lock. It sleeps in the kernel until a socket is ready or an operation is submitted.
 
-A peer that dies or fails ends every operation at once, on every worker, for each is connected with it. One
-that leaves in peace ends those only that still need it. An operation that one worker gives up is given up
-by all: they are told, with the reason. At a deadline workers ask each other who is there (`roll_call.py`).
+A peer that dies or fails ends every operation at once, on every worker, because each is connected with it.
+A peer that leaves without an error ends only the operations that still need it. An operation that one
+worker gives up is given up by all; that worker tells them the reason. At a deadline workers ask each other
+whether they have begun the operation (`liveness.py`).
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ import sys
 import termios
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
+from echelon.comm.future import Future, Timing
 from echelon.comm.wire import blame
 from echelon.comm.wire.connection import Connection
-from echelon.comm.wire.notices import Answer, GaveUp, Goodbye, Notice, Question, shortened
-from echelon.comm.wire.operation import Operation
-from echelon.comm.wire.roll_call import RollCall
+from echelon.comm.wire.liveness import LivenessCheck
+from echelon.comm.wire.notices import Answer, Departure, GaveUp, Notice, Question, shortened
 from echelon.errors import Corrupt, PeerLost, RoundTimeout, StaleView, WorkerError
 
-CHANNEL_BITS = 40  # of a tag: below them is its number on its channel, in the order of submission
+CHANNEL_BITS = 40  # a tag is a channel, shifted by so many bits, plus a number in order of submission
+_MARGIN_S = 8.0
 _TICK_S = 0.1
 _SWITCH_S = 5e-4
 _LINGER_S = 1.0
@@ -38,33 +42,94 @@ _LINGER_POLL_S = 0.001
 _ROUNDS = 4
 _SEE_LOG = "see the log of the worker it names"
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Operation(ABC, Generic[T]):
+    """One worker's part of an operation, with the result that its future gets.
+
+    `begin`, `needs`, `awaited` and `end` run in the loop's thread.
+    """
+
+    def __init__(self, tag: int, deadline_s: float, result: T) -> None:
+        self.tag = tag
+        self.deadline_s = deadline_s
+        self.deadline = time.monotonic() + deadline_s
+        self.timing = Timing()
+        self.future: Future[T] = Future(self, self.timing)
+        self.loop: Loop | None = None  # set when it is submitted
+        self._result = result
+
+    @abstractmethod
+    def begin(self, connections: Mapping[int, Connection]) -> None:
+        """Queue the first messages."""
+
+    @abstractmethod
+    def needs(self, rank: int) -> bool:
+        """Whether that peer has still to receive something, or to send something that has not arrived."""
+
+    @abstractmethod
+    def awaited(self) -> set[int]:
+        """The peers without which it cannot go on now."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Complete the future; the first call counts."""
+        if not self.future.done():
+            self.timing.ended = self.timing.ended or time.perf_counter()
+            self.future.complete(self._result, error)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over, by success or failure."""
+        return self.future.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended it, if any."""
+        return self.future.error
+
+    # For threads that wait for it ----------------------------------------------------------------
+
+    def progress(self) -> None:
+        """As the group of this loop does."""
+        if self.loop is not None:
+            self.loop.progress()
+
+    def limit_s(self) -> float:
+        """The loop ends it soon after the deadline; the margin is for a loop that is itself delayed."""
+        return max(0.0, self.deadline - time.monotonic()) + _MARGIN_S
+
+    def overdue(self, timeout_s: float | None) -> Exception:
+        """Names the awaited workers; or the loop, if that has not ended the operation at its deadline."""
+        if timeout_s is None or self.loop is None:
+            return WorkerError("the thread that moves bytes is stuck", fix="report this as a defect")
+        return blame.late(self.loop.names, sorted(self.awaited()), timeout_s, self.loop.me)
 
 
 class Loop:
-    """Owns the connections. `names` says how peers are called in errors, `me` how this worker is."""
+    """Owns the connections. `names`: how errors call workers, by rank; `me`: how they call this one."""
 
     def __init__(
         self, connections: Mapping[int, Connection], names: Mapping[int, str], *, me: str = ""
     ) -> None:
         self.connections = dict(connections)
-        self._names = names
-        self._me = me
+        self.names = names
+        self.me = me
+        self.progress: Callable[[], None] = _nothing  # what a thread does before it blocks
         self._mine = set(names) - set(connections)
         self._live = dict(connections)
         self._broken: dict[int, Exception] = {}
-        self._goodbyes: dict[int, Goodbye] = {}
+        self._departures: dict[int, Departure] = {}
         self._lost: dict[int, WorkerError] = {}
-        self._dead: WorkerError | None = (
-            None  # of one that did not leave in peace: nothing works without it
-        )
+        self._dead: WorkerError | None = None  # a peer died or failed: no operation can work
         self._loss: WorkerError | None = None
         self._reasons: list[WorkerError] = []
-        self._operations: dict[int, Operation] = {}
+        self._operations: dict[int, Operation[Any]] = {}
         self._begun: dict[int, int] = {}
         self._given_up: dict[int, WorkerError] = {}
-        self._late: dict[int, RollCall] = {}
+        self._late: dict[int, LivenessCheck] = {}
         self._door = threading.Lock()
-        self._inbox: deque[Operation] = deque()
+        self._inbox: deque[Operation[Any]] = deque()
         self._over: WorkerError | None = None
         self._closing = False
         self._cause = ""
@@ -77,15 +142,16 @@ class Loop:
         for rank, connection in self.connections.items():
             self._by_fd[connection.sock.fileno()] = rank
             self._poll.register(connection.sock.fileno(), select.EPOLLIN)
-        # Plain Python lets go of the interpreter lock only so often (benchmarks/lock.py).
+        # Other threads must release the interpreter lock often enough (benchmarks/lock.py).
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
         self._thread = threading.Thread(target=self._run, name="echelon-wire", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: Operation[Any]) -> None:
         """Start an operation. Its deadline runs from now on."""
         operation.deadline = time.monotonic() + operation.deadline_s
+        operation.loop = self
         with self._door:
             if self._over is None:
                 self._inbox.append(operation)
@@ -100,11 +166,11 @@ class Loop:
             raise error
 
     def note(self, error: WorkerError) -> None:
-        """An error found elsewhere: if this worker leaves because of it, others learn who is to blame."""
+        """Note an error found elsewhere: if this worker leaves because of it, peers learn whom to blame."""
         self._reasons.append(error)
 
     def close(self, cause: str = "") -> None:
-        """End everything at once. Whoever waits is told; what the kernel has is still delivered."""
+        """End all operations at once, with an error. What the kernel holds is still delivered."""
         if not self._closing:
             self._cause = cause
             self._closing = True
@@ -113,11 +179,11 @@ class Loop:
         self._thread.join(timeout=5.0)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # closed, or full: then it wakes anyway
+        with contextlib.suppress(OSError):  # closed, or full: it wakes anyway
             self._wake_out.send(b"\0")
 
     def _run(self) -> None:
-        over: WorkerError = PeerLost("this worker has left the group", where=self._me)
+        over: WorkerError = PeerLost("this worker has left the group", where=self.me)
         try:
             while not self._closing:
                 events = self._poll.poll(_TICK_S)
@@ -128,17 +194,17 @@ class Loop:
                     self._begin(self._inbox.popleft())
                 self._flush()
                 self._check_deadlines()
-        except Exception as error:  # noqa: BLE001 - whoever waits must learn of it, whatever it was
+        except Exception as error:  # noqa: BLE001 - waiting threads must learn of any error
             _log.exception("the thread that moves bytes failed")
             self._cause = self._cause or f"{type(error).__name__}: {error}"
-            over = _defect(error, self._me)
+            over = _defect(error, self.me)
         finally:
             self._shut(over)
 
     # Bytes ---------------------------------------------------------------------------------------
 
     def _overdue(self) -> list[tuple[int, int]]:
-        """Nothing woke us: look whether the kernel has some of a frame, though less than we asked for."""
+        """After a timeout: connections for which the kernel may have less of a frame than was asked for."""
         return [
             (connection.sock.fileno(), select.EPOLLIN)
             for connection in self._live.values()
@@ -163,8 +229,8 @@ class Loop:
         self._hear_all(rank, connection)
 
     def _flush(self) -> None:
-        """Write whatever can be written, and ask to be woken for the rest."""
-        for _ in range(_ROUNDS):  # what was sent ends steps, whose successors want to send
+        """Write what can be written, and ask to be woken for the rest."""
+        for _ in range(_ROUNDS):  # a step that is sent lets the next step send
             again = False
             for rank, connection in list(self._live.items()):
                 if connection.wants_to_write:
@@ -185,7 +251,7 @@ class Loop:
         except OSError as error:
             connection.progressed = False
             self._broken[rank] = error
-            with contextlib.suppress(OSError, Corrupt, StaleView):  # it may have said why
+            with contextlib.suppress(OSError, Corrupt, StaleView):  # it may have sent the reason
                 while not connection.paused:
                     before = connection.received_bytes
                     connection.read()
@@ -202,18 +268,18 @@ class Loop:
 
     # Operations ----------------------------------------------------------------------------------
 
-    def _begin(self, operation: Operation) -> None:
+    def _begin(self, operation: Operation[Any]) -> None:
         channel = operation.tag >> CHANNEL_BITS
         self._begun[channel] = max(self._begun.get(channel, 0), operation.tag)
-        told = self._given_up.pop(operation.tag, None)
-        error = told or self._dead
+        given_up = self._given_up.pop(operation.tag, None)
+        error = given_up or self._dead
         if error is not None:
-            self._end(operation, error, tell=told is None)
+            self._end(operation, error, tell=given_up is None)
             return
         self._operations[operation.tag] = operation
         operation.begin(self.connections)
         self._settle()
-        # Only now: a peer that has left may have sent before all that is wanted of it.
+        # Only now: a peer that has left may have sent all that is needed before.
         if self._lost and not operation.ended:
             gone = [rank for rank in self._lost if operation.needs(rank)]
             if gone:
@@ -222,7 +288,7 @@ class Loop:
     def _has_begun(self, tag: int) -> bool:
         return tag <= self._begun.get(tag >> CHANNEL_BITS, 0)
 
-    def _end(self, operation: Operation, error: WorkerError, *, tell: bool = True) -> None:
+    def _end(self, operation: Operation[Any], error: WorkerError, *, tell: bool = True) -> None:
         for connection in self.connections.values():
             connection.forget(operation.tag)
         self._operations.pop(operation.tag, None)
@@ -240,81 +306,81 @@ class Loop:
     # Losses --------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Act on connections that broke; first on deaths, for others leave because of them."""
+        """Handle broken connections; deaths first, because others leave because of them."""
         for rank, connection in self._live.items():
             if connection.broken is not None:
                 self._broken.setdefault(rank, connection.broken)
         while self._broken:
-            rank = min(self._broken, key=lambda rank: (rank in self._goodbyes, rank))
+            rank = min(self._broken, key=lambda rank: (rank in self._departures, rank))
             self._lose(rank, self._broken.pop(rank))
 
     def _lose(self, rank: int, cause: Exception) -> None:
-        """A peer is gone: the operations that need it end now; all of them, unless it left in peace."""
+        """A peer is gone: end the operations that need it; all of them, unless it left without an error."""
         connection = self._live.pop(rank, None)
         if connection is None:
             return
-        goodbye = self._goodbyes.get(rank)
+        departure = self._departures.get(rank)
         if isinstance(cause, WorkerError):
             cause.ranks = (rank,)
             error = cause
             _log.warning("%s", cause.message)
-        elif goodbye is None:
-            error = blame.died(self._names, (rank,), f"{self._me} ({cause})" if self._me else str(cause))
+        elif departure is None:
+            error = blame.died(self.names, (rank,), f"{self.me} ({cause})" if self.me else str(cause))
         else:
-            error = self._left(rank, goodbye)
+            error = self._left(rank, departure)
         self._lost[rank] = error
-        if goodbye is None or goodbye.cause or error is cause:
+        if departure is None or departure.cause or error is cause:
             self._dead = self._dead or error
         self._loss = self._dead or self._loss or error
         self._reasons.append(error)
         for operation in list(self._operations.values()):
             if not operation.ended and (self._dead or operation.needs(rank)):
                 self._end(operation, self._dead or error)
-        if error is cause:  # it is there, and should know why it is no longer listened to
-            connection.tell(Goodbye(shortened(error.message), (rank,)))
+        if error is cause:  # the peer lives, and should learn why it is disconnected
+            connection.tell(Departure(shortened(error.message), (rank,)))
             with contextlib.suppress(OSError):
                 connection.write()
         self._poll.unregister(connection.sock.fileno())
         self._by_fd.pop(connection.sock.fileno(), None)
         connection.sock.close()
 
-    def _left(self, rank: int, goodbye: Goodbye) -> WorkerError:
-        if goodbye.blamed and not self._mine & set(goodbye.blamed):
-            return PeerLost(goodbye.cause, ranks=goodbye.blamed, where=self._me, fix=_SEE_LOG)
-        if goodbye.cause:
-            return blame.failed(self._names, rank, goodbye.cause, self._me)
-        return blame.ended(self._names, (rank,), self._me)
+    def _left(self, rank: int, departure: Departure) -> WorkerError:
+        if departure.blamed and not self._mine & set(departure.blamed):
+            return PeerLost(departure.cause, ranks=departure.blamed, where=self.me, fix=_SEE_LOG)
+        if departure.cause:
+            return blame.failed(self.names, rank, departure.cause, self.me)
+        return blame.ended(self.names, (rank,), self.me)
 
     # Notices -------------------------------------------------------------------------------------
 
     def _hear_all(self, rank: int, connection: Connection) -> None:
-        heard, connection.notices = connection.notices, []
-        for notice in heard:
+        notices, connection.notices = connection.notices, []
+        for notice in notices:
             self._hear(rank, notice)
 
     def _hear(self, rank: int, notice: Notice) -> None:
         match notice:
-            case Goodbye():
-                self._goodbyes[rank] = notice
+            case Departure():
+                self._departures[rank] = notice
             case GaveUp():
                 self._hear_given_up(rank, notice)
             case Question():
-                here = self._has_begun(notice.operation)
+                begun = self._has_begun(notice.operation)
                 if rank in self._live:
-                    self._live[rank].tell(Answer(notice.operation, here))
-                self._call_roll(notice.operation)
+                    self._live[rank].tell(Answer(notice.operation, begun))
+                self._ask_all(notice.operation)
             case Answer():
                 if notice.operation in self._late:
-                    self._late[notice.operation].hear(rank, notice.here)
+                    self._late[notice.operation].hear(rank, notice.begun)
 
     def _hear_given_up(self, rank: int, notice: GaveUp) -> None:
         error: WorkerError
         if self._mine & set(notice.blamed):
-            text = f"{self._names[rank]} gave up on this worker: {notice.text}"
-            error = PeerLost(text, ranks=(rank,), where=self._me, fix=_SEE_LOG)
+            text = f"{self.names[rank]} gave up on this worker: {notice.text}"
+            error = PeerLost(text, ranks=(rank,), where=self.me, fix=_SEE_LOG)
         else:
             kind = RoundTimeout if notice.late else PeerLost
-            error = kind(notice.text, ranks=notice.blamed, where=self._me, fix=_SEE_LOG)
+            error = kind(notice.text, ranks=notice.blamed, where=self.me, fix=_SEE_LOG)
         operation = self._operations.get(notice.operation)
         if operation is not None and not operation.ended:
             self._end(operation, error, tell=False)
@@ -327,18 +393,18 @@ class Loop:
         now = time.monotonic()
         for operation in list(self._operations.values()):
             if now > operation.deadline:
-                self._call_roll(operation.tag)
-        for tag, roll in list(self._late.items()):
-            if roll.is_over(now):
+                self._ask_all(operation.tag)
+        for tag, check in list(self._late.items()):
+            if check.is_over(now):
                 operation = self._operations[tag]
-                blamed = roll.absent() or sorted(operation.awaited())
-                self._end(operation, blame.late(self._names, blamed, operation.deadline_s, self._me))
+                blamed = check.missing() or sorted(operation.awaited())
+                self._end(operation, blame.late(self.names, blamed, operation.deadline_s, self.me))
 
-    def _call_roll(self, tag: int) -> None:
-        """Ask who is in an operation that somebody no longer waits for."""
+    def _ask_all(self, tag: int) -> None:
+        """Ask all peers whether they have begun an overdue operation."""
         operation = self._operations.get(tag)
         if operation is not None and not operation.ended and tag not in self._late:
-            self._late[tag] = RollCall(set(self._live), time.monotonic())
+            self._late[tag] = LivenessCheck(set(self._live), time.monotonic())
             self._tell(Question(tag))
 
     # The end -------------------------------------------------------------------------------------
@@ -350,7 +416,7 @@ class Loop:
         for operation in waiting:
             operation.end(over)
         with contextlib.suppress(Exception):
-            self._say_goodbye()
+            self._announce_departure()
             self._linger()
         for connection in self._live.values():
             connection.sock.close()
@@ -358,19 +424,19 @@ class Loop:
         self._wake_in.close()
         self._wake_out.close()
 
-    def _say_goodbye(self) -> None:
-        """What is still queued is of operations that were given up."""
+    def _announce_departure(self) -> None:
+        """Drop queued messages, which belong to operations that were given up, and tell the peers."""
         for tag in self._operations:
             for connection in self._live.values():
                 connection.forget(tag)
         reason = next((one for one in self._reasons if one.message in self._cause), None)
         if reason is None:
-            self._tell(Goodbye(shortened(self._cause)))
+            self._tell(Departure(shortened(self._cause)))
         else:
-            self._tell(Goodbye(shortened(reason.message), reason.ranks))
+            self._tell(Departure(shortened(reason.message), reason.ranks))
 
     def _linger(self) -> None:
-        """A connection that is closed at once may be reset, and what the peer has not got is lost."""
+        """Wait for acknowledgements: closing at once may reset a connection and lose data in flight."""
         deadline = time.monotonic() + _LINGER_S
         leaving = dict(self._live)
         shut: set[int] = set()
@@ -391,24 +457,28 @@ class Loop:
                 time.sleep(_LINGER_POLL_S)
 
 
+def _nothing() -> None:
+    """The default: no group sums in shared memory."""
+
+
 def _discard(sock: socket.socket) -> None:
-    """Read what is there: data that nobody has read makes the kernel reset the connection."""
+    """Read and drop data: the kernel resets a connection that is closed with unread data."""
     with contextlib.suppress(BlockingIOError):
         while sock.recv(1 << 16):
             pass
 
 
 def _unacknowledged_bytes(sock: socket.socket) -> int:
-    """How much of what was sent the peer's kernel does not have yet."""
+    """How many sent bytes the peer's kernel has not acknowledged."""
     answer = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
     return int(struct.unpack("i", answer)[0])
 
 
 def _defect(error: Exception, where: str) -> WorkerError:
-    told = WorkerError(
+    defect = WorkerError(
         f"the thread that moves bytes failed: {type(error).__name__}: {error}",
         where=where,
         fix="report this as a defect",
     )
-    told.__cause__ = error
-    return told
+    defect.__cause__ = error
+    return defect

@@ -30,8 +30,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from echelon.comm.wire.connection import Connection, Sink, Whole
-from echelon.comm.wire.loop import CHANNEL_BITS, Loop
-from echelon.comm.wire.operation import Operation
+from echelon.comm.wire.loop import CHANNEL_BITS, Loop, Operation
 from echelon.errors import Corrupt
 
 MAILBOX_CHANNEL = 1 << 20  # beyond any channel that groups open
@@ -43,6 +42,7 @@ _NOTHING = memoryview(b"")
 _FIX = "all workers and servers must run the same version of Echelon"
 
 M = TypeVar("M")
+PlacePayload = Callable[[int, M, int], memoryview | None]  # peer, header, bytes of payload
 
 
 class Delivery(NamedTuple, Generic[M]):
@@ -53,7 +53,7 @@ class Delivery(NamedTuple, Generic[M]):
     payload: memoryview
 
 
-class Mailbox(Operation, Generic[M]):
+class Mailbox(Operation[None], Generic[M]):
     """One member's messages to and from others.
 
     `accepts` is the class, or the tagged union of classes, that headers are decoded as. `place` gets the
@@ -70,10 +70,10 @@ class Mailbox(Operation, Generic[M]):
         peers: set[int],
         accepts: Any,
         *,
-        place: Callable[[int, M, int], memoryview | None] = lambda peer, message, length: None,
+        place: PlacePayload[M] = lambda peer, message, length: None,
         farewell: type[msgspec.Struct] | None = None,
     ) -> None:
-        super().__init__(MAILBOX_CHANNEL << CHANNEL_BITS | 1, _NO_DEADLINE_S)
+        super().__init__(MAILBOX_CHANNEL << CHANNEL_BITS | 1, _NO_DEADLINE_S, None)
         self.wanted = set(peers)
         self._loop = loop
         self._peers = set(peers)
@@ -148,7 +148,7 @@ class Mailbox(Operation, Generic[M]):
         """Nobody in particular: a mailbox has no end of its own."""
         return set()
 
-    def end(self, error: Exception | None = None) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """Close the mailbox and wake the threads that wait in `receive`."""
         super().end(error)
         self._inbox.put(None)

@@ -1,5 +1,6 @@
-"""What workers tell each other beside the payload: that they leave, that they gave an operation up, and,
-when a deadline has passed, who of them is there. Plain values (msgspec), never unpickled.
+"""Control messages between workers: departures, abandoned operations, and liveness questions and answers.
+
+They are plain msgspec values; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from echelon.errors import Corrupt
 _MOST_TEXT = 2000
 
 
-class Goodbye(msgspec.Struct, frozen=True, tag=True):
-    """I leave. `cause` is empty if all is well; `blamed` are those whose loss is the cause."""
+class Departure(msgspec.Struct, frozen=True, tag=True):
+    """The sender leaves. `cause` is its error, if any; `blamed`: the workers whose loss is the cause."""
 
     cause: str = ""
     blamed: tuple[int, ...] = ()
 
 
 class GaveUp(msgspec.Struct, frozen=True, tag=True):
-    """I have given this operation up, because of these workers. `late`: they did not arrive in time."""
+    """The sender has given up this operation because of these workers. `late`: they missed the deadline."""
 
     operation: int
     blamed: tuple[int, ...]
@@ -28,19 +29,19 @@ class GaveUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class Question(msgspec.Struct, frozen=True, tag=True):
-    """My deadline for this operation has passed: are you in it?"""
+    """The deadline of this operation has passed: has the receiver begun it?"""
 
     operation: int
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """Whether I am in that operation, or have been."""
+    """Whether the sender has begun that operation."""
 
     operation: int
-    here: bool
+    begun: bool
 
 
-Notice = Goodbye | GaveUp | Question | Answer
+Notice = Departure | GaveUp | Question | Answer
 
 _decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 
@@ -55,9 +56,9 @@ def decode(data: bytes | bytearray | memoryview, *, peer: str) -> Notice:
     try:
         return _decoder.decode(data)
     except msgspec.MsgspecError as error:
-        raise Corrupt(f"{peer} sent a notice that makes no sense", where=str(error)) from None
+        raise Corrupt(f"{peer} sent a control message that cannot be decoded", where=str(error)) from None
 
 
 def shortened(text: str) -> str:
-    """A text that is not too long for a notice."""
+    """The text, cut to what a notice may hold."""
     return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "..."

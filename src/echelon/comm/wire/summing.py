@@ -1,8 +1,8 @@
-"""Servers that only sum: members of the mesh beyond the workers, who have gradients of nobody.
+"""Servers that only sum: members of the view that have no gradients of their own.
 
-A server does not know what the workers will reduce. The leader tells it, one short message ahead of each
-reduction: the operation's tag, its length, type and kind. Then the server takes its part in the schedule
-like anybody else. The workers are ranks 0 to W-1, the servers W to W+S-1.
+A server does not know what the workers will reduce. The leader sends it a short message ahead of each
+reduction: the operation's tag, length, type and kind. Then the server carries out its part of the schedule
+like a worker. The workers are ranks 0 to W-1, the servers W to W+S-1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.comm.schedule.collectives.ps import served
 from echelon.comm.wire.exchange import Exchange
 from echelon.comm.wire.loop import Loop
 
-SERVERS_DO = "what servers do"  # the leader's word in the meeting: SUM, or KEEP parameters
+SERVERS_DO = "what servers do"  # the leader's entry in the rendezvous: SUM, or KEEP parameters
 SUM, KEEP = "sum", "keep"
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -26,40 +26,40 @@ _DTYPES = (
 _OPS: tuple[Op, ...] = ("sum", "max", "min")
 _FIELDS = 4  # tag, length, type, kind
 _OVER = 0  # in place of a tag
-_FIRST = -(1 << 60)  # the priority of what the leader tells
+_FIRST = -(1 << 60)  # the priority of the leader's messages
 _EVER_S = 1e9
 
 
 class SumServers:
-    """The servers of a run, as a worker sees them."""
+    """The summing servers of a run, on a worker."""
 
     def __init__(self, loop: Loop, *, rank: int, workers: int, servers: int) -> None:
         self.count = servers
         self._loop = loop
         self._rank = rank
         self._workers = workers
-        self._told = 0
+        self._sent = 0
 
     def schedule(self, length: int) -> Schedule:
-        """This worker's part in a reduction by the servers."""
+        """This worker's part of a reduction by the servers."""
         return served(self._rank, self._workers, self.count, length)
 
     def announce(self, tag: int, flat: Tensor, op: Op) -> None:
-        """Tell the servers what comes; only the leader does."""
+        """Tell the servers of the next reduction; only the leader sends."""
         if self._rank == 0:
             self._tell([tag, flat.numel(), _DTYPES.index(flat.dtype), _OPS.index(op)])
 
     def dismiss(self) -> None:
-        """Tell the servers that nothing more comes, and wait until it is sent."""
+        """Tell the servers to end, and wait until that is sent."""
         if self._rank == 0:
-            self._tell([_OVER, 0, 0, 0]).wait()
+            self._tell([_OVER, 0, 0, 0]).future.wait()
 
     def _tell(self, fields: list[int]) -> Exchange:
-        self._told += 1
+        self._sent += 1
         everyone = range(self._workers, self._workers + self.count)
         step = ScheduleStep(sends=tuple(Move(server, 0, _FIELDS) for server in everyone))
-        telling = Exchange(
-            self._told,
+        message = Exchange(
+            self._sent,
             torch.tensor(fields),
             [step],
             rank=self._rank,
@@ -67,26 +67,28 @@ class SumServers:
             deadline_s=_EVER_S,
             priority=_FIRST,
         )
-        self._loop.submit(telling)
-        return telling
+        self._loop.submit(message)
+        return message
 
 
 def serve(loop: Loop, *, rank: int, workers: int, servers: int, deadline_s: float) -> int:
-    """Sum for the workers until the leader says that it is over; returns how many sums there were."""
-    under_way: list[Exchange] = []
-    heard = 0
+    """Sum for the workers until the leader dismisses the server; returns the number of sums."""
+    in_flight: list[Exchange] = []
+    received = 0
     while True:
-        heard += 1
+        received += 1
         fields = torch.zeros(_FIELDS, dtype=torch.int64)
         step = ScheduleStep(takes=(Move(0, 0, _FIELDS),))
-        hearing = Exchange(heard, fields, [step], rank=rank, op="sum", deadline_s=_EVER_S, priority=_FIRST)
-        loop.submit(hearing)
-        hearing.wait()
+        message = Exchange(
+            received, fields, [step], rank=rank, op="sum", deadline_s=_EVER_S, priority=_FIRST
+        )
+        loop.submit(message)
+        message.future.wait()
         tag, length, dtype, op = fields.tolist()
         if tag == _OVER:
-            for exchange in under_way:
-                exchange.wait()
-            return heard - 1
+            for exchange in in_flight:
+                exchange.future.wait()
+            return received - 1
         exchange = Exchange(
             tag,
             torch.empty(length, dtype=_DTYPES[dtype]),
@@ -97,7 +99,7 @@ def serve(loop: Loop, *, rank: int, workers: int, servers: int, deadline_s: floa
             priority=0,
         )
         loop.submit(exchange)
-        under_way = [one for one in [*under_way, exchange] if not one.ended or one.error is not None]
-        for one in under_way:
+        in_flight = [one for one in [*in_flight, exchange] if not one.ended or one.error is not None]
+        for one in in_flight:
             if one.error is not None:
                 raise one.error

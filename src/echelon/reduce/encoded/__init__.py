@@ -1,11 +1,10 @@
-"""How encoded gradients travel and add up: what is between a codec and a group.
+"""Reduction of encoded gradients: the part between a codec and a group.
 
-message.py   the bytes of several pieces in one message
-states.py  what codecs remember, by parameter: in checkpoints, for other numbers of workers
-route.py   who exchanges encoded pieces with whom: everybody, or one worker of each site
-rounds.py  the three ways in which encoded gradients of several workers become one
-relay.py   the thread that encodes and decodes beside backward
-bucket.py  a bucket whose gradients travel encoded
-coding.py  all of it for one model
-cost.py    does a codec pay on these links?
+bucket.py   a bucket whose gradients are sent encoded
+encoder.py  makes the encoded buckets of one model
+rounds.py   the three ways to combine encoded gradients of several workers, and the bytes of their messages
+route.py    which workers exchange encoded gradients: all, or one worker of each site
+states.py   codec states by parameter: for checkpoints, and for other numbers of workers
+thread.py   the codec thread, which encodes and decodes while backward goes on
+cost.py     decides whether a codec pays on these links (pure but for the measurement)
 """

@@ -1,15 +1,15 @@
-"""Does a codec pay on these links? By formula, from measured links and measured speeds.
+"""Decides whether a codec pays on these links: by formula, from measured links and codec speeds.
 
-With n bytes of gradients, P workers, beta seconds per byte, alpha per message, a codec that makes n bytes r
-times smaller, and needs e and d seconds per byte of gradient to write and to read it:
+For n bytes of gradients, P workers, beta seconds per byte, alpha seconds per message, and a codec that
+makes n bytes r times smaller and needs e and d seconds per byte of gradient to encode and decode it:
 
-    dense    the cheapest collective (`comm/cost.py`), about 2 (P-1)/P n beta
+    dense    the cheapest collective (`comm/schedule/cost.py`), about 2 (P-1)/P n beta
     gather   2 alpha + (P-1) n/r beta                    + n e + P n d
     scatter  4 alpha + 2 (P-1)/P n/r beta                + n e + (1 + (P-1)/P) n d
     sum      the cheapest collective for n/r bytes       + n e + n d
 
-Between sites, gradients are added inside first, at the rate of the links there: 2 (g-1)/g n beta' more. The
-sites' workers share the way out, so n bytes of each site go over it.
+Between sites, gradients are summed inside first, at the rate of the links there: 2 (g-1)/g n beta' more.
+The workers of a site share its uplink, which carries n bytes for each site.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpeed:
-    """What a codec does to a gradient on this machine."""
+    """How much smaller a codec makes a gradient on this machine, and how fast."""
 
     travels: Travels
     smaller: float
@@ -43,7 +43,7 @@ class CodecSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecChoice:
-    """What was chosen, "none" or a codec, between sites only or everywhere; and why."""
+    """The chosen codec or "none", between sites only or everywhere, and the reason."""
 
     codec: str
     between: bool
@@ -51,28 +51,28 @@ class CodecChoice:
 
 
 def measure(codec: Codec) -> CodecSpeed:
-    """Write and read a sample of a megabyte; some milliseconds for most."""
+    """Encode and decode a sample of a megabyte; takes milliseconds for most codecs."""
     values = torch.randn(_SAMPLE, generator=torch.Generator().manual_seed(0))
     out = torch.empty_like(values)
     state = codec.begin(_SAMPLE)
     encode_s, read_s, size_bytes = [], [], values.numel() * 4
     for step in range(_ROUNDS):
-        turn = CodecContext(step=step, shape=(512, _SAMPLE // 512))
+        context = CodecContext(step=step, shape=(512, _SAMPLE // 512))
         begun = time.perf_counter()
         if isinstance(codec, Summed):
-            numbers = codec.first(values, state, turn)
+            numbers = codec.first(values, state, context)
             sent = numbers.numel() * 4
             for _ in range(codec.rounds - 1):
-                numbers = codec.further(numbers, state, turn)
+                numbers = codec.further(numbers, state, context)
                 sent += numbers.numel() * 4
         else:
-            payload = codec.encode(values, state, turn)
+            payload = codec.encode(values, state, context)
             sent = payload.numel()
         written = time.perf_counter()
         if isinstance(codec, Summed):
-            codec.finish(numbers, out, state, turn)
+            codec.finish(numbers, out, state, context)
         else:
-            codec.read(payload, out, turn)
+            codec.read(payload, out, context)
         encode_s.append(written - begun)
         read_s.append(time.perf_counter() - written)
     return CodecSpeed(
@@ -86,7 +86,7 @@ def measure(codec: Codec) -> CodecSpeed:
 
 
 def seconds(speed: CodecSpeed, workers: int, length_bytes: float, link: LinkCost) -> float:
-    """How long workers need to exchange gradients of so many bytes with a codec."""
+    """The seconds that workers need to exchange gradients of so many bytes with a codec."""
     if workers == 1:
         return 0.0
     small = length_bytes / speed.smaller
@@ -104,7 +104,7 @@ def seconds(speed: CodecSpeed, workers: int, length_bytes: float, link: LinkCost
 
 
 def dense_seconds(workers: int, length_bytes: float, link: LinkCost) -> float:
-    """How long the cheapest collective needs."""
+    """The seconds of the cheapest collective."""
     name, costs, _ = choose(workers, max(1, int(length_bytes)), link)
     return costs[name]
 
@@ -117,7 +117,7 @@ def decide(
     sites: Sequence[Sequence[int]] = (),
     margin: float = 1.0,
 ) -> CodecChoice:
-    """The cheapest of none and the codecs, everywhere or between sites; one must win by the margin."""
+    """The cheapest of none and the codecs, everywhere or between sites; a codec must win by the margin."""
     slowest = links.slowest
     dense_s = dense_seconds(links.size, length_bytes, slowest)
     costs = {
@@ -130,7 +130,7 @@ def decide(
         for text, speed in parts.items():
             costs[text, True] = inside_s + seconds(speed, len(sites), length_bytes, slowest)
     if not costs:
-        return CodecChoice(codec="none", between=False, reason="none: there is nothing to choose from")
+        return CodecChoice(codec="none", between=False, reason="none: there are no codecs to choose from")
     (text, between), best_s = min(costs.items(), key=lambda item: item[1])
     name = f"between({text})" if between else text
     against = f"{show_seconds(best_s)} a step with {name}, {show_seconds(dense_s)} without any codec"
@@ -140,7 +140,7 @@ def decide(
 
 
 def _within(links: Links, site: Sequence[int]) -> LinkCost:
-    """The slowest link inside a site, as far as it was measured; the slowest of all otherwise."""
+    """The slowest measured link inside a site; the slowest of all if none was measured there."""
     pairs = [pair for pair in links.bytes_per_s if pair[0] in site and pair[1] in site]
     if not pairs:
         return links.slowest

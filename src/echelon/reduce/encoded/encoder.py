@@ -1,8 +1,8 @@
-"""All that one model needs to send its gradients encoded: codec, states, route and relay."""
+"""Makes the encoded buckets of one model, with its codec, states, route and codec thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -19,22 +19,22 @@ IN_FLIGHT = 4
 
 
 class ModelEncoder:
-    """Makes encoded buckets for one model."""
+    """The codec, states, route and thread of one model."""
 
-    def __init__(self, codec: Codec, route: Route, *, rank: int, who: Callable[[int], str]) -> None:
+    def __init__(self, codec: Codec, route: Route, *, rank: int, names: Mapping[int, str]) -> None:
         self.codec = codec
         self.states = States(codec)
         self.route = route
         self._rank = rank
-        self._who = who
+        self._names = names
         self._thread = CodecThread()
 
     def fits(self, p: nn.Parameter) -> bool:
-        """Whether a parameter's gradient is encoded; all others travel as they are."""
+        """Whether a parameter's gradient is encoded; all others are sent unencoded."""
         return p.dtype == torch.float32 and p.device.type == "cpu" and p.numel() > 0
 
     def bucket(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> EncodedBucket:
-        """A bucket of parameters that fit."""
+        """A bucket of parameters whose gradients are encoded."""
         return EncodedBucket(
             parameters,
             self.codec,
@@ -42,18 +42,18 @@ class ModelEncoder:
             self.route,
             self._thread,
             rank=self._rank,
-            who=self._who,
+            names=self._names,
         )
 
     def close(self) -> None:
-        """No more buckets."""
+        """End the codec thread after the jobs in flight."""
         self._thread.close()
 
     def join(self) -> None:
-        """Wait until nothing is under way; after its group was closed."""
+        """Wait for the end of the codec thread; after its group was closed."""
         self._thread.join(_JOIN_S)
 
 
 def bucket_bytes(total_bytes: int) -> int:
-    """How many bytes of gradients travel together: encoded they are few, and messages cost as ever."""
+    """The bucket size: larger than for dense gradients, because encoded messages are small."""
     return max(LEAST_BYTES, -(-total_bytes // IN_FLIGHT))

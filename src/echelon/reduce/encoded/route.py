@@ -1,9 +1,9 @@
-"""Who exchanges encoded pieces with whom: all with all, or one worker of each site with the others'.
+"""Which workers exchange encoded gradients: all with all, or one worker of each site with the other sites'.
 
-Between sites (thin links) gradients travel encoded; inside a site they are added in full precision first.
-Of a parameter, each of a site's rails has a part (`codec.owners`), which it exchanges with its counterparts
-of the other sites. There are as many rails as the smallest site has workers. What a rail owes (residuals)
-is that of its site, and stays with it, whatever buckets the parameter is in.
+Between sites (slow links) gradients are sent encoded; inside a site they are added in full precision first.
+Each rail of a site has a part of every parameter (`codec.owners`), which it exchanges with the same rail of
+the other sites. There are as many rails as the smallest site has workers. A rail holds the residuals of its
+site for its part, whatever bucket the parameter is in.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.codec.fitting import check_sites, own_transports_only
-from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
 
-STAGES = 2  # exchanges of a round, at most; each has an order of operations of its own
+STAGES = 2  # exchanges of a round, at most; each has its own order of operations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A worker's site: its members add up before encoded pieces leave, and share what has come back."""
+    """A worker's site: groups to sum before the exchange (`down`) and to share its result (`up`)."""
 
     down: Group
     up: Group
@@ -31,19 +30,19 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Where a worker's pieces go. `between` has a group for each stage; none, if it is no rail."""
+    """The groups of a worker's exchanges: `between` has one for each stage; none if it is on no rail."""
 
     between: tuple[Group, ...]
     inside: Site | None = None
 
     @property
     def anyone(self) -> Group:
-        """Some group that this worker is in."""
+        """A group with this worker."""
         return self.inside.down if self.inside is not None else self.between[0]
 
     @property
     def rail(self) -> int | None:
-        """Which part of every parameter this worker exchanges; None if all of it."""
+        """The part of every parameter that this worker exchanges; None for all of it."""
         return self.inside.position if self.inside is not None else None
 
 
@@ -53,21 +52,21 @@ def flat(group: Group) -> Route:
 
 
 def by_site(group: Group, sites: Sequence[Sequence[int]]) -> Route:
-    """Sites add up inside; their rails exchange. All workers call this together."""
+    """Sites sum inside; their rails exchange. All workers call this together."""
     check_sites(sites)
-    if not isinstance(group, EngineGroup):
+    if not group.own_transport:
         raise own_transports_only()
     rails = min(len(site) for site in sites)
     inside: Site | None = None
-    for site in sites:  # everybody makes all of them, in the same order; others' are None
-        down, up = (group.among(site) for _ in range(2))
+    for site in sites:  # all workers call this for all sites, in the same order
+        down, up = (group.subgroup(site) for _ in range(2))
         if down is not None and up is not None:
             position = list(site).index(group.rank)
             inside = Site(down=down, up=up, rails=rails, position=position, size=len(site))
     between: list[Group] = []
     for rail in range(rails):
         members = sorted(site[rail] for site in sites)
-        made = [group.among(members) for _ in range(STAGES)]
+        made = [group.subgroup(members) for _ in range(STAGES)]
         between += [one for one in made if one is not None]
     assert inside is not None
     return Route(between=tuple(between), inside=inside)

@@ -1,8 +1,8 @@
-"""What codecs remember, by parameter: residuals, momentum, scales, and how many rounds it has been through.
+"""Codec states by parameter: residuals, momentum, scales, and the number of rounds.
 
-States belong to names of parameters, so that buckets may change, and a checkpoint holds every worker's. For
-another number of workers, what each worker owes is handed over: residuals are sums of gradients that were
-never sent, so their sum over all workers is what counts, and the new workers take equal parts of it.
+States belong to parameter names, so that buckets may change. A checkpoint holds the states of every worker.
+For another number of workers, residuals are redistributed: they are sums of gradients that were never sent,
+so only their sum over all workers matters, and each new worker takes an equal part of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STEPS = "steps"
 
 
 class States:
-    """One worker's states of one model's parameters."""
+    """One worker's codec states for one model."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -29,34 +29,34 @@ class States:
         self._steps: dict[str, int] = {}
 
     def of(self, name: str, length: int) -> State:
-        """A parameter's state; a fresh one if it has none."""
+        """A parameter's state; a new one if it has none."""
         state = self._states.get(name)
         if state is None:
             state = self._states[name] = self._codec.begin(length)
         return state
 
     def slice(self, name: str, length: int, start: int, stop: int) -> State:
-        """A piece's state: views of what is as long as the parameter, the rest as it is."""
+        """A range's state: views of the tensors that are as long as the parameter, the rest unchanged."""
         state = self.of(name, length)
         return state if start == 0 and stop == length else part_of(state, length, start, stop)
 
     def step(self, name: str) -> int:
-        """How many rounds a parameter has been through."""
+        """How many rounds a parameter has had."""
         return self._steps.get(name, 0)
 
     def count(self, name: str) -> None:
-        """It has been through another round."""
+        """Count a round of a parameter."""
         self._steps[name] = self.step(name) + 1
 
     def saturated(self) -> dict[str, int]:
-        """How many values of each parameter were too large for the codec, so far."""
+        """How many values of each parameter have been too large for the codec."""
         found = {
             name: int(state["saturated"]) for name, state in self._states.items() if "saturated" in state
         }
         return {name: count for name, count in found.items() if count}
 
     def left_over(self) -> float:
-        """The norm of all that was given and never sent."""
+        """The norm of all residuals."""
         residuals = [
             value for state in self._states.values() for key, value in state.items() if key in _UNSENT
         ]
@@ -67,14 +67,14 @@ class States:
         )
 
     def save(self) -> Saved:
-        """All of it, for a checkpoint: copies, for training goes on."""
+        """Copies of all states, for a checkpoint."""
         saved = {name: {key: value.clone() for key, value in s.items()} for name, s in self._states.items()}
         for name, steps in self._steps.items():
             saved.setdefault(name, {})[_STEPS] = torch.tensor(steps)
         return saved
 
     def load(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on with what was saved."""
+        """Replace all states by saved ones."""
         self._states.clear()
         self._steps.clear()
         for name, state in saved.items():
@@ -86,11 +86,11 @@ class States:
 
 
 _UNSENT = {"residual", "gathered"}
-_RESIDUALS = {"residual", "velocity", "gathered"}  # what adds up over workers; all else is the same on each
+_RESIDUALS = {"residual", "velocity", "gathered"}  # summed over workers; all else is the same on each
 
 
 def handed_over(saved: Sequence[Saved], workers: int) -> list[Saved]:
-    """States of some workers for another number of workers: what was owed is shared out in equal parts."""
+    """States for another number of workers: residuals are divided into equal parts."""
     if len(saved) == workers:
         return list(saved)
     part = {
@@ -101,8 +101,8 @@ def handed_over(saved: Sequence[Saved], workers: int) -> list[Saved]:
 
 
 def for_rail(saved: Sequence[Saved], sites: int, rails: int, rail: int) -> Saved:
-    """What a rail takes over: of the pieces that it exchanges an equal part of what was owed, as each site
-    does; of all others nothing, for it would never send that.
+    """States for a rail: for its own ranges the site's equal part of the residuals; zero for all others,
+    which it would never send.
     """
     mine: Saved = {}
     for name, state in _all_of(saved).items():
@@ -115,7 +115,7 @@ def for_rail(saved: Sequence[Saved], sites: int, rails: int, rail: int) -> Saved
 
 
 def _all_of(saved: Sequence[Saved]) -> Saved:
-    """What all workers owe together."""
+    """The states of all workers together: residuals are summed."""
     names = {name: None for one in saved for name in one}
     return {name: _whole([one[name] for one in saved if name in one]) for name in names}
 

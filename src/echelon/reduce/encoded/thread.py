@@ -1,8 +1,8 @@
-"""The thread that encodes and decodes beside backward, and carries buckets from stage to stage.
+"""The codec thread, which encodes and decodes while backward goes on.
 
-A job is a generator: it starts an exchange, yields it, and is resumed when that is over. Jobs go through
-their stages in the order in which they were submitted, on every worker: job k enters a stage after job k-1
-has. So exchanges of a stage, which have a group of their own, begin in the same order everywhere.
+A job is a generator: it starts an exchange, yields its future, and is resumed when that is done. Jobs enter
+each stage in the order in which they were submitted, on every worker: job k after job k-1. So the exchanges
+of a stage, which has a group of its own, begin in the same order on all workers.
 """
 
 from __future__ import annotations
@@ -10,56 +10,38 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator
-from typing import Protocol
+from typing import Any
 
+from echelon.comm.future import Future, Timing
 from echelon.errors import GradientError
 
-
-class Awaited(Protocol):
-    """An exchange under way."""
-
-    def tell(self, callback: Callable[[], None]) -> bool:
-        """Call back when it is over; False if it must be waited for instead."""
-
-    def done(self) -> bool:
-        """Whether it is over."""
-
-    def wait(self) -> object:
-        """Block until it is."""
-
-
-Steps = Generator[Awaited, None, None]
+Steps = Generator[Future[Any], None, None]
 
 
 class BucketJob:
-    """One bucket's way through its stages."""
+    """The stages of one bucket; `progress` is that of its group."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, progress: Callable[[], None], timing: Timing | None) -> None:
         self.steps = steps
         self.stage = 0
-        self.awaited: Awaited | None = None
-        self.error: BaseException | None = None
-        self._ended = threading.Event()
+        self.awaited: Future[Any] | None = None
+        self.future: Future[None] = Future(self, timing)
+        self._progress = progress
 
-    @property
-    def ended(self) -> bool:
-        """Whether it is over."""
-        return self._ended.is_set()
+    def progress(self) -> None:
+        """As its group does."""
+        self._progress()
 
-    def wait(self) -> None:
-        """Block until it is over. Every exchange has its own deadline, so this ends."""
-        self._ended.wait()
-        if self.error is not None:
-            raise self.error
+    def limit_s(self) -> None:
+        """None: every exchange has a deadline of its own."""
 
-    def end(self, error: BaseException | None = None) -> None:
-        """It is over."""
-        self.error = error
-        self._ended.set()
+    def overdue(self, timeout_s: float | None) -> Exception:
+        """Names those whom the current exchange awaits."""
+        return (self.awaited or Future[Any]()).overdue(timeout_s)
 
 
 class CodecThread:
-    """Runs jobs, in a thread that lives from the first one until it is closed."""
+    """Runs jobs, in a thread that lives from the first job until it is closed."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[BucketJob | None] = queue.SimpleQueue()
@@ -68,17 +50,19 @@ class CodecThread:
         self._closed = False
         self._failed: BaseException | None = None
 
-    def submit(self, steps: Steps) -> BucketJob:
-        """Begin a job, after those that were submitted before it."""
-        job = BucketJob(steps)
+    def submit(
+        self, steps: Steps, progress: Callable[[], None] = lambda: None, timing: Timing | None = None
+    ) -> Future[None]:
+        """Begin a job, after those submitted before it."""
+        job = BucketJob(steps, progress, timing)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="echelon-codec", daemon=True)
             self._thread.start()
         self._events.put(job)
-        return job
+        return job.future
 
     def close(self) -> None:
-        """End when the jobs under way have; they fail at once if their group is closed next."""
+        """End after the jobs in flight; they fail at once if their group is closed next."""
         self._closed = True
         self._events.put(None)
 
@@ -94,23 +78,23 @@ class CodecThread:
                 self._jobs.append(event)
             try:
                 self._advance()
-            except BaseException as error:  # noqa: BLE001 - nobody may wait for ever
+            except BaseException as error:  # noqa: BLE001 - a waiting thread must learn of any error
                 self._failed = error
             if self._failed is not None:
                 for job in self._jobs:
-                    job.end(self._failed)
+                    job.future.complete(error=self._failed)
                 self._jobs = []
 
     def _advance(self) -> None:
-        """Resume whatever can be, the oldest first: each job may let the next one pass."""
+        """Resume all jobs that can go on, the oldest first: each may let the next one go on."""
         before = None
         for job in list(self._jobs):
-            while not job.ended and self._may_go(job, before):
+            while not job.future.done() and self._can_resume(job, before):
                 self._resume(job)
-            before = before if job.ended else job
-        self._jobs = [job for job in self._jobs if not job.ended]
+            before = before if job.future.done() else job
+        self._jobs = [job for job in self._jobs if not job.future.done()]
 
-    def _may_go(self, job: BucketJob, before: BucketJob | None) -> bool:
+    def _can_resume(self, job: BucketJob, before: BucketJob | None) -> bool:
         if before is not None and before.stage <= job.stage:
             return False
         return job.awaited is None or job.awaited.done()
@@ -119,16 +103,16 @@ class CodecThread:
         try:
             job.awaited = next(job.steps)
         except StopIteration:
-            job.end()
+            job.future.complete()
             return
-        except GradientError as error:  # of all workers alike: later jobs go on
-            job.end(error)
+        except GradientError as error:  # on all workers alike: later jobs go on
+            job.future.complete(error=error)
             return
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the job must learn of it
+        except BaseException as error:  # noqa: BLE001 - a waiting thread must learn of any error
             self._fail(job, error)
             return
         job.stage += 1
-        if not job.awaited.tell(lambda: self._events.put(None)):
+        if not job.awaited.add_done_callback(lambda: self._events.put(None)):
             try:
                 job.awaited.wait()
             except Exception as error:  # noqa: BLE001
@@ -136,6 +120,6 @@ class CodecThread:
                 self._fail(job, error)
 
     def _fail(self, job: BucketJob, error: BaseException) -> None:
-        """This worker is out of step with the others: what it began later would be taken for this job's."""
-        job.end(error)
+        """Fail this and all later jobs: peers would take a later exchange for this job's."""
+        job.future.complete(error=error)
         self._failed = error

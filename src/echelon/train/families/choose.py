@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from echelon.codec.fitting import refuse_for_weights
-from echelon.comm.alone import SoloGroup
-from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
-from echelon.comm.memory.rails import machines
 from echelon.comm.schedule.cost import LinkCost
 from echelon.errors import ConfigError
 from echelon.plan.plan import Plan
@@ -17,7 +14,7 @@ from echelon.sync.cluster import best_rates, planned_cluster
 from echelon.sync.families.mix import MixPolicy
 from echelon.sync.families.serve import ServePolicy
 from echelon.sync.policies.levels import Levels
-from echelon.sync.policy import POLICIES, ClusterInfo, Policy
+from echelon.sync.policy import POLICIES, ClusterInfo
 from echelon.train.clock import StepClock
 from echelon.train.encoding import Encoding
 from echelon.train.families.levels import LevelsSynchronizer
@@ -30,13 +27,11 @@ from echelon.train.families.synchronizer import Explain, Synchronizer
 
 def joined_cluster(plan: Plan, group: Group, links: Links | None) -> ClusterInfo:
     """What policies are told about the workers that have joined."""
-    if not isinstance(group, EngineGroup):
-        return planned_cluster(plan, servers=0, machines=1)
     measured = [(rank, rate) for (rank, _), rate in links.bytes_per_s.items()] if links else []
     return planned_cluster(
         plan,
         servers=len(group.servers),
-        machines=len(machines(group.members[: group.size])),
+        machines=group.machines,
         links=best_rates(measured, group.size),
     )
 
@@ -47,7 +42,7 @@ def choose(
     """The synchronizer of this run's policy."""
     policy = POLICIES.build(plan.sync, where="--sync").resolved()
     link: LinkCost | None = links.slowest if links else None
-    if isinstance(group, SoloGroup) or policy.family == "reduce":
+    if group.size == 1 or policy.family == "reduce":
         encoding = Encoding(plan.codec, group, links=links, sites=plan.groups, explain=explain)
         return ReduceSynchronizer(group, clock, link=link, encoding=encoding, explain=explain)
     cluster = joined_cluster(plan, group, links)
@@ -55,10 +50,15 @@ def choose(
     if isinstance(policy, MixPolicy):
         refuse_for_weights(plan.codec, policy.name)
         return MixSynchronizer(group, clock, policy, cluster, explain=explain)
-    own = _own_transport(group, policy)
+    if not group.own_transport:
+        raise ConfigError(
+            f"sync {policy.name} works on Echelon's own transports, not on torch.distributed",
+            where="--transport",
+            fix="use auto, shm or tcp",
+        )
     if isinstance(policy, Levels):
         return LevelsSynchronizer(
-            own,
+            group,
             clock,
             policy,
             cluster,
@@ -69,7 +69,7 @@ def choose(
         )
     if isinstance(policy, ServePolicy):
         return ServeSynchronizer(
-            own,
+            group,
             clock,
             policy,
             plan.sync,
@@ -79,14 +79,4 @@ def choose(
             explain=explain,
         )
     refuse_for_weights(plan.codec, policy.name)
-    return ShareSynchronizer(own, clock, explain=explain)
-
-
-def _own_transport(group: Group, policy: Policy) -> EngineGroup:
-    if isinstance(group, EngineGroup):
-        return group
-    raise ConfigError(
-        f"sync {policy.name} works on Echelon's own transports, not on torch.distributed",
-        where="--transport",
-        fix="use auto, shm or tcp",
-    )
+    return ShareSynchronizer(group, clock, explain=explain)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from echelon.codec.codec import CODECS
 from echelon.codec.codecs.between import Between
 from echelon.codec.fitting import refuse_for_weights, served_codec
-from echelon.comm.engine import EngineGroup
+from echelon.comm.group import Group
 from echelon.comm.schedule.cost import LinkCost
 from echelon.plan.shares import split
 from echelon.server.channel import ServerChannel
@@ -45,7 +45,7 @@ class LevelsSynchronizer(IndependentSynchronizer):
 
     def __init__(
         self,
-        group: EngineGroup,
+        group: Group,
         clock: StepClock,
         policy: Levels,
         cluster: ClusterInfo,
@@ -295,11 +295,11 @@ class LevelsSynchronizer(IndependentSynchronizer):
         self._inside.close()
 
 
-def _open(group: EngineGroup, cluster: ClusterInfo) -> tuple[EngineGroup, EngineGroup | None]:
+def _open(group: Group, cluster: ClusterInfo) -> tuple[Group, Group | None]:
     """This worker's group, and that of the first members. All workers open all groups in this order."""
-    mates = [group.among(ranks) for ranks in cluster.groups]
+    mates = [group.subgroup(ranks) for ranks in cluster.groups]
     own = next(found for found in mates if found is not None)
-    return own, group.among([ranks[0] for ranks in cluster.groups])
+    return own, group.subgroup([ranks[0] for ranks in cluster.groups])
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

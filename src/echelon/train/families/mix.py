@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.comm.engine import EngineGroup
 from echelon.comm.group import Group
-from echelon.comm.schedule.collective import Move, ScheduleStep
 from echelon.errors import ConfigError
 from echelon.sync.families.mix import MixPolicy, Neighbours
 from echelon.sync.policy import ClusterInfo
@@ -154,14 +152,8 @@ class MixSynchronizer(IndependentSynchronizer):
         return self._levels[members]
 
     def _open_levels(self) -> None:
-        if not isinstance(self._group, EngineGroup):
-            raise ConfigError(
-                "groups of workers average on Echelon's own transports only",
-                where="--transport",
-                fix="use auto, shm or tcp",
-            )
         for members in self._cluster.groups:
-            level = self._group.among(members)
+            level = self._group.subgroup(members)
             if level is not None:
                 self._levels[tuple(members)] = level
 
@@ -236,19 +228,7 @@ class MixSynchronizer(IndependentSynchronizer):
 def _with_neighbours(group: Group, own: Tensor, averaging: Neighbours) -> Tensor:
     """The weighted sum of a worker's and its neighbours' weights, in order of rank."""
     peers = [rank for rank in sorted(averaging.weights) if rank != group.rank]
-    if isinstance(group, EngineGroup):
-        length = own.numel()
-        rooms = own.new_empty(length * (1 + len(peers)))
-        rooms[:length] = own
-        step = ScheduleStep(
-            sends=tuple(Move(peer, 0, length) for peer in peers),
-            takes=tuple(Move(peer, length * (1 + at), length * (2 + at)) for at, peer in enumerate(peers)),
-        )
-        group.exchange(rooms, [step]).wait()
-        theirs = dict(zip(peers, rooms[length:].split(length), strict=True)) if peers else {}
-    else:
-        gathered = group.all_gather(own)
-        theirs = {peer: gathered[peer] for peer in peers}
+    theirs = dict(zip(peers, group.neighbor_all_gather(own, peers), strict=True))
     mixed = torch.zeros_like(own)
     for rank in sorted(averaging.weights):
         mixed.add_(own if rank == group.rank else theirs[rank], alpha=averaging.weights[rank])

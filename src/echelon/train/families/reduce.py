@@ -81,7 +81,7 @@ class ReduceSynchronizer(Synchronizer):
             summed=rules.loss == "sum",
             receiver=self._deferred if deferred else None,
             link=self._link,
-            coding=coding,
+            encoder=coding,
         )
         self._reducers.append(reducer)
         if factoring is not None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from echelon.codec.codec import CODECS
 from echelon.codec.fitting import same_codec, served_codec
-from echelon.comm.engine import EngineGroup
+from echelon.comm.group import Group
 from echelon.reduce.encoded.states import Saved, handed_over
 from echelon.reduce.reducer import RoundObserver
 from echelon.server.channel import ServerChannel
@@ -47,7 +47,7 @@ class ServeSynchronizer(IndependentSynchronizer):
 
     def __init__(
         self,
-        group: EngineGroup,
+        group: Group,
         observer: RoundObserver,
         policy: ServePolicy,
         text: str,
@@ -71,7 +71,6 @@ class ServeSynchronizer(IndependentSynchronizer):
         self._names: dict[int, str] = {}  # of parameters by id
         self._after_step = after_step
         self._members = members
-        self._engine_group = group
         self._channel = ServerChannel.open(group)
         self._undo: list[Callable[[], None]] = []
         self._undo_borrow: list[Callable[[], None]] = []
@@ -140,7 +139,7 @@ class ServeSynchronizer(IndependentSynchronizer):
     def _open(self, client: ServerClient, optimizer: Optimizer) -> None:
         cluster = self._checked(optimizer)
         if self._group.rank == 0:
-            client.open(self._text, cluster, self._engine_group.ranks, replicas=self._replicas)
+            client.open(self._text, cluster, self._group.ranks, replicas=self._replicas)
         self._group.barrier()
         client.begin()
 

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.comm.engine import EngineGroup
-from echelon.comm.memory import segment
-from echelon.comm.memory.segment import Handle
+from echelon.comm.group import Group
 from echelon.train.families.mix import Observer
 from echelon.train.families.synchronizer import Explain, IndependentSynchronizer, ModelOptions, Overlap
 
@@ -26,9 +24,8 @@ class ShareSynchronizer(IndependentSynchronizer):
 
     claims = True
 
-    def __init__(self, group: EngineGroup, observer: Observer, *, explain: Explain) -> None:
+    def __init__(self, group: Group, observer: Observer, *, explain: Explain) -> None:
         super().__init__(group, "hogwild", explain)
-        self._pids = [member.pid for member in group.members[: group.size]]
         self._observer = observer
         self._handles: list[Callable[[], None]] = []
 
@@ -37,11 +34,7 @@ class ShareSynchronizer(IndependentSynchronizer):
         super().add(model, rules)
         parameters = list(model.parameters())
         places, size_bytes = _places(parameters)
-
-        def gather(mine: Handle) -> list[Handle]:
-            return [Handle(*part.tolist()) for part in self._group.all_gather(torch.tensor(mine))]
-
-        (memory,) = segment.share(size_bytes, self._group.rank, self._pids, [0], gather)
+        memory = self._group.shared_memory(size_bytes)
         for p, at in zip(parameters, places, strict=True):
             length = p.numel() * p.element_size()
             view = memory[at : at + length].view(p.dtype).view(p.shape)

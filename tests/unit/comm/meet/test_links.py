@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from echelon.comm.group import Pending, Timing
+from echelon.comm.future import CallerFuture, Future, Timing
 from echelon.comm.meet import links
 from echelon.comm.meet.links import Links, gathered, measure
 from echelon.comm.schedule.cost import LinkCost
@@ -30,12 +30,12 @@ class OnWires:
         self._count += 1
         exchange = self._wires.make(self.rank, flat, schedule, number=self._count, priority=priority)
         self._wires.loops[self.rank].submit(exchange)
-        return Pending(lambda: exchange.wait() or flat, lambda: exchange.ended, lambda: exchange.timing)
+        return exchange.future
 
     def all_reduce(self, tensor, op="sum", *, priority=0):
         self._count += 1
         exchange = self._wires.start(self.rank, tensor, number=self._count, op=op)
-        return Pending(lambda: exchange.wait() or tensor, lambda: exchange.ended)
+        return exchange.future
 
     def all_gather(self, tensor):
         rows = torch.zeros(self.size, len(tensor), dtype=tensor.dtype)
@@ -71,7 +71,7 @@ class Emulated:
                 else:
                     self._carry(move)
         timing = Timing(begun=begun, sent=self.now, ended=self.now)
-        return Pending(lambda: flat, lambda: True, lambda: timing)
+        return CallerFuture(lambda _: flat, lambda: True, lambda: timing)
 
     def _carry(self, move):
         self.sent_bytes += move.length
@@ -84,7 +84,7 @@ class Emulated:
         self._filled_at = self.now
 
     def all_reduce(self, tensor, op="sum", *, priority=0):
-        return Pending.finished(tensor)
+        return Future.completed(tensor)
 
     def all_gather(self, tensor):
         return [tensor] * self.size

@@ -457,7 +457,7 @@ def test_workers_reduce_over_tls_and_close_cleanly():
             for loop, exchange in zip(loops, exchanges, strict=True):
                 loop.submit(exchange)
             for exchange in exchanges:
-                exchange.wait()
+                exchange.future.wait()
             for part in parts:
                 assert torch.equal(part, torch.arange(length, dtype=torch.float32) * 3 + 3)
         loops[2].close()

@@ -1,4 +1,4 @@
-"""Teams of threads as machines, joined by real connections: right sums, and nobody waits for ever."""
+"""Teams of threads as machines, with real connections: right sums, and bounded waits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Member, Rendezvous
-from echelon.comm.memory.rails import TAGS, Crossing, RailLayout, RailReduction, Rails, machines
+from echelon.comm.memory.rails import TAGS, RailLayout, RailReduction, Rails, machines
 from echelon.comm.memory.shm import DONE, READY, Board, SharedMemoryTeam
 from echelon.comm.open import open_group
 from echelon.comm.schedule.collective import COLLECTIVES
+from echelon.comm.wire.exchange import Exchange
 from echelon.comm.wire.loop import CHANNEL_BITS
 from echelon.errors import ConfigError, PeerLost, RoundTimeout, WorkerError
 from wires import Wires, values
@@ -25,7 +26,7 @@ FIVE = [[0, 1], [2], [3, 4]]
 
 
 class Yard:
-    """Threads in place of workers: loops that are connected, and a team for each machine."""
+    """Threads as workers: connected loops, and a team for each machine."""
 
     def __init__(self, layout, *, collective="ring", deadline_s=90.0):
         self.layout = layout
@@ -100,7 +101,7 @@ class Worker:
 
     def start(self, buffer, op="sum", priority=0):
         tag, self._tag = self._tag, self._tag + TAGS
-        return self.rails.start(tag, self.team.everybodys(buffer), op, priority)
+        return self.rails.start(tag, self.team.buffers_of(buffer), op, priority)
 
 
 # Who carries what --------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def test_each_machine_carries_every_element_once_and_rails_have_one_worker_of_ea
 
 def test_shared_memory_alone_is_refused_on_several_machines():
     members = (member(0, "a"), member(1, "b"))
-    with pytest.raises(ConfigError, match="different machines"):
+    with pytest.raises(ConfigError, match="needs all workers on one machine"):
         open_group(
             Rendezvous(None, members[0], members),
             Place(world_size=2),
@@ -197,7 +198,7 @@ def test_reductions_follow_each_other_on_the_same_buffers():
 
 
 def test_one_that_overtakes_on_the_wire_is_not_taken_for_the_one_before_it():
-    """What is said on the board of the second is said of the first too."""
+    """A number on the board holds for all reductions before it, too."""
 
     def work(worker):
         large, small = worker.buffer(3_000_000).fill_(1), worker.buffer(10).fill_(1)
@@ -247,7 +248,7 @@ def test_a_worker_that_dies_is_named_by_all_and_all_fails_from_then_on(who):
 
 
 @pytest.mark.parametrize("who", [1, 2, 3])
-def test_who_is_late_is_named_by_all_at_the_deadline(who):
+def test_a_late_worker_is_named_by_all_at_the_deadline(who):
     over = threading.Barrier(5, timeout=90)
 
     def work(worker):
@@ -272,7 +273,7 @@ def test_who_is_late_is_named_by_all_at_the_deadline(who):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_worker_that_was_through_before_it_left_is_not_missed(who):
+def test_a_worker_whose_part_was_done_before_it_left_is_not_needed(who):
     """Rank 1 carries nothing, rank 0 does."""
 
     def work(worker):
@@ -290,13 +291,13 @@ def test_a_mate_is_needed_until_it_is_ready_and_a_carrier_until_it_is_done():
     layout = [[0, 1, 2], [3]]
     memory = torch.zeros(Board.size_bytes(3), dtype=torch.uint8)
     boards = [Board(position, 3, memory) for position in range(3)]
-    crossing = Crossing(1, torch.zeros(0), [], rank=2, op="sum", deadline_s=1.0, priority=0)
+    crossing = Exchange(1, torch.zeros(0), [], rank=2, op="sum", deadline_s=1.0, priority=0)
     reduction = RailReduction(1, [torch.zeros(8)] * 3, "sum", crossing, RailLayout(layout, 2), boards[2])
     needed = [[reduction.needs(rank) for rank in (0, 1, 3)]]
     for board in boards:
-        board.tell(READY, 1)
+        board.publish(READY, 1)
     needed.append([reduction.needs(rank) for rank in (0, 1, 3)])
-    boards[0].tell(DONE, 1)
+    boards[0].publish(DONE, 1)
     needed.append([reduction.needs(rank) for rank in (0, 1, 3)])
     assert needed == [[True, True, False], [True, False, False], [False, False, False]]
 
@@ -318,7 +319,7 @@ def test_a_worker_that_leaves_instead_of_taking_part_is_named():
         assert "ended while the others were still training" in error.message
 
 
-def test_closing_ends_the_thread_and_tells_who_waits():
+def test_closing_ends_the_thread_and_all_waits():
     def work(worker):
         buffer = worker.buffer(100)
         if worker.rank == 0:
@@ -335,7 +336,7 @@ def test_closing_ends_the_thread_and_tells_who_waits():
         assert yard.reduce(work) == [None, False, False, False, False]
 
 
-def test_a_defect_in_the_thread_reaches_who_waits(monkeypatch, caplog):
+def test_a_defect_in_the_thread_reaches_waiting_threads(monkeypatch, caplog):
     def fail(*_):
         raise MemoryError("no room")
 

@@ -1,4 +1,4 @@
-"""Teams of threads that reduce in shared memory: right sums, nothing left behind, nobody waits for ever."""
+"""Teams of threads that reduce in shared memory: right sums, no leaks, bounded waits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMBINED = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 class Crew:
-    """Threads in place of workers, and what they tell each other through."""
+    """Threads as workers, and their exchange of handles."""
 
     def __init__(self, size):
         self.size = size
@@ -144,7 +144,7 @@ def test_halves_are_summed_in_float32():
     assert [r.tolist() for r in right(cluster.run(work))] == [[2052.0] * 3] * 4
 
 
-def test_round_after_round_nobody_overtakes():
+def test_no_worker_overtakes_another_in_many_rounds():
     cluster = Crew(3)
 
     def work(rank):
@@ -160,7 +160,7 @@ def test_round_after_round_nobody_overtakes():
     assert right(cluster.run(work)) == [None] * 3
 
 
-def test_several_under_way_may_be_waited_for_in_any_order():
+def test_several_in_flight_may_be_waited_for_in_any_order():
     orders = [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)]
     cluster = Crew(3)
 
@@ -170,10 +170,10 @@ def test_several_under_way_may_be_waited_for_in_any_order():
         for turn in range(20):
             for n, buffer in enumerate(buffers):
                 buffer.fill_(rank + n * 10 + turn)
-            turns = [team.begin(buffer, "sum")[0] for buffer in buffers]
+            numbers = [team.begin(buffer, "sum")[0] for buffer in buffers]
             for n in orders[(rank + turn) % 3]:
-                team.finish(turns[n], 20)
-                assert team.has_finished(turns[n])
+                team.finish(numbers[n], 20)
+                assert team.has_finished(numbers[n])
                 if not bool((buffers[n] == 3 + 30 * n + 3 * turn).all()):
                     return turn, n
         return None
@@ -181,17 +181,17 @@ def test_several_under_way_may_be_waited_for_in_any_order():
     assert right(cluster.run(work)) == [None] * 3
 
 
-def test_a_reduction_is_not_finished_before_somebody_waits_for_it():
+def test_a_reduction_is_not_finished_before_a_thread_waits_for_it():
     cluster = Crew(2)
 
     def work(rank):
         team = cluster.team(rank)
         buffer = team.buffer(4, torch.float32)
-        turn = team.begin(buffer.fill_(1), "sum")[0]
-        before = team.has_finished(turn)
-        team.finish(turn, 90)
-        team.finish(turn, 90)
-        return before, team.has_finished(turn), buffer.tolist()
+        number = team.begin(buffer.fill_(1), "sum")[0]
+        before = team.has_finished(number)
+        team.finish(number, 90)
+        team.finish(number, 90)
+        return before, team.has_finished(number), buffer.tolist()
 
     assert right(cluster.run(work)) == [(False, True, [2.0] * 4)] * 2
 
@@ -232,7 +232,7 @@ def test_without_shared_memory_all_members_are_refused(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("what", ["posix_fallocate", "from_file"])
 def test_if_one_member_fails_all_are_refused_and_the_team_lives_on(monkeypatch, what):
-    """The failing one cannot make its own, or cannot map another's."""
+    """The failing worker cannot make its segment, or cannot map another's."""
     cluster = Crew(3)
     unlucky = threading.local()
     whole, mapped = os.posix_fallocate, torch.from_file
@@ -286,7 +286,7 @@ def small_file_system(folder):
 
 
 def test_a_full_file_system_is_noticed_when_a_buffer_is_asked_for(monkeypatch, tmp_path):
-    """And not when it is written to, which would end the process."""
+    """And not at a write, which would end the process."""
     with small_file_system(tmp_path / "small") as folder:
         monkeypatch.setattr(segment, "FOLDER", folder)
         cluster = Crew(2)
@@ -303,8 +303,8 @@ def test_a_full_file_system_is_noticed_when_a_buffer_is_asked_for(monkeypatch, t
             assert total == 2000
 
 
-def test_a_process_number_that_is_anothers_here_is_noticed():
-    """As in containers that share /dev/shm but not their process numbers."""
+def test_a_process_id_of_a_different_process_is_noticed():
+    """As in containers that share /dev/shm but not process ids."""
     cluster = Crew(2)
     said = cluster.gather
 
@@ -314,7 +314,7 @@ def test_a_process_number_that_is_anothers_here_is_noticed():
     cluster.gather = misleading
     for error in cluster.run(cluster.team):
         assert isinstance(error, LaunchError)
-        assert "is another one here" in error.message
+        assert "is a different process here" in error.message
 
 
 # Workers that die, leave or are late -------------------------------------------------------------
@@ -325,7 +325,7 @@ def open_files():
 
 
 def test_memory_never_has_a_name_and_no_file_stays_open(tmp_path, monkeypatch):
-    """So nothing remains of it, whenever a worker is killed, and there is room for many buffers."""
+    """So nothing remains when a worker is killed, and many buffers are possible."""
     monkeypatch.setattr(segment, "FOLDER", tmp_path)
     names, files = [], open_files()
     cluster = Crew(3)
@@ -343,7 +343,7 @@ def test_memory_never_has_a_name_and_no_file_stays_open(tmp_path, monkeypatch):
     assert open_files() == files
 
 
-def test_a_worker_that_dies_while_memory_is_made_keeps_nobody_waiting():
+def test_no_worker_waits_for_one_that_dies_while_memory_is_made():
     cluster = Crew(3)
     files = open_files()
 
@@ -367,11 +367,11 @@ def test_a_worker_that_dies_in_a_reduction_ends_it_for_the_others():
         if rank == 2:
             cluster.lost = PeerLost("rank 2 is gone", ranks=(2,))
             return None
-        turn = team.begin(buffer, "sum")[0]
+        number = team.begin(buffer, "sum")[0]
         errors = []
         for _ in range(2):
             try:
-                team.finish(turn, 600)
+                team.finish(number, 600)
             except PeerLost as error:
                 errors.append(error.ranks)
         return errors
@@ -379,8 +379,8 @@ def test_a_worker_that_dies_in_a_reduction_ends_it_for_the_others():
     assert right(cluster.run(work)) == [[(2,)] * 2, [(2,)] * 2, None]
 
 
-def test_a_worker_that_was_through_before_it_left_is_not_missed():
-    """Its numbers are on the board; that it has gone since does not matter."""
+def test_a_worker_whose_part_was_done_before_it_left_is_not_needed():
+    """Its numbers are on the board; its departure does not matter."""
     cluster = Crew(2)
     waiting, through = threading.Event(), threading.Event()
     begun = threading.Barrier(2, timeout=90)  # then rank 0 looks when only rank 1's end is missing
@@ -388,11 +388,11 @@ def test_a_worker_that_was_through_before_it_left_is_not_missed():
     def work(rank):
         team = cluster.team(rank)
         buffer = team.buffer(100, torch.float32).fill_(1)
-        turn = team.begin(buffer, "sum")[0]
+        number = team.begin(buffer, "sum")[0]
         begun.wait()
         if rank == 1:
             waiting.wait(90)
-            team.finish(turn, 90)
+            team.finish(number, 90)
             cluster.lost = PeerLost("rank 1 is gone", ranks=(1,))
             through.set()
             return buffer[0].item()
@@ -404,14 +404,14 @@ def test_a_worker_that_was_through_before_it_left_is_not_missed():
             whole()
 
         team._check = look
-        team.finish(turn, 90)
+        team.finish(number, 90)
         return buffer[0].item()
 
     assert right(cluster.run(work)) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("phase", ["begin", "finish"])
-def test_who_is_late_is_named_at_the_deadline(phase):
+def test_a_late_worker_is_named_at_the_deadline(phase):
     cluster = Crew(3)
     over = threading.Barrier(3, timeout=90)
 

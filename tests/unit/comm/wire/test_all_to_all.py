@@ -1,4 +1,4 @@
-"""Messages of any length arrive whole at everybody, or everybody who lacks one learns why."""
+"""Messages of any length arrive whole on all workers, or workers that lack one get the reason."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.comm.group import Group, Pending
+from echelon.comm.group import Group
 from echelon.comm.wire.all_to_all import (
     ATTEMPTS,
     HEAD_BYTES,
     AllToAll,
-    PendingMessages,
     pack_head,
     unpack_head,
 )
 from echelon.comm.wire.connection import Sink
 from echelon.comm.wire.frames import HEADER_BYTES, checksum
 from echelon.comm.wire.loop import CHANNEL_BITS
-from echelon.comm.wire.notices import Goodbye
-from echelon.comm.wire.operation import Moment
+from echelon.comm.wire.notices import Departure
 from echelon.errors import Corrupt, PeerLost, RoundTimeout, WorkerError
 from wires import Wires, values
 
@@ -35,7 +33,7 @@ HEAD, PAYLOAD, ANSWER = range(3)
 
 
 def text(sender, receiver, length):
-    """Bytes that are those of no other pair."""
+    """Bytes unique to this pair."""
     return random.Random(sender * 100 + receiver).randbytes(length)
 
 
@@ -47,23 +45,23 @@ def make(messages, *, number=1, channel=1, deadline_s=90, priority=0):
 
 
 def start_all(wires, lengths, *, order=None, **options):
-    """Everybody's part, under way; `lengths[a][b]` is that of a's message to b."""
+    """All workers' parts, in flight; `lengths[a][b]` is that of a's message to b."""
     size = wires.size
-    swaps = {}
+    operations = {}
     for rank in order or range(size):
         given = {p: text(rank, p, lengths[rank][p]) for p in range(size) if p != rank}
-        swaps[rank] = make(given, **options)
-        wires.loops[rank].submit(swaps[rank])
-    return [swaps[rank] for rank in range(size)]
+        operations[rank] = make(given, **options)
+        wires.loops[rank].submit(operations[rank])
+    return [operations[rank] for rank in range(size)]
 
 
-def check_all(swaps, lengths):
-    """Everybody has everybody's, and all is over."""
-    for rank, all_to_all in enumerate(swaps):
-        got = {peer: bytes(message.numpy()) for peer, message in all_to_all.messages().items()}
-        assert got == {p: text(p, rank, lengths[p][rank]) for p in range(len(swaps)) if p != rank}
-    for all_to_all in swaps:
-        all_to_all.wait()
+def check_all(operations, lengths):
+    """All workers have all messages, and the operation has ended."""
+    for rank, all_to_all in enumerate(operations):
+        got = {peer: bytes(message.numpy()) for peer, message in all_to_all.received.wait().items()}
+        assert got == {p: text(p, rank, lengths[p][rank]) for p in range(len(operations)) if p != rank}
+    for all_to_all in operations:
+        all_to_all.future.wait()
 
 
 def even(size, length):
@@ -71,7 +69,7 @@ def even(size, length):
 
 
 class Tampering:
-    """Changes what one end of a connection is given to send: `change` gets the key and the bytes.
+    """Changes the messages that one end of a connection sends: `change` gets the key and the bytes.
 
     It gives other bytes, or None if these are never to be sent.
     """
@@ -94,7 +92,7 @@ def flipped(data):
 
 
 def damaged(*numbers):
-    """A change of these messages."""
+    """A change that damages these messages."""
     return lambda number, data: flipped(data) if number in numbers else data
 
 
@@ -111,21 +109,21 @@ class Told:
 
 
 def said(all_to_all):
-    """What a swap fails with."""
+    """The error of an all-to-all."""
     with pytest.raises(WorkerError) as caught:
-        all_to_all.messages()
+        all_to_all.received.wait()
     return caught.value
 
 
 def let_pass(loop):
-    """Until a loop has done all that it had to do before."""
+    """Wait until a loop has handled everything submitted before."""
     probe = make({}, channel=9)
     loop.submit(probe)
-    probe.wait()
+    probe.future.wait()
 
 
 class Hand:
-    """A peer whose connection is served by hand: it does what it is told, and no more."""
+    """A peer whose connection the test serves by hand."""
 
     def __init__(self, wires, rank, peer):
         self.connection = wires.ends[rank][peer]
@@ -141,7 +139,7 @@ class Hand:
 
     def leave(self):
         """In peace."""
-        self.connection.tell(Goodbye(""))
+        self.connection.tell(Departure(""))
         self.connection.write()
         self.connection.sock.shutdown(socket.SHUT_WR)
 
@@ -195,42 +193,46 @@ def test_messages_of_many_frames_arrive_over_small_buffers():
 def test_the_same_memory_may_go_to_all():
     message = memoryview(text(0, 0, 100_000))
     with Wires(3) as wires:
-        swaps = [AllToAll(TAG, dict.fromkeys({0, 1, 2} - {r}, message), deadline_s=90) for r in range(3)]
-        for rank, all_to_all in enumerate(swaps):
+        operations = [
+            AllToAll(TAG, dict.fromkeys({0, 1, 2} - {r}, message), deadline_s=90) for r in range(3)
+        ]
+        for rank, all_to_all in enumerate(operations):
             wires.loops[rank].submit(all_to_all)
-        for all_to_all in swaps:
-            assert [bytes(got.numpy()) for got in all_to_all.messages().values()] == [bytes(message)] * 2
+        for all_to_all in operations:
+            assert [bytes(got.numpy()) for got in all_to_all.received.wait().values()] == [
+                bytes(message)
+            ] * 2
 
 
 def test_a_group_of_one_has_nothing_to_wait_for():
     with Wires(2) as wires:
         all_to_all = make({})
         wires.loops[0].submit(all_to_all)
-        assert all_to_all.messages() == {}
-        all_to_all.wait()
+        assert all_to_all.received.wait() == {}
+        all_to_all.future.wait()
 
 
-def test_swaps_and_sums_of_the_same_and_other_channels_do_not_mix():
+def test_all_to_alls_and_sums_on_the_same_and_other_channels_do_not_mix():
     lengths = [[0, 90_000, 3], [1, 0, 400_000], [0, 17, 0]]
     with Wires(3, frame_bytes=4096, buffer_bytes=4096) as wires:
-        swaps, sums, flats = [], [], []
+        operations, sums, flats = [], [], []
         for turn in range(4):
             channel, number = 1 + turn % 2, 1 + turn
-            swaps.append(start_all(wires, lengths, number=number, channel=channel, priority=-turn))
+            operations.append(start_all(wires, lengths, number=number, channel=channel, priority=-turn))
             flats.append([values(rank, 50_000) for rank in range(3)])
             for rank in range(3):
                 for own, tag in ((flats[-1][rank], number + 100), (values(rank, 9), number + 200)):
                     sums.append(wires.start(rank, own, number=tag, channel=channel, priority=turn))
         for turn in reversed(range(4)):
-            check_all(swaps[turn], lengths)
+            check_all(operations[turn], lengths)
         for exchange in sums:
-            exchange.wait()
+            exchange.future.wait()
         expected = sum(values(rank, 50_000) for rank in range(3))
         assert all(torch.equal(flat, expected) for turn in flats for flat in turn)
 
 
-def test_an_urgent_swap_overtakes_one_that_is_not():
-    """The slow one cannot be over: its bytes are more than anybody reads meanwhile."""
+def test_an_urgent_all_to_all_overtakes_another():
+    """The slow one cannot have ended: it has more bytes than are read meanwhile."""
     with Wires(2, buffer_bytes=4096, frame_bytes=4096, silent=(1,)) as wires:
         hand = Hand(wires, 1, 0)
         slow, quick = make({1: bytes(400_000)}, number=2, priority=5), make({1: b"now"}, number=1)
@@ -240,8 +242,8 @@ def test_an_urgent_swap_overtakes_one_that_is_not():
         assert hand.take(PAYLOAD, 3) == b"now"
         assert hand.connection.received_bytes < 400_000
         hand.give(b"you")
-        assert bytes(quick.messages()[1].numpy()) == b"you"
-        assert not slow.received
+        assert bytes(quick.received.wait()[1].numpy()) == b"you"
+        assert not slow.received.done()
 
 
 def test_an_answer_overtakes_the_most_urgent_messages():
@@ -256,12 +258,12 @@ def test_an_answer_overtakes_the_most_urgent_messages():
 
 @pytest.mark.parametrize("length", [0, 1, 4096, 10_000])
 def test_bytes_are_counted_as_the_connections_carry_them(length):
-    """But for the headers of frames, and answers."""
+    """Without the headers of frames, and without answers."""
     with Wires(3, frame_bytes=4096) as wires:
         lengths = even(3, length)
-        swaps = start_all(wires, lengths)
-        check_all(swaps, lengths)
-        for rank, all_to_all in enumerate(swaps):
+        operations = start_all(wires, lengths)
+        check_all(operations, lengths)
+        for rank, all_to_all in enumerate(operations):
             assert all_to_all.sent_bytes == 2 * (HEAD_BYTES + length)
             assert all_to_all.repeats == 0
             carried = sum(connection.sent_bytes for connection in wires.ends[rank].values())
@@ -272,9 +274,9 @@ def test_bytes_are_counted_as_the_connections_carry_them(length):
 def test_times_are_taken_in_their_order():
     with Wires(2) as wires:
         before = time.perf_counter()
-        swaps = start_all(wires, even(2, 1000))
-        for all_to_all in swaps:
-            all_to_all.wait()
+        operations = start_all(wires, even(2, 1000))
+        for all_to_all in operations:
+            all_to_all.future.wait()
             timing = all_to_all.timing
             assert before < timing.begun <= timing.sent < time.perf_counter()
             assert timing.begun <= timing.ended < time.perf_counter()
@@ -286,23 +288,23 @@ def test_messages_may_be_used_before_they_are_answered():
         all_to_all = make({1: b"mine"})
         wires.loops[0].submit(all_to_all)
         hand.give(b"yours")
-        assert bytes(all_to_all.messages()[1].numpy()) == b"yours"
-        assert all_to_all.received
+        assert bytes(all_to_all.received.wait()[1].numpy()) == b"yours"
+        assert all_to_all.received.done()
         assert not all_to_all.ended
         assert all_to_all.needs(1)
         assert all_to_all.awaited() == {1}
         ended = all_to_all.timing.ended
         assert ended > 0
         hand.send(ANSWER, b"\1")
-        all_to_all.wait()
+        all_to_all.future.wait()
         assert all_to_all.timing.ended == ended, "that is when the result was there"
         assert hand.take(ANSWER, 1) == b"\1"
         assert not all_to_all.needs(1)
         assert all_to_all.awaited() == set()
 
 
-def test_a_swap_goes_on_until_its_own_answers_are_on_their_way():
-    """A worker may leave when it has ended, and then nobody may still wait for it."""
+def test_an_all_to_all_ends_only_after_its_own_answers_are_sent():
+    """A worker may leave when it has ended, so no peer may need it after that."""
     with Wires(2, silent=(1,)) as wires:
         Tampering(wires.ends[0][1], lambda number, data: None if number == ANSWER else data)
         hand = Hand(wires, 1, 0)
@@ -310,21 +312,21 @@ def test_a_swap_goes_on_until_its_own_answers_are_on_their_way():
         wires.loops[0].submit(all_to_all)
         hand.send(ANSWER, b"\1")
         hand.give(b"yours")
-        all_to_all.messages()
+        all_to_all.received.wait()
         let_pass(wires.loops[0])
         assert not all_to_all.ended
         assert all_to_all.needs(1)
         assert all_to_all.awaited() == {1}
 
 
-def test_a_message_that_came_before_its_swap_began_is_not_lost():
+def test_a_message_that_arrives_before_the_operation_begins_is_not_lost():
     with Wires(2, silent=(1,)) as wires:
         hand = Hand(wires, 1, 0)
         hand.give(b"early")
         let_pass(wires.loops[0])
         all_to_all = make({1: b""})
         wires.loops[0].submit(all_to_all)
-        assert bytes(all_to_all.messages()[1].numpy()) == b"early"
+        assert bytes(all_to_all.received.wait()[1].numpy()) == b"early"
 
 
 # Damage -----------------------------------------------------------------------------------------------
@@ -332,22 +334,22 @@ def test_a_message_that_came_before_its_swap_began_is_not_lost():
 
 @pytest.mark.parametrize("length", [1, 5000])
 @pytest.mark.parametrize("number", [HEAD, PAYLOAD])
-def test_what_is_damaged_once_is_sent_again_and_arrives_right(number, length):
+def test_a_message_damaged_once_is_sent_again_and_arrives_right(number, length):
     lengths = even(3, length)
     with Wires(3, frame_bytes=1024) as wires:
         Tampering(wires.ends[0][2], damaged(number))
-        swaps = start_all(wires, lengths)
-        check_all(swaps, lengths)
-        assert [all_to_all.repeats for all_to_all in swaps] == [1, 0, 0]
-        assert swaps[0].sent_bytes == 2 * (HEAD_BYTES + length), "repeats are not counted"
+        operations = start_all(wires, lengths)
+        check_all(operations, lengths)
+        assert [all_to_all.repeats for all_to_all in operations] == [1, 0, 0]
+        assert operations[0].sent_bytes == 2 * (HEAD_BYTES + length), "repeats are not counted"
 
 
 def test_a_damaged_head_of_an_empty_message_is_sent_again():
     with Wires(2) as wires:
         Tampering(wires.ends[0][1], damaged(HEAD))
-        swaps = start_all(wires, even(2, 0))
-        check_all(swaps, even(2, 0))
-        assert [all_to_all.repeats for all_to_all in swaps] == [1, 0]
+        operations = start_all(wires, even(2, 0))
+        check_all(operations, even(2, 0))
+        assert [all_to_all.repeats for all_to_all in operations] == [1, 0]
 
 
 def test_a_message_that_is_damaged_twice_still_arrives():
@@ -355,25 +357,25 @@ def test_a_message_that_is_damaged_twice_still_arrives():
     with Wires(2) as wires:
         for rank in range(2):  # its first head and its second payload
             Tampering(wires.ends[rank][1 - rank], damaged(HEAD, 3 + PAYLOAD))
-        swaps = start_all(wires, lengths)
-        check_all(swaps, lengths)
-        assert [all_to_all.repeats for all_to_all in swaps] == [2, 2]
+        operations = start_all(wires, lengths)
+        check_all(operations, lengths)
+        assert [all_to_all.repeats for all_to_all in operations] == [2, 2]
 
 
 def test_nothing_is_left_with_the_connection_after_damage():
-    """What is kept aside for ever would make the connection pause one day."""
+    """Messages that stay aside for ever would make the connection pause."""
     with Wires(2, frame_bytes=1024) as wires:
         for rank in range(2):
             Tampering(wires.ends[rank][1 - rank], damaged(HEAD, 3 + HEAD))
-        swaps = start_all(wires, even(2, 9000))
-        check_all(swaps, even(2, 9000))
+        operations = start_all(wires, even(2, 9000))
+        check_all(operations, even(2, 9000))
         for rank in range(2):
             connection = wires.ends[rank][1 - rank]
             assert not any(connection.has((TAG, number)) for number in range(3 * ATTEMPTS))
 
 
-def test_memory_that_has_changed_since_the_swap_was_made_is_refused_not_believed():
-    """Its checksum is that of what was meant. Once it is as it was, it is taken."""
+def test_a_message_changed_after_the_operation_was_created_is_refused():
+    """The checksum is that of the original. Once the message is restored, it is accepted."""
     memory = bytearray(text(0, 1, 2000))
     with Wires(2) as wires:
         mine, theirs = make({1: memory}), make({0: b""})
@@ -387,25 +389,25 @@ def test_memory_that_has_changed_since_the_swap_was_made_is_refused_not_believed
         Tampering(wires.ends[0][1], mend)
         wires.loops[0].submit(mine)
         wires.loops[1].submit(theirs)
-        assert bytes(theirs.messages()[0].numpy()) == text(0, 1, 2000)
-        mine.wait()
+        assert bytes(theirs.received.wait()[0].numpy()) == text(0, 1, 2000)
+        mine.future.wait()
         assert mine.repeats == 1
 
 
-def test_what_is_damaged_for_ever_ends_the_swap_for_everybody_at_once():
+def test_a_message_damaged_each_time_ends_the_operation_on_all_workers_at_once():
     with Wires(3) as wires:
         Tampering(wires.ends[0][2], lambda number, data: flipped(data) if number % 3 == PAYLOAD else data)
-        swaps = start_all(wires, even(3, 1000))
-        receiver = said(swaps[2])
+        operations = start_all(wires, even(3, 1000))
+        receiver = said(operations[2])
         assert type(receiver) is Corrupt
         assert receiver.ranks == (0,)
         assert "rank 0 on n0 sent a message 3 times, damaged each time" in receiver.message
-        assert swaps[0].repeats == ATTEMPTS - 1
+        assert operations[0].repeats == ATTEMPTS - 1
         with pytest.raises(PeerLost, match=r"rank 2 on n2 failed: rank 0 on n0 sent a message 3 times"):
-            swaps[0].wait()
+            operations[0].future.wait()
         # What it has, the third one keeps; but from now on nothing works any more.
         with contextlib.suppress(WorkerError):
-            swaps[1].wait()
+            operations[1].future.wait()
         for rank in range(3):
             later = make({peer: b"x" for peer in range(3) if peer != rank}, number=2)
             wires.loops[rank].submit(later)
@@ -422,7 +424,7 @@ def test_what_is_damaged_for_ever_ends_the_swap_for_everybody_at_once():
         (b"", "sent 0 bytes where 20 were due"),
     ],
 )
-def test_an_odd_head_is_refused_with_the_name_of_its_sender(head, complaint):
+def test_a_wrong_head_is_refused_and_its_sender_named(head, complaint):
     with Wires(2, silent=(1,)) as wires:
         all_to_all = make({1: b"mine"})
         wires.loops[0].submit(all_to_all)
@@ -452,12 +454,12 @@ def test_a_message_for_which_there_is_no_memory_is_refused(monkeypatch):
         monkeypatch.setattr(torch, "empty", empty)
         wires.loops[0].submit(all_to_all)
         Hand(wires, 1, 0).send(HEAD, pack_head(1 << 39, 1))
-        assert "bytes, for which there is no memory" in said(all_to_all).message
+        assert "bytes, and there is no memory for it" in said(all_to_all).message
 
 
 @pytest.mark.parametrize("answers", [[b"\0"], [b"\2", b"\2", b"\2"]])
 def test_an_answer_that_is_none_is_refused(answers):
-    """Also a wish for more attempts than there are."""
+    """Also a request for more attempts than allowed."""
     with Wires(2, silent=(1,)) as wires:
         all_to_all = make({1: b"mine"})
         wires.loops[0].submit(all_to_all)
@@ -466,7 +468,7 @@ def test_an_answer_that_is_none_is_refused(answers):
             hand.take(3 * attempt + HEAD, HEAD_BYTES)
             assert hand.take(3 * attempt + PAYLOAD, 4) == b"mine"
             hand.send(3 * attempt + ANSWER, answer)
-        assert said(all_to_all).message == "rank 1 on n1 gave an answer that is none"
+        assert said(all_to_all).message == "rank 1 on n1 sent an unknown answer"
 
 
 @settings(max_examples=100, deadline=None)
@@ -490,7 +492,7 @@ def test_a_head_is_read_as_written_or_known_to_be_damaged(length, digest, bit):
 def test_a_peer_that_dies_before_its_message_is_here_is_named(sent):
     with Wires(2, silent=(1,), frame_bytes=2000) as wires:
         all_to_all, told = make({1: b"mine"}), Told()
-        all_to_all.tell(told)
+        all_to_all.received.add_done_callback(told)
         wires.loops[0].submit(all_to_all)
         hand = Hand(wires, 1, 0)
         if sent != "nothing":
@@ -505,36 +507,36 @@ def test_a_peer_that_dies_before_its_message_is_here_is_named(sent):
         assert error.ranks == (1,)
         assert "rank 1 on n1 is gone" in error.message
         with pytest.raises(PeerLost):
-            all_to_all.wait()
+            all_to_all.future.wait()
         assert told.times == 1
 
 
-def test_a_peer_that_dies_before_it_answers_takes_no_messages_away():
+def test_messages_stay_usable_when_a_peer_dies_before_it_answers():
     with Wires(2, silent=(1,)) as wires:
         all_to_all, told = make({1: b"mine"}), Told()
-        all_to_all.tell(told)
+        all_to_all.received.add_done_callback(told)
         wires.loops[0].submit(all_to_all)
         Hand(wires, 1, 0).give(b"yours")
         assert told.event.wait(90)
         wires.kill(1)
         with pytest.raises(PeerLost, match="rank 1 on n1 is gone"):
-            all_to_all.wait()
-        assert bytes(all_to_all.messages()[1].numpy()) == b"yours"
+            all_to_all.future.wait()
+        assert bytes(all_to_all.received.wait()[1].numpy()) == b"yours"
         assert told.times == 1
 
 
-def test_a_peer_that_leaves_in_peace_ends_the_swap_that_needs_it():
+def test_a_peer_that_leaves_without_error_ends_the_operation_that_needs_it():
     with Wires(3) as wires:
-        swaps = [make({p: b"x" for p in range(3) if p != rank}) for rank in range(2)]
+        operations = [make({p: b"x" for p in range(3) if p != rank}) for rank in range(2)]
         for rank in range(2):
-            wires.loops[rank].submit(swaps[rank])
+            wires.loops[rank].submit(operations[rank])
         wires.loops[2].close()
-        for all_to_all in swaps:
+        for all_to_all in operations:
             assert "rank 2 on n2 ended while the others were still training" in said(all_to_all).message
 
 
 @pytest.mark.parametrize("did", ["answer", "give"])
-def test_a_peer_that_leaves_in_peace_is_needed_until_it_has_both_given_and_answered(did):
+def test_a_peer_is_needed_until_it_has_sent_both_its_message_and_its_answer(did):
     with Wires(2, silent=(1,)) as wires:
         hand = Hand(wires, 1, 0)
         all_to_all = make({1: b"mine"})
@@ -546,13 +548,13 @@ def test_a_peer_that_leaves_in_peace_is_needed_until_it_has_both_given_and_answe
             hand.give(b"yours")
         hand.leave()
         with pytest.raises(PeerLost, match="rank 1 on n1 ended while the others were still training"):
-            all_to_all.wait()
+            all_to_all.future.wait()
         assert all_to_all.awaited() == {1}
         if did == "give":
-            assert bytes(all_to_all.messages()[1].numpy()) == b"yours"
+            assert bytes(all_to_all.received.wait()[1].numpy()) == b"yours"
 
 
-def test_a_swap_that_begins_after_a_peer_has_left_fails():
+def test_an_all_to_all_that_begins_after_a_peer_has_left_fails():
     with Wires(2) as wires:
         wires.loops[1].close()
         all_to_all = make({1: b"x"})
@@ -560,183 +562,149 @@ def test_a_swap_that_begins_after_a_peer_has_left_fails():
         assert said(all_to_all).ranks == (1,)
 
 
-def test_a_peer_may_leave_once_its_swap_has_ended_and_the_others_have_all():
+def test_a_peer_may_leave_once_the_others_have_its_messages():
     lengths = [[0, 500_000], [3, 0]]
     for _ in range(5):
         with Wires(2, buffer_bytes=4096) as wires:
             mine, theirs = start_all(wires, lengths)
-            mine.messages()
-            mine.see_off()
+            mine.received.wait()
+            mine.finish_sending()
             assert mine.ended
             wires.loops[0].close()
-            assert bytes(theirs.messages()[0].numpy()) == text(0, 1, 500_000)
-            theirs.wait()
+            assert bytes(theirs.received.wait()[0].numpy()) == text(0, 1, 500_000)
+            theirs.future.wait()
 
 
-def test_nobody_is_seen_off_of_whom_nothing_has_come():
+def test_a_leaving_worker_does_not_wait_for_peers_whose_messages_are_missing():
     with Wires(2) as wires:
         all_to_all = make({1: b"x"})
         wires.loops[0].submit(all_to_all)
-        all_to_all.see_off()
+        all_to_all.finish_sending()
         assert not all_to_all.ended
 
 
-def test_the_deadline_names_who_has_not_come():
+def test_the_deadline_names_the_missing_worker():
     with Wires(3) as wires:
-        swaps = [make({p: b"x" for p in range(3) if p != rank}, deadline_s=0.5) for rank in range(2)]
+        operations = [make({p: b"x" for p in range(3) if p != rank}, deadline_s=0.5) for rank in range(2)]
         for rank in range(2):
-            wires.loops[rank].submit(swaps[rank])
-        for all_to_all in swaps:
+            wires.loops[rank].submit(operations[rank])
+        for all_to_all in operations:
             error = said(all_to_all)
             assert type(error) is RoundTimeout
             assert error.ranks == (2,)
 
 
 @pytest.mark.parametrize("number", [HEAD, PAYLOAD, ANSWER])
-def test_the_deadline_names_whose_message_or_answer_has_not_come(number):
-    """Everybody is there, but a message is not."""
+def test_the_deadline_names_the_worker_whose_message_or_answer_is_missing(number):
+    """All workers have begun, but a message is missing."""
     with Wires(3) as wires:
         Tampering(wires.ends[2][0], lambda n, data: None if n == number else data)
-        swaps = start_all(wires, even(3, 10), deadline_s=0.5)
+        operations = start_all(wires, even(3, 10), deadline_s=0.5)
         with pytest.raises(RoundTimeout) as caught:
-            swaps[0].wait()
+            operations[0].future.wait()
         assert caught.value.ranks in ((2,), (0,)), "or rank 2 was first to say that it is not answered"
-        assert swaps[0].awaited() == {2}
+        assert operations[0].awaited() == {2}
         if number == ANSWER:
-            assert bytes(swaps[0].messages()[2].numpy()) == text(2, 0, 10)
+            assert bytes(operations[0].received.wait()[2].numpy()) == text(2, 0, 10)
         else:
-            assert type(said(swaps[0])) is RoundTimeout
+            assert type(said(operations[0])) is RoundTimeout
 
 
 # Callbacks --------------------------------------------------------------------------------------------
 
 
-def test_who_asked_is_told_once_when_all_messages_are_here():
+def test_a_callback_runs_once_when_all_messages_have_arrived():
     with Wires(2, silent=(1,)) as wires:
         hand = Hand(wires, 1, 0)
         all_to_all, before, after = make({1: b"mine"}), Told(), Told()
-        assert all_to_all.tell(before)
+        assert all_to_all.received.add_done_callback(before)
         wires.loops[0].submit(all_to_all)
         hand.take(HEAD, HEAD_BYTES)
         hand.send(HEAD, pack_head(5, checksum(memoryview(b"yours"))))
         assert before.times == 0
         hand.send(PAYLOAD, b"yours")
         assert before.event.wait(90)
-        assert all_to_all.received
-        all_to_all.tell(after)
+        assert all_to_all.received.done()
+        all_to_all.received.add_done_callback(after)
         assert after.times == 1
         hand.send(ANSWER, b"\1")
-        all_to_all.wait()
+        all_to_all.future.wait()
         assert (before.times, after.times) == (1, 1)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_who_asked_is_told_once_when_this_worker_leaves(when):
+def test_a_callback_runs_once_when_this_worker_leaves(when):
     with Wires(2) as wires:
         all_to_all, told = make({1: b"mine"}), Told()
         if when == "before":
             wires.loops[0].close()
-        all_to_all.tell(told)
+        all_to_all.received.add_done_callback(told)
         wires.loops[0].submit(all_to_all)
         wires.loops[0].close()
         assert told.times == 1
         assert "this worker has left the group" in said(all_to_all).message
 
 
-def test_a_callback_that_fails_keeps_nobody_from_being_told(caplog):
-    def fail():
-        raise ValueError("a defect of the callback")
-
-    moment, told = Moment(), Told()
-    moment.tell(fail)
-    moment.tell(told)
-    moment.happen()
-    moment.happen()
-    assert told.times == 1
-    assert "a defect of the callback" in caplog.text
-
-
-def test_a_moment_is_told_exactly_once_whoever_is_first():
-    for _ in range(200):
-        moment, tolds = Moment(), [Told() for _ in range(4)]
-        threads = [threading.Thread(target=moment.happen) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for told in tolds:
-            moment.tell(told)
-        for thread in threads:
-            thread.join()
-        assert [told.times for told in tolds] == [1] * 4
-
-
-def test_a_sum_tells_when_it_is_over():
+def test_the_callback_of_a_sum_runs_when_it_is_done():
     with Wires(2) as wires:
         flats = [values(rank, 1000) for rank in range(2)]
         first = wires.start(0, flats[0])
         told = Told()
-        assert first.tell(told)
+        assert first.future.add_done_callback(told)
         assert told.times == 0
-        wires.start(1, flats[1]).wait()
+        wires.start(1, flats[1]).future.wait()
         assert told.event.wait(90)
         assert first.ended
-        first.wait()
+        first.future.wait()
         assert told.times == 1
 
 
-def test_a_pending_passes_on_who_wants_to_be_told():
-    moment, told = Moment(), [Told(), Told()]
+def test_a_thread_makes_progress_for_its_peers_before_it_blocks_and_not_otherwise():
+    with Wires(2) as wires:
+        progressed = []
+        operations = {0: make({1: b"to one"}), 1: make({0: b"to zero"})}
 
-    def tell(callback):
-        moment.tell(callback)
-        return True
+        def begin_the_other():
+            progressed.append(1)
+            if len(progressed) == 1:  # what this thread waits for depends on it
+                wires.loops[1].submit(operations[1])
 
-    pending = Pending(lambda: torch.ones(1), lambda: moment.is_past, tell=tell)
-    assert pending.tell(told[0])
-    assert pending.then(torch.neg).tell(told[1])
-    assert [one.times for one in told] == [0, 0]
-    moment.happen()
-    assert [one.times for one in told] == [1, 1]
-
-
-def test_a_pending_that_cannot_tell_says_so_unless_it_is_over():
-    over, told = [], Told()
-    pending = Pending(lambda: torch.ones(1), lambda: bool(over))
-    assert not pending.tell(told)
-    assert told.times == 0
-    over.append(1)
-    assert pending.tell(told)
-    assert Pending.finished(torch.ones(1)).tell(told)
-    assert told.times == 2
+        wires.loops[0].progress = begin_the_other
+        wires.loops[0].submit(operations[0])
+        assert bytes(operations[0].received.wait()[1].numpy()) == b"to zero"
+        assert progressed == [1]
+        operations[1].received.wait()
+        operations[0].future.wait()
+        before = len(progressed)
+        operations[0].received.wait()
+        operations[0].future.wait()
+        assert len(progressed) == before
+        timing = operations[0].received.timing
+        assert timing.ended >= timing.begun > 0
+        assert operations[0].sent_bytes == HEAD_BYTES + 6
+        assert operations[0].repeats == 0
 
 
-def test_what_a_group_gives_out_is_by_rank_with_the_own_in_its_place():
-    """Members 0 and 1 of a group are ranks 2 and 0 of the view."""
+def test_a_timeout_names_the_awaited_worker_and_leaves_the_operation_in_flight():
     with Wires(3) as wires:
-        own = torch.tensor([9], dtype=torch.uint8)
-        worked = []
-        swaps = {2: make({0: b"to zero"}), 0: make({2: b"to two"})}
-        mine = PendingMessages(swaps[2], (2, 0), own, lambda: worked.append(1))
-        told = Told()
-        assert mine.tell(told)
-        assert not mine.done()
-        for rank, all_to_all in swaps.items():
-            wires.loops[rank].submit(all_to_all)
-        parts = mine.parts()
-        assert parts[0] is own
-        assert bytes(parts[1].numpy()) == b"to two"
-        mine.wait()
-        assert mine.done()
-        assert told.times == 1
-        assert mine.sent_bytes == HEAD_BYTES + 7
-        assert mine.repeats == 0
-        assert mine.timing().ended >= mine.timing().begun > 0
+        operations = {rank: make({peer: b"x" for peer in range(3) if peer != rank}) for rank in range(3)}
+        for rank in (0, 1):
+            wires.loops[rank].submit(operations[rank])
+        let_pass(wires.loops[0])
+        operations[0].received.add_done_callback(told := Told())
+        with pytest.raises(RoundTimeout, match=r"rank 2 on n2 did not arrive within 0\.2 s") as caught:
+            operations[0].received.wait(0.2)
+        assert 2 in caught.value.ranks
+        assert told.times == 0
+        wires.loops[2].submit(operations[2])
+        assert sorted(operations[0].received.wait()) == [1, 2]
 
 
 # Groups that can only gather and broadcast ------------------------------------------------------------
 
 
 class Paired(Group):
-    """Two members in two threads, who see each other's tensors; `change` is what the way does to bytes."""
+    """Two members in two threads that see each other's tensors; `change` damages bytes in transfer."""
 
     size = 2
 
@@ -769,14 +737,14 @@ class Paired(Group):
 
 
 def paired(outgoing, change=lambda tensor: None):
-    """What each of two members gets, or the error that it gets."""
+    """The messages, or the error, of each of two members."""
     table, barrier, results = [None, None], threading.Barrier(2), [None, None]
 
     def all_to_all(rank):
         given = [torch.tensor(list(message), dtype=torch.uint8) for message in outgoing[rank]]
         try:
-            swapping = Paired(rank, table, barrier, change).all_to_all(given)
-            results[rank] = [bytes(part.numpy()) for part in swapping.parts()], swapping.sent_bytes
+            messages = Paired(rank, table, barrier, change).all_to_all(given)
+            results[rank] = [bytes(part.numpy()) for part in messages.received.wait()], messages.sent_bytes
         except WorkerError as error:
             results[rank] = error
 
@@ -790,14 +758,14 @@ def paired(outgoing, change=lambda tensor: None):
 
 @settings(max_examples=50, deadline=None)
 @given(*[st.binary(max_size=20)] * 4)
-def test_any_group_that_can_gather_and_broadcast_can_swap(a, b, c, d):
+def test_any_group_that_can_gather_and_broadcast_can_all_to_all(a, b, c, d):
     one, other = paired([[a, b], [c, d]])
     assert one[0] == [a, c]
     assert other[0] == [b, d]
     assert one[1] - other[1] == len(b) - len(c)
 
 
-def test_a_message_that_was_damaged_on_the_way_is_not_given_out():
+def test_a_damaged_message_is_never_returned():
     def damage(tensor):
         if tensor.numel() == 5:
             tensor[3] += 1

@@ -1,4 +1,4 @@
-"""Two connections over a pair of sockets, driven by hand: what is sent arrives, what is wrong does not."""
+"""Two connections over a pair of sockets, driven by hand: messages arrive, wrong bytes are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from echelon.comm.wire import frames, notices
 from echelon.comm.wire.connection import Connection, Sink
 from echelon.comm.wire.frames import HEADER_BYTES, NOTICES, Header
-from echelon.comm.wire.notices import Goodbye, Question
+from echelon.comm.wire.notices import Departure, Question
 from echelon.errors import Corrupt, StaleView
 
 VIEW = bytes(range(16))
@@ -20,7 +20,7 @@ FRAME = 64
 
 
 class Buffer(Sink):
-    """Receives into memory of its own, or is handed pieces."""
+    """Receives into its own memory, or gets pieces."""
 
     def __init__(self, size, in_place=True, log=None):
         self.size_bytes = size
@@ -68,7 +68,7 @@ def send(connection, key, data, priority=0, sent=nothing):
 
 
 def pump(*connections):
-    """Let bytes flow until none does."""
+    """Transfer bytes until none are left."""
     before = None
     while before != (now := [(c.sent_bytes, c.received_bytes) for c in connections]):
         before = now
@@ -83,7 +83,7 @@ def pump_out(connection):
 
 
 def wire(*messages, **options):
-    """The bytes of some messages as they go over the wire."""
+    """The bytes of some messages on the wire."""
     with two(**options) as (sender, receiver):
         for key, data in messages:
             send(sender, key, data)
@@ -98,8 +98,8 @@ def feed(receiver, sender, data):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), tiny=st.booleans())
-def test_any_messages_arrive_whole_whoever_is_first(data, tiny):
-    """Messages of any size and urgency, awaited in any order, before or after they come."""
+def test_any_messages_arrive_whole_expected_before_or_after_they_arrive(data, tiny):
+    """Messages of any size and priority, expected in any order, before or after they arrive."""
     sizes = data.draw(st.lists(st.integers(0, 400), max_size=8), label="sizes")
     urgency = [data.draw(st.integers(-2, 2)) for _ in sizes]
     in_place = [data.draw(st.booleans()) for _ in sizes]
@@ -165,7 +165,7 @@ def test_notices_overtake_everything_and_are_no_payload():
         send(sender, (1, 0), content(50_000), priority=-1000)
         sender.write()
         sender.tell(Question(9))
-        sender.tell(Goodbye("done"))
+        sender.tell(Departure("done"))
         sink = Buffer(50_000)
         receiver.expect((1, 0), sink)
         while not receiver.notices:
@@ -173,12 +173,12 @@ def test_notices_overtake_everything_and_are_no_payload():
             receiver.read()
         assert not sink.done
         pump(sender, receiver)
-        assert receiver.notices == [Question(9), Goodbye("done")]
+        assert receiver.notices == [Question(9), Departure("done")]
         assert bytes(sink.memory) == content(50_000)
 
 
-def test_one_turn_of_a_connection_is_short_however_much_there_is():
-    """Others want their turn too."""
+def test_one_read_of_a_connection_is_short_however_much_has_arrived():
+    """Other connections must be served, too."""
     with two() as (sender, receiver):
         for n in range(200):
             send(sender, (1, n), b"x")
@@ -210,8 +210,8 @@ def test_early_messages_are_kept_aside_up_to_a_limit_and_then_the_peer_waits():
         assert sink.done == 1
 
 
-def test_what_is_awaited_is_found_behind_more_than_the_limit():
-    """Were the peer not read from, two workers could wait for each other for ever."""
+def test_an_expected_message_is_read_behind_more_than_the_limit():
+    """If the connection were not read, two workers could wait for each other for ever."""
     with two(aside_bytes=1000) as (sender, receiver):
         early, awaited = Buffer(5000), Buffer(8)
         send(sender, (2, 0), content(5000))
@@ -257,7 +257,7 @@ def test_frames_that_come_in_pieces_are_put_together(cut):
 @settings(max_examples=80, deadline=None)
 @given(bit=st.integers(0, 8 * (2 * HEADER_BYTES + 100) - 1), early=st.booleans())
 def test_any_flipped_bit_is_refused_and_counted(bit, early):
-    """Wherever it is: in either header or payload of a message of two frames."""
+    """In the header or payload of either frame of a message."""
     stream = bytearray(wire(((1, 0), content(100))))
     assert len(stream) == 2 * HEADER_BYTES + 100
     stream[bit // 8] ^= 1 << bit % 8
@@ -379,7 +379,7 @@ def test_a_notice_that_makes_no_sense_is_refused(payload):
 def test_a_peer_that_closes_is_gone_after_all_it_sent_was_read():
     with two() as (sender, receiver):
         send(sender, (1, 0), content(10))
-        sender.tell(Goodbye())
+        sender.tell(Departure())
         sender.write()
         sender.sock.close()
         with pytest.raises(ConnectionError):
@@ -387,7 +387,7 @@ def test_a_peer_that_closes_is_gone_after_all_it_sent_was_read():
         sink = Buffer(10)
         receiver.expect((1, 0), sink)
         assert sink.done
-        assert receiver.notices == [Goodbye()]
+        assert receiver.notices == [Departure()]
 
 
 # Operations that were given up -------------------------------------------------------------------
@@ -407,7 +407,7 @@ def test_a_buffer_is_left_alone_once_its_operation_was_given_up():
         assert receiver.refused == 0, "the frame was right all the same"
 
 
-def test_what_still_comes_of_an_operation_that_was_given_up_is_dropped():
+def test_later_frames_of_an_operation_that_was_given_up_are_dropped():
     with two(aside_bytes=1000) as (sender, receiver):
         send(sender, (1, 0), content(600))
         pump(sender, receiver)
@@ -421,7 +421,7 @@ def test_what_still_comes_of_an_operation_that_was_given_up_is_dropped():
         assert bytes(other.memory) == content(20)
 
 
-def test_a_frame_that_is_on_its_way_goes_out_whole_though_its_buffer_is_used_again():
+def test_a_frame_in_flight_is_sent_whole_though_its_buffer_is_reused():
     with two(tiny=True) as (sender, receiver):
         data = bytearray(content(100_000))
         sender.frame_bytes = 80_000

@@ -1,4 +1,4 @@
-"""Two connections over TLS, driven by hand: what is sent arrives, nothing stays unseen in the socket."""
+"""Two connections over TLS, driven by hand: messages arrive, no bytes stay in the socket object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from echelon.comm.meet.tls import Certificates
 from echelon.comm.wire.connection import Connection, Sink
 from echelon.comm.wire.frames import HEADER_BYTES
-from echelon.comm.wire.notices import Goodbye, Question
+from echelon.comm.wire.notices import Departure, Question
 from echelon.errors import Corrupt
 
 VIEW = bytes(range(16))
@@ -82,7 +82,7 @@ def is_readable(connection):
 
 
 def pump(*connections):
-    """Let bytes flow until none does; who is read from is decided by the kernel, as it is by the loop."""
+    """Transfer bytes until none are left; read where the kernel reports data, as the loop does."""
     while any(connection.wants_to_write or is_readable(connection) for connection in connections):
         for connection in connections:
             connection.write()
@@ -169,7 +169,7 @@ def one_record(*messages, frame_bytes=64):
 
 
 def test_nothing_is_left_where_the_kernel_does_not_see_it():
-    """More frames in one record than are read at once: nobody would be woken for those that remain."""
+    """More frames in one record than are read at once: the kernel would not wake the loop for the rest."""
     record = one_record(*(((1, n), b"x") for n in range(100)))
     assert len(record) < 16 << 10
     with two() as (sender, receiver):
@@ -179,7 +179,7 @@ def test_nothing_is_left_where_the_kernel_does_not_see_it():
         assert receiver.received_bytes == len(record)
 
 
-def test_one_turn_is_short_however_much_there_is():
+def test_one_read_is_short_however_much_has_arrived():
     with two() as (sender, receiver):
         for n in range(150):
             send(sender, (1, n), b"x")
@@ -268,7 +268,7 @@ def test_a_small_frame_goes_out_in_one_record():
 def test_a_peer_that_closes_is_gone_after_all_it_sent_was_read():
     with two() as (sender, receiver):
         send(sender, (1, 0), content(10))
-        sender.tell(Goodbye())
+        sender.tell(Departure())
         sender.write()
         sender.sock.close()
         with pytest.raises(ConnectionError):
@@ -276,4 +276,4 @@ def test_a_peer_that_closes_is_gone_after_all_it_sent_was_read():
         sink = Buffer(10)
         receiver.expect((1, 0), sink)
         assert sink.done
-        assert receiver.notices == [Goodbye()]
+        assert receiver.notices == [Departure()]

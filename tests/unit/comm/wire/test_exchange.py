@@ -1,4 +1,4 @@
-"""Schedules carried out by loops in one process: right sums, the same bits, whatever comes first."""
+"""Schedules carried out by loops in one process: right sums, the same bits in any order of arrival."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ EVERY = [*COLLECTIVES.names(), "ps(servers=2)", "hierarchical(inner=butterfly, r
 
 
 def reduced(wires, collective, inputs, *, op="sum", order=None, **options):
-    """What every worker has in the end."""
+    """Every worker's result."""
     flats = [tensor.clone() for tensor in inputs]
     exchanges = {
         rank: wires.start(rank, flats[rank], collective, op=op, **options)
         for rank in order or range(wires.size)
     }
     for exchange in exchanges.values():
-        exchange.wait()
+        exchange.future.wait()
     return flats
 
 
@@ -84,7 +84,7 @@ def test_any_length_over_tiny_frames_and_buffers_sums_up(
 @pytest.mark.parametrize("collective", EVERY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_are_the_same_on_all_members_and_in_every_run(collective, dtype):
-    """Numbers whose sum depends on the order of adding; workers come in another order each time."""
+    """Numbers whose sum depends on the order of adding; workers begin in another order each time."""
     size = 4
     found = set()
     for seed in range(4):
@@ -108,8 +108,8 @@ def test_zeros_of_either_sign_and_nan_leave_the_same_bits_on_all(op):
             assert one[2:].isnan().all()
 
 
-def test_adds_that_overlap_are_made_in_the_order_listed_whatever_comes_first():
-    """Rank 0 adds three workers' elements; the last listed comes first, in pieces."""
+def test_overlapping_messages_are_added_in_the_listed_order_whatever_arrives_first():
+    """Rank 0 adds three workers' elements; the last listed arrives first, in pieces."""
     step = ScheduleStep(adds=(Move(1, 0, 40), Move(2, 0, 40), Move(3, 0, 40)))
     own = torch.full((40,), 1e8)
     parts = {1: torch.full((40,), 1.0), 2: torch.full((40,), -1e8), 3: torch.full((40,), 3.0)}
@@ -127,7 +127,7 @@ def test_adds_that_overlap_are_made_in_the_order_listed_whatever_comes_first():
         assert torch.equal(flat, expected), order
 
 
-def test_what_is_next_in_the_order_is_added_at_once_and_the_rest_is_kept():
+def test_the_next_message_in_order_is_added_at_once_and_later_ones_are_kept():
     step = ScheduleStep(adds=(Move(1, 0, 8), Move(2, 0, 8)))
     peers = {1: _Peer(), 2: _Peer()}
     flat = torch.zeros(8)
@@ -214,7 +214,7 @@ def test_operations_at_once_submitted_in_another_order_by_each_all_come_right(co
                     )
                 )
         for exchange in exchanges:
-            exchange.wait()
+            exchange.future.wait()
         for n in range(count):
             expected = torch.stack([values(rank, 3000 + n, seed=n) for rank in range(size)]).sum(0)
             for rank in range(size):
@@ -226,11 +226,11 @@ def _carry_out(wires, flats, schedules, number):
     for rank, part in enumerate(parts):
         wires.loops[rank].submit(part)
     for part in parts:
-        part.wait()
+        part.future.wait()
 
 
 class _Peer:
-    """In place of a connection: hands over what the test gives it."""
+    """Replaces a connection: delivers what the test gives it."""
 
     def __init__(self):
         self.sent = []
@@ -254,7 +254,7 @@ class _Peer:
 
 
 class _Early:
-    """A connection on which everything is there before it is expected."""
+    """A connection on which all messages arrive before they are expected."""
 
     def expect(self, key, sink):
         sink.finished()

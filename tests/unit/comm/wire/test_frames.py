@@ -58,7 +58,7 @@ def test_a_header_with_any_bit_flipped_is_refused(bit):
 
 @given(data=st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
 def test_junk_is_no_frame(data):
-    with pytest.raises(Corrupt, match="no frame"):
+    with pytest.raises(Corrupt, match="not a frame"):
         unpack(data)
 
 

@@ -1,4 +1,4 @@
-"""What becomes of operations when a peer dies, leaves, is late or errs, and when this worker leaves."""
+"""How operations end when a peer dies, leaves, is late or errs, and when this worker leaves."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from echelon.comm.schedule.collective import Move, ScheduleStep
-from echelon.comm.wire.operation import Operation
+from echelon.comm.wire.loop import Operation
 from echelon.errors import Corrupt, PeerLost, RoundTimeout, WorkerError
 from wires import Wires, values
 
 
 def failure(exchange):
     with pytest.raises(WorkerError) as caught:
-        exchange.wait()
+        exchange.future.wait()
     return caught.value
 
 
@@ -33,7 +33,7 @@ def wait_until(condition):
 
 @pytest.mark.parametrize("collective", ["ring", "direct", "butterfly", "hierarchical", "ps"])
 def test_a_peer_that_dies_is_named_by_all_survivors_at_once(collective):
-    """Also by those who have nothing to do with it: across the ring, or served by another."""
+    """Also by workers that exchange nothing with it: across the ring, or with another server."""
     with Wires(4) as wires:
         waiting = [wires.start(rank, torch.ones(1000), collective, deadline_s=600) for rank in range(3)]
         wires.kill(3)
@@ -44,7 +44,7 @@ def test_a_peer_that_dies_is_named_by_all_survivors_at_once(collective):
             assert "rank 3 on n3 is gone" in error.message
 
 
-def test_a_peer_that_dies_with_much_under_way_leaves_the_buffers_alone():
+def test_buffers_do_not_change_after_a_peer_dies_with_much_in_flight():
     with Wires(3, buffer_bytes=4096) as wires:
         flats = [torch.ones(2_000_000) for _ in range(3)]
         waiting = [wires.start(rank, flats[rank], "ring", deadline_s=600) for rank in range(3)]
@@ -81,7 +81,7 @@ def _raises(act):
 
 
 @pytest.mark.parametrize("tcp", [True, False])
-def test_workers_that_leave_as_soon_as_they_are_through_harm_nobody(tcp):
+def test_workers_may_leave_as_soon_as_their_part_is_done(tcp):
     for number in range(1, 20):
         with Wires(4, tcp=tcp) as wires:
             flats = [values(rank, 1 + 400 * number) for rank in range(4)]
@@ -91,7 +91,7 @@ def test_workers_that_leave_as_soon_as_they_are_through_harm_nobody(tcp):
             def work(rank, wires=wires, flats=flats, outcomes=outcomes):
                 exchange = wires.start(rank, flats[rank], "ring")
                 try:
-                    exchange.wait()
+                    exchange.future.wait()
                     outcomes[rank] = flats[rank]
                 except WorkerError as error:
                     outcomes[rank] = error
@@ -108,24 +108,24 @@ def test_workers_that_leave_as_soon_as_they_are_through_harm_nobody(tcp):
 
 
 def test_the_last_bytes_of_a_worker_that_leaves_are_delivered():
-    """Also if there is something that it has not read: the kernel would reset the connection."""
+    """Also with unread data, for which the kernel would reset the connection."""
     length = 300_000
     with Wires(2, tcp=True) as wires:
         unread = wires.make(0, torch.ones(100_000), [ScheduleStep(sends=(Move(1, 0, 100_000),))], channel=2)
         wires.loops[0].submit(unread)
-        unread.wait()
+        unread.future.wait()
         last = wires.make(1, values(1, length), [ScheduleStep(sends=(Move(0, 0, length),))])
         wires.loops[1].submit(last)
-        last.wait()
+        last.future.wait()
         wires.loops[1].close()
         flat = torch.zeros(length)
         taken = wires.make(0, flat, [ScheduleStep(takes=(Move(1, 0, length),))])
         wires.loops[0].submit(taken)
-        taken.wait()
+        taken.future.wait()
         assert torch.equal(flat, values(1, length))
 
 
-def test_who_leaves_early_is_named_by_all_others():
+def test_a_worker_that_leaves_early_is_named_by_all_others():
     with Wires(4) as wires:
         waiting = [wires.start(rank, torch.ones(10), "ring", deadline_s=600) for rank in range(3)]
         wires.loops[3].close()
@@ -135,7 +135,7 @@ def test_who_leaves_early_is_named_by_all_others():
             assert "rank 3 on n3 ended while the others were still training" in error.message
 
 
-def test_who_leaves_with_a_reason_is_named_with_it():
+def test_a_worker_that_leaves_with_an_error_is_named_with_it():
     with Wires(4) as wires:
         waiting = [wires.start(rank, torch.ones(10), "ring", deadline_s=600) for rank in range(3)]
         wires.loops[3].close("ValueError: sample 17 is broken")
@@ -145,7 +145,7 @@ def test_who_leaves_with_a_reason_is_named_with_it():
             assert "rank 3 on n3 failed: ValueError: sample 17 is broken" in error.message
 
 
-def test_who_leaves_because_of_another_has_that_one_named():
+def test_a_worker_that_leaves_because_of_another_has_that_one_named():
     with Wires(3) as wires:
         first = wires.start(0, torch.ones(10), deadline_s=600)
         wires.ends[2][0].sock.shutdown(2)  # rank 0 alone sees rank 2 die
@@ -157,11 +157,11 @@ def test_who_leaves_because_of_another_has_that_one_named():
         assert told.message == error.message
 
 
-def test_an_operation_that_no_longer_needs_who_left_goes_on():
+def test_an_operation_that_no_longer_needs_the_leaving_worker_goes_on():
     with Wires(3) as wires:
         early = wires.make(2, values(2, 10), [ScheduleStep(sends=(Move(0, 0, 10),))])
         wires.loops[2].submit(early)
-        early.wait()
+        early.future.wait()
         wires.loops[2].close()
         wait_until(lambda: _raises(wires.loops[0].check))
         flat = torch.zeros(10)
@@ -169,12 +169,12 @@ def test_an_operation_that_no_longer_needs_who_left_goes_on():
         late = wires.make(0, flat, steps)
         wires.loops[0].submit(late)
         wires.loops[1].submit(wires.make(1, values(1, 10), [ScheduleStep(sends=(Move(0, 0, 10),))]))
-        late.wait()
+        late.future.wait()
         assert torch.equal(flat, values(1, 10) + values(2, 10))
 
 
 def test_a_worker_that_lags_behind_does_not_miss_one_that_has_sent_it_all_and_left():
-    """What is still to be taken of it in later steps has come already."""
+    """Its messages for later steps have arrived already."""
     with Wires(3) as wires:
         early = wires.make(
             2, values(2, 10), [ScheduleStep(sends=(Move(0, 0, 4),)), ScheduleStep(sends=(Move(0, 4, 10),))]
@@ -188,18 +188,18 @@ def test_a_worker_that_lags_behind_does_not_miss_one_that_has_sent_it_all_and_le
         late = wires.make(0, flat, steps)
         wires.loops[0].submit(late)
         wires.loops[2].submit(early)
-        early.wait()
+        early.future.wait()
         wires.loops[2].close()
         wait_until(lambda: _raises(wires.loops[0].check))
         wires.loops[1].submit(wires.make(1, values(1, 4), [ScheduleStep(sends=(Move(0, 0, 4),))]))
-        late.wait()
+        late.future.wait()
         assert torch.equal(flat, values(2, 10) + torch.cat([values(1, 4), torch.zeros(6)]))
 
 
 # A peer is late ----------------------------------------------------------------------------------
 
 
-def test_who_is_not_there_at_the_deadline_is_named_by_all_and_told():
+def test_a_missing_worker_is_named_by_all_at_the_deadline_and_told():
     with Wires(4) as wires:
         waiting = [wires.start(rank, torch.ones(10), "ring", deadline_s=1) for rank in range(3)]
         for exchange in waiting:
@@ -213,7 +213,7 @@ def test_who_is_not_there_at_the_deadline_is_named_by_all_and_told():
         assert "did not arrive within 1 s" in late.message
 
 
-def test_who_says_nothing_at_the_deadline_is_named_by_all():
+def test_a_silent_worker_is_named_by_all_at_the_deadline():
     with Wires(4, silent=(1,)) as wires:
         waiting = [wires.start(rank, torch.ones(10), "ring", deadline_s=1) for rank in (0, 2, 3)]
         for exchange in waiting:
@@ -231,12 +231,12 @@ def test_after_a_deadline_the_next_operation_works():
         flats = [values(rank, 100_000) for rank in range(3)]
         expected = torch.stack(flats).sum(0)
         for exchange in [wires.start(rank, flats[rank], number=2) for rank in range(3)]:
-            exchange.wait()
+            exchange.future.wait()
         assert all(torch.equal(flat, expected) for flat in flats)
 
 
-def test_who_waits_for_an_earlier_one_is_not_to_blame():
-    """Rank 0's deadline passes first; rank 1 is in it as well, and is believed."""
+def test_a_worker_that_waits_in_an_earlier_operation_is_not_blamed():
+    """Rank 0's deadline passes first; rank 1 answers that it has begun, too."""
     with Wires(3) as wires:
         second = wires.start(1, torch.ones(10), "ring", deadline_s=600)
         first = wires.start(0, torch.ones(10), "ring", deadline_s=1)
@@ -255,8 +255,8 @@ def test_a_peer_that_sends_junk_is_named_by_all_and_hears_why():
         assert type(errors[1]) is Corrupt
         for error in errors:
             assert error.ranks == (3,)
-            assert "rank 3 on n3 sent bytes that are no frame" in error.message
-        assert "rank 3 on n3 sent bytes that are no frame" in failure(hearing).message
+            assert "rank 3 on n3 sent bytes that are not a frame" in error.message
+        assert "rank 3 on n3 sent bytes that are not a frame" in failure(hearing).message
         assert wires.ends[1][3].refused == 1
 
 
@@ -279,7 +279,7 @@ def test_buffers_of_different_sizes_are_refused_with_the_peer_named():
 # This worker -------------------------------------------------------------------------------------
 
 
-def test_closing_wakes_whoever_waits():
+def test_closing_wakes_waiting_threads():
     with Wires(2) as wires:
         waiting = wires.start(0, torch.ones(4), deadline_s=600)
         threading.Timer(0.05, wires.loops[0].close).start()
@@ -306,7 +306,7 @@ def test_a_mistake_in_the_loop_ends_every_operation_with_that_reason(caplog):
     with Wires(3) as wires:
         mine = wires.start(0, torch.ones(4), "ring", deadline_s=600)
         theirs = wires.start(1, torch.ones(4), "ring", deadline_s=600)
-        odd = Odd(7 << 40 | 1, 600)
+        odd = Odd(7 << 40 | 1, 600, None)
         wires.loops[0].submit(odd)
         for exchange in (mine, odd):
             error = failure(exchange)
@@ -321,7 +321,7 @@ def test_a_mistake_in_the_loop_ends_every_operation_with_that_reason(caplog):
 
 
 def test_a_small_operation_is_not_held_up_by_a_large_one():
-    """Rank 1 floods rank 0 while rank 0 and rank 2 exchange little messages."""
+    """Rank 1 floods rank 0 while rank 0 and rank 2 exchange small messages."""
     length = 32_000_000
     with Wires(3) as wires:
         flood = wires.make(0, torch.zeros(length), [ScheduleStep(takes=(Move(1, 0, length),))], channel=2)
@@ -338,9 +338,9 @@ def test_a_small_operation_is_not_held_up_by_a_large_one():
             for rank, part in zip((0, 2), parts, strict=True):
                 wires.loops[rank].submit(part)
             for part in parts:
-                part.wait()
+                part.future.wait()
         assert not flood.ended
-        flood.wait()
+        flood.future.wait()
 
 
 def _exchange_with(peer):
@@ -354,5 +354,5 @@ def test_a_thousand_operations_submitted_at_once_all_end():
             wires.start(rank, flats[rank][n], number=n + 1) for rank in range(2) for n in range(1000)
         ]
         for exchange in waiting:
-            exchange.wait()
+            exchange.future.wait()
         assert all(bool((flat == 2).all()) for own in flats for flat in own)

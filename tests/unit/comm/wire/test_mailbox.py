@@ -135,7 +135,7 @@ def test_messages_and_reductions_do_not_mix():
             made[0].send(1, Note(number), memoryview(b"y" * 30_000))
             under_way = [wires.start(rank, flats[rank], number=number) for rank in range(2)]
             for exchange in under_way:
-                exchange.wait()
+                exchange.future.wait()
         assert [message.message.number for message in take(made[1], 3)] == [1, 2, 3]
         assert all(bool((flat == 12).all()) for flat in flats)
 

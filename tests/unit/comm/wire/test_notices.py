@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.comm.wire import notices
-from echelon.comm.wire.notices import Answer, GaveUp, Goodbye, Question
+from echelon.comm.wire.notices import Answer, Departure, GaveUp, Question
 from echelon.errors import Corrupt
 
 
 @pytest.mark.parametrize(
     "notice",
     [
-        Goodbye(),
-        Goodbye("ValueError: sample 17", (3,)),
+        Departure(),
+        Departure("ValueError: sample 17", (3,)),
         GaveUp(2**63, (1, 2), "rank 1 on b is gone", late=True),
         Question(5),
-        Answer(5, here=False),
+        Answer(5, begun=False),
     ],
 )
 def test_a_notice_arrives_as_it_was_meant(notice):
@@ -33,7 +33,7 @@ def test_junk_is_refused_in_the_name_of_its_sender(data):
 
 @pytest.mark.parametrize("data", [b"", b"\x80", notices.encode(Question(5))[:-1], b"\x81\xa4type\xa4Asks"])
 def test_a_notice_that_is_cut_or_unknown_is_refused(data):
-    with pytest.raises(Corrupt, match="makes no sense"):
+    with pytest.raises(Corrupt, match="cannot be decoded"):
         notices.decode(data, peer="rank 1")
 
 

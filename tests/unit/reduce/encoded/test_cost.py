@@ -1,4 +1,4 @@
-"""Does a codec pay? By the formulas, on links that are thin, fast, or of both kinds."""
+"""Whether a codec pays, by the formulas, on slow, fast and mixed links."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_alone_nothing_takes_any_time():
         (THIN, dense_seconds(4, 8 * MB / 30, link(WAN)) + 8 * MB * 4e-9),
     ],
 )
-def test_each_way_to_travel_costs_what_its_formula_says(speed, wanted_s):
+def test_each_way_of_combining_costs_what_its_formula_says(speed, wanted_s):
     assert seconds(speed, 4, 8 * MB, link(WAN)) == pytest.approx(wanted_s)
 
 
@@ -63,7 +63,7 @@ def test_each_way_to_travel_costs_what_its_formula_says(speed, wanted_s):
     latency_s=st.floats(0, 0.1),
 )
 @settings(max_examples=25, deadline=None)
-def test_thinner_links_and_longer_messages_never_take_less(workers, size_bytes, rate, latency_s):
+def test_slower_links_and_longer_messages_never_take_less(workers, size_bytes, rate, latency_s):
     for speed in (SPARSE, HALF, THIN):
         now = seconds(speed, workers, size_bytes, link(rate, latency_s))
         assert seconds(speed, workers, size_bytes, link(rate / 2, latency_s)) >= now
@@ -132,7 +132,7 @@ def test_without_candidates_there_is_none():
 
 
 @pytest.mark.parametrize("text", [*AutoCodec().candidates, "power-sgd", "none", "dgc"])
-def test_what_is_measured_is_what_the_codec_does(text):
+def test_the_measured_size_is_that_of_the_codec(text):
     codec = CODECS.build(text)
     speed = cost.measure(codec)
     assert speed.travels == codec.travels

@@ -1,4 +1,4 @@
-"""What codecs remember: by parameter, in pieces, in checkpoints, and for other numbers of workers."""
+"""Codec states: by parameter, in ranges, in checkpoints, and for other numbers of workers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_rounds_are_counted_by_parameter():
 
 
 @pytest.mark.parametrize("codec", ["top-k", "dgc", "dynamic-fixed", "fp16"])
-def test_what_is_saved_is_loaded_and_is_nobody_elses_memory(codec):
+def test_saved_states_are_loaded_and_share_no_memory(codec):
     kept, other = states(codec), states(codec)
     kept.of("weight", 3)
     kept.count("weight")
@@ -89,7 +89,7 @@ def test_a_parameter_that_went_through_rounds_without_a_state_keeps_its_count_on
     assert other.of("weight", 3) == {}
 
 
-def test_what_was_too_large_and_what_is_left_over_is_told():
+def test_saturated_values_and_the_norm_of_residuals_are_counted():
     kept = states("dynamic-fixed")
     kept.of("quiet", 2)
     kept.of("loud", 2)["saturated"] += 5
@@ -101,7 +101,7 @@ def test_what_was_too_large_and_what_is_left_over_is_told():
 
 
 def saved_by(workers, codec="dgc(warmup=2)", lengths=(7, 3000)):
-    """What so many workers have saved, each with other numbers."""
+    """The saved states of so many workers, each with other numbers."""
     out = []
     for rank in range(workers):
         mine = states(codec)
@@ -122,7 +122,7 @@ def total(saved, name, key):
 
 @given(before=st.integers(1, 6), after=st.integers(1, 6))
 @settings(max_examples=40, deadline=None)
-def test_other_numbers_of_workers_owe_together_what_was_owed(before, after):
+def test_other_numbers_of_workers_keep_the_sum_of_residuals(before, after):
     saved = saved_by(before)
     shares = handed_over(saved, after)
     assert len(shares) == after
@@ -147,7 +147,7 @@ def test_a_parameter_that_only_some_workers_know_is_handed_over():
 
 @given(before=st.integers(1, 5), sites=st.integers(2, 4), rails=st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
-def test_rails_owe_together_what_was_owed_and_each_only_what_it_will_send(before, sites, rails):
+def test_rails_keep_the_sum_of_residuals_each_only_for_its_own_ranges(before, sites, rails):
     saved = saved_by(before)
     shares = [for_rail(saved, sites, rails, rail) for _ in range(sites) for rail in range(rails)]
     for name in saved[0]:

@@ -1,4 +1,4 @@
-"""Buckets go from stage to stage in the same order everywhere, whatever is over first."""
+"""Jobs enter each stage in the same order on all workers, whichever exchange is done first."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon.comm.future import CallerFuture, Future
 from echelon.errors import GradientError
 from echelon.reduce.encoded.thread import CodecThread
 
@@ -17,35 +18,16 @@ PATIENCE_S = 90.0
 
 
 class Exchange:
-    """Is over when the test says so."""
+    """A future that is done when the test says so; with `tells` false, one that must be waited for."""
 
-    def __init__(self, job, stage, *, tells=True):
+    def __init__(self, job, stage, *, tells=True, error=None):
         self.key = job, stage
-        self._tells = tells
-        self._over = threading.Event()
-        self._callbacks = []
-        self._door = threading.Lock()
-
-    def done(self):
-        return self._over.is_set()
-
-    def tell(self, callback):
-        with self._door:
-            if self._tells and not self.done():
-                self._callbacks.append(callback)
-                return True
-        if self._tells:
-            callback()
-        return self._tells
-
-    def wait(self):
-        assert self._over.wait(PATIENCE_S)
+        self._error = error
+        self._over = Future()
+        self.future = self._over if tells else CallerFuture(lambda _: self._over.wait(), lambda: False)
 
     def end(self):
-        with self._door:
-            self._over.set()
-        for callback in self._callbacks:
-            callback()
+        self._over.complete(error=self._error)
 
 
 @pytest.fixture
@@ -60,8 +42,8 @@ def steps(job, stages, begun, *, tells=True):
     for stage in range(stages):
         exchange = Exchange(job, stage, tells=tells)
         begun.put(exchange)
-        yield exchange
-        assert exchange.done()
+        yield exchange.future
+        assert exchange.future.done()
 
 
 @given(
@@ -71,22 +53,22 @@ def steps(job, stages, begun, *, tells=True):
 )
 @settings(max_examples=60, deadline=None)
 def test_every_stage_is_entered_in_the_order_of_jobs_whatever_is_over_first(stages, seed, deaf):
-    """Some exchanges cannot tell when they are over: these are waited for."""
+    """Some exchanges accept no callback: the thread waits for these."""
     choice = random.Random(seed)
     thread, begun = CodecThread(), queue.SimpleQueue()
     jobs = [
         thread.submit(steps(number, count, begun, tells=number not in deaf))
         for number, count in enumerate(stages)
     ]
-    entered, under_way = [], []
-    while len(entered) < sum(stages) or under_way:
-        while not under_way or not begun.empty():
-            under_way.append(begun.get(timeout=PATIENCE_S))
-            entered.append(under_way[-1].key)
-        under_way.pop(choice.randrange(len(under_way))).end()
+    entered, in_flight = [], []
+    while len(entered) < sum(stages) or in_flight:
+        while not in_flight or not begun.empty():
+            in_flight.append(begun.get(timeout=PATIENCE_S))
+            entered.append(in_flight[-1].key)
+        in_flight.pop(choice.randrange(len(in_flight))).end()
     for job in jobs:
         job.wait()
-        assert job.ended
+        assert job.done()
     thread.close()
     thread.join(PATIENCE_S)
     for stage in range(max(stages)):
@@ -95,8 +77,8 @@ def test_every_stage_is_entered_in_the_order_of_jobs_whatever_is_over_first(stag
         assert len(order) == sum(count > stage for count in stages)
 
 
-def test_a_job_does_not_pass_one_whose_exchange_is_not_over(thread):
-    """Both are in stage 0; the second's is over, and it may not enter stage 1 before the first."""
+def test_a_job_does_not_pass_one_whose_exchange_is_not_done(thread):
+    """Both are in stage 0; the second is done, and must not enter stage 1 before the first."""
     begun = queue.SimpleQueue()
     first, second = (thread.submit(steps(number, 2, begun)) for number in range(2))
     exchanges = [begun.get(timeout=PATIENCE_S) for _ in range(2)]
@@ -105,8 +87,8 @@ def test_a_job_does_not_pass_one_whose_exchange_is_not_over(thread):
     exchanges[0].end()
     later = [begun.get(timeout=PATIENCE_S) for _ in range(2)]
     assert [exchange.key for exchange in later] == [(0, 1), (1, 1)]
-    assert not first.ended
-    assert not second.ended
+    assert not first.done()
+    assert not second.done()
     for exchange in later:
         exchange.end()
     first.wait()
@@ -114,24 +96,19 @@ def test_a_job_does_not_pass_one_whose_exchange_is_not_over(thread):
 
 
 class Lost(Exception):
-    """What an exchange may end with."""
+    """An error of an exchange."""
 
 
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize("error", [Lost("rank 2"), GradientError("rank 2")])
-def test_an_error_is_told_to_who_waits_and_other_jobs_go_on_only_if_all_workers_have_it(
+def test_an_error_is_raised_to_waiting_threads_and_other_jobs_go_on_only_if_all_workers_have_it(
     thread, tells, error
 ):
-    class Broken(Exchange):
-        def wait(self):
-            super().wait()
-            raise error
-
-    exchange = Broken(0, 0, tells=tells)
+    exchange = Exchange(0, 0, tells=tells, error=error)
 
     def broken():
-        yield exchange
-        exchange.wait()
+        yield exchange.future
+        exchange.future.wait()
 
     begun = queue.SimpleQueue()
     bad, good = thread.submit(broken()), thread.submit(steps(1, 1, begun))

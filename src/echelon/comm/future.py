@@ -1,0 +1,245 @@
+"""A future: the result of an operation that is in flight, or the error that ended it.
+
+Invariant: a thread makes progress for its peers before it blocks. A peer may need this worker's part of a
+sum in shared memory before it can complete what this thread waits for. `Future.wait` is where threads
+block, so it is the only place that must know this.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from echelon.errors import RoundTimeout
+
+T = TypeVar("T")
+S = TypeVar("S")
+_FOREVER = -1.0  # as a lock's timeout
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Timing:
+    """When an operation was in flight, on the performance counter; zeros where the group does not know.
+
+    `begun`: its first bytes could move. `sent`: this worker had handed over its last byte. `ended`: its
+    result was there. `adding_s`: how long this worker computed sums.
+    """
+
+    begun: float = 0.0
+    sent: float = 0.0
+    ended: float = 0.0
+    adding_s: float = 0.0
+
+
+class Waiting(Protocol):
+    """What a thread must know that waits for a future."""
+
+    def progress(self) -> None:
+        """Before blocking: do this worker's part in what peers may wait for."""
+
+    def limit_s(self) -> float | None:
+        """How long to block at most; None if the operation certainly ends by itself."""
+
+    def overdue(self, timeout_s: float | None) -> Exception:
+        """The error after `timeout_s`, which names the awaited workers; None: after `limit_s`."""
+
+
+class Future(Generic[T]):
+    """Completed once, by any thread, with a result or an error."""
+
+    def __init__(self, waiting: Waiting | None = None, timing: Timing | None = None) -> None:
+        self._timing = Timing() if timing is None else timing
+        self._waiting = waiting
+        self._completed = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._gate = threading.Lock()  # open once completed; far cheaper than an Event
+        self._gate.acquire()
+
+    @classmethod
+    def completed(cls, result: T) -> Future[T]:
+        """A future whose result is known already."""
+        future = cls()
+        future.complete(result)
+        return future
+
+    @property
+    def timing(self) -> Timing:
+        """How the operation went, once it is done."""
+        return self._timing
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended it, if any."""
+        return self._error
+
+    def done(self) -> bool:
+        """Whether `wait` returns or raises at once."""
+        return self._completed
+
+    def complete(self, result: T | None = None, error: BaseException | None = None) -> None:
+        """End it with a result or an error; the first call counts. Runs callbacks in this thread."""
+        with self._lock:
+            if self._completed:
+                return
+            self._result, self._error = result, error
+            self._waiting = None  # usually the operation itself, which holds tensors
+            self._completed = True
+            callbacks, self._callbacks = self._callbacks, []
+        self._gate.release()
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:  # noqa: BLE001 - the other callbacks must still run
+                _log.exception("a callback of a future failed")
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Block until it is done; returns the result or raises the error.
+
+        Blocks at most until the group's deadline. With `timeout_s`, at most that long: RoundTimeout then
+        names the awaited workers, and the operation stays in flight.
+        """
+        if not self._completed:
+            waiting = self._waiting
+            if waiting is not None:
+                waiting.progress()
+            if not self._completed:
+                self._block(waiting, timeout_s)
+        if self._error is not None:
+            raise self._error
+        result: T = self._result
+        return result
+
+    def add_done_callback(self, callback: Callable[[], None]) -> bool:
+        """Call back exactly once when it is done, or now if it is. The callback must not block.
+
+        Returns False, and never calls back, if completion depends on the caller's own work; call `wait`
+        instead.
+        """
+        with self._lock:
+            if not self._completed:
+                self._callbacks.append(callback)
+                return True
+        callback()
+        return True
+
+    def then(self, change: Callable[[T], S]) -> Future[S]:
+        """The same operation with a last step on its result, which the first thread that waits runs."""
+        return CallerFuture(
+            lambda timeout_s: change(self.wait(timeout_s)),
+            self.done,
+            lambda: self.timing,
+            self.add_done_callback,
+        )
+
+    @staticmethod
+    def all(futures: Sequence[Future[Any]], result: S) -> Future[S]:
+        """One future of several: done when all are."""
+
+        def wait(timeout_s: float | None) -> S:
+            until = None if timeout_s is None else time.monotonic() + timeout_s
+            for future in futures:
+                future.wait(None if until is None else max(0.0, until - time.monotonic()))
+            return result
+
+        def subscribe(callback: Callable[[], None]) -> bool:
+            left, lock = len(futures), threading.Lock()
+
+            def one_less() -> None:
+                nonlocal left
+                with lock:
+                    left -= 1
+                    last = not left
+                if last:
+                    callback()
+
+            return all(future.add_done_callback(one_less) for future in futures)
+
+        return CallerFuture(
+            wait,
+            lambda: all(future.done() for future in futures),
+            lambda: _joined([future.timing for future in futures]),
+            subscribe,
+        )
+
+    def overdue(self, timeout_s: float | None) -> Exception:
+        """The error for a thread that has waited so long."""
+        if self._waiting is not None:
+            return self._waiting.overdue(timeout_s)
+        return RoundTimeout(f"no result within {timeout_s:g} s", fix="wait longer")
+
+    def _block(self, waiting: Waiting | None, timeout_s: float | None) -> None:
+        limit_s = None if waiting is None else waiting.limit_s()
+        if limit_s is not None and (timeout_s is None or limit_s < timeout_s):
+            blocked_s, reported_s = limit_s, None
+        else:
+            blocked_s, reported_s = _FOREVER if timeout_s is None else timeout_s, timeout_s
+        if self._gate.acquire(timeout=blocked_s):
+            self._gate.release()
+        elif not self._completed:
+            raise self.overdue(reported_s)
+
+
+class CallerFuture(Future[T]):
+    """A future that the thread that waits for it completes, by its own work.
+
+    `work` gets the timeout of `wait`, which it ignores if it cannot stop halfway. `ready`: whether it would
+    return or raise at once. `subscribe`: adds a callback for that, if another thread completes it.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[float | None], T],
+        ready: Callable[[], bool],
+        timing: Callable[[], Timing] = Timing,
+        subscribe: Callable[[Callable[[], None]], bool] | None = None,
+    ) -> None:
+        super().__init__(timing=_UNKNOWN)
+        self._work = work
+        self._ready = ready
+        self._get_timing = timing
+        self._subscribe = subscribe
+
+    @property
+    def timing(self) -> Timing:
+        """That of the work."""
+        return self._get_timing()
+
+    def done(self) -> bool:
+        """Whether the work is done, or takes no time."""
+        return self._completed or self._ready()
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Do the work. If it raises, the next call raises again."""
+        if not self._completed:
+            self.complete(self._work(timeout_s))
+        return super().wait()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> bool:
+        """Call back once if it is done, or if others complete what the work waits for; else False."""
+        if self._subscribe is not None:
+            return self._subscribe(callback)
+        over = self.done()
+        if over:
+            callback()
+        return over
+
+
+_UNKNOWN = Timing()
+
+
+def _joined(parts: Sequence[Timing]) -> Timing:
+    """The timing of several parts of one operation."""
+    return Timing(
+        begun=min(part.begun for part in parts),
+        sent=max(part.sent for part in parts),
+        ended=max(part.ended for part in parts),
+        adding_s=sum(part.adding_s for part in parts),
+    )
