@@ -30,7 +30,7 @@ from echelon.comm.future import Future, Timing
 from echelon.comm.wire import blame
 from echelon.comm.wire.connection import Connection
 from echelon.comm.wire.liveness import LivenessCheck
-from echelon.comm.wire.notices import Answer, Departure, GaveUp, Notice, Question, shortened
+from echelon.comm.wire.notices import Answer, GaveUp, LeaveNotice, Notice, Question, shortened
 from echelon.errors import Corrupt, PeerLost, RoundTimeout, StaleView, WorkerError
 
 CHANNEL_BITS = 40  # a tag is a channel, shifted by so many bits, plus a number in order of submission
@@ -119,7 +119,7 @@ class Loop:
         self._mine = set(names) - set(connections)
         self._live = dict(connections)
         self._broken: dict[int, Exception] = {}
-        self._departures: dict[int, Departure] = {}
+        self._departures: dict[int, LeaveNotice] = {}
         self._lost: dict[int, WorkerError] = {}
         self._dead: WorkerError | None = None  # a peer died or failed: no operation can work
         self._loss: WorkerError | None = None
@@ -337,14 +337,14 @@ class Loop:
             if not operation.ended and (self._dead or operation.needs(rank)):
                 self._end(operation, self._dead or error)
         if error is cause:  # the peer lives, and should learn why it is disconnected
-            connection.tell(Departure(shortened(error.message), (rank,)))
+            connection.tell(LeaveNotice(shortened(error.message), (rank,)))
             with contextlib.suppress(OSError):
                 connection.write()
         self._poll.unregister(connection.sock.fileno())
         self._by_fd.pop(connection.sock.fileno(), None)
         connection.sock.close()
 
-    def _left(self, rank: int, departure: Departure) -> WorkerError:
+    def _left(self, rank: int, departure: LeaveNotice) -> WorkerError:
         if departure.blamed and not self._mine & set(departure.blamed):
             return PeerLost(departure.cause, ranks=departure.blamed, where=self.me, fix=_SEE_LOG)
         if departure.cause:
@@ -360,7 +360,7 @@ class Loop:
 
     def _hear(self, rank: int, notice: Notice) -> None:
         match notice:
-            case Departure():
+            case LeaveNotice():
                 self._departures[rank] = notice
             case GaveUp():
                 self._hear_given_up(rank, notice)
@@ -431,9 +431,9 @@ class Loop:
                 connection.forget(tag)
         reason = next((one for one in self._reasons if one.message in self._cause), None)
         if reason is None:
-            self._tell(Departure(shortened(self._cause)))
+            self._tell(LeaveNotice(shortened(self._cause)))
         else:
-            self._tell(Departure(shortened(reason.message), reason.ranks))
+            self._tell(LeaveNotice(shortened(reason.message), reason.ranks))
 
     def _linger(self) -> None:
         """Wait for acknowledgements: closing at once may reset a connection and lose data in flight."""

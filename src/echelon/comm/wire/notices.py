@@ -12,7 +12,7 @@ from echelon.errors import Corrupt
 _MOST_TEXT = 2000
 
 
-class Departure(msgspec.Struct, frozen=True, tag=True):
+class LeaveNotice(msgspec.Struct, frozen=True, tag=True):
     """The sender leaves. `cause` is its error, if any; `blamed`: the workers whose loss is the cause."""
 
     cause: str = ""
@@ -41,7 +41,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     begun: bool
 
 
-Notice = Departure | GaveUp | Question | Answer
+Notice = LeaveNotice | GaveUp | Question | Answer
 
 _decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 

@@ -24,7 +24,7 @@ from echelon.comm.wire.all_to_all import (
 from echelon.comm.wire.connection import Sink
 from echelon.comm.wire.frames import HEADER_BYTES, checksum
 from echelon.comm.wire.loop import CHANNEL_BITS
-from echelon.comm.wire.notices import Departure
+from echelon.comm.wire.notices import LeaveNotice
 from echelon.errors import Corrupt, PeerLost, RoundTimeout, WorkerError
 from wires import Wires, values
 
@@ -139,7 +139,7 @@ class Hand:
 
     def leave(self):
         """In peace."""
-        self.connection.tell(Departure(""))
+        self.connection.tell(LeaveNotice(""))
         self.connection.write()
         self.connection.sock.shutdown(socket.SHUT_WR)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from echelon.comm.wire import frames, notices
 from echelon.comm.wire.connection import Connection, Sink
 from echelon.comm.wire.frames import HEADER_BYTES, NOTICES, Header
-from echelon.comm.wire.notices import Departure, Question
+from echelon.comm.wire.notices import LeaveNotice, Question
 from echelon.errors import Corrupt, StaleView
 
 VIEW = bytes(range(16))
@@ -165,7 +165,7 @@ def test_notices_overtake_everything_and_are_no_payload():
         send(sender, (1, 0), content(50_000), priority=-1000)
         sender.write()
         sender.tell(Question(9))
-        sender.tell(Departure("done"))
+        sender.tell(LeaveNotice("done"))
         sink = Buffer(50_000)
         receiver.expect((1, 0), sink)
         while not receiver.notices:
@@ -173,7 +173,7 @@ def test_notices_overtake_everything_and_are_no_payload():
             receiver.read()
         assert not sink.done
         pump(sender, receiver)
-        assert receiver.notices == [Question(9), Departure("done")]
+        assert receiver.notices == [Question(9), LeaveNotice("done")]
         assert bytes(sink.memory) == content(50_000)
 
 
@@ -379,7 +379,7 @@ def test_a_notice_that_makes_no_sense_is_refused(payload):
 def test_a_peer_that_closes_is_gone_after_all_it_sent_was_read():
     with two() as (sender, receiver):
         send(sender, (1, 0), content(10))
-        sender.tell(Departure())
+        sender.tell(LeaveNotice())
         sender.write()
         sender.sock.close()
         with pytest.raises(ConnectionError):
@@ -387,7 +387,7 @@ def test_a_peer_that_closes_is_gone_after_all_it_sent_was_read():
         sink = Buffer(10)
         receiver.expect((1, 0), sink)
         assert sink.done
-        assert receiver.notices == [Departure()]
+        assert receiver.notices == [LeaveNotice()]
 
 
 # Operations that were given up -------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from echelon.comm.meet.tls import Certificates
 from echelon.comm.wire.connection import Connection, Sink
 from echelon.comm.wire.frames import HEADER_BYTES
-from echelon.comm.wire.notices import Departure, Question
+from echelon.comm.wire.notices import LeaveNotice, Question
 from echelon.errors import Corrupt
 
 VIEW = bytes(range(16))
@@ -268,7 +268,7 @@ def test_a_small_frame_goes_out_in_one_record():
 def test_a_peer_that_closes_is_gone_after_all_it_sent_was_read():
     with two() as (sender, receiver):
         send(sender, (1, 0), content(10))
-        sender.tell(Departure())
+        sender.tell(LeaveNotice())
         sender.write()
         sender.sock.close()
         with pytest.raises(ConnectionError):
@@ -276,4 +276,4 @@ def test_a_peer_that_closes_is_gone_after_all_it_sent_was_read():
         sink = Buffer(10)
         receiver.expect((1, 0), sink)
         assert sink.done
-        assert receiver.notices == [Departure()]
+        assert receiver.notices == [LeaveNotice()]

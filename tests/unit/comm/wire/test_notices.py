@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.comm.wire import notices
-from echelon.comm.wire.notices import Answer, Departure, GaveUp, Question
+from echelon.comm.wire.notices import Answer, GaveUp, LeaveNotice, Question
 from echelon.errors import Corrupt
 
 
 @pytest.mark.parametrize(
     "notice",
     [
-        Departure(),
-        Departure("ValueError: sample 17", (3,)),
+        LeaveNotice(),
+        LeaveNotice("ValueError: sample 17", (3,)),
         GaveUp(2**63, (1, 2), "rank 1 on b is gone", late=True),
         Question(5),
         Answer(5, begun=False),

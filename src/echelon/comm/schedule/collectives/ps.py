@@ -32,7 +32,7 @@ def served(rank: int, workers: int, servers: int, length: int) -> Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterServer(Scattering):
+class PsCollective(Scattering):
     """The first workers are servers that each sum a shard; two steps, few connections."""
 
     name: ClassVar[str] = "ps"
