@@ -132,12 +132,14 @@ class Future(Generic[T]):
 
     def then(self, change: Callable[[T], S]) -> Future[S]:
         """The same operation with a last step on its result, which the first thread that waits runs."""
-        return CallerFuture(
+        changed = CallerFuture(
             lambda timeout_s: change(self.wait(timeout_s)),
             self.done,
             lambda: self.timing,
             self.add_done_callback,
         )
+        changed._waiting = self._waiting
+        return changed
 
     @staticmethod
     def all(futures: Sequence[Future[Any]], result: S) -> Future[S]:
@@ -171,9 +173,10 @@ class Future(Generic[T]):
 
     def overdue(self, timeout_s: float | None) -> Exception:
         """The error for a thread that has waited so long."""
-        if self._waiting is not None:
-            return self._waiting.overdue(timeout_s)
-        return RoundTimeout(f"no result within {timeout_s:g} s", fix="wait longer")
+        waiting = self._waiting
+        if waiting is not None:
+            return waiting.overdue(timeout_s)
+        return RoundTimeout(f"no result within {timeout_s or 0.0:g} s", fix="wait longer")
 
     def _block(self, waiting: Waiting | None, timeout_s: float | None) -> None:
         limit_s = None if waiting is None else waiting.limit_s()
@@ -184,7 +187,7 @@ class Future(Generic[T]):
         if self._gate.acquire(timeout=blocked_s):
             self._gate.release()
         elif not self._completed:
-            raise self.overdue(reported_s)
+            raise self.overdue(reported_s) if waiting is None else waiting.overdue(reported_s)
 
 
 class CallerFuture(Future[T]):

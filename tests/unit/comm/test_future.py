@@ -100,6 +100,7 @@ def test_a_wait_is_bounded_by_the_deadline_and_the_timeout_and_names_the_awaited
         assert caught.value.ranks == (3,)
         assert caught.value.message.endswith(f" {reported}") or pending is not future
         assert not pending.done()
+    assert future.then(abs).overdue(1.0).ranks == (3,)
     future.complete(-4)
     assert future.then(abs).wait(timeout_s) == 4
 
