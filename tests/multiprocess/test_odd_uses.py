@@ -58,7 +58,7 @@ def one_reads(overlap):
         return weights(model)
 
 
-def test_one_worker_may_read_a_late_parameter_before_all_meet(warm_pool):
+def test_one_worker_may_read_a_deferred_parameter_before_the_others(warm_pool):
     assert_all_same(warm_pool.run(WORKERS, one_reads, "step"))
 
 
@@ -76,7 +76,7 @@ def other_order():
         return weights(model)
 
 
-def test_late_factors_land_right_in_whatever_order_they_are_used(warm_pool):
+def test_deferred_factors_arrive_right_in_whatever_order_they_are_used(warm_pool):
     assert_all_same(warm_pool.run(WORKERS, other_order))
 
 
@@ -225,7 +225,7 @@ def used_while_late(what):
 
 
 @pytest.mark.parametrize("what", ["pickle", "inference"])
-def test_a_late_model_can_be_pickled_and_used_in_inference_mode(warm_pool, what):
+def test_a_deferred_model_can_be_pickled_and_used_in_inference_mode(warm_pool, what):
     assert_all_same(warm_pool.run(WORKERS, used_while_late, what))
 
 
@@ -244,7 +244,7 @@ def scripted(overlap):
         return weights(model)
 
 
-def test_a_scripted_model_gives_the_same_when_late_or_is_refused(warm_pool):
+def test_a_scripted_model_gives_the_same_when_deferred_or_is_refused(warm_pool):
     late, prompt = (warm_pool.run(WORKERS, scripted, overlap) for overlap in ("step", "backward"))
     if late[0] is not None:
         assert_all_same([late[0], prompt[0]])
@@ -306,7 +306,7 @@ def closed_while_late():
     return [type(p) is nn.Parameter for p in model.parameters()], assert_all_same([before, weights(model)])
 
 
-def test_a_model_is_torchs_own_when_a_session_ends_for_a_reason_while_it_is_late(warm_pool):
+def test_a_model_is_torchs_own_when_a_session_fails_while_it_is_deferred(warm_pool):
     assert warm_pool.run(WORKERS, closed_while_late) == [([True, True], None)] * WORKERS
 
 

@@ -87,7 +87,6 @@ def join(
     The default of a choice is how the run was started. A wrong value raises ConfigError at once. Example:
 
         session = echelon.join(seed=1)
-        model, optimizer, loader = session.prepare(model, optimizer, loader)
     """
     choices = {
         "seed": seed,
