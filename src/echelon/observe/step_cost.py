@@ -105,7 +105,7 @@ def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tu
 
 
 def _fixed_samples(lines: Sequence[tuple[float, float]]) -> float | None:
-    """The fixed cost as a number of samples; None if it cannot be told."""
+    """The fixed cost as a number of samples; None if unknown."""
     slope = sum(slope for _, slope in lines)
     if slope <= 0:
         return None

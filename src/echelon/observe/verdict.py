@@ -9,6 +9,7 @@ Everything comes from the summary. The advice on shares follows the measured cos
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median
 
 from echelon.config.units import show_bytes, show_seconds
@@ -273,21 +274,25 @@ def _better_shares(worst: WorkerSummary, summary: Summary) -> str:
     return (
         f"{shares} would cut the slowest worker's compute time from {show_seconds(now_s)} to about "
         f"{show_seconds(then_s)} a step ({_percent(now_s - then_s, now_s)} less)."
-        f"{_why_late(cost, worst)}"
+        f"{_why_late(worst, fitting, summary)}"
     )
 
 
-def _why_late(cost: StepCost, worst: WorkerSummary) -> str:
-    """What makes a worker late besides its speed."""
+def _why_late(worst: WorkerSummary, fitting: Mapping[int, int], summary: Summary) -> str:
+    """What makes workers late besides their speed."""
     text = ""
-    if cost.fixed_known and cost.fixed_s > _MENTIONED * cost.usual_s:
+    slowest = max(summary.costs, key=lambda cost: cost.fixed_s)
+    matters = slowest.fixed_known and slowest.fixed_s > _MENTIONED * slowest.usual_s
+    if matters and fitting[slowest.rank] < round(slowest.share):
         text += (
-            f" {show_seconds(cost.fixed_s)} of a step on {worker_name(worst)} are a fixed cost that does "
-            "not shrink with its share, so shares in proportion to speed leave it late."
+            f" {show_seconds(slowest.fixed_s)} of a step on {_rank_name(slowest.rank, summary)} are a "
+            "fixed cost that does not shrink with its share, so shares in proportion to speed leave "
+            "it late."
         )
     if worst.delay_s > _MENTIONED * worst.compute_s:
         text += (
-            f" {show_seconds(worst.delay_s)} of its compute time was artificial delay (--speed or --delay)."
+            f" {show_seconds(worst.delay_s)} of {worker_name(worst)}'s compute time was artificial delay "
+            "(--speed or --delay)."
         )
     return text
 

@@ -30,10 +30,10 @@ class Mismatch:
     now: Decided | None
 
     def __str__(self) -> str:
-        told = f"{self.arrival.kind} of worker {self.arrival.worker}, step {self.arrival.step}"
+        what = f"{self.arrival.kind} of worker {self.arrival.worker}, step {self.arrival.step}"
         if self.arrival.step < 0:
-            told = self.arrival.kind
-        return f"arrival {self.index} ({told}): recorded {_words(self.recorded)}, now {_words(self.now)}"
+            what = self.arrival.kind
+        return f"arrival {self.index} ({what}): recorded {_words(self.recorded)}, now {_words(self.now)}"
 
 
 def replay(events: Iterable[AnyEvent], policy: ServePolicy, cluster: ClusterInfo) -> Mismatch | None:

@@ -85,16 +85,16 @@ def run_policy(
 
 def runner_of(policy: Policy, virtual: VirtualCluster) -> Runner:
     """The runner of this policy's family."""
-    stage: VirtualWorkers = virtual
+    workers: VirtualWorkers = virtual
     if isinstance(policy, Levels):
         inside, between = policy.inside, policy.between
         if isinstance(inside, MixPolicy) and isinstance(between, MixPolicy):
             return LevelsRunner(inside, between, virtual)
-        policy, stage = between, VirtualGroups(virtual)
+        policy, workers = between, VirtualGroups(virtual)
     if isinstance(policy, ServePolicy):
-        return ServeRunner(policy, stage)
+        return ServeRunner(policy, workers)
     if isinstance(policy, MixPolicy):
-        return MixRunner(policy, stage)
+        return MixRunner(policy, workers)
     if policy.family == "reduce":
         return ReduceRunner(virtual)
     if policy.family == "share":

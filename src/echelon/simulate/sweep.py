@@ -233,7 +233,7 @@ def _receive(connection: Connection, process: multiprocessing.process.BaseProces
     return message
 
 
-def _work(connection: Connection, setting: Setting, tells: bool) -> None:
+def _work(connection: Connection, setting: Setting, reports: bool) -> None:
     """The main function of a process: runs one task after the other."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -247,7 +247,7 @@ def _work(connection: Connection, setting: Setting, tells: bool) -> None:
             problem: Problem | None = None
             while (task := connection.recv()) is not None:
                 problem = problem or Problem(setting)
-                connection.send((task.number, _make(setting, problem, task, progress if tells else None)))
+                connection.send((task.number, _make(setting, problem, task, progress if reports else None)))
         except EchelonError as error:
             connection.send(error)
 

@@ -116,7 +116,7 @@ def test_all_codecs_train_when_none_is_named(echelon):
         (["--codecs", "top-k(rato=0.1)"], "--codecs", "did you mean 'ratio'?"),
         (["--codecs", "fp16;;top-k"], "--codecs", "with ; between them"),
         (["--codecs", "fp16; fp16"], "--codecs", "fp16 is given twice"),
-        (["--codecs", "auto"], "--codecs", "stands for other codecs"),
+        (["--codecs", "auto"], "--codecs", "only chooses another codec"),
         (["--model", "lenett"], "--model", "did you mean 'lenet'?"),
         (["--data", "digit"], "--data", "did you mean 'digits'?"),
         (["--workers", "1"], "--workers", "at least 2"),

@@ -47,7 +47,7 @@ def test_tells_the_profile_the_figures_and_what_they_show(called):
     )
     assert ended.code == 0, ended.err
     assert "a gradient: 10.0 ms (given)" in ended.out
-    assert "the server: queue 500 µs, apply 1.0 ms, hand 1.0 ms (given)" in ended.out
+    assert "the server: push 500 µs, update 1.0 ms, pull 1.0 ms (given)" in ended.out
     assert "a link:     125.0 MB/s, 100 µs of latency (assumed)" in ended.out
     for word in ("test accuracy %", "test loss", "train loss", "at the end", "difference", "±"):
         assert word in ended.out
@@ -254,14 +254,14 @@ def test_a_run_without_a_servers_record_cannot_be_replayed(echelon):
     _record("async", lambda events: [])
     ended = echelon("simulate", "--replay", "latest")
     assert ended.code == 2
-    assert "has no record of a server's decisions" in ended.err
+    assert "has no recorded decisions of a server" in ended.err
 
 
 def test_a_policy_without_a_server_cannot_be_replayed(echelon):
     _record("full")
     ended = echelon("simulate", "--replay", "latest")
     assert ended.code == 2
-    assert "sync full is not decided by a server" in ended.err
+    assert "sync full uses no parameter server" in ended.err
 
 
 def test_options_of_a_simulation_are_not_for_a_replay(echelon):

@@ -1,4 +1,4 @@
-"""Runs that never happened, event by event, as four unequal machines would have left them."""
+"""Made-up runs as lists of events, like those of four unequal machines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BEGIN = 1_700_000_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the imagined run is like; speeds are samples per second of compute."""
+    """A made-up run; speeds are samples per second of compute."""
 
     speeds: Sequence[float] = (1600.0, 800.0, 800.0, 400.0)
     shares: Sequence[int] = (16, 16, 16, 16)
@@ -154,7 +154,7 @@ def imagine(plan: Plan | None = None) -> list[AnyEvent]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedPlan:
-    """A run with a server that makes an update of `need` gradients; with `rounds` it drops stale ones."""
+    """A run with a server that updates from `need` gradients; with `rounds` it drops stale ones."""
 
     step_s: Sequence[float] = (0.01, 0.011, 0.012, 0.06)
     need: int = 3
@@ -281,7 +281,7 @@ def _checked(now: float, epoch: int, step: int) -> list[AnyEvent]:
 
 
 def write_events(folder: RunFolder, events: Sequence[AnyEvent], *, torn: bool = False) -> None:
-    """Put events where workers would have; `torn` leaves half a line at the end of rank 0's file."""
+    """Write events to the workers' files; `torn` adds half a line to rank 0's file."""
     for event in events:
         with folder.events_of(event.rank).open("ab") as file:
             file.write(encode(event) + b"\n")

@@ -1,4 +1,4 @@
-"""Events are one line each; what cannot be read is passed over, never an error."""
+"""Events are one line each; unreadable lines are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was hidden and what limits a step: by the definitions, on steps that are made up."""
+"""Hidden communication and the limit of a step, by the definitions."""
 
 from __future__ import annotations
 

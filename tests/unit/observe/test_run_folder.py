@@ -1,4 +1,4 @@
-"""A run's folder is new, has its places, and is found again."""
+"""A run's folder is new, has fixed paths, and can be found again."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ PAIRS = ((0, 1), (2, 3))
 
 @pytest.fixture
 def grouped(imagined_served, a_served_plan):
-    """Events of pairs of workers of which the second is slow; the server knows pairs by their numbers."""
+    """Events of two pairs of workers, the second pair slow; the server records the pairs' numbers."""
 
     def made(need=1, sync="levels(full, backup(1))", groups=PAIRS):
         events = []
@@ -313,7 +313,7 @@ def test_the_verdict_names_the_slow_groups_first_rank_and_counts_groups(grouped)
 def test_the_waiting_share_is_relative_to_the_time_of_pushing_ranks(
     grouped, imagined_served, a_served_plan
 ):
-    """A group's other members wait too, unseen by the server; they must not halve the share."""
+    """Members that do not push wait too, but must not count in the share."""
     plan = a_served_plan(step_s=(0.01, 0.06), need=2, sync="levels(full, percentage(1.0))")
     held = [
         verdict(summary).partition("made workers wait for ")[2].partition(" %")[0]

@@ -16,7 +16,7 @@ from echelon.observe.trace import chrome_trace, write_trace
 
 
 def _check_structure(trace) -> None:
-    """What any reader of the format relies on."""
+    """What every reader of the format requires."""
     json.loads(json.dumps(trace, allow_nan=False))
     lanes = defaultdict(list)
     named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
@@ -57,7 +57,7 @@ def _check_structure(trace) -> None:
 
 
 def _check_nested(spans) -> None:
-    """Slices of one row lie beside each other or within each other, never across."""
+    """Slices of one row are disjoint or nested."""
     over = []
     for begin, end in spans:
         while over and over[-1] <= begin:

@@ -23,7 +23,8 @@ def test_injected_delay_is_mentioned_as_such(imagined):
         else e
         for e in imagined()
     ]
-    assert " of its compute time was artificial delay (--speed or --delay)." in verdict(summarise(events))
+    delay = " of rank 3 (node-d)'s compute time was artificial delay (--speed or --delay)."
+    assert delay in verdict(summarise(events))
 
 
 def test_several_slow_workers_are_named_and_other_shares_recommended(imagined, a_plan):
@@ -141,3 +142,11 @@ def test_fitting_shares_keep_the_batch_and_follow_speed(imagined):
     assert sum(fitting.values()) == pytest.approx(64)
     assert fitting[0] > 1.7 * fitting[1]
     assert fitting[1] > 1.7 * fitting[3]
+
+
+def test_a_fixed_cost_is_not_named_if_the_slowest_worker_should_take_more(imagined):
+    events = _with_fixed_cost(imagined(), 0.006, (1.0, 0.5, 0.5, 0.25), (48, 6, 6, 3), (20, 3, 3, 1))
+    text = verdict(summarise(events))
+    assert text.startswith("Rank 0 (node-a) arrived last")
+    assert "--shares 33,13,13,4 (now 48,6,6,3)" in text
+    assert "fixed cost" not in text
