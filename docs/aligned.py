@@ -1,7 +1,7 @@
 """For the site: lists in docstrings whose columns are aligned by spaces become Markdown lists.
 
-    name  what the run's folder is called      becomes      - `name`: what the run's folder is called
-    seed  fixes the order of the data                       - `seed`: fixes the order of the data
+name  what the run's folder is called      becomes      - `name`: what the run's folder is called
+seed  fixes the order of the data                       - `seed`: fixes the order of the data
 """
 
 from __future__ import annotations
