@@ -48,7 +48,7 @@ def test_tells_the_profile_the_figures_and_what_they_show(called):
     assert ended.code == 0, ended.err
     assert "a gradient: 10.0 ms (given)" in ended.out
     assert "the server: push 500 µs, update 1.0 ms, pull 1.0 ms (given)" in ended.out
-    assert "a link:     125.0 MB/s, 100 µs of latency (assumed)" in ended.out
+    assert "a link:     125.0 MB/s, latency 100 µs (assumed)" in ended.out
     for word in ("test accuracy %", "test loss", "train loss", "at the end", "difference", "±"):
         assert word in ended.out
     for word in ("gradients", "applied", "dropped", "updates", "staleness", "waiting", "to 1 %"):
