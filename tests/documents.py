@@ -130,8 +130,7 @@ def _masked(text: str) -> str:
         r"(?<!accuracy )(?<![\d.,])\d[\d,.]* (?=(?:s|ms|µs|samples/s|%|times)(?!\w))", f"{_ANY} ", text
     )
     text = re.sub(rf"{_ANY} (?:s|ms|µs)(?!\w)", f"{_ANY} s", text)
-    text = re.sub(r"(?<=--shares )\d[\d,]*(?= \(now)", _ANY, text)
-    return text
+    return re.sub(r"(?<=--shares )\d[\d,]*(?= \(now)", _ANY, text)
 
 
 def _without_times(text: str) -> str:
