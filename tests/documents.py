@@ -115,22 +115,22 @@ def console(document: Path) -> Iterator[Block | Command]:
 
 def fits(expected: str, printed: str) -> bool:
     """Whether a command printed what its document shows."""
-    pattern = re.escape(_masked(expected)).replace(re.escape(_ANY), ".*?")
-    pattern = re.sub(r"(?:\\ |\\\n)+", " ", pattern)
+    pattern = re.sub(r"(?:\\ |\\\n)+", " ", re.escape(_masked(expected)))
+    # Between two lines `...` may also stand for nothing.
+    pattern = pattern.replace(f" {re.escape(_ANY)} ", "(?: .*?)? ").replace(re.escape(_ANY), ".*?")
     return re.fullmatch(rf" ?{pattern} ?", _masked(printed), re.S) is not None
 
 
 def _masked(text: str) -> str:
     """One line, in which all that may differ from run to run is a placeholder."""
-    text = _without_times(text)
+    text = re.sub(r"\s+", " ", _without_times(text).replace("...", _ANY))
     text = re.sub(r"\d{8}-\d{6}", _ANY, text)
     text = re.sub(r"(?<=[Rr]ank \d )\([^)]*\)", _ANY, text)
     text = re.sub(
         r"(?<!accuracy )(?<![\d.,])\d[\d,.]* (?=(?:s|ms|µs|samples/s|%|times)(?!\w))", f"{_ANY} ", text
     )
     text = re.sub(rf"{_ANY} (?:s|ms|µs)(?!\w)", f"{_ANY} s", text)
-    text = re.sub(r"(?<=--shares )\d[\d,]*(?= \(now)", _ANY, text)
-    return re.sub(r"\s+", " ", text.replace("...", _ANY))
+    return re.sub(r"(?<=--shares )\d[\d,]*(?= \(now)", _ANY, text)
 
 
 def _without_times(text: str) -> str:
@@ -146,7 +146,7 @@ def _without_times(text: str) -> str:
                 for (name, end), start in zip(ends, starts, strict=False)
                 if name not in ("rank", "share", "sent")
             ]
-        elif not line.strip():
+        elif line.strip() in ("", "..."):
             widths = []
         elif widths and "─" not in line:
             for start, end in widths:

@@ -88,6 +88,7 @@ def test_tutorial_prints_what_it_shows(shell, name):
         ("record: runs/20261115-205543-demo", "record: runs/20261116-000000-other", False),
         ("a\n...\nz", "a\nb\nc\nz", True),
         ("a\n...\nz", "a\nb\nc", False),
+        ("a\n...\nz", "a\nz", True),
         (
             "Rank 1 (vm) arrived last in 77 % of rounds",
             "Rank 1 (node-7) arrived\nlast in 8 % of rounds",
