@@ -131,12 +131,14 @@ def test_no_message_in_time_is_no_error():
 def test_a_peer_that_dies_is_named_to_whoever_waits():
     with Wires(3) as wires:
         made = posts(wires)
-        threading.Timer(0.05, wires.kill, (2,)).start()
+        killing = threading.Timer(0.05, wires.kill, (2,))
+        killing.start()
         for mailbox in made[:2]:
             error = failure(mailbox)
             assert type(error) is PeerLost
             assert error.ranks == (2,)
             assert "rank 2 on n2" in error.message
+        killing.join()
 
 
 def test_what_a_peer_sent_before_it_died_is_received_first():
