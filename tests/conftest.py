@@ -30,12 +30,10 @@ settings.register_profile("any load", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any load")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """One thread for each of several processes: more would spin while they wait for each other."""
-    if hasattr(config, "workerinput"):
-        import torch
-
-        torch.set_num_threads(1)
+def pytest_collection_finish() -> None:
+    """One thread, as workers have: on a busy machine more would spin while they wait for each other."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.hookimpl(optionalhook=True)
