@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Test modules are imported by file, so their folder is not on the path; `warm` and `leaks` live there.
 if str(Path(__file__).parent) not in sys.path:
@@ -23,6 +24,16 @@ _machine_before = pytest.StashKey[Snapshot]()
 # A shell that starts pytest in the background has it ignore Ctrl-C, and all programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What hypothesis would complain about depends on the machine's load.
+settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any load")
+
+
+def pytest_collection_finish() -> None:
+    """One thread, as workers have: on a busy machine more would spin while they wait for each other."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.hookimpl(optionalhook=True)

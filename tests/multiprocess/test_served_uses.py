@@ -200,7 +200,7 @@ def gradients_of_groups(steps):
             model(session.rank + 1.0).backward()
             seen.append(float(model.weight.grad))
             optimizer.step()
-        session.rest()
+        session.pause()
         return seen
 
 
@@ -328,7 +328,7 @@ def leader_alone(saves, momentum):
                 session.save("saved")
                 seen.append(float(model.weight.detach()))
         session.barrier()  # so that all steps come before the merge
-        session.rest()
+        session.pause()
         return seen
 
 
@@ -484,7 +484,7 @@ def hooked():
             optimizer.zero_grad()
             model(1.0).backward()
             optimizer.step()
-        session.rest()
+        session.pause()
         return calls
 
 

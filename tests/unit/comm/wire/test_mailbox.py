@@ -160,12 +160,14 @@ def test_receive_returns_none_if_no_message_comes_in_time():
 def test_a_peer_that_dies_is_named_to_the_waiting_receivers():
     with Wires(3) as wires:
         made = mailboxes(wires)
-        threading.Timer(0.05, wires.kill, (2,)).start()
+        killing = threading.Timer(0.05, wires.kill, (2,))
+        killing.start()
         for mailbox in made[:2]:
             error = failure(mailbox)
             assert type(error) is PeerLost
             assert error.ranks == (2,)
             assert "rank 2 on n2" in error.message
+        killing.join()
 
 
 def test_messages_sent_before_a_death_are_received_first():
