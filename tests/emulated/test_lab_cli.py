@@ -75,7 +75,7 @@ def test_a_lab_goes_up_is_shown_and_goes_down(lab_file: Path) -> None:
     assert "is not up" in type_in("down", lab_file).stdout
     missing = error_of(type_in("status", lab_file))
     assert isinstance(missing, LabError)
-    assert missing.fix == f"echelon lab up {name}"
+    assert missing.fix == f"run: echelon lab up {name}"
 
 
 SHOW = (

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -39,8 +40,24 @@ def run_example(name: str, *arguments: str) -> str:
     return printed.getvalue()
 
 
-def two_runs(name: str, first: list[str], second: list[str]) -> list[str]:
-    return [run_example(name, *first), run_example(name, *second)]
+def stopped_example(step: int, name: str, *arguments: str) -> None:
+    """Stop an example after so many optimizer steps, as Ctrl-C does."""
+    taken = 0
+
+    def count(*_: object) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == step:
+            raise KeyboardInterrupt
+
+    handle = register_optimizer_step_post_hook(count)
+    try:
+        run_example(name, *arguments)
+    except KeyboardInterrupt:
+        return
+    finally:
+        handle.remove()
+    raise AssertionError("it was not stopped")
 
 
 def numbers(text: str) -> list[float]:
@@ -59,19 +76,20 @@ def command(*words: str, timeout_s: float = 115, **environment: str) -> str:
     return done.stdout
 
 
-def test_cifar_cnn_stopped_after_an_epoch_continues_as_if_it_had_not(warm_pool):
-    straight = warm_pool.run(2, run_example, "cifar_cnn.py", "--epochs", "2", "--batch", "500")[0]
-    ends, continued = warm_pool.run(
-        2,
-        two_runs,
-        "cifar_cnn.py",
-        ["--epochs", "1", "--batch", "500"],
-        ["--epochs", "2", "--batch", "500"],
-    )[0]
-    assert straight.startswith(ends)  # the first epoch of both
-    assert continued.startswith("epoch 1:")
-    # The schedule of the first run ends after one epoch, so that only the learning rate of epoch 1 differs.
-    assert len(straight.splitlines()) == 2
+def test_cifar_cnn_started_again_continues_after_the_last_epoch(warm_pool, tmp_path):
+    words = ["cifar_cnn.py", "--batch", "250", "--checkpoints", str(tmp_path / "checkpoints")]
+    first = warm_pool.run(2, run_example, *words, "--epochs", "1")[0]
+    again = warm_pool.run(2, run_example, *words, "--epochs", "2")[0]
+    assert first.startswith("epoch 0: test accuracy")
+    assert again.startswith("epoch 1: test accuracy")
+    assert warm_pool.run(1, run_example, *words, "--epochs", "2")[0] == ""  # all epochs are done
+
+
+def test_cifar_cnn_stopped_in_an_epoch_continues_with_the_same_result(warm_pool, tmp_path):
+    straight = warm_pool.run(2, run_example, "cifar_cnn.py", "--epochs", "1")[0]
+    words = ["cifar_cnn.py", "--epochs", "1", "--checkpoints", str(tmp_path / "checkpoints")]
+    warm_pool.run(2, stopped_example, 25, *words)  # after the checkpoint of step 20
+    assert warm_pool.run(2, run_example, *words)[0] == straight
 
 
 def test_language_model_learns_the_same_on_one_worker_and_on_two(warm_pool):
@@ -144,29 +162,6 @@ def test_an_installed_policy_is_listed_and_simulated(tmp_path):
         PYTHONPATH=path,
     )
     assert '"staleness-aware(power=0.5)"' in printed
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="the lab needs root")
-def test_lab_experiment_prints_a_row_for_each_variant(tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(EXAMPLES / "lab_experiment.py"),
-            "--epochs",
-            "1",
-            "--runs",
-            str(tmp_path),
-            "--only",
-            "shares by speed",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=115,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    header, row = done.stdout.splitlines()
-    assert header.split() == ["variant", "samples/s", "accuracy"]
-    assert row.startswith("shares by speed")
 
 
 def test_notebook_runs_from_the_first_cell_to_the_last(tmp_path):

@@ -144,28 +144,28 @@ def test_a_gradient_that_comes_in_two_parts_is_summed_whole_or_refused(warm_pool
 def interrupted_start():
     """The trainer loses the interpreter lock just when it has said that it is ready."""
     place = Place.from_environment(os.environ)
-    meeting = meet(
+    rendezvous = meet(
         place, node=f"machine-{place.rank // 2}", host=socket.gethostname(), pid=os.getpid(), timeout_s=90
     )
-    group = open_group(meeting, place, transport="auto", collective="auto", deadline_s=90, timeout_s=90)
-    tell = shm.Board.tell
+    group = open_group(rendezvous, place, transport="auto", collective="auto", deadline_s=90, timeout_s=90)
+    publish = shm.Board.publish
 
-    def slowly(board, row, turn):
-        tell(board, row, turn)
+    def slowly(board, row, number):
+        publish(board, row, number)
         if row == shm.READY and place.rank == 0:
             time.sleep(0.05)
 
-    shm.Board.tell = slowly
+    shm.Board.publish = slowly
     try:
         buffer = group.buffer(1000, torch.float32, torch.device("cpu"))
         buffer.fill_(place.rank)
         group.all_reduce(buffer).wait()
         return float(buffer[0])
     finally:
-        shm.Board.tell = tell
-        meeting.announce_departure("")
+        shm.Board.publish = publish
+        rendezvous.announce_departure("")
         group.close()
-        meeting.linger()
+        rendezvous.linger()
 
 
 def test_a_reduction_over_rails_may_be_ready_before_its_trainer_goes_on(warm_pool):

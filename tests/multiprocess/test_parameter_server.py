@@ -154,7 +154,7 @@ WRONG = {
     "percentage(0) --servers 1": "0 is not a share",
     "percentage(1.5) --servers 1": "1.5 is not a share",
     "percentage(shares=[0.5,0.5]) --servers 1": "2 shares are given, but there are 4 workers",
-    "smooth-switch(start=5) --servers 1": "an update of 5 gradients is more than 4 workers send",
+    "smooth-switch(start=5) --servers 1": "an update from 5 gradients cannot come from 4 workers",
     'smooth-switch(threshold="function(target=\\"operator:neg\\")") --servers 1': "decreases from",
     "backup(4) --servers 1": "4 of 4 workers are spares",
     "backup(-1) --servers 1": "-1 spares",

@@ -327,7 +327,7 @@ class _Watch:
 
     def _look(self) -> None:
         """Show new output and events; inject the faults that are due."""
-        self._show(self._output.read())
+        output = self._output.read()  # before the events, so that what they tell comes first
         events = self._follower.poll()
         for event in events:
             if isinstance(event, WorkerJoined):
@@ -339,6 +339,7 @@ class _Watch:
             self._watcher.joined(self._joined_at - self._started_at)
             if self._lab:
                 self._lab.apply_quotas()
+        self._show(output)
         if events:
             self._watcher.events(events)
         self._inject_faults()

@@ -260,6 +260,7 @@ def _session(
             device=str(device),
         )
     )
+    record.flush()  # the launcher waits for it
     clock = StepClock(
         record.recorder,
         group.rank,

@@ -116,7 +116,9 @@ class SharedLoader:
         self._check()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "batch_size":  # batch_size: the property has refused
+        if name == "batch_size":  # only reached if the property has raised
+            raise AttributeError("a loader with a batch sampler of its own has no single batch size")
+        if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._given, name)
 
@@ -124,7 +126,7 @@ class SharedLoader:
     def batch_size(self) -> int:
         """This worker's share of a full batch."""
         if self._own_batches:
-            raise AttributeError("a loader with a batch sampler of its own has no one batch size")
+            raise AttributeError("batch_size")
         return split(self.global_batch_size, self._sharing.weights)[self._sharing.group.rank]
 
     def _rebuild(self, loader: DataLoader[Any]) -> DataLoader[Any]:

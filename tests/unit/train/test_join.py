@@ -58,7 +58,7 @@ def test_a_value_out_of_range_or_of_the_wrong_type_is_refused_naming_the_argumen
 
 
 def test_choices_that_do_not_work_together_are_refused():
-    with pytest.raises(ConfigError, match="a gradient travels as factors or by codec top-k"):
+    with pytest.raises(ConfigError, match="a gradient is sent either as factors or by codec top-k"):
         echelon.join(record=False, factors="always", codec="top-k")
 
 

@@ -185,7 +185,7 @@ def test_a_batch_sampler_decides_what_a_batch_is():
     loader = shared(DataLoader(numbers(15), batch_sampler=Growing(3)))
     assert drawn(loader) == [[0, 1, 2, 3], [4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14]]
     assert len(loader) == 3
-    with pytest.raises(AttributeError, match="no one batch size"):
+    with pytest.raises(AttributeError, match="no single batch size"):
         _ = loader.batch_size
 
 
