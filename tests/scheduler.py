@@ -13,7 +13,8 @@ from xdist.scheduler import LoadFileScheduling
 
 ALONE = ("tests/emulated/",)
 LONG_FIRST = tuple(
-    f"tests/{folder}/" for folder in ("multiprocess", "parity", "conformance", "unit", "property")
+    f"tests/{folder}/"
+    for folder in ("docs", "examples", "multiprocess", "parity", "conformance", "unit", "property")
 )
 _ALONE_SCOPE = "alone"
 
@@ -52,4 +53,6 @@ class FilesThenAlone(LoadFileScheduling):
 
 def _rank(scope: str) -> tuple[int, str]:
     folders = [folder for folder in LONG_FIRST if scope.startswith(folder)]
+    if scope == _ALONE_SCOPE:
+        return (len(LONG_FIRST) + 1, scope)
     return (LONG_FIRST.index(folders[0]) if folders else len(LONG_FIRST), scope)
