@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 4
 
 .PHONY: demo test check lint types imports docs picture bench install dev site-tools clean
 
-DEMO := train --workers 4 --speed 1,1,1,0.1 --batch 128 --epochs 8 --optimizer adamw --lr 0.002
+DEMO := train --workers 4 --speed 0.5,0.5,0.5,0.125 --batch 256 --epochs 8 --optimizer adamw --lr 0.002
 
 demo: install
 	$(BIN)/echelon $(DEMO) --name equal

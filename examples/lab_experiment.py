@@ -22,10 +22,10 @@ VARIANTS = {
 }
 
 
-def run(name: str, more: list[str], epochs: int, runs: Path) -> dict:
+def run(name: str, more: list[str], epochs: int, batch: int, runs: Path) -> dict:
     """One training in the lab; returns its summary."""
     command = [sys.executable, "-m", "echelon", "train", "--lab", str(HERE / "lab.toml"), "--model", "cnn"]
-    command += ["--data", "digits", "--batch", "96", "--epochs", str(epochs), "--runs", str(runs)]
+    command += ["--data", "digits", "--batch", str(batch), "--epochs", str(epochs), "--runs", str(runs)]
     folder = name.partition("(")[0].replace(" ", "-")
     done = subprocess.run([*command, "--name", folder, *more], capture_output=True, text=True)
     if done.returncode:
@@ -38,12 +38,13 @@ def main() -> None:
     """The whole script."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--epochs", type=int, default=3)
+    options.add_argument("--batch", type=int, default=96, help="the batch of all workers together")
     options.add_argument("--runs", type=Path, default=Path("runs"))
     options.add_argument("--only", choices=VARIANTS, action="append", help="leave out the others")
     given = options.parse_args()
     print(f"{'variant':22} {'samples/s':>10} {'accuracy':>9}", flush=True)
     for name in given.only or VARIANTS:
-        summary = run(name, VARIANTS[name], given.epochs, given.runs)
+        summary = run(name, VARIANTS[name], given.epochs, given.batch, given.runs)
         print(f"{name:22} {summary['samples_per_s']:10,.0f} {summary['accuracy']:9.1%}", flush=True)
 
 

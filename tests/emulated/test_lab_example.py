@@ -17,6 +17,8 @@ def test_lab_experiment_prints_a_row_for_each_variant(lab_prefix: str, tmp_path:
             EXAMPLES / "lab_experiment.py",
             "--epochs",
             "1",
+            "--batch",
+            "480",
             "--runs",
             tmp_path,
             "--only",

@@ -113,7 +113,7 @@ def _fixed_samples(lines: Sequence[tuple[float, float]]) -> float | None:
 
 
 def balanced_shares(costs: Sequence[StepCost], batch: float) -> dict[int, float]:
-    """The shares of a batch, at least one sample each, at which all workers take equally long."""
+    """The shares of a batch, at least one sample each, at which all workers take equally long; by rank."""
     shares: dict[int, float] = {}
     free = list(costs)
     while free:
@@ -123,7 +123,8 @@ def balanced_shares(costs: Sequence[StepCost], batch: float) -> dict[int, float]
         )
         slow = [c for c in free if level_s < c.at(1.0)]
         if not slow or left < len(free):
-            return shares | {c.rank: max(1.0, (level_s - c.fixed_s) / c.per_sample_s) for c in free}
+            shares |= {c.rank: max(1.0, (level_s - c.fixed_s) / c.per_sample_s) for c in free}
+            break
         shares |= {c.rank: 1.0 for c in slow}
         free = [c for c in free if c not in slow]
-    return shares
+    return dict(sorted(shares.items()))

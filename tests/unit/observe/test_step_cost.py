@@ -106,3 +106,12 @@ def test_balanced_shares_sum_to_the_batch_and_take_equally_long(costs, batch):
 def test_a_batch_of_fewer_samples_than_workers_gives_one_each():
     costs = [StepCost(rank=rank, share=1, fixed_s=0.0, per_sample_s=1.0) for rank in range(3)]
     assert balanced_shares(costs, 2) == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
+def test_balanced_shares_are_in_the_order_of_ranks_also_if_one_worker_gets_a_single_sample():
+    slow, fast = (
+        StepCost(rank=1, share=10, fixed_s=1.0, per_sample_s=0.1),
+        StepCost(rank=0, share=10, fixed_s=0.0, per_sample_s=0.01),
+    )
+    assert list(balanced_shares([fast, slow], 20).items()) == [(0, 19.0), (1, 1.0)]
+    assert list(balanced_shares([slow, fast], 20)) == [0, 1]
