@@ -40,7 +40,7 @@ def certificates(name="worker", key=None, authority="authority"):
 
 
 WORKER = certificates()
-OUTSIDER = certificates("stranger", authority="other-authority")
+OUTSIDER = certificates("untrusted", authority="other-authority")
 
 
 @pytest.fixture
@@ -104,8 +104,8 @@ def test_a_file_of_another_kind_is_named(name, message):
     ("changes", "message", "fix"),
     [
         (
-            {"KEY": "stranger.key"},
-            r"stranger\.key does not belong to .*worker\.pem",
+            {"KEY": "untrusted.key"},
+            r"untrusted\.key does not belong to .*worker\.pem",
             "the key",
         ),
         ({"KEY": "locked.key"}, r"locked\.key is protected by a password", "without a password"),
