@@ -87,7 +87,7 @@ def cluster(request, warm_pool):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_workers_together_draw_what_one_process_draws(alone, cluster, name):
+def test_workers_draw_the_batches_that_one_process_draws(alone, cluster, name):
     workers, drawn = cluster
     for epoch in range(2):
         parts = [worker[name][epoch] for worker in drawn]
@@ -122,7 +122,7 @@ def test_every_sample_is_drawn_once_per_epoch(cluster, name):
         )
 
 
-def test_another_epoch_and_another_seed_have_another_order(warm_pool, alone):
+def test_order_differs_between_epochs_and_between_seeds(warm_pool, alone):
     names = ["shuffled", "sampler", "batch sampler"]
     other = warm_pool.run(2, draw_all, 6, 1, names)
     for name in names:
@@ -131,7 +131,7 @@ def test_another_epoch_and_another_seed_have_another_order(warm_pool, alone):
         assert [a + b for a, b in zip(other[0][name][0], other[1][name][0], strict=True)] != first
 
 
-def test_shares_follow_the_weights(cluster):
+def test_shares_are_proportional_to_the_weights(cluster):
     workers, drawn = cluster
     sizes = [len(worker["one batch"][0][0]) for worker in drawn]
     assert sizes == {2: [5, 2], 3: [2, 3, 2], 4: [1, 1, 2, 3]}[workers]

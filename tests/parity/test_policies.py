@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from plain import assert_same, examples, in_session, network, plainly
-from served import Crew, take_part
+from served import ServedRun, take_part
 
 SYNCHRONOUS = [
     "backup(0)",
@@ -222,7 +222,7 @@ def two_optimizers(session, journal, overlap="backward"):
 
 
 def check(pool, folder, sync, script, *args, workers=3, servers=1, rtol=1e-9, **asked):
-    cluster = Crew(folder, workers=workers, servers=servers, sync=sync, **asked)
+    cluster = ServedRun(folder, workers=workers, servers=servers, sync=sync, **asked)
     trained, kept = cluster.run(pool, work, script.__name__, *args)
     assert_same(plainly(script, *args), trained, rtol=rtol)
     assert [one.waiting for one in kept] == [0] * servers, "no push is left over"
