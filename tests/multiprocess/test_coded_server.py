@@ -1,4 +1,4 @@
-"""Pushes and pulls by a codec: what it leaves out is sent later, and training ends as it should."""
+"""Pushes and pulls through a codec: residuals are sent later, and workers end with the right weights."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_the_first_member_pushes_coded_gradients_for_its_group(warm_pool, tmp_pa
         assert all(coded and size * 20 < 4 * weights.numel() for coded, size in sent)
 
 
-# What is sent ------------------------------------------------------------------------------------
+# Sent bytes --------------------------------------------------------------------------------------
 
 
 def record_pushes():
@@ -314,7 +314,7 @@ def test_gradients_are_sent_unencoded_without_a_codec(warm_pool, tmp_path):
     assert 0 < report.pulled_bytes == report.dense_pulled_bytes
 
 
-# What is not finite ------------------------------------------------------------------------------
+# Non-finite gradients ----------------------------------------------------------------------------
 
 
 def spoiled():
@@ -532,7 +532,7 @@ def test_residuals_of_parameters_at_other_positions_are_dropped_and_reported(war
     assert "2 parameters in other places" in outcomes[0][1]
 
 
-# What cannot work --------------------------------------------------------------------------------
+# Invalid options ---------------------------------------------------------------------------------
 
 
 def prepare():

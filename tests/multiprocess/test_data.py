@@ -76,13 +76,13 @@ def draw_all(seed, epochs, names):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process draws."""
+    """The samples that one process draws."""
     return draw_all(5, 2, LOADERS)
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def cluster(request, warm_pool):
-    """What each of several workers draws, and how many they are."""
+    """The samples that each worker draws, and the number of workers."""
     return request.param, warm_pool.run(request.param, draw_all, 5, 2, list(LOADERS))
 
 

@@ -33,7 +33,7 @@ def join(transport, deadline_s=DEADLINE_S, **options):
 
 
 def attempt(act):
-    """What it returned or raised, and how long that took."""
+    """The result or error of a call, and its duration."""
     begun = time.monotonic()
     try:
         result = act()

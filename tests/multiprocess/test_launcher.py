@@ -41,7 +41,7 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv, __na
 print("threads", os.environ["OMP_NUM_THREADS"], repr(sys.stdin.read()), file=sys.stderr)
 """
 
-# Rank 1 goes in the way that the first argument says; the others wait for it, until they hear about it.
+# Rank 1 fails as the first argument says; the others wait for it until they are told.
 LEAVES = """
 import os, signal, sys, echelon
 session = echelon.join(timeout_s=120)
@@ -126,7 +126,7 @@ def _ended(run: RunFolder) -> RunEnded:
 
 
 def _processes_of(folder: Path) -> list[int]:
-    """Everything that runs in this folder's runs, found by the variable that all of it inherits."""
+    """Processes of this folder's runs, found by the environment variable that they inherit."""
     mark = f"ECHELON_RUN={folder}/".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):

@@ -151,7 +151,7 @@ def test_buffers_of_every_type_and_length_are_summed_to_the_same_bits_everywhere
 
 
 def at_once(places, collective):
-    """Several in flight, on two forks, among other operations, waited for in any order."""
+    """Several reductions in flight on two forks, between other operations, waited for in any order."""
     wrong = []
     with member(places, collective=collective) as group:
         forks = [group, group.fork()]

@@ -82,7 +82,7 @@ def stopped_and_resumed(pool, folder, kind, save_at, servers):
 def test_run_resumed_from_a_checkpoint_equals_an_uninterrupted_run(
     warm_pool, tmp_path, kind, save_at, servers
 ):
-    """Also in the middle of a pass."""
+    """Includes a checkpoint in the middle of an epoch."""
     whole, second = stopped_and_resumed(warm_pool, tmp_path, kind, save_at, servers)
     for (_, one), (_, other) in zip(whole, second, strict=True):
         for name, value in one.items():

@@ -70,7 +70,7 @@ def _order(options):
 
 
 def together(workers):
-    """The global batches, from what each worker drew."""
+    """The global batches, from the samples that each worker drew."""
     return [
         sorted(i for part in batch for i in part)
         for batch in zip(*(w["drawn"] for w in workers), strict=True)
