@@ -64,7 +64,7 @@ def test_ternary_is_sixteen_times_smaller_from_64_kilobytes_on():
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fixed(bits=12)", "dynamic-fixed", "one-bit", "ternary"])
-def test_bound_and_rest_hold_for_pieces_of_several_blocks(name):
+def test_error_bound_and_residual_hold_for_pieces_of_several_blocks(name):
     codec = CODECS.build(name)
     x = normal(LONG)
     rest = torch.empty_like(x)
@@ -454,7 +454,7 @@ def test_the_scale_jumps_once_and_then_changes_by_one():
         assert cluster.exponents() == [exponent] * 2
 
 
-def test_the_values_of_every_worker_count():
+def test_scale_depends_on_the_values_of_all_workers():
     cluster = Workers(DynamicFixed(feedback=False), 2, 100)
     small, large, few = torch.full((100,), 0.01), torch.full((100,), 0.01), torch.full((100,), 0.01)
     large[:3], few[:3] = 5.0, 9.0  # in the piece owned by worker 0, which has none
