@@ -112,7 +112,7 @@ def test_teams_of_any_size_sum_buffers_of_any_length_and_type(size):
             assert torch.equal(out[seed], expected), (length, dtype, op)
 
 
-def test_all_members_have_the_same_bits_and_every_run_has_them():
+def test_all_members_and_all_runs_give_the_same_bits():
     cluster = ThreadTeam(4)
 
     def work(rank):
@@ -160,7 +160,7 @@ def test_no_worker_overtakes_another_in_many_rounds():
     assert right(cluster.run(work)) == [None] * 3
 
 
-def test_several_in_flight_may_be_waited_for_in_any_order():
+def test_reductions_in_flight_can_be_waited_for_in_any_order():
     orders = [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)]
     cluster = ThreadTeam(3)
 
@@ -379,7 +379,7 @@ def test_a_worker_that_dies_in_a_reduction_ends_it_for_the_others():
     assert right(cluster.run(work)) == [[(2,)] * 2, [(2,)] * 2, None]
 
 
-def test_a_worker_whose_part_was_done_before_it_left_is_not_needed():
+def test_worker_that_left_after_its_part_was_done_is_not_needed():
     """Its numbers are on the board; its departure does not matter."""
     cluster = ThreadTeam(2)
     waiting, through = threading.Event(), threading.Event()
