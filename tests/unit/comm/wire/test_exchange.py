@@ -178,7 +178,7 @@ def test_a_long_schedule_that_finds_all_messages_there_needs_no_deep_stack():
 
 
 @pytest.mark.parametrize("large", [True, False])
-def test_broadcast_gives_all_members_the_same_values(large):
+def test_broadcast_and_all_gather_give_all_members_the_right_values(large):
     size = 4
     with Wires(size, frame_bytes=64) as wires:
         number = 0
