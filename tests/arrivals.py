@@ -1,10 +1,10 @@
 """Plays workers against the rule of a served policy, in virtual time, and refuses rules that break the
-contract at the top of `sync/served.py`.
+contract at the top of `sync/families/serve.py`.
 
 Each worker has a programme: how long it computes for each of its pushes, and when it is away. Having done
-it, it leaves. What is heard and what was decided comes back as a list, in order.
+it, it leaves. `play` returns the inputs and decisions in order.
 
-    story = play(policy, crew, [[1.0, 1.0], [3.0, Away(2.0), 1.0]])
+    story = play(policy, cluster, [[1.0, 1.0], [3.0, Away(2.0), 1.0]])
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class _Stage:
             self._next(worker, 0.0)
 
     def go_on(self) -> bool:
-        """The next thing happens; False when nothing is left to happen, and all is in order."""
-        self._nobody_waits_for_ever()
+        """Play the next event; returns False if none is left and the contract holds."""
+        self._check_that_waits_end()
         if not self._due:
             self._end()
             return False
@@ -148,7 +148,7 @@ class _Stage:
         return True
 
     def _next(self, worker: _Worker, t: float) -> None:
-        """It goes on with its programme; what it does now takes its turn like all else."""
+        """Continue its programme; its next action is scheduled like every other event."""
         item = worker.programme[0] if worker.programme else Away(0.0)
         worker.doing = "gone" if isinstance(item, Away) else "compute"
         self._schedule(t if isinstance(item, Away) else t + item + worker.transfer_s, worker.number)
@@ -240,8 +240,8 @@ class _Stage:
         self._order += 1
         heapq.heappush(self._due, (t, self._order, number))
 
-    def _nobody_waits_for_ever(self) -> None:
-        """While some wait, something else is to come than workers that join again, who may never do."""
+    def _check_that_waits_end(self) -> None:
+        """While workers wait, an event other than a rejoin must be scheduled: a rejoin may never come."""
         waiting = [worker.number for worker in self._workers if worker.doing in ("wait", "ask")]
         if waiting and all(n >= 0 and self._workers[n].doing == "away" for _, _, n in self._due):
             raise Broken(f"workers {waiting} wait for ever")

@@ -1,4 +1,4 @@
-"""The same script in plain PyTorch and on several workers, and what it takes for them to agree.
+"""The same script in plain PyTorch and on several workers, and the comparison of their results.
 
     def script(session, journal):            # at the top of a test module, as a user would write it
         model, optimizer, loader = session.prepare(...)
@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 import echelon
 
-# The number of workers, and how they join. In the last crew the smallest share is a single sample.
+# The number of workers, and how they join. In the last one the smallest share is a single sample.
 CLUSTERS: dict[str, tuple[int, dict[str, Any]]] = {
     "two-equal": (2, {}),
     "two-unequal": (2, {"shares": (3, 1), "transport": "c10d"}),
@@ -35,7 +35,7 @@ CLUSTERS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 class Plain:
-    """What a session is to a script that runs without one."""
+    """A stand-in for the session of a script that runs in plain PyTorch."""
 
     rank = 0
     world_size = 1
@@ -54,7 +54,7 @@ class Plain:
 
 
 class Journal:
-    """What a script writes down as it goes."""
+    """The losses and figures that a script notes."""
 
     def __init__(self) -> None:
         self.sums: list[tuple[float, float]] = []
@@ -75,7 +75,7 @@ class Journal:
 
 @dataclass
 class Trained:
-    """How a script went: the losses of the global batches, figures, and the models' state in the end."""
+    """The results of a script: losses of the global batches, figures, and final model states."""
 
     losses: list[float]
     figures: list[float]
@@ -145,7 +145,7 @@ def examples(count: int = 52, *, features: int = 8, dtype: torch.dtype = torch.f
 
 
 def seed_weights(session: Any) -> None:
-    """Every worker begins with other weights, and the leader's have to win."""
+    """Every worker begins with different weights; training must start from the leader's."""
     torch.manual_seed(3 + 100 * session.rank)
 
 

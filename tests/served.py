@@ -82,9 +82,6 @@ class ServedRun:
         return [event for event in events if isinstance(event, Arrived | Decided)]
 
 
-Crew = ServedRun  # the old name, in tests of other areas
-
-
 def take_part(work: Callable[..., Any], *args: Any) -> Any:
     """Be a worker, or all the servers, or both, in a warm process."""
     place = Place.from_environment(os.environ)

@@ -106,7 +106,7 @@ class WarmPool:
         env: Mapping[str, str] | None = None,
         timeout_s: float = 180,
     ) -> list[Any]:
-        """What became of each rank: what the function returned, or a WorkerFailure."""
+        """The outcome of each rank: the returned value, or a WorkerFailure."""
         return self._call(world_size, function, args, env or {}, timeout_s, after_failure_s=timeout_s)[0]
 
     def pids(self) -> set[int]:
@@ -170,7 +170,7 @@ class WarmPool:
 
 
 class _Template:
-    """The process that workers are forks of. It tells of each fork's end in a line of text."""
+    """The process that workers are forked from. It reports the end of each fork in a line of text."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -200,7 +200,7 @@ class _Template:
         return pid
 
     def exit_code(self, pid: int, timeout_s: float) -> int | None:
-        """What a fork ended with, or None if it has not."""
+        """The exit code of a fork, or None if it is still running."""
         deadline = time.monotonic() + timeout_s
         while pid not in self._codes:
             try:
@@ -210,7 +210,7 @@ class _Template:
         return self._codes[pid]
 
     def _read(self, timeout_s: float) -> None:
-        """Take what it tells; TimeoutError if there is nothing."""
+        """Read a report; raises TimeoutError if there is none."""
         self._socket.settimeout(max(timeout_s, 1e-6))
         data = self._socket.recv(4096)
         if not data:
@@ -307,7 +307,7 @@ class _Worker:
             time.sleep(0.1)
 
     def end(self) -> None:
-        """End it and whatever it started."""
+        """End the worker and all processes it started."""
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.process.pid).children(recursive=True)
             for child in children:
@@ -320,7 +320,7 @@ class _Worker:
 
 
 class _Call:
-    """A task under way in one worker, and what becomes of it."""
+    """A task running in one worker, and its outcome."""
 
     def __init__(self, rank: int, worker: _Worker) -> None:
         self.rank = rank
@@ -434,7 +434,7 @@ def _free_port() -> int:
 
 
 def wait_for(count: int, what: str = "here") -> None:
-    """In a worker: wait until so many ranks have called this, however their session fares meanwhile.
+    """In a worker: wait until so many ranks have called this, whether or not their session works.
 
     A rank that left earlier would be an error of its own to those who are not as far.
     """
@@ -585,7 +585,7 @@ def _begin() -> None:
 
 
 class _Before:
-    """How the worker was before a call, to be like that again after it."""
+    """The worker's state before a call, to be restored after it."""
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)
@@ -595,7 +595,7 @@ class _Before:
         self.threads = set(threading.enumerate())
 
     def restore(self) -> bool:
-        """Undo what can be undone; whether that was all."""
+        """Restore the state as far as possible; returns whether all of it was restored."""
         import torch.distributed as dist
 
         if dist.is_initialized():

@@ -20,7 +20,7 @@ class Wires:
     """`loops` by rank. Close it, also after a failure."""
 
     def __init__(self, size, *, frame_bytes=256 * 1024, buffer_bytes=None, tcp=False, silent=()):
-        """With `tcp`, over loopback; `silent` ranks are connected, but nobody serves their connections."""
+        """With `tcp`, over loopback; `silent` ranks are connected, but their connections are not served."""
         self.size = size
         self.names = [f"rank {rank} on n{rank}" for rank in range(size)]
         self.ends = {rank: {} for rank in range(size)}
@@ -65,7 +65,7 @@ class Wires:
         )
 
     def start(self, rank, flat, collective="ring", **options):
-        """One worker's part in an all-reduce, under way."""
+        """One worker's part of an all-reduce in flight."""
         schedule = COLLECTIVES.build(collective).schedule(rank, self.size, flat.numel())
         exchange = self.make(rank, flat, schedule, **options)
         self.loops[rank].submit(exchange)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the certificates in this folder anew, with OpenSSL 3: sh make.sh
+# Regenerates the certificates in this folder with OpenSSL 3: sh make.sh
 set -eu
 cd "$(dirname "$0")"
 work=$(mktemp -d)
@@ -34,7 +34,7 @@ sign() {
         -startdate 20000101000000Z -enddate "$until" -extensions "$extensions" "$@"
 }
 
-for pair in authority:worker other-authority:stranger; do
+for pair in authority:worker other-authority:untrusted; do
     authority=${pair%:*} worker=${pair#*:}
     key "$work/$authority.key"
     key "$worker.key"

@@ -79,7 +79,7 @@ def given_values(draw, kinds=kinds):
     return shape, values_of(draw(kinds), math.prod(shape), draw(st.integers(0, 99)))
 
 
-def test_every_codec_with_options_is_tested_with_some():
+def test_every_codec_except_auto_and_between_is_tested():
     assert {CODECS.build(text).name for text in TEXTS} == set(NAMES)
     assert set(NAMES) < set(CODECS.names()), "auto and between are left out by their type"
 
@@ -90,7 +90,7 @@ def test_every_codec_with_options_is_tested_with_some():
 @every_codec
 @given(given_values())
 @quick
-def test_the_error_is_within_the_bound_and_equals_the_rest(text, made):
+def test_error_is_within_the_bound_and_equals_the_residual(text, made):
     shape, values = made
     codec, context = CODECS.build(text), CodecContext(shape=shape, seed=7)
     kept = values.clone()
@@ -142,7 +142,7 @@ def test_data_of_the_wrong_length_is_refused(text, made, data):
 
 
 @every_codec
-def test_an_empty_piece_is_written_and_read(text):
+def test_empty_piece_can_be_written_and_read(text):
     codec, context = CODECS.build(text), CodecContext(shape=(0,))
     values = torch.empty(0)
     payload = (
@@ -201,7 +201,7 @@ def test_all_workers_end_with_the_same_finite_bits(text, group):
 @every_codec
 @given(groups)
 @quick
-def test_the_same_states_and_values_give_the_same_bits_again(text, group):
+def test_same_states_and_values_give_the_same_bits(text, group):
     workers, shaped, steps = group
     one, other = (ReferenceGroup(CODECS.build(text), workers) for _ in range(2))
     for step in range(steps):
@@ -249,7 +249,7 @@ def test_with_feedback_results_plus_residuals_are_the_sum_of_the_inputs(text, wo
 @given(length=st.integers(1, 9000), workers=st.integers(1, 4), seed=st.integers(0, 99))
 @quick
 def test_pieces_by_owner_are_encoded_one_by_one_in_views_of_one_state(text, length, workers, seed):
-    """As between machines: a parameter is cut, and each piece has its start in the context."""
+    """As between machines, a parameter is split and each piece has its start in the context."""
     codec = CODECS.build(text)
     name = f"p{seed}"
     state, values = codec.begin(length), values_of("normal", length, seed)

@@ -157,7 +157,7 @@ def test_options_that_do_not_fit_the_number_of_workers_are_refused_on_every_rank
         ("hierarchical(sizes=[4, 4, 3, 3])", 14, [4, 4, 3, 3]),
     ],
 )
-def test_workers_are_grouped_as_asked(text, size, expected):
+def test_workers_are_grouped_as_requested(text, size, expected):
     assert COLLECTIVES.build(text).group_sizes(size) == expected
 
 

@@ -57,7 +57,7 @@ def test_same_seed_gives_the_same_pauses_and_leaves_the_global_generator_alone(n
 
 
 @every_delay
-def test_two_workers_that_share_a_delay_do_not_disturb_each_other(name):
+def test_two_workers_that_share_a_delay_draw_independent_pauses(name):
     for delay in _accepted(name):
         alone = _draws(delay, 3, 20)
         mine, other = random.Random(3), random.Random(4)

@@ -56,7 +56,7 @@ def test_exactly_the_static_graphs_are_the_same_in_every_round(name):
 
 # Given edges may be disconnected; gossip checks that.
 @pytest.mark.parametrize("name", sorted({*GRAPHS.names()} - {"edges"}))
-def test_over_time_all_workers_are_connected(name):
+def test_graphs_connect_all_workers_over_several_rounds(name):
     graph = GRAPHS.build(name)
     for at, neighbours in enumerate(_fitting(graph)):
         workers = len(neighbours)

@@ -119,7 +119,7 @@ def _full(rank):
 
 
 def at_once(transport):
-    """Several in flight, on several forks, waited for in another order than they were begun."""
+    """Several operations in flight on several forks, waited for in another order than started."""
     out = {}
     with member(transport) as (_, group):
         rank = group.rank
@@ -332,7 +332,7 @@ def test_messages_of_any_length_arrive_at_every_member(warm_pool, transport, siz
 
 
 @every_transport
-def test_all_to_alls_and_reductions_at_once_do_not_mix(warm_pool, transport):
+def test_concurrent_all_to_alls_and_reductions_stay_separate(warm_pool, transport):
     for out in warm_pool.run(3, all_to_alls_and_reductions, transport):
         assert out == [True] * 15
 
@@ -348,7 +348,7 @@ def test_a_callback_runs_once_or_is_refused(warm_pool, transport):
 
 
 @every_transport
-def test_a_member_may_leave_as_soon_as_it_has_its_messages(warm_pool, transport):
+def test_member_can_leave_as_soon_as_it_has_its_messages(warm_pool, transport):
     assert warm_pool.run(3, leaving, transport) == [True] * 3
 
 
@@ -369,7 +369,7 @@ def test_a_wrong_message_is_refused_before_anything_is_sent(warm_pool, transport
         ]
 
 
-def test_alone_an_all_to_all_is_done_at_once():
+def test_all_to_all_of_a_single_member_completes_at_once():
     own = torch.ones(3, dtype=torch.uint8)
     messages, told = SoloGroup().all_to_all([own]), []
     assert messages.received.done()
@@ -424,7 +424,7 @@ def test_gathers_broadcasts_and_unusual_tensors_are_right_on_every_member(warm_p
 
 @every_transport
 @sizes
-def test_operations_at_once_and_on_forks_do_not_mix(warm_pool, transport, size):
+def test_concurrent_operations_and_forks_stay_separate(warm_pool, transport, size):
     for out in warm_pool.run(size, at_once, transport):
         for turn in range(3):
             for n in range(6):
@@ -449,5 +449,5 @@ def test_every_member_ends_with_identical_bits(warm_pool, transport):
         ("c10d", ("C10dGroup", False)),
     ],
 )
-def test_the_transport_that_was_asked_for_is_the_one_that_is_used(warm_pool, transport, expected):
+def test_requested_transport_is_used(warm_pool, transport, expected):
     assert warm_pool.run(2, kinds, transport) == [expected] * 2

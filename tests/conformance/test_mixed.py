@@ -93,7 +93,7 @@ def test_the_schedule_depends_only_on_the_steps_number(policy, cluster):
 
 
 @every_policy
-def test_a_center_that_is_shown_is_kept_from_the_start(policy):
+def test_shown_center_starts_as_a_copy_of_the_weights(policy):
     own, memory = torch.arange(4.0), {}
     policy.start(own, memory)
     assert policy.shown in ("mean", "own", "center")
@@ -107,7 +107,7 @@ def test_a_center_that_is_shown_is_kept_from_the_start(policy):
 def _settled(
     policy: MixPolicy, begin: torch.Tensor, own: torch.Tensor, mean: torch.Tensor
 ) -> list[torch.Tensor]:
-    """A worker's weights, what it remembers, and the mean, after two averages of all."""
+    """A worker's weights, its memory, and the mean, after two averages of all workers."""
     cluster, memory = ClusterInfo(workers=3), {}
     policy.start(begin, memory)
     own, mean = own.clone(), mean.clone()

@@ -29,19 +29,19 @@ _KEBAB = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def _call_of(strategy: object, name: str) -> Call:
-    """The call that asks for exactly this object, every option said."""
+    """The call that builds exactly this object, with all options."""
     options = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
     return Call(name, (), msgspec.to_builtins(options))
 
 
 @each()
-def test_a_strategy_has_a_kebab_case_name_which_it_is_registered_as(entry: Registered) -> None:
+def test_strategy_is_registered_under_its_kebab_case_name(entry: Registered) -> None:
     assert _KEBAB.fullmatch(entry.name)
     assert entry.strategy.name == entry.name
 
 
 @each()
-def test_a_strategy_is_a_frozen_dataclass_of_options_by_name(entry: Registered) -> None:
+def test_strategy_is_a_frozen_dataclass_with_keyword_options(entry: Registered) -> None:
     kind = entry.strategy
     assert dataclasses.is_dataclass(kind)
     assert kind.__dataclass_params__.frozen
@@ -55,7 +55,7 @@ def test_a_strategy_is_a_frozen_dataclass_of_options_by_name(entry: Registered) 
 
 
 @each()
-def test_a_strategy_has_a_help_of_one_line_that_is_its_own(entry: Registered) -> None:
+def test_strategy_has_its_own_help_line(entry: Registered) -> None:
     kind = entry.strategy
     assert kind.__doc__, "no docstring"
     help_line = (inspect.getdoc(kind) or "").partition("\n")[0]
@@ -73,7 +73,7 @@ def test_help_lines_are_not_shared(entry: Registered) -> None:
 
 
 @each()
-def test_options_have_snake_case_names_types_and_defaults_that_json_can_say(
+def test_options_have_snake_case_names_types_and_json_defaults(
     entry: Registered,
 ) -> None:
     for option in options_of(entry.strategy):
@@ -83,7 +83,7 @@ def test_options_have_snake_case_names_types_and_defaults_that_json_can_say(
 
 
 @each()
-def test_a_strategy_can_be_built_by_name_alone_or_says_which_option_it_needs(
+def test_strategy_can_be_built_without_options_or_names_the_required_option(
     entry: Registered,
 ) -> None:
     required = [option.name for option in options_of(entry.strategy) if option.required]
@@ -97,7 +97,7 @@ def test_a_strategy_can_be_built_by_name_alone_or_says_which_option_it_needs(
 
 
 @each()
-def test_what_is_printed_builds_an_equal_strategy_again(entry: Registered) -> None:
+def test_printed_strategy_builds_an_equal_strategy(entry: Registered) -> None:
     for built in entry.builds():
         text = str(_call_of(built, entry.name))
         assert entry.registry.build(text) == built, text
@@ -105,7 +105,7 @@ def test_what_is_printed_builds_an_equal_strategy_again(entry: Registered) -> No
 
 
 @each()
-def test_an_option_that_does_not_exist_is_refused_by_name(entry: Registered) -> None:
+def test_unknown_option_is_refused_by_name(entry: Registered) -> None:
     call = _call_of(entry.build(), entry.name)
     with pytest.raises(UnknownName, match="unknown option 'no_such_option'"):
         entry.registry.build(Call(call.name, (), {**call.options, "no_such_option": 1}))
@@ -144,7 +144,7 @@ def test_every_file_of_a_kind_holds_strategies_and_no_two_share_a_name(kind: str
             assert registry.get(value.name) is value
 
 
-def test_every_registry_there_is_can_be_listed() -> None:
+def test_every_registry_can_be_listed() -> None:
     found: dict[str, Registry] = {}
     for info in pkgutil.walk_packages(echelon.__path__, prefix="echelon."):
         if info.name != "echelon.__main__":

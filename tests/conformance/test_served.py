@@ -86,7 +86,7 @@ programme = st.lists(st.one_of(computing, computing, computing, away), max_size=
 
 @st.composite
 def scenes(draw, text):
-    """A cluster, and what each of its workers does."""
+    """A cluster, and the programme of each worker."""
     cluster = draw(st.sampled_from(_clusters(text)))
     per_worker = {"min_size": cluster.workers, "max_size": cluster.workers}
     return cluster, {
@@ -105,7 +105,7 @@ def test_the_documented_server_policies_are_registered():
 @every_policy
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_every_push_is_settled_once_and_every_arrival_answered_once_in_any_order(text, data):
+def test_every_push_is_settled_once_and_every_arrival_answered_once_for_any_order(text, data):
     cluster, scene = data.draw(scenes(text))
     story = play(POLICIES.build(text).resolved(), cluster, **scene)
     pushed = {(t.worker, t.arrival.step) for t in story if t.arrival and t.arrival.kind != "ask"}

@@ -103,7 +103,7 @@ def test_default_options_can_be_written_as_json(registry: Registry[Strategy], na
     assert json.loads(json.dumps(defaults)) == defaults
 
 
-def test_every_data_set_has_its_sample_in_this_file() -> None:
+def test_every_data_set_has_a_sample_in_this_file() -> None:
     assert sorted(SAMPLES) == DATASETS.names()
 
 

@@ -1,7 +1,7 @@
 """Encoded gradients in real training are, to the bit, those of the single-process reference.
 
 A model whose loss is the sum of its parameters times given numbers has these numbers as its gradients, so
-what the workers end with can be compared with `ReferenceGroup`, which knows no processes.
+the workers' results can be compared with `ReferenceGroup`, which knows no processes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SCATTERED = [
     "error-feedback(ternary)",
 ]
 SUMMED = ["none", "random-k(ratio=0.1)", "random-k(ratio=0.2, feedback=false)", "power-sgd(rank=2)"]
-WAYS = ["top-k(ratio=0.05)", "fp16", "power-sgd(rank=1)"]  # one for each way to travel
+WAYS = ["top-k(ratio=0.05)", "fp16", "power-sgd(rank=1)"]  # one for each of gather, scatter and sum
 TOP = WAYS[0]
 
 SHAPES = {"matrix": (64, 50), "vector": (70,), "scalar": (1,), "sometimes": (40, 30), "never": (5,)}
@@ -134,7 +134,7 @@ def attempt(act):
 # The reference, to the bit -----------------------------------------------------------------------
 
 
-def trained(codecs, steps, transport="tcp"):
+def train_with_codecs(codecs, steps, transport="tcp"):
     """Gradients of some steps, by codec: each has a model of its own."""
     with join("none", transport=transport) as session:
         found = {}
@@ -156,16 +156,16 @@ def references(codec, workers, steps):
 @pytest.fixture(scope="module")
 def by_three(warm_pool):
     """The results of three workers, with all codecs."""
-    return warm_pool.run(3, trained, GATHERED + SCATTERED + SUMMED, 5)
+    return warm_pool.run(3, train_with_codecs, GATHERED + SCATTERED + SUMMED, 5)
 
 
 @pytest.fixture(scope="module")
 def by_two(warm_pool):
     """The results of two workers, with the summed codecs."""
-    return warm_pool.run(2, trained, SUMMED, 4)
+    return warm_pool.run(2, train_with_codecs, SUMMED, 4)
 
 
-def test_every_codec_is_run_here():
+def test_every_registered_codec_is_covered_by_this_file():
     run = {text: CODECS.build(text) for text in GATHERED + SCATTERED + SUMMED}
     known = {CODECS.get(name) for name in CODECS.names()}
     assert {type(codec) for codec in run.values()} == {
@@ -176,7 +176,7 @@ def test_every_codec_is_run_here():
 
 
 @pytest.mark.parametrize("codec", GATHERED + SCATTERED)
-def test_three_workers_end_with_what_the_reference_says_to_the_bit(by_three, codec):
+def test_gradients_of_three_workers_equal_the_reference_to_the_bit(by_three, codec):
     wanted = references(codec, 3, 5)
     for found in by_three:
         assert all(one["never"] is None for one in found[codec])
@@ -185,7 +185,7 @@ def test_three_workers_end_with_what_the_reference_says_to_the_bit(by_three, cod
 
 
 @pytest.mark.parametrize("codec", SUMMED)
-def test_sums_of_two_workers_are_the_references_to_the_bit(by_two, codec):
+def test_summed_codecs_of_two_workers_equal_the_reference_to_the_bit(by_two, codec):
     """Of more workers, a ring adds in another order than the reference."""
     wanted = references(codec, 2, 4)
     for found in by_two:
@@ -194,7 +194,7 @@ def test_sums_of_two_workers_are_the_references_to_the_bit(by_two, codec):
 
 
 @pytest.mark.parametrize("codec", SUMMED)
-def test_sums_of_three_workers_are_the_same_on_all_and_the_references_to_a_rounding(by_three, codec):
+def test_summed_codecs_of_three_workers_agree_and_equal_the_reference_within_rounding(by_three, codec):
     wanted = references(codec, 3, 5)
     first, *others = (found[codec] for found in by_three)
     for found in others:
@@ -204,8 +204,8 @@ def test_sums_of_three_workers_are_the_same_on_all_and_the_references_to_a_round
             torch.testing.assert_close(one[name], reference[name], rtol=1e-4, atol=1e-3)
 
 
-def test_torch_distributed_carries_encoded_gradients_too(warm_pool):
-    for found in warm_pool.run(2, trained, WAYS, 3, "c10d"):
+def test_encoded_gradients_over_torch_distributed_equal_the_reference(warm_pool):
+    for found in warm_pool.run(2, train_with_codecs, WAYS, 3, "c10d"):
         for codec in WAYS:
             for one, reference in zip(found[codec], references(codec, 2, 3), strict=True):
                 assert_same_bits(one, reference)
@@ -245,7 +245,7 @@ def recorded(codec):
 
 
 @pytest.mark.parametrize("codec", [WAYS[0], "fixed(bits=6)", WAYS[2]])
-def test_events_name_the_codec_and_count_its_bytes(warm_pool, codec):
+def test_events_record_the_codec_and_the_sent_bytes(warm_pool, codec):
     dense = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
     for counted, events in warm_pool.run(3, recorded, codec):
         buckets = [event for event in events if isinstance(event, BucketReduced)]
@@ -264,13 +264,13 @@ def test_events_name_the_codec_and_count_its_bytes(warm_pool, codec):
 # Gradients that are not finite -------------------------------------------------------------------
 
 
-def poisoned(cases):
-    """For each case: some gradients of step 1 are not finite; what is said, and what is there after it."""
+def train_with_bad_gradients(cases):
+    """For each case, some gradients of step 1 are not finite; returns errors and later gradients."""
     with join(None, transport="tcp") as session:
-        return [_poisoned(session, *case) for case in cases]
+        return [_train_with_bad_gradient(session, *case) for case in cases]
 
 
-def _poisoned(session, codec, where, overlap):
+def _train_with_bad_gradient(session, codec, where, overlap):
     model = Known()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer = session.prepare(model, optimizer, overlap=overlap, codec=codec)
@@ -296,7 +296,7 @@ def _one_step(session, model, optimizer, given):
     session._synchronizer.settle()
 
 
-def assert_poisoned(outcomes, name, rank):
+def assert_bad_gradient_rejected(outcomes, name, rank):
     for said, kept, found in outcomes:
         assert [error is None for error in said] == [True, False, True, True]
         assert type(said[1]) is GradientError
@@ -308,7 +308,7 @@ def assert_poisoned(outcomes, name, rank):
 
 
 NAN, INFINITY = float("nan"), float("inf")
-BAD = [  # codec, where, overlap; and who is named
+BAD = [  # (codec, where, overlap), and the parameter and rank that errors name
     *(((codec, [(1, "vector", NAN)], "backward"), "vector", 1) for codec in WAYS),
     (("random-k(ratio=0.1)", [(2, "scalar", -INFINITY)], "backward"), "scalar", 2),
     (("dynamic-fixed(bits=6)", [(1, "vector", NAN)], "backward"), "vector", 1),
@@ -320,10 +320,10 @@ BAD = [  # codec, where, overlap; and who is named
 ]
 
 
-def test_a_gradient_that_is_not_finite_is_named_by_all_and_training_goes_on(warm_pool):
-    outcomes = warm_pool.run(3, poisoned, [case for case, _, _ in BAD])
+def test_all_workers_name_a_non_finite_gradient_and_training_continues(warm_pool):
+    outcomes = warm_pool.run(3, train_with_bad_gradients, [case for case, _, _ in BAD])
     for at, (_, name, rank) in enumerate(BAD):
-        assert_poisoned([outcome[at] for outcome in outcomes], name, rank)
+        assert_bad_gradient_rejected([outcome[at] for outcome in outcomes], name, rank)
 
 
 # Uncommon uses -----------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ FIRST, SECOND, THIRD = range(3)
 
 
 def uncommon():
-    """What all uses find, by use, codec and options; each has a model of its own."""
+    """The gradients of all uses, by use, codec and options; each has a model of its own."""
     with join("none", transport="tcp") as session:
         return {
             (use, codec, *options): _used(session, USES[use], codec, dict([options] if options else []))
@@ -382,7 +382,7 @@ def _accumulated_on_top(session, model, backward):
 
 
 def _given_up(session, model, backward):
-    """What was there is dropped after a pass has been added to it."""
+    """Gradients are cleared after another backward pass was added to them."""
     backward(FIRST)
     with session.accumulate():
         backward(SECOND)
@@ -408,7 +408,7 @@ def _weighed(session, model, backward):
 
 
 def _weighed_on_top(session, model, backward):
-    """Weights change between passes that are added up."""
+    """Worker weights change between accumulated backward passes."""
     backward(FIRST)
     with session.accumulate():
         backward(SECOND, without=["vector"])
@@ -418,7 +418,7 @@ def _weighed_on_top(session, model, backward):
 
 
 def _refrozen(session, model, backward):
-    """Buckets change between passes that are added up."""
+    """Buckets change between accumulated backward passes."""
     backward(FIRST)
     model.scalar.requires_grad_(False)
     backward(SECOND, without=["scalar"] + ["vector"] * session.rank)
@@ -458,7 +458,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def uses(warm_pool):
-    """What both workers found, by case."""
+    """The results of both workers, by case."""
     one, other = warm_pool.run(2, uncommon)
     return {case: (one[case], other[case]) for case in one}
 
@@ -482,7 +482,7 @@ late_or_not = pytest.mark.parametrize("overlap", [NOW, LATE], ids=["now", "late"
 
 
 def assert_added(found, wanted):
-    """Both have the same bits, which are those wanted; but to a rounding, where sums are not exact."""
+    """Both workers have the same bits, and equal the wanted gradients within rounding."""
     one, other = found
     assert_all_same([one], [other])
     for name in USED:
@@ -491,7 +491,7 @@ def assert_added(found, wanted):
 
 @each_way
 @late_or_not
-def test_what_has_landed_stays_when_another_pass_is_added(uses, codec, overlap):
+def test_second_backward_pass_adds_to_reduced_gradients(uses, codec, overlap):
     together = ReferenceGroup(CODECS.build(codec), 2)
     first = combined(together, pair(FIRST))
     second = [numbers(rank, SECOND, without=["vector"] + ["scalar"] * rank) for rank in range(2)]
@@ -503,7 +503,7 @@ def test_what_has_landed_stays_when_another_pass_is_added(uses, codec, overlap):
 
 
 @each_way
-def test_gradients_set_to_zero_are_as_good_as_none(uses, codec):
+def test_gradients_zeroed_in_place_equal_gradients_set_to_none(uses, codec):
     together = ReferenceGroup(CODECS.build(codec), 2)
     combined(together, pair(FIRST))
     wanted = combined(together, pair(SECOND))
@@ -513,7 +513,7 @@ def test_gradients_set_to_zero_are_as_good_as_none(uses, codec):
 
 @each_way
 @late_or_not
-def test_accumulated_passes_are_encoded_once(uses, codec, overlap):
+def test_accumulated_backward_passes_are_encoded_once(uses, codec, overlap):
     parts = [pair(step) for step in (FIRST, SECOND, THIRD)]
     together = ReferenceGroup(CODECS.build(codec), 2)
     wanted = combined(together, [added(*mine) for mine in zip(*parts, strict=True)])
@@ -523,7 +523,7 @@ def test_accumulated_passes_are_encoded_once(uses, codec, overlap):
 
 @each_way
 @late_or_not
-def test_accumulated_passes_are_added_to_reduced_gradients(uses, codec, overlap):
+def test_accumulated_backward_passes_are_added_to_reduced_gradients(uses, codec, overlap):
     together = ReferenceGroup(CODECS.build(codec), 2)
     first = combined(together, pair(FIRST))
     parts = pair(SECOND, without=["vector"]), pair(THIRD, without=["scalar"])
@@ -531,7 +531,7 @@ def test_accumulated_passes_are_added_to_reduced_gradients(uses, codec, overlap)
     assert_added(uses["accumulated on top", codec, *overlap], wanted)
 
 
-def test_cleared_gradients_do_not_return_after_another_pass(uses):
+def test_cleared_gradients_do_not_return_after_another_backward_pass(uses):
     together = ReferenceGroup(CODECS.build(TOP), 2)
     combined(together, pair(FIRST))
     wanted = combined(together, pair(THIRD, without=["vector"]))
@@ -539,7 +539,7 @@ def test_cleared_gradients_do_not_return_after_another_pass(uses):
         assert_same_bits(found, wanted)
 
 
-def test_what_was_clipped_stays_clipped(uses):
+def test_clipped_gradients_stay_clipped_after_another_backward_pass(uses):
     together = ReferenceGroup(CODECS.build(TOP), 2)
     first = {name: value * 0.25 for name, value in combined(together, pair(FIRST)).items()}
     wanted = plus(combined(together, pair(SECOND)), first)
@@ -547,7 +547,7 @@ def test_what_was_clipped_stays_clipped(uses):
         assert_same_bits(found, wanted)
 
 
-def test_what_has_landed_stays_when_buckets_change_before_another_pass(uses):
+def test_reduced_gradients_remain_when_buckets_change_before_another_backward_pass(uses):
     together = ReferenceGroup(CODECS.build(TOP), 2)
     first = combined(together, pair(FIRST))
     second = [
@@ -561,13 +561,13 @@ def test_what_has_landed_stays_when_buckets_change_before_another_pass(uses):
 
 
 @each_way
-def test_a_workers_weight_is_in_what_it_encodes(uses, codec):
+def test_gradients_are_scaled_by_the_workers_weight_before_encoding(uses, codec):
     wanted = combined(ReferenceGroup(CODECS.build(codec), 2), pair(FIRST), [0.75, 0.25])
     for found in uses["weighed", codec]:
         assert_same_bits(found, wanted)
 
 
-def test_weights_that_change_between_passes_leave_what_has_landed_alone(uses):
+def test_worker_weights_changed_between_backward_passes_do_not_rescale_reduced_gradients(uses):
     together = ReferenceGroup(CODECS.build(TOP), 2)
     first = combined(together, pair(FIRST))
     both = zip(pair(SECOND, without=["vector"]), pair(THIRD), [0.75, 0.25], strict=True)
@@ -577,7 +577,7 @@ def test_weights_that_change_between_passes_leave_what_has_landed_alone(uses):
 
 
 @each_way
-def test_a_loss_that_is_a_sum_counts_every_workers_whole(uses, codec):
+def test_gradients_of_a_summed_loss_are_added_without_averaging(uses, codec):
     wanted = combined(ReferenceGroup(CODECS.build(codec), 2), pair(FIRST), [1.0, 1.0])
     for found in uses["plain", codec, *SUMS]:
         assert_same_bits(found, wanted)
@@ -602,7 +602,7 @@ def _steps(session, codec, overlap):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_deferred_steps_are_the_same_to_the_bit(warm_pool):
+def test_deferred_steps_equal_immediate_steps_to_the_bit(warm_pool):
     outcomes = warm_pool.run(2, stepping)
     for weights in outcomes:
         for (codec, _), found in weights.items():
@@ -618,7 +618,7 @@ def states_of(session):
 
 
 def stopping(codec, folder, steps, save_after, load=False):
-    """Take steps, and save in the middle; or go on from there. Gradients of each step, states, weights."""
+    """Take steps and save after one, or resume; returns gradients of each step, states and weights."""
     with join(codec, transport="tcp", record=load, name="resume") as session:
         model = Known()
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
@@ -641,7 +641,7 @@ def stopping(codec, folder, steps, save_after, load=False):
     return {"begun": begun, "saved": saved, "found": found, "weights": weights, "told": told}
 
 
-PARAMETER_SERVERS = [
+STATEFUL = [
     "dgc(ratio=0.05, warmup=3)",
     "one-bit",
     "power-sgd(rank=1)",
@@ -650,11 +650,11 @@ PARAMETER_SERVERS = [
 ]
 
 
-def going_on(folder, load):
+def train_and_resume(folder, load):
     """Six steps, saved after three; or the last three of them. Gradients of the last three, and weights."""
     with join("none", transport="tcp") as session:
         models, optimizers = [], []
-        for codec in PARAMETER_SERVERS:
+        for codec in STATEFUL:
             model = Known()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             session.prepare(model, optimizer, codec=codec)
@@ -675,11 +675,11 @@ def going_on(folder, load):
         return found + [{name: p.detach().clone() for name, p in m.named_parameters()} for m in models]
 
 
-def test_a_run_that_is_resumed_is_the_same_to_the_bit(warm_pool, tmp_path):
-    straight = warm_pool.run(2, going_on, tmp_path, False)
-    resumed = warm_pool.run(2, going_on, tmp_path, True)
+def test_resumed_run_equals_an_uninterrupted_run_to_the_bit(warm_pool, tmp_path):
+    straight = warm_pool.run(2, train_and_resume, tmp_path, False)
+    resumed = warm_pool.run(2, train_and_resume, tmp_path, True)
     for one, other in zip(straight, resumed, strict=True):
-        assert len(one) == 4 * len(PARAMETER_SERVERS)
+        assert len(one) == 4 * len(STATEFUL)
         assert_all_same(one, other)
 
 
@@ -699,7 +699,7 @@ def saved(warm_pool, tmp_path_factory):
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_other_numbers_of_workers_take_over_all_residuals(warm_pool, saved, workers):
+def test_resumed_run_with_another_worker_count_keeps_all_residuals(warm_pool, saved, workers):
     folder, before = saved
     after = warm_pool.run(workers, stopping, TOP, folder, 4, 0, True)
     wanted, found = residuals(before, "saved"), residuals(after, "begun")
@@ -712,7 +712,7 @@ def test_other_numbers_of_workers_take_over_all_residuals(warm_pool, saved, work
 
 
 @pytest.mark.parametrize(("workers", "codec"), [(2, "one-bit"), (2, "none"), (1, TOP)])
-def test_what_a_resumed_run_cannot_send_is_said_to_be_lost(warm_pool, saved, workers, codec):
+def test_resumed_run_reports_residuals_that_another_codec_cannot_use(warm_pool, saved, workers, codec):
     folder, _ = saved
     first, *_ = warm_pool.run(workers, stopping, codec, folder, 4, 0, True)
     assert [text for text in first["told"] if "lost" in text] == [
@@ -722,7 +722,7 @@ def test_what_a_resumed_run_cannot_send_is_said_to_be_lost(warm_pool, saved, wor
     assert all(state == {} for state in first["begun"])
 
 
-def test_a_codec_written_in_other_words_is_the_same(warm_pool, saved):
+def test_residuals_are_kept_when_the_same_codec_is_spelled_differently(warm_pool, saved):
     folder, before = saved
     after = warm_pool.run(3, stopping, "top-k(0.05, feedback=true)", folder, 4, 0, True)
     for one, other in zip(before, after, strict=True):
@@ -730,7 +730,7 @@ def test_a_codec_written_in_other_words_is_the_same(warm_pool, saved):
         assert not any("lost" in text for text in other["told"])
 
 
-def test_other_sites_take_over_all_residuals_where_they_will_be_sent(warm_pool, tmp_path):
+def test_resumed_run_with_other_sites_moves_all_residuals_to_the_rails_that_send_them(warm_pool, tmp_path):
     """Two sites with one rail become two with two."""
     by_sites, three = f"between({TOP})", ((0, 1), (2,))
     before = at_sites(warm_pool, tmp_path / "a", by_sites, three, stopping, None, tmp_path, 3, 3)
@@ -801,13 +801,13 @@ KEPT_BETWEEN = [TOP, "random-k(ratio=0.1)", "one-bit"]
 
 @pytest.fixture(scope="module")
 def at_two_sites(warm_pool, tmp_path_factory):
-    """What four workers at two sites found."""
+    """The results of four workers at two sites."""
     codecs = list(dict.fromkeys(EXACT_BETWEEN + KEPT_BETWEEN))
     return at_sites(warm_pool, tmp_path_factory.mktemp("sites"), "none", SITES, by_plan, codecs, 4)
 
 
 @pytest.mark.parametrize("codec", EXACT_BETWEEN)
-def test_sites_exchange_encoded_sums_to_the_bit(at_two_sites, codec):
+def test_encoded_sums_between_sites_equal_the_reference_to_the_bit(at_two_sites, codec):
     wanted = between_reference(codec, SITES, 4)
     for outcome in at_two_sites:
         for one, reference in zip(outcome[codec][0], wanted, strict=True):
@@ -832,11 +832,11 @@ def assert_conserved(outcomes, steps):
 
 
 @pytest.mark.parametrize("codec", KEPT_BETWEEN)
-def test_between_sites_nothing_is_lost(at_two_sites, codec):
+def test_results_plus_residuals_between_sites_equal_the_inputs(at_two_sites, codec):
     assert_conserved([outcome[codec] for outcome in at_two_sites], 4)
 
 
-def test_sites_of_very_different_sizes_lose_nothing(warm_pool, tmp_path):
+def test_results_plus_residuals_equal_the_inputs_for_sites_of_three_and_one(warm_pool, tmp_path):
     outcomes = at_sites(warm_pool, tmp_path, "none", ((1, 0, 3), (2,)), by_plan, [TOP], 4)
     assert_conserved([outcome[TOP] for outcome in outcomes], 4)
 
@@ -851,7 +851,7 @@ class Silent:
 
 
 def in_threads(workers, act):
-    """What each of so many workers returned, all of them threads with real connections."""
+    """Run workers as threads with real connections; returns the result of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -859,14 +859,16 @@ def in_threads(workers, act):
 
     def work(rank):
         place = Place(rank=rank, world_size=workers, address="127.0.0.1", port=port)
-        meeting = meet(place, node="here", host="here", pid=os.getpid(), timeout_s=90)
-        group = open_group(meeting, place, transport="tcp", collective="auto", deadline_s=90, timeout_s=90)
+        rendezvous = meet(place, node="here", host="here", pid=os.getpid(), timeout_s=90)
+        group = open_group(
+            rendezvous, place, transport="tcp", collective="auto", deadline_s=90, timeout_s=90
+        )
         try:
             outcomes[rank] = act(group)
         finally:
-            meeting.announce_departure("")
+            rendezvous.announce_departure("")
             group.close()
-            meeting.linger()
+            rendezvous.linger()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(workers)]
     for thread in threads:
@@ -877,7 +879,7 @@ def in_threads(workers, act):
 
 
 @pytest.mark.parametrize("codec", ["top-k(ratio=0.05)", "random-k(ratio=0.1)"])
-def test_sites_of_three_and_two_lose_nothing(codec):
+def test_results_plus_residuals_equal_the_inputs_for_sites_of_three_and_two(codec):
     """There are two rails; the third worker of the larger site only sums and receives."""
     sites = ((0, 1, 2), (3, 4))
 
@@ -907,12 +909,12 @@ def test_sites_of_three_and_two_lose_nothing(codec):
     assert outcomes[2][1] == {}, "it is no rail"
 
 
-def test_a_bad_gradient_is_named_at_all_sites(warm_pool, tmp_path):
+def test_all_sites_name_a_non_finite_gradient(warm_pool, tmp_path):
     codecs = [TOP, "fp16", "random-k(ratio=0.1)"]
     cases = [(f"between({codec})", [(2, "vector", INFINITY)], "backward") for codec in codecs]
-    outcomes = at_sites(warm_pool, tmp_path, "none", SITES, poisoned, cases)
+    outcomes = at_sites(warm_pool, tmp_path, "none", SITES, train_with_bad_gradients, cases)
     for at in range(len(cases)):
-        assert_poisoned([outcome[at] for outcome in outcomes], "vector", 2)
+        assert_bad_gradient_rejected([outcome[at] for outcome in outcomes], "vector", 2)
 
 
 # Other buckets -----------------------------------------------------------------------------------
@@ -949,7 +951,7 @@ def test_a_frozen_layers_residual_is_sent_when_it_is_unfrozen(warm_pool):
 
 
 def in_small_buckets(what, *args):
-    """What a worker does, but nearly every parameter has a bucket of its own; and how many there were."""
+    """Run a function with a bucket for nearly every parameter; returns its result and the bucket count."""
     least, coding.LEAST_BYTES = coding.LEAST_BYTES, 1
     make, made = ModelEncoder.bucket, []
 
@@ -964,23 +966,23 @@ def in_small_buckets(what, *args):
         coding.LEAST_BYTES, ModelEncoder.bucket = least, make
 
 
-def test_bits_do_not_depend_on_buckets(warm_pool, by_three):
+def test_results_do_not_depend_on_bucket_sizes(warm_pool, by_three):
     codecs = GATHERED + SCATTERED
-    for found, buckets in warm_pool.run(3, in_small_buckets, "trained", codecs, 5):
+    for found, buckets in warm_pool.run(3, in_small_buckets, "train_with_codecs", codecs, 5):
         assert buckets >= 3 * len(codecs)
         for codec in codecs:
             assert_all_same(found[codec], by_three[0][codec])
 
 
-def test_a_bad_gradient_in_one_of_several_buckets_stops_them_all(warm_pool):
+def test_non_finite_gradient_in_one_bucket_rejects_all_buckets_of_the_step(warm_pool):
     bad = [one for one in BAD if one[0][2] == "backward" and len(one[0][1]) == 1]
-    outcomes = warm_pool.run(3, in_small_buckets, "poisoned", [case for case, _, _ in bad])
+    outcomes = warm_pool.run(3, in_small_buckets, "train_with_bad_gradients", [case for case, _, _ in bad])
     for at, (_, name, rank) in enumerate(bad):
-        assert_poisoned([found[at] for found, _ in outcomes], name, rank)
+        assert_bad_gradient_rejected([found[at] for found, _ in outcomes], name, rank)
 
 
 class Mixed(nn.Module):
-    """Not all of it can be encoded: of other types, and without elements."""
+    """Has parameters that cannot be encoded: of other types, or without elements."""
 
     def __init__(self):
         super().__init__()
@@ -999,12 +1001,12 @@ def mixed():
     with join("top-k(ratio=0.01)") as session:
         model = session.prepare(Mixed())
         model(session.rank + 1.0).backward()
-        vectors = session.prepare(nn.Linear(3, 1), codec="power-sgd")  # nothing of it is worth factors
+        vectors = session.prepare(nn.Linear(3, 1), codec="power-sgd")  # too small for factors
         vectors(torch.full((1, 3), session.rank + 1.0)).sum().backward()
         return {**gradients(model), "vectors": vectors.weight.grad.clone()}
 
 
-def test_what_cannot_be_encoded_travels_as_it_is(warm_pool):
+def test_parameters_that_cannot_be_encoded_are_reduced_unencoded(warm_pool):
     for found in warm_pool.run(2, mixed):
         assert found["long"].equal(1.5 * torch.arange(300, dtype=torch.float64))
         assert found["short"].equal((1.5 * torch.arange(8)).bfloat16())
@@ -1031,21 +1033,21 @@ def alone(codec, momentum=0.0, nesterov=False):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_alone_dgc_is_momentum_sgd_to_the_bit(nesterov):
+def test_dgc_on_a_single_worker_equals_momentum_sgd_to_the_bit(nesterov):
     _, plain = alone("none", 0.75, nesterov)
     _, by_codec = alone(f"dgc(ratio=1, momentum=0.75, nesterov={str(nesterov).lower()})")
     assert all(torch.equal(one, other) for one, other in zip(plain, by_codec, strict=True))
 
 
 @pytest.mark.parametrize("codec", ["top-k", "one-bit", "power-sgd", "between(top-k)", "auto"])
-def test_alone_other_codecs_change_nothing(codec):
+def test_codecs_without_momentum_change_nothing_on_a_single_worker(codec):
     found, weights = alone(codec)
     for step, one in enumerate(found):
         assert_same_bits(one, whole(numbers(0, step), 1.0))
     assert len(weights) == len(SHAPES)
 
 
-# What is refused ---------------------------------------------------------------------------------
+# Refused options ---------------------------------------------------------------------------------
 
 
 def refused(codec, options, prepared):
@@ -1062,7 +1064,7 @@ def refused(codec, options, prepared):
     return attempt(act)
 
 
-def test_an_unknown_codec_names_its_nearest():
+def test_unknown_codec_is_refused_with_the_nearest_name():
     for error in (refused("topk", {}, {}), refused("none", {}, {"codec": "topk"})):
         assert type(error) is UnknownName
         assert "top-k" in str(error)
@@ -1082,7 +1084,7 @@ def test_an_unknown_codec_names_its_nearest():
         ("error-feedback(top-k)", "has feedback already"),
     ],
 )
-def test_options_that_cannot_work_are_refused(codec, said):
+def test_invalid_codec_options_are_refused(codec, said):
     for error in (refused(codec, {}, {}), refused("none", {}, {"codec": codec})):
         assert type(error) is ConfigError
         assert said in error.message
@@ -1098,7 +1100,7 @@ def test_options_that_cannot_work_are_refused(codec, said):
         ("dgc", {"factors": "always"}, "a gradient is sent either as factors or by codec dgc, not both"),
     ],
 )
-def test_what_does_not_go_together_is_refused_also_alone(codec, prepared, said):
+def test_conflicting_options_are_refused_on_a_single_worker(codec, prepared, said):
     for error in (refused(codec, {}, dict(prepared)), refused("none", {}, {"codec": codec, **prepared})):
         assert type(error) is ConfigError
         assert said in error.message
@@ -1118,14 +1120,14 @@ def test_what_does_not_go_together_is_refused_also_alone(codec, prepared, said):
         (TOP, {"sync": "local"}, {}, "codec top-k writes gradients, and sync local averages weights"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_all(warm_pool, codec, options, prepared, said):
+def test_conflicting_options_are_refused_on_all_workers(warm_pool, codec, options, prepared, said):
     for error in warm_pool.run(2, refused, codec, options, prepared):
         assert type(error) is ConfigError
         assert said in error.message
         assert error.fix
 
 
-def test_sites_need_echelons_own_transports(warm_pool, tmp_path):
+def test_codec_between_sites_is_refused_on_torch_distributed(warm_pool, tmp_path):
     outcomes = at_sites(
         warm_pool, tmp_path, f"between({TOP})", ((0,), (1,)), refused, None, {"transport": "c10d"}, {}
     )
@@ -1134,7 +1136,7 @@ def test_sites_need_echelons_own_transports(warm_pool, tmp_path):
         assert "not on torch.distributed" in error.message
 
 
-# Workers that die, and machines with nothing to save ---------------------------------------------
+# Killed workers, and codec auto on one machine ---------------------------------------------------
 
 
 def killed(codec, who):
@@ -1159,7 +1161,7 @@ def killed(codec, who):
             EngineGroup.all_to_all = all_to_all
 
 
-def test_a_worker_killed_in_an_encoded_round_is_named_by_all(warm_pool):
+def test_survivors_name_a_worker_killed_during_an_encoded_all_to_all(warm_pool):
     who = 1
     outcomes = warm_pool.outcomes(3, killed, "one-bit", who)
     dead = outcomes.pop(who)
@@ -1186,7 +1188,7 @@ def automatic():
         cost.measure = measure
 
 
-def test_on_one_machine_auto_is_none_and_measures_nothing(warm_pool):
+def test_auto_chooses_none_on_one_machine_without_measuring(warm_pool):
     wanted = combined(ReferenceGroup(CODECS.build("none"), 2), pair(0))
     for found, reason in warm_pool.run(2, automatic):
         assert_same_bits(found, wanted)

@@ -1,4 +1,4 @@
-"""Pushes and pulls by a codec: what it leaves out is sent later, and training ends as it should."""
+"""Pushes and pulls through a codec: residuals are sent later, and workers end with the right weights."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_the_first_member_pushes_coded_gradients_for_its_group(warm_pool, tmp_pa
         assert all(coded and size * 20 < 4 * weights.numel() for coded, size in sent)
 
 
-# What is sent ------------------------------------------------------------------------------------
+# Sent bytes --------------------------------------------------------------------------------------
 
 
 def record_pushes():
@@ -303,7 +303,7 @@ def test_a_server_does_not_report_a_codec_that_wrote_nothing(warm_pool, tmp_path
     assert 0 < report.pulled_bytes == report.dense_pulled_bytes
 
 
-def test_without_a_codec_gradients_are_sent_as_they_are(warm_pool, tmp_path):
+def test_gradients_are_sent_unencoded_without_a_codec(warm_pool, tmp_path):
     run = ServedRun(tmp_path, workers=2, servers=1, sync="backup(0)", codec="none")
     outcomes, _ = run.run(warm_pool, work, "pushed", False, False)
     for _, residuals, _, sent in outcomes:
@@ -314,7 +314,7 @@ def test_without_a_codec_gradients_are_sent_as_they_are(warm_pool, tmp_path):
     assert 0 < report.pulled_bytes == report.dense_pulled_bytes
 
 
-# What is not finite ------------------------------------------------------------------------------
+# Non-finite gradients ----------------------------------------------------------------------------
 
 
 def spoiled():
@@ -345,7 +345,7 @@ def spoiled():
 
 
 @pytest.mark.parametrize("sync", ["async", "downpour(2, 2)", "downpour(1, 3)", "percentage(0.5)"])
-def test_a_gradient_that_is_not_finite_is_refused_and_the_script_may_go_on(warm_pool, tmp_path, sync):
+def test_non_finite_gradient_is_refused_and_the_script_may_continue(warm_pool, tmp_path, sync):
     """Neither the server nor the worker's own weights or sums get it."""
     run = ServedRun(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
     outcomes, (kept,) = run.run(warm_pool, work, "spoiled")
@@ -382,7 +382,7 @@ def overflowing(sync):
 
 
 @pytest.mark.parametrize("sync", ["downpour(4, 4)", "percentage(shares=[0.1, 1.0])"])
-def test_a_sum_or_a_change_that_overflows_is_not_merged(warm_pool, tmp_path, sync):
+def test_overflowing_sum_or_weight_change_is_not_merged(warm_pool, tmp_path, sync):
     run = ServedRun(tmp_path, workers=2, servers=1, sync=sync, codec="fp16")
     outcomes, _ = run.run(warm_pool, work, "overflowing", sync)
     assert all(bool(weights.isfinite().all()) for weights in outcomes)
@@ -436,7 +436,7 @@ def saving(upto, save_at, folder):
         return flat(model.parameters())
 
 
-def test_a_run_resumed_after_an_epoch_equals_one_that_did_not_stop(warm_pool, tmp_path):
+def test_run_resumed_after_an_epoch_equals_an_uninterrupted_run(warm_pool, tmp_path):
     """All workers have the server's weights between epochs, so only residuals could differ."""
     ended = {}
     for part, upto, save_at, where in (
@@ -455,7 +455,7 @@ def test_a_run_resumed_after_an_epoch_equals_one_that_did_not_stop(warm_pool, tm
     assert all(float(one["tables"]["0/0"]["residual"].norm()) > 0 for one in codecs)
 
 
-def test_a_save_during_an_epoch_changes_nothing(warm_pool, tmp_path):
+def test_save_during_an_epoch_does_not_change_training(warm_pool, tmp_path):
     ended = []
     for part, save_at in (("saving", 8), ("not", 0)):
         run = ServedRun(
@@ -525,14 +525,14 @@ def misplaced():
         return session._synchronizer.residuals(), session._plan.reasons.get("codec residuals")
 
 
-def test_residuals_of_parameters_in_other_places_are_dropped_and_reported(warm_pool, tmp_path):
+def test_residuals_of_parameters_at_other_positions_are_dropped_and_reported(warm_pool, tmp_path):
     run = ServedRun(tmp_path, workers=2, servers=1, sync="async", codec="top-k")
     outcomes, _ = run.run(warm_pool, work, "misplaced")
     assert [residuals for residuals, _ in outcomes] == [{}, {}]
     assert "2 parameters in other places" in outcomes[0][1]
 
 
-# What cannot work --------------------------------------------------------------------------------
+# Invalid options ---------------------------------------------------------------------------------
 
 
 def prepare():

@@ -76,18 +76,18 @@ def draw_all(seed, epochs, names):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process draws."""
+    """The samples that one process draws."""
     return draw_all(5, 2, LOADERS)
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def cluster(request, warm_pool):
-    """What each of several workers draws, and how many they are."""
+    """The samples that each worker draws, and the number of workers."""
     return request.param, warm_pool.run(request.param, draw_all, 5, 2, list(LOADERS))
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_workers_together_draw_what_one_process_draws(alone, cluster, name):
+def test_workers_draw_the_batches_that_one_process_draws(alone, cluster, name):
     workers, drawn = cluster
     for epoch in range(2):
         parts = [worker[name][epoch] for worker in drawn]
@@ -122,7 +122,7 @@ def test_every_sample_is_drawn_once_per_epoch(cluster, name):
         )
 
 
-def test_another_epoch_and_another_seed_have_another_order(warm_pool, alone):
+def test_order_differs_between_epochs_and_between_seeds(warm_pool, alone):
     names = ["shuffled", "sampler", "batch sampler"]
     other = warm_pool.run(2, draw_all, 6, 1, names)
     for name in names:
@@ -131,7 +131,7 @@ def test_another_epoch_and_another_seed_have_another_order(warm_pool, alone):
         assert [a + b for a, b in zip(other[0][name][0], other[1][name][0], strict=True)] != first
 
 
-def test_shares_follow_the_weights(cluster):
+def test_shares_are_proportional_to_the_weights(cluster):
     workers, drawn = cluster
     sizes = [len(worker["one batch"][0][0]) for worker in drawn]
     assert sizes == {2: [5, 2], 3: [2, 3, 2], 4: [1, 1, 2, 3]}[workers]

@@ -1,4 +1,4 @@
-"""Real processes and real signals: workers that are killed, stopped or wrong; unknown processes."""
+"""Real processes and real signals: killed, stopped and misbehaving workers; unknown connections."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def join(transport, deadline_s=DEADLINE_S, **options):
 
 
 def attempt(act):
-    """What it returned or raised, and how long that took."""
+    """The result or error of a call, and its duration."""
     begun = time.monotonic()
     try:
         result = act()
@@ -104,16 +104,16 @@ def assert_all_name(outcomes, who):
     ("transport", "who", "collective"),
     [("tcp", 2, "ring"), ("tcp", 0, "ring"), ("tcp", 3, "direct"), ("auto", 1, "auto")],
 )
-def test_a_worker_killed_in_a_reduction_is_named_by_all_at_once_and_tensors_are_unharmed(
+def test_survivors_name_a_worker_killed_in_a_reduction_at_once_and_keep_their_tensors(
     warm_pool, transport, who, collective
 ):
-    """Also by the one across the ring; also if the one who is killed is the leader, with the store."""
+    """Includes the worker across the ring, and a killed leader, which holds the store."""
     outcomes = warm_pool.outcomes(4, killed_in_a_reduction, transport, who, collective)
     assert_all_name(outcomes, who)
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_worker_killed_among_shared_buffers_is_named_by_all_at_once(warm_pool, who):
+def test_survivors_name_a_worker_killed_with_shared_buffers_at_once(warm_pool, who):
     assert_all_name(warm_pool.outcomes(3, killed_with_shared_buffers, who), who)
 
 
@@ -121,7 +121,7 @@ def test_a_worker_killed_among_shared_buffers_is_named_by_all_at_once(warm_pool,
 
 
 def stopped_in_a_reduction(transport, who):
-    """No worker leaves before all have their error: a later one would get another error."""
+    """Workers wait until all have raised; an earlier departure would change the others' error."""
     with join(transport, collective="ring") as session:
         group = session._group
         pids = [int(pid) for pid in session.all_gather(torch.tensor(os.getpid()))]
@@ -140,7 +140,7 @@ def stopped_in_a_reduction(transport, who):
 
 
 @pytest.mark.parametrize(("transport", "who"), [("tcp", 0), ("tcp", 2), ("shm", 0), ("shm", 1)])
-def test_a_stopped_worker_is_named_by_all_at_the_deadline(warm_pool, transport, who):
+def test_all_others_name_a_stopped_worker_at_the_deadline(warm_pool, transport, who):
     outcomes = warm_pool.outcomes(4, stopped_in_a_reduction, transport, who)
     error, _ = outcomes.pop(who)
     assert isinstance(error, PeerLost), "it finds the others gone, or hears that they gave up on it"
@@ -168,13 +168,13 @@ def differing():
 
 
 def differing_below():
-    """The same below the session, which would check first: an error on all workers, and no process ends."""
+    """Differing tensors below the session's own check raise an error on all workers."""
     with join("tcp") as session:
         tensor = torch.ones(3000 if session.rank == 1 else 2000)
         return attempt(lambda: session._group.all_reduce(tensor).wait())[0]
 
 
-def test_tensors_that_differ_between_workers_are_refused_on_all_and_nothing_dies(warm_pool):
+def test_tensors_that_differ_between_workers_are_refused_on_all_and_no_process_dies(warm_pool):
     for told in warm_pool.run(3, differing):
         for error, after in told:
             assert type(error) is ConfigError
@@ -183,12 +183,12 @@ def test_tensors_that_differ_between_workers_are_refused_on_all_and_nothing_dies
             assert after == 3
 
 
-def test_messages_of_unexpected_size_are_an_error_and_not_the_end_of_the_process(warm_pool):
+def test_messages_of_unexpected_size_raise_an_error_and_no_process_dies(warm_pool):
     for error in warm_pool.run(3, differing_below):
         assert isinstance(error, EchelonError)
 
 
-# Secrets and strangers ---------------------------------------------------------------------------
+# Secrets and unknown connections -----------------------------------------------------------------
 
 
 def join_with_secret(secrets):
@@ -201,7 +201,7 @@ def test_workers_with_the_same_secret_connect(warm_pool):
     assert warm_pool.run(2, join_with_secret, ["a", "a"]) == [2, 2]
 
 
-def test_a_worker_with_a_wrong_secret_is_refused_and_all_learn_of_it(warm_pool):
+def test_all_workers_report_a_worker_with_a_wrong_secret(warm_pool):
     outcomes = warm_pool.outcomes(3, join_with_secret, ["a", "a", "b"])
     errors = [outcome.error for outcome in outcomes]
     assert type(errors[2]) is Refused
@@ -211,7 +211,7 @@ def test_a_worker_with_a_wrong_secret_is_refused_and_all_learn_of_it(warm_pool):
         assert error.ranks == (2,)
 
 
-def join_in_a_crowd():
+def join_among_unknown_connections():
     """Before rank 1 connects, other processes connect to rank 0: with junk, half a handshake, nothing."""
     crowd = []
     dial = mesh._try
@@ -233,8 +233,8 @@ def join_in_a_crowd():
             sock.close()
 
 
-def test_strangers_at_the_port_do_not_keep_workers_from_joining(warm_pool):
-    assert warm_pool.run(3, join_in_a_crowd) == [3, 3, 3]
+def test_workers_join_despite_unknown_connections_to_the_port(warm_pool):
+    assert warm_pool.run(3, join_among_unknown_connections) == [3, 3, 3]
 
 
 # Machines ----------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def one_of_two_runs(ports):
     return all(out)
 
 
-def test_two_runs_at_once_do_not_mix(warm_pool):
+def test_two_concurrent_runs_stay_separate(warm_pool):
     assert warm_pool.run(4, one_of_two_runs, _four_free_ports()) == [True] * 4
 
 
@@ -310,7 +310,7 @@ def without_shared_memory(who):
 
 
 @pytest.mark.parametrize("who", [(0, 1, 2), (0,), (2,)], ids=["nobody", "not the leader", "not the last"])
-def test_without_shared_memory_all_use_tcp_and_say_so(warm_pool, who):
+def test_all_workers_use_tcp_and_warn_if_shared_memory_is_missing(warm_pool, who):
     outcomes = warm_pool.run(3, without_shared_memory, who)
     assert [total for total, _ in outcomes] == [3, 3, 3]
     warned = [" ".join(said) for _, said in outcomes]

@@ -1,4 +1,4 @@
-"""When a worker fails, leaves, stops or never comes, the others are told who it was, and why."""
+"""When a worker fails, leaves, stops or never joins, the others name it and the reason."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def leave_early(who, transport):
 
 
 def stop_arriving(who, transport):
-    """The late worker goes on, and the others leave, when all others have their error."""
+    """The straggler continues, and the others leave, only after all others have raised their error."""
     with echelon.join(record=False, transport=transport, round_timeout_s=ROUND_S) as session:
 
         def before_step(step):
@@ -62,7 +62,7 @@ def stop_arriving(who, transport):
 
 
 def die_after(who):
-    """The leader leaves the way a process does: it says why, and with it goes what the others ask."""
+    """The leader reports its error and exits, and its store ends with it."""
     try:
         raise_on(who, "auto")
     except ValueError:
@@ -82,7 +82,7 @@ def join_with(options):
 
 
 def unreduced():
-    """Steps that would apply what the other workers do not have."""
+    """Steps that would apply gradients that the other workers do not have."""
     with echelon.join(record=False, round_timeout_s=90) as session:
         model = nn.Linear(3, 1)
         other = nn.Linear(3, 1)
@@ -103,7 +103,7 @@ def unreduced():
 
 
 class Fails(torch.autograd.Function):
-    """Its backward pass does not come to an end."""
+    """Raises in its backward pass."""
 
     @staticmethod
     def forward(ctx, x):
@@ -115,7 +115,7 @@ class Fails(torch.autograd.Function):
 
 
 def unfinished():
-    """Steps within a backward pass, and after one that failed."""
+    """Step during a backward pass, and after a failed one."""
     with echelon.join(record=False, round_timeout_s=90) as session:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -142,7 +142,7 @@ def refusal(act):
 
 
 def of(outcome):
-    """What a worker raised."""
+    """The error that a worker raised."""
     assert isinstance(outcome, WorkerFailure), outcome
     assert outcome.how == "raised", outcome
     return outcome.error
@@ -150,7 +150,7 @@ def of(outcome):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("who", [0, 1], ids=["leader", "other"])
-def test_a_worker_that_raises_is_named_with_its_reason_by_all_others(warm_pool, who, transport):
+def test_all_others_name_a_worker_that_raises_and_its_reason(warm_pool, who, transport):
     outcomes = warm_pool.outcomes(3, raise_on, who, transport)
     assert isinstance(of(outcomes.pop(who)), ValueError)
     for error in map(of, outcomes):
@@ -160,7 +160,7 @@ def test_a_worker_that_raises_is_named_with_its_reason_by_all_others(warm_pool, 
         assert "ValueError: sample 17 is broken" in error.message
 
 
-def test_the_leader_tells_why_before_its_process_is_gone(warm_pool):
+def test_others_learn_why_the_leader_failed_before_its_process_exits(warm_pool):
     _, *others = warm_pool.outcomes(3, die_after, 0)
     for error in map(of, others):
         assert type(error) is PeerLost
@@ -179,7 +179,7 @@ def test_a_worker_that_ends_its_loop_early_is_named(warm_pool, who, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_worker_that_stops_arriving_is_named_at_the_deadline(warm_pool, transport):
+def test_others_name_a_worker_that_stops_arriving_at_the_deadline(warm_pool, transport):
     outcomes = warm_pool.outcomes(3, stop_arriving, 1, transport)
     for rank in (0, 2):
         error = of(outcomes[rank])
@@ -201,7 +201,7 @@ def test_workers_that_never_join_are_named(warm_pool):
     assert f"did not join within {ROUND_S} s" in of(outcomes[0]).message
 
 
-def test_a_leader_that_never_comes_is_named(warm_pool):
+def test_leader_that_never_joins_is_named(warm_pool):
     outcomes = warm_pool.outcomes(2, join_unless, (0,), 2)
     error = of(outcomes[1])
     assert type(error) is JoinTimeout
@@ -221,7 +221,7 @@ def test_a_port_in_use_is_named(warm_pool):
     assert type(of(outcomes[1])) is JoinTimeout
 
 
-def test_an_environment_with_half_of_the_variables_is_refused(warm_pool):
+def test_incomplete_environment_variables_are_refused(warm_pool):
     error = of(warm_pool.outcomes(1, join_with, {}, env={"MASTER_PORT": "", "WORLD_SIZE": "2"})[0])
     assert type(error) is ConfigError
     assert "MASTER_PORT is not" in error.message
@@ -236,20 +236,20 @@ def test_an_environment_with_half_of_the_variables_is_refused(warm_pool):
     ],
     ids=["count", "zero", "transport"],
 )
-def test_joining_in_a_way_that_does_not_work_is_refused_on_all(warm_pool, options, told):
+def test_invalid_join_options_are_refused_on_all_workers(warm_pool, options, told):
     for error in map(of, warm_pool.outcomes(2, join_with, options)):
         assert isinstance(error, ConfigError)
         assert told in error.message
 
 
-def test_a_step_before_a_backward_pass_has_ended_well_is_refused(warm_pool):
+def test_step_during_or_after_a_failed_backward_pass_is_refused(warm_pool):
     for said in warm_pool.run(2, unfinished):
         assert len(said) == 2
         for error in said:
             assert "gradients that the other workers do not have" in error.message
 
 
-def test_a_step_on_gradients_that_others_do_not_have_is_refused(warm_pool):
+def test_step_on_unreduced_gradients_is_refused(warm_pool):
     for said, untouched, steps in warm_pool.run(2, unreduced):
         for error in said:
             assert "gradients that the other workers do not have" in error.message

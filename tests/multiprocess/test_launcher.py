@@ -41,7 +41,7 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv, __na
 print("threads", os.environ["OMP_NUM_THREADS"], repr(sys.stdin.read()), file=sys.stderr)
 """
 
-# Rank 1 goes in the way that the first argument says; the others wait for it, until they hear about it.
+# Rank 1 fails as the first argument says; the others wait for it until they are told.
 LEAVES = """
 import os, signal, sys, echelon
 session = echelon.join(timeout_s=120)
@@ -126,7 +126,7 @@ def _ended(run: RunFolder) -> RunEnded:
 
 
 def _processes_of(folder: Path) -> list[int]:
-    """Everything that runs in this folder's runs, found by the variable that all of it inherits."""
+    """Processes of this folder's runs, found by the environment variable that they inherit."""
     mark = f"ECHELON_RUN={folder}/".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -153,7 +153,7 @@ def _until(condition: Callable[[], object], what: str) -> None:
 # Scripts and their output
 
 
-def test_leaders_output_is_shown_every_workers_is_kept_and_the_run_is_recorded(tmp_path):
+def test_leaders_output_is_shown_and_all_output_is_logged_and_the_run_is_recorded(tmp_path):
     script = _script(tmp_path, PRINTS, "deep/prints.py")
     _script(tmp_path, "", "deep/beside.py")
     args = ["--workers", "7", "-m", "x y", "--help"]
@@ -177,7 +177,7 @@ def test_leaders_output_is_shown_every_workers_is_kept_and_the_run_is_recorded(t
     assert resolve(TrainSettings, {}, run.config).settings.workers == 3
 
 
-def test_a_module_runs_as_python_would_run_it(tmp_path):
+def test_module_runs_as_python_m_runs_it(tmp_path):
     _script(
         tmp_path, PRINTS.replace("import os, sys, beside", "import os, sys, pack.other"), "pack/main.py"
     )
@@ -187,14 +187,14 @@ def test_a_module_runs_as_python_would_run_it(tmp_path):
     assert f"rank 0 of 1 {[str(tmp_path / 'pack/main.py'), '--workers', '3']} __main__" in done.stdout
 
 
-def test_a_module_that_does_not_exist_fails_without_a_traceback_of_ours(tmp_path):
+def test_missing_module_fails_without_a_traceback(tmp_path):
     done = _echelon(tmp_path, "run", "-m", "no_such_module")
     assert done.returncode == 1
     assert "no_such_module" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_an_error_that_the_terminal_has_just_shown_is_not_repeated(tmp_path):
+def test_error_already_shown_on_the_terminal_is_not_repeated(tmp_path):
     script = _script(tmp_path, "raise ValueError('once')")
     ours, theirs = pty.openpty()
     with subprocess.Popen(
@@ -213,7 +213,7 @@ def test_an_error_that_the_terminal_has_just_shown_is_not_repeated(tmp_path):
     assert shown.splitlines()[-2].decode() == f"rank 0 on {HOST} failed: ValueError: once"
 
 
-def test_an_error_is_printed_once_and_not_in_the_output_of_the_script(tmp_path):
+def test_error_is_printed_once_on_stderr_and_not_on_stdout(tmp_path):
     script = "import atexit\natexit.register(print, 'goodbye')\nprint('before')\nraise ValueError('once')"
     done = _echelon(tmp_path, "run", _script(tmp_path, script))
     assert done.stdout == "before\ngoodbye\n"
@@ -222,7 +222,7 @@ def test_an_error_is_printed_once_and_not_in_the_output_of_the_script(tmp_path):
     assert "Traceback" in _only_run(tmp_path).log_of(0).read_text()
 
 
-def test_what_a_leader_says_when_it_exits_is_printed_once(tmp_path):
+def test_exit_message_of_the_leader_is_printed_once(tmp_path):
     done = _echelon(tmp_path, "run", _script(tmp_path, "import sys\nsys.exit('no data here')"))
     assert (done.returncode, (done.stdout + done.stderr).count("no data here")) == (1, 1)
 
@@ -240,7 +240,7 @@ print(float(torch.ones(300, 300).matmul(torch.ones(300, 300)).sum()))
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_a_forked_worker_is_like_one_that_was_started_by_itself(tmp_path, start):
+def test_worker_state_is_the_same_whether_forked_or_started_by_exec(tmp_path, start):
     script = _script(tmp_path, TELLS, "deep/tells.py")
     done = subprocess.run(
         [*ECHELON, "run", "--workers", "2", "--start", start, "--threads", "2", script],
@@ -270,7 +270,7 @@ def test_forked_workers_do_not_draw_the_same_random_numbers(tmp_path):
     assert len(set(drawn)) == 9
 
 
-def test_a_template_that_may_not_fork_leaves_it_to_exec(tmp_path):
+def test_workers_are_started_by_exec_if_the_template_cannot_fork(tmp_path):
     """A module of the user's that starts a thread as soon as Python starts."""
     _script(
         tmp_path, "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
@@ -290,7 +290,7 @@ def test_a_template_that_may_not_fork_leaves_it_to_exec(tmp_path):
         assert "echelon.launch.worker" in _only_run(tmp_path).log_of(rank).read_text()
 
 
-def test_workers_end_with_a_template_that_is_killed(tmp_path, sleeping):
+def test_workers_end_if_the_template_is_killed(tmp_path, sleeping):
     launcher, pids = sleeping()
     (template,) = {pid for pid in _processes_of(tmp_path) if _is_of_launch(pid)} - set(pids)
     os.kill(template, signal.SIGKILL)
@@ -325,7 +325,7 @@ def _leaves(folder: Path, how: str, workers: int) -> tuple[subprocess.CompletedP
     return done, _only_run(folder)
 
 
-def test_a_worker_that_raises_ends_the_others_and_has_the_last_word(tmp_path):
+def test_worker_that_raises_ends_the_run_and_its_error_is_printed_last(tmp_path):
     done, run = _leaves(tmp_path, "raise", 3)
     assert done.returncode == 1
     cause = "ValueError: main.cpp:100: [red]broken[/red]"
@@ -354,7 +354,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path):
     assert _summary(run).outcome == "failed"
 
 
-def test_a_worker_that_exits_with_a_code_gives_it_to_the_launcher(tmp_path):
+def test_launcher_exits_with_the_exit_code_of_a_failed_worker(tmp_path):
     done, run = _leaves(tmp_path, "exit", 2)
     assert done.returncode == 3
     told = f"rank 1 on {HOST} failed: ended with exit code 3 and no exception"
@@ -406,7 +406,7 @@ def sleeping(tmp_path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], li
         os.kill(pid, signal.SIGKILL)
 
 
-def test_ctrl_c_ends_workers_and_what_they_started(tmp_path, sleeping):
+def test_ctrl_c_ends_workers_and_their_child_processes(tmp_path, sleeping):
     launcher, _ = sleeping()
     launcher.send_signal(signal.SIGINT)
     _, err = launcher.communicate(timeout=120)
@@ -419,7 +419,7 @@ def test_ctrl_c_ends_workers_and_what_they_started(tmp_path, sleeping):
     assert all("\ninterrupted\n" in run.log_of(rank).read_text() for rank in (0, 1))
 
 
-def test_workers_that_ignore_ctrl_c_are_ended_all_the_same(tmp_path, sleeping):
+def test_workers_that_ignore_ctrl_c_are_killed(tmp_path, sleeping):
     launcher, _ = sleeping("stubborn")
     launcher.send_signal(signal.SIGINT)
     time.sleep(0.3)  # two signals at the same instant would count as one
@@ -429,7 +429,7 @@ def test_workers_that_ignore_ctrl_c_are_ended_all_the_same(tmp_path, sleeping):
     assert _processes_of(tmp_path) == []
 
 
-def test_a_request_to_end_is_honoured_like_ctrl_c(tmp_path, sleeping):
+def test_sigterm_ends_the_run_like_ctrl_c(tmp_path, sleeping):
     launcher, _ = sleeping()
     launcher.terminate()
     launcher.communicate(timeout=120)
@@ -438,7 +438,7 @@ def test_a_request_to_end_is_honoured_like_ctrl_c(tmp_path, sleeping):
     assert _ended(_only_run(tmp_path)).detail == "SIGTERM"
 
 
-def test_workers_die_with_a_launcher_that_is_killed(tmp_path, sleeping):
+def test_workers_die_if_the_launcher_is_killed(tmp_path, sleeping):
     launcher, pids = sleeping()
     ours = [pid for pid in _processes_of(tmp_path) if _is_of_launch(pid)]
     assert len(set(ours) & set(pids)) == 2
@@ -530,7 +530,7 @@ def test_every_worker_draws_its_share_and_only_the_delayed_one_is_delayed(unequa
     assert summary.train_loss is not None
 
 
-def test_training_goes_on_from_a_checkpoint_and_ends_where_one_worker_alone_would(place, unequal):
+def test_resumed_training_ends_with_the_result_of_a_single_worker(place, unequal):
     _, first = unequal
     _, second = _train(place, *UNEQUAL, "--epochs", "2", "--checkpoint", "saved", "--loader-workers", "1")
     _, alone = _train(place, "--threads", "1", "--epochs", "2")
@@ -550,7 +550,7 @@ def test_training_goes_on_from_a_checkpoint_and_ends_where_one_worker_alone_woul
     assert _summary(second).test_loss < _summary(first).test_loss
 
 
-def test_a_checkpoint_that_has_all_epochs_leaves_nothing_to_train_and_says_so(place, unequal):
+def test_resuming_a_finished_training_does_nothing_and_says_so(place, unequal):
     done, run = _train(place, "--threads", "1", "--epochs", "1", "--checkpoint", "saved")
     assert _summary(run).steps == 0
     assert "nothing to train" in done.stdout

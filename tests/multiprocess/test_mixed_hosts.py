@@ -45,9 +45,9 @@ class member:  # noqa: N801 - reads as what it gives
     def __init__(self, places, *, collective="auto", deadline_s=90.0, transport="auto"):
         place = Place.from_environment(os.environ)
         node = f"machine-{places[place.rank]}"
-        self._meeting = meet(place, node=node, host=socket.gethostname(), pid=os.getpid(), timeout_s=90)
+        self._rendezvous = meet(place, node=node, host=socket.gethostname(), pid=os.getpid(), timeout_s=90)
         self._group = open_group(
-            self._meeting,
+            self._rendezvous,
             place,
             transport=transport,
             collective=collective,
@@ -59,12 +59,12 @@ class member:  # noqa: N801 - reads as what it gives
         return self._group
 
     def __exit__(self, kind, error, trace):
-        self._meeting.announce_departure(str(error) if error else "")
+        self._rendezvous.announce_departure(str(error) if error else "")
         self._group.close()
 
 
 def attempt(act):
-    """What it returned or raised, and how long that took."""
+    """The result or error of a call, and its duration."""
     begun = time.monotonic()
     try:
         result = act()
@@ -151,7 +151,7 @@ def test_buffers_of_every_type_and_length_are_summed_to_the_same_bits_everywhere
 
 
 def at_once(places, collective):
-    """Several in flight, on two forks, among other operations, waited for in any order."""
+    """Several reductions in flight on two forks, between other operations, waited for in any order."""
     wrong = []
     with member(places, collective=collective) as group:
         forks = [group, group.fork()]
@@ -175,7 +175,7 @@ def at_once(places, collective):
 
 
 @pytest.mark.parametrize(("places", "collective"), [(PAIRS, "auto"), ([0, 1, 1, 2], "ring")])
-def test_reductions_in_flight_may_be_waited_for_in_any_order(warm_pool, places, collective):
+def test_reductions_in_flight_can_be_waited_for_in_any_order(warm_pool, places, collective):
     assert warm_pool.run(4, at_once, places, collective) == [([], 1, [4])] * 4
 
 
@@ -197,8 +197,8 @@ def killed(places, who):
 
 
 @pytest.mark.parametrize(("places", "who"), [(PAIRS, 0), ([0, 0, 0, 1], 2)])
-def test_a_worker_killed_in_a_reduction_is_named_by_all_at_once(warm_pool, places, who):
-    """Also a worker that carries nothing, and also by workers on other machines."""
+def test_survivors_name_a_worker_killed_in_a_reduction_at_once(warm_pool, places, who):
+    """Includes a worker that is no rail, and survivors on other machines."""
     outcomes = warm_pool.outcomes(4, killed, places, who)
     dead = outcomes.pop(who)
     assert isinstance(dead, WorkerFailure)
@@ -213,7 +213,7 @@ def test_a_worker_killed_in_a_reduction_is_named_by_all_at_once(warm_pool, place
 
 
 def stopped(places, who):
-    """All others have their error before it goes on."""
+    """The stopped worker continues after all others have raised their error."""
     with member(places) as group:
         pids = [int(pid) for pid in group.all_gather(torch.tensor(os.getpid()))]
         buffer = group.buffer(LARGE, torch.float32, CPU)
@@ -230,7 +230,7 @@ def stopped(places, who):
         return error, seconds
 
 
-def test_a_stopped_worker_is_named_by_all_at_the_deadline(warm_pool):
+def test_all_others_name_a_stopped_worker_at_the_deadline(warm_pool):
     places, who = [0, 0, 0, 1], 2
     outcomes = warm_pool.outcomes(4, stopped, places, who)
     error, _ = outcomes.pop(who)
@@ -288,7 +288,7 @@ def without_rails(places, who, options):
 
 
 @pytest.mark.parametrize("who", [2, 3])
-def test_if_one_machine_has_no_shared_memory_all_use_tcp_and_say_so(warm_pool, who):
+def test_all_workers_use_tcp_and_warn_if_one_machine_has_no_shared_memory(warm_pool, who):
     """Rank 2 makes the board of its machine, rank 3 buffers only."""
     results = warm_pool.run(4, without_rails, PAIRS, who, {})
     for total, *plain, said in results:
@@ -309,7 +309,7 @@ def test_if_one_machine_has_no_shared_memory_all_use_tcp_and_say_so(warm_pool, w
     ],
     ids=["a machine each", "tcp", "a collective that is not for so few"],
 )
-def test_where_rails_do_not_serve_all_goes_over_tcp(warm_pool, places, options, warned):
+def test_tcp_is_used_where_rails_cannot_be(warm_pool, places, options, warned):
     results = warm_pool.run(4, without_rails, places, None, options)
     for total, *plain, said in results:
         assert total == [6]

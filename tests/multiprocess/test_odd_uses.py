@@ -1,4 +1,4 @@
-"""Uses of late and factored models that are rare, and must be right or refused all the same."""
+"""Unusual uses of deferred and factored models give right results or are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def assert_all_same(outcomes):
             assert torch.equal(ours, theirs)
 
 
-def one_reads(overlap):
+def read_on_one_worker(overlap):
     with echelon.join(record=False, round_timeout_s=90, overlap=overlap) as session:
         model = nn.Linear(16, 16)
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -58,12 +58,12 @@ def one_reads(overlap):
         return weights(model)
 
 
-def test_one_worker_may_read_a_deferred_parameter_before_the_others(warm_pool):
-    assert_all_same(warm_pool.run(WORKERS, one_reads, "step"))
+def test_one_worker_can_read_a_deferred_parameter_before_the_others(warm_pool):
+    assert_all_same(warm_pool.run(WORKERS, read_on_one_worker, "step"))
 
 
-def other_order():
-    """Batches grow, so that factors must be gathered again; workers look at layers in another order."""
+def read_in_another_order():
+    """Batches grow, so that factors must be gathered again; workers read layers in different orders."""
     with echelon.join(
         record=False, round_timeout_s=90, overlap="step", factors="always", transport="tcp"
     ) as session:
@@ -76,8 +76,8 @@ def other_order():
         return weights(model)
 
 
-def test_deferred_factors_arrive_right_in_whatever_order_they_are_used(warm_pool):
-    assert_all_same(warm_pool.run(WORKERS, other_order))
+def test_deferred_factors_are_right_in_any_order_of_use(warm_pool):
+    assert_all_same(warm_pool.run(WORKERS, read_in_another_order))
 
 
 class Checkpointed(nn.Module):
@@ -137,12 +137,12 @@ def twice_checkpointed():
         buckets.FIRST_BYTES, buckets.BUCKET_BYTES = kept
 
 
-def test_a_gradient_that_comes_in_two_parts_is_summed_whole_or_refused(warm_pool):
+def test_gradient_computed_in_two_parts_is_reduced_whole_or_refused(warm_pool):
     warm_pool.run(WORKERS, twice_checkpointed)
 
 
 def interrupted_start():
-    """The trainer loses the interpreter lock just when it has said that it is ready."""
+    """The trainer thread loses the interpreter lock just after it has published that it is ready."""
     place = Place.from_environment(os.environ)
     rendezvous = meet(
         place, node=f"machine-{place.rank // 2}", host=socket.gethostname(), pid=os.getpid(), timeout_s=90
@@ -168,11 +168,11 @@ def interrupted_start():
         rendezvous.linger()
 
 
-def test_a_reduction_over_rails_may_be_ready_before_its_trainer_goes_on(warm_pool):
+def test_reduction_over_rails_can_complete_before_the_trainer_thread_continues(warm_pool):
     assert warm_pool.run(4, interrupted_start) == [6.0] * 4
 
 
-def swapped():
+def freeze_one_and_unfreeze_the_other():
     with echelon.join(record=False, round_timeout_s=90) as session:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
         model[0].requires_grad_(False)
@@ -185,8 +185,8 @@ def swapped():
         return weights(model)
 
 
-def test_layers_that_are_thawed_while_all_others_are_frozen_do_not_diverge(warm_pool):
-    assert_all_same(warm_pool.run(WORKERS, swapped))
+def test_unfreezing_one_layer_while_freezing_the_rest_keeps_workers_identical(warm_pool):
+    assert_all_same(warm_pool.run(WORKERS, freeze_one_and_unfreeze_the_other))
 
 
 def sharing(overlap, loss):
@@ -205,11 +205,11 @@ def sharing(overlap, loss):
 
 
 @pytest.mark.parametrize(("overlap", "loss"), [("backward", "sum"), ("step", "mean")])
-def test_models_that_share_a_layer_are_right_or_refused(warm_pool, overlap, loss):
+def test_models_that_share_a_layer_get_right_gradients_or_are_refused(warm_pool, overlap, loss):
     warm_pool.run(WORKERS, sharing, overlap, loss)
 
 
-def used_while_late(what):
+def use_while_deferred(what):
     with echelon.join(record=False, round_timeout_s=90, overlap="step", factors="never") as session:
         model = nn.Linear(16, 16)
         model, optimizer = session.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
@@ -226,7 +226,7 @@ def used_while_late(what):
 
 @pytest.mark.parametrize("what", ["pickle", "inference"])
 def test_a_deferred_model_can_be_pickled_and_used_in_inference_mode(warm_pool, what):
-    assert_all_same(warm_pool.run(WORKERS, used_while_late, what))
+    assert_all_same(warm_pool.run(WORKERS, use_while_deferred, what))
 
 
 def scripted(overlap):
@@ -244,13 +244,13 @@ def scripted(overlap):
         return weights(model)
 
 
-def test_a_scripted_model_gives_the_same_when_deferred_or_is_refused(warm_pool):
+def test_deferred_scripted_model_trains_the_same_or_is_refused(warm_pool):
     late, prompt = (warm_pool.run(WORKERS, scripted, overlap) for overlap in ("step", "backward"))
     if late[0] is not None:
         assert_all_same([late[0], prompt[0]])
 
 
-def changed_while_late(what, overlap):
+def change_while_deferred(what, overlap):
     """The optimizer is reset, or gets another group, right after a step."""
     with echelon.join(record=False, round_timeout_s=90, factors="never") as session:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
@@ -271,8 +271,10 @@ def changed_while_late(what, overlap):
 
 
 @pytest.mark.parametrize("what", ["reset", "group"])
-def test_an_optimizer_may_be_changed_while_its_updates_are_due(warm_pool, what):
-    late, prompt = (warm_pool.run(WORKERS, changed_while_late, what, way) for way in ("step", "backward"))
+def test_optimizer_can_be_changed_while_updates_are_deferred(warm_pool, what):
+    late, prompt = (
+        warm_pool.run(WORKERS, change_while_deferred, what, way) for way in ("step", "backward")
+    )
     assert_all_same([late[0], late[1], prompt[0]])
 
 
@@ -288,13 +290,13 @@ def hooked_later():
         return str(error.value)
 
 
-def test_step_hooks_that_come_later_are_refused_too(warm_pool):
+def test_step_hooks_registered_after_prepare_are_refused(warm_pool):
     for said in warm_pool.run(WORKERS, hooked_later):
         assert "step hooks" in said
 
 
-def closed_while_late():
-    """A session that ends for a reason while updates are due: the model is torch's own, without them."""
+def close_while_deferred():
+    """Close a session with an error while updates are deferred: the updates are dropped."""
     model = nn.Linear(4, 4)
     session = echelon.join(record=False, round_timeout_s=90)
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap="step")
@@ -306,8 +308,8 @@ def closed_while_late():
     return [type(p) is nn.Parameter for p in model.parameters()], assert_all_same([before, weights(model)])
 
 
-def test_a_model_is_torchs_own_when_a_session_fails_while_it_is_deferred(warm_pool):
-    assert warm_pool.run(WORKERS, closed_while_late) == [([True, True], None)] * WORKERS
+def test_deferred_model_has_plain_torch_parameters_after_the_session_fails(warm_pool):
+    assert warm_pool.run(WORKERS, close_while_deferred) == [([True, True], None)] * WORKERS
 
 
 def pickled_norm():

@@ -18,7 +18,7 @@ from echelon.observe.events import Arrived, Decided, StepEnded, read_events
 from echelon.simulate.profile import Profile, VirtualLink
 from echelon.simulate.run import simulate
 from echelon.simulate.setting import Setting
-from served import Crew, take_part
+from served import ServedRun, take_part
 
 WORKERS = 3
 SLOW_S, FAST_S = 0.18, 0.04
@@ -71,10 +71,10 @@ def on_the_cluster(pool, folder, sync, longer):
     """Gradients applied per second. In lockstep a batch takes as long as the slowest, so it has fewer."""
     folder.mkdir()
     if sync == "full":
-        cluster = Crew(folder, workers=WORKERS, sync=sync)
+        cluster = ServedRun(folder, workers=WORKERS, sync=sync)
         cluster.run(pool, work, "slow_two", 72, longer)
         return rate_together(cluster)
-    cluster = Crew(folder, workers=WORKERS, servers=1, sync=sync)
+    cluster = ServedRun(folder, workers=WORKERS, servers=1, sync=sync)
     cluster.run(pool, work, "slow_two", 240, longer)
     return served_rate(cluster)
 

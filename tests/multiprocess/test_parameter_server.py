@@ -79,10 +79,10 @@ def stopped_and_resumed(pool, folder, kind, save_at, servers):
 @pytest.mark.parametrize(
     ("kind", "save_at", "servers"), [("sgd", 10, 1), ("sgd", 8, 3), ("adamw", 13, 2), ("adafactor", 7, 2)]
 )
-def test_a_run_resumed_from_a_checkpoint_equals_one_that_did_not_stop(
+def test_run_resumed_from_a_checkpoint_equals_an_uninterrupted_run(
     warm_pool, tmp_path, kind, save_at, servers
 ):
-    """Also in the middle of a pass."""
+    """Includes a checkpoint in the middle of an epoch."""
     whole, second = stopped_and_resumed(warm_pool, tmp_path, kind, save_at, servers)
     for (_, one), (_, other) in zip(whole, second, strict=True):
         for name, value in one.items():
@@ -220,7 +220,7 @@ def prepare(what):
         ("sum", "the loss must be a mean"),
     ],
 )
-def test_prepare_refuses_what_a_server_cannot_serve(warm_pool, tmp_path, what, says):
+def test_prepare_refuses_objects_that_a_server_cannot_handle(warm_pool, tmp_path, what, says):
     run = ServedRun(tmp_path, workers=2, servers=1, sync="async")
     with pytest.raises(WorkerFailure) as caught:
         run.run(warm_pool, work, "prepare", what)

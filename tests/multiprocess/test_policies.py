@@ -19,7 +19,7 @@ from echelon.plan.plan import Plan
 from echelon.simulate.recorded import replay_run
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
-from served import Crew, take_part
+from served import ServedRun, take_part
 
 WORKERS = 4
 EPOCHS = 4
@@ -35,7 +35,7 @@ class Setting:
     groups: tuple[tuple[int, ...], ...] = ()
 
 
-# What is applied gradient by gradient moves four times per batch, so it takes smaller steps.
+# Policies that apply each gradient alone step four times per batch, so they use smaller steps.
 SETTINGS = {
     "full": Setting(),
     "none": Setting(),
@@ -77,7 +77,7 @@ class Numbered(Dataset):
 
 @dataclass
 class Ended:
-    """What a worker had in the end: samples drawn in each pass, and accuracy and weights after each."""
+    """A worker's results: samples drawn in each epoch, and accuracy and weights after each."""
 
     drawn: list[list[int]]
     evaluated: list[list[int]]
@@ -127,9 +127,9 @@ def digits(lr, momentum):
 
 @dataclass
 class Run:
-    """A run on digits and what is known of it."""
+    """A run on digits and its results."""
 
-    cluster: Crew
+    cluster: ServedRun
     setting: Setting
     workers: list[Ended]
     kept: list[Any]
@@ -144,7 +144,7 @@ def run_of(warm_pool, tmp_path_factory):
         if sync not in made:
             setting = SETTINGS[sync]
             folder = tmp_path_factory.mktemp("run")
-            cluster = Crew(
+            cluster = ServedRun(
                 folder, workers=WORKERS, servers=setting.servers, sync=sync, groups=setting.groups, seed=3
             )
             workers, kept = cluster.run(warm_pool, work, "digits", setting.lr, setting.momentum)
@@ -164,14 +164,14 @@ def test_a_policy_trains_digits_on_four_workers(run_of, sync):
 
 
 @pytest.mark.parametrize("sync", [sync for sync in SETTINGS if sync != "none"])
-def test_all_workers_show_the_same_weights_after_every_pass(run_of, sync):
+def test_all_workers_have_the_same_weights_after_every_epoch(run_of, sync):
     first, *others = run_of(sync).workers
     for other in others:
         for one, another in zip(first.weights, other.weights, strict=True):
             assert torch.equal(one, another)
 
 
-def test_workers_that_never_meet_are_averaged_at_the_end_which_is_said(run_of):
+def test_workers_that_never_synchronise_are_averaged_at_the_end_and_the_record_says_so(run_of):
     run = run_of("none")
     last = torch.stack([worker.weights[-2] for worker in run.workers])
     assert float((last[0] - last[1]).abs().max()) > 0.01
@@ -183,7 +183,7 @@ def test_workers_that_never_meet_are_averaged_at_the_end_which_is_said(run_of):
 
 
 @pytest.mark.parametrize("sync", SETTINGS)
-def test_every_sample_is_drawn_once_in_a_pass_whoever_draws_it(run_of, sync):
+def test_exactly_one_worker_draws_each_sample_of_an_epoch(run_of, sync):
     run = run_of(sync)
     splits = DATASETS.build("digits").load()
     for index in range(EPOCHS):
@@ -194,7 +194,7 @@ def test_every_sample_is_drawn_once_in_a_pass_whoever_draws_it(run_of, sync):
 
 
 @pytest.mark.parametrize("sync", SERVED)
-def test_data_for_evaluation_is_shared_as_ever_with_a_server(run_of, sync):
+def test_evaluation_data_is_split_the_same_with_and_without_a_server(run_of, sync):
     """Every worker has its quarter of every batch, in order."""
     served, full = run_of(sync), run_of("full")
     for one, other in zip(served.workers, full.workers, strict=True):
@@ -233,8 +233,8 @@ def test_the_record_of_a_run_replays_decision_by_decision(run_of, sync):
 # One property at a time --------------------------------------------------------------------------
 
 
-def steps_of_nothing(count):
-    """Weights that differ from worker to worker, and steps that change nothing but by meeting others."""
+def steps_without_learning(count):
+    """Weights that differ between workers, and steps that change them only by averaging."""
     with echelon.join(record=False) as session:
         model = nn.Linear(3, 2).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -252,18 +252,18 @@ def steps_of_nothing(count):
 
 
 @pytest.mark.parametrize("graph", ["ring", "matching", "complete"])
-def test_gossip_keeps_the_mean_and_brings_workers_together(warm_pool, tmp_path, graph):
-    cluster = Crew(tmp_path, workers=WORKERS, sync=f"gossip({graph})")
-    seen = torch.stack(cluster.run(warm_pool, work, "steps_of_nothing", 12)[0])
+def test_gossip_keeps_the_mean_and_shrinks_the_spread_of_weights(warm_pool, tmp_path, graph):
+    cluster = ServedRun(tmp_path, workers=WORKERS, sync=f"gossip({graph})")
+    seen = torch.stack(cluster.run(warm_pool, work, "steps_without_learning", 12)[0])
     mean, spread = seen.mean(0), seen.std(0).norm(dim=1)
     torch.testing.assert_close(mean, mean[0].expand_as(mean), rtol=1e-12, atol=1e-12)
     assert float(spread[0]) > 1
     assert float(spread[-1]) < 0.01 * float(spread[0])
 
 
-def test_workers_meet_in_their_groups_first_and_all_less_often(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=WORKERS, sync="local(periods=[2, 4])", groups=((0, 2), (1, 3)))
-    seen = cluster.run(warm_pool, work, "steps_of_nothing", 4)[0]
+def test_groups_average_more_often_than_all_workers_do(warm_pool, tmp_path):
+    cluster = ServedRun(tmp_path, workers=WORKERS, sync="local(periods=[2, 4])", groups=((0, 2), (1, 3)))
+    seen = cluster.run(warm_pool, work, "steps_without_learning", 4)[0]
     begun = [worker[0] for worker in seen]
     for one, other in ((0, 2), (1, 3)):
         torch.testing.assert_close(seen[one][1], begun[one], rtol=0, atol=0)
@@ -274,7 +274,7 @@ def test_workers_meet_in_their_groups_first_and_all_less_often(warm_pool, tmp_pa
         torch.testing.assert_close(worker[4], torch.stack(begun).mean(0))
 
 
-def one_memory():
+def write_to_shared_memory():
     with echelon.join(record=False) as session:
         model = nn.Linear(3, 2)
         model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -291,17 +291,17 @@ def one_memory():
     return *seen, float(model.weight[1, 1].detach())
 
 
-def test_with_hogwild_all_workers_have_one_memory_until_the_session_ends(warm_pool, tmp_path):
-    cluster = Crew(tmp_path, workers=3, sync="hogwild")
-    seen = cluster.run(warm_pool, work, "one_memory")[0]
+def test_hogwild_workers_share_memory_until_the_session_ends(warm_pool, tmp_path):
+    cluster = ServedRun(tmp_path, workers=3, sync="hogwild")
+    seen = cluster.run(warm_pool, work, "write_to_shared_memory")[0]
     for weight, bias, _ in seen:
         assert weight[0].tolist() == [10, 11, 12]
         assert torch.equal(bias, seen[0][1])
     assert [own for _, _, own in seen] == [0.0, 1.0, 2.0]
 
 
-def slow_one():
-    """The last worker is four times slower than the others or more, whatever else the machine does."""
+def train_with_a_slow_worker():
+    """The last worker is at least four times slower than the others, on any machine load."""
     with echelon.join() as session:
         data = Subset(Numbered(DATASETS.build("digits").load().train), range(240))
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
@@ -325,10 +325,10 @@ def slow_one():
     "sync",
     ["flexible(retry=3)", "backup(1)", "percentage(shares=[1.0, 1.0, 0.25])", "bounded-delay(3)"],
 )
-def test_a_slow_worker_draws_less_and_the_record_replays(warm_pool, tmp_path, sync):
-    """It is left out, dropped, rarely asked, or waited for now and then; nothing is lost by that."""
-    cluster = Crew(tmp_path, workers=3, servers=2, sync=sync)
-    (first, second, slow), kept = cluster.run(warm_pool, work, "slow_one")
+def test_slow_worker_draws_fewer_samples_and_the_record_replays(warm_pool, tmp_path, sync):
+    """The policy leaves it out, drops its gradient or sometimes waits for it; no sample is lost."""
+    cluster = ServedRun(tmp_path, workers=3, servers=2, sync=sync)
+    (first, second, slow), kept = cluster.run(warm_pool, work, "train_with_a_slow_worker")
     drawn = Counter(number for worker in (first, second, slow) for part in worker[0] for number in part)
     assert drawn == Counter(dict.fromkeys(range(240), 2))
     assert len(slow[0]) < len(first[0])
@@ -358,8 +358,8 @@ def evaluated():
 
 
 @pytest.mark.parametrize("sync", ["local(4)", "elastic-averaging", "gossip(period=2)"])
-def test_what_is_evaluated_is_what_is_shown_after_a_pass(warm_pool, tmp_path, sync):
-    seen = Crew(tmp_path, workers=2, sync=sync).run(warm_pool, work, "evaluated")[0]
+def test_evaluation_uses_the_weights_that_the_model_has_after_an_epoch(warm_pool, tmp_path, sync):
+    seen = ServedRun(tmp_path, workers=2, sync=sync).run(warm_pool, work, "evaluated")[0]
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0][1], seen[0][0])
     assert not torch.equal(seen[0][-1], seen[0][0])

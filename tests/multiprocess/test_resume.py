@@ -1,4 +1,4 @@
-"""A run that stops anywhere and goes on from its checkpoint ends as if it had not stopped."""
+"""A run resumed from a checkpoint ends like an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warm import WorkerFailure
 
 
 def train(folder, options):
-    """Three epochs of seven steps, or up to a step at which it saves and stops; what came of it.
+    """Train three epochs of seven steps, or up to a step at which it saves and stops.
 
     stop       after this step, save and stop           resume      load first
     dropout    draw random numbers in every step        epoch_end   save after each epoch, not after steps
@@ -70,7 +70,7 @@ def _order(options):
 
 
 def together(workers):
-    """The global batches, from what each worker drew."""
+    """The global batches, from the samples that each worker drew."""
     return [
         sorted(i for part in batch for i in part)
         for batch in zip(*(w["drawn"] for w in workers), strict=True)
@@ -86,7 +86,7 @@ def assert_same_end(resumed, whole):
 
 
 @pytest.mark.parametrize("sampler", [False, True], ids=["shuffled", "sampler"])
-def test_a_run_stopped_within_an_epoch_goes_on_to_the_same_bits(warm_pool, tmp_path, sampler):
+def test_run_resumed_within_an_epoch_ends_with_the_same_bits(warm_pool, tmp_path, sampler):
     options = {"dropout": 0.3, "shares": (2, 1), "sampler": sampler}
     whole = warm_pool.run(2, train, tmp_path, options)
     stopped = warm_pool.run(2, train, tmp_path, {**options, "stop": 10})
@@ -99,7 +99,7 @@ def test_a_run_stopped_within_an_epoch_goes_on_to_the_same_bits(warm_pool, tmp_p
     assert_same_end(resumed, whole)
 
 
-def test_a_run_goes_on_with_another_number_of_workers(warm_pool, tmp_path):
+def test_run_resumes_with_another_number_of_workers(warm_pool, tmp_path):
     whole = warm_pool.run(2, train, tmp_path / "whole", {})
     stopped = warm_pool.run(2, train, tmp_path, {"stop": 10})
     for count, shares in ((4, None), (3, (3, 2, 1))):
@@ -109,7 +109,7 @@ def test_a_run_goes_on_with_another_number_of_workers(warm_pool, tmp_path):
             torch.testing.assert_close(resumed[-1]["state"][name], value, rtol=1e-8, atol=1e-9)
 
 
-def test_a_run_that_one_process_began_is_finished_by_several(warm_pool, tmp_path):
+def test_run_started_by_one_process_resumes_on_several_workers(warm_pool, tmp_path):
     options = {"sampler": True}
     whole = train(tmp_path / "whole", options)
     stopped = train(tmp_path, {**options, "stop": 10})
@@ -119,7 +119,7 @@ def test_a_run_that_one_process_began_is_finished_by_several(warm_pool, tmp_path
     assert together(resumed)[:4] == together([whole])[10:14], "the epoch under way is the sampler's"
 
 
-def test_a_checkpoint_of_the_end_of_an_epoch_goes_on_with_the_next_one(warm_pool, tmp_path):
+def test_checkpoint_saved_after_an_epoch_resumes_with_the_next_epoch(warm_pool, tmp_path):
     options = {"dropout": 0.3, "epoch_end": True}
     whole = warm_pool.run(2, train, tmp_path / "whole", options)
     warm_pool.run(2, train, tmp_path, {**options, "stop": 14})
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_the_end_of_an_epoch_goes_on_with_the_next_one(warm_pool
     assert_same_end(resumed, whole)
 
 
-def test_a_checkpoint_of_the_last_batch_ends_its_epoch_first(warm_pool, tmp_path):
+def test_checkpoint_saved_after_the_last_batch_resumes_at_the_end_of_that_epoch(warm_pool, tmp_path):
     stopped = warm_pool.run(2, train, tmp_path, {"stop": 7})
     resumed = warm_pool.run(2, train, tmp_path, {"resume": True})
     assert [worker["epochs"] for worker in resumed] == [[0, 1, 2]] * 2, (
@@ -156,7 +156,7 @@ def too_few_left(folder, resume):
                 break
 
 
-def test_an_epoch_that_has_too_few_samples_left_for_more_workers_says_so(warm_pool, tmp_path):
+def test_resuming_with_too_few_remaining_samples_for_more_workers_is_refused(warm_pool, tmp_path):
     warm_pool.run(2, too_few_left, tmp_path, False)
     warm_pool.run(3, too_few_left, tmp_path, True)
     with pytest.raises(WorkerFailure, match="3 samples are left of this pass, which cannot be shared by 4"):

@@ -88,7 +88,7 @@ def large():
         return begun, torch.equal(flat(model), flat(expected))
 
 
-def test_a_large_model_begins_with_the_leaders_weights(warm_pool, tmp_path):
+def test_all_workers_begin_with_the_leaders_weights_of_a_large_model(warm_pool, tmp_path):
     run = ServedRun(tmp_path, workers=2, servers=1, sync="async")
     (one, one_kept), (other, other_kept) = run.run(warm_pool, work, "large")[0]
     assert one + other == [True] * 2
@@ -122,11 +122,11 @@ def evaluated(session, journal):
 
 
 @pytest.mark.parametrize("sync", ["backup(0)", "bounded-delay(0)"])
-def test_an_evaluation_during_a_pass_changes_nothing(warm_pool, tmp_path, sync):
+def test_evaluation_during_an_epoch_does_not_change_training(warm_pool, tmp_path, sync):
     check(warm_pool, tmp_path, sync, evaluated)
 
 
-def test_an_evaluation_during_a_pass_changes_nothing_with_groups(warm_pool, tmp_path):
+def test_evaluation_during_an_epoch_does_not_change_training_with_groups(warm_pool, tmp_path):
     check(warm_pool, tmp_path, 'levels(full, "backup(0)")', evaluated, workers=4, groups=GROUPS)
 
 
@@ -232,7 +232,7 @@ def slow_group():
         return drawn, flat(model)
 
 
-def test_a_slow_group_does_not_hold_up_another(warm_pool, tmp_path):
+def test_slow_group_does_not_delay_another_group(warm_pool, tmp_path):
     run = ServedRun(tmp_path, workers=4, servers=1, sync="levels(full, async)", groups=GROUPS)
     workers = run.run(warm_pool, work, "slow_group")[0]
     steps = [len(drawn) for drawn, _ in workers]
@@ -302,7 +302,7 @@ def averaging(saves):
 
 
 @pytest.mark.parametrize("sync", ["elastic-averaging(period=3)", "local(3)"])
-def test_a_save_during_a_pass_changes_nothing_for_workers_that_average(warm_pool, tmp_path, sync):
+def test_save_during_an_epoch_does_not_change_training_of_averaging_workers(warm_pool, tmp_path, sync):
     saving = ServedRun(tmp_path / "saving", workers=2, sync=sync).run(warm_pool, work, "averaging", True)[0]
     without = ServedRun(tmp_path / "without", workers=2, sync=sync).run(
         warm_pool, work, "averaging", False
@@ -333,7 +333,7 @@ def leader_alone(saves, momentum):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_a_worker_that_is_alone_keeps_its_weights_after_a_save(warm_pool, tmp_path, momentum):
+def test_worker_left_out_of_rounds_keeps_its_weights_after_a_save(warm_pool, tmp_path, momentum):
     sync = "percentage(shares=[0.25, 1.0])"
     saving, without = (
         ServedRun(tmp_path / str(saves), workers=2, servers=1, sync=sync).run(
@@ -372,7 +372,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("order", sorted(set(permutations((0, 0, 1, 1)))))
-def test_a_save_ends_no_round_whichever_worker_rests_first(order):
+def test_save_ends_no_round_in_any_order_of_resting_workers(order):
     """Each worker takes a step, then rests, twice; the first worker is still not invited."""
     alone = Alone()
     for _ in range(2):
@@ -459,7 +459,7 @@ def drawn_again():
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_after_loading_an_older_checkpoint_all_samples_are_drawn_again(warm_pool, tmp_path, servers):
+def test_all_samples_are_drawn_again_after_loading_an_older_checkpoint(warm_pool, tmp_path, servers):
     run = ServedRun(tmp_path, workers=2, servers=servers, sync="async")
     workers = run.run(warm_pool, work, "drawn_again")[0]
     for index in range(3):
@@ -542,6 +542,6 @@ def prepared_during_a_pass():
         return float(model.weight.detach()), float(another.weight.detach())
 
 
-def test_an_optimizer_may_be_prepared_during_a_pass(warm_pool, tmp_path):
+def test_optimizer_can_be_prepared_during_an_epoch(warm_pool, tmp_path):
     run = ServedRun(tmp_path, workers=2, servers=1, sync="backup(0)")
     assert run.run(warm_pool, work, "prepared_during_a_pass")[0] == [(-4.0, -2.0)] * 2

@@ -52,7 +52,7 @@ def trained(folder: Path, *words: str) -> list[list]:
     return [torch.load(file) for file in sorted(folder.glob("rank-*.pt"))]
 
 
-def test_workers_train_the_same_with_and_without_servers(tmp_path: Path) -> None:
+def test_training_is_the_same_with_and_without_servers(tmp_path: Path) -> None:
     alone = trained(tmp_path / "alone")
     served = trained(tmp_path / "served", "--servers", "2")
     assert len(alone) == len(served) == 2

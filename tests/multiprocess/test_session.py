@@ -1,4 +1,4 @@
-"""A session of several workers around the training itself: its record, its end, its odd cases."""
+"""A session of several workers: its record, its end, and unusual uses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attempt(act):
 
 
 def recorded():
-    """Two epochs with a record, kept in one folder by all; what this worker's events say."""
+    """Two epochs recorded in one folder by all workers; returns this worker's events."""
     with echelon.join(name="together", shares=(3, 1, 1), seed=8, round_timeout_s=90) as session:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -49,7 +49,7 @@ def recorded():
 
 
 def afterwards():
-    """What is left of the session on a model when it is over."""
+    """The changes to a model that remain after the session."""
     with echelon.join(record=False, round_timeout_s=90) as session:
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -78,7 +78,7 @@ def afterwards():
 
 
 class Lookup(nn.Module):
-    """Asks for a sparse gradient where prepare cannot see it."""
+    """Its gradient is sparse, which `prepare` cannot detect."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ class Counting(nn.Module):
 
 
 def buffers():
-    """What a buffer is at the beginning and the end of each epoch, and in the middle."""
+    """The values of a buffer at the start, middle and end of each epoch."""
     with echelon.join(record=False, round_timeout_s=90) as session:
         model = Counting()
         model.seen += session.rank
@@ -130,7 +130,7 @@ def buffers():
 
 
 def late(transport):
-    """The leader ends with the pass; the others come later, and still need what it has to tell."""
+    """The leader finishes the epoch first; the others still need its buffers."""
     with echelon.join(record=False, transport=transport, round_timeout_s=90) as session:
         model = Counting()
         model, loader = session.prepare(model, DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=3))
@@ -148,7 +148,7 @@ def sent_before_leaving():
         return told.tolist()
 
 
-def test_all_workers_keep_one_record_each_with_its_share(warm_pool):
+def test_each_worker_records_its_share_in_one_run_folder(warm_pool):
     told = warm_pool.run(3, recorded)
     assert len({folder for folder, *_ in told}) == 1
     shares = [[(6, 10), (1, 3)], [(2, 10), (1, 3)], [(2, 10), (1, 3)]]
@@ -169,7 +169,7 @@ def test_all_workers_keep_one_record_each_with_its_share(warm_pool):
         assert b"weight = 3.0" in plan
 
 
-def test_without_a_launcher_the_leader_ends_the_run_when_all_events_are_written(warm_pool):
+def test_leader_records_the_end_of_the_run_after_all_events_without_a_launcher(warm_pool):
     (_, _, events, summary), *others = warm_pool.run(3, recorded)
     assert (type(events[-1]), events[-1].outcome) == (RunEnded, "completed")
     assert not any(isinstance(event, RunEnded) for other in others for event in other[2])
@@ -177,7 +177,7 @@ def test_without_a_launcher_the_leader_ends_the_run_when_all_events_are_written(
     assert [worker["samples"] for worker in summary["workers"]] == [14, 6, 6]
 
 
-def test_a_model_is_torchs_own_again_when_the_session_is_over(warm_pool):
+def test_model_has_its_torch_classes_and_no_hooks_after_the_session(warm_pool):
     for told in warm_pool.run(2, afterwards):
         assert told["during"] != "BatchNorm1d"
         assert told["after"] is nn.BatchNorm1d
@@ -189,13 +189,13 @@ def test_a_model_is_torchs_own_again_when_the_session_is_over(warm_pool):
         )
 
 
-def test_a_sparse_gradient_that_only_backward_shows_is_refused_by_name(warm_pool):
+def test_sparse_gradient_first_seen_in_backward_is_refused_by_name(warm_pool):
     for error in warm_pool.run(2, sparse):
         assert type(error) is ModelError
         assert "parameter table has a sparse gradient" in error.message
 
 
-def test_a_worker_without_weight_is_refused_and_the_others_go_on(warm_pool):
+def test_zero_weight_of_a_worker_is_refused_and_the_others_continue(warm_pool):
     (refused, first), (accepted, second) = warm_pool.run(2, weightless)
     assert type(refused) is ConfigError
     assert "without weight" in refused.message
@@ -203,18 +203,18 @@ def test_a_worker_without_weight_is_refused_and_the_others_go_on(warm_pool):
     assert first == second == 2
 
 
-def test_buffers_are_the_leaders_at_both_ends_of_a_pass(warm_pool):
+def test_all_workers_have_the_leaders_buffers_at_the_start_and_end_of_an_epoch(warm_pool):
     leader, other = warm_pool.run(2, buffers)
     assert leader == [0, 1, 2, 2, 3, 4]
     assert other == [0, 2, 2, 2, 4, 4]
 
 
 @pytest.mark.parametrize("transport", ["auto", "c10d"])
-def test_a_leader_that_is_done_first_leaves_nobody_without_its_buffers(warm_pool, transport):
+def test_all_workers_get_the_leaders_buffers_even_if_the_leader_finishes_first(warm_pool, transport):
     assert warm_pool.run(3, late, transport) == [1, 1, 1]
 
 
-def test_what_a_worker_sent_before_it_left_arrives(warm_pool):
+def test_messages_sent_before_a_departure_arrive(warm_pool):
     assert warm_pool.run(3, sent_before_leaving) == [[0.0] * 3] * 3
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as a script meets them: one that cannot be used is said, and all workers hear the same."""
+"""Scripts that save and load checkpoints: all workers report the same unusable checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(session, *, width=4, optimizer=torch.optim.SGD, extra_layer=False):
 
 
 def save_steps(folder, count):
-    """Take some steps, saving after each; the weight of each of them."""
+    """Take some steps and save after each; returns the weight after each."""
     with echelon.join(record=False) as session:
         model, optimizer = make(session)
         weights = []
@@ -37,7 +37,7 @@ def save_steps(folder, count):
 
 
 class Heard(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps the logged messages."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -48,7 +48,7 @@ class Heard(logging.Handler):
 
 
 def load_newest(folder):
-    """What is loaded from a folder, what is logged, and what is recorded."""
+    """Load from a folder; returns the loaded state, the log lines and the events."""
     heard = Heard()
     logging.getLogger("echelon").addHandler(heard)
     try:
@@ -77,7 +77,7 @@ def attempt(act):
 
 
 def misfits(folder):
-    """What all kinds of other models say when they are loaded, without the session ending."""
+    """The errors of loading a checkpoint into other models; the session continues."""
     with echelon.join(record=False) as session:
         said = {}
         for name, other in {
@@ -97,12 +97,12 @@ def misfits(folder):
 
 
 def _forget(session):
-    """As if nothing had been prepared: each of these would be a run of its own."""
+    """Forget all prepared objects, as a new run would."""
     session._prepared = type(session._prepared)()
 
 
 def refusals(folder, file):
-    """Saving to a place that is a file, loading from nothing, and that the session goes on after it."""
+    """The errors of saving onto a file and of loading nothing; the session continues."""
     with echelon.join(record=False) as session:
         make(session)
         results = {
@@ -116,7 +116,7 @@ def refusals(folder, file):
         return results
 
 
-def test_a_truncated_checkpoint_is_passed_over_for_the_one_before_and_said_so(warm_pool, tmp_path):
+def test_truncated_checkpoint_is_skipped_for_the_previous_one_with_a_warning(warm_pool, tmp_path):
     weights = warm_pool.run(2, save_steps, tmp_path, 3)
     damage(tmp_path, "step-000000003")
     loaded = warm_pool.run(2, load_newest, tmp_path)
@@ -134,7 +134,7 @@ def test_a_truncated_checkpoint_is_passed_over_for_the_one_before_and_said_so(wa
     assert saved[0].size_bytes > 0
 
 
-def test_a_checkpoint_of_something_else_says_what_differs_first(warm_pool, tmp_path):
+def test_checkpoint_of_another_model_is_refused_with_the_first_difference(warm_pool, tmp_path):
     warm_pool.run(1, save_steps, tmp_path, 1)
     for said in warm_pool.run(2, misfits, tmp_path):
         assert {name: type(error) for name, error in said.items()} == dict.fromkeys(said, CheckpointError)
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_something_else_says_what_differs_first(warm_pool, tmp_p
         assert "it has 1 models, the script prepared 2" in said["more"].message
 
 
-def test_what_goes_wrong_on_the_leader_is_an_error_on_every_worker(warm_pool, tmp_path):
+def test_checkpoint_error_on_the_leader_is_raised_on_every_worker(warm_pool, tmp_path):
     file = tmp_path / "file"
     file.write_text("in the way")
     empty = tmp_path / "empty"
@@ -161,12 +161,12 @@ def test_what_goes_wrong_on_the_leader_is_an_error_on_every_worker(warm_pool, tm
         assert results["still there"] == 2
 
 
-def test_only_so_many_checkpoints_are_kept(tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
     save_steps(tmp_path, 5)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:09d}" for n in (3, 4, 5)]
 
 
-def test_a_damaged_checkpoint_without_another_is_an_error_also_when_none_is_required(tmp_path):
+def test_loading_only_a_damaged_checkpoint_fails_even_if_no_checkpoint_is_required(tmp_path):
     save_steps(tmp_path, 1)
     damage(tmp_path, "step-000000001")
     with echelon.join(record=False) as session:

@@ -1,4 +1,4 @@
-"""What workers can ask of each other directly, and that a mistake in it ends nothing."""
+"""Collectives that a script calls itself; an invalid call does not end the session."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def gathers(transport):
 
 
 def mistakes(transport):
-    """Every one of them raises on every worker, and the session works after each."""
+    """Each invalid call raises on every worker, and the session works after each."""
     with echelon.join(record=False, transport=transport, round_timeout_s=90) as session:
         odd = session.rank == 1
         one = torch.ones(2)
@@ -117,7 +117,7 @@ def mistakes(transport):
 
 
 def disagreements():
-    """What workers prepare differently, one thing after the other."""
+    """The errors of preparing objects that differ between workers."""
     with echelon.join(record=False, round_timeout_s=90) as session:
         odd = session.rank == 1
         data = TensorDataset(torch.ones(9 if odd else 10, 2))
@@ -144,7 +144,7 @@ def disagreements():
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_reductions_work_in_place_on_any_tensor(warm_pool, transport):
+def test_reductions_are_in_place_for_any_tensor(warm_pool, transport):
     base = torch.tensor([[1.0, -1.0], [0.5, 4.0]])
     for out in warm_pool.run(3, reductions, transport):
         expected = {"sum": 6 * base, "mean": 2 * base}
@@ -171,7 +171,7 @@ def test_reductions_work_in_place_on_any_tensor(warm_pool, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sums_are_dealt_out_by_rows_and_means_may_be_weighted(warm_pool, transport):
+def test_reduce_scatter_splits_by_rows_and_means_can_be_weighted(warm_pool, transport):
     found = warm_pool.run(3, parts, transport)
     rows = torch.arange(10.0).view(5, 2)
     for rank, out in enumerate(found):
@@ -189,7 +189,7 @@ def test_sums_are_dealt_out_by_rows_and_means_may_be_weighted(warm_pool, transpo
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_gathering_and_telling_work_on_any_tensor(warm_pool, transport):
+def test_all_gather_and_broadcast_accept_any_tensor(warm_pool, transport):
     for out in warm_pool.run(3, gathers, transport):
         assert [piece.tolist() for piece in out["pieces"]] == [[], [[1, 1]], [[2, 2], [2, 2]]]
         assert [int(value) for value in out["scalars"]] == [0, 1, 2]
@@ -206,7 +206,7 @@ def test_gathering_and_telling_work_on_any_tensor(warm_pool, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_mistakes_are_refused_on_all_workers_and_end_nothing(warm_pool, transport):
+def test_invalid_calls_are_refused_on_all_workers_and_the_session_continues(warm_pool, transport):
     told = {
         "shape": "rank 0 all_reduce sum [2] torch.float32, rank 1 all_reduce sum [3] torch.float32",
         "type": "torch.float64",
@@ -228,7 +228,7 @@ def test_mistakes_are_refused_on_all_workers_and_end_nothing(warm_pool, transpor
             assert after == 3, name
 
 
-def test_workers_that_prepare_different_things_are_told_the_first_difference(warm_pool):
+def test_workers_that_prepare_different_objects_are_told_the_first_difference(warm_pool):
     told = {
         "shape": (ModelError, "parameter 1.weight is [4, 2] torch.float32 trained on rank 1, but [3, 2]"),
         "names": (ModelError, "rank 1 has parameter tail.weight"),

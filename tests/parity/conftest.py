@@ -1,4 +1,4 @@
-"""Every parity test runs on several crews; what it compares with is plain PyTorch."""
+"""Every parity test runs with several numbers of workers and compares with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warm import WarmPool
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """As the workers have; two would only get into each other's way in models this small."""
+    """One thread, as the workers have; two would slow each other down in models this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -32,7 +32,7 @@ def parity(request: pytest.FixtureRequest, warm_pool: WarmPool) -> Callable[...,
 
 @pytest.fixture(params=["alone", *CLUSTERS])
 def parity_of_all(request: pytest.FixtureRequest, warm_pool: WarmPool) -> Callable[..., None]:
-    """The same on every crew, for what all the rest stands on."""
+    """The same with every number of workers, for the basic tests."""
     return _check_on(request.param, warm_pool)
 
 

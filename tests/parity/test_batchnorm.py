@@ -1,4 +1,4 @@
-"""Batch normalisation over the global batch is what one process computes; local is each worker's own."""
+"""Global batch normalisation equals that of one process; local statistics differ by worker."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def normalised(session, journal, kind, rule="global"):
 
 
 def accumulated(session, journal):
-    """Micro-batches are normalised each by itself, whatever becomes of their gradients."""
+    """Each micro-batch is normalised separately, with or without a reduction after it."""
     seed_weights(session)
     model = convolutional("1d")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -110,12 +110,12 @@ def narrow(session, journal):
     return model
 
 
-def test_running_statistics_and_gradients_are_those_of_one_process(parity_of_all):
+def test_running_statistics_and_gradients_equal_those_of_one_process(parity_of_all):
     parity_of_all(work, normalised, "1d")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_layer_spans_the_global_batch(parity, kind):
+def test_every_batchnorm_layer_normalises_over_the_global_batch(parity, kind):
     parity(work, normalised, kind)
 
 
@@ -123,7 +123,7 @@ def test_accumulated_micro_batches_are_normalised_globally(parity):
     parity(work, accumulated)
 
 
-def test_a_summed_loss_goes_through_global_statistics(parity):
+def test_summed_loss_trains_the_same_with_global_statistics(parity):
     parity(work, summed)
 
 

@@ -17,7 +17,7 @@ from plain import examples, network
 
 
 def beside_ddp(normalise, transport):
-    """Train the same model with both; how far their gradients and weights are apart, and the batches."""
+    """Train one model with both; returns the differences of gradients and weights, and the batches."""
     dist.init_process_group("gloo")
     with echelon.join(record=False, transport=transport) as session:
         model = network(session)
@@ -50,7 +50,7 @@ def beside_ddp(normalise, transport):
 
 @pytest.mark.parametrize("normalise", [False, True], ids=["plain", "batchnorm"])
 @pytest.mark.parametrize(("workers", "transport"), [(2, "c10d"), (4, "auto")])
-def test_a_batch_per_worker_gives_the_gradients_of_ddp(warm_pool, workers, transport, normalise):
+def test_per_worker_batches_give_the_gradients_of_ddp(warm_pool, workers, transport, normalise):
     told = warm_pool.run(workers, beside_ddp, normalise, transport)
     for apart, drawn, length, still_initialised in told:
         assert apart < 1e-12

@@ -1,4 +1,4 @@
-"""Linear layers that send the factors of their weights' gradients train as if they sent these."""
+"""Linear layers that send gradient factors train like layers that send dense gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plain import assert_same, examples, in_session, plainly, seed_weights
 
 
 def work(name, options, *args):
-    """In a session; what a script changes in the product's constants is put back."""
+    """Run in a session, and restore the library constants that a script changes."""
     kept = factoring._LARGE
     try:
         return in_session(globals()[name], options, *args)
@@ -57,7 +57,7 @@ class _Failing(torch.autograd.Function):
 
 
 class Wide(nn.Sequential):
-    """Layers that are large against the batch, so that their gradients are computed in place."""
+    """Layers that are large relative to the batch, so that their gradients are computed in place."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 200), nn.Tanh(), nn.Linear(200, 200), nn.Tanh(), nn.Linear(200, 3))
@@ -112,14 +112,14 @@ def train(session, journal, habit="plain", overlap="backward", way="always"):
 @pytest.mark.parametrize(
     "habit", ["plain", "grow", "pieces", "sum", "twice", "clip", "zero in place", "discards"]
 )
-def test_factors_and_gradients_in_place_train_as_dense_gradients_do(warm_pool, habit, overlap, way):
+def test_factors_and_in_place_gradients_train_like_dense_gradients(warm_pool, habit, overlap, way):
     workers, options = (4, {"shares": (4, 3, 2, 1)}) if habit == "plain" else (2, {"shares": (3, 1)})
     found = warm_pool.run(workers, work, "train", options, habit, overlap, way)
     assert_same(plainly(train, habit, "backward", way), found, rtol=1e-7)
 
 
 def forgets():
-    """What a backward pass that failed has left behind."""
+    """The gradients after a failed backward pass, zero_grad and another backward pass."""
     with echelon.join(record=False, round_timeout_s=90) as session:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -134,7 +134,7 @@ def forgets():
         return [p.grad.clone() for p in model.parameters()]
 
 
-def test_rows_of_a_backward_pass_that_failed_are_forgotten_with_its_gradients(warm_pool):
+def test_zero_grad_also_clears_the_rows_of_a_failed_backward_pass(warm_pool):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model(torch.ones(2, 4)).sum().backward()
@@ -157,7 +157,7 @@ def recorded(rule):
     return plan, list(read_events(session.folder.events_of(session.rank)))
 
 
-def test_the_choice_and_its_reason_are_in_the_plan_and_in_the_record(warm_pool):
+def test_plan_and_record_contain_the_choice_of_factors_and_its_reason(warm_pool):
     (plan, events), (_, others) = warm_pool.run(2, recorded, "always")
     (said,) = [event.text for event in events if isinstance(event, Noted) and "factors" in event.text]
     assert "2 of 2 linear layers" in said
@@ -167,8 +167,8 @@ def test_the_choice_and_its_reason_are_in_the_plan_and_in_the_record(warm_pool):
     assert [event.how for event in events if isinstance(event, BucketReduced)].count("factors") == 4
 
 
-def surprising(session, journal, way, overlap):
-    """From the third epoch on, things happen that a layer's factors do not show."""
+def train_with_extra_gradients(session, journal, way, overlap):
+    """From the third epoch on, weights get gradient terms that the factors do not contain."""
     if way == "auto" and session.world_size > 1:
         factoring._LARGE = 1000
     seed_weights(session)
@@ -180,7 +180,7 @@ def surprising(session, journal, way, overlap):
     for epoch in session.epochs(7):
         for turn, (x, y) in enumerate(loader):
             optimizer.zero_grad()
-            if epoch == 4 and handle is None:  # somebody wants to see a gradient, and changes it
+            if epoch == 4 and handle is None:  # a hook changes the gradient
                 handle = model[2].weight.register_hook(lambda grad: 2 * grad)
             loss = F.cross_entropy(model(x), y)
             if epoch == 2:  # a penalty on a weight
@@ -201,9 +201,9 @@ def surprising(session, journal, way, overlap):
 
 @pytest.mark.parametrize("overlap", ["backward", "step"])
 @pytest.mark.parametrize("way", ["always", "auto"])
-def test_what_a_layers_factors_do_not_show_is_summed_all_the_same(warm_pool, way, overlap):
-    found = warm_pool.run(2, work, "surprising", {"shares": (3, 1)}, way, overlap)
-    assert_same(plainly(surprising, way, overlap), found, rtol=1e-7)
+def test_gradient_terms_outside_the_factors_are_still_reduced(warm_pool, way, overlap):
+    found = warm_pool.run(2, work, "train_with_extra_gradients", {"shares": (3, 1)}, way, overlap)
+    assert_same(plainly(train_with_extra_gradients, way, overlap), found, rtol=1e-7)
 
 
 def doubled():
@@ -219,14 +219,14 @@ def doubled():
         return str(error.value)
 
 
-def test_gradients_of_gradients_that_begin_later_are_refused_by_name(warm_pool):
+def test_double_backward_after_the_first_step_is_refused_by_name(warm_pool):
     for said in warm_pool.run(2, doubled):
         assert "layer 1" in said
         assert "--factors never" in said
 
 
-def outside_from_the_beginning(session, journal):
-    """A weight that is used outside its layer from the first step on: that layer stays dense."""
+def use_weight_outside_its_layer(session, journal):
+    """A layer whose weight is also used outside it from the first step on stays dense."""
     seed_weights(session)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -242,6 +242,6 @@ def outside_from_the_beginning(session, journal):
     return model
 
 
-def test_a_layer_that_cannot_send_factors_from_the_first_step_on_stays_dense(warm_pool):
-    found = warm_pool.run(2, work, "outside_from_the_beginning", {})
-    assert_same(plainly(outside_from_the_beginning), found, rtol=1e-8)
+def test_layer_that_cannot_use_factors_in_the_first_step_stays_dense(warm_pool):
+    found = warm_pool.run(2, work, "use_weight_outside_its_layer", {})
+    assert_same(plainly(use_weight_outside_its_layer), found, rtol=1e-8)

@@ -1,4 +1,4 @@
-"""What a training loop does between a batch and the next gives what it gives in plain PyTorch."""
+"""Common training loops give the results of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def clipped(session, journal):
 
 
 def accumulated(session, journal):
-    """Nine micro-batches in three steps; the last one is smaller, and is not shared as the others are."""
+    """Nine micro-batches in three steps; the last is smaller and is split differently."""
     model = network(session)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     model, optimizer, loader = session.prepare(model, optimizer, DataLoader(examples(), batch_size=6))
@@ -82,7 +82,7 @@ def accumulated(session, journal):
 
 
 def accumulated_on_top(session, journal):
-    """Gradients that are there already, reduced, are kept when local ones are added to them."""
+    """Reduced gradients are kept when local gradients are added to them."""
     model = network(session)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer, loader = session.prepare(model, optimizer, DataLoader(examples(), batch_size=6))
@@ -206,7 +206,7 @@ def test_sgd_with_momentum_takes_the_same_steps(parity_of_all):
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.float32, 2e-4), (torch.bfloat16, 0.15)], ids=["float32", "bfloat16"]
 )
-def test_narrower_numbers_take_the_same_steps_within_their_precision(parity, dtype, rtol):
+def test_low_precision_training_takes_the_same_steps_within_its_precision(parity, dtype, rtol):
     parity(work, momentum, dtype, rtol=rtol)
 
 
@@ -222,15 +222,15 @@ def test_micro_batches_of_different_sizes_add_up_to_the_same_step(parity_of_all)
     parity_of_all(work, accumulated)
 
 
-def test_local_gradients_may_be_added_to_reduced_ones(parity):
+def test_local_gradients_can_be_added_to_reduced_gradients(parity):
     parity(work, accumulated_on_top)
 
 
-def test_a_schedule_by_step_goes_the_same_way(parity):
+def test_learning_rate_schedule_by_step_is_the_same(parity):
     parity(work, scheduled_by_step)
 
 
-def test_a_schedule_by_epoch_goes_the_same_way(parity):
+def test_learning_rate_schedule_by_epoch_is_the_same(parity):
     parity(work, scheduled_by_epoch)
 
 

@@ -1,4 +1,4 @@
-"""Losses that are no plain mean over the batch, several of them, and several models."""
+"""Losses other than a plain mean over the batch, several losses, and several models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def summed(session, journal):
 
 
 def summed_piecewise(session, journal):
-    """Sums that are added to what was reduced before, and to what was kept."""
+    """Summed losses whose gradients are added to reduced and to accumulated gradients."""
     model = network(session)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     loader = DataLoader(examples(), batch_size=6)
@@ -67,7 +67,7 @@ def summed_piecewise(session, journal):
 
 
 def sequences():
-    """Targets of which many are to be ignored; every sample has one that counts."""
+    """Targets that are mostly ignored; every sample has at least one valid target."""
     draw = torch.Generator().manual_seed(5)
     x = torch.randn(52, 8, generator=draw, dtype=torch.float64)
     y = torch.randint(0, 3, (52, 4), generator=draw)
@@ -147,11 +147,11 @@ def test_a_summed_loss_is_summed_over_all_workers(parity):
     parity(work, summed)
 
 
-def test_summed_losses_are_added_to_what_is_there(parity):
+def test_gradients_of_summed_losses_are_added_to_existing_gradients(parity):
     parity(work, summed_piecewise)
 
 
-def test_a_mean_over_valid_targets_weighs_workers_by_them(parity_of_all):
+def test_mean_over_valid_targets_weights_workers_by_their_valid_targets(parity_of_all):
     parity_of_all(work, weighed, 1)
 
 
@@ -159,7 +159,7 @@ def test_a_mean_over_valid_targets_can_be_accumulated(parity):
     parity(work, weighed, 3)
 
 
-def test_two_models_with_an_optimizer_each_train_against_each_other(parity):
+def test_two_models_with_separate_optimizers_train_against_each_other(parity):
     parity(work, adversaries)
 
 

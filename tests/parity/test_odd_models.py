@@ -1,4 +1,4 @@
-"""Models that change under way, that are compiled, or that want gradients of gradients."""
+"""Models that change during training, that are compiled, or that need double backward."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def compiled(session, journal):
     return model
 
 
-def test_a_compiled_model_trains_as_one_that_is_not(warm_pool):
+def test_compiled_model_trains_like_an_uncompiled_model(warm_pool):
     with warnings.catch_warnings():
         assert_same(plainly(compiled), warm_pool.run(2, work, "compiled", {"shares": (3, 1)}), rtol=1e-6)
 
 
 def compiled_files(options):
-    """The source files that the compiler took apart while a compiled model trained in a session."""
+    """The source files that the compiler traced while a compiled model trained in a session."""
     from torch._dynamo.utils import get_compilation_metrics
 
     work("compiled", options)
     return [metrics.co_filename for metrics in get_compilation_metrics() if metrics.co_filename]
 
 
-def test_the_compiler_stays_out_of_waits_for_other_workers(warm_pool):
+def test_compiler_does_not_trace_communication_code(warm_pool):
     for files in warm_pool.run(2, compiled_files, {"shares": (3, 1)}):
         assert any(file.endswith("echelon/train/batchnorm.py") for file in files)
         assert not [file for file in files if "echelon/comm/" in file]
@@ -74,12 +74,12 @@ def penalised(session, journal):
     return model
 
 
-def test_gradients_of_gradients_are_right_where_they_are_not_reduced_twice(parity):
+def test_gradient_penalty_trains_like_one_process(parity):
     parity(work, penalised, rtol=1e-6)
 
 
 def changing(session, journal):
-    """In the middle of a pass a layer is thawed, and in another the model becomes more precise."""
+    """A layer is unfrozen in the middle of one epoch, and the model becomes double in another."""
     model = network(session, dtype=torch.float32)
     for p in model[0].parameters():
         p.requires_grad_(False)
@@ -100,7 +100,7 @@ def changing(session, journal):
     return model
 
 
-def test_parameters_that_change_in_the_middle_of_a_pass_are_still_reduced(parity):
+def test_parameters_changed_in_the_middle_of_an_epoch_are_still_reduced(parity):
     parity(work, changing, rtol=1e-4)
 
 
@@ -113,7 +113,7 @@ def doubled():
         return str(error.value)
 
 
-def test_a_gradient_that_has_a_graph_of_its_own_is_refused_by_name(warm_pool):
+def test_backward_with_create_graph_is_refused_by_name(warm_pool):
     for said in warm_pool.run(2, doubled):
         assert "weight" in said or "bias" in said
         assert "torch.autograd.grad" in said

@@ -41,7 +41,7 @@ def drawn_alone(drop_last):
 
 @pytest.mark.parametrize("drop_last", [False, True], ids=["whole", "drop-last"])
 @pytest.mark.parametrize("cluster", ["two-unequal", "four-equal", "four-unequal"])
-def test_workers_train_on_the_batches_that_one_process_would_shuffle(warm_pool, cluster, drop_last):
+def test_workers_train_on_the_shuffled_batches_of_one_process(warm_pool, cluster, drop_last):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

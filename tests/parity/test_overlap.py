@@ -1,4 +1,4 @@
-"""overlap="step": updates that wait until somebody needs them give the very same results."""
+"""overlap="step": updates deferred until their first use give the same results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def work(name, options, *args):
 
 @contextmanager
 def many_buckets():
-    """A bucket for nearly every parameter, so that some are late and others are not."""
+    """A bucket for nearly every parameter, so that only some are deferred."""
     kept = buckets.FIRST_BYTES, buckets.BUCKET_BYTES
     buckets.FIRST_BYTES = buckets.BUCKET_BYTES = 64
     try:
@@ -49,7 +49,7 @@ def many_buckets():
 
 
 def train(session, journal, overlap, kind="sgd", habit="plain"):
-    """Seven epochs in the way that the habit says."""
+    """Train seven epochs with the given habit of a script."""
     with many_buckets():
         model = network(session)
         optimizer = OPTIMIZERS[kind](model.parameters())
@@ -85,11 +85,11 @@ def train(session, journal, overlap, kind="sgd", habit="plain"):
         return [model, average]
 
 
-def test_parameters_are_late_between_the_step_and_their_use(warm_pool):
-    assert warm_pool.run(2, lateness) == [(True, True, True, [False] * 4)] * 2
+def test_parameters_are_deferred_between_the_step_and_their_first_use(warm_pool):
+    assert warm_pool.run(2, types_around_a_step) == [(True, True, True, [False] * 4)] * 2
 
 
-def lateness():
+def types_around_a_step():
     with many_buckets(), echelon.join(record=False, round_timeout_s=90) as session:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -107,7 +107,7 @@ def lateness():
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
-def test_every_optimizer_of_torch_gives_the_same_bits_late_or_not(warm_pool, kind):
+def test_every_torch_optimizer_gives_the_same_bits_with_and_without_deferred_updates(warm_pool, kind):
     options = {"shares": (3, 1)}
     late = warm_pool.run(2, work, "train", options, "step", kind)
     prompt = warm_pool.run(2, work, "train", options, "backward", kind)
@@ -118,13 +118,13 @@ def test_every_optimizer_of_torch_gives_the_same_bits_late_or_not(warm_pool, kin
 @pytest.mark.parametrize(
     "habit", ["zero in place", "zero late", "twice", "clip", "average", "state", "grow"]
 )
-def test_whatever_a_script_does_between_steps_sees_what_it_would_see_alone(warm_pool, habit):
+def test_code_between_steps_sees_the_values_of_a_single_process(warm_pool, habit):
     late = warm_pool.run(2, work, "train", {"transport": "tcp"}, "step", "adamw", habit)
     assert_same(plainly(train, "step", "adamw", habit), late, rtol=1e-6)
 
 
 def parted(session, journal, overlap):
-    """A model whose halves have an optimizer each, one of which steps every other time; micro-batches."""
+    """Two optimizers for one model, one of which steps every other time; micro-batches."""
     with many_buckets():
         seed_weights(session)
         body, head = nn.Linear(8, 16).double(), nn.Linear(16, 3).double()
@@ -148,14 +148,14 @@ def parted(session, journal, overlap):
         return model
 
 
-def test_two_optimizers_and_accumulation_give_the_same_as_without(warm_pool):
+def test_two_optimizers_and_accumulation_give_the_same_bits_when_deferred(warm_pool):
     late = warm_pool.run(2, work, "parted", {}, "step")
     prompt = warm_pool.run(2, work, "parted", {}, "backward")
     assert_identical(late[0], prompt[0])
     assert_identical(late[0], late[1])
 
 
-def left_alone():
+def step_after_the_session():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -173,14 +173,14 @@ def left_alone():
     return optimizer.step == step, (before - model.bias).tolist()
 
 
-def test_an_optimizer_has_its_own_step_again_when_the_session_is_over(warm_pool):
-    for same, moved in warm_pool.run(2, left_alone):
+def test_optimizer_has_its_original_step_method_after_the_session(warm_pool):
+    for same, moved in warm_pool.run(2, step_after_the_session):
         assert same
         assert moved == pytest.approx([0.1, 0.1])  # 0.05 for each of two gradients of one
 
 
 class Foreign(torch.optim.SGD):
-    """Somebody's own optimizer."""
+    """An optimizer that a script defines."""
 
 
 def refused():
@@ -209,7 +209,7 @@ def refused():
     return said
 
 
-def test_what_cannot_be_late_is_refused_with_a_way_out(warm_pool):
+def test_unsupported_optimizers_and_models_are_refused_with_a_fix(warm_pool):
     for said in warm_pool.run(2, refused):
         assert len(said) == 5
         assert all('overlap="backward"' in text for text in said), said

@@ -1,4 +1,4 @@
-"""Parameters that are frozen, thawed, shared, unused, or used now and then, fare as in plain PyTorch."""
+"""Parameters that are frozen, unfrozen, shared, unused or rarely used train as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def tied(session, journal):
 
 
 class WithSpare(nn.Module):
-    """Has a head that nobody uses."""
+    """Has a head that no worker uses."""
 
     def __init__(self, body):
         super().__init__()
@@ -160,7 +160,7 @@ def mixed(session, journal):
 
 
 def many_buckets(session, journal):
-    """Large enough for gradients to leave while backward goes on."""
+    """Large enough for buckets to be sent during the backward pass."""
     seed_weights(session)
     model = nn.Sequential(
         nn.Linear(8, 1100), nn.Tanh(), nn.Linear(1100, 1100), nn.Tanh(), nn.Linear(1100, 3)
@@ -178,7 +178,7 @@ def many_buckets(session, journal):
     return model[4]
 
 
-def test_layers_can_be_frozen_and_thawed_between_epochs(parity):
+def test_layers_can_be_frozen_and_unfrozen_between_epochs(parity):
     parity(work, thawed)
 
 
@@ -190,13 +190,13 @@ def test_a_parameter_that_no_worker_uses_has_no_gradient_and_does_not_decay(pari
     parity(work, never_used)
 
 
-def test_a_parameter_that_some_workers_use_gets_their_gradient_everywhere(parity_of_all):
+def test_parameter_used_by_some_workers_gets_the_same_gradient_on_all_workers(parity_of_all):
     parity_of_all(work, used_by_some)
 
 
-def test_parameters_of_any_type_and_shape_travel(parity):
+def test_parameters_of_any_type_and_shape_are_reduced(parity):
     parity(work, mixed, rtol=1e-4)
 
 
-def test_a_model_of_several_buckets_trains_the_same(parity):
+def test_model_with_several_buckets_trains_the_same(parity):
     parity(work, many_buckets, rtol=1e-4)

@@ -1,7 +1,7 @@
-"""Sync policies that wait for everybody give what one process gives, whatever the loop does.
+"""Sync policies that wait for all workers give the results of one process, for any training loop.
 
-The order of the data is a sampler's, so workers claim their parts of each batch, whoever is first; what is
-not shuffled is shared by rank. Gradients are a worker's own between `backward` and `step`.
+A sampler orders the data, so workers claim parts of each batch in order of arrival; unshuffled data is
+split by rank. Between `backward` and `step`, gradients are local to a worker.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from plain import assert_same, examples, in_session, network, plainly
-from served import Crew, take_part
+from served import ServedRun, take_part
 
 SYNCHRONOUS = [
     "backup(0)",
@@ -44,7 +44,7 @@ class InOrder(torch.utils.data.Sampler):
 
 
 def loader_of(data, *, batch=BATCH, shuffled=True):
-    """In an order of its own parts of batches are claimed, otherwise they are shared out."""
+    """With a sampler, workers claim parts of batches; otherwise batches are split by rank."""
     return DataLoader(data, batch_size=batch, sampler=InOrder(len(data)) if shuffled else None)
 
 
@@ -69,7 +69,7 @@ def momentum(session, journal, overlap="backward", shuffled=True):
 
 
 def adamw(session, journal, overlap="backward"):
-    """With options of their own for the biases."""
+    """The biases have their own options."""
     model = network(session)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
@@ -80,7 +80,7 @@ def adamw(session, journal, overlap="backward"):
 
 
 def cut(session, journal, overlap="backward"):
-    """Layers that are cut between three servers, and travel in several pieces."""
+    """Layers that are split between three servers and sent in several pieces."""
     torch.manual_seed(3 + 100 * session.rank)
     model = nn.Sequential(nn.Linear(8, 96), nn.Tanh(), nn.Linear(96, 2100), nn.Tanh(), nn.Linear(2100, 96))
     model.append(nn.Linear(96, 3)).double()
@@ -95,7 +95,7 @@ def repeated():
 
 
 def clipped(session, journal, overlap="backward"):
-    """What is clipped is the gradient of a worker, so all must have the same to end as one process does."""
+    """Clipping acts on a worker's local gradient, so all workers need the same gradient here."""
     model = network(session)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
@@ -110,7 +110,7 @@ def clipped(session, journal, overlap="backward"):
 
 
 def scaled(session, journal, overlap="backward"):
-    """Gradients that a script changes, some in place and some by others, are pushed as they are then."""
+    """Gradients that a script changes in place or replaces are pushed with the change."""
     model = network(session)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 
@@ -179,7 +179,7 @@ class Forked(nn.Module):
 
 
 def forked(session, journal, overlap="backward"):
-    """An unused parameter has no gradient, so weight decay leaves it alone, on the server as anywhere."""
+    """An unused parameter has no gradient, so the server applies no weight decay to it."""
     torch.manual_seed(3 + 100 * session.rank)
     model = Forked().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
@@ -222,7 +222,7 @@ def two_optimizers(session, journal, overlap="backward"):
 
 
 def check(pool, folder, sync, script, *args, workers=3, servers=1, rtol=1e-9, **asked):
-    cluster = Crew(folder, workers=workers, servers=servers, sync=sync, **asked)
+    cluster = ServedRun(folder, workers=workers, servers=servers, sync=sync, **asked)
     trained, kept = cluster.run(pool, work, script.__name__, *args)
     assert_same(plainly(script, *args), trained, rtol=rtol)
     assert [one.waiting for one in kept] == [0] * servers, "no push is left over"
@@ -231,12 +231,12 @@ def check(pool, folder, sync, script, *args, workers=3, servers=1, rtol=1e-9, **
 
 @pytest.mark.parametrize(("servers", "overlap"), [(1, "step"), (3, "backward")])
 @pytest.mark.parametrize("sync", SYNCHRONOUS)
-def test_a_policy_that_waits_for_all_trains_as_one_process(warm_pool, tmp_path, sync, servers, overlap):
+def test_synchronous_policy_trains_like_one_process(warm_pool, tmp_path, sync, servers, overlap):
     check(warm_pool, tmp_path, sync, momentum, overlap, servers=servers)
 
 
 @pytest.mark.parametrize("sync", SYNCHRONOUS)
-def test_so_it_does_with_adam_on_the_server(warm_pool, tmp_path, sync):
+def test_synchronous_policy_with_adam_on_the_server_trains_like_one_process(warm_pool, tmp_path, sync):
     check(warm_pool, tmp_path, sync, adamw, servers=3)
 
 
@@ -244,24 +244,24 @@ def test_so_it_does_with_adam_on_the_server(warm_pool, tmp_path, sync):
 @pytest.mark.parametrize(
     "script", [clipped, scaled, accumulated, scheduled, forked, zeroed, two_optimizers, cut]
 )
-def test_whatever_a_loop_does_ends_as_in_one_process(warm_pool, tmp_path, script, overlap):
+def test_unusual_training_loops_end_like_one_process(warm_pool, tmp_path, script, overlap):
     check(warm_pool, tmp_path, "backup(0)", script, overlap, servers=3)
 
 
-def test_four_workers_share_data_in_order_as_ever(warm_pool, tmp_path):
+def test_unshuffled_data_is_split_by_rank_on_four_workers(warm_pool, tmp_path):
     check(warm_pool, tmp_path, "backup(0)", momentum, "backward", False, workers=4, servers=1)
 
 
-def test_unequal_shares_weigh_as_many_samples_as_they_have(warm_pool, tmp_path):
+def test_unequal_shares_are_weighted_by_their_samples(warm_pool, tmp_path):
     check(warm_pool, tmp_path, "backup(0)", momentum, "backward", False, shares="3,2,1")
 
 
-def test_a_mean_after_every_step_is_full_synchronisation(warm_pool, tmp_path):
+def test_averaging_after_every_step_equals_full_synchronisation(warm_pool, tmp_path):
     check(warm_pool, tmp_path, "local(1)", momentum, "backward", False, workers=4, servers=0)
 
 
 @pytest.mark.parametrize("script", [momentum, cut])
-def test_replicas_have_the_same_bits_as_their_originals(warm_pool, tmp_path, script):
+def test_replicas_equal_their_originals_to_the_bit(warm_pool, tmp_path, script):
     _, kept = check(warm_pool, tmp_path, "backup(0)", script, servers=3, replicas=1)
     for server, one in enumerate(kept):
         index = (server - 1) % 3  # the shard of the server before it
@@ -272,7 +272,7 @@ def test_replicas_have_the_same_bits_as_their_originals(warm_pool, tmp_path, scr
 
 
 def whole(session, journal):
-    """An optimizer that looks at a parameter as a whole, one that would be cut for others."""
+    """An optimizer that needs whole parameters; other optimizers would allow to split them."""
     torch.manual_seed(3 + 100 * session.rank)
     model = nn.Sequential(nn.Linear(8, 96), nn.Tanh(), nn.Linear(96, 256), nn.Tanh(), nn.Linear(256, 3))
     model.double()
@@ -280,5 +280,5 @@ def whole(session, journal):
     return train(session, journal, model, optimizer, loader_of(examples()))
 
 
-def test_an_optimizer_of_whole_parameters_trains_as_in_one_process(warm_pool, tmp_path):
+def test_optimizer_that_needs_whole_parameters_trains_like_one_process(warm_pool, tmp_path):
     check(warm_pool, tmp_path, "backup(0)", whole, servers=3)

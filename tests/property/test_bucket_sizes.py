@@ -21,7 +21,7 @@ def _link(latency_s: float, bytes_per_s: float) -> LinkCost:
 
 
 def _too_long(link: LinkCost, size: int, length_bytes: int) -> float:
-    """How much longer a bucket takes than its bytes must."""
+    """The relative cost of latency for a bucket."""
     name, costs, _ = choose(size, length_bytes, link)
     return costs[name] / (2 * (size - 1) / size * length_bytes * link.seconds_per_byte) - 1
 
@@ -38,7 +38,7 @@ def test_sizes_are_powers_of_two_within_bounds_and_the_first_is_not_larger(laten
 
 @given(latencies, rates, workers)
 @several
-def test_latency_is_cheap_and_would_not_be_with_smaller_buckets(latency_s, rate, size):
+def test_latency_costs_at_most_five_percent_and_more_with_smaller_buckets(latency_s, rate, size):
     link = _link(latency_s, rate)
     _, length = sizes(link, size)
     if length < MOST_BYTES:
@@ -63,7 +63,7 @@ def test_a_faster_link_never_makes_buckets_smaller(latency_s, one, other, size):
 
 @given(latencies, rates, workers, st.integers(1, 1 << 28))
 @several
-def test_a_whole_model_has_several_buckets_in_flight_at_once(latency_s, rate, size, total_bytes):
+def test_model_is_split_into_several_buckets(latency_s, rate, size, total_bytes):
     link = _link(latency_s, rate)
     first, other = sizes(link, size, total_bytes=total_bytes)
     assert (first, other) <= sizes(link, size)
@@ -74,7 +74,7 @@ def test_a_whole_model_has_several_buckets_in_flight_at_once(latency_s, rate, si
 
 @given(st.lists(st.integers(1, 3_000_000), max_size=30), latencies, rates, workers)
 @several
-def test_a_worker_that_joins_late_makes_the_same_buckets(lengths, latency_s, rate, size):
+def test_buckets_of_the_same_model_are_always_the_same(lengths, latency_s, rate, size):
     def buckets() -> list[list[int]]:
         items = [Item(size_bytes=length, kind="float32") for length in lengths]
         first, other = sizes(_link(latency_s, rate), size, total_bytes=sum(lengths))
@@ -88,17 +88,17 @@ def test_at_one_gigabit_buckets_hold_about_a_megabyte(size, expected):
     assert sizes(GIGABIT, size)[1] == expected
 
 
-def test_for_a_ring_the_formula_is_twenty_workers_times_latency_by_seconds_per_byte():
+def test_ring_bucket_size_is_twenty_times_workers_times_latency_over_seconds_per_byte():
     exact = 1 << 20
     link = LinkCost(latency_s=exact / 20 / 3 * 1e-8, seconds_per_byte=1e-8)
     assert sizes(link, 3)[1] == exact
     assert sizes(LinkCost(latency_s=link.latency_s * 1.01, seconds_per_byte=1e-8), 3)[1] == 2 * exact
 
 
-def test_in_shared_memory_and_alone_sizes_are_the_stated_ones():
+def test_shared_memory_and_a_single_worker_use_the_default_sizes():
     assert sizes(None, 4) == (FIRST_BYTES, BUCKET_BYTES) == (1 << 20, 8 << 20)
     assert sizes(GIGABIT, 1) == (FIRST_BYTES, BUCKET_BYTES)
 
 
-def test_a_link_of_which_only_latency_counts_gets_the_largest_buckets():
+def test_link_with_unlimited_bandwidth_gets_the_largest_buckets():
     assert sizes(LinkCost(latency_s=1e-4, seconds_per_byte=0.0), 4)[1] == MOST_BYTES

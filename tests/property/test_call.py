@@ -32,7 +32,7 @@ calls = st.builds(
 
 
 def _with_types(value):
-    """1, 1.0 and True are equal in Python; here they are not."""
+    """Distinguishes 1, 1.0 and True, which are equal in Python."""
     if isinstance(value, list | tuple):
         return [_with_types(item) for item in value]
     return type(value), value
@@ -45,13 +45,13 @@ def _contents(call):
 @given(calls)
 @settings(max_examples=300, deadline=None)
 @example(Call("f", ("f()", "f(1 )", '"', "\\", "'")))
-def test_what_is_printed_is_read_back(call):
+def test_printed_call_parses_to_the_same_call(call):
     assert _contents(parse_call(str(call))) == _contents(call)
 
 
 @given(calls, calls)
 @settings(max_examples=100, deadline=None)
-def test_a_call_as_an_option_stays_a_call(outer, inner):
+def test_call_nested_as_an_option_stays_a_call(outer, inner):
     nested = Call(outer.name, outer.args, {**outer.options, "inner": str(inner)})
     text = parse_call(str(nested)).options["inner"]
     assert isinstance(text, str)
@@ -60,7 +60,7 @@ def test_a_call_as_an_option_stays_a_call(outer, inner):
 
 @given(st.text(max_size=30) | awkward | st.builds("f({})".format, awkward))
 @settings(max_examples=500, deadline=None)
-def test_any_text_is_a_call_or_a_config_error(text):
+def test_any_text_parses_or_raises_a_config_error(text):
     try:
         call = parse_call(text)
     except ConfigError as error:

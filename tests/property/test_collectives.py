@@ -106,7 +106,7 @@ def _hierarchies(draw):
 
 @given(_hierarchies(), LENGTHS, SEEDS, st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_hierarchies_of_any_shape_sum(hierarchy, length, seed, hold):
+def test_hierarchies_of_any_shape_give_the_sum(hierarchy, length, seed, hold):
     text, size = hierarchy
     _assert_sums(COLLECTIVES.build(text), size, length, seed, hold)
     _assert_same_bits(COLLECTIVES.build(text), size, length, seed, hold)
@@ -114,7 +114,7 @@ def test_hierarchies_of_any_shape_sum(hierarchy, length, seed, hold):
 
 @given(SIZES.flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size))), LENGTHS, SEEDS)
 @modest
-def test_any_number_of_servers_sums(size_and_servers, length, seed):
+def test_any_number_of_servers_gives_the_sum(size_and_servers, length, seed):
     size, servers = size_and_servers
     _assert_sums(COLLECTIVES.build(f"ps(servers={servers})"), size, length, seed, hold=False)
 
@@ -145,7 +145,7 @@ def test_between_the_halves_each_element_has_one_owner_that_holds_its_sum(name, 
 @pytest.mark.parametrize("name", ["ring", "direct"])
 @given(SIZES, st.integers(0, 5))
 @modest
-def test_every_worker_sends_the_minimum(name, size, part):
+def test_every_worker_sends_the_minimum_of_bytes(name, size, part):
     for schedule in _schedules(COLLECTIVES.build(name), size, part * size):
         assert sent_elements(schedule) == 2 * (size - 1) * part
 
@@ -216,7 +216,7 @@ def test_unequal_groups_have_as_many_rails_as_the_smallest_has_members(sizes, ra
 @pytest.mark.parametrize("inner", FLAT)
 @given(SIZES, LENGTHS)
 @settings(max_examples=10, deadline=None)
-def test_a_single_group_is_its_inner_collective(inner, rails, size, length):
+def test_hierarchy_of_a_single_group_equals_its_inner_collective(inner, rails, size, length):
     hierarchy = COLLECTIVES.build(f"hierarchical(group=17, inner={inner}, rails={rails})")
     assert _schedules(hierarchy, size, length) == _schedules(COLLECTIVES.build(inner), size, length)
 
@@ -254,7 +254,7 @@ def test_separate_servers_sum_only_the_workers_buffers(workers, servers, length,
 
 @given(st.integers(2, 17), st.integers(1, 3))
 @modest
-def test_steps_are_as_few_as_the_formulas_say(size, part):
+def test_number_of_steps_equals_the_formula(size, part):
     length = size * part
     bits = size.bit_length() - 1
     power = 1 << bits
@@ -281,6 +281,6 @@ def test_blocks_of_a_power_of_two_are_halving_and_doubling(size, length):
 
 @given(SIZES, LENGTHS)
 @modest
-def test_as_many_servers_as_workers_are_a_direct_exchange(size, length):
+def test_as_many_servers_as_workers_equals_a_direct_exchange(size, length):
     servers, direct = COLLECTIVES.build(f"ps(servers={size})"), COLLECTIVES.build("direct")
     assert _schedules(servers, size, length) == _schedules(direct, size, length)

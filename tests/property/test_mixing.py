@@ -30,7 +30,7 @@ def _graph(name: str, workers: int) -> str:
 
 
 def _mixing(graph: str, workers: int, step: int = 0) -> np.ndarray:
-    """What gossip does after a step, as a matrix."""
+    """The mixing matrix of gossip after a step."""
     policy, cluster = POLICIES.build(f"gossip({graph})"), ClusterInfo(workers=workers)
     policy.check(cluster)
     matrix = np.eye(workers)
@@ -45,7 +45,7 @@ def _spread(x: np.ndarray) -> float:
     return float(np.linalg.norm(x - x.mean()))
 
 
-def test_every_static_graph_is_tested_here():
+def test_every_static_graph_is_covered_by_this_file():
     static = {name for name in GRAPHS.names() if GRAPHS.get(name).static}
     assert static <= {text.partition("(")[0] for text in STATIC}
 
@@ -95,7 +95,7 @@ def test_random_pairs_halve_the_squared_spread_on_average(workers):
 
 
 def _meet(policy: MixPolicy, workers: list[torch.Tensor], memories: list[dict[str, torch.Tensor]]) -> None:
-    """All workers meet, as the runtime does it."""
+    """Average all workers, as the runtime does."""
     cluster = ClusterInfo(workers=len(workers))
     mean = torch.stack(workers).mean(0)
     for own, memory in zip(workers, memories, strict=True):
@@ -186,7 +186,7 @@ def test_asynchronous_elastic_averaging_equals_its_recurrence(goals, bend, start
     st.booleans(),
 )
 def test_block_momentum_equals_its_recurrence(goals, bend, start, rate, momentum, ahead):
-    """Chen and Huo: W <- W + D; workers go on from W, or ahead of it from W + momentum D."""
+    """Chen and Huo: W <- W + D; workers continue from W, or with Nesterov from W + momentum D."""
     nesterov = str(ahead).lower()
     policy = POLICIES.build(f"local(2, outer_lr={rate}, outer_momentum={momentum}, nesterov={nesterov})")
     workers, memories = _begin(policy, len(goals), start)

@@ -1,4 +1,4 @@
-"""The contract of quantising codecs for any finite values: bound, rest, totals, residual."""
+"""The contract of quantising codecs for any finite values: bound, residual, totals."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_error_is_within_the_bound(name, x, context):
 @every_codec
 @given(values(), contexts())
 @modest
-def test_the_rest_is_the_error(name, x, context):
+def test_residual_equals_the_error(name, x, context):
     codec = CODECS.build(name)
     rest = torch.full_like(x, float("nan"))
     out = torch.empty_like(x)
@@ -124,7 +124,7 @@ def test_the_rest_is_the_error(name, x, context):
 @every_codec
 @given(values(top=36), contexts())
 @modest
-def test_reading_can_add(name, x, context):
+def test_reading_with_add_adds_to_the_output(name, x, context):
     codec = CODECS.build(name)
     payload, out = once(codec, x, context)
     there = torch.linspace(-1, 1, len(x)) * (float(x.abs().max()) if len(x) else 1.0)
@@ -224,7 +224,7 @@ def test_numbers_on_a_shared_scale_add_up_exactly(name, given_values, context):
 @pytest.mark.parametrize("name", [name for name in NAMES if CODECS.build(name).feedback])
 @given(values(top=30), st.integers(1, 3), contexts())
 @settings(max_examples=15, deadline=None)
-def test_nothing_is_lost_over_many_steps_with_feedback(name, x, workers, context):
+def test_results_plus_residuals_equal_the_inputs_over_many_steps_with_feedback(name, x, workers, context):
     codec = CODECS.build(name)
     states = [codec.begin(len(x)) for _ in range(workers)]
     given_sum = torch.zeros(len(x), dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Rounds of percentage and flexible, whatever the order in which workers come, leave and join.
+"""Rounds of percentage and flexible, for any order in which workers arrive, leave and join.
 
-`arrivals.play` refuses a rule that settles a push twice or never, or lets a worker wait for ever.
+`arrivals.play` fails if a rule settles a push twice or never, or leaves a worker waiting forever.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from echelon.sync.policy import POLICIES, ClusterInfo
 
 few = settings(max_examples=60, deadline=None)
 
-# Multiples of one length, so that many things happen at the same time.
+# Multiples of one duration, so that many events happen at the same time.
 seconds = st.integers(1, 12).map(lambda tenths: tenths / 10) | st.just(6.0)
 absences = st.integers(0, 40).map(lambda tenths: Away(tenths / 10))
 busy = st.lists(seconds, min_size=12, max_size=40)
@@ -52,7 +52,7 @@ transfers = st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=5, max_size=5)
 
 @st.composite
 def percentages(draw, programmes: st.SearchStrategy[list]) -> tuple[ServePolicy, list, list[float]]:
-    """A policy, what its workers do, and their shares."""
+    """A policy, the programmes of its workers, and their shares."""
     each = draw(st.lists(shares, min_size=1, max_size=5))
     played = [draw(programmes) for _ in each]
     return POLICIES.build(f"percentage(shares={each})"), played, each
@@ -67,7 +67,7 @@ def _samples(workers: int) -> list[float]:
 
 
 class _Barrier(Rule):
-    """A full round in the fewest words: all that take part, by their samples, and all go on."""
+    """The simplest full round: applies the pushes of all members by samples, then releases all."""
 
     def __init__(self, workers: int) -> None:
         self.active = set(range(workers))
@@ -107,7 +107,7 @@ class _Full(ServePolicy):
 
 @few
 @given(st.lists(unsteady, min_size=1, max_size=5))
-def test_percentage_of_one_decides_what_a_full_round_does(programmes):
+def test_percentage_of_one_makes_the_decisions_of_a_full_round(programmes):
     cluster, samples = _cluster(len(programmes)), _samples(len(programmes))
     told = play(POLICIES.build("percentage(1.0)"), cluster, programmes, samples=samples)
     full = play(_Full(), cluster, programmes, samples=samples)
@@ -118,7 +118,7 @@ def test_percentage_of_one_decides_what_a_full_round_does(programmes):
 
 @few
 @given(percentages(busy))
-def test_of_any_number_of_rounds_a_worker_takes_part_in_exactly_its_share(played):
+def test_worker_takes_part_in_exactly_its_share_of_any_number_of_rounds(played):
     policy, programmes, each = played
     exact = [Fraction(share).limit_denominator(1000) for share in each]
     count = [0] * len(each)
@@ -149,9 +149,7 @@ def test_flexible_settles_every_push_and_releases_every_worker(text, programmes,
 
 @few
 @given(flexibles, st.lists(busy, min_size=1, max_size=5), transfers)
-def test_a_gradient_enters_the_round_that_it_was_computed_for_or_one_it_is_invited_to(
-    text, programmes, transfer_s
-):
+def test_gradient_is_applied_in_its_own_round_or_in_a_round_it_was_invited_to(text, programmes, transfer_s):
     story = play(POLICIES.build(text), _cluster(len(programmes)), programmes, transfer_s=transfer_s)
     pushed: dict[tuple[int, int], Arrival] = {}
     invited: set[tuple[int, int]] = set()
@@ -176,7 +174,7 @@ def test_a_gradient_enters_the_round_that_it_was_computed_for_or_one_it_is_invit
 
 @few
 @given(flexibles, st.lists(busy, min_size=1, max_size=5))
-def test_a_worker_is_left_out_and_a_round_still_has_a_member(text, programmes):
+def test_every_round_has_a_member_when_workers_are_left_out(text, programmes):
     active = set(range(len(programmes)))
     for told in play(POLICIES.build(text), _cluster(len(programmes)), programmes):
         active -= {told.worker} if told.what == "leave" else set()
@@ -184,7 +182,7 @@ def test_a_worker_is_left_out_and_a_round_still_has_a_member(text, programmes):
 
 
 def _weights_after(story: list[Told], policy: ServePolicy, values: dict[tuple[int, int], float]) -> float:
-    """Those of a server with one weight that starts at 0, and an optimizer that subtracts gradients."""
+    """The weight of a server that starts at 0, with an optimizer that subtracts gradients."""
     flat = torch.zeros(1, dtype=torch.float64)
 
     def subtract() -> None:
@@ -212,7 +210,7 @@ def _weights_after(story: list[Told], policy: ServePolicy, values: dict[tuple[in
     st.lists(unsteady, min_size=1, max_size=5),
     st.randoms(use_true_random=False),
 )
-def test_what_a_worker_brings_is_added_to_the_weights_and_never_put_in_their_place(text, programmes, rng):
+def test_pushes_are_added_to_the_weights_and_never_replace_them(text, programmes, rng):
     policy = POLICIES.build(text)
     story = play(policy, _cluster(len(programmes)), programmes, samples=_samples(len(programmes)))
     arrivals = [told.arrival for told in story if told.arrival is not None and told.arrival.kind != "ask"]
@@ -225,9 +223,7 @@ def test_what_a_worker_brings_is_added_to_the_weights_and_never_put_in_their_pla
 
 @few
 @given(st.integers(3, 8), st.integers(0, 10**6))
-def test_a_worker_five_times_slower_is_left_out_within_a_few_rounds_and_back_soon_after_it_is_normal(
-    workers, seed
-):
+def test_worker_five_times_slower_is_soon_left_out_and_returns_soon_after_it_recovers(workers, seed):
     rng = random.Random(seed)
 
     def times(count: int, mean_s: float) -> list[float]:

@@ -1,5 +1,5 @@
 """In any order of arrivals, weights are never too old, K grows to the number of workers, no push is lost,
-and policies that wait for all workers do what one process does.
+and policies that wait for all workers equal one process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def clusters(draw, most_steps=12, equal_steps=False):
 
 @settings(max_examples=100, deadline=None)
 @given(clusters(), st.integers(0, 4))
-def test_no_worker_reads_weights_older_than_the_bound_and_none_is_held_without_need(cluster_times, bound):
+def test_workers_read_weights_within_the_bound_and_wait_only_if_needed(cluster_times, bound):
     cluster, times = cluster_times
     made = dict.fromkeys(range(cluster.workers), 0)
     applied = dict.fromkeys(range(cluster.workers), 0)
@@ -81,7 +81,7 @@ THRESHOLD = st.one_of(
 
 @settings(max_examples=100, deadline=None)
 @given(clusters(equal_steps=True), THRESHOLD, st.booleans(), st.integers(1, 6))
-def test_k_never_decreases_and_every_update_is_of_k_gradients_while_all_take_part(
+def test_k_never_decreases_and_every_update_has_k_gradients_while_no_worker_leaves(
     cluster_times, threshold, waiting, start
 ):
     cluster, times = cluster_times
@@ -112,9 +112,7 @@ def test_k_reaches_the_number_of_workers_and_stays_there(workers, threshold):
 
 @settings(max_examples=60, deadline=None)
 @given(clusters(), st.integers(0, 5))
-def test_with_backups_every_gradient_is_applied_once_or_dropped_and_only_fresh_ones_are_applied(
-    cluster_times, spares
-):
+def test_backup_applies_or_drops_each_gradient_once_and_applies_only_fresh_ones(cluster_times, spares):
     cluster, times = cluster_times
     story = play(Backup(spares=min(spares, cluster.workers - 1)), cluster, times)
     read = {(t.worker, t.arrival.step): t.arrival.read for t in story if t.arrival}
@@ -182,7 +180,7 @@ def _alone(steps, optimizer, data, targets):
 @pytest.mark.parametrize("text", ["bounded-delay(0)", "backup(0)", "smooth-switch(start={}, waiting=true)"])
 @settings(max_examples=12, deadline=None)
 @given(cluster_times=clusters(most_steps=6, equal_steps=True))
-def test_policies_that_wait_for_all_workers_equal_one_process(text, optimizer, cluster_times):
+def test_synchronous_policies_equal_one_process(text, optimizer, cluster_times):
     cluster, times = cluster_times
     data, targets = _problem(cluster.workers)
     policy = POLICIES.build(text.format(cluster.workers))

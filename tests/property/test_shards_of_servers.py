@@ -15,7 +15,7 @@ items = st.sampled_from([2, 4, 8])
 
 
 @given(lengths, servers, items, st.booleans())
-def test_every_element_is_kept_exactly_once(lengths, servers, item_bytes, whole):
+def test_every_element_is_in_exactly_one_shard(lengths, servers, item_bytes, whole):
     found = split(lengths, servers, item_bytes=item_bytes, whole=whole)
     assert len(found) == servers
     for parameter, length in enumerate(lengths):
@@ -33,7 +33,7 @@ def test_every_element_is_kept_exactly_once(lengths, servers, item_bytes, whole)
 
 
 @given(lengths, servers, items)
-def test_servers_keep_the_same_bytes_except_for_one_whole_parameter(lengths, servers, item_bytes):
+def test_servers_hold_equal_bytes_except_for_one_whole_parameter(lengths, servers, item_bytes):
     held = [one.length * item_bytes for one in split(lengths, servers, item_bytes=item_bytes)]
     cut = sum(length * item_bytes >= LARGE_BYTES * servers for length in lengths)
     assert max(held) - min(held) <= LARGE_BYTES * servers + cut * item_bytes

@@ -1,4 +1,4 @@
-"""However a batch is shared and an epoch is cut, every sample goes to one worker, once."""
+"""For any shares and batch sizes, every sample of an epoch goes to exactly one worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def epochs(draw):
 
 
 @given(weights, st.integers(0, 1000))
-def test_shares_sum_to_the_batch_and_nobody_is_without(shares, more):
+def test_shares_sum_to_the_batch_and_every_worker_gets_a_sample(shares, more):
     total = len(shares) + more
     parts = split(total, shares)
     assert sum(parts) == total
@@ -42,7 +42,7 @@ def test_shares_are_within_one_sample_of_proportion_unless_that_is_below_one(sha
 
 
 @given(weights, st.integers(0, 1000), st.floats(0.001, 1000))
-def test_more_weight_never_means_less_and_scale_means_nothing(shares, more, scale):
+def test_larger_weight_never_gets_a_smaller_share_and_scale_does_not_matter(shares, more, scale):
     total = len(shares) + more
     parts = split(total, shares)
     ranked = sorted(zip(shares, parts, strict=True))
@@ -66,7 +66,7 @@ def test_an_epoch_gives_every_sample_to_one_worker_once(epoch, drop_last):
 
 
 @given(epochs())
-def test_only_a_tail_too_small_for_all_changes_what_a_batch_is(epoch):
+def test_batches_differ_from_one_process_only_by_a_merged_small_tail(epoch):
     shares, samples, batch = epoch
     alone = batch_sizes(samples, batch, 1, drop_last=False)
     together = batch_sizes(samples, batch, len(shares), drop_last=False)
@@ -77,7 +77,7 @@ def test_only_a_tail_too_small_for_all_changes_what_a_batch_is(epoch):
 
 
 @given(epochs(), st.data())
-def test_an_epoch_taken_up_at_a_batch_goes_on_with_the_same_batches(epoch, data):
+def test_epoch_resumed_at_any_batch_continues_with_the_same_batches(epoch, data):
     shares, samples, batch = epoch
     sizes = batch_sizes(samples, batch, len(shares), drop_last=False)
     done = data.draw(st.integers(0, len(sizes)))

@@ -142,7 +142,7 @@ def test_largest_with_a_sample_agrees_with_largest_without(blocks, ratio, kind, 
 @pytest.mark.parametrize("text", [*EXACT, *LOSSY])
 @settings(max_examples=30, deadline=None)
 @given(values=tensors(), context=contexts)
-def test_the_error_is_within_the_bound_and_equals_the_rest(text, values, context):
+def test_error_is_within_the_bound_and_equals_the_residual(text, values, context):
     codec = CODECS.build(text)
     context = _shaped(context, len(values))
     before = values.clone()

@@ -52,7 +52,7 @@ def test_a_small_broadcast_takes_lg_p_steps(size_and_source, length):
 
 @given(size_and_source, st.integers(1, 5))
 @modest
-def test_nobody_sends_a_large_buffer_twice(size_and_source, part):
+def test_no_worker_sends_a_large_buffer_twice(size_and_source, part):
     size, source = size_and_source
     length = size * part
     for rank in range(size):

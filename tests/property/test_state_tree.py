@@ -145,7 +145,7 @@ def test_conjugated_and_negated_views_are_restored_as_their_values():
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "", "a.b", "\udc80"])
-def test_a_tensor_may_have_any_name(name):
+def test_tensors_can_have_any_name(name):
     state = {name: torch.ones(1), "a": {"b": torch.zeros(2)}, "tensor": {"tensor": torch.ones(3)}}
     assert same(through_bytes(state), state)
 

@@ -87,12 +87,12 @@ def test_every_push_is_applied_dropped_or_pending_and_a_replay_agrees(setting, p
 
 @settings(max_examples=15, deadline=None)
 @given(setting=clusters, policy=st.sampled_from(SERVED + OTHERS))
-def test_the_same_setting_gives_the_same_result_and_waiting_is_counted(setting, policy):
+def test_same_setting_gives_the_same_result_and_waiting_time_is_recorded(setting, policy):
     first = simulate(setting, [policy])
     assert simulate(setting, [policy]) == first
     totals = first.runs[0].totals
     assert setting.profile is not None
-    # Nobody computes faster than the profile says.
+    # No worker computes faster than the profile says.
     assert totals.gradients <= setting.workers * (setting.seconds / setting.profile.compute_s + 1)
     counts = [point.gradients for point in first.runs[0].curve]
     assert counts == sorted(counts)

@@ -1,4 +1,4 @@
-"""Whatever a coordinator answers, a worker pushes every gradient exactly once, and arrives one by one."""
+"""For any answers of a coordinator, a worker pushes every gradient exactly once, in order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Worker:
         self.merging = False
 
     def pull(self):
-        """As between passes: only after a merge."""
+        """Pull as between epochs: only after a merge."""
         self.merge()
         self.mine = []
         self.rule.pulled()
@@ -127,7 +127,7 @@ def test_every_gradient_is_applied_exactly_once_after_a_merge(options, programme
 
 @settings(max_examples=200, deadline=None)
 @given(rules, programmes, st.data())
-def test_arrivals_are_numbered_one_by_one_and_an_ask_shares_its_number_with_its_push(
+def test_arrivals_are_numbered_consecutively_and_an_ask_shares_its_number_with_its_push(
     options, programme, data
 ):
     worker = Worker(WorkerRule(**options), data.draw)

@@ -38,19 +38,19 @@ def test_arrivals_come_in_the_order_of_virtual_time_and_all_leave_in_the_end():
     ]
 
 
-def test_a_gradient_says_which_version_it_was_computed_on():
+def test_gradient_has_the_version_it_was_computed_on():
     story = play(Async(), TWO, [[3.0, 3.0], [1.0, 1.0]])
     read = [(told.worker, told.arrival.read) for told in story if told.arrival]
     assert read == [(1, 0), (1, 1), (0, 0), (0, 3)]
 
 
-def test_a_worker_that_was_away_joins_again_and_goes_on():
+def test_worker_that_was_away_joins_again_and_continues():
     story = play(Async(), TWO, [[1.0, Away(5.0), 1.0], []])
     heard = [(told.what, told.t) for told in story if told.worker == 0]
     assert heard == [("arrive", 1.0), ("leave", 1.0), ("join", 6.0), ("arrive", 7.0), ("leave", 7.0)]
 
 
-def test_a_worker_that_goes_on_alone_asks_and_pushes_its_delta_when_it_is_invited():
+def test_worker_with_local_steps_asks_and_pushes_its_delta_when_invited():
     def arrive(a):
         if a.kind == "ask":
             return [Invite(a.worker)] if a.step == 2 else [Release(a.worker, fresh=False, ask=True)]
@@ -61,7 +61,7 @@ def test_a_worker_that_goes_on_alone_asks_and_pushes_its_delta_when_it_is_invite
     assert kinds == [("gradient", 0), ("ask", 1), ("ask", 2), ("delta", 2), ("gradient", 3)]
 
 
-def test_a_rule_is_woken_when_it_wants_to_be_once_for_all_that_is_due():
+def test_rule_is_woken_once_for_all_wake_ups_that_are_due():
     def arrive(a):
         return [_apply(a), Wake(5.0), Wake(5.0)]
 
@@ -84,18 +84,18 @@ def test_a_rule_is_woken_when_it_wants_to_be_once_for_all_that_is_due():
         (lambda a: [_apply(a), Wake(float("inf"))], "woken at inf"),
     ],
 )
-def test_a_rule_that_breaks_its_contract_is_found(arrive, reason):
+def test_rule_that_breaks_its_contract_is_detected(arrive, reason):
     with pytest.raises(Broken, match=reason):
         play(_policy(arrive), TWO, [[1.0, 1.0], [2.0]])
 
 
-def test_a_rule_that_wants_to_be_woken_for_ever_is_found():
+def test_rule_that_asks_for_endless_wake_ups_is_detected():
     policy = _policy(lambda a: [_apply(a), Wake(a.t)], lambda self, t: [Wake(t + 1)])
     with pytest.raises(Broken, match="have not led to an end"):
         play(policy, TWO, [[1.0], [1.0]], most=100)
 
 
-def test_waiting_for_a_worker_that_is_away_is_waiting_for_ever():
+def test_rule_that_waits_for_an_absent_worker_is_detected():
     class Both(Rule):
         def __init__(self):
             self.here = []

@@ -35,7 +35,7 @@ def test_an_error_prints_three_lines():
     ]
 
 
-def test_lines_without_anything_to_say_are_left_out():
+def test_empty_lines_of_an_error_are_left_out():
     assert str(ConfigError("that is all")) == "that is all"
     assert str(ConfigError("no place", fix="find one")).splitlines() == ["no place", "  fix:   find one"]
 
@@ -62,7 +62,7 @@ def test_notes_added_to_an_error_travel_with_it():
     assert pickle.loads(pickle.dumps(error)).__notes__ == ["seen on rank 2"]
 
 
-def test_the_tree_in_the_docstring_is_the_tree():
+def test_docstring_shows_the_actual_error_tree():
     named = [line.strip(" │├└─").split()[0] for line in inspect.getdoc(errors).splitlines() if "─" in line]
     assert ["EchelonError", *named] == [kind.__name__ for kind in OURS]
 
@@ -78,5 +78,5 @@ def test_an_unknown_name_names_the_nearest_known_one(name, nearest):
     assert error.fix.startswith(f"did you mean {nearest!r}?") == (nearest is not None)
 
 
-def test_an_unknown_name_among_none_says_so():
+def test_unknown_name_without_known_names_says_none():
     assert UnknownName("codec", "dgc", []).fix == "known: none"

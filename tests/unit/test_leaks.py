@@ -121,7 +121,7 @@ def test_a_leak_is_an_error_that_names_it(inner, test, said):
         "test_patched",
     ],
 )
-def test_what_is_put_back_in_time_is_no_leak(inner, test):
+def test_state_restored_in_time_is_not_a_leak(inner, test):
     assert f"PASSED test_inner.py::{test}\n" in inner
     assert f"ERROR test_inner.py::{test} " not in inner
 
@@ -147,14 +147,16 @@ def machine(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("compare", [left_behind, left_on_machine])
-def test_segments_and_namespaces_that_nobody_else_can_have_made_are_leaks(monkeypatch, machine, compare):
+def test_segments_and_namespaces_that_no_other_program_can_have_made_are_leaks(
+    monkeypatch, machine, compare
+):
     monkeypatch.setattr(leaks, "_another_maker", lambda others: False)
     before = Snapshot.take()
     machine("shm/segment", "netns/echl-node", "netns/of-someone")
     assert compare(before) == ["shared memory segment", "network namespace echl-node"]
 
 
-def test_beside_another_test_session_only_what_carries_our_mark_is_a_leak(monkeypatch, machine):
+def test_only_marked_objects_are_leaks_beside_another_test_session(monkeypatch, machine):
     monkeypatch.setattr(leaks, "_another_maker", lambda others: True)
     before = Snapshot.take()
     with subprocess.Popen(["true"]) as child:
@@ -199,7 +201,7 @@ def test_a_test_session_or_a_program_of_echelon_may_make_segments(argument):
         other.stdin.close()
 
 
-def test_a_process_that_may_be_there_is_no_leak():
+def test_exempt_process_is_not_a_leak():
     before = Snapshot.take()
     with subprocess.Popen(["sleep", "90"]) as child:
         assert left_behind(before, {child.pid}) == []

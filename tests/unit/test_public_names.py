@@ -52,7 +52,7 @@ def test_help_leads_with_join_and_session_and_is_not_a_list_of_errors():
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_resolves_and_says_what_it_is(name):
+def test_every_public_name_resolves_and_has_a_docstring(name):
     thing = getattr(echelon, name)
     assert thing.__name__ == name
     assert thing.__doc__
@@ -100,7 +100,7 @@ echelon.join(transport="tpc")  # WRONG: not a transport
 
 
 @pytest.mark.timeout(900)
-def test_type_checkers_know_what_comes_back_from_prepare(tmp_path):
+def test_type_checkers_know_the_return_types_of_prepare(tmp_path):
     file = tmp_path / "script.py"
     file.write_text(SNIPPET)
     root = Path(__file__).parents[2]

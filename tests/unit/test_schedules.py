@@ -19,7 +19,7 @@ def _take(peer, start=0, stop=2):
 
 
 @BOTH
-def test_a_step_sends_what_the_buffer_held_when_it_began(hold):
+def test_step_sends_the_buffer_as_it_was_when_the_step_began(hold):
     all_to_all = [
         [ScheduleStep(sends=(Move(1 - rank, 0, 2),), takes=(Move(1 - rank, 0, 2),))] for rank in (0, 1)
     ]
@@ -44,7 +44,7 @@ def test_workers_that_wait_for_each_other_are_a_deadlock(hold):
         execute(circle, [[0, 0]] * 3, hold=hold)
 
 
-def test_sends_that_wait_for_their_receivers_can_be_a_deadlock_where_held_ones_are_none():
+def test_blocking_sends_can_deadlock_where_buffered_sends_do_not():
     both_send_first = [[_give(1), _take(1)], [_give(0), _take(0)]]
     assert execute(both_send_first, [[1, 1], [2, 2]], hold=True) == [[2, 2], [1, 1]]
     with pytest.raises(Broken, match="deadlock"):
@@ -71,7 +71,7 @@ def test_a_broken_rule_is_named(first, second, reason):
         execute([first, second], [[0, 0], [0, 0]])
 
 
-def test_overwriting_what_is_added_in_the_same_step_is_refused():
+def test_overwriting_elements_that_are_added_in_the_same_step_is_refused():
     receiver = [ScheduleStep(adds=(Move(1, 0, 2),), takes=(Move(2, 1, 2),))]
     with pytest.raises(Broken, match="overwrites"):
         execute([receiver, [_give(0)], [_give(0, 1, 2)]], [[0, 0]] * 3)

@@ -122,7 +122,7 @@ def test_results_come_back_by_rank(warm_pool):
     assert warm_pool.run(3, _greet, Greeting("one", 0)) == [Greeting("one of 3", rank) for rank in range(3)]
 
 
-def test_workers_talk_to_each_other_again_and_again(warm_pool):
+def test_workers_communicate_in_repeated_calls(warm_pool):
     for world_size in (2, 3, 2):
         assert warm_pool.run(world_size, _sum_of_ranks) == [sum(range(world_size))] * world_size
 
@@ -137,7 +137,7 @@ def test_each_call_has_its_place_port_and_folder(warm_pool):
     assert not Path(first[0]["folder"]).exists()
 
 
-def test_a_worker_is_after_a_call_as_it_was_before(warm_pool):
+def test_worker_state_is_restored_after_a_call(warm_pool):
     before = warm_pool.run(1, _surroundings)[0]
     warm_pool.run(1, _disturb)
     after = warm_pool.run(1, _surroundings)[0]
@@ -146,7 +146,7 @@ def test_a_worker_is_after_a_call_as_it_was_before(warm_pool):
         assert after[name] == before[name], name
 
 
-def test_an_exception_is_raised_with_rank_traceback_and_what_was_printed(warm_pool):
+def test_exception_is_raised_with_rank_traceback_and_output(warm_pool):
     with pytest.raises(WorkerFailure, match="rank 1 raised") as caught:
         warm_pool.run(2, _raise_on, 1)
     assert isinstance(caught.value.error, PeerLost)
@@ -156,20 +156,20 @@ def test_an_exception_is_raised_with_rank_traceback_and_what_was_printed(warm_po
     assert caught.value.outcomes == ["fine", caught.value]
 
 
-def test_outcomes_tell_of_every_rank(warm_pool):
+def test_outcomes_contain_every_rank(warm_pool):
     outcomes = warm_pool.outcomes(3, _raise_on, 0)
     assert (outcomes[0].rank, outcomes[0].how) == (0, "raised")
     assert outcomes[1:] == ["fine", "fine"]
 
 
 @pytest.mark.parametrize("function", [_raise_unsendable, _return_unsendable])
-def test_what_cannot_travel_is_a_failure_with_its_traceback(warm_pool, function):
+def test_unpicklable_result_or_error_is_a_failure_with_its_traceback(warm_pool, function):
     with pytest.raises(WorkerFailure, match=r"cannot (be )?pickle") as caught:
         warm_pool.run(1, function)
     assert caught.value.how == "raised"
 
 
-def test_a_killed_worker_is_told_and_replaced(warm_pool):
+def test_killed_worker_is_reported_and_replaced(warm_pool):
     outcomes = warm_pool.outcomes(2, _die_on, 0)
     assert outcomes[0].how == "died"
     assert "SIGKILL" in str(outcomes[0])
@@ -177,7 +177,7 @@ def test_a_killed_worker_is_told_and_replaced(warm_pool):
     assert set(warm_pool.run(2, _pid)) >= {outcomes[1]}
 
 
-def test_a_hanging_worker_is_given_up_and_replaced(warm_pool):
+def test_hanging_worker_is_killed_and_replaced(warm_pool):
     outcomes = warm_pool.outcomes(2, _hang_on, 1, timeout_s=5)
     assert outcomes[1].how == "hung"
     assert "_hang_on" in outcomes[1].detail, "the stack of the hanging worker is shown"

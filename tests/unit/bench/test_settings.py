@@ -12,7 +12,7 @@ def test_without_options_the_bench_is_the_default():
     assert BenchSettings().codec_texts() == list(usual_codecs())
 
 
-def test_quick_differs_only_in_what_takes_long():
+def test_quick_settings_take_fewer_steps_with_the_same_workers():
     assert QUICK.bench().steps < Bench().steps
     assert QUICK.bench().workers == Bench().workers
 

@@ -83,7 +83,7 @@ def test_the_folder_has_a_new_name_unless_it_is_given(called):
     assert ended.out.splitlines()[-2] == f"picture: {folder / 'codecs.html'}"
 
 
-def test_what_is_given_beats_what_is_quick(called):
+def test_given_options_override_the_quick_settings(called):
     called("--out", "found", "--model", "mlp(8, 1)", "--lr", "0.3", "--momentum", "0.5")
     bench = json.loads(Path("found/codecs.json").read_text())["bench"]
     assert (bench["model"], bench["data"], bench["lr"]) == ("mlp(8, 1)", "digits", 0.3)
@@ -126,7 +126,7 @@ def test_all_codecs_train_when_none_is_named(echelon):
         (["--link", "0mbit"], "--link", "above 0"),
     ],
 )
-def test_what_cannot_work_is_refused_by_the_option_it_was_given_with(called, words, where, named):
+def test_invalid_values_are_refused_naming_the_option(called, words, where, named):
     ended = called(*words)
     _assert_refused(ended, where)
     assert named in ended.err
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_made_is_named(called):
     assert "Traceback" not in ended.err
 
 
-def test_mistakes_are_told_before_torch_is_loaded():
+def test_errors_are_reported_before_torch_is_imported():
     program = (
         "import sys\n"
         "from echelon.cli import main\n"

@@ -21,7 +21,7 @@ def test_every_setting_is_shown_with_its_table_value_and_origin(echelon):
     assert rows["train.epochs"] == ["3", "default"]
 
 
-def test_file_and_command_line_are_told_apart(echelon):
+def test_values_from_file_and_command_line_are_distinguished(echelon):
     Path("echelon.toml").write_text("[run]\nworkers = 4\nseed = 1\n")
     rows = _rows(echelon("config", "show", "--set", "seed=2", "--set", "train.lr=1").out)
     assert rows["run.workers"] == ["4", "echelon.toml"]
@@ -29,7 +29,7 @@ def test_file_and_command_line_are_told_apart(echelon):
     assert rows["train.lr"] == ["1.0", "command", "line"]
 
 
-def test_json_says_the_same(echelon):
+def test_json_output_has_the_same_values_and_origins(echelon):
     Path("other.toml").write_text("[train]\nepochs = 9\n")
     ended = echelon("config", "show", "--json", "--config", "other.toml", "--set", "join-timeout-s=5")
     answer = json.loads(ended.out)
@@ -68,7 +68,7 @@ def test_values_are_read_as_the_command_line_reads_them(echelon, text, setting, 
         ("=2", "unknown setting ''"),
     ],
 )
-def test_an_assignment_that_makes_no_sense_is_explained(echelon, text, told):
+def test_invalid_assignment_is_explained(echelon, text, told):
     ended = echelon("config", "show", "--set", text)
     assert (ended.code, ended.out) == (2, "")
     assert told in ended.err

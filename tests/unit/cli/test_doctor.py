@@ -51,7 +51,7 @@ def test_problems_come_last_each_with_its_fix_and_exit_with_one():
     assert "ready" not in result.output
 
 
-def test_json_says_the_same_for_programs():
+def test_json_output_has_the_same_findings():
     result = _run("--json", "--peer", "two..dots")
     answer = json.loads(result.stdout)
     assert result.exit_code == 1
@@ -63,7 +63,7 @@ def test_json_says_the_same_for_programs():
     assert "127.0.0.1" in [entry["address"] for entry in answer["interfaces"]]
 
 
-def test_json_of_a_ready_machine_says_so():
+def test_json_output_of_a_ready_machine_has_ready_true():
     result = _run("--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["ready"] is True

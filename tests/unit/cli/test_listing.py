@@ -37,7 +37,7 @@ def test_a_kind_is_listed_with_help_and_options(echelon, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_as_json_says_the_same(echelon, kind):
+def test_json_output_of_a_kind_has_the_same_content(echelon, kind):
     answer = json.loads(echelon("list", kind, "--json").out)
     assert [one["name"] for one in answer] == KINDS[kind].names()
     described = {one.name: one for one in KINDS[kind].describe()}

@@ -41,7 +41,7 @@ def test_trace_writes_into_the_latest_run_and_says_how_to_open_it(runs):
     assert "open https://ui.perfetto.dev and drop the file there" in result.output
 
 
-def test_report_of_a_named_run_goes_where_it_is_told(runs, tmp_path):
+def test_report_of_a_named_run_is_written_to_the_given_path(runs, tmp_path):
     out = tmp_path / "elsewhere" / "page.html"
     result = _call("report", "2025-first", "--runs", str(runs), "--out", str(out))
     assert result.exit_code == 0, result.output
@@ -68,7 +68,7 @@ def test_a_machine_without_a_browser_is_no_error(runs, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["trace", "report"])
-def test_an_unknown_run_names_those_there_are(runs, command):
+def test_unknown_run_error_lists_the_existing_runs(runs, command):
     error = _call(command, "third", "--runs", str(runs)).exception
     assert isinstance(error, ConfigError)
     assert "2025-second" in error.fix

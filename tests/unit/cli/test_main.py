@@ -162,7 +162,7 @@ def test_unknown_option_is_refused_without_a_traceback(echelon):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_told_in_three_lines_before_anything_is_started(echelon, args, kind, where, named):
+def test_error_is_printed_in_three_lines_before_anything_starts(echelon, args, kind, where, named):
     ended = echelon(*args)
     _assert_three_lines(ended, kind, where)
     assert named in ended.err
@@ -193,7 +193,7 @@ def test_a_port_in_use_is_refused_before_anything_is_started(echelon):
     assert not Path("runs").exists()
 
 
-def test_a_wrong_value_in_a_settings_file_is_blamed_on_the_file(echelon):
+def test_wrong_value_in_a_settings_file_names_the_file(echelon):
     Path("echelon.toml").write_text('[run]\nshares = "fair"\n')
     _assert_three_lines(echelon("train"), "ConfigError", "echelon.toml, [run], shares")
     Path("echelon.toml").write_text('[train]\nmodel = "lenett"\n')
@@ -206,12 +206,12 @@ def test_a_run_folder_that_cannot_be_made_is_named(echelon):
     _assert_three_lines(ended, "ConfigError", "taken/runs")
 
 
-def test_what_looks_like_markup_or_emoji_is_printed_as_it_is(echelon):
+def test_text_like_markup_or_emoji_is_printed_unchanged(echelon):
     ended = echelon("run", "[red]main.cpp:100: x[/red].py")
     assert "no script [red]main.cpp:100: x[/red].py" in ended.err
 
 
-def test_commands_that_only_tell_do_not_import_torch():
+def test_informational_commands_do_not_import_torch():
     commands = [
         ["--help"],
         ["--version"],
@@ -243,7 +243,7 @@ def test_commands_that_only_tell_do_not_import_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_module_is_the_program():
+def test_python_m_echelon_runs_the_command_line():
     done = subprocess.run(
         [sys.executable, "-m", "echelon", "list", "nothing"], capture_output=True, text=True, timeout=240
     )

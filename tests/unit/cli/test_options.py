@@ -85,7 +85,7 @@ def test_a_choice_is_checked_by_the_settings(call):
     assert error.where == "--optimizer"
 
 
-def test_an_error_of_the_command_is_blamed_on_the_file_that_set_the_option(call, tmp_path):
+def test_error_of_the_command_names_the_file_that_set_the_option(call, tmp_path):
     (tmp_path / "my.toml").write_text("[train]\nlr = 1\n")
     assert call("refuse", "--config", "my.toml").exception.where == "my.toml, [train], lr, somewhere"
     assert call("refuse", "--config", "my.toml", "--lr", "2").exception.where == "--lr, somewhere"

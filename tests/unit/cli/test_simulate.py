@@ -41,7 +41,7 @@ def _assert_refused(ended, where):
     assert lines[2].startswith("  fix:   ")
 
 
-def test_tells_the_profile_the_figures_and_what_they_show(called):
+def test_output_has_the_profile_the_figures_and_their_comparison(called):
     ended = called(
         "--sync", "full", "--sync", "async", "--seeds", "2", "--until-accuracy", "0.01", "--out", "a.html"
     )
@@ -97,7 +97,7 @@ def test_options_reach_the_setting(called):
     assert [run["policy"] for run in found["runs"]] == ["full"]
 
 
-def test_what_is_not_given_is_measured(echelon, monkeypatch, tmp_path):
+def test_costs_that_are_not_given_are_measured(echelon, monkeypatch, tmp_path):
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
     found = json.loads(echelon("simulate", *TINY, *ONE, "--compute", "10ms", "--json").out)
     assert found["known"]["costs"] == "measured on this machine"
@@ -105,7 +105,7 @@ def test_what_is_not_given_is_measured(echelon, monkeypatch, tmp_path):
     assert found["profile"]["costs"]["apply_s"] > 0
 
 
-def test_processes_change_nothing(called):
+def test_number_of_processes_does_not_change_the_result(called):
     words = ["--sync", "full", "--sync", "async", "--sync", "smooth-switch(step=3)", "--json", "--events"]
     alone = called(*words, "one.jsonl")
     apart = called(*words, "two.jsonl", "--jobs", "2")
@@ -115,7 +115,7 @@ def test_processes_change_nothing(called):
     assert sorted(path.name for path in Path().iterdir()) == ["one.jsonl", "two.jsonl"]
 
 
-def test_an_error_in_another_process_is_told_as_here(called, monkeypatch, tmp_path):
+def test_error_in_another_process_is_reported_like_a_local_one(called, monkeypatch, tmp_path):
     monkeypatch.setenv("ECHELON_DATA", str(tmp_path / "nowhere"))
     ended = called("--data", "mnist", "--sync", "async", "--seeds", "2", "--jobs", "2")
     assert ended.code == 2
@@ -173,11 +173,11 @@ def test_the_page_is_shown_only_when_asked(called, monkeypatch):
         (["--jobs", "0"], "--jobs"),
     ],
 )
-def test_what_cannot_work_is_refused_by_the_option_it_was_given_with(called, words, where):
+def test_invalid_values_are_refused_naming_the_option(called, words, where):
     _assert_refused(called(*words), where)
 
 
-def test_mistakes_are_told_before_torch_is_loaded():
+def test_errors_are_reported_before_torch_is_imported():
     program = (
         "import sys\n"
         "from echelon.cli import main\n"
@@ -270,7 +270,7 @@ def test_options_of_a_simulation_are_not_for_a_replay(echelon):
         _assert_refused(echelon("simulate", "--replay", "latest", *words), words[0])
 
 
-def test_a_replay_tells_the_policy_of_links_that_workers_measured(tmp_path):
+def test_replay_gives_the_policy_the_links_that_workers_measured(tmp_path):
     folder = RunFolder(tmp_path / "run").with_subfolders()
     plan = make_plan("run", ["a", "b"], PlanRequest(), cores=1)
     for rank, rates in enumerate([(1e6, 3e6), (2e6,)]):

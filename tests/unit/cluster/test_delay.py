@@ -98,7 +98,7 @@ def test_option_outside_its_range_is_an_error_that_names_it(text, option):
     assert caught.value.fix
 
 
-def test_the_error_for_swapped_bounds_gives_the_right_order():
+def test_error_for_reversed_bounds_gives_the_right_order():
     with pytest.raises(ConfigError) as caught:
         DELAYS.build("uniform(2, 1)")
     assert "uniform(1, 2)" in caught.value.fix

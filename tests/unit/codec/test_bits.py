@@ -51,7 +51,7 @@ def test_no_more_than_two_bytes_are_padding(count, bits, seed):
 
 @pytest.mark.parametrize("count", LONG)
 @pytest.mark.parametrize("bits", [1, 3, 6, 8, 13, 18])
-def test_a_block_can_be_read_alone(count, bits):
+def test_single_block_can_be_read(count, bits):
     values = numbers(count, bits, 1)
     data = pack(values, bits)
     assert len(data) == packed_bytes(count, bits)
@@ -86,7 +86,7 @@ def test_five_digits_fit_a_byte(count, seed):
 
 
 @pytest.mark.parametrize("count", LONG)
-def test_a_block_of_digits_can_be_read_alone(count):
+def test_single_block_of_digits_can_be_read(count):
     digits = np.random.default_rng(1).integers(0, 3, count, np.uint8)
     data = pack_digits(digits)
     for begin, end in blocks(count):

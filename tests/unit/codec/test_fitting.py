@@ -50,7 +50,7 @@ def test_weights_are_not_encoded():
         fitting.refuse_for_weights("fp16", "local")
 
 
-def test_a_server_reads_each_push_by_itself():
+def test_codecs_that_a_server_cannot_read_push_by_push_are_refused():
     assert fitting.served_codec("none") is None
     assert fitting.served_codec("top-k(ratio=0.1)") == CODECS.build("top-k(ratio=0.1)")
     for text in ("random-k", "power-sgd", "auto", "between(fp16)"):

@@ -162,7 +162,7 @@ def test_columns_become_orthonormal_or_zero(scale):
     )
 
 
-def test_one_worker_alone_writes_both_matrices_and_keeps_the_rest():
+def test_single_worker_writes_both_matrices_and_keeps_the_residual():
     codec = PowerSgd(rank=2)
     context, state = CodecContext(shape=(40, 50)), codec.begin(2000)
     values = _normal(2000)

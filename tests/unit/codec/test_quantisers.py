@@ -64,7 +64,7 @@ def test_ternary_is_sixteen_times_smaller_from_64_kilobytes_on():
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fixed(bits=12)", "dynamic-fixed", "one-bit", "ternary"])
-def test_bound_and_rest_hold_for_pieces_of_several_blocks(name):
+def test_error_bound_and_residual_hold_for_pieces_of_several_blocks(name):
     codec = CODECS.build(name)
     x = normal(LONG)
     rest = torch.empty_like(x)
@@ -364,7 +364,7 @@ def test_short_outputs_share_the_means_of_the_piece():
 # dynamic-fixed -----------------------------------------------------------------------------------
 
 
-class Crew:
+class Workers:
     """Workers that share a parameter, cut into one piece for each of them."""
 
     def __init__(self, codec: DynamicFixed, workers: int, length: int) -> None:
@@ -414,7 +414,7 @@ def gradients(workers: int, length: int, scale: float, step: int) -> list[torch.
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-3, 1.0, 1e10, 1e30])
 @pytest.mark.parametrize("feedback", [False, True])
 def test_the_scale_finds_any_gradients_within_a_few_steps(scale, feedback):
-    cluster = Crew(DynamicFixed(feedback=feedback), 3, 5000)
+    cluster = Workers(DynamicFixed(feedback=feedback), 3, 5000)
     for step in range(8):
         given = gradients(3, 5000, scale, step)
         before = [state[RESIDUAL].clone() for state in cluster.states] if feedback else []
@@ -429,7 +429,7 @@ def test_the_scale_finds_any_gradients_within_a_few_steps(scale, feedback):
 
 def test_overflow_stays_below_its_limit_with_the_smallest_range():
     codec, length = DynamicFixed(bits=8, most_overflow=0.1, feedback=False), 4000
-    cluster = Crew(codec, 2, length)
+    cluster = Workers(codec, 2, length)
     shares = []
     for step in range(10):
         before = cluster.saturated()
@@ -441,7 +441,7 @@ def test_overflow_stays_below_its_limit_with_the_smallest_range():
 
 
 def test_the_scale_jumps_once_and_then_changes_by_one():
-    cluster = Crew(DynamicFixed(feedback=False), 2, 100)
+    cluster = Workers(DynamicFixed(feedback=False), 2, 100)
     few, half = torch.full((100,), 0.01), torch.full((100,), 0.004)
     few[:10] = 0.1
     cluster.combine([torch.full((100,), 0.01)] * 2)
@@ -454,8 +454,8 @@ def test_the_scale_jumps_once_and_then_changes_by_one():
         assert cluster.exponents() == [exponent] * 2
 
 
-def test_the_values_of_every_worker_count():
-    cluster = Crew(DynamicFixed(feedback=False), 2, 100)
+def test_scale_depends_on_the_values_of_all_workers():
+    cluster = Workers(DynamicFixed(feedback=False), 2, 100)
     small, large, few = torch.full((100,), 0.01), torch.full((100,), 0.01), torch.full((100,), 0.01)
     large[:3], few[:3] = 5.0, 9.0  # in the piece owned by worker 0, which has none
     cluster.combine([small, large])
@@ -466,7 +466,7 @@ def test_the_values_of_every_worker_count():
 
 
 def test_the_scale_follows_gradients_that_grow_and_shrink():
-    cluster = Crew(DynamicFixed(feedback=False), 2, 3000)
+    cluster = Workers(DynamicFixed(feedback=False), 2, 3000)
     seen = []
     for step, scale in enumerate([1.0] * 5 + [1e6] * 3 + [1e-9] * 3):
         cluster.combine(gradients(2, 3000, scale, step))
@@ -477,7 +477,7 @@ def test_the_scale_follows_gradients_that_grow_and_shrink():
 
 
 def test_zeros_do_not_change_the_scale():
-    cluster = Crew(DynamicFixed(), 2, 100)
+    cluster = Workers(DynamicFixed(), 2, 100)
     for _ in range(5):
         assert float(cluster.combine([torch.zeros(100)] * 2).abs().max()) == 0
     assert cluster.exponents() == [0, 0]
@@ -485,7 +485,7 @@ def test_zeros_do_not_change_the_scale():
 
 @pytest.mark.parametrize("length", [0, 1, 2, 4])
 def test_parameters_with_fewer_elements_than_workers_work(length):
-    cluster = Crew(DynamicFixed(feedback=False), 3, length)
+    cluster = Workers(DynamicFixed(feedback=False), 3, length)
     for _ in range(4):
         out = cluster.combine([torch.full((length,), 0.25)] * 3)
     assert out.tolist() == pytest.approx([0.75] * length, rel=2e-3)

@@ -73,7 +73,7 @@ def test_dgc_applies_momentum_once_even_if_it_samples_twice():
     assert torch.equal(out + state[GATHERED], values)
 
 
-def test_of_equal_magnitudes_the_first_are_chosen():
+def test_first_of_equal_magnitudes_are_chosen():
     values = torch.tensor([1.0, -2.0, 2.0, 2.0, 3.0, -2.0])
     assert TopK(ratio=0.5).choose(values, CodecContext()).tolist() == [1, 2, 4]
 
@@ -140,7 +140,7 @@ def test_random_k_sends_no_positions():
 # Feedback and momentum -----------------------------------------------------------------------------
 
 
-def test_what_is_left_out_is_sent_later():
+def test_elements_that_are_not_chosen_are_sent_later():
     codec = CODECS.build("top-k(ratio=0.25)")
     state, values = codec.begin(4), torch.tensor([4.0, 3.0, 2.0, 1.5])
     sent = [_back(codec, codec.encode(values, state, CodecContext(step=step)), 4) for step in range(3)]
@@ -153,7 +153,7 @@ def test_what_is_left_out_is_sent_later():
     ("momentum", "nesterov"), [(0.0, False), (0.5, False), (0.9, False), (0.5, True), (0.9, True)]
 )
 @pytest.mark.parametrize("masking", [False, True])
-def test_dgc_that_sends_everything_is_momentum_sgd_to_the_bit(momentum, nesterov, masking):
+def test_dgc_with_ratio_one_equals_momentum_sgd_to_the_bit(momentum, nesterov, masking):
     length, lr = 70_001, 0.03
     codec = CODECS.get("dgc")(ratio=1, momentum=momentum, nesterov=nesterov, masking=masking)
     theirs = torch.nn.Parameter(_normal(length, seed=1))
@@ -182,7 +182,7 @@ def test_dgc_without_momentum_is_top_k():
     assert torch.equal(mine[GATHERED], theirs[RESIDUAL])
 
 
-def test_dgc_accumulates_velocity_and_masks_what_it_sends():
+def test_dgc_accumulates_velocity_and_masks_sent_elements():
     codec = CODECS.build("dgc(ratio=0.25, momentum=0.5)")
     state, values = codec.begin(4), torch.tensor([8.0, 4.0, 0.0, 0.0])
     assert _back(codec, codec.encode(values, state, CodecContext()), 4).tolist() == [8, 0, 0, 0]
@@ -192,7 +192,7 @@ def test_dgc_accumulates_velocity_and_masks_what_it_sends():
     assert not _back(codec, codec.encode(nothing, state, CodecContext(step=2)), 4).any()
 
 
-def test_dgc_without_masking_keeps_the_velocity_of_what_it_sends():
+def test_dgc_without_masking_keeps_the_velocity_of_sent_elements():
     codec = CODECS.build("dgc(ratio=0.25, momentum=0.5, masking=false)")
     state, values = codec.begin(4), torch.tensor([8.0, 0.0, 0.0, 0.0])
     sent = [
@@ -329,7 +329,7 @@ def test_a_chain_can_be_written_with_and_without_quotes():
     assert len({CODECS.build(text) for text in [*texts, "chain(top-k(ratio=0.02), fp16)"]}) == 1
 
 
-def test_a_chain_of_dgc_masks_what_it_sends_and_keeps_the_second_codecs_error():
+def test_chain_of_dgc_masks_sent_elements_and_keeps_the_error_of_the_second_codec():
     codec = CODECS.build("chain(dgc(ratio=0.01, momentum=0.5), fp16)")
     values, state = _normal(1000) * 1.001, codec.begin(1000)
     out = _back(codec, codec.encode(values, state, CodecContext()), 1000)
@@ -357,7 +357,7 @@ def test_any_codec_of_values_can_write_a_chains_values(then):
     torch.testing.assert_close(sent + state[RESIDUAL], given, rtol=1e-5, atol=1e-4)
 
 
-def test_error_feedback_keeps_what_the_inner_codec_loses():
+def test_error_feedback_keeps_the_error_of_the_inner_codec():
     codec = CODECS.build("error-feedback(top-k(ratio=0.1, feedback=false))")
     plain = CODECS.build("top-k(ratio=0.1)")
     mine, theirs = codec.begin(200), plain.begin(200)
@@ -371,7 +371,7 @@ def test_error_feedback_keeps_what_the_inner_codec_loses():
     assert torch.equal(mine[RESIDUAL], theirs[RESIDUAL])
 
 
-def test_error_feedback_travels_as_the_inner_codec():
+def test_error_feedback_is_combined_like_its_inner_codec():
     assert CODECS.build("error-feedback(top-k(feedback=false))").travels == "gather"
     assert CODECS.build("error-feedback(fp16)").travels == "scatter"
 
@@ -436,7 +436,7 @@ def test_meaningless_options_are_refused_with_a_fix(text):
     assert refused.value.fix
 
 
-def test_feedback_around_a_summed_codec_is_that_codecs_own_option():
+def test_error_feedback_around_a_summed_codec_is_refused():
     with pytest.raises(ConfigError, match="feedback=true"):
         CODECS.build("error-feedback(random-k(feedback=false))")
     with pytest.raises(ConfigError, match="loses nothing"):

@@ -153,7 +153,7 @@ def test_derived_futures_pass_callbacks_on():
     assert both.wait() == "both"
 
 
-def test_a_future_that_needs_the_callers_work_says_so_unless_it_is_done():
+def test_future_that_needs_the_callers_work_reports_it_until_it_is_done():
     over, told = [], Told()
     future = CallerFuture(lambda _: torch.ones(1), lambda: bool(over))
     for pending in (future, future.then(torch.neg), Future.all([Future(), future], 0)):

@@ -8,7 +8,7 @@ from echelon.comm.alone import SoloGroup
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
-def test_a_worker_alone_reduces_to_its_own_values_in_place(op):
+def test_single_worker_reduces_to_its_own_values_in_place(op):
     tensor = torch.tensor([1.0, -2.0])
     future = SoloGroup().all_reduce(tensor, op)
     assert future.done()
@@ -16,26 +16,26 @@ def test_a_worker_alone_reduces_to_its_own_values_in_place(op):
     assert tensor.tolist() == [1.0, -2.0]
 
 
-def test_a_worker_alone_gathers_a_copy_of_its_own():
+def test_single_worker_gathers_a_copy_of_its_own_tensor():
     tensor = torch.tensor([1, 2])
     (gathered,) = SoloGroup().all_gather(tensor)
     gathered += 1
     assert tensor.tolist() == [1, 2]
 
 
-def test_a_worker_alone_keeps_what_it_broadcasts():
+def test_single_worker_keeps_the_tensor_it_broadcasts():
     tensor = torch.tensor([1, 2])
     SoloGroup().broadcast(tensor)
     assert tensor.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256))])
-def test_bytes_travel_unchanged(data):
+def test_single_worker_gathers_and_broadcasts_bytes_unchanged(data):
     assert SoloGroup().all_gather_bytes(data) == [data]
     assert SoloGroup().broadcast_bytes(data) == data
 
 
-def test_a_worker_alone_neither_sends_nor_waits():
+def test_single_worker_neither_sends_nor_waits():
     group = SoloGroup()
     assert (group.rank, group.size) == (0, 1)
     assert group.sent_bytes(torch.zeros(1000)) == 0

@@ -1,4 +1,4 @@
-"""The call syntax: what it reads, how it prints, and where it points when it cannot read."""
+"""The call syntax: parsing, printing and positions of syntax errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from echelon.errors import ConfigError
         ("f(\n  1,\n  a = 2\n)", Call("f", (1,), {"a": 2})),
     ],
 )
-def test_a_call_is_read(text, call):
+def test_call_syntax_is_parsed(text, call):
     assert parse_call(text) == call
 
 
@@ -42,7 +42,7 @@ def test_a_call_is_read(text, call):
         (Call("f", ("tree( 2 )",)), 'f("tree( 2 )")'),
     ],
 )
-def test_a_call_prints_as_people_write_it(call, text):
+def test_call_prints_in_its_usual_form(call, text):
     assert str(call) == text
     assert parse_call(text) == call
 
@@ -67,7 +67,7 @@ def test_a_call_prints_as_people_write_it(call, text):
         ("f(a_b=1, a-b=2)", "'a-b' only once", 10),
     ],
 )
-def test_what_cannot_be_read_is_pointed_at(text, expected, place):
+def test_syntax_error_points_at_the_wrong_character(text, expected, place):
     with pytest.raises(ConfigError) as caught:
         parse_call(text)
     assert f"expected {expected}" in caught.value.message
@@ -76,11 +76,11 @@ def test_what_cannot_be_read_is_pointed_at(text, expected, place):
 
 
 @pytest.mark.parametrize("text", ["f(" + "[" * 5000, "f" + "(f" * 5000, "f(" * 40 + "1" + ")" * 40])
-def test_nesting_without_end_is_an_error_and_not_a_crash(text):
+def test_excessive_nesting_is_an_error_and_not_a_crash(text):
     with pytest.raises(ConfigError, match="levels of nesting"):
         parse_call(text)
 
 
-def test_nesting_that_is_deep_but_sensible_is_read():
+def test_moderately_deep_nesting_is_parsed():
     text = "a(x=b(c(1, d(e([f(2)])))))"
     assert str(parse_call(text)) == text

@@ -1,4 +1,4 @@
-"""Strategies are found by name, their options checked, and a third party's fault stays its own."""
+"""Strategies are found by name, options are checked, and third-party errors are isolated."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Plain(Pace):
 
 @dataclass(frozen=True, kw_only=True)
 class Puzzling(Pace):
-    """Its option has a type that nobody knows."""
+    """Its option has an undefined type."""
     name = "puzzling"
     x: "Unheard" = None
     def speed(self): return 0
@@ -92,7 +92,7 @@ stranger = elsewhere:Stranger
 
 @pytest.fixture
 def registry(tmp_path, monkeypatch):
-    """A registry with two strategies of its own and a distribution that adds seven, one of them good."""
+    """A registry with two built-in strategies, and seven of a distribution, one of them valid."""
     package = tmp_path / "own_paces"
     (package / "kinds").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -112,32 +112,32 @@ def registry(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_strategy_is_found_by_being_there(registry):
+def test_strategy_in_the_package_is_found_without_registration(registry):
     assert registry.get("steady").__name__ == "Steady"
     assert registry.build("steady").speed() == 1.0
 
 
-def test_names_are_sorted_and_leave_out_what_is_abstract(registry):
+def test_names_are_sorted_and_exclude_abstract_classes(registry):
     assert registry.names() == sorted(
         ["borrowed", "broken", "jumpy", "missing", "plain", "puzzling", "stranger", "steady"]
     )
 
 
-def test_options_come_by_name_and_by_position(registry):
+def test_options_can_be_given_by_name_and_by_position(registry):
     built = registry.build("jumpy(0.5, 3, how=down, label=x, marks=[1, 2])")
     assert (built.low, built.high, built.how, built.steps) == (0.5, 3.0, "down", 10)
     assert (built.label, built.marks) == ("x", [1, 2])
     assert isinstance(built.high, float)
 
 
-def test_an_unknown_strategy_names_the_nearest(registry):
+def test_unknown_strategy_error_suggests_the_nearest_name(registry):
     with pytest.raises(UnknownName) as caught:
         registry.build("steddy", where="--pace")
     assert (caught.value.nearest, caught.value.where) == ("steady", "--pace")
     assert caught.value.message == "unknown pace 'steddy'"
 
 
-def test_an_unknown_option_names_the_nearest(registry):
+def test_unknown_option_error_suggests_the_nearest_name(registry):
     with pytest.raises(UnknownName) as caught:
         registry.build("jumpy(1, hihg=2)")
     assert (caught.value.nearest, caught.value.where) == ("high", "pace jumpy")
@@ -173,7 +173,7 @@ def test_an_unknown_option_names_the_nearest(registry):
         ("jumpy(1,2,3,4,5,6,7)", "it takes at most 6", "pace jumpy", "low, high, how, steps, label, marks"),
     ],
 )
-def test_options_that_do_not_fit_are_named_with_place_and_fix(registry, text, message, where, fix):
+def test_invalid_options_are_named_with_place_and_fix(registry, text, message, where, fix):
     with pytest.raises(ConfigError) as caught:
         registry.build(text)
     assert message in caught.value.message
@@ -181,17 +181,17 @@ def test_options_that_do_not_fit_are_named_with_place_and_fix(registry, text, me
     assert fix in caught.value.fix
 
 
-def test_whole_floats_serve_as_ints_and_ints_as_floats(registry):
+def test_whole_floats_are_accepted_as_ints_and_ints_as_floats(registry):
     built = registry.build("jumpy(1, steps=1e3)")
     assert (built.steps, type(built.steps)) == (1000, int)
     assert (built.low, type(built.low)) == (1.0, float)
 
 
-def test_a_third_partys_strategy_is_built_like_our_own(registry):
+def test_third_party_strategy_is_built_like_a_built_in_one(registry):
     assert registry.build("borrowed(factor=5)").speed() == 5
 
 
-def test_our_own_goes_before_a_third_partys_of_the_same_name(registry):
+def test_built_in_strategy_wins_over_a_third_party_one_of_the_same_name(registry):
     assert registry.get("steady").__name__ == "Steady"
     assert {d.name: d.origin for d in registry.describe()}["steady"] == "echelon"
 
@@ -206,7 +206,7 @@ def test_our_own_goes_before_a_third_partys_of_the_same_name(registry):
         ("puzzling", "has options that cannot be read: name 'Unheard' is not defined"),
     ],
 )
-def test_a_broken_third_party_strategy_is_an_error_that_names_its_distribution(registry, name, problem):
+def test_broken_third_party_strategy_raises_an_error_naming_its_distribution(registry, name, problem):
     with pytest.raises(ConfigError) as caught:
         registry.build(name)
     assert problem in caught.value.message
@@ -214,7 +214,7 @@ def test_a_broken_third_party_strategy_is_an_error_that_names_its_distribution(r
     assert "entry point elsewhere" in caught.value.where
 
 
-def test_the_list_shows_all_with_help_options_and_problems(registry):
+def test_listing_shows_all_strategies_with_help_options_and_problems(registry):
     shown = {description.name: description for description in registry.describe()}
     assert list(shown) == registry.names()
     assert (shown["steady"].help, shown["steady"].options) == ("Goes on at one speed.", ())
@@ -244,14 +244,14 @@ def test_the_list_shows_all_with_help_options_and_problems(registry):
         (dict[str, float] | None, "dict[str, float] | none"),
     ],
 )
-def test_types_are_shown_as_people_write_them(hint, text):
+def test_types_are_shown_in_their_usual_form(hint, text):
     assert type_text(hint) == text
 
 
-def test_text_is_never_taken_for_a_number():
+def test_text_is_never_converted_to_a_number():
     with pytest.raises(ConfigError, match="expected int, got str"):
         convert("3", int, where="here")
 
 
-def test_a_strategy_is_only_a_base():
+def test_strategy_base_class_has_empty_slots():
     assert Strategy.__slots__ == ()

@@ -19,14 +19,14 @@ def _file(text: str, name: str = "my.toml") -> Path:
     return path
 
 
-def test_without_file_and_options_everything_is_the_default():
+def test_all_settings_are_defaults_without_file_and_options():
     resolved = resolve(TrainSettings, {})
     assert resolved.settings == TrainSettings()
     assert set(resolved.origins) == {field.name for field in dataclasses.fields(TrainSettings)}
     assert set(resolved.origins.values()) == {"default"}
 
 
-def test_the_command_line_counts_more_than_the_file_and_the_file_more_than_the_default():
+def test_command_line_overrides_the_file_and_the_file_overrides_the_default():
     file = _file("[run]\nworkers = 2\nseed = 7\n[train]\nepochs = 4\nlr = 1\n")
     resolved = resolve(TrainSettings, {"seed": 9, "epochs": None, "batch": 8}, file)
     settings, origins = resolved.settings, resolved.origins
@@ -38,13 +38,13 @@ def test_the_command_line_counts_more_than_the_file_and_the_file_more_than_the_d
     assert (settings.model, origins["model"]) == ("lenet", "default")
 
 
-def test_echelon_toml_in_the_current_folder_is_picked_up():
+def test_echelon_toml_in_the_current_folder_is_read():
     _file("[run]\nworkers = 3\n", "echelon.toml")
     resolved = resolve(RunSettings, {})
     assert (resolved.settings.workers, resolved.origins["workers"]) == (3, "echelon.toml")
 
 
-def test_a_file_that_is_given_replaces_the_one_in_the_current_folder():
+def test_given_file_replaces_the_one_in_the_current_folder():
     _file("[run]\nworkers = 3\nseed = 5\n", "echelon.toml")
     resolved = resolve(RunSettings, {}, _file("[run]\nworkers = 2\n"))
     assert (resolved.settings.workers, resolved.settings.seed) == (2, 0)
@@ -100,19 +100,19 @@ def test_a_wrong_type_is_named_with_file_table_and_key(line, table, key):
     assert caught.value.where == f"my.toml, [{table}], {key}"
 
 
-def test_a_value_out_of_range_in_a_file_is_blamed_on_the_file_and_not_on_an_option():
+def test_value_out_of_range_in_a_file_names_the_file_and_not_an_option():
     with pytest.raises(ConfigError, match="epochs is 0") as caught:
         resolve(TrainSettings, {}, _file("[train]\nepochs = 0\n"))
     assert caught.value.where == "my.toml, [train], epochs"
 
 
-def test_a_value_out_of_range_on_the_command_line_is_blamed_on_the_option():
+def test_value_out_of_range_on_the_command_line_names_the_option():
     with pytest.raises(ConfigError, match="epochs is 0") as caught:
         resolve(TrainSettings, {"epochs": 0}, _file("[train]\nepochs = 3\n"))
     assert caught.value.where == "--epochs"
 
 
-def test_place_turns_an_option_into_the_file_that_set_it_and_leaves_the_rest():
+def test_place_names_the_file_that_set_an_option_and_keeps_other_text():
     resolved = resolve(TrainSettings, {"seed": 1}, _file('[train]\nmodel = "mlp"\n'))
     assert resolved.place("--model, width") == "my.toml, [train], model, width"
     assert resolved.place("--seed") == "--seed"
@@ -121,7 +121,7 @@ def test_place_turns_an_option_into_the_file_that_set_it_and_leaves_the_rest():
     assert resolved.place("") == ""
 
 
-def test_an_unknown_setting_on_the_command_line_names_the_nearest():
+def test_unknown_setting_on_the_command_line_suggests_the_nearest_name():
     with pytest.raises(UnknownName, match="unknown setting 'epoch'") as caught:
         resolve(TrainSettings, {"epoch": 3})
     assert caught.value.nearest == "epochs"

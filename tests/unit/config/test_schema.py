@@ -86,7 +86,7 @@ def test_speeds_are_read_from_a_list_of_numbers():
 
 
 @pytest.mark.parametrize("text", ["fast", "1,,2", "1;2", ","])
-def test_speeds_that_are_no_numbers_are_refused(text):
+def test_speeds_that_are_not_numbers_are_refused(text):
     with pytest.raises(ConfigError, match="not a list of speeds") as caught:
         _ = RunSettings(speed=text).speeds
     assert caught.value.where == "--speed"

@@ -1,4 +1,4 @@
-"""Quantities are read as people write them, and shown as people read them."""
+"""Parsing and printing of quantities with units."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_size_is_in_whole_bytes(text, expected):
         "1e999gbit",
     ],
 )
-def test_what_is_no_quantity_is_an_error_with_an_example(read, text):
+def test_invalid_quantity_is_refused_with_an_example(read, text):
     with pytest.raises(ConfigError) as caught:
         read(text, where="lab.toml, links")
     assert caught.value.message.startswith(f"{text!r} is not a ")
@@ -81,7 +81,7 @@ def test_what_is_no_quantity_is_an_error_with_an_example(read, text):
 @pytest.mark.parametrize(
     ("read", "text"), [(rate_bytes_per_s, "5"), (rate_bytes_per_s, "5MB"), (size_bytes, "5s")]
 )
-def test_units_of_something_else_are_refused(read, text):
+def test_units_of_another_kind_are_refused(read, text):
     with pytest.raises(ConfigError):
         read(text)
 
@@ -90,7 +90,7 @@ def test_units_of_something_else_are_refused(read, text):
     ("count", "text"),
     [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (16_777_216, "16.8 MB"), (2e9, "2.0 GB")],
 )
-def test_bytes_are_shown_for_people(count, text):
+def test_bytes_are_shown_in_readable_units(count, text):
     assert show_bytes(count) == text
 
 
@@ -98,5 +98,5 @@ def test_bytes_are_shown_for_people(count, text):
     ("seconds", "text"),
     [(0, "0 µs"), (5e-6, "5 µs"), (0.0032, "3.2 ms"), (1.25, "1.2 s"), (65, "1 min 5 s")],
 )
-def test_durations_are_shown_for_people(seconds, text):
+def test_durations_are_shown_in_readable_units(seconds, text):
     assert show_seconds(seconds) == text

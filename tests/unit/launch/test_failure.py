@@ -13,7 +13,7 @@ def _failure(rank: int, t: float, *, consequence: bool = False) -> Failure:
     return Failure(rank=rank, t=t, kind="ValueError", message="x", consequence=consequence)
 
 
-def test_nobody_failed_first_when_nobody_failed():
+def test_no_first_failure_without_failures():
     assert first([]) is None
 
 
@@ -25,7 +25,7 @@ def test_a_worker_that_failed_because_of_another_is_not_named_though_it_ended_ea
     assert first([_failure(0, 1.0, consequence=True), _failure(1, 2.0)]).rank == 1
 
 
-def test_among_consequences_the_earliest_is_named():
+def test_earliest_of_several_consequences_is_named():
     failures = [_failure(0, 2.0, consequence=True), _failure(1, 1.0, consequence=True)]
     assert first(failures).rank == 1
 
@@ -46,22 +46,22 @@ def test_the_cause_is_one_line_of_kind_and_message():
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGSEGV", "SIGABRT"])
-def test_a_worker_that_was_killed_says_by_what(name):
+def test_failure_of_a_killed_worker_names_the_signal(name):
     failure = from_exit(3, -signal.Signals[name], 7.5)
     assert (failure.rank, failure.t, failure.cause) == (3, 7.5, f"killed by {name}")
     assert not failure.consequence
 
 
-def test_a_kill_that_may_be_the_kernels_says_why_it_does_that():
+def test_failure_by_sigkill_mentions_lack_of_memory():
     assert from_exit(0, -signal.SIGKILL, 0.0).cause.startswith("killed by SIGKILL; ")
     assert "memory" in from_exit(0, -signal.SIGKILL, 0.0).cause
 
 
-def test_a_signal_without_a_name_is_told_by_number():
+def test_signal_without_a_name_is_reported_by_number():
     assert from_exit(0, -(signal.SIGRTMIN + 3), 0.0).cause == f"killed by signal {signal.SIGRTMIN + 3}"
 
 
-def test_an_exit_code_without_exception_is_told():
+def test_exit_code_without_exception_is_reported():
     assert from_exit(1, 3, 0.0).cause == "ended with exit code 3 and no exception"
 
 

@@ -18,7 +18,7 @@ def _failure(rank: int) -> Failure:
     return Failure(rank=rank, t=0.0, kind="ValueError", message="no", text=ERROR)
 
 
-def test_what_is_added_to_a_log_is_read_once(tmp_path):
+def test_lines_added_to_a_log_are_read_once(tmp_path):
     log = tmp_path / "rank-0.log"
     tail = LogTail(log)
     assert tail.read() == b""

@@ -79,14 +79,14 @@ def test_processes_are_found_by_node(folder):
         assert processes.failure() is None
 
 
-def test_a_worker_that_ends_badly_is_told_by_its_exit_code(folder):
+def test_failed_worker_is_reported_with_its_exit_code(folder):
     with WorkerProcesses(folder, _commands(SLEEP, "raise SystemExit(3)")) as processes:
         _until(processes.exit_codes, "the second to end")
         failure = processes.failure()
     assert (failure.rank, failure.cause) == (1, "ended with exit code 3 and no exception")
 
 
-def test_a_worker_that_is_killed_is_told_by_the_signal(folder):
+def test_killed_worker_is_reported_with_the_signal(folder):
     with WorkerProcesses(folder, _commands(SLEEP, SAY_AND_SLEEP)) as processes:
         _said(folder, 1)
         os.kill(processes.pids_on("n0")[1], signal.SIGKILL)
@@ -116,13 +116,13 @@ def _fails(rank: int, folder: RunFolder, *, consequence: bool, after: int | None
     )
 
 
-def test_a_workers_own_reason_counts_more_than_its_exit_code(folder):
+def test_workers_own_reason_is_preferred_to_its_exit_code(folder):
     with WorkerProcesses(folder, _commands(_fails(0, folder, consequence=False))) as processes:
         _until(processes.all_done, "its end")
         assert processes.failure().cause == "ValueError: reason 0"
 
 
-def test_the_cause_gets_a_moment_when_a_consequence_ends_first(folder, monkeypatch):
+def test_cause_is_reported_even_if_a_consequence_ends_first(folder, monkeypatch):
     monkeypatch.setattr("echelon.launch.processes._SETTLE_S", 90)
     trigger = folder.error_of(9)
     waits = f"from pathlib import Path\nwhile not Path({str(trigger)!r}).exists(): pass\n"
@@ -137,7 +137,7 @@ def test_the_cause_gets_a_moment_when_a_consequence_ends_first(folder, monkeypat
         assert processes.failure().rank == 1
 
 
-def test_a_consequence_is_told_when_no_cause_shows_up(folder):
+def test_consequence_is_reported_if_no_cause_is_found(folder):
     with WorkerProcesses(folder, _commands(_fails(0, folder, consequence=True), SLEEP)) as processes:
         _until(processes.exit_codes, "the consequence to end")
         assert processes.failure().rank == 0
@@ -150,7 +150,7 @@ def test_a_damaged_reason_falls_back_to_the_exit_code(folder):
         assert "exit code 4" in processes.failure().cause
 
 
-def test_leaving_the_context_ends_workers_and_all_that_they_started(folder):
+def test_leaving_the_context_ends_workers_and_their_child_processes(folder):
     with WorkerProcesses(folder, _commands(PARENT + SLEEP, PARENT + "raise SystemExit(0)")) as processes:
         started = [int(_said(folder, rank)) for rank in (0, 1)]
         _until(lambda: 1 in processes.exit_codes(), "the second to end before its child")
@@ -160,7 +160,7 @@ def test_leaving_the_context_ends_workers_and_all_that_they_started(folder):
     _until(lambda: all(map(_is_gone, started)), "the grandchildren to be gone")
 
 
-def test_a_worker_that_ignores_the_request_to_end_is_made_to(folder):
+def test_worker_that_ignores_sigterm_is_killed(folder):
     with WorkerProcesses(folder, _commands(STUBBORN)) as processes:
         _said(folder, 0)
     assert processes.exit_codes() == {0: -signal.SIGKILL}
@@ -201,7 +201,7 @@ def test_ctrl_c_reaches_every_worker(folder):
     assert folder.log_of(1).read_text() == "here\nbye\n"
 
 
-def test_workers_do_not_hear_the_ctrl_c_that_the_terminal_sends_to_the_launcher(folder):
+def test_terminal_ctrl_c_to_the_launcher_does_not_reach_the_workers(folder):
     with WorkerProcesses(folder, _commands(SLEEP)) as processes:
         (pid,) = processes.pids_on("n0")
         assert os.getpgid(pid) == pid != os.getpgid(0)

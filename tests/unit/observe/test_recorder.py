@@ -58,7 +58,7 @@ def test_an_event_after_a_pause_is_written_at_once(tmp_path, clock):
         assert list(read_events(tmp_path / "rank-0.jsonl")) == [note(1), note(2)]
 
 
-def test_flushing_writes_what_is_pending(tmp_path):
+def test_flushing_writes_pending_events(tmp_path):
     with Recorder(tmp_path / "rank-0.jsonl") as recorder:
         recorder.emit(note(1))
         recorder.flush()

@@ -81,7 +81,7 @@ def test_the_slow_worker_is_found_by_arrival(imagined):
     assert 0 < slowest.alone_s <= slowest.held_up_s
 
 
-def test_disagreeing_clocks_do_not_change_who_is_found(imagined, a_plan):
+def test_disagreeing_clocks_do_not_change_the_detected_straggler(imagined, a_plan):
     true = summarise(imagined())
     skewed = summarise(imagined(a_plan(skew_s=(0.0, 5.0, -3.0, 1.0))))
     assert skewed.judged_by == "wait"
@@ -193,7 +193,7 @@ def test_losses_that_are_missing_or_not_finite_are_left_out(imagined, a_plan):
     assert math.isfinite(loss)
 
 
-def test_a_single_worker_keeps_nobody_waiting(imagined, a_plan):
+def test_single_worker_causes_no_waiting_time(imagined, a_plan):
     summary = summarise(imagined(a_plan(speeds=(800.0,), shares=(32,), nodes=("laptop",))))
     assert (summary.rounds, summary.spread_s) == (0, 0.0)
     assert (summary.workers[0].times_last, summary.workers[0].held_up_s) == (0, 0.0)

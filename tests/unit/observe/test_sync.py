@@ -162,7 +162,7 @@ def test_asking_for_a_summary_in_between_changes_nothing(imagined_served):
     assert tally.summary() == summarise(imagined_served())
 
 
-def test_train_loss_is_of_every_workers_last_steps(imagined_served, a_served_plan):
+def test_train_loss_is_over_the_last_steps_of_every_worker(imagined_served, a_served_plan):
     summary = summarise(imagined_served(a_served_plan(**ASYNC, step_s=(0.001, 0.1), steps=3000)))
     # The slow worker's loss is 2, the fast one's 1; by number of step the slow one is far behind.
     assert summary.train_loss is not None
@@ -202,7 +202,7 @@ def test_sync_figures_survive_json(folder, imagined_served, written):
     assert msgspec.convert(json.loads(folder.summary.read_text()), Summary, strict=False) == summary
 
 
-def test_the_verdict_on_backup_has_what_was_dropped(imagined_served):
+def test_verdict_on_backup_contains_the_dropped_gradients(imagined_served):
     text = verdict(summarise(imagined_served()))
     assert text.startswith("backup(1): the server made 6")
     assert " updates, each from 3 of 4 gradients. It dropped 1" in text

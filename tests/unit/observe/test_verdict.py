@@ -16,7 +16,7 @@ def test_a_straggler_is_named_with_its_cost_and_a_better_share(imagined):
     assert text.endswith(" a step (53 % less).")
 
 
-def test_injected_delay_is_mentioned_as_such(imagined):
+def test_injected_delay_is_mentioned(imagined):
     events = [
         msgspec.structs.replace(e, delay_s=e.compute_s / 2)
         if isinstance(e, StepEnded) and e.rank == 3

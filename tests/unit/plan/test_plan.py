@@ -14,7 +14,7 @@ def _plan(asked: PlanRequest | None = None, nodes=NODES, cores=8, rated=()) -> P
     return make_plan("a-run", nodes, asked or PlanRequest(), cores=cores, rated=rated)
 
 
-def test_workers_are_equal_when_nothing_else_is_asked_for():
+def test_workers_have_equal_shares_by_default():
     plan = _plan()
     assert [worker.rank for worker in plan.workers] == [0, 1, 2, 3]
     assert [worker.node for worker in plan.workers] == NODES
@@ -29,17 +29,17 @@ def test_slow_worker_gets_a_smaller_share_by_speed():
     assert [worker.speed for worker in plan.workers] == [1, 0.5, 0.5, 0.25]
 
 
-def test_speeds_do_not_change_shares_unless_that_is_asked_for():
+def test_speeds_do_not_change_shares_by_default():
     assert _plan(PlanRequest(speeds=(1, 0.5, 0.5, 0.25))).weights == [1, 1, 1, 1]
 
 
-def test_shares_by_speed_take_the_nodes_ratings_into_account_but_do_not_emulate_them():
+def test_shares_by_speed_use_the_ratings_of_nodes_without_emulating_them():
     plan = _plan(PlanRequest(shares="by-speed", speeds=(1, 1, 1, 0.5)), rated=(0.4, 0.4, 0.2, 0.2))
     assert plan.weights == [0.4, 0.4, 0.2, 0.1]
     assert [worker.speed for worker in plan.workers] == [1, 1, 1, 0.5]
 
 
-def test_shares_can_be_said_for_each_worker():
+def test_shares_can_be_given_for_each_worker():
     plan = _plan(PlanRequest(shares="4, 2,1,1"))
     assert plan.weights == [4, 2, 1, 1]
     assert plan.reasons["shares"] == "as asked"
@@ -59,25 +59,25 @@ def test_a_wrong_number_of_speeds_is_refused():
 
 
 @pytest.mark.parametrize("share", ["0", "-1", "nan"])
-def test_a_share_of_nothing_is_refused_naming_the_rank(share):
+def test_share_of_zero_is_refused_naming_the_rank(share):
     with pytest.raises(ConfigError, match=r"rank 2 has a share of .* nothing to compute"):
         _plan(PlanRequest(shares=f"1,1,{share},1"))
 
 
-def test_a_share_of_everything_is_refused():
+def test_infinite_share_is_refused():
     with pytest.raises(ConfigError, match="rank 1 has a share of inf: nothing would be left"):
         _plan(PlanRequest(shares="1,inf,1,1"))
 
 
 @pytest.mark.parametrize("shares", ["fair", "", "1,x,1,1", "by_speed"])
-def test_a_way_to_share_that_does_not_exist_is_refused_with_those_that_do(shares):
+def test_unknown_sharing_rule_is_refused_with_the_known_rules(shares):
     with pytest.raises(ConfigError, match="not a way to share") as caught:
         _plan(PlanRequest(shares=shares))
     assert "by-speed" in caught.value.fix
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, 1.5, float("nan")])
-def test_a_speed_outside_of_zero_to_one_is_refused(speed):
+def test_speed_outside_zero_to_one_is_refused(speed):
     with pytest.raises(ConfigError) as caught:
         _plan(PlanRequest(speeds=(1, speed, 1, 1)))
     assert caught.value.where == "--speed"
@@ -102,23 +102,23 @@ def test_delays_go_to_the_highest_ranks_and_to_at_least_one(count, fraction, del
     assert {w.delay for w in plan.workers if w.rank not in delayed} <= {""}
 
 
-def test_a_fraction_of_workers_without_a_delay_delays_nobody():
+def test_fraction_of_delayed_workers_without_a_delay_delays_no_worker():
     assert {worker.delay for worker in _plan(PlanRequest(delayed=1.0)).workers} == {""}
 
 
-def test_a_fraction_beyond_one_is_refused():
+def test_delayed_fraction_above_one_is_refused():
     with pytest.raises(ConfigError, match="not a fraction"):
         _plan(PlanRequest(delay="constant(1)", delayed=1.5))
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 4, 2), (2, 4, 1), (7, 2, 3), (1, 1, 1)])
-def test_threads_are_the_cores_over_the_workers_and_at_least_one(cores, workers, threads):
+def test_threads_are_cores_divided_by_workers_and_at_least_one(cores, workers, threads):
     plan = _plan(nodes=["a"] * workers, cores=cores)
     assert {worker.threads for worker in plan.workers} == {threads}
     assert "usable core" in plan.reasons["threads"]
 
 
-def test_threads_that_were_asked_for_are_kept():
+def test_requested_number_of_threads_is_used():
     plan = _plan(PlanRequest(threads=3), cores=2)
     assert {worker.threads for worker in plan.workers} == {3}
     assert plan.reasons["threads"] == "as asked"
@@ -161,7 +161,7 @@ _workers = st.lists(
         reasons=st.dictionaries(_text, _text, max_size=3),
     )
 )
-def test_a_plan_reads_back_as_it_was_written(tmp_path_factory, plan):
+def test_written_plan_reads_back_unchanged(tmp_path_factory, plan):
     file = tmp_path_factory.getbasetemp() / "plan.toml"
     file.write_bytes(plan.to_toml().encode())
     assert Plan.read(file) == plan
@@ -179,7 +179,7 @@ def test_a_plan_reads_back_as_it_was_written(tmp_path_factory, plan):
         b'run = "x"\n[[workers]]\nrank = 0\n',
     ],
 )
-def test_a_plan_that_cannot_be_read_is_named(tmp_path, content):
+def test_unreadable_plan_is_refused_naming_the_file(tmp_path, content):
     file = tmp_path / "plan.toml"
     if content is not None:
         file.write_bytes(content)

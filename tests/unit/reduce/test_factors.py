@@ -71,7 +71,7 @@ def test_latency_keeps_a_small_layer_dense():
     ).factors
 
 
-def test_the_user_has_the_last_word():
+def test_users_rule_overrides_the_cost_estimate():
     good, bad = fc(), fc((4096, 4096), 10, 84)
     assert not decide(good, GIGABIT, flops_per_s=FLOPS, rule="never").factors
     assert decide(bad, GIGABIT, flops_per_s=FLOPS, rule="always").factors

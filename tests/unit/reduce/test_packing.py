@@ -21,11 +21,11 @@ def test_no_parameters_make_no_buckets():
     assert assign([]) == []
 
 
-def test_the_last_layer_leaves_first_and_early():
+def test_last_layer_is_in_a_small_first_bucket():
     assert assign(_items(20, 20, 5, 5), **limits) == [[3, 2], [1, 0]]
 
 
-def test_a_parameter_larger_than_a_bucket_travels_alone():
+def test_parameter_larger_than_a_bucket_has_its_own_bucket():
     assert assign(_items(5, 100, 5), **limits) == [[2], [1], [0]]
 
 
@@ -56,7 +56,7 @@ def test_every_parameter_is_in_exactly_one_bucket(items):
 
 @settings(max_examples=100)
 @given(items_of)
-def test_gradients_leave_in_the_order_in_which_backward_produces_them(items):
+def test_buckets_follow_the_order_in_which_backward_produces_gradients(items):
     buckets = assign(items, **limits)
     for bucket in buckets:
         assert all(earlier > later for earlier, later in pairwise(bucket))
@@ -78,7 +78,7 @@ def test_a_bucket_is_of_one_kind_and_within_its_limit_unless_one_parameter_excee
 
 @settings(max_examples=100)
 @given(items_of)
-def test_a_bucket_is_left_only_when_the_next_parameter_does_not_fit(items):
+def test_bucket_is_closed_only_when_the_next_parameter_does_not_fit(items):
     buckets = assign(items, **limits)
     for kind in {item.kind for item in items}:
         own = [(at, b) for at, b in enumerate(buckets) if items[b[0]].kind == kind]
@@ -100,5 +100,5 @@ def test_a_parameter_without_elements_does_not_get_a_bucket_of_its_own():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_parameters_without_elements_do_not_get_lost(count):
+def test_parameters_without_elements_are_in_a_bucket(count):
     assert assign(_items(*[0] * count), **limits) == [list(reversed(range(count)))]

@@ -106,7 +106,7 @@ def test_steps_through_a_server_equal_steps_of_the_optimizer(defers):
         assert worker.client.steps == 3
 
 
-def test_a_pull_installs_what_other_workers_have_pushed():
+def test_pull_installs_the_pushes_of_other_workers():
     with serving("async", workers=2) as (one, other):
         before = weights(other.model)
         one.step()
@@ -116,7 +116,7 @@ def test_a_pull_installs_what_other_workers_have_pushed():
         assert not torch.equal(weights(other.model), before)
 
 
-def test_borrowed_weights_are_given_back():
+def test_borrowing_server_weights_can_be_undone():
     with serving("downpour(3, 3)") as (worker,):
         server = weights(worker.model)
         worker.step()

@@ -88,7 +88,7 @@ def done(**facts):
 @pytest.mark.parametrize(
     "order", [("done", "held", "held"), ("held", "done", "held"), ("held", "held", "done")]
 )
-def test_the_rule_is_told_of_a_push_when_every_server_holds_it_and_the_worker_is_done(stage, order):
+def test_rule_sees_a_push_when_all_servers_hold_it_and_the_worker_is_done(stage, order):
     stage.rule.next = [Apply((WeightedPush(1, 4, 1.0),))]
     for number, what in enumerate(order):
         if what == "done":
@@ -112,7 +112,7 @@ def test_the_rule_is_told_of_a_push_when_every_server_holds_it_and_the_worker_is
     assert orders == [Apply((WeightedPush(2, 4, 1.0),))], "orders name ranks, not the policy's numbers"
 
 
-def test_pushes_of_several_workers_do_not_mix(stage):
+def test_pushes_of_several_workers_stay_separate(stage):
     coordinator = stage.coordinator
     coordinator.done(0, 0, done())
     coordinator.held(2, 0, 0.0, 0.0)
@@ -168,7 +168,7 @@ def test_workers_that_take_part_and_have_not_arrived_are_awaited(stage):
     assert coordinator.awaited() == [0, 2, 5]
 
 
-def test_the_rule_is_told_once_if_a_worker_leaves_or_joins_twice(stage):
+def test_rule_sees_one_departure_and_one_join_if_a_worker_repeats_them(stage):
     for _ in range(2):
         stage.coordinator.leave(5)
     for _ in range(2):

@@ -115,7 +115,7 @@ def same(ones, others):
 
 @pytest.mark.parametrize("codec", WITH_RESIDUALS)
 @pytest.mark.parametrize("servers", [1, 2])
-def test_what_servers_have_read_plus_the_residuals_is_what_was_pushed(codec, servers):
+def test_decoded_pushes_plus_residuals_equal_the_pushed_gradients(codec, servers):
     wire = Wire(codec, servers=servers)
     given_in_all = [torch.zeros(shard.length, dtype=torch.float64) for shard in wire.shards]
     read_in_all = [torch.zeros(shard.length, dtype=torch.float64) for shard in wire.shards]
@@ -278,7 +278,7 @@ def send_change(wire, shadows, weights, had, version):
 
 
 @pytest.mark.parametrize("codec", CODES)
-def test_a_shadow_equals_the_workers_weights_and_every_change_comes_nearer(codec):
+def test_shadow_equals_the_workers_weights_and_each_pull_reduces_the_error(codec):
     wire = Wire(codec)
     seed = wire.gradients(0)[0]
     shadows = encoding.Shadows(wire.codec, torch.zeros_like(seed), 3)

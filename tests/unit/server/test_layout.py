@@ -31,7 +31,7 @@ def test_one_server_keeps_all_parameters_from_the_last_to_the_first():
     assert only.length == 15
 
 
-def test_small_parameters_go_whole_to_the_server_that_has_least():
+def test_small_parameters_go_whole_to_the_server_with_the_fewest_bytes():
     one, other = split([4, 6, 10, 1], 2, item_bytes=4)
     assert [part.parameter for part in one.parts] == [3, 1, 0]
     assert [part.parameter for part in other.parts] == [2]
@@ -74,7 +74,7 @@ def test_servers_without_parameters_keep_nothing():
 
 @settings(max_examples=60, deadline=None)
 @given(some_shapes, st.integers(1, 5), st.booleans())
-def test_tensors_survive_the_way_into_shards_and_back(shapes, servers, whole):
+def test_tensors_are_restored_from_their_shards(shapes, servers, whole):
     layout = TableLayout(parameters(shapes), servers, whole=whole)
     tensors = [torch.randn(shape) for shape in shapes]
     flats = layout.new_flats()

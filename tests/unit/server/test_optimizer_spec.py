@@ -69,7 +69,7 @@ def test_options_that_change_are_updated():
 
 
 @pytest.mark.parametrize("name", sorted({*MADE, *WHOLE} - {"LBFGS"}))
-def test_optimizers_that_update_every_element_by_itself_are_known(name):
+def test_element_wise_optimizers_are_recognised(name):
     kind = getattr(torch.optim, name)
     parameter = nn.Parameter(torch.ones(3, 2))
     described = spec.describe(kind([parameter], lr=0.1))
@@ -77,7 +77,7 @@ def test_optimizers_that_update_every_element_by_itself_are_known(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(MADE) - WHOLE))
-def test_for_those_a_step_of_split_parameters_equals_a_whole_step(name):
+def test_element_wise_step_of_split_parameters_equals_a_whole_step(name):
     """As the server does for a parameter that is split."""
     options = MADE[name]
     (whole,) = weights()[:1]

@@ -139,7 +139,7 @@ def test_a_push_of_an_unknown_kind_is_refused():
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
-def test_every_message_says_who_sends_it_to_whom(kind):
+def test_docstring_of_every_message_names_sender_and_receiver(kind):
     first = (inspect.getdoc(kind) or "").partition("\n")[0]
     assert first.endswith(".")
     assert "server" in first or "coordinator" in first

@@ -37,7 +37,7 @@ from echelon.server.server import ParameterServer
 from echelon.sync.families.serve import Invite
 from echelon.sync.policy import ClusterInfo
 
-WORKERS, SERVER, STRANGER = (0, 1), 2, 7
+WORKERS, SERVER, UNKNOWN_RANK = (0, 1), 2, 7
 LENGTH = 6
 INFO = PushInfo(kind="gradient", read=0, samples=1.0, compute_s=0.0, transfer_s=0.0, used=[True])
 
@@ -123,7 +123,7 @@ def test_a_policy_that_cannot_be_built_is_answered_by_the_problem():
     assert "asink" in answer.problem
 
 
-def test_the_coordinator_notes_who_takes_part_and_tells_whom_it_awaits():
+def test_coordinator_notes_membership_and_names_the_awaited_workers():
     server = Server().opened()
     assert server.take(1, LeaveTable(table=0)) == [(1, MembershipNoted(table=0), b"")]
     assert server.take(0, AskAwaited(table=0)) == [(0, AwaitedWorkers(table=0, ranks=[SERVER]), b"")]
@@ -136,17 +136,17 @@ WRONG = {
     "a piece of an unknown shard": (0, piece(shard=1), 1),
     "a piece beyond the shard": (0, piece(start=LENGTH - 1), 2),
     "a piece far beyond the shard": (0, piece(start=1 << 60), 1),
-    "a piece of a stranger": (STRANGER, piece(), 1),
+    "a piece of a stranger": (UNKNOWN_RANK, piece(), 1),
     "weights of another length": (0, SeedWeights(table=0, shard=0), LENGTH + 1),
     "weights of an unknown shard": (0, SeedWeights(table=0, shard=3), 1),
     "a state of an unknown shard": (0, SeedState(table=0, shard=3), 1),
     "a done without pieces": (0, done(step=5), 0),
     "a done of an unknown shard": (0, done(shard=4), 0),
-    "a done of a stranger": (STRANGER, done(), 0),
-    "an ask of a stranger": (STRANGER, AskToPush(table=0, step=0, info=INFO), 0),
+    "a done of a stranger": (UNKNOWN_RANK, done(), 0),
+    "an ask of a stranger": (UNKNOWN_RANK, AskToPush(table=0, step=0, info=INFO), 0),
     "an ask about an unknown table": (0, AskToPush(table=2, step=0, info=INFO), 0),
-    "a pull of a stranger": (STRANGER, PullWeights(table=0), 0),
-    "a join of a stranger": (STRANGER, JoinTable(table=0), 0),
+    "a pull of a stranger": (UNKNOWN_RANK, PullWeights(table=0), 0),
+    "a join of a stranger": (UNKNOWN_RANK, JoinTable(table=0), 0),
     "a state of an unknown table": (0, FetchState(table=9), 0),
     "orders from a worker": (0, CarryOut(table=0, orders=[Invite(1)]), 0),
     "a held push from a worker": (0, PushHeld(table=0, worker=1, step=0, square=0.0, dot=0.0), 0),
@@ -157,7 +157,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_message_that_makes_no_sense_is_refused_and_its_sender_named(what):
+def test_invalid_message_is_refused_naming_its_sender(what):
     peer, message, count = WRONG[what]
     server = Server(servers=(SERVER, 3)).opened()
     with pytest.raises(Corrupt, match=rf"rank {peer} sent a message {type(message).__name__}") as caught:

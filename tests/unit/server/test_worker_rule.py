@@ -44,7 +44,7 @@ def test_a_steady_worker_pushes_its_gradient_and_installs_fresh_weights():
     assert not rule.alone
 
 
-def test_a_worker_whose_push_was_dropped_takes_the_step_alone_and_merges_it_later():
+def test_worker_whose_push_was_dropped_steps_locally_and_merges_later():
     rule = WorkerRule()
     step(rule)
     assert rule.released(fresh=False, ask=True) == [ALONE]
@@ -67,7 +67,7 @@ def test_a_worker_that_must_ask_sends_nothing_before_it_is_answered():
     assert rule.released(fresh=True, ask=False) == [INSTALL]
 
 
-def test_a_worker_that_asked_and_is_released_steps_alone_and_the_ask_counts_as_an_arrival():
+def test_worker_released_after_an_ask_steps_locally_and_the_ask_counts_as_an_arrival():
     rule = WorkerRule()
     step(rule)
     rule.released(fresh=True, ask=True)
@@ -76,7 +76,7 @@ def test_a_worker_that_asked_and_is_released_steps_alone_and_the_ask_counts_as_a
     assert rule.arrivals == 2
 
 
-def test_an_invited_worker_that_was_alone_pushes_its_delta_with_this_step():
+def test_invited_worker_with_local_steps_pushes_its_delta_including_this_step():
     rule = WorkerRule()
     step(rule)
     rule.released(fresh=False, ask=True)
@@ -86,7 +86,7 @@ def test_an_invited_worker_that_was_alone_pushes_its_delta_with_this_step():
     assert rule.alone
 
 
-def test_a_worker_that_was_alone_pushes_its_delta_even_if_it_need_not_ask():
+def test_worker_with_local_steps_pushes_its_delta_even_without_asking():
     rule = WorkerRule()
     step(rule)
     rule.released(fresh=False, ask=False)
@@ -117,7 +117,7 @@ def test_with_a_period_gradients_are_summed_between_pushes_and_pulls():
     assert rule.released(fresh=True, ask=False) == [INSTALL]
 
 
-def test_what_is_left_of_a_sum_is_merged_without_the_codec():
+def test_remaining_sum_is_merged_without_the_codec():
     rule = WorkerRule(push_every=4, pull_every=4)
     step(rule)
     assert perform(rule, rule.merge()) == [SendPush("sum", exact=True), AWAIT]
@@ -132,7 +132,7 @@ def test_a_policy_of_weights_pushes_them_after_the_own_step():
     assert step(rule) == [ALONE, SendPush("weights"), AWAIT]
 
 
-def test_a_refused_gradient_is_no_step_and_a_refused_sum_is_dropped():
+def test_refused_gradient_is_not_a_step_and_a_refused_sum_is_dropped():
     steady, local = WorkerRule(), WorkerRule(push_every=2, pull_every=2)
     steady.step()
     steady.push_refused("gradient")
@@ -146,7 +146,7 @@ def test_a_refused_gradient_is_no_step_and_a_refused_sum_is_dropped():
     assert local.steps == 2
 
 
-def test_a_pull_ends_being_alone():
+def test_worker_trains_on_server_weights_again_after_a_pull():
     rule = WorkerRule()
     step(rule)
     rule.released(fresh=False, ask=False)
@@ -174,6 +174,6 @@ def invited_after_a_push(rule):
 
 
 @pytest.mark.parametrize("illegal", [unasked, unpushed, stepped_twice, invited_after_a_push])
-def test_an_answer_or_a_step_out_of_turn_is_an_error(illegal):
+def test_unexpected_answer_or_step_raises_an_error(illegal):
     with pytest.raises(WorkerError, match=r"a worker that is .* cannot"):
         illegal(WorkerRule())

@@ -61,7 +61,7 @@ def test_median_mad_accepts_equal_workers_with_jitter():
     assert all(_limit("median-mad", *times) > max(own) for own in times)
 
 
-def test_median_mad_finds_nobody_if_half_of_the_workers_are_slow():
+def test_median_mad_finds_no_straggler_if_half_of_the_workers_are_slow():
     assert _limit("median-mad", [3.0] * 5, [3.0] * 5, [1.0] * 5, [1.0] * 5) > 3.0
 
 
@@ -75,7 +75,7 @@ def test_median_mad_uses_the_last_times_only():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nobody_is_slow_before_there_are_enough_times(name):
+def test_no_worker_is_slow_before_there_are_enough_times(name):
     detector = DETECTORS.build(f"{name}(after=4)")
     assert detector.limit([1.0] * 3, [[1.0] * 9] * 3) == math.inf
     assert detector.limit([1.0] * 4, [[1.0] * 9] * 3) < math.inf

@@ -196,7 +196,7 @@ def test_a_worker_that_comes_back_sends_its_delta():
 
 
 @pytest.mark.parametrize(("transfer_s", "slow"), [(0.1, False), (5.0, True)])
-def test_a_delta_that_is_late_goes_into_the_round_that_is_open(transfer_s, slow):
+def test_late_delta_goes_into_the_open_round(transfer_s, slow):
     cluster = Cluster()
     cluster.leave_out_the_last(compute_s=5.0)
     cluster.push(3, kind="ask", compute_s=5.0)
@@ -209,7 +209,7 @@ def test_a_delta_that_is_late_goes_into_the_round_that_is_open(transfer_s, slow)
     assert decisions[-1] == Release(3, ask=slow)
 
 
-def test_a_worker_that_is_normal_at_its_first_question_brings_its_gradient():
+def test_worker_that_is_normal_at_its_first_ask_pushes_its_gradient():
     cluster = Cluster()
     cluster.leave_out_the_last(compute_s=5.0)
     cluster.round(0, 1, 2)
@@ -277,7 +277,7 @@ def test_if_all_workers_are_slow_at_once_none_is_left_out():
     assert cluster.left_out == 0
 
 
-def test_the_usual_remaining_time_makes_nobody_late():
+def test_worker_within_its_usual_remaining_time_is_not_late():
     cluster = Cluster()
     for _ in range(10):
         cluster.t += 2.0

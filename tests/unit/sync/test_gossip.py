@@ -14,7 +14,7 @@ def test_neighbours_average_after_every_period():
     assert [step for step in range(9) if policy.averaging(step, 1, cluster)] == [2, 5, 8]
 
 
-def test_a_single_worker_averages_with_nobody():
+def test_single_worker_does_not_average():
     policy, cluster = POLICIES.build("gossip"), ClusterInfo(workers=1)
     policy.check(cluster)
     assert policy.averaging(0, 0, cluster) is None

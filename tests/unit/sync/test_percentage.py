@@ -47,7 +47,7 @@ def test_a_share_of_a_fifth_is_every_fifth_round():
     assert with_both == [0, 5, 10, 15]
 
 
-def test_a_worker_that_is_not_a_member_continues_alone_at_once():
+def test_worker_that_is_not_a_member_continues_locally_at_once():
     rule = _rule("percentage(shares=[1.0, 0.5])", 2)
     rule.arrive(_arrival(0, 0))
     rule.arrive(_arrival(1, 0))
@@ -69,7 +69,7 @@ def test_a_member_is_awaited_and_its_delta_is_part_of_the_mean():
     ]
 
 
-def test_a_round_without_members_ends_when_all_have_continued_alone():
+def test_round_without_members_ends_when_all_have_continued_locally():
     rule = _rule("percentage(0.5)", 2)
     rule.arrive(_arrival(0, 0))
     rule.arrive(_arrival(1, 0))

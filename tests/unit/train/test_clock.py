@@ -1,4 +1,4 @@
-"""Where a step's time goes, on a clock that the test turns."""
+"""The parts of a step's time, on a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Kept:
 
 
 class Watch:
-    """A performance counter that goes on when it is told to, and sleeps that it counts."""
+    """A performance counter that the test advances; sleeping advances it too."""
 
     def __init__(self):
         self.now = 100.0
@@ -35,7 +35,7 @@ class Watch:
 
 
 class Pause(Delay):
-    """Always the same pause."""
+    """A constant pause."""
 
     name = "pause"
 
@@ -106,7 +106,7 @@ def test_the_parts_of_a_step_add_up_to_the_whole(clock, watch, kept):
     assert clock.step == 2
 
 
-def test_a_worker_alone_waits_for_nobody(clock, watch, kept):
+def test_single_worker_has_no_waiting_time(clock, watch, kept):
     batch(clock, watch)
     watch.pass_s(2.0)
     apply(clock, watch)
@@ -116,7 +116,7 @@ def test_a_worker_alone_waits_for_nobody(clock, watch, kept):
     assert step.arrival == step.start + 3.0
 
 
-def test_evaluation_batches_are_no_steps(clock, watch, kept):
+def test_evaluation_batches_are_not_counted_as_steps(clock, watch, kept):
     batch(clock, watch)
     backward(clock, watch)
     apply(clock, watch)
@@ -159,7 +159,7 @@ def test_a_second_backward_pass_computes_from_the_end_of_the_first_round(clock, 
     assert (step.compute_s, step.wait_s, step.sent_bytes) == (4.0, 6.0, 1000)
 
 
-def test_two_optimizers_take_one_step_together(clock, watch, kept):
+def test_steps_of_two_optimizers_are_counted_as_one_step(clock, watch, kept):
     clock.optimizers = 2
     for _ in range(3):
         batch(clock, watch)
@@ -171,7 +171,7 @@ def test_two_optimizers_take_one_step_together(clock, watch, kept):
     assert [step.apply_s for step in kept.steps] == [1.0, 1.0, 1.0]
 
 
-def test_several_steps_on_one_batch_are_counted_each(clock, watch, kept):
+def test_each_of_several_steps_on_one_batch_is_counted(clock, watch, kept):
     batch(clock, watch)
     for _ in range(3):
         backward(clock, watch)
@@ -183,7 +183,7 @@ def test_several_steps_on_one_batch_are_counted_each(clock, watch, kept):
     assert [step.share for step in kept.steps] == [4, 0, 0], "the samples are counted once"
 
 
-def test_steps_without_a_loader_are_counted_each(clock, watch, kept):
+def test_each_step_without_a_loader_is_counted(clock, watch, kept):
     for _ in range(3):
         watch.pass_s(2.0)
         apply(clock, watch)
@@ -193,7 +193,7 @@ def test_steps_without_a_loader_are_counted_each(clock, watch, kept):
     assert [step.compute_s for step in kept.steps[1:]] == [2.0, 2.0]
 
 
-def test_an_injected_delay_is_part_of_the_computation_once_per_batch(watch, kept):
+def test_injected_delay_is_added_to_the_compute_time_once_per_batch(watch, kept):
     clock = StepClock(kept, 0, delay=Pause(0.25))
     clock.optimizers = 1
     batch(clock, watch)
@@ -205,7 +205,7 @@ def test_an_injected_delay_is_part_of_the_computation_once_per_batch(watch, kept
     assert step.compute_s == 2.25
 
 
-def test_emulated_slowness_is_suffered_before_the_arrival(watch, kept):
+def test_emulated_slowness_is_added_before_the_arrival(watch, kept):
     pace = Pace(
         0.25, cpu_clock=lambda: watch.now - slept[0], wall_clock=lambda: watch.now, sleep=lambda s: nap(s)
     )
@@ -227,7 +227,7 @@ def test_emulated_slowness_is_suffered_before_the_arrival(watch, kept):
     assert step.wait_s == 3.0
 
 
-def test_the_loss_is_recorded_as_it_was_noted(clock, watch, kept):
+def test_noted_loss_is_recorded_unchanged(clock, watch, kept):
     for loss in (torch.tensor(0.5, requires_grad=True), 0.25, None):
         batch(clock, watch)
         backward(clock, watch)
@@ -257,7 +257,7 @@ def report_bucket(clock, watch, index=0, **known):
     )  # fmt: skip
 
 
-def test_a_bucket_is_recorded_in_unix_time_and_what_is_not_known_is_zero(clock, watch, kept):
+def test_bucket_is_recorded_in_unix_time_with_zero_for_unknown_times(clock, watch, kept):
     batch(clock, watch)
     clock.arrived()
     now = watch.now
@@ -281,7 +281,7 @@ def test_a_bucket_is_recorded_in_unix_time_and_what_is_not_known_is_zero(clock, 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize("steps_per_batch", [1, 3])
-def test_a_bucket_has_the_number_of_the_step_that_is_written_down_after_it(
+def test_bucket_has_the_number_of_the_step_that_is_recorded_after_it(
     clock, watch, kept, optimizers, steps_per_batch
 ):
     clock.optimizers = optimizers

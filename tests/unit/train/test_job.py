@@ -1,4 +1,4 @@
-"""The built-in job, called in a warm worker with a run folder made by hand, as the launcher makes it."""
+"""The built-in job, called in a warm worker with a run folder like the launcher's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SMALL = {"model": "mlp(width=16, depth=1)", "data": "generated(samples=500)", "b
 DROPS = {**SMALL, "model": "har-cnn(width=4)", "data": "activity(samples=120)", "batch": 24}
 
 
-def test_a_resumed_training_draws_the_dropout_that_the_uninterrupted_one_draws(warm_pool):
+def test_resumed_training_draws_the_same_dropout_as_an_uninterrupted_one(warm_pool):
     ((whole, first, second),) = warm_pool.run(
         1,
         _train,
@@ -61,7 +61,7 @@ def test_a_resumed_training_draws_the_dropout_that_the_uninterrupted_one_draws(w
     assert [event.loss for event in _of(Evaluated, first) + _of(Evaluated, second)] == losses
 
 
-def test_the_seed_and_the_optimizer_make_a_difference_and_nothing_else_does(warm_pool):
+def test_loss_depends_on_seed_and_optimizer_and_is_otherwise_reproducible(warm_pool):
     runs = [SMALL, SMALL, {**SMALL, "seed": 1}, {**SMALL, "optimizer": "adamw"}, {**SMALL, "momentum": 0.0}]
     (told,) = warm_pool.run(1, _train, [{**given, "epochs": 1} for given in runs])
     losses = [_of(Evaluated, events)[-1].loss for events in told]
@@ -69,7 +69,7 @@ def test_the_seed_and_the_optimizer_make_a_difference_and_nothing_else_does(warm
     assert len(set(losses)) == 4
 
 
-def test_training_stops_when_the_accuracy_is_reached_and_says_so(warm_pool):
+def test_training_stops_at_the_wanted_accuracy_and_notes_it(warm_pool):
     given = {**SMALL, "epochs": 5, "until_accuracy": 0.01, "checkpoint": "saved"}
     ((events,),) = warm_pool.run(1, _train, [given])
     assert [event.epoch for event in _of(Evaluated, events)] == [0]
@@ -78,7 +78,7 @@ def test_training_stops_when_the_accuracy_is_reached_and_says_so(warm_pool):
     assert "stopped at a test accuracy of" in note.text
 
 
-def test_steps_are_announced_and_every_epoch_is_measured_on_all_test_samples(warm_pool):
+def test_expected_steps_are_recorded_and_every_epoch_is_evaluated_on_all_test_samples(warm_pool):
     ((events,),) = warm_pool.run(1, _train, [{**SMALL, "epochs": 2}])
     (expected,) = _of(StepsExpected, events)
     assert expected.steps == 2 * 8  # 80 % of 500 samples in batches of 50

@@ -1,4 +1,4 @@
-"""What `echelon.join` refuses, alone as among others: wrong words, names, numbers and combinations."""
+"""`echelon.join` refuses unknown names, invalid numbers and conflicting options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from echelon.plan.plan import PlanRequest, make_plan
         ("codec", "topk", "top-k"),
     ],
 )
-def test_a_wrong_word_is_refused_alone_too_with_the_nearest_right_one(argument, value, meant):
+def test_unknown_name_is_refused_on_a_single_worker_with_the_nearest_name(argument, value, meant):
     with pytest.raises(ConfigError) as refused:
         echelon.join(record=False, **{argument: value})
     assert f"did you mean {meant!r}?" in refused.value.fix
@@ -57,12 +57,12 @@ def test_a_value_out_of_range_or_of_the_wrong_type_is_refused_naming_the_argumen
     assert refused.value.fix
 
 
-def test_choices_that_do_not_work_together_are_refused():
+def test_conflicting_options_are_refused():
     with pytest.raises(ConfigError, match="a gradient is sent either as factors or by codec top-k"):
         echelon.join(record=False, factors="always", codec="top-k")
 
 
-def test_a_choice_of_the_script_comes_before_the_launchers(tmp_path, monkeypatch):
+def test_script_options_take_precedence_over_the_launchers(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path).with_subfolders()
     asked = PlanRequest(overlap="step", seed=5, round_timeout_s=7)
     folder.plan.write_text(make_plan("run", ["here"], asked, cores=1).to_toml())
@@ -73,7 +73,7 @@ def test_a_choice_of_the_script_comes_before_the_launchers(tmp_path, monkeypatch
     assert (plan.overlap, plan.round_timeout_s) == ("step", 7)
 
 
-def test_a_plan_for_other_workers_is_refused_at_once(tmp_path, monkeypatch):
+def test_plan_for_another_number_of_workers_is_refused(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path).with_subfolders()
     folder.plan.write_text(make_plan("run", ["here"] * 3, PlanRequest(), cores=1).to_toml())
     monkeypatch.setenv("ECHELON_RUN", str(tmp_path))
@@ -81,7 +81,7 @@ def test_a_plan_for_other_workers_is_refused_at_once(tmp_path, monkeypatch):
         echelon.join()
 
 
-def test_a_plan_with_a_wrong_choice_is_refused_naming_the_file(tmp_path, monkeypatch):
+def test_plan_with_an_invalid_value_is_refused_naming_the_file(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path).with_subfolders()
     text = make_plan("run", ["here"], PlanRequest(), cores=1).to_toml()
     folder.plan.write_text(text.replace("seed = 0", "seed = -3"))
@@ -91,7 +91,7 @@ def test_a_plan_with_a_wrong_choice_is_refused_naming_the_file(tmp_path, monkeyp
     assert refused.value.where == str(folder.plan)
 
 
-def test_a_policy_without_its_servers_is_refused_before_any_worker_waits(monkeypatch):
+def test_policy_without_required_servers_is_refused_before_any_worker_waits(monkeypatch):
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)

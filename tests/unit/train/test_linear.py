@@ -1,4 +1,4 @@
-"""Linear layers whose rows are caught in backward instead of a weight gradient."""
+"""Linear layers whose rows are captured in backward instead of a weight gradient."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Rig:
             capture.use(mode)
 
     def on_ready(self, capture):
-        """Take the rows while the pass is under way, as a reducer does."""
+        """Take the rows during the backward pass, as a reducer does."""
         self.ready.append(capture.name)
         self.taken.setdefault(capture.name, []).append(capture.take())
 
     def both(self, act):
-        """Do the same with either; the rest of each run must be equal to the bit."""
+        """Run the same on both nets; the other results must be equal to the bit."""
         results = [act(self.net), act(self.plain)]
         for (name, p), (_, q) in zip(
             self.net.named_parameters(), self.plain.named_parameters(), strict=True
@@ -62,11 +62,11 @@ class Rig:
         return results
 
     def rows(self, name):
-        """How many rows a layer has given so far."""
+        """The number of rows captured from a layer so far."""
         return self.captures[name].rows + sum(len(rows) for _, rows in self.taken.get(name, []))
 
     def check(self, factor=1.0):
-        """What the captures gave, with what the weights have, is the plain net's weight gradient."""
+        """Captured factors plus weight gradients equal the plain net's weight gradient."""
         for name, capture in self.captures.items():
             plain = self.plain.get_submodule(name).weight.grad
             if plain is None:
@@ -107,7 +107,7 @@ def test_rows_of_any_input_give_the_weight_gradient(shape, bias, dtype):
     "arrange", [lambda x: x.transpose(0, 1), lambda x: x[::2], lambda x: x.contiguous()]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_output_and_input_gradient_have_the_bits_of_a_plain_layer(arrange, dtype):
+def test_output_and_input_gradient_equal_a_plain_layer_to_the_bit(arrange, dtype):
     rig = Rig(dtype=dtype)
 
     def act(net):
@@ -141,7 +141,7 @@ def test_rows_accumulate_over_backward_passes(rig):
     rig.check()
 
 
-def test_rows_keep_the_scale_of_the_time_they_came(rig):
+def test_rows_keep_the_scale_at_the_time_of_capture(rig):
     for seed, scale in ((1, 0.25), (2, 3.0)):
         rig.scale = scale
         loss_of(rig.net(inputs(4, 6, seed=seed))).backward()
@@ -149,7 +149,7 @@ def test_rows_keep_the_scale_of_the_time_they_came(rig):
     rig.check()
 
 
-def test_same_graph_may_be_used_twice(rig):
+def test_backward_can_run_twice_on_the_same_graph(rig):
     def act(net):
         loss = loss_of(net(inputs(4, 6)))
         loss.backward(retain_graph=True)
@@ -159,7 +159,7 @@ def test_same_graph_may_be_used_twice(rig):
     rig.check()
 
 
-def test_rows_are_copies_of_what_the_user_may_change_later(rig):
+def test_rows_are_copies_that_later_changes_do_not_affect(rig):
     x, y = inputs(4, 6), inputs(4, 6)
     rig.net(x).sum().backward()
     rig.plain(y).sum().backward()
@@ -167,7 +167,7 @@ def test_rows_are_copies_of_what_the_user_may_change_later(rig):
     rig.check()
 
 
-def test_input_changed_before_backward_is_noticed(rig):
+def test_input_changed_in_place_before_backward_is_detected(rig):
     x = inputs(4, 6)
     out = rig.net(x)
     x.zero_()
@@ -183,7 +183,7 @@ def test_layer_without_rows_gives_empty_factors(rig):
 
 @pytest.mark.parametrize("of", ["first.weight", "last.bias", "input"])
 @pytest.mark.parametrize("mode", ["watch", "factors"])
-def test_autograd_grad_returns_what_it_always_does_and_leaves_no_rows(of, mode):
+def test_autograd_grad_returns_the_usual_gradients_and_leaves_no_rows(of, mode):
     rig = Rig(mode)
     x = inputs(4, 6).requires_grad_()
 
@@ -220,7 +220,7 @@ def test_backward_for_the_weight_alone_gives_it_a_gradient(rig):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("mode", ["watch", "factors"])
-def test_checkpointed_layers_are_caught_once(reentrant, mode):
+def test_checkpointed_layers_are_captured_once(reentrant, mode):
     rig = Rig(mode)
 
     def act(net):
@@ -253,7 +253,7 @@ def test_layer_frozen_after_forward_keeps_nothing(rig):
     assert rig.ready == ["last"]
 
 
-def test_stand_in_for_the_weight_is_used_as_it_is(rig):
+def test_replacement_of_the_weight_is_used_unchanged(rig):
     weights = {name: p.detach().mul(2).requires_grad_() for name, p in rig.net.named_parameters()}
     out = torch.func.functional_call(rig.net, weights, (inputs(4, 6),))
     assert torch.equal(out, torch.func.functional_call(rig.plain, weights, (inputs(4, 6),)))
@@ -278,7 +278,7 @@ def test_double_backward_is_refused_in_factors_mode(rig):
         (lambda net: net.float()(inputs(4, 6, dtype=torch.float32)).sum().backward(), "float32"),
     ],
 )
-def test_what_forbids_factors_is_noted_when_watched_and_gives_a_gradient_later(spoil, why):
+def test_obstacle_to_factors_is_noted_when_watched_and_gives_a_dense_gradient_later(spoil, why):
     rig = Rig("watch")
     spoil(rig.net)
     assert why in rig.captures["first"].obstacle
@@ -315,7 +315,7 @@ def test_double_backward_works_when_watched_and_is_noted(shape):
     assert "create_graph" in rig.captures["first"].obstacle
 
 
-def test_watched_layers_count_rows_and_have_the_bits_of_plain_ones():
+def test_watched_layers_count_rows_and_equal_plain_layers_to_the_bit():
     rig = Rig("watch")
     for seed in (1, 2):
         rig.both(lambda net, seed=seed: loss_of(net(inputs(2, 3, 6, seed=seed), times=3)).backward())
@@ -336,7 +336,7 @@ def test_forward_from_before_the_choice_of_factors_gives_a_gradient():
     rig.check()
 
 
-def test_detached_layers_are_plain_again_and_older_graphs_give_dense_gradients(rig):
+def test_detached_layers_are_plain_and_older_graphs_give_dense_gradients(rig):
     out = rig.net(inputs(4, 6))
     detach(rig.net)
     assert type(rig.net.first) is nn.Linear
@@ -348,7 +348,7 @@ def test_detached_layers_are_plain_again_and_older_graphs_give_dense_gradients(r
     assert rig.ready == []
 
 
-def test_attached_model_looks_as_it_did(rig):
+def test_attached_model_keeps_its_public_interface(rig):
     assert list(rig.net.state_dict()) == list(rig.plain.state_dict())
     assert [name for name, _ in rig.net.named_parameters()] == [n for n, _ in rig.plain.named_parameters()]
     assert repr(rig.net) == repr(rig.plain)
@@ -432,16 +432,16 @@ def compiled_in_place():
         lambda: nn.Linear(4, 4, device="meta"),
     ],
 )
-def test_layers_that_are_not_plain_are_left_alone(build):
+def test_layers_that_are_not_plain_linear_are_unchanged(build):
     assert eligible(build()) == {}
 
 
-def test_module_that_is_reached_by_two_names_is_one_layer():
+def test_module_with_two_names_is_one_layer():
     layer = nn.Linear(4, 4)
     assert eligible(nn.Sequential(layer, nn.ReLU(), layer)) == {"0": layer}
 
 
-def test_attached_model_that_is_compiled_later_has_its_dense_gradient_or_is_refused():
+def test_attached_model_compiled_later_gets_dense_gradients_or_is_refused():
     rig = Rig("watch")
     net = torch.compile(rig.net, backend="aot_eager")
     loss_of(net(inputs(4, 6))).backward()

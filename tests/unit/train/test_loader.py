@@ -1,4 +1,4 @@
-"""A shared loader draws what it should; ranks of a pretended world are looked at one by one."""
+"""A shared loader draws the right samples; each rank of a simulated group is tested in turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from echelon.train.loader import SharedLoader, Sharing
 
 
 class Pretend(SoloGroup):
-    """One member of a group of any size, as far as nobody has to be asked."""
+    """One member of a group of any size, without communication."""
 
     def __init__(self, rank, size):
         self.rank = rank
@@ -47,7 +47,7 @@ class Stream(IterableDataset):
 
 
 class Backwards(Sampler):
-    """From the last to the first, without saying how many there are."""
+    """From the last to the first, without a length."""
 
     def __init__(self, count):
         self.count = count
@@ -109,7 +109,7 @@ def together(make, workers, **options):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_every_sample_is_drawn_once_whatever_the_sizes_and_shares(data):
+def test_every_sample_is_drawn_once_for_any_sizes_and_shares(data):
     workers = data.draw(st.integers(1, 5))
     count, batch = data.draw(st.integers(workers, 60)), data.draw(st.integers(workers, 20))
     weights = data.draw(st.lists(st.sampled_from([0.5, 1, 2, 7]), min_size=workers, max_size=workers))
@@ -121,7 +121,7 @@ def test_every_sample_is_drawn_once_whatever_the_sizes_and_shares(data):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_a_stream_is_shared_without_loss_or_repetition(workers):
+def test_stream_is_split_between_workers_without_loss_or_repetition(workers):
     def make():
         return DataLoader(Stream(22), batch_size=7)
 
@@ -130,14 +130,14 @@ def test_a_stream_is_shared_without_loss_or_repetition(workers):
     assert batches == [list(range(7)), list(range(7, 14)), *tail]
 
 
-def test_loader_processes_do_not_change_what_is_drawn():
+def test_number_of_loader_processes_does_not_change_the_drawn_samples():
     for workers in (1, 2):
         for dataset in (numbers(23), Stream(23)):
             loader = shared(DataLoader(dataset, batch_size=5, num_workers=workers))
             assert sorted(flat(drawn(loader))) == list(range(23))
 
 
-def test_loader_processes_that_stay_follow_from_pass_to_pass():
+def test_persistent_loader_processes_follow_the_order_of_each_epoch():
     loader = shared(
         DataLoader(numbers(12), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
     )
@@ -159,19 +159,19 @@ def test_epochs_and_seeds_and_loaders_are_shuffled_differently():
     assert len({str(order) for order in (first, second, drawn(make(seed=1)), drawn(make(index=1)))}) == 4
 
 
-def test_the_order_of_a_seed_is_always_the_same():
-    """Also in another process and another version: a resumed run depends on it."""
+def test_same_seed_always_gives_the_same_order():
+    """A resumed run depends on this, in another process and with another version."""
     loader = shared(DataLoader(numbers(8), batch_size=8, shuffle=True), seed=7)
     assert drawn(loader) == [[4, 7, 5, 2, 0, 1, 3, 6]]
 
 
-def test_drawing_leaves_the_scripts_random_numbers_alone():
+def test_drawing_batches_does_not_change_the_global_random_state():
     before = torch.get_rng_state()
     drawn(shared(DataLoader(numbers(20), batch_size=4, shuffle=True)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_sampler_decides_what_is_drawn():
+def test_samples_are_drawn_in_the_order_of_a_sampler():
     torch.manual_seed(5)
     expected = list(WeightedRandomSampler([0.0, 1.0, 2.0, 3.0], 12))
     torch.manual_seed(5)
@@ -181,7 +181,7 @@ def test_a_sampler_decides_what_is_drawn():
     assert drawn(backwards) == [[6, 5, 4], [3, 2, 1], [0]]
 
 
-def test_a_batch_sampler_decides_what_a_batch_is():
+def test_batches_are_those_of_a_batch_sampler():
     loader = shared(DataLoader(numbers(15), batch_sampler=Growing(3)))
     assert drawn(loader) == [[0, 1, 2, 3], [4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14]]
     assert len(loader) == 3
@@ -189,7 +189,7 @@ def test_a_batch_sampler_decides_what_a_batch_is():
         _ = loader.batch_size
 
 
-def test_torchs_own_batch_sampler_is_taken_apart():
+def test_torch_batch_sampler_is_split_into_its_sampler_and_batch_size():
     sampler = BatchSampler(Backwards(10), batch_size=4, drop_last=True)
     loader = shared(DataLoader(numbers(10), batch_sampler=sampler))
     assert loader.batch_size == 4
@@ -203,7 +203,7 @@ def test_a_workers_batch_size_is_its_share():
     assert loader.seen == [(6, 12), (6, 12), (3, 6)]
 
 
-def test_per_worker_batches_make_a_global_batch_of_all():
+def test_global_batch_is_the_sum_of_per_worker_batches():
     loader = shared(DataLoader(numbers(51), batch_size=4), rank=2, workers=3, meaning="per-worker")
     assert (loader.batch_size, loader.global_batch_size, len(loader)) == (4, 12, 5)
 
@@ -214,7 +214,7 @@ def test_a_tail_smaller_than_the_number_of_workers_joins_the_batch_before():
     assert len(shared(DataLoader(numbers(13), batch_size=4), workers=3)) == 3
 
 
-def test_data_smaller_than_a_batch_is_one_batch_and_said_so(caplog):
+def test_data_smaller_than_a_batch_is_one_batch_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         loader = shared(DataLoader(numbers(7), batch_size=100))
     assert "7 samples are fewer than a batch of 100" in caplog.text
@@ -259,20 +259,20 @@ def test_data_smaller_than_a_batch_is_one_batch_and_said_so(caplog):
         "distributed-batches",
     ],
 )
-def test_what_cannot_be_shared_is_refused(loader, workers, error, told):
+def test_unsupported_loaders_are_refused_with_a_fix(loader, workers, error, told):
     with pytest.raises(error, match=told) as refused:
         shared(loader, workers=workers)
     assert refused.value.fix
 
 
-def test_a_stream_or_sampler_with_too_little_for_all_is_refused():
+def test_stream_or_sampler_with_fewer_samples_than_workers_is_refused():
     with pytest.raises(DataError, match="2 samples are left of this pass"):
         drawn(shared(DataLoader(Stream(2), batch_size=8), workers=3))
     with pytest.raises(DataError, match="2 samples are left of this pass"):
         drawn(shared(DataLoader(numbers(2), batch_size=8, sampler=Backwards(2)), workers=3))
 
 
-def test_an_abandoned_pass_is_not_taken_up_again():
+def test_abandoned_epoch_is_not_resumed():
     loader = shared(DataLoader(numbers(12), batch_size=4))
     for _ in loader:
         break
@@ -295,7 +295,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_taken_up_in_the_middle_goes_on_with_the_next_sample(kind, tmp_path):
+def test_epoch_resumed_in_the_middle_continues_with_the_next_sample(kind, tmp_path):
     with echelon.join(record=False) as session:
         torch.manual_seed(1)
         loader, optimizer = _trained_on(session, KINDS[kind]())

@@ -1,4 +1,4 @@
-"""A session in a world of one: the script's own objects, untouched, and a record of what it did."""
+"""A session with a single worker: unchanged objects, and a record of the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def session():
         yield made
 
 
-def test_what_is_prepared_comes_back_in_its_order(session):
+def test_prepare_returns_objects_in_the_order_of_its_arguments(session):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -57,7 +57,7 @@ def test_what_is_prepared_comes_back_in_its_order(session):
     assert session.prepare() == ()
 
 
-def test_a_model_alone_is_left_as_it_is(session):
+def test_prepare_does_not_change_the_model_of_a_single_worker(session):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     kinds, keys = [type(layer) for layer in model.modules()], list(model.state_dict())
     session.prepare(model)
@@ -70,7 +70,7 @@ def test_a_model_alone_is_left_as_it_is(session):
     assert not model._forward_pre_hooks
 
 
-def test_an_optimizer_prepared_twice_takes_one_step_at_a_time(session):
+def test_optimizer_prepared_twice_counts_each_step_once(session):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.prepare(model, optimizer)
@@ -92,7 +92,7 @@ def test_an_optimizer_prepared_twice_takes_one_step_at_a_time(session):
     ],
     ids=["list", "class", "sparse", "sparse-bag", "lazy"],
 )
-def test_what_cannot_be_prepared_is_refused_with_a_fix(session, thing, error, told):
+def test_unsupported_objects_are_refused_by_prepare_with_a_fix(session, thing, error, told):
     with pytest.raises(error, match=told) as refused:
         session.prepare(thing)
     assert "prepare" in refused.value.where
@@ -100,26 +100,26 @@ def test_what_cannot_be_prepared_is_refused_with_a_fix(session, thing, error, to
 
 
 @pytest.mark.parametrize("option", ["batch", "batchnorm", "loss", "overlap", "factors"])
-def test_an_unknown_word_for_an_option_is_refused(session, option):
+def test_unknown_option_value_is_refused(session, option):
     with pytest.raises(ConfigError, match=f"unknown {option} 'other'") as refused:
         session.prepare(nn.Linear(1, 1), **{option: "other"})
     assert "known: " in refused.value.fix
 
 
-def test_epochs_count_on_from_where_they_stopped(session):
+def test_epochs_continue_after_the_last_finished_epoch(session):
     assert list(session.epochs(2)) == [0, 1]
     assert list(session.epochs(2)) == []
     assert list(session.epochs(4)) == [2, 3]
 
 
-def test_an_epoch_that_was_left_is_taken_again(session):
+def test_unfinished_epoch_is_repeated(session):
     for epoch in session.epochs(3):
         if epoch == 1:
             break
     assert list(session.epochs(3)) == [1, 2]
 
 
-def test_talking_to_oneself_changes_nothing(session):
+def test_collectives_of_a_single_worker_change_nothing(session):
     tensor = torch.arange(4.0)
     assert session.all_reduce(tensor) is tensor
     assert session.all_reduce(tensor, "mean", wait=False).wait() is tensor
@@ -137,14 +137,14 @@ def test_talking_to_oneself_changes_nothing(session):
         session.all_reduce(torch.ones(2, dtype=torch.int32), "mean")
 
 
-def test_weighing_needs_something_that_counts(session):
+def test_weight_that_is_not_positive_is_refused(session):
     session.weigh(3)
     for count in (0, -1, float("nan")):
         with pytest.raises(ConfigError, match="leaves rank 0 without weight"):
             session.weigh(count)
 
 
-def test_accumulating_alone_adds_gradients_up(session):
+def test_accumulate_adds_gradients_on_a_single_worker(session):
     model = nn.Linear(1, 1)
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with session.accumulate():
@@ -154,7 +154,7 @@ def test_accumulating_alone_adds_gradients_up(session):
     optimizer.step()
 
 
-def test_a_run_leaves_a_record_of_what_it_did(tmp_path):
+def test_run_writes_a_record_of_its_events(tmp_path):
     with echelon.join(name="my run", seed=4, runs=tmp_path) as session:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -200,7 +200,7 @@ def test_a_run_without_a_record_writes_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_random_numbers_of_all_kinds_go_on_where_they_were_saved(tmp_path, session):
+def test_all_random_generators_continue_from_a_checkpoint(tmp_path, session):
     import random
 
     session.save(tmp_path)
@@ -211,7 +211,7 @@ def test_random_numbers_of_all_kinds_go_on_where_they_were_saved(tmp_path, sessi
     assert (random.random(), float(np.random.rand()), float(torch.rand(())), random.gauss(0, 1)) == expected
 
 
-def test_everything_prepared_is_put_back(tmp_path):
+def test_loading_a_checkpoint_restores_all_prepared_objects(tmp_path):
     def build(session):
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -244,7 +244,7 @@ def test_everything_prepared_is_put_back(tmp_path):
     assert optimizer.param_groups[0]["lr"] == optimizer_2.param_groups[0]["lr"] != 0.1
 
 
-def test_a_closed_session_keeps_nothing_alive():
+def test_closed_session_and_its_model_are_garbage_collected():
     session = echelon.join(record=False)
     model = session.prepare(nn.Linear(2, 1))
     session.close()
@@ -267,7 +267,7 @@ def test_an_evaluation_needs_a_loss_or_an_accuracy(tmp_path):
     assert write_report(session.folder, tmp_path / "report.html").is_file()
 
 
-def test_a_run_alone_is_ended_and_says_where_its_record_is(tmp_path, monkeypatch, capsys):
+def test_single_worker_run_records_its_end_and_prints_the_path_of_its_record(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with echelon.join(name="mine") as session:
         pass
@@ -287,7 +287,7 @@ def test_a_run_alone_is_ended_and_says_where_its_record_is(tmp_path, monkeypatch
         (SystemExit(3), "failed", "rank 0: SystemExit: 3"),
     ],
 )
-def test_a_run_that_fails_says_so_in_its_record(tmp_path, error, outcome, detail):
+def test_failed_run_records_its_outcome_and_reason(tmp_path, error, outcome, detail):
     with pytest.raises(type(error)), echelon.join(runs=tmp_path) as session:
         raise error
     *_, last = read_events(session.folder.events_of(0))
@@ -295,7 +295,9 @@ def test_a_run_that_fails_says_so_in_its_record(tmp_path, error, outcome, detail
     assert json.loads(session.folder.summary.read_text())["outcome"] == outcome
 
 
-def test_under_echelon_run_the_end_is_the_launchers_to_write(tmp_path, monkeypatch, capsys):
+def test_session_under_echelon_run_leaves_the_end_of_the_record_to_the_launcher(
+    tmp_path, monkeypatch, capsys
+):
     folder = RunFolder(tmp_path).with_subfolders()
     folder.plan.write_text(make_plan("run", ["here"], PlanRequest(), cores=1).to_toml())
     monkeypatch.setenv("ECHELON_RUN", str(tmp_path))
@@ -317,7 +319,7 @@ if len(sys.argv) > 2:
 """
 
 
-def test_a_session_that_is_never_closed_is_closed_when_the_script_ends(tmp_path):
+def test_unclosed_session_is_closed_when_the_script_ends(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     ended = subprocess.run(

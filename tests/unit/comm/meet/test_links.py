@@ -160,7 +160,7 @@ def test_over_real_sockets_all_members_end_with_identical_numbers(size):
     assert min(found[0].latency_s.values()) > 0
 
 
-def test_a_worker_alone_has_no_links():
+def test_single_worker_has_no_links():
     found = measure(Emulated(1, latency_s=1, bytes_per_s=1))
     assert found == Links(size=1, latency_s={}, bytes_per_s={})
     assert found.slowest == LinkCost(latency_s=0.0, seconds_per_byte=0.0)

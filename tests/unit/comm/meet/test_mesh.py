@@ -122,7 +122,7 @@ def test_a_worker_of_another_run_is_rejected(caplog):
     assert "rejected 1 connections" in caplog.text
 
 
-def test_fifty_silent_connections_delay_nobody(monkeypatch):
+def test_fifty_silent_connections_delay_no_worker(monkeypatch):
     """Waiting for a single one of them would take longer than the test may."""
     monkeypatch.setattr(mesh, "_HANDSHAKE_S", 1000)
     with ExitStack() as stack:

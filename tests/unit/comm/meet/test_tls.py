@@ -40,7 +40,7 @@ def certificates(name="worker", key=None, authority="authority"):
 
 
 WORKER = certificates()
-OUTSIDER = certificates("stranger", authority="other-authority")
+UNTRUSTED = certificates("untrusted", authority="other-authority")
 
 
 @pytest.fixture
@@ -104,8 +104,8 @@ def test_a_file_of_another_kind_is_named(name, message):
     ("changes", "message", "fix"),
     [
         (
-            {"KEY": "stranger.key"},
-            r"stranger\.key does not belong to .*worker\.pem",
+            {"KEY": "untrusted.key"},
+            r"untrusted\.key does not belong to .*worker\.pem",
             "the key",
         ),
         ({"KEY": "locked.key"}, r"locked\.key is protected by a password", "without a password"),
@@ -235,7 +235,7 @@ def test_traffic_between_workers_is_encrypted():
 
 def test_a_worker_of_another_authority_is_refused_and_all_errors_name_it(caplog):
     with caplog.at_level(logging.WARNING):
-        found = connect_all([WORKER, WORKER, OUTSIDER])
+        found = connect_all([WORKER, WORKER, UNTRUSTED])
     assert isinstance(found[2], Refused)
     assert "rank 0 on n0 does not accept this worker's certificate" in found[2].message
     assert "unknown ca" in found[2].message
@@ -249,7 +249,9 @@ def test_a_worker_of_another_authority_is_refused_and_all_errors_name_it(caplog)
 
 def test_a_worker_that_dials_one_of_another_authority_refuses_it(both_authorities, caplog):
     """Even though the dialled one trusts both authorities."""
-    trusting = Certificates(certificate=OUTSIDER.certificate, key=OUTSIDER.key, authority=both_authorities)
+    trusting = Certificates(
+        certificate=UNTRUSTED.certificate, key=UNTRUSTED.key, authority=both_authorities
+    )
     with caplog.at_level(logging.WARNING):
         found = connect_all([trusting, WORKER])
     assert isinstance(found[1], Refused)
@@ -354,7 +356,7 @@ def test_a_peer_that_closes_during_the_tls_handshake_is_tried_again_until_the_de
     assert len(calls) > 1
 
 
-def test_other_connections_to_a_tls_worker_delay_nobody_and_are_counted(monkeypatch, caplog):
+def test_other_connections_to_a_tls_worker_are_counted_and_delay_no_worker(monkeypatch, caplog):
     """Silent ones, in plain text or in the middle of a TLS handshake; junk; and closed ones."""
     with ExitStack() as stack, caplog.at_level(logging.WARNING):
 
@@ -391,7 +393,9 @@ def test_a_silent_connection_to_a_tls_worker_is_closed_after_the_timeout(monkeyp
 
 
 def test_a_peer_of_another_authority_sees_no_certificate(both_authorities):
-    trusting = Certificates(certificate=OUTSIDER.certificate, key=OUTSIDER.key, authority=both_authorities)
+    trusting = Certificates(
+        certificate=UNTRUSTED.certificate, key=UNTRUSTED.key, authority=both_authorities
+    )
 
     def outsider(address):
         with socket.create_connection(address, timeout=10) as plain:

@@ -197,7 +197,7 @@ def test_reductions_follow_each_other_on_the_same_buffers():
         assert yard.reduce(work) == [None] * 5
 
 
-def test_one_that_overtakes_on_the_wire_is_not_taken_for_the_one_before_it():
+def test_reduction_that_overtakes_another_on_the_wire_is_not_confused_with_it():
     """A number on the board holds for all reductions before it, too."""
 
     def work(worker):
@@ -212,7 +212,7 @@ def test_one_that_overtakes_on_the_wire_is_not_taken_for_the_one_before_it():
         assert yard.reduce(work) == [([3.0], [3.0])] * 3
 
 
-def test_it_goes_on_in_the_background():
+def test_reduction_completes_in_the_background():
     def work(worker):
         pending = worker.start(worker.buffer(1000).fill_(1))
         deadline = time.monotonic() + 90
@@ -228,7 +228,7 @@ def test_it_goes_on_in_the_background():
 
 
 @pytest.mark.parametrize("who", [1, 2, 4])
-def test_a_worker_that_dies_is_named_by_all_and_all_fails_from_then_on(who):
+def test_all_workers_name_a_dead_worker_and_later_reductions_fail(who):
     def work(worker):
         buffer = worker.buffer(1000)
         if worker.rank == who:
@@ -248,7 +248,7 @@ def test_a_worker_that_dies_is_named_by_all_and_all_fails_from_then_on(who):
 
 
 @pytest.mark.parametrize("who", [1, 2, 3])
-def test_a_late_worker_is_named_by_all_at_the_deadline(who):
+def test_all_workers_name_a_late_worker_at_the_deadline(who):
     over = threading.Barrier(5, timeout=90)
 
     def work(worker):
@@ -273,7 +273,7 @@ def test_a_late_worker_is_named_by_all_at_the_deadline(who):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_worker_whose_part_was_done_before_it_left_is_not_needed(who):
+def test_worker_that_left_after_its_part_was_done_is_not_needed(who):
     """Rank 1 carries nothing, rank 0 does."""
 
     def work(worker):
@@ -287,7 +287,7 @@ def test_a_worker_whose_part_was_done_before_it_left_is_not_needed(who):
         assert yard.reduce(work) == [[4.0]] * 4
 
 
-def test_a_mate_is_needed_until_it_is_ready_and_a_carrier_until_it_is_done():
+def test_member_is_needed_until_it_is_ready_and_a_rail_until_it_is_done():
     layout = [[0, 1, 2], [3]]
     memory = torch.zeros(Board.size_bytes(3), dtype=torch.uint8)
     boards = [Board(position, 3, memory) for position in range(3)]

@@ -29,7 +29,7 @@ DTYPES = [
 COMBINED = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
-class Crew:
+class ThreadTeam:
     """Threads as workers, and their exchange of handles."""
 
     def __init__(self, size):
@@ -89,7 +89,7 @@ def right(results):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_teams_of_any_size_sum_buffers_of_any_length_and_type(size):
-    cluster = Crew(size)
+    cluster = ThreadTeam(size)
     cases = [(length, dtype, op) for length in (1, 2, 7, 300) for dtype in DTYPES for op in COMBINED]
 
     def work(rank):
@@ -112,8 +112,8 @@ def test_teams_of_any_size_sum_buffers_of_any_length_and_type(size):
             assert torch.equal(out[seed], expected), (length, dtype, op)
 
 
-def test_all_members_have_the_same_bits_and_every_run_has_them():
-    cluster = Crew(4)
+def test_all_members_and_all_runs_give_the_same_bits():
+    cluster = ThreadTeam(4)
 
     def work(rank):
         team = cluster.team(rank)
@@ -132,7 +132,7 @@ def test_all_members_have_the_same_bits_and_every_run_has_them():
 
 def test_halves_are_summed_in_float32():
     """2048 and ones: in half precision, each one alone is lost."""
-    cluster = Crew(4)
+    cluster = ThreadTeam(4)
 
     def work(rank):
         team = cluster.team(rank)
@@ -145,7 +145,7 @@ def test_halves_are_summed_in_float32():
 
 
 def test_no_worker_overtakes_another_in_many_rounds():
-    cluster = Crew(3)
+    cluster = ThreadTeam(3)
 
     def work(rank):
         team = cluster.team(rank)
@@ -160,9 +160,9 @@ def test_no_worker_overtakes_another_in_many_rounds():
     assert right(cluster.run(work)) == [None] * 3
 
 
-def test_several_in_flight_may_be_waited_for_in_any_order():
+def test_reductions_in_flight_can_be_waited_for_in_any_order():
     orders = [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)]
-    cluster = Crew(3)
+    cluster = ThreadTeam(3)
 
     def work(rank):
         team = cluster.team(rank)
@@ -182,7 +182,7 @@ def test_several_in_flight_may_be_waited_for_in_any_order():
 
 
 def test_a_reduction_is_not_finished_before_a_thread_waits_for_it():
-    cluster = Crew(2)
+    cluster = ThreadTeam(2)
 
     def work(rank):
         team = cluster.team(rank)
@@ -197,7 +197,7 @@ def test_a_reduction_is_not_finished_before_a_thread_waits_for_it():
 
 
 def test_only_whole_buffers_of_the_team_are_held():
-    cluster = Crew(1)
+    cluster = ThreadTeam(1)
     team = cluster.team(0)
     buffer = team.buffer(8, torch.float32)
     assert team.holds(buffer)
@@ -221,7 +221,7 @@ def refusal(act):
 
 def test_without_shared_memory_all_members_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(segment, "FOLDER", tmp_path / "missing")
-    cluster = Crew(3)
+    cluster = ThreadTeam(3)
     first, *others = cluster.run(cluster.team)
     assert isinstance(first, LaunchError)
     assert "No such file" in first.message
@@ -233,7 +233,7 @@ def test_without_shared_memory_all_members_are_refused(monkeypatch, tmp_path):
 @pytest.mark.parametrize("what", ["posix_fallocate", "from_file"])
 def test_if_one_member_fails_all_are_refused_and_the_team_lives_on(monkeypatch, what):
     """The failing worker cannot make its segment, or cannot map another's."""
-    cluster = Crew(3)
+    cluster = ThreadTeam(3)
     unlucky = threading.local()
     whole, mapped = os.posix_fallocate, torch.from_file
     calls = []
@@ -289,7 +289,7 @@ def test_a_full_file_system_is_noticed_when_a_buffer_is_asked_for(monkeypatch, t
     """And not at a write, which would end the process."""
     with small_file_system(tmp_path / "small") as folder:
         monkeypatch.setattr(segment, "FOLDER", folder)
-        cluster = Crew(2)
+        cluster = ThreadTeam(2)
 
         def work(rank):
             team = cluster.team(rank)
@@ -305,7 +305,7 @@ def test_a_full_file_system_is_noticed_when_a_buffer_is_asked_for(monkeypatch, t
 
 def test_a_process_id_of_a_different_process_is_noticed():
     """As in containers that share /dev/shm but not process ids."""
-    cluster = Crew(2)
+    cluster = ThreadTeam(2)
     said = cluster.gather
 
     def misleading(rank, mine):
@@ -328,7 +328,7 @@ def test_memory_never_has_a_name_and_no_file_stays_open(tmp_path, monkeypatch):
     """So nothing remains when a worker is killed, and many buffers are possible."""
     monkeypatch.setattr(segment, "FOLDER", tmp_path)
     names, files = [], open_files()
-    cluster = Crew(3)
+    cluster = ThreadTeam(3)
     said = cluster.gather
 
     def looking(rank, mine):
@@ -344,7 +344,7 @@ def test_memory_never_has_a_name_and_no_file_stays_open(tmp_path, monkeypatch):
 
 
 def test_no_worker_waits_for_one_that_dies_while_memory_is_made():
-    cluster = Crew(3)
+    cluster = ThreadTeam(3)
     files = open_files()
 
     def work(rank):
@@ -359,7 +359,7 @@ def test_no_worker_waits_for_one_that_dies_while_memory_is_made():
 
 
 def test_a_worker_that_dies_in_a_reduction_ends_it_for_the_others():
-    cluster = Crew(3)
+    cluster = ThreadTeam(3)
 
     def work(rank):
         team = cluster.team(rank)
@@ -379,9 +379,9 @@ def test_a_worker_that_dies_in_a_reduction_ends_it_for_the_others():
     assert right(cluster.run(work)) == [[(2,)] * 2, [(2,)] * 2, None]
 
 
-def test_a_worker_whose_part_was_done_before_it_left_is_not_needed():
+def test_worker_that_left_after_its_part_was_done_is_not_needed():
     """Its numbers are on the board; its departure does not matter."""
-    cluster = Crew(2)
+    cluster = ThreadTeam(2)
     waiting, through = threading.Event(), threading.Event()
     begun = threading.Barrier(2, timeout=90)  # then rank 0 looks when only rank 1's end is missing
 
@@ -412,7 +412,7 @@ def test_a_worker_whose_part_was_done_before_it_left_is_not_needed():
 
 @pytest.mark.parametrize("phase", ["begin", "finish"])
 def test_a_late_worker_is_named_at_the_deadline(phase):
-    cluster = Crew(3)
+    cluster = ThreadTeam(3)
     over = threading.Barrier(3, timeout=90)
 
     def work(rank):

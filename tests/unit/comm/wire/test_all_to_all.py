@@ -174,7 +174,7 @@ class Into(Sink):
 
 @settings(max_examples=50, deadline=None)
 @given(size=st.integers(2, 5), frame_bytes=st.sampled_from([8, 64, 1024]), data=st.data())
-def test_messages_of_any_length_arrive_whatever_the_order_of_arrival(size, frame_bytes, data):
+def test_messages_of_any_length_arrive_in_any_order_of_arrival(size, frame_bytes, data):
     length = st.sampled_from([0, 0, 1, 7, 64, 65, 1000])
     lengths = data.draw(
         st.lists(st.lists(length, min_size=size, max_size=size), min_size=size, max_size=size)
@@ -212,7 +212,7 @@ def test_a_group_of_one_has_nothing_to_wait_for():
         all_to_all.future.wait()
 
 
-def test_all_to_alls_and_sums_on_the_same_and_other_channels_do_not_mix():
+def test_all_to_alls_and_sums_on_the_same_and_other_channels_stay_separate():
     lengths = [[0, 90_000, 3], [1, 0, 400_000], [0, 17, 0]]
     with Wires(3, frame_bytes=4096, buffer_bytes=4096) as wires:
         operations, sums, flats = [], [], []
@@ -458,7 +458,7 @@ def test_a_message_for_which_there_is_no_memory_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("answers", [[b"\0"], [b"\2", b"\2", b"\2"]])
-def test_an_answer_that_is_none_is_refused(answers):
+def test_invalid_answer_is_refused(answers):
     """Also a request for more attempts than allowed."""
     with Wires(2, silent=(1,)) as wires:
         all_to_all = make({1: b"mine"})

@@ -160,7 +160,7 @@ def test_an_urgent_message_overtakes_between_two_frames():
         assert bytes(large.memory) == content(50_000)
 
 
-def test_notices_overtake_everything_and_are_no_payload():
+def test_notices_overtake_all_messages_and_are_not_counted_as_payload():
     with two(tiny=True) as (sender, receiver):
         send(sender, (1, 0), content(50_000), priority=-1000)
         sender.write()
@@ -367,7 +367,7 @@ def test_a_message_that_changes_its_size_is_refused():
 
 
 @pytest.mark.parametrize("payload", [b"", b"junk", bytes(200_000)])
-def test_a_notice_that_makes_no_sense_is_refused(payload):
+def test_invalid_notice_is_refused(payload):
     with two() as (sender, receiver):
         sender.frame_bytes = 1 << 20
         send(sender, (NOTICES, 0), payload)
@@ -393,7 +393,7 @@ def test_a_peer_that_closes_is_gone_after_all_it_sent_was_read():
 # Operations that were given up -------------------------------------------------------------------
 
 
-def test_a_buffer_is_left_alone_once_its_operation_was_given_up():
+def test_buffer_is_not_changed_after_its_operation_was_abandoned():
     frame = wire(((1, 0), content(50)))
     with two() as (sender, receiver):
         sink = Buffer(50)
@@ -407,7 +407,7 @@ def test_a_buffer_is_left_alone_once_its_operation_was_given_up():
         assert receiver.refused == 0, "the frame was right all the same"
 
 
-def test_later_frames_of_an_operation_that_was_given_up_are_dropped():
+def test_later_frames_of_an_abandoned_operation_are_dropped():
     with two(aside_bytes=1000) as (sender, receiver):
         send(sender, (1, 0), content(600))
         pump(sender, receiver)
@@ -441,7 +441,7 @@ def test_a_frame_in_flight_is_sent_whole_though_its_buffer_is_reused():
         assert receiver.refused == 0
 
 
-def test_queued_messages_of_an_operation_that_was_given_up_are_not_sent():
+def test_queued_messages_of_an_abandoned_operation_are_not_sent():
     with two() as (sender, receiver):
         send(sender, (1, 0), content(500), priority=3)
         send(sender, (2, 0), content(5), priority=1)

@@ -109,7 +109,7 @@ def test_several_megabytes_go_both_ways_at_once(tiny, frame_bytes):
         assert ends[0].sent_bytes == ends[1].received_bytes == ends[1].sent_bytes == ends[0].received_bytes
 
 
-def test_a_slow_reader_gets_everything_though_the_sender_tries_again_and_again():
+def test_slow_reader_gets_everything_despite_repeated_send_attempts():
     """A record that the kernel did not take is offered again: by then the buffer may have moved."""
     with two(tiny=True, frame_bytes=256 << 10) as (sender, receiver):
         data = bytearray(content(2_000_000))
@@ -168,7 +168,7 @@ def one_record(*messages, frame_bytes=64):
         return other.recv(1 << 20)
 
 
-def test_nothing_is_left_where_the_kernel_does_not_see_it():
+def test_no_decrypted_bytes_stay_unread_in_the_tls_layer():
     """More frames in one record than are read at once: the kernel would not wake the loop for the rest."""
     record = one_record(*(((1, n), b"x") for n in range(100)))
     assert len(record) < 16 << 10
@@ -190,7 +190,7 @@ def test_one_read_is_short_however_much_has_arrived():
         assert is_readable(receiver)
 
 
-def test_a_pause_in_the_middle_of_a_record_leaves_nothing_behind_either():
+def test_no_bytes_stay_unread_after_a_pause_in_the_middle_of_a_record():
     record = one_record(((1, 0), content(5000)))
     with two(aside_bytes=1000) as (sender, receiver):
         sender.sock.sendall(record)

@@ -108,7 +108,7 @@ def test_zeros_of_either_sign_and_nan_leave_the_same_bits_on_all(op):
             assert one[2:].isnan().all()
 
 
-def test_overlapping_messages_are_added_in_the_listed_order_whatever_arrives_first():
+def test_overlapping_messages_are_added_in_the_listed_order_for_any_order_of_arrival():
     """Rank 0 adds three workers' elements; the last listed arrives first, in pieces."""
     step = ScheduleStep(adds=(Move(1, 0, 40), Move(2, 0, 40), Move(3, 0, 40)))
     own = torch.full((40,), 1e8)
@@ -141,7 +141,7 @@ def test_the_next_message_in_order_is_added_at_once_and_later_ones_are_kept():
     assert flat.tolist() == [3] * 8
 
 
-def test_what_a_step_still_sends_is_not_changed_before_it_is_sent():
+def test_elements_that_a_step_still_sends_are_not_changed_before_they_are_sent():
     """As in a butterfly: both send the whole buffer, and add what they get."""
     step = ScheduleStep(sends=(Move(1, 0, 4),), adds=(Move(1, 0, 4),))
     peer = _Peer()
@@ -156,7 +156,7 @@ def test_what_a_step_still_sends_is_not_changed_before_it_is_sent():
     assert exchange.ended
 
 
-def test_what_overwrites_elements_that_are_still_sent_waits_for_that():
+def test_message_that_overwrites_elements_in_flight_waits_until_they_are_sent():
     step = ScheduleStep(sends=(Move(1, 0, 4),), takes=(Move(1, 2, 6),))
     peer = _Peer()
     flat = torch.zeros(6)
@@ -178,7 +178,7 @@ def test_a_long_schedule_that_finds_all_messages_there_needs_no_deep_stack():
 
 
 @pytest.mark.parametrize("large", [True, False])
-def test_spreading_gives_all_members_the_same(large):
+def test_broadcast_and_all_gather_give_all_members_the_right_values(large):
     size = 4
     with Wires(size, frame_bytes=64) as wires:
         number = 0
@@ -199,7 +199,7 @@ def test_spreading_gives_all_members_the_same(large):
 
 
 @pytest.mark.parametrize("collective", ["ring", "direct", "butterfly"])
-def test_operations_at_once_submitted_in_another_order_by_each_all_come_right(collective):
+def test_concurrent_operations_submitted_in_different_orders_give_right_results(collective):
     """Of several channels, with different priorities, through small kernel buffers."""
     size, count = 3, 6
     with Wires(size, frame_bytes=512, buffer_bytes=4096) as wires:

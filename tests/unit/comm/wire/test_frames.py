@@ -40,7 +40,9 @@ def unpack(data, **changes):
     after=st.integers(0, 2**40),
     checksum=st.integers(0, 2**64 - 1),
 )
-def test_a_header_says_what_it_was_made_of(sequence, operation, message, length, before, after, checksum):
+def test_packed_header_unpacks_to_the_same_fields(
+    sequence, operation, message, length, before, after, checksum
+):
     made = Header(VIEW, sequence, operation, message, before + length + after, before, length, checksum)
     data = made.pack()
     assert len(data) == HEADER_BYTES
@@ -57,7 +59,7 @@ def test_a_header_with_any_bit_flipped_is_refused(bit):
 
 
 @given(data=st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
-def test_junk_is_no_frame(data):
+def test_junk_bytes_are_refused_as_a_frame(data):
     with pytest.raises(Corrupt, match="not a frame"):
         unpack(data)
 

@@ -157,7 +157,7 @@ def test_a_worker_that_leaves_because_of_another_has_that_one_named():
         assert told.message == error.message
 
 
-def test_an_operation_that_no_longer_needs_the_leaving_worker_goes_on():
+def test_operation_that_no_longer_needs_the_leaving_worker_continues():
     with Wires(3) as wires:
         early = wires.make(2, values(2, 10), [ScheduleStep(sends=(Move(0, 0, 10),))])
         wires.loops[2].submit(early)
@@ -173,7 +173,7 @@ def test_an_operation_that_no_longer_needs_the_leaving_worker_goes_on():
         assert torch.equal(flat, values(1, 10) + values(2, 10))
 
 
-def test_a_worker_that_lags_behind_does_not_miss_one_that_has_sent_it_all_and_left():
+def test_slow_worker_does_not_need_a_worker_that_sent_everything_and_left():
     """Its messages for later steps have arrived already."""
     with Wires(3) as wires:
         early = wires.make(
@@ -199,7 +199,7 @@ def test_a_worker_that_lags_behind_does_not_miss_one_that_has_sent_it_all_and_le
 # A peer is late ----------------------------------------------------------------------------------
 
 
-def test_a_missing_worker_is_named_by_all_at_the_deadline_and_told():
+def test_all_workers_name_a_missing_worker_at_the_deadline_and_notify_it():
     with Wires(4) as wires:
         waiting = [wires.start(rank, torch.ones(10), "ring", deadline_s=1) for rank in range(3)]
         for exchange in waiting:
@@ -260,7 +260,7 @@ def test_a_peer_that_sends_junk_is_named_by_all_and_hears_why():
         assert wires.ends[1][3].refused == 1
 
 
-def test_a_loss_that_one_alone_has_seen_ends_the_next_operation_of_all():
+def test_peer_loss_seen_by_one_worker_ends_the_next_operation_of_all():
     with Wires(4) as wires:
         wires.ends[3][1].sock.send(bytes(100))
         wait_until(lambda: _raises(wires.loops[1].check))
@@ -302,7 +302,7 @@ class Odd(Operation):
         return set()
 
 
-def test_a_mistake_in_the_loop_ends_every_operation_with_that_reason(caplog):
+def test_defect_in_the_loop_ends_every_operation_with_that_reason(caplog):
     with Wires(3) as wires:
         mine = wires.start(0, torch.ones(4), "ring", deadline_s=600)
         theirs = wires.start(1, torch.ones(4), "ring", deadline_s=600)
@@ -320,7 +320,7 @@ def test_a_mistake_in_the_loop_ends_every_operation_with_that_reason(caplog):
     assert "the thread that moves bytes failed" in caplog.text
 
 
-def test_a_small_operation_is_not_held_up_by_a_large_one():
+def test_small_operation_is_not_delayed_by_a_large_one():
     """Rank 1 floods rank 0 while rank 0 and rank 2 exchange small messages."""
     length = 32_000_000
     with Wires(3) as wires:

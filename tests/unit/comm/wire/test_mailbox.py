@@ -25,7 +25,7 @@ class Block(msgspec.Struct, frozen=True, tag="block"):
     start: int
 
 
-class Farewell(msgspec.Struct, frozen=True, tag="farewell"):
+class Departure(msgspec.Struct, frozen=True, tag="farewell"):
     pass
 
 
@@ -42,7 +42,7 @@ class Overfull(msgspec.Struct, frozen=True, tag="note"):
     more: int = 4
 
 
-ACCEPTS = Note | Block | Farewell
+ACCEPTS = Note | Block | Departure
 
 
 def mailboxes(wires, **options):
@@ -127,7 +127,7 @@ def test_messages_that_arrive_before_the_mailbox_opens_are_not_lost():
         assert [message.message.number for message in take(late, 20)] == list(range(20))
 
 
-def test_messages_and_reductions_do_not_mix():
+def test_messages_and_reductions_stay_separate():
     with Wires(2) as wires:
         made = mailboxes(wires)
         flats = [torch.full((20_000,), float(rank + 1)) for rank in range(2)]
@@ -140,7 +140,7 @@ def test_messages_and_reductions_do_not_mix():
         assert all(bool((flat == 12).all()) for flat in flats)
 
 
-def test_the_sender_is_told_when_the_kernel_has_the_message():
+def test_sender_is_notified_when_the_kernel_has_the_message():
     with Wires(2, buffer_bytes=4096) as wires:
         one, other = mailboxes(wires)
         sent = threading.Event()
@@ -183,21 +183,21 @@ def test_messages_sent_before_a_death_are_received_first():
         assert failure(other).ranks == (0,)
 
 
-def test_a_peer_that_leaves_without_a_farewell_ends_the_mailbox():
+def test_peer_that_leaves_without_a_departure_ends_the_mailbox():
     with Wires(3) as wires:
-        made = mailboxes(wires, farewell=Farewell)
+        made = mailboxes(wires, farewell=Departure)
         wires.loops[2].close()
         error = failure(made[0])
         assert error.ranks == (2,)
         assert "ended while the others were still training" in error.message
 
 
-def test_a_peer_may_leave_after_its_farewell_and_the_others_go_on():
+def test_peer_can_leave_after_its_departure_message_and_the_others_continue():
     with Wires(3) as wires:
-        made = mailboxes(wires, farewell=Farewell)
-        made[2].leave([0, 1], Farewell(), 90)
+        made = mailboxes(wires, farewell=Departure)
+        made[2].leave([0, 1], Departure(), 90)
         wires.loops[2].close()
-        assert [take(mailbox)[0].message for mailbox in made[:2]] == [Farewell(), Farewell()]
+        assert [take(mailbox)[0].message for mailbox in made[:2]] == [Departure(), Departure()]
         time.sleep(0.05)
         made[0].send(1, Note(5))
         assert take(made[1])[0].message.number == 5
@@ -205,16 +205,16 @@ def test_a_peer_may_leave_after_its_farewell_and_the_others_go_on():
 
 
 @pytest.mark.parametrize("attempt", range(5))
-def test_a_farewell_is_not_lost_behind_messages_in_flight(attempt):
+def test_departure_message_is_not_lost_behind_messages_in_flight(attempt):
     """A loop that closes drops its unsent messages, so `leave` waits for the last one."""
     with Wires(2, buffer_bytes=4096) as wires:
-        one, other = mailboxes(wires, farewell=Farewell)
+        one, other = mailboxes(wires, farewell=Departure)
         for number in range(10):
             one.send(1, Note(number), memoryview(bytes(20_000)))
-        one.leave([1], Farewell(), 90)
+        one.leave([1], Departure(), 90)
         wires.loops[0].close()
         messages = take(other, 11)
-        assert [type(message.message) for message in messages] == [Note] * 10 + [Farewell]
+        assert [type(message.message) for message in messages] == [Note] * 10 + [Departure]
         time.sleep(0.02)
         assert other.receive(0.0) is None
 
@@ -224,10 +224,10 @@ def test_leaving_does_not_wait_for_a_peer_that_is_dead():
         one, _ = mailboxes(wires)
         wires.kill(1)
         failure(one)
-        one.leave([1], Farewell(), 10_000)
+        one.leave([1], Departure(), 10_000)
 
 
-def test_receive_says_that_the_loop_was_closed():
+def test_receive_on_a_closed_loop_raises_an_error_that_says_so():
     with Wires(2) as wires:
         one, _ = mailboxes(wires)
         wires.loops[0].close()

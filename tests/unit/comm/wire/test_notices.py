@@ -21,7 +21,7 @@ from echelon.errors import Corrupt
         Answer(5, begun=False),
     ],
 )
-def test_a_notice_arrives_as_it_was_meant(notice):
+def test_notice_arrives_unchanged(notice):
     assert notices.decode(notices.encode(notice), peer="rank 1") == notice
 
 

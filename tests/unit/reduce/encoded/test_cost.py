@@ -37,7 +37,7 @@ def link(bytes_per_s, latency_s=0.0):
     return LinkCost(latency_s=latency_s, seconds_per_byte=1 / bytes_per_s)
 
 
-def test_alone_nothing_takes_any_time():
+def test_single_worker_has_no_cost():
     assert all(seconds(speed, 1, MB, link(WAN)) == 0 for speed in (SPARSE, HALF, THIN))
 
 
@@ -52,7 +52,7 @@ def test_alone_nothing_takes_any_time():
         (THIN, dense_seconds(4, 8 * MB / 30, link(WAN)) + 8 * MB * 4e-9),
     ],
 )
-def test_each_way_of_combining_costs_what_its_formula_says(speed, wanted_s):
+def test_cost_of_each_way_of_combining_equals_its_formula(speed, wanted_s):
     assert seconds(speed, 4, 8 * MB, link(WAN)) == pytest.approx(wanted_s)
 
 
@@ -101,14 +101,14 @@ def test_a_codec_has_to_win_by_the_margin():
 SITES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
-def test_where_only_links_between_sites_are_thin_the_codec_is_between_them():
+def test_codec_is_used_between_sites_if_only_those_links_are_slow():
     found = links(8, WAN, inside=100 * LAN, sites=SITES)
     choice = decide(SPEEDS, length_bytes=8 * MB, links=found, sites=SITES)
     assert (choice.codec, choice.between) == ("top-k(ratio=0.01)", True)
     assert choice.reason.startswith("between(top-k(ratio=0.01)): ")
 
 
-def test_where_all_links_are_as_thin_gradients_are_encoded_everywhere():
+def test_codec_is_used_everywhere_if_all_links_are_slow():
     choice = decide(SPEEDS, length_bytes=8 * MB, links=links(8, WAN), sites=SITES)
     assert (choice.codec, choice.between) == ("top-k(ratio=0.01)", False)
 
@@ -126,7 +126,7 @@ def test_links_inside_a_site_that_were_not_measured_count_as_the_slowest():
     assert (choice.codec, choice.between) == ("top-k(ratio=0.01)", False)
 
 
-def test_without_candidates_there_is_none():
+def test_none_is_chosen_without_candidates():
     choice = decide({}, length_bytes=8 * MB, links=links(4, WAN))
     assert (choice.codec, choice.between) == ("none", False)
 

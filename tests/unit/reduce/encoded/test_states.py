@@ -72,7 +72,7 @@ def test_saved_states_are_loaded_and_share_no_memory(codec):
         assert not (value == 7).any(), "it was copied on both ways"
 
 
-def test_what_was_there_before_is_forgotten_when_something_is_loaded():
+def test_loading_replaces_all_earlier_states():
     kept = states()
     kept.of("weight", 3)["residual"] += 1
     kept.count("weight")
@@ -134,12 +134,12 @@ def test_other_numbers_of_workers_keep_the_sum_of_residuals(before, after):
         assert all(int(one[name]["steps"]) == 4 for one in shares)
 
 
-def test_as_many_workers_get_back_what_each_had():
+def test_same_number_of_workers_gets_back_the_same_states():
     saved = saved_by(3)
     assert all(one is other for one, other in zip(handed_over(saved, 3), saved, strict=True))
 
 
-def test_a_parameter_that_only_some_workers_know_is_handed_over():
+def test_state_of_a_parameter_that_only_some_workers_have_is_redistributed():
     first, second = saved_by(1, lengths=(7,)), saved_by(1, lengths=(7, 5))
     shares = handed_over([*first, *second], 3)
     torch.testing.assert_close(total(shares, "p5", "gathered"), total(second, "p5", "gathered"))

@@ -52,7 +52,7 @@ def steps(job, stages, begun, *, tells=True):
     deaf=st.lists(st.integers(0, 4), max_size=2),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_stage_is_entered_in_the_order_of_jobs_whatever_is_over_first(stages, seed, deaf):
+def test_jobs_enter_every_stage_in_order_for_any_order_of_completion(stages, seed, deaf):
     """Some exchanges accept no callback: the thread waits for these."""
     choice = random.Random(seed)
     thread, begun = CodecThread(), queue.SimpleQueue()

@@ -78,7 +78,7 @@ def test_a_group_waits_for_its_slowest_member(with_profile, free, play):
     assert {arrival.compute_s for arrival in arrivals if arrival.worker == 0} == {4.0}
 
 
-def test_a_group_reduces_before_it_pushes_and_broadcasts_what_it_pulls(with_profile, free, play, slow_link):
+def test_group_reduces_before_a_push_and_broadcasts_after_a_pull(with_profile, free, play, slow_link):
     profile = replace(free, link=slow_link)
     setting = with_profile(profile, groups=PAIRS, links=(slow_link.bytes_per_s,) * 4, seconds=9)
     arrivals = play(setting, "levels(full, async)").of(Arrived)

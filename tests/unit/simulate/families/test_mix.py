@@ -79,7 +79,7 @@ def test_groups_average_without_waiting_for_others(with_profile, free, play):
     assert not torch.equal(played.weights[0], played.weights[2])
 
 
-def test_workers_that_disagree_on_an_average_are_an_error(with_profile, free, play):
+def test_disagreement_of_workers_about_an_average_is_an_error(with_profile, free, play):
     policy = Scheduled(meets=lambda step, rank: Average((0, 1) if rank else (1, 0)))
     with pytest.raises(ConfigError, match="all workers wait"):
         play(with_profile(free, workers=2, seconds=9), policy)

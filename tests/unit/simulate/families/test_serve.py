@@ -86,7 +86,9 @@ def test_waiting_share_is_the_time_in_which_workers_do_not_compute(with_profile,
     assert play(setting, "backup(0)").totals.waiting_share == pytest.approx(3 / 14)
 
 
-def test_a_worker_that_was_alone_pushes_its_delta_and_nothing_is_lost(with_profile, free, play, plainly):
+def test_worker_with_local_steps_pushes_its_delta_and_no_gradient_is_lost(
+    with_profile, free, play, plainly
+):
     def decide(arrival):
         if arrival.kind != "ask":
             return [part(arrival), Release(0, ask=True)]
@@ -100,7 +102,7 @@ def test_a_worker_that_was_alone_pushes_its_delta_and_nothing_is_lost(with_profi
     assert torch.allclose(played.weights[0], plainly(setting, 4, 19), atol=1e-5)
 
 
-def test_a_worker_that_continues_alone_applies_its_dropped_gradient(with_profile, free, play, plainly):
+def test_worker_that_continues_locally_applies_its_dropped_gradient(with_profile, free, play, plainly):
     def decide(arrival):
         if arrival.kind == "ask":
             return [Invite(0)]
