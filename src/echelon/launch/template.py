@@ -16,6 +16,7 @@ Reports are lines: `started RANK PID` from a worker that was forked, `ended RANK
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import sys
@@ -23,6 +24,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 import msgspec
 
@@ -30,6 +32,8 @@ from echelon.launch.worker import die_with_parent, run_program
 
 # torch._dynamo: torch imports it when the first optimizer is made, which takes as long as torch itself.
 _MODULES = ("torch", "torch._dynamo", "echelon.train.join")
+# Imported too if the script imports them at its top level: they take long and start no threads.
+_LIBRARIES = frozenset({"numpy", "pandas", "PIL", "scipy", "sklearn", "torchvision"})
 
 
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,16 +51,16 @@ def main() -> None:
     requests_fd, reports_fd = int(sys.argv[1]), int(sys.argv[2])
     with open(requests_fd, "rb") as file:
         requests = msgspec.msgpack.decode(file.read(), type=list[ForkRequest])
-    if not (_preload() and _may_fork()):
+    if not (_preload([*_MODULES, *imported_libraries(requests)]) and _may_fork()):
         return
     request = _fork_all(requests, reports_fd)
     run_program([os.fsdecode(word) for word in request.program])
 
 
-def _preload() -> bool:
+def _preload(modules: Sequence[str]) -> bool:
     """Import what workers need. If that fails, the workers will report it: each by itself."""
     try:
-        for name in _MODULES:
+        for name in modules:
             import_module(name)
     except (ImportError, OSError, RuntimeError):
         return False
@@ -65,6 +69,22 @@ def _preload() -> bool:
     gc.collect()
     gc.freeze()
     return True
+
+
+def imported_libraries(requests: Sequence[ForkRequest]) -> list[str]:
+    """The slow libraries that the workers' scripts import at their top level, by full module name."""
+    found: dict[str, None] = {}
+    for script in {request.program[0] for request in requests}:
+        try:
+            tree = ast.parse(Path(os.fsdecode(script)).read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue  # a module, or a script that fails: the worker says why
+        for node in tree.body:
+            if isinstance(node, ast.Import):
+                found |= dict.fromkeys(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found[node.module] = None
+    return [name for name in found if name.partition(".")[0] in _LIBRARIES]
 
 
 def _may_fork() -> bool:
