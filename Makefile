@@ -29,6 +29,10 @@ lint: dev
 
 types: dev
 	$(BIN)/mypy
+	cd benchmarks && MYPYPATH=../src:. ../$(BIN)/mypy --config-file= --ignore-missing-imports --follow-imports=silent \
+	    --disable-error-code=arg-type --disable-error-code=assignment --disable-error-code=call-arg \
+	    --disable-error-code=call-overload --disable-error-code=index --disable-error-code=misc \
+	    --disable-error-code=operator --disable-error-code=union-attr --disable-error-code=var-annotated *.py
 
 imports: dev
 	$(BIN)/lint-imports

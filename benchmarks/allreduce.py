@@ -30,7 +30,7 @@ from echelon.comm.c10d import C10dGroup
 from echelon.comm.engine import Engine, EngineGroup
 from echelon.comm.group import Group
 from echelon.comm.meet.place import Place
-from echelon.comm.meet.rendezvous import Meeting, interface_address, meet
+from echelon.comm.meet.rendezvous import Rendezvous, interface_address, meet
 from echelon.comm.schedule.collectives.auto import AutoCollective
 
 
@@ -38,20 +38,20 @@ def work(kind: str, sizes: list[float], repeats: int) -> None:
     """One worker's part."""
     torch.set_num_threads(1)
     place = Place.from_environment(os.environ)
-    meeting = meet(
+    rendezvous = meet(
         place, node=os.environ["BENCH_NODE"], host=socket.gethostname(), pid=os.getpid(), timeout_s=120
     )
-    gloo = C10dGroup.connect(meeting, place, deadline_s=60)
-    engine = Engine.connect(meeting, place, shared_memory=kind == "shm", deadline_s=60, timeout_s=60)
+    gloo = C10dGroup.connect(rendezvous, place, deadline_s=60)
+    engine = Engine.connect(rendezvous, place, shared_memory=kind == "shm", deadline_s=60, timeout_s=60)
     ours = EngineGroup(engine, "auto")
     peer: Group = EngineGroup(engine, "ring") if kind == "small" else gloo
     rows = [compare(ours, peer, size, repeats) for size in sizes]
     found: dict[str, Any] = {"rows": rows}
     if kind == "tcp":
         for row in rows:
-            row["bare"] = bare(meeting, place, int(row["MB"] * 1e6), repeats)
+            row["bare"] = bare(rendezvous, place, int(row["MB"] * 1e6), repeats)
     if kind == "lab":
-        found["stream_bytes_per_s"] = stream(meeting, place)
+        found["stream_bytes_per_s"] = stream(rendezvous, place)
     if place.rank == 0:
         print(json.dumps(found), flush=True)
     gloo.barrier()
@@ -78,13 +78,13 @@ def compare(ours: Group, peer: Group, megabytes: float, repeats: int) -> dict[st
     return {"MB": megabytes, **{name: statistics.median(values) for name, values in times.items()}}
 
 
-def stream(meeting: Meeting, place: Place) -> float:
+def stream(rendezvous: Rendezvous, place: Place) -> float:
     """The rate of one plain TCP stream from rank 1 to rank 0, in bytes per second; others do nothing."""
     count = 64 << 20
     if place.rank == 0:
-        with socket.create_server((interface_address(meeting, place), 0)) as door:
-            meeting.store.set("stream", f"{door.getsockname()[0]} {door.getsockname()[1]}")
-            sock, _ = door.accept()
+        with socket.create_server((interface_address(rendezvous, place), 0)) as listener:
+            rendezvous.store.set("stream", f"{door.getsockname()[0]} {listener.getsockname()[1]}")
+            sock, _ = listener.accept()
             with sock:
                 buffer = bytearray(1 << 20)
                 got = sock.recv_into(buffer)
@@ -92,25 +92,25 @@ def stream(meeting: Meeting, place: Place) -> float:
                 while got < count:
                     got += sock.recv_into(buffer)
                 rate = (got - first) / (time.perf_counter() - begun)
-        meeting.store.set("streamed", "1")
+        rendezvous.store.set("streamed", "1")
         return rate
     if place.rank == 1:
-        host, port = meeting.store.get("stream").decode().split()
+        host, port = rendezvous.store.get("stream").decode().split()
         with socket.create_connection((host, int(port))) as sock:
             sock.sendall(bytes(count))
-            meeting.store.get("streamed")
+            rendezvous.store.get("streamed")
     return 0.0
 
 
-def bare(meeting: Meeting, place: Place, count: int, repeats: int) -> float:
+def bare(rendezvous: Rendezvous, place: Place, count: int, repeats: int) -> float:
     """Median seconds in which two workers send each other so many bytes at once, and nothing else."""
     key = f"bare/{count}"
     if place.rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            meeting.store.set(key, str(door.getsockname()[1]))
-            sock, _ = door.accept()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            rendezvous.store.set(key, str(listener.getsockname()[1]))
+            sock, _ = listener.accept()
     else:
-        sock = socket.create_connection(("127.0.0.1", int(meeting.store.get(key))))
+        sock = socket.create_connection(("127.0.0.1", int(rendezvous.store.get(key))))
     out, into = memoryview(bytearray(count)), memoryview(bytearray(count))
     times = []
     with sock:

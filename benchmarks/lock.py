@@ -48,10 +48,10 @@ def work(repeats: int) -> None:
     """One worker's part."""
     torch.set_num_threads(1)
     place = Place.from_environment(os.environ)
-    meeting = meet(
+    rendezvous = meet(
         place, node=os.environ["BENCH_NODE"], host=socket.gethostname(), pid=os.getpid(), timeout_s=120
     )
-    engine = Engine.connect(meeting, place, shared_memory=False, deadline_s=60, timeout_s=60)
+    engine = Engine.connect(rendezvous, place, shared_memory=False, deadline_s=60, timeout_s=60)
     group = EngineGroup(engine, "auto")
     tensor = torch.zeros(_LENGTH)
     found: dict[str, dict[str, float]] = {}

@@ -42,7 +42,7 @@ def work(elements: int, seconds: float) -> None:
         optimizer.step()
         steps += 1
     elapsed_s = time.perf_counter() - begun
-    session.rest()
+    session.pause()
     rates = torch.zeros(session.world_size)
     rates[session.rank] = steps / elapsed_s
     session.all_reduce(rates)

@@ -49,11 +49,11 @@ def work(order: str, repeats: int) -> None:
     """One worker's part."""
     torch.set_num_threads(1)
     place = Place.from_environment(os.environ)
-    meeting = meet(
+    rendezvous = meet(
         place, node=os.environ["BENCH_NODE"], host=socket.gethostname(), pid=os.getpid(), timeout_s=120
     )
-    gloo = C10dGroup.connect(meeting, place, deadline_s=120)
-    engine = Engine.connect(meeting, place, shared_memory=False, deadline_s=120, timeout_s=60)
+    gloo = C10dGroup.connect(rendezvous, place, deadline_s=120)
+    engine = Engine.connect(rendezvous, place, shared_memory=False, deadline_s=120, timeout_s=60)
     groups: dict[str, Group] = {"ring": EngineGroup(engine, "ring"), "gloo": gloo}
     if order == "by site":
         groups["hierarchical"] = EngineGroup(engine, "hierarchical(group=4, rails=true)")

@@ -104,8 +104,8 @@ def work(kind: str, turns: int, steps: int) -> None:
                 times[name].append((time.perf_counter() - begun) / steps)
     found: dict[str, Any] = {name: statistics.median(values) for name, values in times.items()}
     if kind == "mlp":
-        assert session._meeting is not None
-        found["stream_bytes_per_s"] = allreduce.stream(session._meeting, place)
+        assert session._rendezvous is not None
+        found["stream_bytes_per_s"] = allreduce.stream(session._rendezvous, place)
     if place.rank == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()
