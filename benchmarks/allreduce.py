@@ -83,7 +83,7 @@ def stream(rendezvous: Rendezvous, place: Place) -> float:
     count = 64 << 20
     if place.rank == 0:
         with socket.create_server((interface_address(rendezvous, place), 0)) as listener:
-            rendezvous.store.set("stream", f"{door.getsockname()[0]} {listener.getsockname()[1]}")
+            rendezvous.store.set("stream", f"{listener.getsockname()[0]} {listener.getsockname()[1]}")
             sock, _ = listener.accept()
             with sock:
                 buffer = bytearray(1 << 20)
