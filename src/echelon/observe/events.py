@@ -111,6 +111,19 @@ class LinkMeasured(Event, frozen=True, kw_only=True, tag="link"):
     bytes_per_s: float
 
 
+class WorkersAwaited(Event, frozen=True, kw_only=True, tag="awaited"):
+    """This worker has been waiting for others since `since`; it is written again while the wait goes on.
+
+    `awaited` are the ranks without which it cannot go on, `doing` what they are doing, by rank as text, as
+    far as they answered: "rank 1 is in a backward pass (train.py:41)".
+    """
+
+    step: int
+    since: float
+    awaited: list[int]
+    doing: str = ""
+
+
 class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
     """The model was evaluated on held-out data by all workers together."""
 
@@ -246,6 +259,7 @@ AnyEvent: TypeAlias = (
     | StepEnded
     | BucketReduced
     | LinkMeasured
+    | WorkersAwaited
     | Evaluated
     | EpochEnded
     | Noted
