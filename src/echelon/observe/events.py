@@ -39,13 +39,21 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run-started"):
 
 
 class WorkerJoined(Event, frozen=True, kw_only=True, tag="worker-joined"):
-    """A worker is connected with all the others."""
+    """A worker is connected with all the others.
+
+    `sync` is the policy by which it synchronises, which a script may have chosen, and `family` the family
+    that carries it out: `local(1)` is carried out as `full` is. Both are empty if unknown. `groups` are the
+    ranks that act as one worker each, with `levels`; else empty.
+    """
 
     node: str
     host: str
     pid: int
     threads: int
     device: str
+    sync: str = ""
+    family: str = ""
+    groups: list[list[int]] = []
 
 
 class StepsExpected(Event, frozen=True, kw_only=True, tag="steps-expected"):
@@ -61,6 +69,14 @@ class StepEnded(Event, frozen=True, kw_only=True, tag="step"):
     backward, `arrival` at the round, `wait_s` until the round's result arrived, `apply_s` in the
     optimizer. `delay_s` is the part of `compute_s` that was injected on purpose. With accumulation
     the durations are sums over micro-batches.
+
+    `exchanges_us` are the other places where this worker met the others, in order: statistics of batch
+    normalisation, averages of weights. Each has the microseconds since the exchange before it (since
+    `start` for the first), and those that the exchange took, which are part of `wait_s`. If there were too
+    many, neighbours are merged. `deferred_s` is the part of `wait_s` that was for the round before.
+
+    Of the training thread, but for waits at rounds and exchanges: `cpu_s` on a core, `starved_s` ready to
+    run without one; None if unknown.
     """
 
     step: int
@@ -76,6 +92,10 @@ class StepEnded(Event, frozen=True, kw_only=True, tag="step"):
     sent_bytes: int
     loss: float | None = None
     delay_s: float = 0.0
+    exchanges_us: list[tuple[int, int]] = []
+    deferred_s: float = 0.0
+    cpu_s: float | None = None
+    starved_s: float | None = None
 
 
 class BucketReduced(Event, frozen=True, kw_only=True, tag="bucket"):

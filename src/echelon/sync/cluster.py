@@ -1,11 +1,14 @@
-"""What policies are told about a run's cluster: the one place that makes it from a plan. Pure."""
+"""What policies are told about a run's cluster, and who carries them out there. Pure.
+
+This is the one place that makes either of them from a plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from echelon.plan.plan import Plan
-from echelon.sync.policy import ClusterInfo
+from echelon.sync.policy import POLICIES, ClusterInfo, Family
 
 
 def planned_cluster(
@@ -28,6 +31,17 @@ def planned_cluster(
         lr=lr,
         seed=plan.seed,
     )
+
+
+def carried_out(plan: Plan) -> tuple[Family, list[list[int]]]:
+    """The family that carries out the plan's policy, and the groups that act as one worker each, if any.
+
+    With one worker there is nobody to synchronise with: its gradients are reduced as they are.
+    """
+    if len(plan.workers) == 1:
+        return "reduce", []
+    family = POLICIES.build(plan.sync, where="--sync").resolved().family
+    return family, [list(group) for group in plan.groups] if family == "levels" else []
 
 
 def best_rates(measured: Iterable[tuple[int, float]], workers: int) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ linear.py       linear layers that keep the factors of their gradients
 factoring.py    which linear layers send factors
 batchnorm.py    batch normalisation over all workers' samples
 clock.py        where a worker's time goes, step by step
+thread_times.py did the training thread have a core?
 record.py       a worker's events, and the start and end of a run without a launcher
 resume.py       the state of a run for a checkpoint, and how it is restored
 job.py          the built-in training job of `echelon train`

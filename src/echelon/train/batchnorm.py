@@ -4,8 +4,9 @@ Mean and variance come from all workers' samples. In backward, the two sums that
 depends on are also reduced over all workers. Workers may hold different numbers of samples: the loss is
 sum_i w_i L_i, so worker i's output gradients enter those sums with weight w_i.
 
-Each layer costs one small reduction in forward and one in backward. `prepare(batchnorm="local")` does as
-DDP does: statistics of the worker's own share, and the leader's running statistics for all.
+Each layer costs one small reduction in forward and one in backward, where all workers wait for the last:
+an exchange, which the caller can measure. `prepare(batchnorm="local")` does as DDP does: statistics of the
+worker's own share, and the leader's running statistics for all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,14 +25,31 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.comm.group import Group
 
+Exchange = Callable[[], AbstractContextManager[None]]  # in it, workers meet
+
+
+@dataclass(frozen=True, slots=True)
+class _Workers:
+    """With whom a layer normalises: their group, this worker's weight, and what surrounds exchanges."""
+
+    group: Group
+    weight_of: Callable[[], float]
+    exchange: Exchange
+
+    def all_gather(self, own: Tensor) -> list[Tensor]:
+        with self.exchange():
+            return self.group.all_gather(own)
+
+    def all_reduce(self, sums: Tensor) -> None:
+        with self.exchange():
+            self.group.all_reduce(sums).wait()
+
 
 class _Normalise(torch.autograd.Function):
     """Normalises with statistics over all workers' samples; returns the output and the statistics."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, eps: float, group: Group, weight_of: Callable[[], float]
-    ) -> _Normalised:
+    def forward(ctx: Any, x: Tensor, eps: float, workers: _Workers) -> _Normalised:
         axes = [axis for axis in range(x.dim()) if axis != 1]
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         own = x.to(wide)
@@ -37,7 +57,7 @@ class _Normalise(torch.autograd.Function):
         mean_own = own.mean(axes) if int(count) else own.new_zeros(x.size(1))
         # Squares about the worker's own mean: about zero, large means would cancel the difference.
         spread = (own - _along(mean_own, x)).square().sum(axes)
-        parts = group.all_gather(torch.cat([count, mean_own, spread]))
+        parts = workers.all_gather(torch.cat([count, mean_own, spread]))
         counts = torch.stack([part[0] for part in parts])
         means = torch.stack([part[1 : 1 + x.size(1)] for part in parts])
         spreads = torch.stack([part[1 + x.size(1) :] for part in parts])
@@ -47,32 +67,32 @@ class _Normalise(torch.autograd.Function):
         scale = torch.rsqrt(variance + eps)
         out = ((own - _along(mean, x)) * _along(scale, x)).to(x.dtype)
         ctx.save_for_backward(out, scale, total)
-        ctx.group, ctx.weight_of, ctx.axes = group, weight_of, axes
+        ctx.workers, ctx.axes = workers, axes
         ctx.mark_non_differentiable(mean, variance, total)
         return out, mean, variance, total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         out, scale, total = ctx.saved_tensors
         wide = grads[0].to(scale.dtype)
         normalised = out.to(scale.dtype)
-        weight = ctx.weight_of()
+        weight = ctx.workers.weight_of()
         sums = torch.cat([wide.sum(ctx.axes), (wide * normalised).sum(ctx.axes)]).mul_(weight)
-        ctx.group.all_reduce(sums).wait()
+        ctx.workers.all_reduce(sums)
         mean_grad, mean_grad_out = (sums / (total * weight)).chunk(2)
         inner = wide - _along(mean_grad, out) - normalised * _along(mean_grad_out, out)
-        return (inner * _along(scale, out)).to(out.dtype), None, None, None
+        return (inner * _along(scale, out)).to(out.dtype), None, None
 
 
 _Normalised = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _normalise(x: Tensor, eps: float, group: Group, weight_of: Callable[[], float]) -> _Normalised:
+def _normalise(x: Tensor, eps: float, workers: _Workers) -> _Normalised:
     """Normalise outside of torch.compile, which would trace the waits for other workers."""
     compiler = "torch._dynamo" in sys.modules  # slow to import, and loaded if anything is compiled
     apply = _untraced() if compiler else _Normalise.apply
-    return cast(_Normalised, apply(x, eps, group, weight_of))
+    return cast(_Normalised, apply(x, eps, workers))
 
 
 @functools.cache
@@ -90,15 +110,14 @@ def _along(per_channel: Tensor, like: Tensor) -> Tensor:
 class _Global(_BatchNorm):
     """Replaces a torch layer's class; its state_dict keys do not change."""
 
-    echelon_group: Group
-    echelon_weight: Callable[[], float]
+    echelon_workers: _Workers
 
     def forward(self, input: Tensor) -> Tensor:
         """In training, normalise over all workers' samples; otherwise as torch does."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        out, mean, variance, total = _normalise(input, self.eps, self.echelon_group, self.echelon_weight)
+        out, mean, variance, total = _normalise(input, self.eps, self.echelon_workers)
         self._note(mean, variance, total)
         if not self.affine:
             return out
@@ -145,15 +164,19 @@ def make_local(model: nn.Module) -> None:
     """Undo `make_global`."""
     for layer in model.modules():
         if isinstance(layer, _Global):
-            del layer.echelon_group, layer.echelon_weight
+            del layer.echelon_workers
             layer.__class__ = next(own for own, wide in _GLOBAL.items() if type(layer) is wide)  # type: ignore[assignment]
 
 
-def make_global(model: nn.Module, group: Group, weight_of: Callable[[], float]) -> int:
+def make_global(
+    model: nn.Module,
+    group: Group,
+    weight_of: Callable[[], float],
+    exchange: Exchange = nullcontext,
+) -> int:
     """Make the model's batch normalisation span all workers, in place; returns the number of layers."""
     found = layers(model)
     for layer in found:
-        layer.echelon_group = group  # type: ignore[assignment]
-        layer.echelon_weight = weight_of  # type: ignore[assignment]
+        layer.echelon_workers = _Workers(group, weight_of, exchange)  # type: ignore[assignment]
         layer.__class__ = _GLOBAL[type(layer)]  # type: ignore[index]
     return len(found)

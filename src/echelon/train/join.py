@@ -40,11 +40,12 @@ from echelon.observe.events import LinkMeasured, WorkerJoined
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan, PlanRequest, check_weights, make_plan
 from echelon.reduce.packing import sizes
-from echelon.sync.cluster import planned_cluster
+from echelon.sync.cluster import carried_out, planned_cluster
 from echelon.train.checks import check_plan, needs_parameter_servers
 from echelon.train.clock import StepClock
 from echelon.train.record import RunRecord
 from echelon.train.session import Session
+from echelon.train.thread_times import ThreadTimes
 
 RUN_VARIABLE = "ECHELON_RUN"
 _HINTS = typing.get_type_hints(Choices)
@@ -249,6 +250,7 @@ def _session(
     record.begin(plan)
     device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     mine = plan.workers[group.rank]
+    family, groups = carried_out(plan)
     record.emit(
         WorkerJoined(
             t=time.time(),
@@ -258,6 +260,9 @@ def _session(
             pid=os.getpid(),
             threads=torch.get_num_threads(),
             device=str(device),
+            sync=plan.sync,
+            family=family,
+            groups=groups,
         )
     )
     record.flush()  # the launcher waits for it
@@ -267,6 +272,7 @@ def _session(
         pace=Pace(mine.speed) if mine.speed < 1 else None,
         delay=DELAYS.build(mine.delay) if mine.delay else None,
         seed=plan.seed,
+        thread_times=ThreadTimes() if group.size > 1 and record.folder is not None else None,
     )
     try:
         session = Session(group, rendezvous, plan, clock, record, device, links)

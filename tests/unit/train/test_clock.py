@@ -11,7 +11,8 @@ from echelon.cluster.delay import Delay
 from echelon.cluster.pace import Pace
 from echelon.observe.events import BucketReduced
 from echelon.reduce.reducer import BucketTimes
-from echelon.train.clock import StepClock
+from echelon.train.clock import StepClock, exchanges_us
+from echelon.train.thread_times import ThreadTimes
 
 
 class Kept:
@@ -44,6 +45,19 @@ class Pause(Delay):
 
     def sample(self, rng):
         return self.seconds
+
+
+class Thread:
+    """Times of a thread that the test sets."""
+
+    def __init__(self):
+        self.now = (1, 0.0, 0.0)
+
+    def __call__(self):
+        return self.now
+
+    def pass_s(self, cpu_s, starved_s=0.0):
+        self.now = (1, self.now[1] + cpu_s, self.now[2] + starved_s)
 
 
 @pytest.fixture
@@ -305,3 +319,158 @@ def test_bucket_has_the_number_of_the_step_that_is_recorded_after_it(
             waiting = []
     assert clock.step == 2 * steps_per_batch
     assert waiting == []
+
+
+def exchange(clock, watch, wait_s):
+    with clock.exchange():
+        watch.pass_s(wait_s)
+
+
+def test_exchanges_within_a_step_are_waiting_and_not_computing(clock, watch, kept):
+    batch(clock, watch, data_s=1.0)
+    watch.pass_s(0.5)
+    exchange(clock, watch, 3.0)  # in forward
+    watch.pass_s(0.25)
+    clock.computing()
+    exchange(clock, watch, 0.125)  # in backward
+    backward(clock, watch, compute_s=2.0, wait_s=1.5)
+    apply(clock, watch, apply_s=0.5)
+    clock.close()
+    (step,) = kept.steps
+    assert step.compute_s == 2.75
+    assert step.wait_s == 3.0 + 0.125 + 1.5
+    assert step.exchanges_us == [(1_500_000, 3_000_000), (250_000, 125_000)]
+    assert step.data_s + step.compute_s + step.wait_s + step.apply_s == step.t - step.start
+    assert step.deferred_s == 0.0
+
+
+def test_many_exchanges_are_merged_and_lose_no_time():
+    at = 50.0
+    met = []
+    for number in range(40):
+        at += 0.001 * (number % 7)
+        met.append((at, at + 0.002))
+        at += 0.002
+    listed = exchanges_us(50.0, met)
+    assert len(listed) == 5
+    assert sum(own for own, _ in listed) == pytest.approx((at - 50.0 - 40 * 0.002) * 1e6, abs=1)
+    assert sum(wait for _, wait in listed) == 80_000
+
+
+def test_an_average_of_weights_is_an_exchange_after_the_optimizer(clock, watch, kept):
+    batch(clock, watch, data_s=1.0)
+    watch.pass_s(2.0)
+    apply(clock, watch, apply_s=0.5)
+    watch.pass_s(4.0)
+    clock.waited(4.0)
+    clock.averaged(700)
+    clock.close()
+    (step,) = kept.steps
+    assert (step.compute_s, step.wait_s, step.apply_s, step.sent_bytes) == (2.0, 4.0, 0.5, 700)
+    assert step.exchanges_us == [(3_500_000, 4_000_000)]
+    assert step.deferred_s == 0.0
+
+
+def test_waiting_for_the_round_before_is_neither_data_nor_compute(clock, watch, kept):
+    clock.data_asked()
+    watch.pass_s(2.0)
+    clock.waited(2.0)  # a claim waits until the server has released this worker
+    watch.pass_s(0.5)
+    clock.data_handed(4, 10)
+    watch.pass_s(1.0)
+    clock.waited(1.0)  # the first layer uses its parameters
+    backward(clock, watch, compute_s=2.0, wait_s=0.0)
+    apply(clock, watch)
+    clock.close()
+    (step,) = kept.steps
+    assert (step.data_s, step.compute_s, step.wait_s, step.deferred_s) == (0.5, 2.0, 3.0, 3.0)
+    assert step.exchanges_us == []
+
+
+def test_all_rounds_of_a_step_but_the_last_are_exchanges(clock, watch, kept):
+    batch(clock, watch, data_s=1.0)
+    for wait_s in (3.0, 0.5, 1.0):
+        backward(clock, watch, compute_s=2.0, wait_s=wait_s)
+    apply(clock, watch)
+    clock.close()
+    (step,) = kept.steps
+    assert (step.compute_s, step.wait_s) == (6.0, 4.5)
+    assert step.exchanges_us == [(3_000_000, 3_000_000), (2_000_000, 500_000)]
+    assert step.arrival == step.start + 10.5
+
+
+def test_a_closure_computes_and_waits_within_the_optimizer_but_counts_once(clock, watch, kept):
+    batch(clock, watch, data_s=1.0)
+    clock.applying(0)
+    watch.pass_s(0.25)
+    for _ in range(3):
+        backward(clock, watch, compute_s=2.0, wait_s=1.0)
+    clock.applied(0)
+    clock.close()
+    (step,) = kept.steps
+    assert step.data_s + step.compute_s + step.wait_s + step.apply_s <= step.t - step.start
+    assert step.wait_s == 3.0
+
+
+def test_without_a_loader_an_exchange_begins_the_next_step_where_the_last_ended(clock, watch, kept):
+    for _ in range(3):
+        watch.pass_s(0.5)
+        exchange(clock, watch, 0.25)
+        backward(clock, watch)
+        apply(clock, watch)
+    clock.close()
+    assert [len(step.exchanges_us) for step in kept.steps] == [1, 1, 1]
+    assert kept.steps[1].exchanges_us == [(500_000, 250_000)]
+    assert [one.t for one in kept.steps[:-1]] == [other.start for other in kept.steps[1:]]
+
+
+def test_time_on_a_core_and_without_one_is_that_of_the_step_but_for_its_waits(watch, kept):
+    thread = Thread()
+    clock = StepClock(kept, 0, thread_times=ThreadTimes(thread))
+    clock.optimizers = 1
+    for factor in (1.0, 2.0):
+        batch(clock, watch)
+        thread.pass_s(0.5 * factor, 0.25)
+        with clock.exchange():
+            thread.pass_s(7.0, 7.0)
+        thread.pass_s(1.0 * factor)
+        clock.computing()
+        clock.arrived()
+        thread.pass_s(9.0, 9.0)
+        clock.reduced(0)
+        apply(clock, watch)
+        thread.pass_s(0.25)
+    clock.close()
+    assert [(step.cpu_s, step.starved_s) for step in kept.steps] == [(1.75, 0.25), (3.25, 0.25)]
+
+
+def test_time_of_an_average_of_weights_is_left_out_once_there_was_one(watch, kept):
+    thread = Thread()
+    clock = StepClock(kept, 0, thread_times=ThreadTimes(thread))
+    clock.optimizers = 1
+    for _ in range(3):
+        batch(clock, watch)
+        thread.pass_s(1.0)
+        apply(clock, watch)
+        thread.pass_s(5.0)
+        clock.waited(1.0)
+        clock.averaged(8)
+        thread.pass_s(0.5)
+    batch(clock, watch)
+    thread.pass_s(1.0)
+    apply(clock, watch)
+    thread.pass_s(0.25)
+    clock.close()
+    assert [step.cpu_s for step in kept.steps] == [6.5, 1.5, 1.5, 1.25]
+
+
+def test_a_worker_alone_counts_all_of_its_time(watch, kept):
+    thread = Thread()
+    clock = StepClock(kept, 0, thread_times=ThreadTimes(thread))
+    clock.optimizers = 1
+    batch(clock, watch)
+    thread.pass_s(1.0)
+    apply(clock, watch)
+    thread.pass_s(0.5)
+    clock.close()
+    assert [step.cpu_s for step in kept.steps] == [1.5]

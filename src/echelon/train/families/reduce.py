@@ -6,8 +6,9 @@ Each prepared model gets a reducer and, where asked for, global batch normalisat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,6 +28,13 @@ from echelon.train.factoring import Factoring
 from echelon.train.families.synchronizer import Explain, ModelOptions, Overlap, Synchronizer
 
 
+class StepObserver(RoundObserver, Protocol):
+    """Records how a round goes, and the exchanges within forward and backward."""
+
+    def exchange(self) -> AbstractContextManager[None]:
+        """In the block, all workers meet in batch normalisation."""
+
+
 class ReduceSynchronizer(Synchronizer):
     """Reduces the gradients of all models of a run, on one worker.
 
@@ -36,7 +44,7 @@ class ReduceSynchronizer(Synchronizer):
     def __init__(
         self,
         group: Group,
-        observer: RoundObserver,
+        observer: StepObserver,
         *,
         link: LinkCost | None = None,
         encoding: Encoding | None = None,
@@ -70,7 +78,7 @@ class ReduceSynchronizer(Synchronizer):
         agree.share_state(self._group, model)
         self._models.append(model)
         if rules.batchnorm == "global" and batchnorm.layers(model):
-            batchnorm.make_global(model, self._group.fork(), weight)
+            batchnorm.make_global(model, self._group.fork(), weight, self._observer.exchange)
         coding = self._encoding.add(model, rules.codec)
         factoring = self._watch(model, self._factors(rules, coding))
         reducer = Reducer(
