@@ -11,7 +11,7 @@ from echelon.observe.events import LAUNCHER, decode_line
 from echelon.observe.follow import read_run
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.summary import Summary, summarise
-from echelon.observe.sync import firsts_of, policy_of
+from echelon.observe.sync import policy_of
 from echelon.plan.plan import Plan
 
 
@@ -69,7 +69,7 @@ def _summary(folder: RunFolder) -> Summary:
     try:
         return msgspec.json.decode(folder.summary.read_bytes(), type=Summary)
     except (OSError, msgspec.DecodeError):
-        return summarise(read_run(folder), policy_of(folder), firsts_of(folder))
+        return summarise(read_run(folder), policy_of(folder))
 
 
 def _started(folder: RunFolder) -> float | None:

@@ -4,13 +4,15 @@ events.py      the typed events; all other files here work from them
 run_folder.py  the paths of a run's files
 recorder.py    writes one worker's events, cheaply
 follow.py      reads the events of a run, also while it is running
-arrival.py     who kept the others waiting, judged by arrival
+arrival.py     who kept the others waiting in a step, judged by arrival
+lateness.py    who was late over a whole run: in every round, now and then, or once
 encoding.py    how many bytes a codec saved
 overlap.py     how much of communication was hidden, and what limits a step
 step_cost.py   what a step costs each worker, and which shares would balance it
 sync.py        what a sync policy other than full did with the workers' steps
 spans.py       when each part of a step took place
 summary.py     the figures of a run, from its events
+reason.py      why a worker keeps the others waiting, and what helps
 verdict.py     what the figures mean, in sentences
 progress.py    the live display and the closing table
 trace.py       Chrome-trace JSON, for Perfetto

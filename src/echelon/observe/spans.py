@@ -1,18 +1,21 @@
 """When each part of a step took place, for all displays alike.
 
 The parts follow each other on the worker's clock without overlapping: data from the step's start, compute
-up to the arrival, wait from the arrival on, apply after it. The rest of the step is `other`: the user's
-own code between these parts. A step with several rounds is shown as if the last were the only one.
+up to the arrival, wait from the arrival on, apply after it. Exchanges are waits, too: they interrupt
+computing, or follow the optimizer. The rest of the step is `other`: the user's own code between these
+parts. A wait for the round of the step before is shown before computing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from echelon.observe.events import StepEnded
 
 Activity: TypeAlias = Literal["data", "compute", "wait", "apply"]
 ACTIVITIES: tuple[Activity, ...] = ("data", "compute", "wait", "apply")
+Span: TypeAlias = tuple[Activity, float, float]
 
 
 def end_of(step: StepEnded) -> float:
@@ -34,23 +37,53 @@ def _known_s(step: StepEnded) -> float:
     return step.data_s + step.compute_s + step.wait_s + step.apply_s
 
 
-def spans(step: StepEnded) -> dict[Activity, tuple[float, float]]:
-    """Begin and end of each activity, in order; an empty one ends where it begins.
+def exchanges(step: StepEnded) -> list[tuple[float, float]]:
+    """When the step's exchanges began and ended, on the worker's clock."""
+    placed = []
+    at = step.start
+    for own_us, wait_us in step.exchanges_us:
+        begun = at + own_us / 1e6
+        at = begun + wait_us / 1e6
+        placed.append((begun, at))
+    return placed
 
-    With accumulation, compute is one span that ends at the arrival.
-    """
+
+def exchanged_s(step: StepEnded) -> float:
+    """The part of the step's wait that was at exchanges."""
+    return sum(wait_us for _, wait_us in step.exchanges_us) / 1e6
+
+
+def result_of(step: StepEnded) -> float:
+    """When the worker had the result of the step's last round."""
+    return step.arrival + max(0.0, step.wait_s - step.deferred_s - exchanged_s(step))
+
+
+def spans(step: StepEnded) -> list[Span]:
+    """What the worker did from when to when, in order; with accumulation, compute ends at the arrival."""
+    met = exchanges(step)
+    within = [(begun, ended) for begun, ended in met if begun < step.arrival]
+    computing = step.arrival - step.compute_s - sum(ended - begun for begun, ended in within)
+    result = result_of(step)
+    wanted: list[Span] = [("data", step.start, step.start + step.data_s)]
+    wanted += [("wait", computing - step.deferred_s, computing)]
+    wanted += [("compute", begin, end) for begin, end in _without(computing, step.arrival, within)]
+    wanted += [("wait", begun, ended) for begun, ended in met]
+    wanted += [("wait", step.arrival, result), ("apply", result, result + step.apply_s)]
     over = end_of(step)
-    round_over = step.arrival + step.wait_s
-    wanted: dict[Activity, tuple[float, float]] = {
-        "data": (step.start, step.start + step.data_s),
-        "compute": (step.arrival - step.compute_s, step.arrival),
-        "wait": (step.arrival, round_over),
-        "apply": (round_over, round_over + step.apply_s),
-    }
-    placed: dict[Activity, tuple[float, float]] = {}
+    placed: list[Span] = []
     free_from = step.start
-    for activity, (begin, end) in wanted.items():
+    for activity, begin, end in sorted(wanted, key=lambda span: span[1]):
         begin = min(max(begin, free_from), over)
         free_from = min(max(begin, end), over)
-        placed[activity] = (begin, free_from)
+        if free_from > begin:
+            placed.append((activity, begin, free_from))
     return placed
+
+
+def _without(begin: float, end: float, holes: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """An interval without these parts, which are in order."""
+    left = []
+    for hole_begin, hole_end in holes:
+        left.append((begin, max(begin, min(hole_begin, end))))
+        begin = max(begin, min(hole_end, end))
+    return [*left, (begin, end)]

@@ -7,12 +7,12 @@ the figures so far at any time; `summarise` takes them all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
-from echelon.observe.arrival import Basis, Judgement, ObservedRound, RoundTally, basis, contradicts, judge
+from echelon.observe.arrival import Basis, ObservedRound, RoundTally
 from echelon.observe.atomic import write_whole
 from echelon.observe.encoding import CodecFigures, CodecTally
 from echelon.observe.events import (
@@ -32,11 +32,12 @@ from echelon.observe.events import (
     WorkerJoined,
 )
 from echelon.observe.follow import read_run
+from echelon.observe.lateness import CircleTally, Lateness, LatenessTally, Stall
 from echelon.observe.overlap import Communication, TrafficTally
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.spans import end_of, length_s, other_s
 from echelon.observe.step_cost import CostTally, StepCost
-from echelon.observe.sync import Stretch, SyncFigures, SyncTally, firsts_of, policy_of, steps_together
+from echelon.observe.sync import Stretch, SyncFigures, SyncTally, policy_of, steps_together
 
 UNFINISHED = "unfinished"
 
@@ -47,7 +48,13 @@ class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
     `step_s` is the time this worker spent in steps, the sum of the five parts from `data_s` to `other_s`;
     `samples_per_s` is relative to it. `late_s` is the part of `wait_s` before the last worker arrived; the
     rest of it is the exchange itself. `held_up_s` is how long this worker kept the others waiting,
-    `alone_s` the part of that in which only it was missing; arrival.py has the definition.
+    `alone_s` the part of that in which only it was missing, and `late_result_s` the part that began with a
+    result that reached it late; arrival.py has the definitions. `rounds` counts the worker's rounds that
+    were judged, `times_last` those in which it kept the others waiting longest, and `steady` is the share
+    of them in which it was about as late as usual; lateness.py has the definition.
+
+    Of `own_s`, the time in steps but for waiting, the training thread was `cpu_s` on a core and `starved_s`
+    ready without one; None if unknown, `cpu_s` also if another device computes.
     """
 
     rank: int
@@ -68,6 +75,26 @@ class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
     times_last: int
     held_up_s: float
     alone_s: float
+    rounds: int = 0
+    late_result_s: float = 0.0
+    steady: float = 0.0
+    cpu_s: float | None = None
+    starved_s: float | None = None
+
+    @property
+    def own_s(self) -> float:
+        """The time in steps that was not spent waiting for other workers."""
+        return max(0.0, self.step_s - self.wait_s)
+
+    @property
+    def idle_s(self) -> float | None:
+        """Own time in which the thread neither ran nor wanted to: it slept, or waited for something else.
+
+        Injected delays are not counted; None if unknown.
+        """
+        if self.cpu_s is None or self.starved_s is None:
+            return None
+        return max(0.0, self.own_s - self.cpu_s - self.starved_s - self.delay_s)
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,15 +103,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     `seconds` runs from the first step's start to the last step's end. `steps` is the largest number of
     steps of a worker, `epochs` how many ended. `train_loss` is the mean over the samples of the last
     tenth of the steps, at least ten of them. Test figures are those of the last evaluation.
-    `rounds` counts the steps that all of several workers reported, the only ones judged by
-    arrival; `spread_s` sums their spreads. `judged_by` is "wait" if the workers' clocks disagree.
+    `rounds` counts the steps in which workers met and that all of them reported, the only ones judged by
+    arrival; `spread_s` sums their spreads, `stalls` are rounds that stand far out, `met` is how many
+    workers meet. If `meet_often`, they met several times in a step, or went on before they had the result:
+    then the last worker is not the one that arrived last, but the one that kept the others waiting
+    longest. `judged_by` is "wait" if the workers' clocks disagree.
     `outcome` is completed, failed, interrupted, or unfinished if no end was recorded.
     `communication` is None if no bucket was reported; overlap.py has the definitions. `coding` is None
     if nothing was encoded. `costs` is empty if they are unknown; step_cost.py has the definition.
 
-    With a sync policy other than `full` workers do not step together: there are no rounds and no last
-    worker, and `train_loss` is over the last tenth of each worker's own steps. Only then is `sync` set
-    (`agreement` in JSON); sync.py has the definitions.
+    With sync policies of other families than that of `full` workers do not step together: `rounds` are
+    only the steps in which they exchanged weights, none with a server, and `train_loss` is over the last
+    tenth of each worker's own steps. Only then is `sync` set (`agreement` in JSON); sync.py has the
+    definitions.
     """
 
     world_size: int
@@ -106,6 +137,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     coding: CodecFigures | None = None
     sync: SyncFigures | None = msgspec.field(name="agreement", default=None)
     costs: tuple[StepCost, ...] = ()
+    met: int = 0
+    meet_often: bool = False
+    stalls: tuple[Stall, ...] = ()
 
     @property
     def all_steps(self) -> int:
@@ -116,6 +150,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(slots=True)
 class _WorkerSums:
     node: str = ""
+    device: str = ""
     steps: int = 0
     samples: int = 0
     step_s: float = 0.0
@@ -127,6 +162,8 @@ class _WorkerSums:
     delay_s: float = 0.0
     sent_bytes: int = 0
     exchanges: int = 0
+    cpu_s: float | None = 0.0
+    starved_s: float | None = 0.0
 
     def add(self, event: StepEnded) -> None:
         self.steps += 1
@@ -140,54 +177,13 @@ class _WorkerSums:
         self.other_s += other_s(event)
         self.delay_s += event.delay_s
         self.sent_bytes += event.sent_bytes
+        self.cpu_s = _plus(self.cpu_s, event.cpu_s)
+        self.starved_s = _plus(self.starved_s, event.starved_s)
 
 
-class _Lateness:
-    """Sums over rounds: who was late, and what it cost."""
-
-    def __init__(self) -> None:
-        self.rounds = 0
-        self.spread_s = 0.0
-        self.times_last: dict[int, int] = {}
-        self.held_up_s: dict[int, float] = {}
-        self.alone_s: dict[int, float] = {}
-        self.late_s: dict[int, float] = {}
-
-    def add(self, judged: Judgement) -> None:
-        self.rounds += 1
-        self.spread_s += judged.spread_s
-        self.times_last[judged.last] = self.times_last.get(judged.last, 0) + 1
-        self.alone_s[judged.last] = self.alone_s.get(judged.last, 0.0) + judged.alone_s
-        for rank, seconds in judged.charged_s.items():
-            self.held_up_s[rank] = self.held_up_s.get(rank, 0.0) + seconds
-        for rank, seconds in judged.waited_s.items():
-            self.late_s[rank] = self.late_s.get(rank, 0.0) + seconds
-
-    def copy(self) -> _Lateness:
-        other = _Lateness()
-        other.rounds, other.spread_s = self.rounds, self.spread_s
-        other.times_last, other.held_up_s = dict(self.times_last), dict(self.held_up_s)
-        other.alone_s, other.late_s = dict(self.alone_s), dict(self.late_s)
-        return other
-
-
-class _RoundSums:
-    """Lateness judged both ways: which one counts is known only at the end."""
-
-    def __init__(self) -> None:
-        self.contradictions = 0
-        self.sums: dict[Basis, _Lateness] = {"arrival": _Lateness(), "wait": _Lateness()}
-
-    def add(self, round_: ObservedRound) -> None:
-        self.contradictions += contradicts(round_)
-        for by, sums in self.sums.items():
-            sums.add(judge(round_, by))
-
-    def copy(self) -> _RoundSums:
-        other = _RoundSums()
-        other.contradictions = self.contradictions
-        other.sums = {by: sums.copy() for by, sums in self.sums.items()}
-        return other
+def _plus(sum_s: float | None, seconds: float | None) -> float | None:
+    """A sum that is unknown if one of its parts is."""
+    return None if sum_s is None or seconds is None else sum_s + seconds
 
 
 class _RecentLoss:
@@ -228,16 +224,19 @@ class Tally:
 
     `limit` bounds how many incomplete rounds are kept, for live displays; then communication and step
     costs, whose medians take long to compute, are left out. `policy` is the sync policy if it is known from
-    elsewhere than from events, `firsts` the first rank of each group with policy `levels`.
+    elsewhere than from events.
     """
 
-    def __init__(self, limit: int | None = None, policy: str = "", firsts: Sequence[int] = ()) -> None:
-        self._policy = policy
-        self._sync = SyncTally(firsts)
+    def __init__(self, limit: int | None = None, policy: str = "") -> None:
+        self._limit = limit
+        self._asked = policy
+        self._policy = self._family = ""  # as the workers say
+        self._sync = SyncTally()
         self._workers: dict[int, _WorkerSums] = {}
         self._declared: int | None = None
         self._rounds_open = RoundTally(limit)
-        self._rounds = _RoundSums()
+        self._circles: CircleTally | None = None
+        self._lateness = LatenessTally()
         self._traffic = TrafficTally() if limit is None else None
         self._costs = CostTally() if limit is None else None
         self._codecs = CodecTally()
@@ -268,11 +267,10 @@ class Tally:
             case ServerEnded():
                 self._codecs.server(event)
             case WorkerJoined():
-                self._worker(event.rank).node = event.node
-                self._hosts.add(event.host)
+                self._joined(event)
             case RunStarted():
                 self._declared = event.world_size
-                self._policy = event.sync or self._policy
+                self._asked = event.sync or self._asked
             case EpochEnded():
                 self._epochs.add(event.epoch)
             case Evaluated():
@@ -293,6 +291,21 @@ class Tally:
             worker = self._workers[rank] = _WorkerSums()
         return worker
 
+    def _joined(self, event: WorkerJoined) -> None:
+        self._worker(event.rank).node = event.node
+        self._worker(event.rank).device = event.device
+        self._hosts.add(event.host)
+        self._policy = event.sync or self._policy
+        self._family = event.family or self._family
+        if event.groups and all(event.groups) and self._circles is None:
+            self._sync.know_groups(event.groups)
+            self._circles = CircleTally(event.groups, self._limit)
+            early = self._rounds_open.incomplete()  # steps that came before this event
+            self._rounds_open = RoundTally(self._limit)
+            for round_ in early:
+                for step in round_.workers.values():
+                    self._meet(step)
+
     def _step(self, event: StepEnded) -> None:
         self._worker(event.rank).add(event)
         self._loss.add(event)
@@ -301,27 +314,42 @@ class Tally:
         self._own_losses[event.rank].add(event)
         self._first_start = min(self._first_start, event.start)
         self._last_end = max(self._last_end, end_of(event))
-        if self.apart:
-            return
-        if self._costs is not None:
+        if self._costs is not None and not self._alone:
             self._costs.add(event)
-        if self._traffic is not None:
+        if self._traffic is not None and not self.apart:
             self._traffic.step(event)
-        complete = self._rounds_open.add(event, self._declared)
-        if complete is not None and len(complete.workers) > 1:
-            self._rounds.add(complete)
-            if self._traffic is not None:
-                self._traffic.round(complete)
+        self._meet(event)
+
+    def _meet(self, event: StepEnded) -> None:
+        """Judge the rounds that this step completes."""
+        if self._circles is not None:
+            inside, between = self._circles.add(event)
+            if inside is not None:
+                self._lateness.add(inside)
+            if between is not None:
+                self._lateness.add(between, between=True)
+        elif not self._alone:
+            complete = self._rounds_open.add(event, self._declared)
+            if complete is not None and len(complete.workers) > 1:
+                self._lateness.add(complete)
+                if self._traffic is not None and not self.apart:
+                    self._traffic.round(complete)
 
     @property
     def apart(self) -> bool:
         """Whether workers do not step together."""
-        return self._sync.served or not steps_together(self._policy)
+        return self._sync.served or not steps_together(self.policy, self._family)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether each worker meets only a server, at times of its own, or nobody knows whom it meets."""
+        unknown = not self._family and not steps_together(self.policy)
+        return self._circles is None and (self._sync.served or unknown)
 
     @property
     def policy(self) -> str:
         """The sync policy; `full` unless a plan or an event names another."""
-        return self._policy or ("the server's policy" if self._sync.served else "full")
+        return self._policy or self._asked or ("the server's policy" if self._sync.served else "full")
 
     def course(self) -> tuple[Stretch, ...]:
         """The sync figures over time, in finer stretches than the summary has."""
@@ -330,16 +358,11 @@ class Tally:
     def summary(self) -> Summary:
         """The figures of the events so far."""
         world_size = self._declared if self._declared is not None else len(self._workers)
-        if self.apart:  # a few steps may have come before the policy was known
-            self._rounds, self._rounds_open = _RoundSums(), RoundTally()
-        rounds = self._rounds
+        if self._alone:  # a few steps may have come before the server's events
+            self._lateness, self._rounds_open = LatenessTally(), RoundTally()
+        # Complete, but the world's size was not known when their last step came:
         late_rounds = [r for r in self._rounds_open.incomplete() if len(r.workers) >= max(2, world_size)]
-        if late_rounds:  # complete, but the world's size was not known when their last step came
-            rounds = rounds.copy()
-            for round_ in late_rounds:
-                rounds.add(round_)
-        by = basis(rounds.contradictions, rounds.sums["arrival"].rounds, len(self._hosts))
-        lateness = rounds.sums[by]
+        lateness = self._lateness.with_more(late_rounds).figures(len(self._hosts), all_meet=not self.apart)
         samples = sum(worker.samples for worker in self._workers.values())
         seconds = max(0.0, self._last_end - self._first_start) if samples else 0.0
         return Summary(
@@ -353,17 +376,20 @@ class Tally:
             test_loss=_finite(self._evaluated.loss) if self._evaluated else None,
             accuracy=_finite(self._evaluated.accuracy) if self._evaluated else None,
             rounds=lateness.rounds,
-            judged_by=by,
+            judged_by=lateness.judged_by,
             spread_s=lateness.spread_s,
             outcome=self._outcome(),
             failure=self._failure(),
             workers=tuple(
                 _worker_summary(rank, self._workers[rank], lateness) for rank in sorted(self._workers)
             ),
-            communication=self._communication(by, late_rounds),
+            communication=self._communication(lateness.judged_by, late_rounds),
             coding=self._codecs.figures(),
             sync=self._sync_figures(),
-            costs=self._costs.costs() if self._costs is not None and not self.apart else (),
+            costs=self._costs.costs() if self._costs is not None and not self._sync.served else (),
+            met=lateness.met,
+            meet_often=lateness.meet_often,
+            stalls=lateness.stalls,
         )
 
     def _own_loss(self) -> float | None:
@@ -381,7 +407,7 @@ class Tally:
         if not self.apart:
             return None
         exchanges = {rank: worker.exchanges for rank, worker in self._workers.items()}
-        return self._sync.figures(self.policy, exchanges)
+        return self._sync.figures(self.policy, exchanges, self._family)
 
     def _outcome(self) -> str:
         if self._ended is not None:
@@ -397,7 +423,8 @@ class Tally:
         return ""
 
 
-def _worker_summary(rank: int, worker: _WorkerSums, lateness: _Lateness) -> WorkerSummary:
+def _worker_summary(rank: int, worker: _WorkerSums, lateness: Lateness) -> WorkerSummary:
+    late = lateness.of(rank)
     return WorkerSummary(
         rank=rank,
         node=worker.node,
@@ -411,12 +438,18 @@ def _worker_summary(rank: int, worker: _WorkerSums, lateness: _Lateness) -> Work
         wait_s=worker.wait_s,
         apply_s=worker.apply_s,
         other_s=worker.other_s,
-        late_s=lateness.late_s.get(rank, 0.0),
+        late_s=late.late_s,
         delay_s=worker.delay_s,
         sent_bytes=worker.sent_bytes,
-        times_last=lateness.times_last.get(rank, 0),
-        held_up_s=lateness.held_up_s.get(rank, 0.0),
-        alone_s=lateness.alone_s.get(rank, 0.0),
+        times_last=late.times_last,
+        held_up_s=late.held_up_s,
+        alone_s=late.alone_s,
+        rounds=late.rounds,
+        late_result_s=late.late_result_s,
+        steady=late.steady,
+        # On another device the thread waits for its own computation.
+        cpu_s=worker.cpu_s if worker.steps and worker.device in ("", "cpu") else None,
+        starved_s=worker.starved_s if worker.steps else None,
     )
 
 
@@ -428,9 +461,9 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def summarise(events: Iterable[AnyEvent], policy: str = "", firsts: Sequence[int] = ()) -> Summary:
-    """The figures of these events; `policy` and `firsts` as for `Tally`."""
-    tally = Tally(policy=policy, firsts=firsts)
+def summarise(events: Iterable[AnyEvent], policy: str = "") -> Summary:
+    """The figures of these events; `policy` as for `Tally`."""
+    tally = Tally(policy=policy)
     for event in events:
         tally.add(event)
     return tally.summary()
@@ -438,7 +471,7 @@ def summarise(events: Iterable[AnyEvent], policy: str = "", firsts: Sequence[int
 
 def write_summary(folder: RunFolder) -> Summary:
     """Summarise the run and write the figures to its `summary.json`."""
-    summary = summarise(read_run(folder), policy_of(folder), firsts_of(folder))
+    summary = summarise(read_run(folder), policy_of(folder))
     data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_whole(folder.summary, data + b"\n")
     return summary

@@ -5,6 +5,8 @@ With parameter servers, the first server records every arrival and every decisio
     age         of an applied push: the number of updates between the weights it was computed on and the
                 update that contains it; 0 where workers step together
     held        the time from a worker's arrival to its release, as the server saw it
+    held up     how long a worker kept the others waiting: the workers that one arrival releases are judged
+                like those of a round (arrival.py). A worker that leaves counts as arriving then
     took part   of all updates made while the worker was in the run, the share that contains its push
     alone       how often a worker was released with its own weights
 
@@ -29,11 +31,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from echelon.observe.arrival import charge
 from echelon.observe.events import Arrived, Decided
 from echelon.observe.run_folder import RunFolder
 
 FULL = "full"
-_LEVELS = "levels"
+_REDUCE = "reduce"
 _MOST_CELLS = 120
 _FEW_STRETCHES = 20
 _FIRST_WIDTH_S = 0.01
@@ -57,6 +60,7 @@ class WorkerSync(msgspec.Struct, frozen=True, kw_only=True):
     ages: dict[int, int]
     held_s: float
     exchanges: int
+    held_up_s: float = 0.0
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +81,7 @@ class SyncFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The whole run's figures. `parts` maps a number of pushes to the number of updates made from so many.
 
     `served` tells whether there was a parameter server; without one, figures about pushes and updates are
-    0. `began` is the time of the first arrival.
+    0. `began` is the time of the first arrival. `family` is that of the policy, empty if unknown.
     """
 
     policy: str
@@ -94,23 +98,13 @@ class SyncFigures(msgspec.Struct, frozen=True, kw_only=True):
     held_s: float
     workers: tuple[WorkerSync, ...]
     course: tuple[Stretch, ...]
+    family: str = ""
 
 
 def policy_of(folder: RunFolder) -> str:
     """The sync policy in the run's plan; empty without a readable plan."""
     sync = _plan_of(folder).get("sync", "")
     return sync if isinstance(sync, str) else ""
-
-
-def firsts_of(folder: RunFolder) -> tuple[int, ...]:
-    """With `levels`, the first rank of each group; otherwise empty."""
-    if _name(policy_of(folder)) != _LEVELS:
-        return ()
-    try:
-        groups = msgspec.convert(_plan_of(folder).get("groups", ()), tuple[tuple[int, ...], ...])
-    except msgspec.ValidationError:
-        return ()
-    return tuple(group[0] for group in groups) if all(groups) else ()
 
 
 def _plan_of(folder: RunFolder) -> dict[str, Any]:
@@ -121,13 +115,9 @@ def _plan_of(folder: RunFolder) -> dict[str, Any]:
     return plan
 
 
-def steps_together(policy: str) -> bool:
-    """Whether all workers take every step together with this policy; True if it is not known."""
-    return _name(policy) in ("", FULL)
-
-
-def _name(policy: str) -> str:
-    return policy.partition("(")[0].strip()
+def steps_together(policy: str, family: str = "") -> bool:
+    """Whether all workers take every step together: the family says so; in old records, only `full`."""
+    return family == _REDUCE if family else policy in ("", FULL)
 
 
 @dataclass(slots=True)
@@ -233,19 +223,22 @@ def _stretch(cell: _Cell, begin_s: float, width_s: float, workers: int) -> Stret
 
 
 class SyncTally:
-    """Takes a server's events one by one, in order; `figures` gives the figures so far.
+    """Takes a server's events one by one, in order; `figures` gives the figures so far."""
 
-    With `levels`, `firsts` has the first rank of each group; the other ranks have no figures.
-    """
-
-    def __init__(self, firsts: Sequence[int] = ()) -> None:
-        self._firsts = tuple(firsts)
+    def __init__(self) -> None:
+        self._firsts: tuple[int, ...] = ()
         self._workers: dict[int, _Part] = {}
         self._read: dict[tuple[int, int], int] = {}  # version read by each pending push
         self._since: dict[int, float] = {}  # arrival time of each waiting worker
+        self._released: dict[int, float] = {}  # arrival times of those released since the last arrival
+        self._held_up_s: dict[int, float] = {}
         self._parts: dict[int, int] = {}
         self._course = _Timeline()
         self._updates = 0
+
+    def know_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        """With `levels`: call it before the server's events; only each group's first rank has figures."""
+        self._firsts = tuple(group[0] for group in groups)
 
     @property
     def served(self) -> bool:
@@ -269,7 +262,10 @@ class SyncTally:
 
     def arrived(self, event: Arrived) -> None:
         """Record an arrival."""
-        if event.worker < 0 or event.table:
+        if event.table:
+            return
+        self._held_up_s, self._released = self._charged(), {}
+        if event.worker < 0:
             return
         if self._firsts:
             event = msgspec.structs.replace(event, worker=self._rank(event.worker))
@@ -277,6 +273,7 @@ class SyncTally:
         if event.kind == "leave":
             part.gone_at = self._updates
             self._since.pop(event.worker, None)
+            self._released[event.worker] = event.t
             return
         if event.kind == "join":
             if part.gone_at is not None:
@@ -304,9 +301,16 @@ class SyncTally:
             since = self._since.pop(event.worker, None)
             if since is not None:
                 part.held_s += max(0.0, event.t - since)
+                self._released[event.worker] = since
             if event.what == "release" and not event.fresh:
                 part.alone += 1
                 _count(self._course.at(event.t).alone, event.worker)
+
+    def _charged(self) -> dict[int, float]:
+        """How long each worker kept others waiting, with those that were released last."""
+        charges = charge(self._released)
+        ranks = {*self._held_up_s, *charges}
+        return {rank: self._held_up_s.get(rank, 0.0) + charges.get(rank, 0.0) for rank in ranks}
 
     def _applied(self, event: Decided) -> None:
         self._updates += 1
@@ -339,12 +343,15 @@ class SyncTally:
         """Figures over time, in at most `most` stretches, for at least `workers` workers."""
         return self._course.stretches(max(workers, max(self._workers, default=-1) + 1), most)
 
-    def figures(self, policy: str, exchanges: Mapping[int, int]) -> SyncFigures:
-        """The figures so far; `exchanges` counts the steps after which each worker exchanged weights."""
+    def figures(self, policy: str, exchanges: Mapping[int, int], family: str = "") -> SyncFigures:
+        """The figures so far; `exchanges` counts the steps in which each worker sent something."""
         ranks = sorted({*self._workers, *exchanges})
         if self._firsts and self.served:
             ranks = [rank for rank in ranks if rank in self._workers or rank in self._firsts]
-        workers = tuple(self._worker(rank, exchanges.get(rank, 0)) for rank in ranks)
+        held_up_s = self._charged()
+        workers = tuple(
+            self._worker(rank, exchanges.get(rank, 0), held_up_s.get(rank, 0.0)) for rank in ranks
+        )
         reasons: dict[str, int] = {}
         for worker in workers:
             for reason, count in worker.dropped_for.items():
@@ -352,6 +359,7 @@ class SyncTally:
         applied = sum(worker.applied for worker in workers)
         return SyncFigures(
             policy=policy,
+            family=family,
             served=self.served,
             began=self._course.began or 0.0,
             updates=self._updates,
@@ -367,7 +375,7 @@ class SyncTally:
             course=self.course(_FEW_STRETCHES, workers=max(ranks, default=-1) + 1),
         )
 
-    def _worker(self, rank: int, exchanges: int) -> WorkerSync:
+    def _worker(self, rank: int, exchanges: int, held_up_s: float) -> WorkerSync:
         part = self._workers.get(rank, _Part())
         return WorkerSync(
             rank=rank,
@@ -383,6 +391,7 @@ class SyncTally:
             ages=dict(sorted(part.ages.items())),
             held_s=part.held_s,
             exchanges=exchanges,
+            held_up_s=held_up_s,
         )
 
 

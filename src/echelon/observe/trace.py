@@ -1,7 +1,7 @@
 """Writes a run as Chrome-trace JSON, which opens in Perfetto: what each worker did, when.
 
 There is one process per worker with one lane per activity, and one process for the run with its loss and
-throughput. Faults, failures, checkpoints and evaluations are instants. Every slice carries its step. In
+throughput. Faults, failures, checkpoints and evaluations are instants. Every slice carries its step. At
 each round an arrow leads from the worker that arrived last to the one that waited longest. Below its
 activities each worker has its buckets, from filling (encode) to the reduced result, and within that the
 time until its own bytes were sent. Buckets in flight at the same time are in separate rows.
@@ -26,7 +26,7 @@ import msgspec
 
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError
-from echelon.observe.arrival import ObservedRound, RoundTally, basis, clock_offsets, contradicts, same_clock
+from echelon.observe.arrival import ObservedRound, basis, clock_offsets, contradicts, rounds_of, same_clock
 from echelon.observe.atomic import write_whole
 from echelon.observe.events import (
     LAUNCHER,
@@ -71,7 +71,7 @@ def chrome_trace(events: Iterable[AnyEvent], policy: str = "") -> dict[str, Any]
         ]
     start = min((_begin(event) for event in kept), default=0.0)
     steps = sorted((e for e in kept if isinstance(e, StepEnded)), key=lambda e: (e.start, e.rank))
-    rounds = _rounds(steps) if together else []
+    rounds = rounds_of(steps) if together else []
     lanes = _Lanes(start)
     for step in steps:
         lanes.add(step)
@@ -117,28 +117,27 @@ def _pid(rank: int) -> int:
     return _RUN_PID if rank == LAUNCHER else 100 + 10 * rank
 
 
-def _rounds(steps: Iterable[StepEnded]) -> list[ObservedRound]:
-    rounds = RoundTally()
-    for step in steps:
-        rounds.add(step, None)
-    return rounds.incomplete()
-
-
 def _offsets(events: list[AnyEvent]) -> dict[int, float]:
     hosts = {event.host for event in events if isinstance(event, WorkerJoined)}
-    rounds = _rounds(event for event in events if isinstance(event, StepEnded))
+    rounds = rounds_of(event for event in events if isinstance(event, StepEnded))
     shared = [round_ for round_ in rounds if len(round_.workers) > 1]
-    by = basis(sum(map(contradicts, shared)), len(shared), len(hosts))
+    contradictions = sum(
+        contradicts(round_, before) for round_, before in zip(shared, [None, *shared], strict=False)
+    )
+    by = basis(contradictions, len(shared), len(hosts))
     return clock_offsets(shared) if by == "wait" else {}
 
 
 def _step_together(events: Iterable[AnyEvent], policy: str) -> bool:
+    family = ""
     for event in events:
         if isinstance(event, (Arrived, Decided)):
             return False
+        if isinstance(event, WorkerJoined) and event.family:
+            family = event.family
         if isinstance(event, RunStarted):
             policy = event.sync or policy
-    return steps_together(policy)
+    return steps_together(policy, family)
 
 
 def _about(events: list[AnyEvent], offsets: dict[int, float]) -> dict[str, Any]:
@@ -199,8 +198,10 @@ class _Lanes:
         }
         if step.delay_s:
             args["injected_delay_s"] = step.delay_s
-        for lane, (activity, (begin, end)) in enumerate(spans(step).items(), start=1):
-            tid = _pid(step.rank) + lane
+        if step.starved_s is not None:
+            args["without_a_core_s"] = step.starved_s
+        for activity, begin, end in spans(step):
+            tid = _pid(step.rank) + ACTIVITIES.index(activity) + 1
             ts = max(_us(begin - self._start), self._free_from.get(tid, 0))
             dur = _us(end - self._start) - ts
             if dur <= 0:
@@ -209,8 +210,8 @@ class _Lanes:
             placed: TraceEvent = {"ph": "X", "name": activity, "cat": activity, "ts": ts, "dur": dur}
             placed |= {"pid": _pid(step.rank), "tid": tid, "args": args}
             self.slices.append(placed)
-            if activity == "wait":
-                self._waits[step.rank, step.step] = placed
+            if activity == "wait" and begin >= step.arrival:
+                self._waits.setdefault((step.rank, step.step), placed)
 
     def arrow(self, round_: ObservedRound) -> list[TraceEvent]:
         """An arrow from the wait of the last worker to the longest wait; none if either has no slice."""
@@ -281,18 +282,13 @@ class _BucketRows:
 
 
 def _counters(round_: ObservedRound, start: float) -> list[TraceEvent]:
-    steps = round_.workers.values()
-    ts = _us(max(end_of(step) for step in steps) - start)
+    ts = _us(round_.end - start)
     counters = []
-    seconds = max(end_of(step) for step in steps) - min(step.start for step in steps)
+    seconds = round_.end - round_.begin
     if seconds > 0:
-        samples = sum(step.share for step in steps)
-        counters.append(_counter("throughput", ts, {"samples/s": round(samples / seconds, 3)}))
-    known = [(s.share, s.loss) for s in steps if s.loss is not None and math.isfinite(s.loss)]
-    weight = sum(share for share, _ in known)
-    if weight:
-        loss = sum(share * loss for share, loss in known) / weight
-        counters.append(_counter("train loss", ts, {"loss": loss}))
+        counters.append(_counter("throughput", ts, {"samples/s": round(round_.samples / seconds, 3)}))
+    if round_.loss is not None:
+        counters.append(_counter("train loss", ts, {"loss": round_.loss}))
     return counters
 
 
