@@ -3,18 +3,18 @@
 Of one worker's step:
 
     communication   the time in which at least one of its buckets was in flight
-    exposed         the time for which its trainer waited for buckets
-    hidden          1 - exposed / communication
+    exposed         the part of it for which its trainer waited
+    hidden          1 - exposed / communication, of the medians
     wire limit      the bytes it sent, divided by the rate of its slowest measured link
 
-A faster link cannot shorten the waiting for late workers, so that time (see arrival.py) is subtracted from
-both communication and exposed.
-
-No step can be shorter than its limit: the largest of all workers' compute times and wire limits. A step's
-distance is its length divided by its limit. The limit is set by one worker's compute time or by one link.
+A faster link cannot shorten the waiting for late workers, so time in flight while the worker waited for
+late ones (see arrival.py) counts in neither. Where a group does not report when buckets were in flight,
+communication is unknown, and exposed is the whole wait for buckets but for late workers.
 
 Figures of a run are medians over its last rounds that all workers reported; the first is left out as
-warm-up if there are more than three.
+warm-up if there are more than three. No step can be shorter than its limit: the largest of all workers'
+(median) compute times and wire limits. A worker's distance is its (median) step divided by the limit; that
+of the run is the largest. The limit is set by one worker's compute time or by one link.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from echelon.observe.arrival import Basis, ObservedRound, judge
+from echelon.observe.arrival import Basis, ObservedRound, late_at_round
 from echelon.observe.events import BucketReduced, LinkMeasured, StepEnded
 from echelon.observe.spans import length_s
 
@@ -43,7 +43,7 @@ class WorkerCommunication(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's median step; None means unknown. Its slowest link leads to `peer`."""
 
     rank: int
-    communication_s: float
+    communication_s: float | None
     exposed_s: float
     late_s: float
     hidden: float | None
@@ -53,6 +53,7 @@ class WorkerCommunication(msgspec.Struct, frozen=True, kw_only=True):
     distance: float | None
     peer: int | None
     bytes_per_s: float | None
+    step_s: float = 0.0
 
 
 class Communication(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,9 +70,12 @@ class Communication(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Sums over the buckets of one worker's step, waiting for late workers included."""
+    """The buckets of one worker's step: how long the trainer waited, and when they were in flight.
 
-    communication_s: float = 0.0
+    `flights` is None if unknown.
+    """
+
+    flights: tuple[Interval, ...] | None = None
     waited_s: float = 0.0
 
 
@@ -79,23 +83,13 @@ class Traffic:
 class StepFigures:
     """One worker's step, by the module's definitions."""
 
-    communication_s: float
+    communication_s: float | None
     exposed_s: float
     late_s: float
     sent_bytes: int
     compute_s: float
     wire_limit_s: float | None
     length_s: float
-
-    @property
-    def hidden(self) -> float | None:
-        """The hidden share of communication."""
-        return hidden_share(self.exposed_s, self.communication_s)
-
-    @property
-    def limit_s(self) -> float:
-        """The shortest time in which this worker could take the step."""
-        return max(self.compute_s, self.wire_limit_s or 0.0)
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
@@ -116,15 +110,25 @@ def in_flight(buckets: Iterable[BucketReduced]) -> list[Interval]:
 
 def traffic(buckets: Sequence[BucketReduced]) -> Traffic:
     """Sum these buckets, which are of one worker's step."""
+    known = any(bucket.begun for bucket in buckets)
     return Traffic(
-        communication_s=sum(end - begin for begin, end in in_flight(buckets)),
+        flights=tuple(in_flight(buckets)) if known else None,
         waited_s=sum(bucket.wait_s for bucket in buckets),
     )
 
 
-def hidden_share(exposed_s: float, communication_s: float) -> float | None:
+def hidden_share(exposed_s: float, communication_s: float | None) -> float | None:
     """From 0 to 1; None without communication."""
-    return min(1.0, max(0.0, 1 - exposed_s / communication_s)) if communication_s > 0 else None
+    return min(1.0, max(0.0, 1 - exposed_s / communication_s)) if communication_s else None
+
+
+def _length_s(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def _within_s(intervals: Iterable[Interval], begin: float, end: float) -> float:
+    """How much of these disjoint intervals is between two instants."""
+    return sum(max(0.0, min(until, end) - max(since, begin)) for since, until in intervals)
 
 
 def slowest_links(links: Iterable[LinkMeasured]) -> dict[int, LinkMeasured]:
@@ -146,15 +150,24 @@ def figures(
     by: Basis = "arrival",
 ) -> dict[int, StepFigures]:
     """Each worker's step of this round, by rank; `links` has each worker's slowest link, if known."""
-    waited_s = judge(round_, by).waited_s
+    late = late_at_round(round_, by)
     of_rank = {}
     for rank, step in round_.workers.items():
         went = traffics.get(rank, Traffic())
         link = links.get(rank)
-        late_s = min(waited_s[rank], went.waited_s)
+        late_s = min(late[rank], went.waited_s)
+        exposed_s = went.waited_s - late_s
+        communication_s = None
+        if went.flights is not None:
+            # Buckets may have been in flight, or not, while it waited for late workers. If they were
+            # deferred, it is not known when it waited.
+            flown_s = _length_s(went.flights)
+            in_vain_s = _within_s(went.flights, step.arrival, step.arrival + late_s)
+            communication_s = flown_s - (min(late_s, flown_s) if round_.deferred else in_vain_s)
+            exposed_s = min(exposed_s, communication_s)
         of_rank[rank] = StepFigures(
-            communication_s=max(0.0, went.communication_s - late_s),
-            exposed_s=went.waited_s - late_s,
+            communication_s=communication_s,
+            exposed_s=exposed_s,
             late_s=late_s,
             sent_bytes=step.sent_bytes,
             compute_s=step.compute_s,
@@ -162,16 +175,6 @@ def figures(
             length_s=length_s(step),
         )
     return of_rank
-
-
-def round_limit_s(workers: Mapping[int, StepFigures]) -> float:
-    """The shortest possible time of a round: the largest limit of a worker."""
-    return max(worker.limit_s for worker in workers.values())
-
-
-def distance(workers: Mapping[int, StepFigures]) -> float | None:
-    """The round's length divided by its limit; None without a limit."""
-    return _ratio(max(worker.length_s for worker in workers.values()), round_limit_s(workers))
 
 
 def overall(
@@ -183,44 +186,53 @@ def overall(
     if not rounds:
         return None
     ranks = sorted({rank for round_ in rounds for rank in round_})
-    workers = tuple(_worker(rank, rounds, links.get(rank)) for rank in ranks)
+    workers = [_worker(rank, rounds, links.get(rank)) for rank in ranks]
     slowest = max(workers, key=lambda worker: worker.compute_s)
     narrowest = max(workers, key=lambda worker: worker.wire_limit_s or 0.0)
     by_link = (narrowest.wire_limit_s or 0.0) > slowest.compute_s
+    limit_s = max(slowest.compute_s, narrowest.wire_limit_s or 0.0)
+    placed = tuple(
+        msgspec.structs.replace(worker, distance=_ratio(worker.step_s, limit_s)) for worker in workers
+    )
     return Communication(
         rounds=len(rounds),
-        hidden=_middle([_hidden_by_all(round_) for round_ in rounds]),
-        limit_s=median(round_limit_s(round_) for round_ in rounds),
-        distance=_middle([distance(round_) for round_ in rounds]),
+        hidden=_hidden_by_all(workers),
+        limit_s=limit_s,
+        distance=max((worker.distance for worker in placed if worker.distance is not None), default=None),
         limited_by="link" if by_link else "compute",
         rank=narrowest.rank if by_link else slowest.rank,
-        workers=workers,
+        workers=placed,
     )
 
 
 def _worker(
     rank: int, rounds: Sequence[Mapping[int, StepFigures]], link: LinkMeasured | None
 ) -> WorkerCommunication:
-    own = [(round_[rank], round_limit_s(round_)) for round_ in rounds if rank in round_]
-    steps = [step for step, _ in own]
+    """One worker's medians; its distance follows when the limit is known."""
+    steps = [round_[rank] for round_ in rounds if rank in round_]
+    communication_s = _middle([step.communication_s for step in steps])
+    exposed_s = median(
+        step.exposed_s for step in steps if (step.communication_s is None) == (communication_s is None)
+    )
     return WorkerCommunication(
         rank=rank,
-        communication_s=median(step.communication_s for step in steps),
-        exposed_s=median(step.exposed_s for step in steps),
+        communication_s=communication_s,
+        exposed_s=exposed_s,
         late_s=median(step.late_s for step in steps),
-        hidden=_middle([step.hidden for step in steps]),
+        hidden=hidden_share(exposed_s, communication_s),
         sent_bytes=round(median(step.sent_bytes for step in steps)),
         compute_s=median(step.compute_s for step in steps),
         wire_limit_s=_middle([step.wire_limit_s for step in steps]),
-        distance=_middle([_ratio(step.length_s, limit_s) for step, limit_s in own]),
+        distance=None,
         peer=link.peer if link is not None else None,
         bytes_per_s=link.bytes_per_s if link is not None else None,
+        step_s=median(step.length_s for step in steps),
     )
 
 
-def _hidden_by_all(workers: Mapping[int, StepFigures]) -> float | None:
-    exposed_s = sum(worker.exposed_s for worker in workers.values() if worker.communication_s > 0)
-    return hidden_share(exposed_s, sum(worker.communication_s for worker in workers.values()))
+def _hidden_by_all(workers: Iterable[WorkerCommunication]) -> float | None:
+    known = [(w.exposed_s, w.communication_s) for w in workers if w.communication_s]
+    return hidden_share(sum(exposed_s for exposed_s, _ in known), sum(s for _, s in known))
 
 
 def _middle(values: Sequence[float | None]) -> float | None:

@@ -24,7 +24,7 @@ from echelon.observe.page.sync import synchronisation
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.spans import end_of
 from echelon.observe.summary import Summary
-from echelon.observe.sync import firsts_of, policy_of
+from echelon.observe.sync import policy_of
 
 _MOST_INCIDENTS = 200
 _OUTCOMES = ("completed", "failed", "interrupted")
@@ -32,7 +32,7 @@ _OUTCOMES = ("completed", "failed", "interrupted")
 
 def write_report(folder: RunFolder, out: Path) -> Path:
     """Write the run's page; raises ConfigError if the run has no events."""
-    history = collect_history(read_run(folder), policy_of(folder), firsts_of(folder))
+    history = collect_history(read_run(folder), policy_of(folder))
     if history.began is None:
         raise ConfigError(
             "the run has no events yet",

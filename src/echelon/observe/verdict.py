@@ -1,44 +1,44 @@
 """What a run's figures mean: who kept the others waiting, what to do about it, and what limits a step.
 
-If workers do not step together, nobody keeps all others waiting. Then the verdict tells what the sync
-policy did: how many updates from how many gradients, what was dropped, how old gradients were, who was left
-out.
+If workers do not step together, the verdict tells what the sync policy did: how many updates from how many
+gradients, what was dropped, how old gradients were, who was left out; and for whom the others waited, where
+the policy makes them wait.
 
-Everything comes from the summary. The advice on shares follows the measured cost of a step (step_cost.py).
+Everything comes from the summary; no figure is computed here that a table computes, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from statistics import median
+from collections.abc import Sequence
+from statistics import mean, median
 
 from echelon.config.units import show_bytes, show_seconds
+from echelon.observe.lateness import Stall
 from echelon.observe.overlap import Communication
-from echelon.observe.step_cost import StepCost, balanced_shares
+from echelon.observe.reason import (
+    advice,
+    better_shares,
+    is_negligible,
+    kind_of,
+    percent,
+    rank_name,
+    slower_part,
+    starved_share,
+    without_stalls_s,
+    worker_name,
+)
 from echelon.observe.summary import Summary, WorkerSummary
 from echelon.observe.sync import SyncFigures, WorkerSync
 
-_NEGLIGIBLE = 0.05  # of the run: below this, waiting for late workers is not worth a remedy
 _STANDS_OUT = 0.5  # of the spread: above this, one worker is the reason; of two, one always has half
 _STANDS_OUT_OF_TWO = 0.75
 _FEW_ROUNDS = 20
-_WORTHWHILE = 0.1  # of the slowest worker's compute time: other shares must save at least this
-_MENTIONED = 0.1  # of a worker's compute time: a fixed cost or injected delay below this is not mentioned
-_MOST_LISTED = 8  # workers, for their shares to be listed
 _BELOW_LIMIT = 0.95  # of the limit: below this, the limit cannot be right
 _LEFT_OUT = 0.1  # of the updates: a worker that misses fewer is not mentioned
 _UNEQUAL = 0.1  # of the updates, between workers: from here on one of them stands out
 _SLOWER = 1.5  # times as long as the others: from here on that is the reason
-
-
-def worker_name(worker: WorkerSummary) -> str:
-    """A worker's name in sentences: 'rank 3 (node-d)'."""
-    return f"rank {worker.rank} ({worker.node})" if worker.node else f"rank {worker.rank}"
-
-
-def fitting_shares(summary: Summary) -> dict[int, float]:
-    """The shares of the same batch at which all workers take equally long; empty if costs are unknown."""
-    return balanced_shares(summary.costs, sum(cost.share for cost in summary.costs))
+_HELD = 0.01  # of the workers' time: below this, nobody was held for long
+_CROWDED = 0.3  # of the workers' time without a core: from here on there are too few
 
 
 def verdict(summary: Summary) -> str:
@@ -52,13 +52,15 @@ def verdict(summary: Summary) -> str:
         return _served(sync, summary) if sync.served else _without_server(sync, summary)
     if summary.rounds == 0:
         return "No step was reported by all workers, so their arrivals cannot be compared."
-    few = f" These were only {summary.rounds} rounds." if summary.rounds < _FEW_ROUNDS else ""
-    return _finding(summary) + few + _clock_note(summary)
+    return _finding(summary) + _few_note(summary) + _clock_note(summary)
 
 
-def _rank_name(rank: int, summary: Summary) -> str:
-    known = {worker.rank: worker for worker in summary.workers}
-    return worker_name(known[rank]) if rank in known else f"rank {rank}"
+def _few_note(summary: Summary) -> str:
+    if summary.rounds >= _FEW_ROUNDS:
+        return ""
+    return (
+        f" These were only {summary.rounds} rounds." if summary.rounds > 1 else " This was one round only."
+    )
 
 
 def _served(sync: SyncFigures, summary: Summary) -> str:
@@ -73,29 +75,38 @@ def _served(sync: SyncFigures, summary: Summary) -> str:
     sentences.append(_held(sync, summary))
     if left_out := _left_out(sync, summary):
         sentences.append(left_out)
+    if summary.rounds and not is_negligible(summary.spread_s, summary):
+        sentences.append(f"Inside groups: {_finding(summary)}{_few_note(summary)}")
     return " ".join(sentences)
 
 
 def _updates(sync: SyncFigures, summary: Summary) -> str:
     made = _counted(sync.updates, "update")
     usual, times = max(sync.parts.items(), key=lambda item: item[1])
-    if times >= 0.95 * sync.updates:
-        # With groups, only the first rank of each pushes.
-        grouped = len(sync.workers) < len(summary.workers)
-        whole = len(sync.workers) if grouped else summary.world_size
-        source = "one gradient" if usual == 1 else f"{usual} of {whole} gradients"
+    whole = len(sync.workers) if _grouped(sync, summary) else summary.world_size
+    source = "one gradient" if usual == 1 else f"{usual} of {whole} gradients"
+    if times == sync.updates:
         return f"{made}, each from {source}"
+    if times >= 0.95 * sync.updates:
+        others = sorted(sync.parts.keys() - {usual})
+        rest = f"{others[0]}" if len(others) == 1 else f"{others[0]} to {others[-1]}"
+        return f"{made}, {times:,} of them from {source}, the others from {rest}"
     first = next(stretch.parts for stretch in sync.course if stretch.updates)
     most = max(stretch.parts for stretch in sync.course)
-    mean = sync.applied / sync.updates
+    mean_parts = sync.applied / sync.updates
     grew = f" ({first:.1f} at first, up to {most:.1f} later)" if most > 1.2 * first else ""
-    return f"{made}, each from {mean:.1f} gradients on average{grew}"
+    return f"{made}, each from {mean_parts:.1f} gradients on average{grew}"
+
+
+def _grouped(sync: SyncFigures, summary: Summary) -> bool:
+    """Whether groups act as workers: then only the first rank of each pushes."""
+    return len(sync.workers) < len(summary.workers)
 
 
 def _drops(sync: SyncFigures, summary: Summary) -> str:
     most = max(sync.workers, key=lambda worker: worker.dropped)
-    share = _percent(sync.dropped, sync.pushed)
-    whose = f"{most.dropped:,} of them from {_rank_name(most.rank, summary)}"
+    share = percent(sync.dropped, sync.pushed)
+    whose = f"{most.dropped:,} of them from {rank_name(most.rank, summary)}"
     if most.dropped < 1.5 * sync.dropped / max(1, len(sync.workers)):
         whose = "about as many from each worker"
     return f"It dropped {_counted(sync.dropped, 'gradient')} ({share}), {whose}."
@@ -104,15 +115,35 @@ def _drops(sync: SyncFigures, summary: Summary) -> str:
 def _held(sync: SyncFigures, summary: Summary) -> str:
     known = {worker.rank for worker in sync.workers}
     in_steps_s = sum(worker.step_s for worker in summary.workers if worker.rank in known)
-    if sync.held_s < 0.01 * in_steps_s:
-        return "The policy made no worker wait."
-    held = f"The policy made workers wait for {_percent(sync.held_s, in_steps_s)} of their time"
-    slowest = max(summary.workers, key=lambda worker: _times_as_long(worker.rank, summary))
-    times = _times_as_long(slowest.rank, summary)
-    part = next((worker for worker in sync.workers if worker.rank == slowest.rank), None)
-    if times < _SLOWER or part is None or part.took_part < 1 - _LEFT_OUT:
-        return f"{held}."
-    return f"{held}, because {worker_name(slowest)} computes {times:.1f} times as long as the others."
+    if sync.held_s < _HELD * in_steps_s:
+        return "The policy made workers wait for less than 1 % of their time."
+    held = f"The policy made workers wait for {percent(sync.held_s, in_steps_s)} of their time"
+    return f"{held}{_waited_for(sync, summary)}."
+
+
+def _waited_for(sync: SyncFigures, summary: Summary) -> str:
+    """The worker that the others waited for most, if one stands out."""
+    worst = max(sync.workers, key=lambda worker: worker.held_up_s)
+    stands_out = _STANDS_OUT if len(sync.workers) != 2 else _STANDS_OUT_OF_TWO
+    if worst.held_up_s < stands_out * sum(worker.held_up_s for worker in sync.workers):
+        return ""
+    name = rank_name(worst.rank, summary)
+    if _grouped(sync, summary):
+        return f", mostly for the group of {name}"
+    slower = _slower(worst.rank, summary)
+    return f", because {name} {slower}" if slower else f", mostly for {name}"
+
+
+def _slower(rank: int, summary: Summary) -> str:
+    """How much longer a worker's steps take than the others', if much; else empty."""
+    worker = next((worker for worker in summary.workers if worker.rank == rank), None)
+    if worker is None:
+        return ""
+    times = _times_as_long(rank, summary)
+    if times >= _SLOWER and slower_part(worker, summary) == "compute":
+        return f"computes {times:.1f} times as long as the others"
+    times = _times_as_long(rank, summary, whole=True)
+    return f"takes {times:.1f} times as long for a step, waiting aside" if times >= _SLOWER else ""
 
 
 def _left_out(sync: SyncFigures, summary: Summary) -> str:
@@ -125,44 +156,49 @@ def _left_out(sync: SyncFigures, summary: Summary) -> str:
     if least.took_part > 1 - _LEFT_OUT:
         return ""
     if max(shares) - min(shares) < _UNEQUAL:
-        return f"Each worker took part in {_percent(median(shares), 1.0)} of the updates."
-    missed = _percent(1 - least.took_part, 1.0)
-    name = _capital(_rank_name(least.rank, summary))
+        return f"Each worker took part in {percent(median(shares), 1.0)} of the updates."
+    missed = percent(1 - least.took_part, 1.0)
+    name = _capital(rank_name(least.rank, summary))
     return f"{name} was left out of {missed} of the updates{_why(least, summary)}."
 
 
 def _why(least: WorkerSync, summary: Summary) -> str:
-    times = _times_as_long(least.rank, summary)
-    return f", because it computes {times:.1f} times as long as the others" if times >= _SLOWER else ""
+    slower = _slower(least.rank, summary)
+    return f", because it {slower}" if slower else ""
 
 
-def _times_as_long(rank: int, summary: Summary) -> float:
-    """A worker's compute time per step relative to the others' median; 0 if unknown."""
-    each_s = {w.rank: w.compute_s / w.steps for w in summary.workers if w.steps}
+def _times_as_long(rank: int, summary: Summary, *, whole: bool = False) -> float:
+    """A worker's compute time per step relative to the others' median; 0 if unknown.
+
+    With `whole`, the same for all of its step but waiting for other workers.
+    """
+    each_s = {w.rank: (w.own_s if whole else w.compute_s) / w.steps for w in summary.workers if w.steps}
     others_s = [each_s[other] for other in each_s if other != rank]
     usual_s = median(others_s) if others_s else 0.0
     return each_s.get(rank, 0.0) / usual_s if usual_s > 0 else 0.0
 
 
 def _without_server(sync: SyncFigures, summary: Summary) -> str:
-    """How often workers exchanged weights, and how long that took."""
+    """How often workers exchanged weights, how long that took, and for whom the others waited."""
     exchanges = sum(worker.exchanges for worker in sync.workers)
     if not exchanges:
         return f"{sync.policy}: workers sent each other nothing during their steps; {_range(summary)}."
-    after = f"{_percent(exchanges, summary.all_steps)} of their steps"
+    after = f"{percent(exchanges, summary.all_steps)} of their steps"
     waited_s, in_steps_s = (
         sum(values) for values in zip(*((w.wait_s, w.step_s) for w in summary.workers), strict=True)
     )
-    took = _percent(waited_s, in_steps_s)
+    took = percent(waited_s, in_steps_s)
+    # Inside groups, gradients may be reduced.
+    what = "gradients or weights" if sync.family == "levels" else "weights"
     text = (
-        f"{sync.policy}: workers exchanged weights after {after}. That took {took} of their time, "
+        f"{sync.policy}: workers exchanged {what} after {after}. That took {took} of their time, "
         "waiting for each other included."
     )
+    if summary.rounds:
+        return f"{text} {_finding(summary)}{_few_note(summary)}{_clock_note(summary)}"
     slowest = max(summary.workers, key=lambda worker: _times_as_long(worker.rank, summary))
-    times = _times_as_long(slowest.rank, summary)
-    if times >= _SLOWER:
-        text += f" {_capital(worker_name(slowest))} computes {times:.1f} times as long as the others."
-    return text
+    slower = _slower(slowest.rank, summary)
+    return f"{text} {_capital(worker_name(slowest))} {slower}." if slower else text
 
 
 def _range(summary: Summary) -> str:
@@ -201,7 +237,7 @@ def wire_verdict(summary: Summary) -> str:
 
 def _limit(communication: Communication, summary: Summary) -> str:
     worker = next(worker for worker in communication.workers if worker.rank == communication.rank)
-    name = _rank_name(worker.rank, summary)
+    name = rank_name(worker.rank, summary)
     if communication.limited_by == "compute":
         return f"{show_seconds(worker.compute_s)} of computing on {name}"
     assert worker.peer is not None
@@ -209,111 +245,104 @@ def _limit(communication: Communication, summary: Summary) -> str:
     assert worker.wire_limit_s is not None
     return (
         f"{show_seconds(worker.wire_limit_s)} for {show_bytes(worker.sent_bytes)} at "
-        f"{show_bytes(worker.bytes_per_s)}/s on the link from {name} to {_rank_name(worker.peer, summary)}"
+        f"{show_bytes(worker.bytes_per_s)}/s on the link from {name} to {rank_name(worker.peer, summary)}"
     )
 
 
 def _finding(summary: Summary) -> str:
-    cost = _of_run(summary.spread_s, summary)
-    if summary.spread_s < _NEGLIGIBLE * summary.seconds:
-        return f"The workers arrived close together: waiting for the last one cost {cost}."
-    worst = max(summary.workers, key=lambda worker: worker.held_up_s)
-    stands_out = _STANDS_OUT if summary.world_size > 2 else _STANDS_OUT_OF_TWO
-    if worst.held_up_s < stands_out * summary.spread_s:
+    """Who kept the others waiting; single stalls aside, which are told apart."""
+    stalls = _told_stalls(summary)
+    rest_s = summary.spread_s - sum(stall.seconds for stall in stalls)
+    if is_negligible(rest_s, summary):
+        cost = _of_run(rest_s, summary)
+        if not stalls:
+            return f"The workers arrived close together: waiting for the last one cost {cost}."
+        return (
+            f"{_capital(_stood_still(stalls, summary))}; without that the workers arrived close together: "
+            f"waiting for the last one cost {cost}."
+        )
+    found = f"{_late_worker(rest_s, summary)}{_crowd_note(summary)}"
+    return f"{found} {_capital(_stood_still(stalls, summary))}." if stalls else found
+
+
+def _told_stalls(summary: Summary) -> tuple[Stall, ...]:
+    """The stalls, if they cost enough to be told."""
+    seconds = sum(stall.seconds for stall in summary.stalls)
+    return () if is_negligible(seconds, summary) else summary.stalls
+
+
+def _stood_still(stalls: Sequence[Stall], summary: Summary) -> str:
+    """Who stood still, how often, when and for how long."""
+    of_rank: dict[int, list[Stall]] = {}
+    for stall in sorted(stalls, key=lambda stall: stall.step):
+        of_rank.setdefault(stall.rank, []).append(stall)
+    told = []
+    for rank, own in of_rank.items():
+        times = " and ".join(f"{show_seconds(stall.seconds)} in step {stall.step:,}" for stall in own)
+        often = {1: "once", 2: "twice"}.get(len(own), f"{len(own)} times")
+        told.append(f"{rank_name(rank, summary)} stood still {often}, for {times}")
+    return ", and ".join(told)
+
+
+def _late_worker(rest_s: float, summary: Summary) -> str:
+    """The worker that costs the others time, what helps; or that it is not one alone."""
+    worst = max(summary.workers, key=lambda worker: without_stalls_s(worker, summary))
+    stands_out = _STANDS_OUT if summary.met != 2 else _STANDS_OUT_OF_TWO
+    if without_stalls_s(worst, summary) < stands_out * rest_s:
         most = sorted(summary.workers, key=lambda worker: -worker.held_up_s)[:3]
         names = "; ".join(
-            f"{worker_name(w)}, last in {_percent(w.times_last, summary.rounds)} of rounds" for w in most
+            f"{worker_name(w)}, last in {percent(w.times_last, w.rounds)} of rounds" for w in most
         )
         return (
-            f"Waiting for late workers cost {cost}, but no single worker is the reason. "
-            f"Most often late: {names}. {_shares_note(most[0], summary)}"
+            f"Waiting for late workers cost {_of_run(summary.spread_s, summary)}, but no single worker is "
+            f"the reason. Most often late: {names}. {_shares_note(most[0], summary)}"
         )
+    cost = f"cost the others {_of_run(worst.held_up_s, summary)}"
     return (
-        f"{_capital(worker_name(worst))} arrived last in {_percent(worst.times_last, summary.rounds)} "
-        f"of rounds and cost the others {_of_run(worst.held_up_s, summary)}; {_advice(worst, summary)}"
+        f"{_capital(worker_name(worst))} {_how_late(worst, summary)} and {cost}; {advice(worst, summary)}"
+    )
+
+
+def _how_late(worst: WorkerSummary, summary: Summary) -> str:
+    match kind_of(worst, summary):
+        case "starved":
+            return f"had no core for {percent(starved_share(worst), 1.0)} of its time"
+        case "now and then":
+            return f"was much too late now and then, in about {percent(worst.steady, 1.0)} of rounds,"
+        case _ if summary.meet_often:
+            return f"kept the others waiting longest in {percent(worst.times_last, worst.rounds)} of rounds"
+        case _:
+            return f"arrived last in {percent(worst.times_last, worst.rounds)} of rounds"
+
+
+def _crowd_note(summary: Summary) -> str:
+    """That all workers lack cores, if they do."""
+    shares = [starved_share(worker) for worker in summary.workers]
+    if min(shares) < _CROWDED / 2 or mean(shares) < _CROWDED:
+        return ""
+    return (
+        f" All workers lacked a core, for {percent(mean(shares), 1.0)} of their time on average: other "
+        "threads use the cores, or a quota limits them."
     )
 
 
 def _shares_note(worst: WorkerSummary, summary: Summary) -> str:
-    better = _better_shares(worst, summary)
+    better = better_shares(worst, summary)
     if better:
         return f"Other shares would help: {better}"
     return "Shares fit the workers' average speeds, so the delays come and go."
 
 
-def _advice(worst: WorkerSummary, summary: Summary) -> str:
-    better = _better_shares(worst, summary)
-    cost = _cost_of(worst, summary)
-    if better and cost is not None and round(fitting_shares(summary)[cost.rank]) < round(cost.share):
-        return f"give it a smaller share: {better}"
-    if worst.data_s > worst.compute_s:
-        return f"it spent {show_seconds(worst.data_s)} waiting for data: look at its data loader."
-    if worst.other_s > worst.compute_s:
-        return f"it spent {show_seconds(worst.other_s)} in the script's own code between the steps' parts."
-    if cost is not None and cost.share <= 1:
-        return "it has one sample per step already: use a larger batch, or leave it out."
-    return "its share fits its average speed, so look for other load on its node."
-
-
-def _better_shares(worst: WorkerSummary, summary: Summary) -> str:
-    """Shares that would shorten the slowest worker's compute time, with the gain; empty if not much."""
-    cost = _cost_of(worst, summary)
-    fitting = {rank: max(1, round(share)) for rank, share in fitting_shares(summary).items()}
-    if cost is None:
-        return ""
-    now_s = max(each.usual_s for each in summary.costs)
-    then_s = max(each.at(fitting[each.rank]) for each in summary.costs)
-    if then_s > (1 - _WORTHWHILE) * now_s:
-        return ""
-    if len(fitting) <= _MOST_LISTED:
-        now = ",".join(f"{each.share:.0f}" for each in summary.costs)
-        shares = f"--shares {','.join(map(str, fitting.values()))} (now {now})"
-    else:
-        batch = sum(each.share for each in summary.costs)
-        shares = f"about {fitting[cost.rank]} of {batch:.0f} samples instead of {cost.share:.0f}"
-    return (
-        f"{shares} would cut the slowest worker's compute time from {show_seconds(now_s)} to about "
-        f"{show_seconds(then_s)} a step ({_percent(now_s - then_s, now_s)} less)."
-        f"{_why_late(worst, fitting, summary)}"
-    )
-
-
-def _why_late(worst: WorkerSummary, fitting: Mapping[int, int], summary: Summary) -> str:
-    """What makes workers late besides their speed."""
-    text = ""
-    slowest = max(summary.costs, key=lambda cost: cost.fixed_s)
-    matters = slowest.fixed_known and slowest.fixed_s > _MENTIONED * slowest.usual_s
-    if matters and fitting[slowest.rank] < round(slowest.share):
-        text += (
-            f" {show_seconds(slowest.fixed_s)} of a step on {_rank_name(slowest.rank, summary)} are a "
-            "fixed cost that does not shrink with its share, so shares in proportion to speed leave "
-            "it late."
-        )
-    if worst.delay_s > _MENTIONED * worst.compute_s:
-        text += (
-            f" {show_seconds(worst.delay_s)} of {worker_name(worst)}'s compute time was artificial delay "
-            "(--speed or --delay)."
-        )
-    return text
-
-
-def _cost_of(worker: WorkerSummary, summary: Summary) -> StepCost | None:
-    return next((cost for cost in summary.costs if cost.rank == worker.rank), None)
-
-
 def _clock_note(summary: Summary) -> str:
     if summary.judged_by == "arrival":
         return ""
+    if summary.sync is not None:
+        return " This is judged by how long each waited, since the machines' clocks may differ."
     return " The workers' clocks disagree, so this is judged by how long each waited."
 
 
 def _of_run(seconds: float, summary: Summary) -> str:
-    return f"{show_seconds(seconds)}, {_percent(seconds, summary.seconds)} of the run"
-
-
-def _percent(part: float, whole: float) -> str:
-    share = 100 * part / whole if whole > 0 else 0.0
-    return f"{share:.1f} %" if 0 < share < 1 else f"{share:.0f} %"
+    return f"{show_seconds(seconds)}, {percent(seconds, summary.seconds)} of the run"
 
 
 def _capital(text: str) -> str:

@@ -13,13 +13,11 @@ from echelon.observe.arrival import ObservedRound
 from echelon.observe.events import BucketReduced, LinkMeasured, StepEnded
 from echelon.observe.overlap import (
     Traffic,
-    distance,
     figures,
     hidden_share,
     in_flight,
     merged,
     overall,
-    round_limit_s,
     slowest_links,
     traffic,
 )
@@ -60,7 +58,9 @@ rounds = st.lists(st.tuples(SECONDS, SECONDS, st.integers(0, 10**9), SECONDS), m
         )
     )
 )
-traffics = st.dictionaries(st.integers(0, 4), st.builds(Traffic, communication_s=SECONDS, waited_s=SECONDS))
+INTERVALS = st.lists(st.tuples(SECONDS, SECONDS).map(sorted).map(tuple), max_size=6).map(merged).map(tuple)
+TRAFFIC = st.builds(Traffic, flights=st.none() | INTERVALS, waited_s=SECONDS)
+traffics = st.dictionaries(st.integers(0, 4), TRAFFIC)
 links = st.dictionaries(st.integers(0, 4), st.floats(1, 1e10)).map(
     lambda rates: {rank: link(rank, 9, rate) for rank, rate in rates.items()}
 )
@@ -81,30 +81,49 @@ def test_merged_intervals_cover_the_same_time_and_never_more_than_their_parts(in
 
 @given(rounds, traffics, links, st.sampled_from(["arrival", "wait"]))
 @settings(max_examples=80)
-def test_hidden_is_a_share_and_lateness_is_part_of_the_waiting(round_, went, known, by):
+def test_exposed_is_part_of_communication_and_lateness_part_of_the_waiting(round_, went, known, by):
     for rank, worker in figures(round_, went, known, by).items():
-        assert worker.hidden is None or 0 <= worker.hidden <= 1
-        assert (worker.hidden is None) == (worker.communication_s == 0)
-        waited_s = went[rank].waited_s if rank in went else 0.0
-        assert worker.exposed_s >= 0
-        assert worker.exposed_s + worker.late_s == pytest.approx(waited_s)
+        own = went.get(rank, Traffic())
+        assert (worker.communication_s is None) == (own.flights is None)
+        assert 0 <= worker.late_s <= own.waited_s
+        if worker.communication_s is None:
+            assert worker.exposed_s + worker.late_s == pytest.approx(own.waited_s)
+        else:
+            assert 0 <= worker.exposed_s <= worker.communication_s
+            assert worker.exposed_s + worker.late_s <= own.waited_s + 1e-9
         assert (worker.wire_limit_s is None) == (rank not in known)
 
 
 @given(rounds, traffics, links)
 @settings(max_examples=80)
 def test_a_link_only_raises_the_limit_which_is_at_least_the_compute_time(round_, went, known):
-    with_links, without = figures(round_, went, known), figures(round_, went, {})
-    limit_s = round_limit_s(with_links)
-    assert limit_s >= round_limit_s(without) == max(s.compute_s for s in round_.workers.values())
-    if distance(without) is not None:
-        assert distance(without) >= 1 - 1e-9
-        assert distance(with_links) <= distance(without)
+    with_links = overall([figures(round_, went, known)], known)
+    without = overall([figures(round_, went, {})], {})
+    assert with_links.limit_s >= without.limit_s == max(s.compute_s for s in round_.workers.values())
+    if without.distance is not None:
+        assert without.distance >= 1 - 1e-9
+        assert with_links.distance <= without.distance
     else:
-        assert round_limit_s(without) <= 1e-9
-    if limit_s > 1e-9:
-        longest_s = max(worker.length_s for worker in with_links.values())
-        assert distance(with_links) * limit_s == pytest.approx(longest_s)
+        assert without.limit_s <= 1e-9
+
+
+@given(st.lists(st.tuples(rounds, traffics), min_size=1, max_size=6), links)
+@settings(max_examples=80)
+def test_all_figures_of_a_row_follow_from_its_medians_and_the_runs_are_between_the_rows(many, known):
+    result = overall([figures(round_, went, known) for round_, went in many], known)
+    for worker in result.workers:
+        if worker.distance is not None:
+            assert worker.distance * result.limit_s == pytest.approx(worker.step_s)
+        if worker.hidden is not None:
+            assert worker.exposed_s <= worker.communication_s
+            assert worker.hidden == pytest.approx(1 - worker.exposed_s / worker.communication_s)
+    assert result.distance == max(
+        (w.distance for w in result.workers if w.distance is not None), default=None
+    )
+    hidden = [worker.hidden for worker in result.workers if worker.hidden is not None]
+    assert (result.hidden is None) == (not hidden)
+    if hidden:
+        assert min(hidden) - 1e-9 <= result.hidden <= max(hidden) + 1e-9
 
 
 @given(st.lists(rounds, min_size=1, max_size=5), links)
@@ -117,16 +136,15 @@ def test_the_worker_that_sets_the_limit_needs_at_least_as_long_as_any_other(many
 
 
 def test_a_step_with_immeasurably_short_compute_time_has_no_distance():
-    assert (
-        distance(figures(a_round(step(0, compute_s=5e-324, wait_s=1.0, sent_bytes=0, start=0.0)), {}, {}))
-        is None
-    )
+    short = figures(a_round(step(0, compute_s=5e-324, wait_s=1.0, sent_bytes=0, start=0.0)), {}, {})
+    assert overall([short], {}).distance is None
 
 
 def test_overlapping_buckets_count_once_and_those_without_times_not_at_all():
     buckets = [bucket(1.0, 3.0, 0.5), bucket(2.0, 4.0, 0.25), bucket(6.0, 7.0), bucket(0.0, 0.0, 2.0)]
     assert in_flight(buckets) == [(1.0, 4.0), (6.0, 7.0)]
-    assert traffic(buckets) == Traffic(communication_s=4.0, waited_s=2.75)
+    assert traffic(buckets) == Traffic(flights=((1.0, 4.0), (6.0, 7.0)), waited_s=2.75)
+    assert traffic([bucket(0.0, 0.0, 2.0)]) == Traffic(flights=None, waited_s=2.0)
 
 
 @pytest.mark.parametrize(
@@ -150,12 +168,37 @@ def test_waiting_for_a_late_worker_does_not_count_as_communication():
     # Rank 1 arrives two seconds after rank 0; after that, the wire takes one more second.
     early, late = step(0, compute_s=2.0, wait_s=3.0), step(1, compute_s=4.0, wait_s=1.0)
     went = {
-        0: Traffic(communication_s=4.0, waited_s=3.0),
-        1: Traffic(communication_s=2.0, waited_s=1.0),
+        0: Traffic(flights=((101.0, 105.0),), waited_s=3.0),
+        1: Traffic(flights=((103.0, 105.0),), waited_s=1.0),
     }
-    workers = figures(a_round(early, late), went, {})
-    assert (workers[0].late_s, workers[0].exposed_s, workers[0].hidden) == (2.0, 1.0, 0.5)
-    assert (workers[1].late_s, workers[1].exposed_s, workers[1].hidden) == (0.0, 1.0, 0.5)
+    first, second = overall([figures(a_round(early, late), went, {})], {}).workers
+    assert (first.late_s, first.exposed_s, first.communication_s, first.hidden) == (2.0, 1.0, 2.0, 0.5)
+    assert (second.late_s, second.exposed_s, second.communication_s, second.hidden) == (0.0, 1.0, 2.0, 0.5)
+
+
+def test_communication_that_began_after_the_late_worker_came_is_not_taken_off_again():
+    # In shared memory nothing is in flight before the last worker has arrived.
+    early, late = step(0, compute_s=2.0, wait_s=3.0), step(1, compute_s=4.0, wait_s=1.0)
+    went = {
+        rank: Traffic(flights=((104.2, 105.0),), waited_s=wait_s) for rank, wait_s in ((0, 3.0), (1, 1.0))
+    }
+    for worker in figures(a_round(early, late), went, {}).values():
+        assert (worker.communication_s, worker.exposed_s) == pytest.approx((0.8, 0.8))
+
+
+def test_the_worker_that_waits_least_for_a_deferred_round_is_the_late_one():
+    def deferred(rank, arrival, deferred_s):
+        made = step(rank, 1, start=arrival - 1.0, compute_s=1.0, wait_s=deferred_s)
+        return msgspec.structs.replace(made, arrival=arrival, deferred_s=deferred_s)
+
+    round_ = a_round(deferred(0, 20.0, 4.0), deferred(1, 19.0, 1.0))
+    went = {
+        0: Traffic(flights=((9.0, 14.0),), waited_s=4.0),
+        1: Traffic(flights=((12.0, 14.0),), waited_s=1.0),
+    }
+    early, late = figures(round_, went, {}).values()
+    assert (early.late_s, early.exposed_s, early.communication_s) == (3.0, 1.0, 2.0)
+    assert (late.late_s, late.exposed_s, late.communication_s) == (0.0, 1.0, 2.0)
 
 
 def test_the_slowest_link_counts_by_its_latest_measurement():
@@ -169,8 +212,8 @@ def test_the_wire_limit_is_the_bytes_at_the_rate_of_the_slowest_link():
     steps = a_round(step(0, sent_bytes=1000), step(1, sent_bytes=3000))
     workers = figures(steps, {}, slowest_links([link(0, 1, 100.0), link(1, 0, 1000.0)]))
     assert [worker.wire_limit_s for worker in workers.values()] == [10.0, 3.0]
-    assert round_limit_s(workers) == 10.0
-    assert distance(workers) == 0.3
+    result = overall([workers], {})
+    assert (result.limit_s, result.distance) == (10.0, 0.3)
 
 
 @pytest.mark.parametrize(("count", "left"), [(3, 3), (4, 3), (1, 1)])

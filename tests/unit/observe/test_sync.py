@@ -15,7 +15,7 @@ from echelon.observe.page.sync import synchronisation
 from echelon.observe.progress import closing_table
 from echelon.observe.report import write_report
 from echelon.observe.summary import Summary, Tally, summarise, write_summary
-from echelon.observe.sync import SyncTally, firsts_of, policy_of, steps_together
+from echelon.observe.sync import SyncTally, policy_of, steps_together
 from echelon.observe.verdict import verdict
 
 ASYNC = {"need": 1, "rounds": False, "sync": "async"}
@@ -60,6 +60,43 @@ def test_a_worker_is_held_from_its_arrival_to_its_release():
         _push(1.0, 0), _push(1.5, 1), _apply(2.0, 1, (0, 0), (1, 0)), _release(2.0, 0), _release(2.25, 1)
     )
     assert [worker.held_s for worker in tally.figures("x", {}).workers] == [1.0, 0.75]
+
+
+def test_the_worker_whose_arrival_releases_others_is_charged_for_their_waiting():
+    events = [
+        _push(1.0, 0), _push(2.0, 1), _push(5.0, 2),
+        _apply(5.0, 1, (0, 0), (1, 0), (2, 0)), _release(5.0, 0), _release(5.0, 1), _release(5.0, 2),
+        _push(6.0, 0, step=1), _apply(6.0, 2, (0, 1)), _release(6.0, 0),
+    ]  # fmt: skip
+    held_up = [worker.held_up_s for worker in _kept(*events).figures("x", {}).workers]
+    assert held_up == [0.0, 0.5, 3.5]
+
+
+def test_those_who_wait_for_a_worker_that_leaves_waited_for_it():
+    leave = Arrived(t=4.0, rank=4, worker=1, kind="leave")
+    tally = _kept(_push(1.0, 0), leave, _apply(4.0, 1, (0, 0)), _release(4.0, 0))
+    assert [worker.held_up_s for worker in tally.figures("x", {}).workers] == [0.0, 3.0]
+
+
+def test_looking_at_the_figures_between_two_releases_charges_nobody_twice():
+    tally = _kept(_push(1.0, 0), _push(3.0, 1), _release(3.0, 0))
+    first = tally.figures("x", {})
+    tally.decided(_release(3.0, 1))
+    assert [worker.held_up_s for worker in first.workers] == [0.0, 0.0]
+    assert [worker.held_up_s for worker in tally.figures("x", {}).workers] == [0.0, 2.0]
+
+
+def test_the_worker_that_all_wait_for_is_named_although_it_computes_no_longer(
+    imagined_served, a_served_plan
+):
+    """It is late because it waits for its data."""
+    events = []
+    for event in imagined_served(a_served_plan(need=4, sync="percentage(1.0)")):
+        if isinstance(event, StepEnded) and event.rank == 3:
+            event = msgspec.structs.replace(event, data_s=event.compute_s - 0.01, compute_s=0.01)
+        events.append(event)
+    said = ", because rank 3 (n3) takes 5.5 times as long for a step, waiting aside."
+    assert verdict(summarise(events)).endswith(said)
 
 
 def test_an_ask_is_not_a_push_but_its_waiting_counts():
@@ -177,10 +214,35 @@ def test_a_policy_without_a_server_has_exchanges_and_no_rounds(imagined):
     assert [worker.exchanges for worker in summary.sync.workers] == [120] * 4
 
 
-@pytest.mark.parametrize("policy", ["", "full", "full()"])
+@pytest.mark.parametrize("policy", ["", "full"])
 def test_full_runs_have_no_sync_figures(imagined, policy):
     assert summarise(imagined(), policy) == summarise(imagined())
     assert summarise(imagined(), policy).sync is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "family", "together"),
+    [
+        ("local(1)", "reduce", True),
+        ("full()", "reduce", True),
+        ("levels(full, full)", "reduce", True),
+        ("local(8)", "mix", False),
+        ("full", "", True),
+        ("fuller(3)", "", False),  # a record of an older version
+    ],
+)
+def test_workers_step_together_if_the_policys_family_says_so(policy, family, together):
+    assert steps_together(policy, family) is together
+
+
+def test_a_run_with_local_1_is_judged_in_rounds_as_with_full(imagined):
+    full = imagined()
+    as_local = [
+        msgspec.structs.replace(e, sync="local(1)", family="reduce") if isinstance(e, WorkerJoined) else e
+        for e in full
+    ]
+    assert summarise(as_local) == summarise(full)
+    assert summarise(as_local).rounds == 120
 
 
 def test_the_policy_is_read_from_the_plan(folder, imagined, written):
@@ -214,7 +276,7 @@ def test_verdict_on_backup_contains_the_dropped_gradients(imagined_served):
 def test_the_verdict_on_async_has_the_age_of_gradients(imagined_served, a_served_plan):
     text = verdict(summarise(imagined_served(a_served_plan(**ASYNC))))
     assert text.startswith("async: the server made 200 updates, each from one gradient. Gradients were 2.")
-    assert text.endswith("at most. The policy made no worker wait.")
+    assert text.endswith("at most. The policy made workers wait for less than 1 % of their time.")
 
 
 def test_the_verdict_on_rounds_of_all_names_the_slowest_worker(imagined_served, a_served_plan):
@@ -234,6 +296,29 @@ def test_the_verdict_on_a_growing_buffer_says_how_it_grew():
     steps = [StepEnded(t=2.0, rank=rank, **known) for rank in range(4)]
     text = verdict(summarise([*events, *steps], "smooth-switch(step=10)"))
     assert "40 updates, each from 2.5 gradients on average (1.0 at first, up to 4.0 later)" in text
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({1: 20}, "20 updates, each from one gradient"),
+        ({1: 39, 2: 1}, "40 updates, 39 of them from one gradient, the others from 2"),
+        (
+            {3: 96, 1: 1, 2: 2, 4: 1},
+            "100 updates, 96 of them from 3 of 4 gradients, the others from 1 to 4",
+        ),
+    ],
+)
+def test_updates_that_differ_from_the_usual_are_told(parts, said):
+    numbers = [number for number, times in parts.items() for _ in range(times)]
+    events = []
+    for n, number in enumerate(numbers):
+        events += [_push(float(n), worker, step=n, read=n) for worker in range(number)]
+        events += [_apply(float(n), n + 1, *((worker, n) for worker in range(number)))]
+    known = {"step": 0, "epoch": 0, "start": 1.0, "data_s": 0.0, "compute_s": 0.5, "arrival": 1.5}
+    known |= {"wait_s": 0.0, "apply_s": 0.0, "share": 8, "batch": 32, "sent_bytes": 1}
+    steps = [StepEnded(t=2.0, rank=rank, **known) for rank in range(4)]
+    assert f"the server made {said}." in verdict(summarise([*events, *steps], "x"))
 
 
 @pytest.mark.parametrize(
@@ -262,6 +347,7 @@ def grouped(imagined_served, a_served_plan):
 
     def made(need=1, sync="levels(full, backup(1))", groups=PAIRS):
         events = []
+        known = {"sync": sync, "family": "levels", "groups": [list(group) for group in groups]}
         for event in imagined_served(a_served_plan(step_s=(0.01, 0.06), need=need, sync=sync)):
             if isinstance(event, RunStarted):
                 events.append(msgspec.structs.replace(event, world_size=4))
@@ -269,7 +355,7 @@ def grouped(imagined_served, a_served_plan):
                 events.append(msgspec.structs.replace(event, rank=4))
             elif isinstance(event, WorkerJoined):
                 events += [
-                    msgspec.structs.replace(event, rank=rank, node=f"n{rank}")
+                    msgspec.structs.replace(event, rank=rank, node=f"n{rank}", **known)
                     for rank in groups[event.rank]
                 ]
             elif isinstance(event, StepEnded):
@@ -281,13 +367,8 @@ def grouped(imagined_served, a_served_plan):
     return made
 
 
-def _plan(folder, sync, groups=PAIRS):
-    folder.plan.write_text(f'sync = "{sync}"\ngroups = {[list(group) for group in groups]}\n')
-
-
 @pytest.mark.parametrize("groups", [PAIRS, ((0, 3), (1, 2)), ((3, 1), (0, 2))])
 def test_a_groups_figures_are_those_of_its_first_rank(folder, grouped, written, groups):
-    _plan(folder, "levels(full, backup(1))", groups)
     written(folder, grouped(groups=groups))
     figures = write_summary(folder).sync
     assert figures is not None
@@ -303,10 +384,10 @@ def test_a_groups_figures_are_those_of_its_first_rank(folder, grouped, written, 
 
 
 def test_the_verdict_names_the_slow_groups_first_rank_and_counts_groups(grouped):
-    text = verdict(summarise(grouped(), firsts=(0, 2)))
+    text = verdict(summarise(grouped()))
     assert "of them from rank 2 (n2)." in text
     assert "Rank 2 (n2) was left out of 100 % of the updates, because it computes 6.0 times as long" in text
-    together = verdict(summarise(grouped(need=2, sync="levels(full, percentage(1.0))"), firsts=(0, 2)))
+    together = verdict(summarise(grouped(need=2, sync="levels(full, percentage(1.0))")))
     assert "updates, each from 2 of 2 gradients. The policy made workers wait for" in together
 
 
@@ -318,7 +399,7 @@ def test_the_waiting_share_is_relative_to_the_time_of_pushing_ranks(
     held = [
         verdict(summary).partition("made workers wait for ")[2].partition(" %")[0]
         for summary in (
-            summarise(grouped(need=2, sync=plan.sync), firsts=(0, 2)),
+            summarise(grouped(need=2, sync=plan.sync)),
             summarise(imagined_served(plan)),
         )
     ]
@@ -328,7 +409,7 @@ def test_the_waiting_share_is_relative_to_the_time_of_pushing_ranks(
 def test_ranks_that_never_push_have_empty_cells(grouped):
     columns = {
         str(column.header): [str(cell) for cell in column.cells]
-        for column in _table(closing_table(summarise(grouped(), firsts=(0, 2)))).columns
+        for column in _table(closing_table(summarise(grouped()))).columns
     }
     fast, mate, slow, other = columns["dropped"]
     assert (fast, mate, other) == ("0", "", "")
@@ -341,27 +422,10 @@ def _table(drawn):
 
 
 def test_the_page_draws_a_row_for_each_group_only(folder, grouped, written):
-    section = synchronisation(collect_history(grouped(), firsts=(0, 2)))
+    section = synchronisation(collect_history(grouped()))
     assert "rank 2 (n2)" in section
     assert "rank 1" not in section
     assert "rank 3" not in section
-    _plan(folder, "levels(full, backup(1))")
     written(folder, grouped())
     page = write_report(folder, folder.path / "page.html").read_text()
     assert "of them from rank 2 (n2)" in page
-
-
-@pytest.mark.parametrize(
-    ("sync", "groups", "firsts"),
-    [
-        ("levels(full, async)", PAIRS, (0, 2)),
-        ("levels", ((3, 1), (0, 2)), (3, 0)),
-        ("local(periods=[2, 4])", PAIRS, ()),
-        ("levels(full, async)", ((0, 1), ()), ()),
-        ("levels(full, async)", (("x",),), ()),
-    ],
-)
-def test_groups_are_read_from_the_plan_with_levels_only(folder, sync, groups, firsts):
-    assert firsts_of(folder) == ()
-    _plan(folder, sync, groups)
-    assert firsts_of(folder) == firsts

@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from echelon.observe.events import StepEnded
+from echelon.observe.reason import fitting_shares
 from echelon.observe.summary import summarise
-from echelon.observe.verdict import fitting_shares, verdict
+from echelon.observe.verdict import verdict
 
 
 def test_a_straggler_is_named_with_its_cost_and_a_better_share(imagined):
@@ -60,10 +61,8 @@ def test_a_worker_that_waits_for_data_is_told_to_check_its_loader(imagined, a_pl
     assert "waiting for data: look at its data loader" in verdict(summarise(events))
 
 
-@pytest.mark.parametrize(
-    ("share", "advice"), [(16, "in the script's own code"), (160, "look for other load on its node")]
-)
-def test_a_late_worker_whose_share_fits_is_not_told_to_take_less(imagined, a_plan, share, advice):
+@pytest.mark.parametrize("share", [16, 160])
+def test_a_late_worker_whose_share_fits_is_not_told_to_take_less(imagined, a_plan, share):
     events = []
     for event in imagined(a_plan(speeds=(800.0,) * 3 + (770.0,), shares=(share,) * 4)):
         if isinstance(event, StepEnded):
@@ -77,7 +76,7 @@ def test_a_late_worker_whose_share_fits_is_not_told_to_take_less(imagined, a_pla
         events.append(event)
     text = verdict(summarise(events))
     assert text.startswith("Rank 3 (node-d)")
-    assert advice in text
+    assert "in the script's own code" in text
 
 
 def test_a_late_worker_whose_share_is_one_sample_is_not_told_to_take_less(imagined, a_plan):

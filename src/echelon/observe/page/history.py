@@ -25,7 +25,6 @@ from echelon.observe.events import (
     WorkerFailed,
 )
 from echelon.observe.page.scale import Point
-from echelon.observe.spans import end_of
 from echelon.observe.summary import Summary, Tally
 from echelon.observe.sync import Stretch
 
@@ -92,8 +91,8 @@ class RunHistory:
 
 
 class _Collector:
-    def __init__(self, policy: str, firsts: Sequence[int]) -> None:
-        self.tally = Tally(policy=policy, firsts=firsts)
+    def __init__(self, policy: str) -> None:
+        self.tally = Tally(policy=policy)
         self.steps: list[RoundPoint] = []  # one by one, if workers do not step together
         self.open_rounds = RoundTally()
         self.world_size: int | None = None
@@ -219,25 +218,22 @@ def _one_by_one(round_: ObservedRound) -> list[ObservedRound]:
     return [ObservedRound(round_.step, {rank: step}) for rank, step in round_.workers.items()]
 
 
-def collect_history(events: Iterable[AnyEvent], policy: str = "", firsts: Sequence[int] = ()) -> RunHistory:
-    """Collect what the page shows; `policy` and `firsts` as for `Tally`."""
-    collector = _Collector(policy, firsts)
+def collect_history(events: Iterable[AnyEvent], policy: str = "") -> RunHistory:
+    """Collect what the page shows; `policy` as for `Tally`."""
+    collector = _Collector(policy)
     for event in events:
         collector.add(event)
     return collector.history()
 
 
 def _point(round_: ObservedRound) -> RoundPoint:
-    steps = list(round_.workers.values())
-    known = [(s.share, s.loss) for s in steps if s.loss is not None and math.isfinite(s.loss)]
-    weight = sum(share for share, _ in known)
     return RoundPoint(
         step=round_.step,
-        epoch=steps[0].epoch,
-        begin_s=min(step.start for step in steps),
-        end_s=max(end_of(step) for step in steps),
-        samples=sum(step.share for step in steps),
-        loss=sum(share * loss for share, loss in known) / weight if weight else None,
+        epoch=next(iter(round_.workers.values())).epoch,
+        begin_s=round_.begin,
+        end_s=round_.end,
+        samples=round_.samples,
+        loss=round_.loss,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from echelon.config.units import show_bytes, show_seconds
-from echelon.observe.arrival import ObservedRound, RoundTally, clock_offsets, judge, same_clock
+from echelon.observe.arrival import ObservedRound, clock_offsets, rounds_of, same_clock
 from echelon.observe.events import BucketReduced, StepEnded
 from echelon.observe.overlap import WorkerCommunication, in_flight
 from echelon.observe.page.charts import Bar, Mark, Segment, Series, line_chart, row_chart
@@ -22,9 +22,10 @@ from echelon.observe.page.scale import (
     time_unit,
     value_axis,
 )
+from echelon.observe.reason import fitting_shares, percent, shares_may_help, worker_name
 from echelon.observe.spans import end_of, spans
 from echelon.observe.summary import Summary, WorkerSummary
-from echelon.observe.verdict import fitting_shares, verdict, wire_verdict, worker_name
+from echelon.observe.verdict import verdict, wire_verdict
 
 _ACTIVITIES = {
     "data": "data",
@@ -37,6 +38,11 @@ _ACTIVITIES = {
     "wire": "buckets in flight",
 }
 SINCE = "time since the first step"
+_MEET_OFTEN = (
+    " Where workers wait for each other several times in a step (the statistics of batch normalisation, "
+    "several backward passes), or only in the next step, charges are summed over the step, and the last "
+    "worker is the one that is charged most."
+)
 
 
 def waiting(history: RunHistory) -> str:
@@ -44,15 +50,19 @@ def waiting(history: RunHistory) -> str:
     summary = history.summary
     body = f'<p class="verdict">{safe(verdict(summary))}</p>'
     if summary.rounds:
-        body += about(
+        remark = (
             "In each round, the time between two arrivals is charged in equal parts to the workers still "
             "missing, so a round's charges sum to the time from its first to its last arrival."
         )
-        body += _held_up(summary) + _spread(history)
+        body += about(remark + _MEET_OFTEN if summary.meet_often else remark)
+        body += held_up(summary) + _spread(history)
     return section("Who kept the others waiting", body)
 
 
-def _held_up(summary: Summary) -> str:
+def held_up(summary: Summary) -> str:
+    """How long each worker kept the others waiting; empty if they did not meet."""
+    if not summary.rounds:
+        return ""
     scale, unit = time_unit(max(worker.held_up_s for worker in summary.workers))
     bars = []
     for worker in summary.workers:
@@ -60,11 +70,11 @@ def _held_up(summary: Summary) -> str:
             f"{worker_name(worker)}\n"
             f"kept the others waiting {show_seconds(worker.held_up_s)}\n"
             f"was the only one missing for {show_seconds(worker.alone_s)}\n"
-            f"arrived last in {worker.times_last:,} of {summary.rounds:,} rounds"
+            f"was last in {worker.times_last:,} of {worker.rounds:,} rounds"
         )
         piece = Segment(begin=0.0, end=worker.held_up_s / scale, look="late", tip=tip)
-        last = 100 * worker.times_last / summary.rounds
-        note = f"{worker.held_up_s / scale:,.1f} {unit}, last in {last:.0f} % of rounds"
+        last = percent(worker.times_last, worker.rounds)
+        note = f"{worker.held_up_s / scale:,.1f} {unit}, last in {last} of rounds"
         bars.append(Bar(label=worker_name(worker), segments=[piece], note=note))
     seconds = [worker.held_up_s / scale for worker in summary.workers]
     axis = value_axis(seconds, f"kept the others waiting for [{unit}]")
@@ -201,23 +211,22 @@ def time_split(summary: Summary) -> str:
     axis = value_axis([worker.step_s / scale for worker in summary.workers], f"time in steps [{unit}]")
     chart = row_chart(bars, axis, label="where each worker's time went")
     other = "Other: the script's own code between the parts of a step."
-    if summary.sync is None:
-        remark = (
-            "Until the last worker of a round has arrived, the others wait for late workers; after that, "
-            "all wait for the exchange of gradients."
-        )
-    elif summary.sync.served:
+    remark = (
+        "Until the last worker of a round has arrived, the others wait for late workers; after that, all "
+        "wait for the exchange itself."
+    )
+    if summary.sync is not None and summary.sync.served:
         remark = (
             "Exchange: waiting for the server, beyond the time for which the policy made the worker wait."
         )
-    else:
+    elif not summary.rounds:
         remark = "Exchange: waiting for other workers and exchanging weights with them."
     body = about(f"{remark} {other}") + _legend_of(bars) + figure(chart) + _worker_table(summary)
     return section("Where the time went", body)
 
 
 def _split_bar(worker: WorkerSummary, scale: float, held_s: float) -> Bar:
-    held_s = min(held_s, worker.wait_s)
+    held_s = min(held_s, max(0.0, worker.wait_s - worker.late_s))
     seconds = {
         "data": worker.data_s,
         "compute": worker.compute_s,
@@ -246,14 +255,14 @@ def _legend_of(bars: Sequence[Bar]) -> str:
 
 
 def _worker_table(summary: Summary) -> str:
-    fitting = fitting_shares(summary) if summary.sync is None else {}
+    fitting = fitting_shares(summary) if summary.sync is None and shares_may_help(summary) else {}
     rows = []
     for worker in summary.workers:
         row = {
             "rank": str(worker.rank),
             "node": worker.node,
             "steps": f"{worker.steps:,}",
-            "share": f"{worker.mean_share:.1f}",
+            "mean share": f"{worker.mean_share:.1f}",
             "balanced share": f"{fitting.get(worker.rank, 0):.1f}",
             "samples/s": f"{worker.samples_per_s:,.0f}",
             "compute": show_seconds(worker.compute_s),
@@ -281,11 +290,11 @@ def communication(summary: Summary) -> str:
     remark = about(
         "Medians per step. In flight: the time in which buckets were being exchanged. Exposed: the part of "
         "it for which training had to wait; the rest was hidden behind computation. Late: waiting for late "
-        "workers, included in neither. Wire limit: the bytes sent, divided by the rate of the worker's "
-        "slowest link. A step's limit is the largest compute time or wire limit of all workers."
+        "workers at the round, included in neither. Wire limit: the bytes sent, divided by the rate of the "
+        "worker's slowest link. Limit: the largest compute time or wire limit of all workers."
     )
     rows = [_communication_row(worker, summary) for worker in went.workers]
-    drawn = table(list(rows[0]), [list(row.values()) for row in rows], words={1, 10})
+    drawn = table(list(rows[0]), [list(row.values()) for row in rows], words={1, 11})
     return section("Communication", verdict_line + remark + drawn)
 
 
@@ -297,12 +306,13 @@ def _communication_row(worker: WorkerCommunication, summary: Summary) -> dict[st
     return {
         "rank": str(worker.rank),
         "node": nodes.get(worker.rank, ""),
-        "in flight": show_seconds(worker.communication_s) if worker.hidden is not None else "–",
+        "in flight": show_seconds(worker.communication_s) if worker.communication_s is not None else "–",
         "exposed": show_seconds(worker.exposed_s),
         "late": show_seconds(worker.late_s),
         "hidden": f"{100 * worker.hidden:.0f} %" if worker.hidden is not None else "–",
         "sent": show_bytes(worker.sent_bytes),
         "compute": show_seconds(worker.compute_s),
+        "step": show_seconds(worker.step_s),
         "wire limit": show_seconds(worker.wire_limit_s) if worker.wire_limit_s is not None else "–",
         "step / limit": f"{worker.distance:.2f}" if worker.distance is not None else "–",
         "slowest link": link,
@@ -313,33 +323,32 @@ def close_up(steps: Sequence[StepEnded], summary: Summary, buckets: Sequence[Buc
     """A few steps, worker by worker: what each was doing when the last one arrived."""
     if not steps:
         return ""
-    offsets = clock_offsets(_rounds(steps)) if summary.judged_by == "wait" else {}
+    offsets = (
+        clock_offsets(rounds_of(steps)) if summary.judged_by == "wait" and summary.sync is None else {}
+    )
     steps = [same_clock(step, offsets) for step in steps]
     buckets = [same_clock(bucket, offsets) for bucket in buckets]
     begin = min(step.start for step in steps)
     end = max(end_of(step) for step in steps)
-    last_arrivals = {
-        round_.step: round_.workers[judge(round_, summary.judged_by).last].arrival
-        for round_ in (_rounds(steps) if summary.sync is None else [])
-        if len(round_.workers) > 1
-    }
+    rounds = [r for r in rounds_of(steps) if len(r.workers) > 1] if summary.sync is None else []
+    last_arrivals = sorted(at for round_ in rounds for at in _last_arrivals(round_))
     bars = []
     for worker in summary.workers:
         own = sorted((step for step in steps if step.rank == worker.rank), key=lambda step: step.start)
-        pieces = [piece for step in own for piece in _pieces(step, begin, last_arrivals.get(step.step))]
+        pieces = [piece for step in own for piece in _pieces(step, begin, last_arrivals)]
         under = _in_flight([b for b in buckets if b.rank == worker.rank], begin, end)
         bars.append(Bar(label=worker_name(worker), segments=pieces, under=under))
     chart = row_chart(
         bars,
         time_axis(0.0, end - begin, "time"),
         label="a few steps, worker by worker",
-        uprights=[arrival - begin for arrival in last_arrivals.values()],
+        uprights=[_last_arrivals(round_)[-1] - begin for round_ in rounds],
     )
     first, last = min(step.step for step in steps), max(step.step for step in steps)
     which = f"Step {first:,}" if first == last else f"Steps {first:,} to {last:,}"
     if summary.sync is not None:
         which = "A few steps of each worker"
-    dotted = " Dotted lines: the last arrival of each round." if last_arrivals else ""
+    dotted = " Dotted lines: the last arrival at each round." if rounds else ""
     clocks = " The workers' clocks disagree; times were corrected for this chart." if offsets else ""
     body = about(f"{which}, from the middle of the run.{dotted}{clocks}") + _legend_of(bars) + figure(chart)
     return section("A few steps close up", body)
@@ -358,18 +367,17 @@ def _in_flight(buckets: Sequence[BucketReduced], begin: float, end: float) -> li
     return pieces
 
 
-def _rounds(steps: Sequence[StepEnded]) -> list[ObservedRound]:
-    rounds = RoundTally()
-    for step in steps:
-        rounds.add(step, None)
-    return rounds.incomplete()
+def _last_arrivals(round_: ObservedRound) -> list[float]:
+    """When the last worker came to each meeting of the step; to the round last."""
+    at_round = max(step.arrival for step in round_.workers.values())
+    return [*(max(came for came, _ in meeting.values()) for meeting in round_.meetings), at_round]
 
 
-def _pieces(step: StepEnded, begin: float, last_arrival: float | None) -> list[Segment]:
+def _pieces(step: StepEnded, begin: float, last_arrivals: Sequence[float]) -> list[Segment]:
     parts: list[tuple[str, float, float]] = []
-    for activity, (since, until) in spans(step).items():
+    for activity, since, until in spans(step):
         if activity == "wait":
-            turn = since if last_arrival is None else min(max(since, last_arrival), until)
+            turn = max((at for at in last_arrivals if since < at < until), default=since)
             parts += [("late", since, turn), ("exchange", turn, until)]
         else:
             parts.append((activity, since, until))

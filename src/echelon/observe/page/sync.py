@@ -9,10 +9,11 @@ from echelon.observe.page.charts import Bar, Segment, Series, line_chart, row_ch
 from echelon.observe.page.history import RunHistory
 from echelon.observe.page.markup import about, figure, legend, safe, section, table
 from echelon.observe.page.scale import Axis, time_axis, value_axis
-from echelon.observe.page.sections import SINCE, fault_marks, time_range
+from echelon.observe.page.sections import SINCE, fault_marks, held_up, time_range
+from echelon.observe.reason import worker_name
 from echelon.observe.summary import Summary
 from echelon.observe.sync import Stretch, SyncFigures, WorkerSync
-from echelon.observe.verdict import verdict, worker_name
+from echelon.observe.verdict import verdict
 
 _MOST_ROWS = 40
 _LOOKS = {"compute": "applied", "late": "dropped", "other": "continued alone"}
@@ -24,7 +25,7 @@ def synchronisation(history: RunHistory) -> str:
     assert summary.sync is not None
     body = f'<p class="verdict">{safe(verdict(summary))}</p>'
     if not summary.sync.served:
-        return section("Synchronisation", body + _exchanges(summary, summary.sync))
+        return section("Synchronisation", body + held_up(summary) + _exchanges(summary, summary.sync))
     if history.course:
         body += _charts(history, summary.sync)
     body += _pushes(summary, summary.sync) + _ages(summary.sync) + _reasons(summary.sync)
@@ -166,13 +167,15 @@ def _pushes(summary: Summary, sync: SyncFigures) -> str:
             "mean age": f"{worker.age_mean:.2f}",
             "largest age": f"{worker.age_most:,}",
             "held": show_seconds(worker.held_s),
+            "delayed": show_seconds(worker.held_up_s),
         }
         for worker in sync.workers
     ]
     remark = about(
         "Continued alone: steps after which the worker kept its own weights. Took part in: the share of "
         "updates that contain a push of the worker, among those made while it was in the run. Held: how "
-        "long the policy made the worker wait."
+        "long the policy made the worker wait. Delayed: how long the worker kept those waiting that were "
+        "released with it."
     )
     return table(list(rows[0]), [list(row.values()) for row in rows], words={1}) + remark
 
