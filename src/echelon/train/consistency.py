@@ -30,11 +30,11 @@ class Fact(msgspec.Struct, frozen=True):
 def describe_model(model: nn.Module, index: int) -> list[Fact]:
     """The model's parameters and buffers, in order."""
     facts = [
-        Fact("parameter", _label(index, name), f"{list(p.shape)} {p.dtype} {_trained(p.requires_grad)}")
+        Fact("parameter", label(index, name), f"{list(p.shape)} {p.dtype} {_trained(p.requires_grad)}")
         for name, p in model.named_parameters()
     ]
     buffers = [
-        Fact("buffer", _label(index, name), f"{list(b.shape)} {b.dtype}")
+        Fact("buffer", label(index, name), f"{list(b.shape)} {b.dtype}")
         for name, b in model.named_buffers()
     ]
     return facts + buffers
@@ -58,7 +58,8 @@ def describe_loader(loader: SharedLoader, index: int) -> list[Fact]:
     return [*facts, Fact("loader", f"{index}, batches", str(count))]
 
 
-def _label(index: int, name: str) -> str:
+def label(index: int, name: str) -> str:
+    """A parameter's name, with its model's index if there may be several."""
     return name if index == 0 else f"{name} of model {index}"
 
 

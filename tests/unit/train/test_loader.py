@@ -85,7 +85,7 @@ def shared(loader, *, rank=0, workers=1, weights=None, seed=0, index=0, meaning=
         clock=StepClock(Recorder(None), rank),
         device=torch.device("cpu"),
         on_pass=lambda _: None,
-        on_batch=lambda _, part: seen.append((part.share, part.batch)),
+        on_batch=lambda _, part, data: seen.append((part.share, part.batch)),
     )
     made = SharedLoader(loader, index, sharing, meaning)
     made.seen = seen
