@@ -61,6 +61,7 @@ class Guard:
         self._streams_forked = False
         self._checked_at = -1
         self._stepped_at_begin = 0
+        self._combines = False  # the script has combined figures since the last pass began
         self._not_combined: SharedLoader | None = None
         self._said: set[str] = set()
         self._changed = False
@@ -109,8 +110,8 @@ class Guard:
         if not self._several:
             return
         self._own_streams = own_streams
+        self.forward()
         self._modules.update(m for model in self._around.prepared.models for m in model.modules())
-        self._changed = False
         if not self._streams_forked:
             self._streams_forked = True
             self._fork_streams()
@@ -131,7 +132,7 @@ class Guard:
             self._changed = True
 
     def forward(self) -> None:
-        """A model's forward pass begins."""
+        """A model's forward pass begins: synchronise what was replaced in it."""
         if self._changed:
             self._changed = False
             self._renew()
@@ -155,6 +156,7 @@ class Guard:
         if not self._several:
             return
         self._stepped_at_begin = self._around.step()
+        self._combines = False
         if self._fork_streams():
             self._say(
                 "streams",
@@ -176,12 +178,12 @@ class Guard:
         stepped = self._around.step() > self._stepped_at_begin
         if stepped and self._checked_at < 0:
             self.check_weights("the end of a pass")
-        if evaluated and not stepped:
+        if evaluated and not stepped and not self._combines:
             self._not_combined = loader
 
     def combined(self) -> None:
         """The script has combined figures of all workers."""
-        self._not_combined = None
+        self._combines, self._not_combined = True, None
 
     def goes_on(self) -> None:
         """Training goes on, or is over: an evaluation before it should have been combined by now."""

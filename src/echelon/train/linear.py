@@ -253,9 +253,10 @@ class _Captured(nn.Linear):
         return "Linear"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A capture belongs to this process and weight, so copies and pickles are plain layers.
+        # A capture belongs to this process and weight, so copies and pickles are plain layers. On the meta
+        # device, building one draws no random numbers; the state then replaces all of it.
         state = {key: value for key, value in self.__dict__.items() if key != "echelon_capture"}
-        return nn.Linear.__new__, (nn.Linear,), state
+        return nn.Linear, (1, 1, False, "meta"), state
 
 
 def eligible(model: nn.Module) -> dict[str, nn.Linear]:

@@ -9,16 +9,21 @@ disks of their own, so each has a file.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import logging
 import os
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+_LOCK_S = 10.0
+_POLL_S = 0.002
 _log = logging.getLogger(__name__)
 
 
@@ -67,12 +72,13 @@ class WholeSaves:
             return
         try:
             write(beside)
-            if not self._is_there(key, path):
-                beside.replace(path)
+            with _locked(path.parent):
+                if not self._is_there(key, path):
+                    beside.replace(path)
+                if self._rank == self._first:
+                    self._count(key, 1)
         finally:
             beside.unlink(missing_ok=True)
-        if self._rank == self._first:
-            self._count(key, 1)
 
     def _is_there(self, key: str, path: Path) -> bool:
         """Whether the first worker has written what this one is about to write."""
@@ -92,3 +98,22 @@ class WholeSaves:
                 path,
                 self._first,
             )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, which ends with the process; after a while, go on without it."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        until = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:  # another worker has it, or this file system has no locks
+                if time.monotonic() > until:
+                    break
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(held)

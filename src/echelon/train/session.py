@@ -377,8 +377,8 @@ class Session(ScriptCollectives, ScriptLog):
         if not loader.finished:
             self._agree(f"a pass over loader {loader.index}, number {loader.pass_index}")
             self._guard.pass_begins(loader)
+            self._weights.pass_begins(loader.index)
         self._synchronizer.refresh(ended=loader.finished, trains=loader.trains)
-        self._weights.passed(loader.index)
         if loader.finished:
             self._guard.pass_ended(loader, evaluated=not self._weights.trains)
 

@@ -87,8 +87,8 @@ class LossWeights:
         """Whether what is drawn now may be trained: not in an evaluation."""
         return torch.is_grad_enabled() and (not self._models or any(m.training for m in self._models))
 
-    def passed(self, loader: int) -> None:
-        """A pass over a loader begins or has ended: forget its batches that nobody holds any more."""
+    def pass_begins(self, loader: int) -> None:
+        """A pass over a loader begins: forget its earlier batches that nobody holds any more."""
         for batch in [batch for batch, held in self._tensors_of.items() if not _alive(held)]:
             del self._tensors_of[batch]
         self._tracker.forget(lambda batch: batch.loader == loader and batch not in self._tensors_of)

@@ -96,9 +96,9 @@ class ReduceSynchronizer(Synchronizer):
 
         def weight() -> float:
             self._resolve()
-            return self.weight if rules.loss == "mean" else 1.0 / self._group.size
+            return self.weight
 
-        return weight
+        return weight if rules.loss == "mean" else lambda: 1.0 / self._group.size
 
     def renew(self, model: nn.Module) -> list[str]:
         """Give new parameters the leader's values, and reduce their gradients too."""
