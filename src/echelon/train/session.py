@@ -106,6 +106,7 @@ class Session(ScriptCollectives, ScriptLog):
         self._sharing: Sharing | None = None
         self._current: SharedLoader | None = None
         self._share = 0
+        self._parts: dict[int, tuple[int, ...]] = {}  # all workers' shares, by the size of the batch
         self._first_epoch = 0
         self._closed = False
         self._guard = Guard(
@@ -390,7 +391,9 @@ class Session(ScriptCollectives, ScriptLog):
         if self._weights.trains:
             loader.draws_to_train = True
             self._guard.goes_on()
-        parts = (part.share,) if self._synchronizer.claims else split(part.batch, self._plan.weights)
+        if part.batch not in self._parts:
+            self._parts[part.batch] = split(part.batch, self._plan.weights)
+        parts = (part.share,) if self._synchronizer.claims else self._parts[part.batch]
         batch = HandedBatch(loader=loader.index, share=part.share, batch=part.batch, parts=parts)
         self._weights.drew(batch, data)
 

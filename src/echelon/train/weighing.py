@@ -15,18 +15,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from echelon.errors import DataError
 from echelon.train.batches import BatchTracker, Belongs, HandedBatch
 from echelon.train.linear import is_compiled
 
+_UNKNOWN: tuple[Callable[[], Tensor | None], HandedBatch | None] = (lambda: None, None)
 _MOST_TENSORS = 64  # in one batch, or among one model's inputs; more are not looked at
 
 
@@ -52,8 +53,7 @@ class LossWeights:
         self._entering = entering
         self._strange = strange
         self._tracker = BatchTracker()
-        self._batch_of: Any = WeakTensorKeyDictionary()  # tensor -> HandedBatch; None: of several
-        self._tensors_of: dict[HandedBatch, list[TensorWeakRef]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], HandedBatch | None]] = {}  # None: of several
         self._models: list[nn.Module] = []
         self._marked: set[int] = set()  # models whose outputs are marked
         self._undo: dict[type[nn.Module], Callable[[], None]] = {}
@@ -71,16 +71,17 @@ class LossWeights:
         self._told = False
         if not self.trains:
             return
-        tensors = []
         for tensor in _tensors(data):
-            self._batch_of[tensor] = batch
-            tensors.append(TensorWeakRef(tensor))
+            self._know(tensor, batch)
             base = tensor._base
             if base is not None:
-                known = self._batch_of.get(base, batch)
-                self._batch_of[base] = batch if known is batch else None
-        self._tensors_of[batch] = tensors
+                several = id(base) in self._known and self._find(base) is not batch
+                self._know(base, None if several else batch)
         self._tracker.drew(batch)
+
+    def _know(self, tensor: Tensor, batch: HandedBatch | None) -> None:
+        key, known = id(tensor), self._known
+        known[key] = weakref.ref(tensor, lambda _: known.pop(key, None)), batch
 
     @property
     def trains(self) -> bool:
@@ -89,9 +90,8 @@ class LossWeights:
 
     def pass_begins(self, loader: int) -> None:
         """A pass over a loader begins: forget its earlier batches that nobody holds any more."""
-        for batch in [batch for batch, held in self._tensors_of.items() if not _alive(held)]:
-            del self._tensors_of[batch]
-        self._tracker.forget(lambda batch: batch.loader == loader and batch not in self._tensors_of)
+        held = {id(batch) for _, batch in self._known.values()}
+        self._tracker.forget(lambda batch: batch.loader == loader and id(batch) not in held)
 
     # Models --------------------------------------------------------------------------------------
 
@@ -129,7 +129,11 @@ class LossWeights:
                 args, kwargs = _change(
                     (args, kwargs), lambda tensor: self._mark(tensor, entry, inverse=True)
                 )
-            return _change(inner(*args, **kwargs), lambda tensor: self._mark(tensor, entry))
+            output = inner(*args, **kwargs)
+            if isinstance(output, Tensor) and output.grad_fn is not None:  # no other output depends on it
+                output.register_hook(lambda grad: self._scaled(grad, entry, False))
+                return output
+            return _change(output, lambda tensor: self._mark(tensor, entry))
         finally:
             self._inside = False
 
@@ -145,10 +149,12 @@ class LossWeights:
         return self._tracker.entered(found), back
 
     def _find(self, tensor: Tensor) -> HandedBatch | None:
-        found: HandedBatch | None = self._batch_of.get(tensor)
-        if found is None and tensor._base is not None:
-            found = self._batch_of.get(tensor._base)
-        return found
+        """The batch that a tensor, or the one that it is a view of, belongs to."""
+        for one in (tensor, tensor._base):
+            reference, batch = self._known.get(id(one), _UNKNOWN)
+            if batch is not None and reference() is one:
+                return batch
+        return None
 
     def _mark(self, tensor: Tensor, entry: Belongs, *, inverse: bool = False) -> Tensor:
         """The same tensor for autograd, with a node of its own, whose gradient is scaled."""
@@ -182,7 +188,7 @@ class LossWeights:
     def _scaled(self, grad: Tensor, entry: Belongs, inverse: bool) -> Tensor | None:
         if not self._resolved:
             self._begin(entry)
-            if not inverse and not torch.isfinite(grad.sum()):
+            if not inverse and not math.isfinite(grad.sum().item()):
                 self._strange()
         in_use = self._in_use
         if self._told or in_use is None or entry.batch is in_use or entry.batch.agrees(in_use):
@@ -255,10 +261,6 @@ def _at_end_of_backward(call: Callable[[], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(call)
     else:
         call()
-
-
-def _alive(tensors: list[TensorWeakRef]) -> bool:
-    return any(reference() is not None for reference in tensors)
 
 
 def _tensors(data: Any) -> Iterator[Tensor]:

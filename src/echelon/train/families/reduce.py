@@ -227,13 +227,12 @@ class ReduceSynchronizer(Synchronizer):
 
     def not_reduced(self, optimizer: Optimizer) -> list[tuple[str, Tensor | None]]:
         """Its gradients, if it steps without a round since its last step; a deferred step has one."""
-        held = {id(p) for p in _parameters(optimizer)}
-        reducers = [reducer for reducer in self._reducers if reducer.touches(held)]
-        rounds = sum(reducer.rounds for reducer in reducers)
+        rounds = sum(reducer.rounds for reducer in self._reducers)
         before, self._rounds_at_step[id(optimizer)] = self._rounds_at_step.get(id(optimizer), 0), rounds
         if rounds != before or self._deferred.active:
             return []
-        found = {name: p.grad for reducer in reducers for name, p in reducer.named if id(p) in held}
+        held = {id(p) for p in _parameters(optimizer)}
+        found = {name: p.grad for reducer in self._reducers for name, p in reducer.named if id(p) in held}
         return [] if all(grad is None for grad in found.values()) else list(found.items())
 
     def replicas(self) -> list[tuple[str, Tensor]]:
