@@ -88,7 +88,7 @@ def test_workers_draw_the_same_random_numbers_if_asked_to(warm_pool):
 
 def split_after_prepare(seeded):
     with echelon.join(**WAIT) as session:
-        model, optimizer, _ = job(session)
+        job(session)
         whole = TensorDataset(torch.arange(20.0))
         generator = torch.Generator().manual_seed(1) if seeded else None
         part, _ = random_split(whole, [12, 8], generator=generator)

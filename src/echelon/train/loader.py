@@ -44,7 +44,7 @@ BatchMeaning = Literal["global", "per-worker"]
 _log = logging.getLogger(__name__)
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """The indices of one pass, in order."""
 
     def __len__(self) -> int: ...
@@ -369,7 +369,7 @@ class SharedLoader(DataLoader[Any]):
         batches = told_batches(self._sharing.group, lambda: iter(sampler), self.global_batch_size)
         return batches if self._own_batches else merge_small(batches, self._sharing.group.size)
 
-    def _order(self) -> Order:
+    def _order(self) -> SampleOrder:
         """The indices of one whole pass, the same on all workers."""
         sampler = self._sampler
         if type(sampler) is SequentialSampler:

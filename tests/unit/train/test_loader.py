@@ -374,7 +374,9 @@ KINDS = {
     ),
     "batch-sampler": lambda: DataLoader(numbers(30), batch_sampler=Growing(5)),
     "draws": lambda: DataLoader(numbers(9), batch_size=5, sampler=RandomSampler(range(9), True, 23)),
-    "permutations": lambda: DataLoader(numbers(9), batch_size=5, sampler=RandomSampler(range(9), False, 23)),
+    "permutations": lambda: DataLoader(
+        numbers(9), batch_size=5, sampler=RandomSampler(range(9), False, 23)
+    ),
     "no-length": lambda: DataLoader(numbers(23), batch_size=5, sampler=Unsized(4)),
     "stream": lambda: DataLoader(Stream(23), batch_size=5),
     "processes": lambda: DataLoader(numbers(23), batch_size=5, shuffle=True, num_workers=1),
