@@ -451,3 +451,20 @@ def test_merged_last_batch_is_told_once(warm_pool):
     assert ["the last 1 samples of each pass over loader 0 join the batch before" in t for t in leader] == [
         True
     ]
+
+
+def own_updates(reads):
+    heard = Heard()
+    with echelon.join(**WAIT) as session:
+        loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+        weights = torch.zeros(2, requires_grad=True)
+        for (x,) in loader if reads else [(torch.ones(2, 2),)]:
+            (x * weights).sum().backward()
+        session.barrier()
+    return heard.texts
+
+
+def test_script_without_optimizers_is_told_at_its_end_if_it_read_a_loader_of_its_own(warm_pool):
+    leader, _ = warm_pool.run(2, own_updates, True)
+    assert ["each of the 2 workers draws all 4 samples" in text for text in leader] == [True]
+    assert warm_pool.run(2, own_updates, False) == [[], []]

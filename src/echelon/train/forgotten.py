@@ -66,9 +66,12 @@ class ForgottenParts:
             self._handle.remove()
 
     def close(self) -> None:
-        """The script is over: say what could not be known before."""
+        """The script is over. If it has no optimizer, it may still have trained on loaders of its own."""
         if not self._prepared.models and not self._stepped:
-            self._warn(_nothing_prepared(self._workers))
+            for loader in list(self._iterated):
+                if _whole(loader):
+                    self._warn(_loader_left_out(loader, self._workers))
+                    return
 
     def _iterating(self, loader: DataLoader[Any]) -> None:
         inner = any(loader is prepared.inner for prepared in self._prepared.loaders)
@@ -142,6 +145,6 @@ def _loader_left_out(loader: DataLoader[Any], workers: int) -> str:
     except TypeError:
         samples = "all samples"
     return (
-        f"the script trains on a DataLoader that was not prepared: each of the {workers} workers draws "
+        f"the script iterates over a DataLoader that was not prepared: each of the {workers} workers draws "
         f"{samples}. Give the loader to session.prepare too, which shares it out"
     )
