@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -26,6 +27,26 @@ class Net(nn.Module):
     def forward(self, x):
         hidden = torch.tanh(self.inner(x))
         return {"out": self.outer(hidden), "hidden": hidden}
+
+
+@dataclass
+class Outcome:
+    out: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Named(dict):
+    """What some libraries return: a dict whose values are attributes too."""
+
+
+class Other(Net):
+    """The same, with outputs in another kind of object."""
+
+    kind = None
+
+    def forward(self, x):
+        found = super().forward(x)
+        return Outcome(**found) if self.kind is Outcome else self.kind(found)
 
 
 class Job:
@@ -152,6 +173,26 @@ def of_noise_beside_a_batch(job, session):
         job.step(job.loss(batch), job.model(fixed)["out"].square().mean())
 
 
+def in_objects(job, session):
+    """Outputs in a dataclass and in a subclass of dict, of two batches with different weights."""
+    models = []
+    for kind in (Outcome, Named):
+        torch.manual_seed(5)
+        model = Other().double()
+        model.kind = kind
+        models.append(session.prepare(model))
+    for a, b in zip(job.one, job.two, strict=False):
+        found = [[model(x) for x, _ in (a, b)] for model in models]
+        losses = [one.out.square().mean() + one.hidden.mean() for one in found[0]]
+        losses += [one["out"].square().mean() + one["hidden"].mean() for one in found[1]]
+        job.step(*losses)
+        for model, first in zip(models, job.model.parameters(), strict=False):
+            for p in model.parameters():  # what they learn shows in the job's own weights
+                first.data.add_(0.01 * p.grad.mean())
+                p.data.sub_(0.1 * p.grad)
+                p.grad = None
+
+
 def changed_in_place(job, session):
     for x, y in list(job.one):
         out = job.model(x)["out"]
@@ -173,6 +214,7 @@ LOOPS = [
     of_views,
     in_two_parts,
     of_noise_beside_a_batch,
+    in_objects,
     changed_in_place,
 ]
 

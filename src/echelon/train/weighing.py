@@ -133,7 +133,7 @@ class LossWeights:
             if isinstance(output, Tensor) and output.grad_fn is not None:  # no other output depends on it
                 output.register_hook(lambda grad: self._scaled(grad, entry, False))
                 return output
-            return _change(output, lambda tensor: self._mark(tensor, entry))
+            return _change_output(output, lambda tensor: self._mark(tensor, entry))
         finally:
             self._inside = False
 
@@ -280,7 +280,7 @@ def _tensors(data: Any) -> Iterator[Tensor]:
 
 
 def _change(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with every tensor that has a gradient changed."""
+    """The same tuples, lists and dicts with every tensor that has a gradient changed."""
     if isinstance(data, Tensor):
         return change(data) if data.requires_grad else data
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -289,11 +289,18 @@ def _change(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return type(data)(_change(value, change) for value in data)
     if type(data) is dict:
         return {key: _change(value, change) for key, value in data.items()}
-    if isinstance(data, dict):  # a class of the user's: its own object, with other values
+    return data
+
+
+def _change_output(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Also in an object of the user's class, which the model has just made: it keeps its identity."""
+    if isinstance(data, dict) and type(data) is not dict:
         for key, value in list(data.items()):
             data[key] = _change(value, change)
-    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return data
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
         for field in dataclasses.fields(data):
             with contextlib.suppress(AttributeError):  # frozen: its passes are assigned by draws alone
                 setattr(data, field.name, _change(getattr(data, field.name), change))
-    return data
+        return data
+    return _change(data, change)
