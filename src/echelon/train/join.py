@@ -99,7 +99,7 @@ def join(
         "sync": sync,
         "codec": codec,
     }
-    place = Place.from_environment(os.environ)
+    place = Place.from_environment(os.environ, parent=os.getppid())
     launched = _launchers_folder()
     with _naming_arguments({**choices, "shares": shares}):
         plan = _plan(place, launched, choices, shares)
