@@ -1,7 +1,8 @@
 """The worker processes of one run: start them, watch them, end them. None is left behind.
 
 Every worker leads a process group of its own, so that the processes it starts end with it. A worker's
-output goes straight to its log file, so neither worker nor launcher can block the other.
+output goes straight to its log file, so neither worker nor launcher can block the other; what it reads is
+said in input.py.
 
 Several workers on this machine are forked from one template process that has imported torch; see
 template.py. A worker that cannot be forked is started by exec.
@@ -22,6 +23,7 @@ from echelon.errors import LaunchError
 from echelon.launch.command import WorkerCommand
 from echelon.launch.failure import Failure, first, from_exit
 from echelon.launch.forked import CAN_FORK, ForkedWorker, Template
+from echelon.launch.input import WorkerInput
 from echelon.observe.run_folder import RunFolder
 
 _GRACE_S = 0.3
@@ -39,6 +41,7 @@ class WorkerProcesses:
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
         self._template: Template | None = None
         self._ending = False
+        self._input = WorkerInput()
         forkable = [command for command in commands if command.program]
         try:
             if CAN_FORK and len(forkable) > 1:
@@ -52,7 +55,7 @@ class WorkerProcesses:
 
     def _fork(self, commands: Sequence[WorkerCommand]) -> None:
         try:
-            self._template = Template(self._folder, commands)
+            self._template = Template(self._folder, commands, self._input)
         except OSError:
             return  # exec will fail as well, and the error names the worker
         for command in commands:
@@ -64,7 +67,7 @@ class WorkerProcesses:
                 return subprocess.Popen(
                     command.argv,
                     env=dict(command.env),
-                    stdin=subprocess.DEVNULL,
+                    stdin=self._input.of(command.rank),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -155,6 +158,7 @@ class WorkerProcesses:
             self._template.end(_LAST_LOGS_S)
         for process in self._processes.values():
             process.wait()
+        self._input.close()
 
     def all_done_so_far(self) -> bool:
         """Whether every worker that was started has ended."""
