@@ -27,6 +27,7 @@ import msgspec
 from echelon.errors import EchelonError, GradientError, WorkerError
 from echelon.launch.failure import Failure
 from echelon.observe.run_folder import RunFolder
+from echelon.train.user_traceback import hide_wrappers
 
 _PR_SET_PDEATHSIG = 1
 
@@ -108,6 +109,9 @@ def _error_text(kind: type[BaseException], error: BaseException, trace: Tracebac
     """The traceback of the user's code; for an EchelonError, only its message."""
     if isinstance(error, EchelonError):
         return f"{kind.__name__}: {error}\n"
+    if trace is error.__traceback__:
+        hide_wrappers(error)
+        trace = error.__traceback__
     own = {__file__, str(Path(__file__).with_name("template.py")), runpy.__file__, "<frozen runpy>"}
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
