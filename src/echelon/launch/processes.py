@@ -17,11 +17,9 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-import msgspec
-
 from echelon.errors import LaunchError
 from echelon.launch.command import WorkerCommand
-from echelon.launch.failure import Failure, first, from_exit
+from echelon.launch.failure import Failure, first, from_exit, read_failure
 from echelon.launch.forked import CAN_FORK, ForkedWorker, Template
 from echelon.launch.input import WorkerInput
 from echelon.observe.run_folder import RunFolder
@@ -126,18 +124,17 @@ class WorkerProcesses:
         deadline = time.monotonic() + _LAST_LOGS_S
         while not self.all_done_so_far() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return first(found)
+        return first(self._failures())
 
     def _failures(self) -> list[Failure]:
         return [self._reason(rank, code) for rank, code in self.exit_codes().items() if code != 0]
 
     def _reason(self, rank: int, code: int) -> Failure:
-        try:
-            return msgspec.json.decode(self._folder.error_of(rank).read_bytes(), type=Failure)
-        except (OSError, msgspec.DecodeError):
-            log = self._folder.log_of(rank)
-            ended = log.stat().st_mtime if log.exists() else time.time()
-            return from_exit(rank, code, ended)
+        told = read_failure(self._folder.error_of(rank))
+        if told is not None:
+            return told
+        log = self._folder.log_of(rank)
+        return from_exit(rank, code, log.stat().st_mtime if log.exists() else time.time())
 
     def interrupt(self) -> None:
         """Send every worker the signal of Ctrl-C."""
