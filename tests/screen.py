@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 _SEQUENCE = re.compile(r"\x1b(?:\[(?P<digits>[0-9;?]*)(?P<letter>[A-Za-z])|(?P<plain>[78D]))")
+_BEGINNING = re.compile(r"\x1b(?:\[[0-9;?]*)?$")
 
 
 class Screen:
@@ -19,6 +20,7 @@ class Screen:
         self._rows = [[" "] * width for _ in range(height)]
         self._row = self._column = 0
         self._saved = (0, 0)
+        self._unread = ""
         self._top, self._bottom = 0, height - 1
 
     @property
@@ -33,10 +35,14 @@ class Screen:
 
     def write(self, text: str) -> None:
         """Show text as a terminal does whose driver turns a newline into a return and a line feed."""
+        text, self._unread = self._unread + text, ""
         at = 0
         while at < len(text):
             if text[at] == "\x1b":
                 found = _SEQUENCE.match(text, at)
+                if found is None and _BEGINNING.match(text, at):
+                    self._unread = text[at:]
+                    return
                 assert found is not None, f"unknown sequence: {text[at : at + 8]!r}"
                 self._control(found)
                 at = found.end()
