@@ -100,7 +100,7 @@ class Display:
 
     def _draw(self, now: float) -> None:
         assert self._pane is not None
-        height = self.console.height
+        _, height = self._pane.size
         panel = self._progress.panel(
             now,
             height=height // _SCRIPTS_PART if self._output is not None else height - _ABOVE,

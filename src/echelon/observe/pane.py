@@ -34,21 +34,30 @@ class Pane:
         self._lines: Sequence[str] = ()
         self._size = (0, 0)
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and lines of the terminal; the console may know others, from COLUMNS and LINES."""
+        try:
+            size = os.get_terminal_size(self._console.file.fileno())
+        except OSError:
+            return self._console.size.width, self._console.size.height
+        return size.columns, size.lines
+
     def show(self, what: RenderableType, *, again: bool = False) -> None:
         """Draw what is to be seen, if it differs from what is there, or if it is to be drawn again."""
         if not self._is_foreground():
             return
+        size = width, height = self.size
         with self._console.capture() as captured:
-            self._console.print(what)
+            self._console.print(what, width=width)
         lines = captured.get().removesuffix("\n").split("\n")
-        size = self._console.size
-        if size.height - len(lines) < _LEAST_ABOVE:
+        if height - len(lines) < _LEAST_ABOVE:
             self.hide()
             return
         moves = ""
         if len(lines) != len(self._lines) or size != self._size:
-            moves = self._give_back() + _make_room(len(lines), size.height)
-            self._size = (size.width, size.height)
+            moves = self._give_back() + _make_room(len(lines), height)
+            self._size = size
         elif lines == self._lines and not again:
             return
         self._lines = lines

@@ -56,6 +56,7 @@ class Progress:
     def __init__(self, now: float, *, lines: bool, script: bool = False) -> None:
         self._lines = lines
         self._script = script
+        self._counts = not (lines and script)  # otherwise no figure is shown, and counting takes time
         self._total_steps: int | None = None
         self._tally = Tally(limit=_PENDING_ROUNDS)
         self._recent: deque[tuple[float, Summary]] = deque()
@@ -70,18 +71,14 @@ class Progress:
         self._line_at = now
         self._over = False
 
-    @property
-    def summary(self) -> Summary:
-        """The figures of the whole run so far."""
-        return self._tally.summary()
-
     def take(self, events: Iterable[AnyEvent], now: float) -> list[str]:
         """Take new events into account. Returns the sentences that are due."""
         due: list[str] = []
         for event in events:
             if isinstance(event, StepEnded):
                 due += self._step(event)
-            self._tally.add(event)
+            if self._counts:
+                self._tally.add(event)
             self._stalls.take(event, now)
             due += self._announce(event, now)
         due += self._release(now)
@@ -118,7 +115,7 @@ class Progress:
                 self._said |= {(event.epoch, event.step), ("epoch", event.epoch)}
                 self._ended_epoch = None
                 self._line_at = now
-                return self._line(f"epoch {event.epoch + 1} evaluated", self.summary, None)
+                return self._line(f"epoch {event.epoch + 1} evaluated")
             case _:
                 pass
         return []
@@ -144,14 +141,14 @@ class Progress:
         return [self._held.pop(text)[1] for text in due]
 
     def _periodically(self, now: float) -> list[str]:
-        if now - self._line_at < _LINE_EVERY_S or not self._lines:
+        if now - self._line_at < _LINE_EVERY_S or not self._lines or self._script:
             return []
         self._line_at = now
-        summary = self.summary
+        summary = self._tally.summary()
         before = self._look_back(now, summary)
         if not summary.steps or self._stalls.look(now) is not None:
             return []
-        return self._line(self._position(summary), summary, before)
+        return self._line(self._position(summary), before)
 
     def _about_stall(self, now: float) -> list[str]:
         """Without a panel: who is missing, after ten seconds and at each doubling, and that steps go on."""
@@ -170,18 +167,19 @@ class Progress:
         if epoch is None:
             return []
         self._said.add(("epoch", epoch))
-        return self._line(f"epoch {epoch + 1} ended", self.summary, None)
+        return self._line(f"epoch {epoch + 1} ended")
 
-    def _line(self, beginning: str, summary: Summary, before: Summary | None) -> list[str]:
+    def _line(self, beginning: str, before: Summary | None = None) -> list[str]:
         if not self._lines or self._script:
             return []
+        summary = self._tally.summary()
         return [", ".join([beginning, f"{_rate(summary, before):,.0f} samples/s", *quality(summary)])]
 
     # The panel -----------------------------------------------------------------------------------
 
     def panel(self, now: float, *, height: int, ascii_only: bool = False) -> RenderableType | None:
         """What is to be seen now, in at most `height` lines; None if there is nothing to see."""
-        summary = self.summary
+        summary = self._tally.summary()
         before = self._look_back(now, summary)
         stall = None if self._is_complete(summary) else self._stalls.look(now)
         if not summary.steps:
@@ -193,7 +191,8 @@ class Progress:
         else:
             news = Text(str(stall), style="yellow" if stall.missing or stall.doing else "dim")
         room = height - _AROUND_WORKERS
-        table = [self._workers(summary, before, now, room, ascii_only, stall)] if room > 0 else []
+        fits = room > 1 or (room == 1 and len(summary.workers) == 1)
+        table = [self._workers(summary, before, now, room, ascii_only, stall)] if fits else []
         between = Rule(style="dim", characters="-" if ascii_only else "─")
         parts = [self._top(summary, stall), news]
         return Group(*([between, *parts, *table] if self._script else [*parts, Text(), *table]))

@@ -133,6 +133,14 @@ def test_run_that_has_ended_is_not_stalled(steps):
     assert "no step" not in _shown(progress, now + 12)
 
 
+@pytest.mark.parametrize(("height", "rows"), [(5, 0), (6, 1), (7, 2), (8, 4)])
+def test_panel_has_as_many_workers_as_there_is_room_for(steps, height, rows):
+    progress, now = _running(steps, total=1000, script=True)
+    shown = _shown(progress, now + 1, height=height).splitlines()
+    assert len(shown) <= height
+    assert sum(line.startswith("   ") for line in shown) == rows
+
+
 # Notes and warnings
 
 
