@@ -6,6 +6,7 @@ is missing if others say that they wait for it, or if it is still in a step that
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,19 +43,27 @@ class Stall:
 
 
 class StallWatch:
-    """Follows the steps of a run. `now` is the reader's clock, in seconds."""
+    """Follows the steps of a run. `now` is the reader's clock, in seconds.
+
+    A worker that waits may write its last step late, so silence counts from when a step ended, not from
+    when it was read. The quickest event tells how far the workers' clock is from the reader's. That clock
+    may be set; but no step ended before the last one was read.
+    """
 
     def __init__(self) -> None:
         self._heard_at: float | None = None
+        self._read_at = -math.inf
+        self._ahead_s = math.inf
         self._lengths_s: deque[float] = deque(maxlen=_USUAL_OF)
         self._last: dict[int, StepEnded] = {}
         self._waits: dict[int, tuple[float, WorkersAwaited]] = {}
 
     def take(self, event: AnyEvent, now: float) -> None:
         """Take an event into account."""
+        self._ahead_s = min(self._ahead_s, now - event.t)
         match event:
             case StepEnded():
-                self._heard_at = now
+                self._hear(event.t, now)
                 self._lengths_s.append(length_s(event))
                 self._last[event.rank] = event
                 _, wait = self._waits.get(event.rank, (0.0, None))
@@ -62,10 +71,15 @@ class StallWatch:
                     del self._waits[event.rank]
             case WorkersAwaited():
                 if self._heard_at is None:
-                    self._heard_at = now - max(0.0, event.t - event.since)
+                    self._hear(event.since, now)
                 self._waits[event.rank] = (now, event)
             case _:
                 pass
+
+    def _hear(self, t: float, now: float) -> None:
+        at = min(now, max(t + self._ahead_s, self._read_at))
+        self._heard_at = at if self._heard_at is None else max(self._heard_at, at)
+        self._read_at = now
 
     def silence_s(self, rank: int, now: float) -> float:
         """How long a worker has ended no step while others did; 0 if it is not behind them."""

@@ -203,7 +203,7 @@ def test_more_workers_than_rows_are_counted(imagined, a_plan):
 
 def test_if_workers_do_not_step_together_the_steps_of_all_are_counted(imagined_served, a_served_plan):
     events = imagined_served(a_served_plan(need=1, rounds=False, sync="async"))
-    lines = _plain(events, pace_s=1.0)
+    lines = _plain(events, pace_s=0.2)
     assert lines[0].split(",")[0].endswith("of about 200 steps of 4 workers (epoch 1)")
     for line in lines:
         done, total = int(line.split(" of ")[0]), int(line.split("about ")[1].split(" ")[0])
@@ -216,9 +216,9 @@ def test_the_expected_total_is_not_shown_once_it_is_exceeded(imagined_served, a_
         StepsExpected(t=e.t, rank=0, steps=10) if isinstance(e, StepsExpected) else e
         for e in imagined_served(a_served_plan(need=1, rounds=False, sync="async"))
     ]
-    assert _plain(events, pace_s=1.0)[-1].split(",")[0].endswith(" steps of 4 workers (epoch 1)")
-    assert "about" not in _plain(events, pace_s=1.0)[-1]
-    assert "about 40 steps" in _plain(events, pace_s=1.0)[0]
+    assert _plain(events, pace_s=0.2)[-1].split(",")[0].endswith(" steps of 4 workers (epoch 1)")
+    assert "about" not in _plain(events, pace_s=0.2)[-1]
+    assert "about 40 steps" in _plain(events, pace_s=0.2)[0]
 
 
 def test_the_display_of_a_served_run_counts_each_workers_steps(imagined_served):

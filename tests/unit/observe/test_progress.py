@@ -58,19 +58,17 @@ def test_panel_says_who_is_missing_and_promises_nothing_until_steps_go_on(steps)
     assert " left" not in shown
     assert "samples/s  loss" not in shown
     assert "█" not in shown
-    after = [_again(step, steps, 120) for step in steps]
-    progress.take(after, now + 13)
+    progress.take([_again(step, 13) for step in steps], now + 13)
     shown = _shown(progress, now + 14)
     assert "no step" not in shown
     assert " left" in shown
 
 
-def _again(step: StepEnded, steps: list[StepEnded], number: int) -> StepEnded:
-    """A later step that is like this one."""
-    later = max(event.t for event in steps) - min(event.start for event in steps)
+def _again(step: StepEnded, later: float) -> StepEnded:
+    """A step like this one, so much later."""
     fields = {name: getattr(step, name) for name in step.__struct_fields__}
     moved = {name: fields[name] + later for name in ("t", "start", "arrival")}
-    return StepEnded(**{**fields, **moved, "step": step.step + number})
+    return StepEnded(**{**fields, **moved, "step": step.step + 120})
 
 
 def test_silence_is_shown_without_anyone_saying_so(steps):
@@ -115,7 +113,7 @@ def test_without_a_panel_a_missing_worker_is_said_a_few_times_and_that_steps_go_
     assert said == [
         f"no step for {time}: rank 1 is missing" for time in ("10 s", "20 s", "40 s", "1 min 20 s")
     ]
-    after = progress.take([_again(step, steps, 120) for step in steps], now + 100)
+    after = progress.take([_again(step, 100) for step in steps], now + 100)
     assert after[:1] == ["steps go on"]
     assert progress.take([], now + 101) == []
 

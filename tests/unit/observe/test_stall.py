@@ -108,6 +108,22 @@ def test_step_that_was_written_late_does_not_end_the_wait_of_another_worker():
     assert watch.look(now + 7.5).missing == (1,)
 
 
+def test_silence_counts_from_the_end_of_a_step_that_was_written_late():
+    watch, now = _stepping()
+    watch.take(_step(0, 10, now + 0.1), now + 5)
+    assert watch.look(now + 6).seconds == pytest.approx(5.9)
+
+
+@pytest.mark.parametrize("set_s", [-3600.0, 3600.0])
+def test_clock_that_is_set_makes_no_stall(set_s):
+    watch, now = _stepping()
+    for step in range(10, 100):
+        now += 0.5
+        watch.take(_step(0, step, now + set_s, 0.5), now)
+        assert watch.look(now) is None
+        assert watch.look(now + 2) is None
+
+
 def test_before_the_first_step_workers_that_others_wait_for_are_named():
     watch = StallWatch()
     assert watch.look(1000.0) is None
