@@ -22,6 +22,7 @@ factoring.py    which linear layers send factors
 batchnorm.py    batch normalisation over all workers' samples
 clock.py        where a worker's time goes, step by step
 record.py       a worker's events, and the start and end of a run without a launcher
+user_traceback.py  the traceback of a user's error, without Echelon's wrappers
 resume.py       the state of a run for a checkpoint, and how it is restored
 job.py          the built-in training job of `echelon train`
 """
