@@ -155,7 +155,8 @@ def test_ctrl_c_while_the_leader_reads_ends_the_run(tmp_path, terminal):
 
 def test_panel_is_below_the_scripts_output_and_a_table_takes_its_place(terminal):
     shown = terminal(_training(epochs=40, pause_s=0.01))
-    shown.until("of 100000 (epoch ")
+    shown.until(f"   1  {HOST}")  # the panel's last row
+    shown.until("%", after=f"   1  {HOST}")
     above, below = shown.shown.split("─" * 100)
     assert "joined after" in above
     assert "rank 0's output follows, from its share of each batch" in above
