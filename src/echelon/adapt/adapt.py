@@ -11,11 +11,18 @@ from dataclasses import dataclass, replace
 
 from echelon.adapt.changes import Changes
 from echelon.adapt.finding import ScriptFinding
-from echelon.adapt.joining import joining, too_early
+from echelon.adapt.joining import RULE, joining, too_early
 from echelon.adapt.reading import Reading
 from echelon.adapt.rule import RULES
 from echelon.adapt.text import ScriptText
 from echelon.errors import ConfigError
+
+# Half an edit would train, and not as it should: without prepare every worker trains the whole job.
+_NEEDED = (RULE, "prepare", "own-loop", "divided")
+_PARTLY = "the training cannot be prepared by an edit"
+_EARLY = "it also runs before the session is there"
+_TANGLED = "other code or another edit is on the same line"
+_BROKEN = "the edits together would not be Python"  # never seen; a user must not be the first to see it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +47,21 @@ class Adapted:
 def adapt(text: ScriptText, *, where: str) -> Adapted:
     """Read a script and edit it. One that is not Python is a ConfigError that names the line."""
     _check(text, where)
-    reading = Reading(text)
-    found = [one for name in RULES.names() for one in RULES.get(name)().look(reading)]
-    found = [
-        _by_hand(one, "it runs before the session is there") if too_early(reading, one) else one
-        for one in found
-    ]
+    try:
+        reading = Reading(text)
+        found = [one for name in RULES.names() for one in RULES.get(name)().look(reading)]
+    except RecursionError:
+        raise _unreadable("its expressions are nested too deeply", where) from None
+    found = [_by_hand(one, _EARLY) if too_early(reading, one) else one for one in found]
     changes = Changes(text)
     made = [_made(one, changes) for one in sorted(found, key=lambda one: one.line)]
     made += [_made(one, changes) for one in joining(reading, made)]
     new = changes.text()
-    if not _parses(new):  # never seen; the script must not be the first to find out
-        made = [_by_hand(one, "the edit would not be Python") if one.changes else one for one in made]
+    reason = "" if _parses(new) else _BROKEN
+    if any(one.rule in _NEEDED and one.level == "check" for one in made):
+        reason = _PARTLY
+    if reason:
+        made = [_by_hand(one, reason) if one.level == "change" else one for one in made]
         new = text.text
     findings = tuple(sorted(made, key=lambda one: (one.line, one.rule)))
     return Adapted(before=text, findings=findings, text=new)
@@ -61,7 +71,7 @@ def _made(finding: ScriptFinding, changes: Changes) -> ScriptFinding:
     """The finding, with its edit if that can be made together with the others."""
     if changes.add(finding.changes):
         return finding
-    return _by_hand(finding, "other code or another edit is on the same line")
+    return _by_hand(finding, _TANGLED)
 
 
 def _by_hand(finding: ScriptFinding, reason: str) -> ScriptFinding:
@@ -80,9 +90,11 @@ def _check(text: ScriptText, where: str) -> None:
             fix="correct it first: python -m py_compile shows the place",
         ) from error
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes, nesting beyond the parser
-        raise ConfigError(
-            f"the script cannot be parsed: {error}", where=where, fix="is it a Python script?"
-        ) from error
+        raise _unreadable(str(error), where) from error
+
+
+def _unreadable(reason: str, where: str) -> ConfigError:
+    return ConfigError(f"the script cannot be read: {reason}", where=where, fix="is it a Python script?")
 
 
 def _parses(text: str) -> bool:

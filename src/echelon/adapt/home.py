@@ -79,11 +79,26 @@ def find_home(things: Things, roles: Roles) -> Home | None:
     home.models = _models(things, home.scope)
     home.loaders = _loaders(things, roles, home.scope)
     home.strangers = list(_strangers(things, roles, home))
-    if not home.models:
-        home.problem = "no variable is certain to be the model"
-        return home
-    _place(things, home)
+    home.problem = _uncertain(things, roles, home, [binding for _, binding in makers])
+    if not home.problem:
+        _place(things, home)
     return home
+
+
+def _uncertain(things: Things, roles: Roles, home: Home, makers: list[Binding]) -> str:
+    """Why it is not certain what is trained; empty if it is."""
+    if not home.models:
+        return "no variable is certain to be the model"
+    for binding in makers:
+        if isinstance(binding.value, ast.Call) and things.unresolved(binding.value):
+            line = binding.statement.lineno
+            return f"line {line} optimizes parameters of something that is not a plain variable"
+    if not home.loaders and not home.strangers:
+        unknown = roles.unknown_data()
+        if unknown is not None:
+            line = unknown.lineno
+            return f"line {line} trains on data that is not known to come from a loader in a variable"
+    return ""
 
 
 def _made(things: Things, variables: Iterable[Variable]) -> list[tuple[Variable, Binding]]:

@@ -126,29 +126,21 @@ def _has_loader(reading: Reading, call: ast.Call) -> bool:
 
 def _imports(reading: Reading, library: Library) -> Iterator[ScriptFinding]:
     """Takes the maker's name out of the imports, if nothing else uses it."""
-    calls = list(reading.tree.calls(*library.makers))
+    used = [node.id for node in reading.tree.nodes if isinstance(node, ast.Name)]
+    made = [
+        reading.tree.written(call.func).partition(".")[0] for call in reading.tree.calls(*library.makers)
+    ]
     for statement in reading.tree.nodes:
-        if not isinstance(statement, ast.ImportFrom):
+        if not isinstance(statement, (ast.Import, ast.ImportFrom)):
             continue
-        whole = [f"{statement.module}.{alias.name}" for alias in statement.names]
-        if not any(one in library.makers for one in whole):
+        names = [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
+        gone = [name for name in names if name in made and used.count(name) == made.count(name)]
+        if not gone:
             continue
-        left = [
-            alias for alias, one in zip(statement.names, whole, strict=True) if one not in library.makers
-        ]
-        name = next(
-            alias.asname or alias.name
-            for alias, one in zip(statement.names, whole, strict=True)
-            if one in library.makers
-        )
-        uses = [node for node in reading.tree.nodes if isinstance(node, ast.Name) and node.id == name]
-        if len(uses) > len(calls):  # in annotations, for instance
-            continue
+        left = [alias for alias, name in zip(statement.names, names, strict=True) if name not in gone]
         words = ", ".join(f"{one.name} as {one.asname}" if one.asname else one.name for one in left)
-        change: Change = (
-            Replace(statement, f"from {statement.module} import {words}") if left else Remove(statement)
-        )
-        what = f"{name} is imported"
-        yield reading.say(
-            library.rule, statement, "change", what, "nothing uses it any more", "left out", (change,)
-        )
+        begins = f"from {statement.module} import" if isinstance(statement, ast.ImportFrom) else "import"
+        change: Change = Replace(statement, f"{begins} {words}") if left else Remove(statement)
+        what = f"{gone[0]} is imported"
+        why = "nothing uses it any more"
+        yield reading.say(library.rule, statement, "change", what, why, "left out", (change,))

@@ -17,7 +17,7 @@ from echelon.adapt.losses import LossTerm, LossTerms
 from echelon.adapt.roles import LoaderLoop, Roles
 from echelon.adapt.text import ScriptText
 from echelon.adapt.things import DISTRIBUTED, SAMPLERS, Things, Variable
-from echelon.adapt.tree import ScriptTree
+from echelon.adapt.tree import ScriptTree, is_backward
 
 Flavour = Literal["plain", "ddp", "accelerate", "fabric", "echelon"]
 
@@ -54,7 +54,7 @@ class Reading:
     @cached_property
     def trains(self) -> bool:
         """Whether there is a backward pass in the script."""
-        return any(self.tree.trains(node) for node in self.tree.nodes if isinstance(node, ast.stmt))
+        return any(is_backward(node) for node in self.tree.nodes)
 
     @cached_property
     def home(self) -> Home | None:
@@ -68,9 +68,8 @@ class Reading:
 
     @cached_property
     def sums(self) -> bool:
-        """Whether the script trains with shares of a sum, which `prepare` must know."""
-        kinds = {term.reduction for term in self.losses}
-        return kinds == {"sum"} and bool(self.prepared_loaders) and self.flavour in ("plain", "echelon")
+        """Whether the loss is a sum over the samples of a share."""
+        return {term.reduction for term in self.losses} == {"sum"} and bool(self.prepared_loaders)
 
     @cached_property
     def prepared_loaders(self) -> list[Variable]:
@@ -204,12 +203,12 @@ class Reading:
 
     @cached_property
     def last_import(self) -> ast.stmt | None:
-        """The last of the imports that the script begins with."""
+        """The last of the imports that the script begins with and that has a line of its own."""
         last: ast.stmt | None = None
         for statement in self.tree.module.body:
             text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
-                last = statement
+                last = statement if self.text.alone(statement) else last
             elif not text:
                 break
         return last

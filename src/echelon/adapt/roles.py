@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from echelon.adapt.things import Binding, Things, Variable
+from echelon.adapt.things import VIEWS, Binding, Things, Variable
 
 Role = Literal["train", "evaluate"]
 _TRAIN = ("train", "trn")
@@ -109,6 +109,27 @@ class Roles:
         if isinstance(value, ast.Call):
             return self.things.kind(value) == "view"
         return isinstance(value, (ast.Name, ast.Attribute))
+
+    def unknown_data(self) -> ast.For | None:
+        """A loop that trains on what something yields that is neither a loader nor a range of numbers."""
+        for node in self.tree.nodes:
+            if not isinstance(node, ast.For) or not self.tree.trains(node):
+                continue
+            inner = [one for one in self.tree.run_by(*node.body) if isinstance(one, ast.For)]
+            if any(self.tree.trains(one) for one in inner) or list(self._loaders_in(node.iter)):
+                continue
+            if not self._counts(node.iter):
+                return node
+        return None
+
+    def _counts(self, node: ast.expr) -> bool:
+        """Whether an expression yields numbers: a range, also inside `enumerate` and so on."""
+        name = self.tree.callee(node)
+        if name in ("range", "itertools.count", "tqdm.trange"):
+            return True
+        return (
+            isinstance(node, ast.Call) and name in VIEWS and all(self._counts(one) for one in node.args[:1])
+        )
 
     def roles(self, variable: Variable) -> set[Role]:
         """What a loader is used for; by its name if no loop over it is found."""

@@ -64,6 +64,7 @@ class Things:
     def __init__(self, tree: ScriptTree) -> None:
         self.tree = tree
         self._table: dict[tuple[ast.AST, str], Variable] = {}
+        self._asked: list[Function] = []
         self._collect()
         for _ in range(6):  # kinds follow from kinds: far more often than scripts need
             if not self._infer():
@@ -155,11 +156,21 @@ class Things:
             if variable.kind:
                 continue
             for binding in variable.bindings:
-                variable.kind = variable.kind or self.bound_kind(binding)
+                variable.kind = (
+                    variable.kind or self.bound_kind(binding) or self._named_loader(variable, binding)
+                )
         for function in [one for same in self.tree.functions.values() for one in same] + self._methods:
             self._from_callers(function)
         self._from_use()
         return sum(bool(one.kind) for one in self.variables) > known
+
+    def _named_loader(self, variable: Variable, binding: Binding) -> Kind:
+        """What a function of another file returns is a loader if it is called so."""
+        value = binding.value
+        if not isinstance(value, ast.Call) or "loader" not in variable.name.lower():
+            return ""
+        own = self.tree.written(value.func)
+        return "" if own in self.tree.functions or own in self.tree.classes else "loader"
 
     @cached_property
     def _methods(self) -> list[Function]:
@@ -211,6 +222,17 @@ class Things:
                 continue
             for given in [*node.args, *(one.value for one in node.keywords)]:
                 yield from ((model, node) for model in self._parameters_in(given))
+
+    def unresolved(self, call: ast.Call) -> bool:
+        """Whether an optimizer gets parameters of something that is not a plain variable."""
+        given = [*call.args, *(one.value for one in call.keywords)]
+        asked = [
+            node
+            for one in given
+            for node in ast.walk(one)
+            if isinstance(node, ast.Attribute) and node.attr in ("parameters", "named_parameters")
+        ]
+        return any(not list(self._parameters_in(node)) for node in asked)
 
     def _parameters_in(self, node: ast.expr, depth: int = 0) -> Iterator[Variable]:
         """The variables whose `parameters()` an expression has."""
@@ -268,12 +290,17 @@ class Things:
 
     def _returned(self, function: Function) -> list[Kind]:
         """The kinds of what a function returns."""
-        for node in self.tree.body(function):
-            if isinstance(node, ast.Return) and node.value is not None:
-                if isinstance(node.value, ast.Tuple):
-                    return [self.kind(one) for one in node.value.elts]
-                return [self.kind(node.value)]
-        return []
+        if function in self._asked:  # it calls itself
+            return []
+        self._asked.append(function)
+        try:
+            for node in self.tree.body(function):
+                if isinstance(node, ast.Return) and node.value is not None:
+                    parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+                    return [self.kind(one) for one in parts]
+            return []
+        finally:
+            self._asked.pop()
 
     def kind(self, node: ast.expr) -> Kind:
         """The kind of an expression's value."""
@@ -311,7 +338,7 @@ class Things:
 def _kind_by_name(name: str) -> Kind:
     """The kind of what a function or class of a known package makes."""
     last = name.rpartition(".")[2]
-    if name in LOADERS:
+    if name in LOADERS or name.endswith(".DataLoader"):
         return "loader"
     if name in SAMPLERS:
         return "sampler"

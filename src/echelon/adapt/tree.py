@@ -7,7 +7,7 @@ classes that it defines itself.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 from echelon.adapt.text import ScriptText
@@ -24,6 +24,8 @@ class ScriptTree:
         self.text = text
         self.module = text.tree
         self._parents: dict[ast.AST, ast.AST] = {}
+        self._called: dict[ast.Call, list[Function]] = {}
+        self._trains: dict[ast.AST, bool] = {}
         self.nodes: list[ast.AST] = []
         for node in ast.walk(self.module):
             self.nodes.append(node)
@@ -198,6 +200,11 @@ class ScriptTree:
 
     def called(self, call: ast.Call) -> list[Function]:
         """The functions of the script that a call runs, also if they are given to it as arguments."""
+        if call not in self._called:
+            self._called[call] = self._find_called(call)
+        return self._called[call]
+
+    def _find_called(self, call: ast.Call) -> list[Function]:
         found: list[Function] = []
         for argument in [*call.args, *(one.value for one in call.keywords)]:
             if isinstance(argument, ast.Name):
@@ -226,12 +233,13 @@ class ScriptTree:
 
     def executed(self, node: ast.AST) -> Iterator[ast.AST]:
         """The nodes that run when a node runs: not the bodies of functions and classes defined in it."""
-        yield node
         inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-        if isinstance(node, inner):
-            return
-        for child in ast.iter_child_nodes(node):
-            yield from self.executed(child)
+        waiting = [node]
+        while waiting:
+            one = waiting.pop()
+            yield one
+            if not isinstance(one, inner):
+                waiting += reversed(list(ast.iter_child_nodes(one)))
 
     def body(self, function: Function) -> Iterator[ast.AST]:
         """The nodes that run when a function is called."""
@@ -251,23 +259,24 @@ class ScriptTree:
                             seen.add(function)
                             waiting.append(list(self.body(function)))
 
-    def reaches(self, start: ast.AST, wanted: Callable[[ast.AST], bool]) -> bool:
-        """Whether something wanted runs when a node runs."""
-        return any(wanted(node) for node in self.run_by(start))
-
     def trains(self, start: ast.AST) -> bool:
         """Whether a backward pass runs when a node runs."""
-        return self.reaches(start, is_backward)
+        if start not in self._trains:
+            self._trains[start] = any(is_backward(node) for node in self.run_by(start))
+        return self._trains[start]
 
     def callers(self, function: Function) -> list[ast.Call]:
         """The calls that run a function by its name."""
-        return [
-            node
-            for node in self.nodes
-            if isinstance(node, ast.Call)
-            and function in self.called(node)
-            and not self._is_given(node, function)
-        ]
+        return self._callers.get(function, [])
+
+    @cached_property
+    def _callers(self) -> dict[Function, list[ast.Call]]:
+        found: dict[Function, list[ast.Call]] = {}
+        for node in self.nodes:
+            for function in self.called(node) if isinstance(node, ast.Call) else ():
+                if isinstance(node, ast.Call) and not self._is_given(node, function):
+                    found.setdefault(function, []).append(node)
+        return found
 
     def _is_given(self, call: ast.Call, function: Function) -> bool:
         """Whether the call only gets the function as an argument."""

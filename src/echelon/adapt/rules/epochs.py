@@ -28,7 +28,13 @@ class Epochs(AdaptRule):
 
     def look(self, reading: Reading) -> Iterator[ScriptFinding]:
         """One finding per loop over epochs."""
-        for loop in epoch_loops(reading):
+        loops = list(epoch_loops(reading))
+        if len(loops) > 1 or any(_called_twice(reading, loop) for loop in loops):
+            what = "epochs are counted by several loops, or by one that runs several times"
+            fix = "they work as they are; session.epochs is for one loop: it counts on where it stopped"
+            yield reading.say(self.name, loops[0], "note", what, _WHY, fix)
+            return
+        for loop in loops:
             counted = loop.iter
             if reading.tree.callee(counted) in _PROGRESS and isinstance(counted, ast.Call) and counted.args:
                 counted = counted.args[0]
@@ -73,6 +79,11 @@ def epoch_loops(reading: Reading) -> Iterator[ast.For]:
         named = isinstance(node.target, ast.Name) and "epoch" in node.target.id.lower()
         if named or any(inner in data for inner in tree.run_by(*node.body)):
             yield node
+
+
+def _called_twice(reading: Reading, node: ast.AST) -> bool:
+    scope = reading.tree.scope(node)
+    return not isinstance(scope, ast.Module) and len(reading.tree.callers(scope)) > 1
 
 
 def _called_in_loop(reading: Reading, node: ast.AST) -> bool:

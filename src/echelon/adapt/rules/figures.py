@@ -36,8 +36,11 @@ class Figures(AdaptRule):
         for loop in reading.loops:
             if loop.statement is None or not loop.trains:
                 continue
+            settled = set()
             for name, kind, node in _collected(reading, loop.statement):
+                settled.add(name)
                 yield self._combined(reading, loop.statement, name, kind, node)
+            yield from self._deciding(reading, loop.statement, settled)
             printed = _prints(reading, loop.statement)
             if printed is not None and not told:
                 told = True
@@ -48,6 +51,21 @@ class Figures(AdaptRule):
                     "a loss or count is shown inside the training loop",
                     "echelon run shows what the leader prints: figures of the leader's share of the batch",
                 )
+
+    def _deciding(self, reading: Reading, loop: ast.For, settled: set[str]) -> Iterator[ScriptFinding]:
+        """Decisions on a figure of this worker's share, which workers would take differently."""
+        own = _own(reading, loop) - settled
+        for node in _later(reading, loop):
+            test = node.test if isinstance(node, (ast.If, ast.While)) else None
+            steps = isinstance(node, ast.Call) and _method(node) == "step" and bool(node.args)
+            inner = list(ast.walk(test)) if test is not None else list(ast.walk(node)) if steps else []
+            names = sorted({one.id for one in inner if isinstance(one, ast.Name)} & own)
+            if names:
+                what = f"{names[0]} of this worker's share decides what happens"
+                why = "workers would decide differently: other learning rates, other numbers of epochs"
+                fix = f"decide on {reading.session}.mean({names[0]}.item())"
+                yield reading.say(self.name, node, "check", what, why, fix)
+                return
 
     def _combined(
         self, reading: Reading, loop: ast.For, name: str, kind: Figure, node: ast.AugAssign
@@ -74,6 +92,20 @@ class Figures(AdaptRule):
             f"after the loop: {line}",
             (Insert(loop, line, "after"),),
         )
+
+
+def _own(reading: Reading, loop: ast.For) -> set[str]:
+    """The names that a loop gives values of this worker's share: losses and accuracies."""
+    found = set()
+    for statement in loop.body:
+        for node in reading.tree.executed(statement):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Name) and any(
+                        word in target.id.lower() for word in ("loss", "acc")
+                    ):
+                        found.add(target.id)
+    return found
 
 
 def _collected(reading: Reading, loop: ast.For) -> Iterator[tuple[str, Figure, ast.AugAssign]]:
@@ -103,7 +135,19 @@ def _collected(reading: Reading, loop: ast.For) -> Iterator[tuple[str, Figure, a
         kinds = {_kind(reading, one.value) for one in additions}
         if used and name not in combined and kinds - {None}:
             kind = kinds.pop() if len(kinds) == 1 else "unclear"
-            yield name, kind or "unclear", additions[0]
+            fresh = _reset(reading, loop, additions[0])
+            yield name, kind if kind is not None and fresh else "unclear", additions[0]
+
+
+def _reset(reading: Reading, loop: ast.For, addition: ast.AugAssign) -> bool:
+    """Whether a figure begins anew whenever the loop does: it must not be added up twice."""
+    around = reading.tree.inside(loop, ast.For, ast.While)
+    variable = reading.things.find(addition.target)
+    return variable is not None and any(
+        reading.tree.inside(binding.statement, ast.For, ast.While) is around
+        and reading.tree.scope(binding.statement) is reading.tree.scope(loop)
+        for binding in variable.bindings
+    )
 
 
 def _later(reading: Reading, loop: ast.For) -> Iterator[ast.AST]:

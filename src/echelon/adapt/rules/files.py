@@ -46,7 +46,7 @@ class Files(AdaptRule):
                 what = f"every worker starts a log of its own: {reading.source(node.func)}"
                 fix = f"if {reading.session}.is_leader: ..., also around what is logged to it"
                 yield reading.say(self.name, node, "note", what, "there are as many logs as workers", fix)
-            elif last in _PICTURES or (name == "open" and _writes(node)):
+            elif last in _PICTURES or (name == "open" and _writes(node) and not _saves(reading, node)):
                 written.append(node)
         if written:
             lines = ", ".join(str(node.lineno) for node in written)
@@ -68,6 +68,14 @@ class Files(AdaptRule):
         what = "every worker makes the same folder"
         why = "all but the first find that it exists, and end"
         yield reading.say(self.name, node, "change", what, why, "exist_ok=True", (change,))
+
+
+def _saves(reading: Reading, call: ast.Call) -> bool:
+    """Whether a file is opened for `torch.save`, which has a rule of its own."""
+    around = reading.tree.statement(call)
+    return isinstance(around, ast.With) and any(
+        reading.tree.callee(node) == "torch.save" for one in around.body for node in ast.walk(one)
+    )
 
 
 def _writes(call: ast.Call) -> bool:

@@ -26,7 +26,7 @@ class OwnData(AdaptRule):
         home = reading.home
         if home is None or home.problem or not reading.trains or reading.prepared_loaders:
             return
-        if reading.flavour not in ("plain", "ddp") or reading.things.of_kind("loader"):
+        if reading.flavour not in ("plain", "ddp"):
             return
         node = next((one for one in reading.tree.nodes if is_backward(one)), reading.tree.module)
         if self._draws(reading):

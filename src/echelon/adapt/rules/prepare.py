@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,6 +17,7 @@ _WHY = (
     "each worker then draws its share of every batch, and backward() returns the gradient of the whole "
     "batch; models and optimizers stay the same objects"
 )
+_WIDTH = 100
 _BY_HAND = "after they are made: model, optimizer, loader = session.prepare(model, optimizer, loader)"
 
 
@@ -39,8 +41,13 @@ class Preparing(AdaptRule):
             yield self._prepared(reading, home, call)
         for loader in home.strangers:
             for binding in loader.bindings:
-                call = PrepareCall((loader.name,), binding.statement)
-                yield self._prepared(reading, home, call)
+                if _repeats(reading, binding.statement):
+                    what = f"{loader.name} is made again and again, and not prepared"
+                    fix = "make it once, before the loop, and prepare it there"
+                    yield reading.say(self.name, binding.statement, "check", what, _WHY, fix)
+                else:
+                    call = PrepareCall((loader.name,), binding.statement)
+                    yield self._prepared(reading, home, call)
 
     def _prepared(self, reading: Reading, home: Home, call: PrepareCall) -> ScriptFinding:
         line = self._line(reading, home, call)
@@ -53,7 +60,7 @@ class Preparing(AdaptRule):
             "change",
             f"{names} {'are' if call.names[1:] else 'is'} not prepared",
             _WHY,
-            line,
+            " ".join(line.split()).replace("( ", "(").replace(" )", ")"),
             (Insert(call.anchor, line, call.where),),
         )
 
@@ -63,7 +70,18 @@ class Preparing(AdaptRule):
         options = ""
         if reading.flavour == "ddp" and loaders & set(call.names):
             options += ', batch="per-worker"'
-        if reading.sums and models & set(call.names):
+        if reading.sums and reading.flavour == "plain" and models & set(call.names):
             options += ', loss="sum"'
         names = ", ".join(call.names)
-        return f"{names} = {reading.session}.prepare({names}{options})"
+        line = f"{names} = {reading.session}.prepare({names}{options})"
+        if len(line) <= _WIDTH:
+            return line
+        return f"{names} = {reading.session}.prepare(\n{reading.text.indent}{names}{options}\n)"
+
+
+def _repeats(reading: Reading, node: ast.AST) -> bool:
+    """Whether a node is in a loop, or in a function that is called more than once."""
+    tree = reading.tree
+    scope = tree.scope(node)
+    calls = [] if isinstance(scope, ast.Module) else tree.callers(scope)
+    return any(tree.inside(one, ast.For, ast.While) for one in [node, *calls]) or len(calls) > 1

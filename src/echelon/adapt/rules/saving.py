@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.adapt.changes import Enclose, Insert
-from echelon.adapt.finding import ScriptFinding
+from echelon.adapt.finding import FindingLevel, ScriptFinding
 from echelon.adapt.ranks import only_guarded
 from echelon.adapt.reading import Reading
 from echelon.adapt.rewrite import alone
@@ -26,38 +26,31 @@ class Saving(AdaptRule):
         if not reading.trains:
             return
         saves = list(reading.tree.calls("torch.save"))
-        above: set[ast.stmt] = set()
-        for call in saves:
-            if not only_guarded(reading.tree, call):
-                yield self._saved(reading, call, above)
+        open_ = [call for call in saves if not only_guarded(reading.tree, call)]
+        for run in _runs(reading, open_):
+            yield self._saved(reading, run)
         paths = {_path(reading, call, 1) for call in saves} - {""}
         for call in reading.tree.calls("torch.load"):
             written = [one for one in saves if one.lineno < call.lineno]
             if written and _path(reading, call, 0) in paths and not _resumes(reading, call):
                 yield from self._loaded(reading, call)
 
-    def _saved(self, reading: Reading, call: ast.Call, above: set[ast.stmt]) -> ScriptFinding:
-        """The finding; `above` are the statements that have moved under a condition already."""
+    def _saved(self, reading: Reading, run: list[ast.Call]) -> ScriptFinding:
+        """Calls on neighbouring lines get one condition."""
         what = "all workers write the same file"
         why = "one can be written while another worker reads or writes it"
         header = f"if {reading.session}.is_leader:"
-        statement: ast.stmt | None = alone(reading.tree, call)
-        opened = _opened(reading, call)
-        if opened is not None and [alone(reading.tree, call)] == opened.body:
-            statement = opened
-        elif opened is not None:
-            statement = None
         fix = (
             f"{header} torch.save(...); {reading.session}.save(folder) also keeps the position in the data"
         )
-        if statement is None:
-            return reading.say(self.name, call, "check", what, why, fix)
-        block = reading.tree.block(statement)
-        follows = block.index(statement) > 0 and block[block.index(statement) - 1] in above
-        near = follows and not _apart(reading, block[block.index(statement) - 1], statement)
-        above.add(statement)
-        move = Enclose(statement, "" if near else header)
-        return reading.say(self.name, call, "change", what, why, fix, (move,))
+        statements = [_statement(reading, call) for call in run]
+        moves = [
+            Enclose(statement, "" if at else header)
+            for at, statement in enumerate(statements)
+            if statement is not None
+        ]
+        level: FindingLevel = "change" if moves else "check"
+        return reading.say(self.name, run[0], level, what, why, fix, tuple(moves))
 
     def _loaded(self, reading: Reading, call: ast.Call) -> Iterator[ScriptFinding]:
         statement = reading.tree.statement(_opened(reading, call) or call)
@@ -77,9 +70,29 @@ class Saving(AdaptRule):
             yield reading.say(self.name, call, "check", what, why, fix)
 
 
-def _apart(reading: Reading, above: ast.stmt, statement: ast.stmt) -> bool:
-    """Whether comments or empty lines are between two statements."""
-    return reading.text.first_line(statement) != (above.end_lineno or 0) + 1
+def _runs(reading: Reading, calls: list[ast.Call]) -> list[list[ast.Call]]:
+    """The calls, with those on neighbouring lines together."""
+    runs: list[list[ast.Call]] = []
+    above: ast.stmt | None = None
+    for call in sorted(calls, key=lambda one: one.lineno):
+        statement = _statement(reading, call)
+        near = (
+            above is not None
+            and statement is not None
+            and reading.tree.block(statement) is reading.tree.block(above)
+            and statement.lineno == (above.end_lineno or 0) + 1
+        )
+        runs = [*runs[:-1], [*runs[-1], call]] if near else [*runs, [call]]
+        above = statement
+    return runs
+
+
+def _statement(reading: Reading, call: ast.Call) -> ast.stmt | None:
+    """The statement to put under a condition: the call, or the opening of the file that it writes."""
+    opened = _opened(reading, call)
+    if opened is None:
+        return alone(reading.tree, call)
+    return opened if [alone(reading.tree, call)] == opened.body else None
 
 
 def _opened(reading: Reading, call: ast.Call) -> ast.With | None:

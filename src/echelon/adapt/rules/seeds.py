@@ -76,7 +76,8 @@ class Seeds(AdaptRule):
         named = [reading.tree.callee(node) for node in reading.tree.nodes]
         if home is None or any(name.rpartition(".")[2] in _SEED_WORDS or name in SEEDS for name in named):
             return
-        for statement in home.block:
+        prepared = [home.block.index(at) for call in home.calls if (at := call.anchor) in home.block]
+        for statement in home.block[: max(prepared, default=0) + 1]:
             if statement is home.training:
                 return
             for node in reading.tree.run_by(statement):

@@ -12,7 +12,7 @@ from echelon.adapt.finding import ScriptFinding
 from echelon.adapt.reading import Reading
 from echelon.adapt.rewrite import add_argument
 from echelon.adapt.rule import AdaptRule
-from echelon.adapt.tree import keyword
+from echelon.adapt.tree import constant, keyword
 
 _WHY = "gradients of means are averaged over workers, gradients of sums are added up"
 
@@ -34,7 +34,7 @@ class SumLoss(AdaptRule):
             what = f"line {sums[0].lineno} sums over samples, and another part of the loss is a mean"
             fix = 'make both parts means, or both sums with prepare(..., loss="sum")'
             yield reading.say(self.name, sums[0], "check", what, _WHY, fix)
-        elif reading.flavour in ("ddp", "accelerate", "fabric"):
+        elif reading.flavour in ("ddp", "accelerate", "fabric") or self._per_worker(reading):
             fix = (
                 "it works as it is with equal shares: workers' sums are averaged, as before; "
                 'prepare(..., loss="sum") adds them up, and needs a smaller learning rate'
@@ -48,6 +48,11 @@ class SumLoss(AdaptRule):
                     yield reading.say(self.name, call, "change", what, _WHY, fix, changes)
         else:
             yield reading.say(self.name, sums[0], "change", what, _WHY, 'prepare(..., loss="sum")')
+
+    def _per_worker(self, reading: Reading) -> bool:
+        """Whether the script keeps the batch of each worker, as other libraries do."""
+        given = [keyword(call, "batch") for call in reading.prepare_calls]
+        return any(one is not None and constant(one.value) == "per-worker" for one in given)
 
     def _has_model(self, reading: Reading, call: ast.Call) -> bool:
         return any(reading.things.kind(one) == "model" for one in call.args)
