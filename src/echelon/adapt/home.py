@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from echelon.adapt.roles import Roles
-from echelon.adapt.things import Binding, Things, Variable
+from echelon.adapt.things import Binding, Things, Variable, declared_global
 from echelon.adapt.tree import Function, Scope, ScriptTree, constant, keyword
 
 _LEAVES = {"sys.exit", "exit", "quit", "os._exit"}
@@ -144,6 +144,8 @@ def _belongs(things: Things, variable: Variable, scope: Scope) -> bool:
     tree = things.tree
     if variable.owner is scope:
         return True
+    if isinstance(variable.owner, ast.Module) and variable.name in declared_global(scope):
+        return any(tree.scope(binding.statement) is scope for binding in variable.bindings)
     own = isinstance(variable.owner, ast.ClassDef) and bool(tree.method(scope))
     return own and tree.class_around(scope) is variable.owner
 

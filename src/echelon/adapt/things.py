@@ -141,7 +141,7 @@ class Things:
         """The scope of a name, or the class of an attribute of `self`."""
         scope = self.tree.scope(target)
         if isinstance(target, ast.Name):
-            return self.tree.module if target.id in _globals(scope) else scope
+            return self.tree.module if target.id in declared_global(scope) else scope
         root = self.tree.written(target).partition(".")[0]
         if isinstance(target, ast.Attribute) and root and root == self.tree.method(scope):
             return self.tree.class_around(target)
@@ -353,7 +353,7 @@ def _kind_by_name(name: str) -> Kind:
     return ""
 
 
-def _globals(scope: Scope) -> set[str]:
+def declared_global(scope: Scope) -> set[str]:
     """The names that a function declares global."""
     if isinstance(scope, ast.Module):
         return set()

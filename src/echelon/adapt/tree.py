@@ -14,6 +14,10 @@ from echelon.adapt.text import ScriptText
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+_STARRED = {
+    "torch.utils.data": {"DataLoader": "torch.utils.data.DataLoader"},
+    "torch.optim": {name: f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW", "LBFGS")},
+}
 _BLOCKS = ("body", "orelse", "finalbody")
 
 
@@ -111,6 +115,8 @@ class ScriptTree:
                 for alias in node.names:
                     whole = f"{'.' * node.level}{node.module or ''}.{alias.name}"
                     found[alias.asname or alias.name] = whole
+                    if alias.name == "*":
+                        found |= _STARRED.get(node.module or "", {})
         return found
 
     def written(self, node: ast.AST) -> str:

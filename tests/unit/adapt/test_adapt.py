@@ -222,6 +222,49 @@ def test_parameters_of_a_function_can_be_prepared_in_it():
     assert "model, optimizer, loader = session.prepare(model, optimizer, loader)" in added
 
 
+def test_names_that_a_function_declares_global_can_be_prepared_in_it():
+    source = """
+    import torch
+    from torch.utils.data import *
+
+    def main():
+        global model, loader
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(torch.ones(9, 2), batch_size=3)
+        for epoch in range(2):
+            for x in loader:
+                model(x).mean().backward()
+                optimizer.step()
+
+    main()
+    """
+    assert "model, optimizer, loader = session.prepare(model, optimizer, loader)" in _new_lines(source)
+
+
+def test_the_accelerator_can_be_an_attribute():
+    source = """
+    from accelerate import Accelerator
+
+    class Runner:
+        def __init__(self, model, loader):
+            self.accelerator = Accelerator()
+            self.model, self.loader = self.accelerator.prepare(model, loader)
+
+        def run(self):
+            for epoch in range(2):
+                for x in self.loader:
+                    self.accelerator.backward(self.model(x).mean())
+    """
+    assert _new_lines(source) == [
+        "import echelon",
+        "self.accelerator = echelon.join()",
+        'self.model, self.loader = self.accelerator.prepare(model, loader, batch="per-worker")',
+        "for epoch in self.accelerator.epochs(2):",
+        "self.model(x).mean().backward()",
+    ]
+
+
 UNCERTAIN = {
     "made inside the loop": """
     import torch
@@ -322,7 +365,7 @@ def test_a_model_that_is_divided_among_workers_is_not_edited():
 
 
 def test_functions_that_call_each_other_are_read():
-    source = "def f(x):\n    return g(x)\ndef g(x):\n    return f(x)\nmodel = f(1)\nloss = f(model)\nloss.backward()\n"
+    source = "def f(x):\n    return g(x)\ndef g(x):\n    return f(x)\nmodel = f(1)\nf(model).backward()\n"
     assert _adapt(source).needs_a_person
 
 

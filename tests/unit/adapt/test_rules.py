@@ -444,6 +444,25 @@ CASES = {
         "torch.device",
         edit="device = session.device\n",
     ),
+    "a GPU if there is one": Case(
+        _plain(
+            before='device = torch.device("cuda" if torch.cuda.is_available() else "cpu")',
+            batch="x = x.to(device)",
+        ),
+        "devices",
+        "change",
+        "device = torch.device",
+        edit="session = echelon.join()\ntorch.manual_seed(0)\ndevice = session.device\n",
+    ),
+    "a GPU if there is one, as a text": Case(
+        _plain(
+            before="device = 'cuda' if torch.cuda.is_available() else 'cpu'", end="print(device == 'cuda')"
+        ),
+        "devices",
+        "note",
+        "device = 'cuda'",
+        says="session.device",
+    ),
     "a question": Case(
         _plain(before="name = input('name? ')"), "terminal", "check", "input(", says="option"
     ),

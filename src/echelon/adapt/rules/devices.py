@@ -32,6 +32,7 @@ class Devices(AdaptRule):
         if not reading.trains or reading.flavour == "echelon":
             return
         yield from self._by_rank(reading)
+        yield from self._if_available(reading)
         options, moved = [], []
         for node in reading.tree.nodes:
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -72,3 +73,36 @@ class Devices(AdaptRule):
                 continue
             what = f"{reading.source(node)} chooses a GPU by the rank"
             yield reading.say(self.name, node, "change", what, _WHY, new, changes)
+
+    def _if_available(self, reading: Reading) -> Iterator[ScriptFinding]:
+        """`device = torch.device("cuda" if torch.cuda.is_available() else "cpu")`."""
+        for node in reading.tree.nodes:
+            if not isinstance(node, ast.Assign) or not _is_choice(reading, node.value):
+                continue
+            new = f"{reading.session}.device"
+            what = f"{reading.source(node)} is the first GPU of the machine, or the CPU"
+            if all(_is_given(reading, target) for target in node.targets) and reading.visible(node):
+                changes = (Replace(node.value, new),)
+                yield reading.say(self.name, node, "change", what, _WHY, new, changes)
+            else:
+                fix = f"with several GPUs: {new}; with one or none it works as it is"
+                yield reading.say(self.name, node, "note", what, _WHY, fix)
+
+
+def _is_choice(reading: Reading, node: ast.expr) -> bool:
+    """Whether an expression is a GPU if there is one, else the CPU."""
+    if reading.tree.callee(node) == "torch.device" and isinstance(node, ast.Call) and len(node.args) == 1:
+        node = node.args[0]
+    return (
+        isinstance(node, ast.IfExp)
+        and reading.tree.callee(node.test) == "torch.cuda.is_available"
+        and constant(node.body) in ("cuda", "cuda:0")
+        and constant(node.orelse) == "cpu"
+    )
+
+
+def _is_given(reading: Reading, target: ast.expr) -> bool:
+    """Whether a device is only given to functions and methods, never compared or taken apart."""
+    name = reading.tree.written(target)
+    outer = [next(reading.tree.parents(use)) for use in reading.tree.uses(name)]
+    return bool(name) and all(isinstance(one, (ast.Call, ast.keyword)) for one in outer)

@@ -30,14 +30,14 @@ class OwnData(AdaptRule):
             return
         node = next((one for one in reading.tree.nodes if is_backward(one)), reading.tree.module)
         if self._draws(reading):
-            what = "each worker draws its own batches: the script has no DataLoader"
+            what = "each worker draws its own batches: training reads from no DataLoader"
             why = "gradients are averaged over workers: a step has the samples of all, N times the batch"
             fix = (
                 f"to keep the batch, divide its size by {reading.session}.world_size; "
                 f"{reading.session}.weigh(len(x)) if sizes differ"
             )
         else:
-            what = "every worker trains on all of the data: the script has no DataLoader"
+            what = "every worker trains on all of the data: training reads from no DataLoader"
             why = "the result is that of one process, and no worker does less than alone"
             fix = "to share the work, train from a DataLoader(TensorDataset(x, y), batch_size=...)"
         yield reading.say(self.name, node, "note", what, why, fix)
