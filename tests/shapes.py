@@ -132,7 +132,7 @@ class Coder(nn.Module):
 
 
 model = Coder()
-optimizer = optim.Adam(model.parameters(), lr=1e-2)
+optimizer = optim.SGD(model.parameters(), lr=0.01)
 
 
 # the error of the picture and the size of the code, summed over all elements and samples
@@ -169,6 +169,45 @@ if __name__ == "__main__":
     for epoch in range(1, 4):
         train(epoch)
         test()
+"""
+
+MEANS = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(9)
+x = torch.randn(60, 4)
+y = (x[:, 0] > 0).long()
+loader = DataLoader(TensorDataset(x, y), 12, True)
+net = nn.Linear(4, 2)
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+
+
+def epoch_of(number):
+    running_loss = 0.0
+    right = 0
+    seen = 0
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        outputs = net(inputs)
+        loss = criterion(outputs, targets)
+        loss.backward()
+        optimizer.step()
+        running_loss += loss.item()
+        _, predicted = outputs.max(1)
+        right += predicted.eq(targets).sum().item()
+        seen += targets.size(0)
+    average = running_loss / len(loader)
+    print('%d: %.4f, %d/%d right' % (number, average, right, seen))
+    return average
+
+
+for number in range(4):
+    scheduler.step(epoch_of(number))
+print('rate', optimizer.param_groups[0]['lr'])
 """
 
 TWO_MODELS = """\
@@ -423,6 +462,7 @@ SAME = {
     "flat": FLAT,
     "functions": FUNCTIONS,
     "sums": SUMS,
+    "means": MEANS,
     "two-models": TWO_MODELS,
     "trainer": TRAINER,
     "own-data": OWN_DATA,

@@ -82,16 +82,12 @@ def test_adapted_ddp_script_trains_as_one_process_with_the_batch_of_all_workers(
 
 @pytest.mark.parametrize("name", ["accelerate", "fabric"])
 def test_adapted_script_of_another_library_runs_without_it(warm_pool, name):
-    from echelon import Session
-
     text = _adapted(shapes.SHAPES[name])
     assert f"import {name}" not in text
-    for method in ("gather_for_metrics", "print"):
-        if f".{method}(" in text and not hasattr(Session, method):
-            pytest.skip(f"Session.{method} is not there yet")
     leader, other = warm_pool.run(2, run_script, text)
-    assert leader.strip()
+    assert leader.count("\n") == 2
     assert other == ""
+    assert name != "accelerate" or leader.count(" of 25 right") == 2  # every sample once, on all workers
 
 
 @pytest.mark.timeout(600)

@@ -27,14 +27,6 @@ def _backward(reading: Reading, call: ast.Call) -> str:
     return f"{braced(reading.text, call.args[0])}.backward({rest})"
 
 
-def _gather_for_metrics(reading: Reading, call: ast.Call) -> str:
-    """A tuple of tensors becomes arguments."""
-    base = reading.text.of(call.func)
-    if len(call.args) == 1 and isinstance(call.args[0], (ast.Tuple, ast.List)) and not call.keywords:
-        return f"{base}({', '.join(reading.text.of(one) for one in call.args[0].elts)})"
-    return reading.text.of(call) if not call.keywords else ""
-
-
 def _reduce(reading: Reading, call: ast.Call) -> str:
     given = keyword(call, "reduction")
     how = (
@@ -96,10 +88,8 @@ _ACCELERATE = Library(
         "print": Equivalent(),
         "device": Equivalent(),
         "backward": Equivalent(rewrite=_backward, hand="loss.backward()"),
-        "gather_for_metrics": Equivalent(rewrite=_gather_for_metrics),
-        "gather": Equivalent(
-            hand="{session}.gather_for_metrics(tensor): all workers' tensors, in the order of the data"
-        ),
+        "gather_for_metrics": Equivalent(),
+        "gather": Equivalent(name="gather_for_metrics"),
         "reduce": Equivalent(rewrite=_reduce, hand='{session}.all_reduce(tensor, "mean")'),
         "wait_for_everyone": Equivalent(name="barrier"),
         "is_main_process": Equivalent(name="is_leader"),

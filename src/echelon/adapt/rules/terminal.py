@@ -13,7 +13,7 @@ from echelon.adapt.rule import AdaptRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal(AdaptRule):
-    """input(): workers of a run have no terminal."""
+    """input(): only the leader has the terminal's input."""
 
     name: ClassVar[str] = "terminal"
 
@@ -21,6 +21,6 @@ class Terminal(AdaptRule):
         """One finding per call."""
         for call in reading.tree.calls("input", "getpass.getpass"):
             what = f"{reading.source(call.func)}() asks at the terminal"
-            why = "echelon run gives workers no terminal input, and each of them would ask"
+            why = "under echelon run only the leader has the terminal's input; the others get an EOFError"
             fix = "take the answer from an option of the command line"
             yield reading.say(self.name, call, "check", what, why, fix)
