@@ -33,8 +33,8 @@ _FIXES = {
     "call model.eval() before a forward pass of one worker",
     doing.IN_BACKWARD: f"all workers must make the same number of backward passes: {_CONDITIONS}",
     doing.IN_STEP: f"all workers must take the same number of optimizer steps: {_CONDITIONS}",
-    doing.AT_PASS: "all workers must loop over a prepared loader together: "
-    "move the loop out of the condition on the rank",
+    doing.AT_PASS: "all workers must loop over a prepared loader together, and to its end: "
+    "look for `break` and conditions on the rank",
     doing.AT_EPOCH_END: f"all workers must run the same number of epochs: {_CONDITIONS}",
 }
 
