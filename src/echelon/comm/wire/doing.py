@@ -90,6 +90,10 @@ def _words(frame: StackFrame) -> str:
     module, function = frame.module, frame.function
     name = function.rpartition(".")[2]
     match module.split(".")[1:]:
+        case ["train", "weighing"]:
+            return IN_FORWARD if name == "_entering" else "" if name == "call" else IN_BACKWARD
+        case ["train", "guard" | "forgotten" | "saving" | "order" | "drift" | "streams"]:
+            return ""
         case ["train", "batchnorm" | "linear" | "factoring"]:
             return IN_BACKWARD if "backward" in name else IN_FORWARD
         case ["train", "families", *_]:

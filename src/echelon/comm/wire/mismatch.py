@@ -105,6 +105,8 @@ def fix(doings: Mapping[int, Doing]) -> str:
         return must_call(explicit[0], callers[explicit[0]])
     if explicit:
         return SAME_CALLS
+    if set(callers) == {doing.IN_FORWARD, doing.AT_PASS}:  # either may be the mistake
+        return f"{_FIXES[doing.AT_PASS]}; or {_FIXES[doing.IN_FORWARD]}"
     known = [call for call in callers if call in _FIXES]
     order = list(_FIXES)
 
