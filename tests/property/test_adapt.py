@@ -59,7 +59,7 @@ def test_an_edited_script_is_python_and_is_settled(chosen, end):
     ast.parse(first.text)
     again = adapt(ScriptText(first.text), where="x.py")
     assert again.text == first.text
-    assert not [one for one in first.findings if "not be Python" in one.fix]
+    assert not [one for one in first.findings if "would not run" in one.fix]
     if end == "\r\n":
         assert first.text.count("\n") == first.text.count("\r\n")
     for finding in first.findings:

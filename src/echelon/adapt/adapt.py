@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from echelon.adapt.changes import Changes
 from echelon.adapt.finding import ScriptFinding
 from echelon.adapt.joining import RULE, joining, too_early
-from echelon.adapt.reading import Reading
+from echelon.adapt.reading import JOIN, Reading
 from echelon.adapt.rule import RULES
 from echelon.adapt.text import ScriptText
+from echelon.adapt.tree import ScriptTree
 from echelon.errors import ConfigError
 
 # Half an edit would train, and not as it should: without prepare every worker trains the whole job.
@@ -22,7 +23,7 @@ _NEEDED = (RULE, "prepare", "own-loop", "divided")
 _PARTLY = "the training cannot be prepared by an edit"
 _EARLY = "it also runs before the session is there"
 _TANGLED = "other code or another edit is on the same line"
-_BROKEN = "the edits together would not be Python"  # never seen; a user must not be the first to see it
+_BROKEN = "the edits together would not run"  # never seen; a user must not be the first to see it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ def adapt(text: ScriptText, *, where: str) -> Adapted:
     made = [_made(one, changes) for one in sorted(found, key=lambda one: one.line)]
     made += [_made(one, changes) for one in joining(reading, made)]
     new = changes.text()
-    reason = "" if _parses(new) else _BROKEN
+    reason = "" if _holds(new, reading.session) else _BROKEN
     if any(one.rule in _NEEDED and one.level == "check" for one in made):
         reason = _PARTLY
     if reason:
@@ -97,9 +98,15 @@ def _unreadable(reason: str, where: str) -> ConfigError:
     return ConfigError(f"the script cannot be read: {reason}", where=where, fix="is it a Python script?")
 
 
-def _parses(text: str) -> bool:
+def _holds(text: str, session: str) -> bool:
+    """Whether an edited text is Python, and makes the session before it uses it."""
     try:
-        ast.parse(text)
+        tree = ScriptTree(ScriptText(text))
     except (SyntaxError, ValueError):
         return False
+    made = [node for node in tree.nodes if isinstance(node, ast.Assign) and tree.callee(node.value) == JOIN]
+    for scope in {tree.scope(node) for node in made}:
+        first = min(node.lineno for node in made if tree.scope(node) is scope)
+        if any(use.lineno < first for use in tree.uses(session) if tree.scope(use) is scope):
+            return False
     return True

@@ -308,7 +308,9 @@ def _used_early(things: Things, home: Home, variable: Variable, made: int, last:
     for statement in home.block[made + 1 : last + 1]:
         for use in tree.uses(variable.name, tree.executed(statement)):
             outer = list(tree.parents(use))[:2]
-            if isinstance(outer[0], ast.Attribute) or tree.callee(outer[0]) == "len":
+            # Without its DistributedSampler a loader is longer until it is prepared.
+            counted = tree.callee(outer[0]) == "len" and not is_sampled(things, variable)
+            if isinstance(outer[0], ast.Attribute) or counted:
                 continue
             if tree.callee(outer[0]) == "iter" and tree.callee(outer[1]) == "next":
                 continue

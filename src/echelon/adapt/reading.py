@@ -17,7 +17,7 @@ from echelon.adapt.losses import LossTerm, LossTerms
 from echelon.adapt.roles import LoaderLoop, Roles
 from echelon.adapt.text import ScriptText
 from echelon.adapt.things import DISTRIBUTED, SAMPLERS, Things, Variable
-from echelon.adapt.tree import ScriptTree, is_backward
+from echelon.adapt.tree import Scope, ScriptTree, is_backward
 
 Flavour = Literal["plain", "ddp", "accelerate", "fabric", "echelon"]
 
@@ -137,16 +137,38 @@ class Reading:
             return self.session_variable.name
         taken = {node.id for node in self.tree.nodes if isinstance(node, ast.Name)} | set(self.tree.imports)
         taken |= {node.arg for node in self.tree.nodes if isinstance(node, ast.arg)}
-        name = "session" if "session" not in taken else "echelon_session"
         owner = self.tree.method(self.home.scope) if self.home is not None else ""
-        return f"{owner}.{name}" if owner else name
+        if owner and self.home is not None:
+            held = self.things.named(f"{owner}.session", self.home.scope) is not None
+            return f"{owner}.echelon_session" if held else f"{owner}.session"
+        return "session" if "session" not in taken else "echelon_session"
 
     def is_session(self, node: ast.AST) -> bool:
-        """Whether an expression is the session, also where it is a parameter of the same name."""
-        if self.session_variable is None or self.tree.written(node) != self.session:
+        """Whether an expression is the session, also where it is a parameter or has another name."""
+        if self.session_variable is None:
             return False
         found = self.things.find(node)
-        return found is self.session_variable or (found is not None and found.parameter)
+        named = found is not None and found.parameter and found.name == self.session
+        return named or found in self._sessions
+
+    @cached_property
+    def _sessions(self) -> set[Variable]:
+        """The variables that hold the session: where it is made, parameters that get it, and others."""
+        found = {self.session_variable} if self.session_variable is not None else set()
+        edges: list[tuple[Variable | None, Variable]] = []
+        for node in self.tree.nodes:
+            for function in self.tree.called(node) if isinstance(node, ast.Call) else ():
+                assert isinstance(node, ast.Call)
+                for name, value in self.tree.arguments(node, function).items():
+                    parameter = self.things.named(name, function)
+                    if parameter is not None:
+                        edges.append((self.things.find(value), parameter))
+        for variable in self.things.variables:
+            values = [binding.value for binding in variable.bindings if binding.index is None]
+            edges += [(self.things.find(value), variable) for value in values if value is not None]
+        for _ in range(6):
+            found |= {held for source, held in edges if source in found}
+        return found
 
     def visible(self, node: ast.AST) -> bool:
         """Whether the name of the session can be used where a node is."""
@@ -154,7 +176,7 @@ class Reading:
             found = self.things.named(self.session, node)
             return found is self.session_variable or (found is not None and found.parameter)
         home = self.home
-        if home is None or home.problem:
+        if home is None or home.problem or self.tree.defines(node):
             return False
         scope = self.tree.scope(node)
         if scope is home.scope:
@@ -164,8 +186,17 @@ class Reading:
         owner = self.tree.method(home.scope)
         if owner:
             same = self.tree.class_around(scope) is self.tree.class_around(home.scope)
-            return same and self.tree.method(scope) == owner
+            return same and self.tree.method(scope) == owner and self._runs_later(scope)
         return home.scope in self.tree.scopes(node)
+
+    def _runs_later(self, scope: Scope) -> bool:
+        """Whether a method runs after the one that joins: that is the first of all, or calls it."""
+        home = self.home
+        assert home is not None
+        if isinstance(home.scope, ast.Module) or home.scope.name == "__init__":
+            return True
+        calls = [node for node in self.tree.run_by(*home.block) if isinstance(node, ast.Call)]
+        return any(scope in self.tree.called(call) for call in calls)
 
     # Saying it -----------------------------------------------------------------------------------
 

@@ -63,6 +63,17 @@ class ScriptTree:
         kinds = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)
         return [one for one in self.parents(node) if isinstance(one, kinds)]
 
+    def defines(self, node: ast.AST) -> bool:
+        """Whether a node runs when a class or function is defined: an attribute, a default, a decorator."""
+        inner = node
+        for outer in self.parents(node):
+            if isinstance(outer, ast.ClassDef):
+                return True
+            if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                return inner not in outer.body
+            inner = outer
+        return False
+
     def class_around(self, node: ast.AST) -> ast.ClassDef | None:
         """The class in whose body a node is."""
         return next((one for one in self.parents(node) if isinstance(one, ast.ClassDef)), None)

@@ -86,6 +86,50 @@ def test_in_a_class_the_session_is_an_attribute():
     text = _adapt(shapes.TRAINER).text
     assert "        self.session = echelon.join()\n" in text
     assert "self.model, self.optimizer, self.loader = self.session.prepare(" in text
+    taken = shapes.TRAINER.replace("self.steps = steps", "self.steps = self.session = steps")
+    assert "        self.echelon_session = echelon.join()\n" in _adapt(taken).text
+
+
+def test_a_method_that_runs_before_the_session_is_made_does_not_use_it():
+    source = """
+    import torch
+    from torch.utils.data import DataLoader
+
+    class Trainer:
+        def __init__(self, model):
+            self.model = model
+            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+        def save(self):
+            torch.save(self.model, "m.pt")
+
+        def run(self, data):
+            model = self.model
+            self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loader = DataLoader(data, batch_size=3)
+            for epoch in range(2):
+                for x in loader:
+                    model(x.to(self.device)).mean().backward()
+                    self.optimizer.step()
+                self.save()
+    """
+    text = _adapt(source).text
+    assert 'self.device = "cuda" if' in text
+    assert "        self.session = echelon.join()\n        model = self.model\n" in text
+    assert "        if self.session.is_leader:\n            torch.save" in text
+
+
+def test_a_class_attribute_and_a_default_do_not_use_the_session():
+    choice = 'torch.device("cuda" if torch.cuda.is_available() else "cpu")'
+    source = shapes.FLAT.replace(
+        "torch.manual_seed(0)\n",
+        f"class Settings:\n    device = {choice}\n\ndef move(x, device={choice}):\n    return x\n\n"
+        "torch.manual_seed(0)\n",
+    )
+    result = _adapt(source)
+    assert result.text.count(choice) == 2
+    assert "session.device" not in result.text
+    assert not result.needs_a_person
 
 
 def test_what_is_made_under_a_condition_is_prepared_under_it():
@@ -111,6 +155,15 @@ def test_a_session_keeps_the_name_of_what_it_replaces():
     assert "accelerator.print(" in text
     assert "from accelerate" not in text
     assert "import lightning" not in _adapt(shapes.FABRIC).text
+
+
+def test_a_session_is_known_under_another_name_in_another_function():
+    source = shapes.ACCELERATE.replace("def evaluate(accelerator,", "def evaluate(it,")
+    source = source.replace("accelerator.device", "it.device").replace("accelerator.gather", "it.gather")
+    source = source.replace("    accelerator.print(", "    it.wait_for_everyone()\n    it.print(")
+    result = _adapt(source)
+    assert "    it.barrier()\n    it.print(" in result.text
+    assert not result.needs_a_person
 
 
 def test_a_name_that_is_taken_is_not_used_for_the_session():
@@ -168,6 +221,13 @@ def test_a_loader_that_is_read_before_the_optimizer_is_there_is_prepared_first()
     source = shapes.FLAT.replace("model = nn", "batches = iter(loader)\nmodel = nn")
     lines = _adapt(source).text.splitlines()
     assert lines[lines.index("batches = iter(loader)") - 1] == "loader = session.prepare(loader)"
+
+
+def test_a_loader_with_a_sampler_is_prepared_before_its_length_is_taken():
+    source = shapes.DDP.replace("    layer = nn", "    steps = len(loader) * 2\n    layer = nn")
+    lines = [line.strip() for line in _adapt(source).text.splitlines()]
+    at = lines.index("steps = len(loader) * 2")
+    assert lines[at - 1] == 'loader = session.prepare(loader, batch="per-worker")'
 
 
 def test_a_look_at_the_first_batch_changes_nothing():

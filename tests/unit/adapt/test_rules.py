@@ -281,12 +281,15 @@ CASES = {
         "torch.manual_seed(7 + rank)",
         edit="torch.manual_seed(7)\n",
     ),
-    "a seed in the loop": Case(
+    "a seed in every epoch": Case(
         _plain(start="torch.manual_seed(epoch)"),
         "seeds",
-        "check",
+        "note",
         "torch.manual_seed(epoch)",
-        says="session.rank",
+        says="one seed",
+    ),
+    "a seed in the loop over batches": Case(
+        _plain(batch="torch.manual_seed(1)"), "seeds", "check", "torch.manual_seed(1)", says="session.rank"
     ),
     "data without a seed": Case(
         _plain().replace("torch.manual_seed(0)\n", ""), "seeds", "check", "torch.randn", says="manual_seed"

@@ -27,7 +27,7 @@ _SHAPERS = {"view", "reshape", "expand", "repeat"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSizes(AdaptRule):
+class BatchSizeInShape(AdaptRule):
     """Batch sizes that are written into shapes: view(batch_size, -1), init_hidden(batch_size)."""
 
     name: ClassVar[str] = "batch-size"

@@ -47,13 +47,22 @@ class Seeds(AdaptRule):
             if any(names_rank(one) for one in call.args):
                 yield self._by_rank(reading, call)
             else:
-                loop = reading.tree.inside(call, ast.For, ast.While)
-                if loop is not None and reading.tree.trains(loop):
-                    what = f"{reading.source(call)} seeds inside the training loop"
-                    why = "all workers then draw the same dropout masks and noise"
-                    fix = f"leave it out, or add {reading.session}.rank to the seed"
-                    yield reading.say(self.name, call, "check", what, why, fix)
+                yield from self._in_loop(reading, call)
         yield from self._unseeded(reading)
+
+    def _in_loop(self, reading: Reading, call: ast.Call) -> Iterator[ScriptFinding]:
+        loop = reading.tree.inside(call, ast.For, ast.While)
+        if loop is None or not reading.tree.trains(loop):
+            return
+        batches = any(one.node is loop for one in reading.roles.loops)
+        what = f"{reading.source(call)} seeds inside the training loop"
+        if batches:
+            why = "all workers then draw the same dropout masks and noise"
+            fix = f"leave it out, or add {reading.session}.rank to the seed"
+            yield reading.say(self.name, call, "check", what, why, fix)
+        else:
+            why = "workers draw the same numbers from there to the next pass over a prepared loader"
+            yield reading.say(self.name, call, "note", what, why, "one seed at the beginning is enough")
 
     def _by_rank(self, reading: Reading, call: ast.Call) -> ScriptFinding:
         what = f"{reading.source(call)} gives each worker a seed of its own"
