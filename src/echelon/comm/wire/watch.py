@@ -36,7 +36,7 @@ _SILENT_S = 1.5
 _TICK_S = 0.1
 _REPORT_S = 2.0
 _LOOK_S = 0.2
-_OWN_THREADS = "echelon-"  # how the names of Echelon's own threads begin
+_MOVING_BYTES = ("echelon-wire", "echelon-rails", "echelon-store")  # threads that are no codec's
 
 _log = logging.getLogger(__name__)
 OnWaiting = Callable[[list[int], float, str], None]  # awaited ranks, since when (Unix time), what they do
@@ -317,13 +317,14 @@ class Watch:
         another one if it is at work, or if it waits for an operation in flight.
         """
         running, own = sys._current_frames(), _own_threads()
-        others = self._beginners & running.keys() - {self._trainer()}
-        if trained or others - own:
-            return bool(others - own)
-        at_work = {thread for thread in others if running[thread].f_code.co_name != "_run"}
-        return bool(at_work or others & self._loop.threads_in_flight())
+        others = (self._beginners & running.keys()) - own - {self._trainer()}
+        if trained or others:
+            return bool(others)
+        codecs = (own & running.keys()) - _own_threads(_MOVING_BYTES)
+        at_work = {thread for thread in codecs if running[thread].f_code.co_name != "_run"}
+        return bool(at_work or codecs & self._loop.threads_in_flight())
 
 
-def _own_threads() -> set[int]:
-    """Echelon's own threads, which are not the script's."""
-    return {thread.ident or 0 for thread in threading.enumerate() if thread.name.startswith(_OWN_THREADS)}
+def _own_threads(names: tuple[str, ...] = ("echelon-",)) -> set[int]:
+    """Echelon's own threads, which are not the script's; or those whose names begin like these."""
+    return {thread.ident or 0 for thread in threading.enumerate() if thread.name.startswith(names)}

@@ -38,6 +38,7 @@ class Workers:
     def end(self):
         for thread in self._threads:
             thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "it still waits"
         return self.outcomes
 
 
@@ -82,6 +83,21 @@ def test_a_worker_that_has_begun_the_others_operation_is_not_accused():
         assert Workers(act, range(2)).end() == {0: [20, 20], 1: [20, 20]}
 
 
+def test_workers_that_both_wait_for_a_third_one_are_not_accused():
+    """Rank 0 has begun both reductions, rank 1 the first; rank 2 comes later."""
+    with Wires(3) as wires:
+
+        def act(rank):
+            if rank == 2:
+                time.sleep(4)
+            first = everyone(wires, rank, 1)
+            if rank:
+                first.wait()
+            return everyone(wires, rank, 2).wait().sum().item()
+
+        assert Workers(act, range(3)).end() == {0: 30, 1: 30, 2: 30}
+
+
 def test_a_second_thread_that_begins_operations_makes_nothing_certain():
     """It may begin what the other worker waits for, and does."""
     with Wires(2) as wires:
@@ -105,15 +121,19 @@ def test_a_second_thread_that_begins_operations_makes_nothing_certain():
         other[0].join(PATIENCE_S)
 
 
-def test_a_wait_that_the_script_ends_itself_makes_nothing_certain():
+@pytest.mark.parametrize("bounded", [(0,), (1,), (0, 1)])
+def test_a_wait_that_the_script_ends_itself_makes_nothing_certain(bounded):
     with Wires(2) as wires:
 
         def act(rank):
             first = everyone(wires, rank, 1 + rank)
-            with pytest.raises(RoundTimeout):
-                first.wait(4)
-            second = everyone(wires, rank, 2 - rank)
-            return first.wait().sum().item() + second.wait().sum().item()
+            if rank in bounded:
+                with pytest.raises(RoundTimeout):
+                    first.wait(4)
+                second = everyone(wires, rank, 2 - rank)
+                return first.wait().sum().item() + second.wait().sum().item()
+            total = first.wait().sum().item()
+            return total + everyone(wires, rank, 2 - rank).wait().sum().item()
 
         assert Workers(act, range(2)).end() == {0: 40, 1: 40}
 
@@ -259,24 +279,100 @@ def test_nothing_is_asked_while_waits_are_short():
         assert not any(loop.watch._questions for loop in wires.loops)
 
 
-def test_threads_of_the_library_are_not_the_training_thread(monkeypatch):
-    """A codec thread that begins operations does not make a mismatch uncertain: see `_may_begin`."""
+class Codec:
+    """A thread by the name of a codec's, for one worker: idle in `_run`, or at work for a while."""
+
+    def __init__(self, act):
+        self._act = act
+        self._end = threading.Event()
+        self._future = None
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="echelon-codec")
+        self._thread.start()
+
+    def _run(self):
+        self._future = self._act()
+        self._begun.set()
+        while not self._end.is_set():
+            time.sleep(0.01)
+
+    def wait(self):
+        """Wait, as a trainer does for its buckets, for what the thread has begun."""
+        assert self._begun.wait(PATIENCE_S)
+        return self._future.wait()
+
+    def close(self):
+        self._end.set()
+        self._thread.join(PATIENCE_S)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """As patient with codec threads as with training threads."""
     monkeypatch.setattr(module, "_CONFIRM_CODED_S", 0.5)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_idle_codec_thread_does_not_make_different_calls_uncertain():
     with Wires(2) as wires:
-        idle, end = threading.Event(), threading.Event()
-
-        def _run():
-            everyone(wires, 0, 7).wait()
-            idle.set()
-            while not end.is_set():
-                time.sleep(0.01)
-
-        codec = threading.Thread(target=_run, name="echelon-codec")
-        codec.start()
-        everyone(wires, 1, 7).wait()
-        assert idle.wait(PATIENCE_S)
+        codecs = [Codec(lambda rank=rank: everyone(wires, rank, 7)) for rank in range(2)]
+        Workers(lambda rank: codecs[rank].wait(), range(2)).end()
         waiting = Workers(lambda rank: everyone(wires, rank, 1 + rank).wait(), range(2))
         for error in waiting.end().values():
             assert type(error) is MismatchedCalls
-        end.set()
-        codec.join(PATIENCE_S)
+        for codec in codecs:
+            codec.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_bucket_of_one_worker_and_another_call_of_the_other_are_different_calls():
+    with Wires(2) as wires:
+        codec = Codec(lambda: everyone(wires, 1, 7))
+        waiting = Workers(lambda rank: codec.wait() if rank else everyone(wires, 0, 1).wait(), range(2))
+        for error in waiting.end().values():
+            assert type(error) is MismatchedCalls
+        codec.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_codec_thread_at_work_may_still_begin_what_the_other_waits_for():
+    with Wires(2) as wires:
+
+        def encode():
+            time.sleep(4)
+            return everyone(wires, 0, 7)
+
+        codecs = [Codec(encode), Codec(lambda: everyone(wires, 1, 7))]
+
+        def act(rank):
+            if rank:
+                codecs[1].wait()
+            return everyone(wires, rank, 1).wait().sum().item()
+
+        assert Workers(act, range(2)).end() == {0: 20, 1: 20}
+        for codec in codecs:
+            codec.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_codec_thread_with_an_exchange_in_flight_may_begin_the_next_one():
+    with Wires(2) as wires:
+
+        def first_stage():
+            first = everyone(wires, 0, 8)
+            first.add_done_callback(lambda: everyone(wires, 0, 7))
+            return first
+
+        codecs = [Codec(first_stage), Codec(lambda: everyone(wires, 1, 7))]
+        late = threading.Timer(4, everyone, (wires, 1, 8))
+        late.start()
+
+        def act(rank):
+            if rank:
+                codecs[1].wait()
+            return everyone(wires, rank, 1).wait().sum().item()
+
+        assert Workers(act, range(2)).end() == {0: 20, 1: 20}
+        late.join()
+        for codec in codecs:
+            codec.close()
