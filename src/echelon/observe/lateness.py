@@ -4,10 +4,10 @@ Each step that workers took together is judged by arrival.py; here the judgement
 meet are a circle: all workers, or with `levels` each group, and the groups' first ranks. A late member
 makes its whole group late, so first ranks are judged only if that does not explain their lateness.
 
-A stall is a round whose spread stands far out from all others: at most `_MOST_STALLS` rounds do, and at
-most a tenth, each at least `_FAR_OUT` times as long as the longest of the rest. A worker is late steadily
-if it was charged at least half of its mean charge in most of its rounds, stalls aside. A worker that is
-late in few rounds, but then for long, is not.
+A standstill is a round whose spread stands far out from all others: at most `_MOST_STANDSTILLS` rounds do,
+and at most a tenth, each at least `_FAR_OUT` times as long as the longest of the rest. A worker is late
+steadily if it was charged at least half of its mean charge in most of its rounds, standstills aside. A
+worker that is late in few rounds, but then for long, is not.
 
 Memory does not grow with the run: of a worker's charges, a histogram with bins a fifth apart is kept.
 """
@@ -33,7 +33,7 @@ from echelon.observe.arrival import (
 from echelon.observe.events import StepEnded
 from echelon.observe.spans import exchanges
 
-_MOST_STALLS = 3
+_MOST_STANDSTILLS = 3
 _FAR_OUT = 5.0
 _ENOUGH_ROUNDS = 5  # for one of them to stand out
 _EXPLAINS = 0.5  # of the spread between groups: if one inside a group is so long, it is the reason
@@ -42,7 +42,7 @@ _SHORTEST_S = 1e-7
 _BASES: tuple[Basis, ...] = ("arrival", "wait")
 
 
-class Stall(msgspec.Struct, frozen=True, kw_only=True):
+class Standstill(msgspec.Struct, frozen=True, kw_only=True):
     """One round in which one worker kept the others waiting far longer than in all other rounds."""
 
     step: int
@@ -75,7 +75,7 @@ class Lateness:
     judged_by: Basis = "arrival"
     spread_s: float = 0.0
     meet_often: bool = False
-    stalls: tuple[Stall, ...] = ()
+    standstills: tuple[Standstill, ...] = ()
     workers: Mapping[int, WorkerLateness] = field(default_factory=dict)
 
     def of(self, rank: int) -> WorkerLateness:
@@ -111,7 +111,7 @@ class _Judged:
     def add(self, step: int, judged: Judgement) -> None:
         self.spread_s += judged.spread_s
         self.longest = sorted([*self.longest, (judged.spread_s, step, judged.last)], reverse=True)
-        del self.longest[_MOST_STALLS + 1 :]
+        del self.longest[_MOST_STANDSTILLS + 1 :]
         for rank, charged_s in judged.charged_s.items():
             worker = self.workers.setdefault(rank, WorkerLateness())
             worker.rounds += 1
@@ -122,24 +122,26 @@ class _Judged:
             worker.late_result_s += judged.late_result_s[rank]
             self.charges.setdefault(rank, _Charges()).add(charged_s)
 
-    def stalls(self, rounds: int) -> list[Stall]:
+    def standstills(self, rounds: int) -> list[Standstill]:
         """The rounds, of so many, that stand far out from the others."""
         most = max(rounds // 10, rounds >= _ENOUGH_ROUNDS)
         for count in range(min(most, len(self.longest) - 1), 0, -1):
             if self.longest[count - 1][0] >= _FAR_OUT * max(self.longest[count][0], _SHORTEST_S):
                 found = self.longest[:count]
-                return [Stall(step=step, rank=rank, seconds=spread_s) for spread_s, step, rank in found]
+                return [
+                    Standstill(step=step, rank=rank, seconds=spread_s) for spread_s, step, rank in found
+                ]
         return []
 
-    def steady(self, rank: int, stalls: Iterable[Stall]) -> float:
-        """The share of rounds in which a worker was at least half as late as on average, stalls aside."""
+    def steady(self, rank: int, standstills: Iterable[Standstill]) -> float:
+        """The share of its rounds in which a worker was half as late as on average, standstills aside."""
         worker = self.workers[rank]
-        stalled = [stall.seconds for stall in stalls if stall.rank == rank]
-        rounds = worker.rounds - len(stalled)
-        mean_s = (worker.held_up_s - sum(stalled)) / max(1, rounds)
+        stood_still = [standstill.seconds for standstill in standstills if standstill.rank == rank]
+        rounds = worker.rounds - len(stood_still)
+        mean_s = (worker.held_up_s - sum(stood_still)) / max(1, rounds)
         if rounds < 1 or mean_s <= _SHORTEST_S:
             return 0.0
-        return min(1.0, (self.charges[rank].at_least(mean_s / 2) - len(stalled)) / rounds)
+        return min(1.0, (self.charges[rank].at_least(mean_s / 2) - len(stood_still)) / rounds)
 
 
 @dataclass(slots=True)
@@ -208,20 +210,20 @@ class LatenessTally:
         if not circles:
             return Lateness()
         worst = max(circles.values(), key=lambda circle: circle.by[by].spread_s)
-        stalls = worst.by[by].stalls(worst.rounds)
+        standstills = worst.by[by].standstills(worst.rounds)
         return Lateness(
             rounds=max(circle.rounds for circle in circles.values()),
             met=len(worst.by[by].workers),
             judged_by=by,
             spread_s=worst.by[by].spread_s,
             meet_often=self._often,
-            stalls=tuple(stalls),
-            workers=_summed([circle.by[by] for circle in circles.values()], stalls, all_meet=all_meet),
+            standstills=tuple(standstills),
+            workers=_summed([circle.by[by] for circle in circles.values()], standstills, all_meet=all_meet),
         )
 
 
 def _summed(
-    circles: Iterable[_Judged], stalls: Sequence[Stall], *, all_meet: bool
+    circles: Iterable[_Judged], standstills: Sequence[Standstill], *, all_meet: bool
 ) -> dict[int, WorkerLateness]:
     """Each worker's sums over its circles; of how it was late, what holds where it cost most."""
     found: dict[int, WorkerLateness] = {}
@@ -234,7 +236,7 @@ def _summed(
             sums.alone_s += own.alone_s
             sums.late_s += own.late_s
             sums.late_result_s += own.late_result_s if all_meet else 0.0
-            sums.steady = circle.steady(rank, stalls)
+            sums.steady = circle.steady(rank, standstills)
     return found
 
 

@@ -62,14 +62,14 @@ def is_negligible(seconds: float, summary: Summary) -> bool:
     return seconds < _NEGLIGIBLE * summary.seconds
 
 
-def without_stalls_s(worker: WorkerSummary, summary: Summary) -> float:
-    """How long a worker kept the others waiting, single stalls aside."""
-    return max(0.0, worker.held_up_s - sum(s.seconds for s in summary.stalls if s.rank == worker.rank))
+def without_standstills_s(worker: WorkerSummary, summary: Summary) -> float:
+    """How long a worker kept the others waiting, single standstills aside."""
+    return max(0.0, worker.held_up_s - sum(s.seconds for s in summary.standstills if s.rank == worker.rank))
 
 
 def kind_of(worker: WorkerSummary, summary: Summary) -> Kind:
     """How a worker that keeps the others waiting is late."""
-    late_s = without_stalls_s(worker, summary)
+    late_s = without_standstills_s(worker, summary)
     # A late result is not explained by what the worker did in its own time.
     own_s = max(_NOT_LATE_RESULT * late_s, late_s - worker.late_result_s)
     if starved_share(worker) >= _STARVED and _more_starved_s(worker, summary) >= _EXPLAINS * own_s:
@@ -92,8 +92,8 @@ def _more_starved_s(worker: WorkerSummary, summary: Summary) -> float:
 
 def shares_may_help(summary: Summary) -> bool:
     """Whether nobody costs the others much, or one does because it computes slowly in every round."""
-    worst = max(summary.workers, key=lambda worker: without_stalls_s(worker, summary))
-    if is_negligible(without_stalls_s(worst, summary), summary):
+    worst = max(summary.workers, key=lambda worker: without_standstills_s(worker, summary))
+    if is_negligible(without_standstills_s(worst, summary), summary):
         return True
     computes = slower_part(worst, summary) == "compute" and _idle(worst, summary) is None
     return kind_of(worst, summary) == "steady" and computes

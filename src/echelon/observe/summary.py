@@ -32,7 +32,7 @@ from echelon.observe.events import (
     WorkerJoined,
 )
 from echelon.observe.follow import read_run
-from echelon.observe.lateness import CircleTally, Lateness, LatenessTally, Stall
+from echelon.observe.lateness import CircleTally, Lateness, LatenessTally, Standstill
 from echelon.observe.overlap import Communication, TrafficTally
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.spans import end_of, length_s, other_s
@@ -104,7 +104,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     steps of a worker, `epochs` how many ended. `train_loss` is the mean over the samples of the last
     tenth of the steps, at least ten of them. Test figures are those of the last evaluation.
     `rounds` counts the steps in which workers met and that all of them reported, the only ones judged by
-    arrival; `spread_s` sums their spreads, `stalls` are rounds that stand far out, `met` is how many
+    arrival; `spread_s` sums their spreads, `standstills` are rounds that stand far out, `met` is how many
     workers meet. If `meet_often`, they met several times in a step, or went on before they had the result:
     then the last worker is not the one that arrived last, but the one that kept the others waiting
     longest. `judged_by` is "wait" if the workers' clocks disagree.
@@ -139,7 +139,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     costs: tuple[StepCost, ...] = ()
     met: int = 0
     meet_often: bool = False
-    stalls: tuple[Stall, ...] = ()
+    standstills: tuple[Standstill, ...] = ()
 
     @property
     def all_steps(self) -> int:
@@ -389,7 +389,7 @@ class Tally:
             costs=self._costs.costs() if self._costs is not None and not self._sync.served else (),
             met=lateness.met,
             meet_often=lateness.meet_often,
-            stalls=lateness.stalls,
+            standstills=lateness.standstills,
         )
 
     def _own_loss(self) -> float | None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 from echelon.config.units import show_bytes, show_seconds
-from echelon.observe.lateness import Stall
+from echelon.observe.lateness import Standstill
 from echelon.observe.overlap import Communication
 from echelon.observe.reason import (
     advice,
@@ -24,7 +24,7 @@ from echelon.observe.reason import (
     rank_name,
     slower_part,
     starved_share,
-    without_stalls_s,
+    without_standstills_s,
     worker_name,
 )
 from echelon.observe.summary import Summary, WorkerSummary
@@ -250,35 +250,37 @@ def _limit(communication: Communication, summary: Summary) -> str:
 
 
 def _finding(summary: Summary) -> str:
-    """Who kept the others waiting; single stalls aside, which are told apart."""
-    stalls = _told_stalls(summary)
-    rest_s = summary.spread_s - sum(stall.seconds for stall in stalls)
+    """Who kept the others waiting; single standstills aside, which are told apart."""
+    standstills = _told_standstills(summary)
+    rest_s = summary.spread_s - sum(standstill.seconds for standstill in standstills)
     if is_negligible(rest_s, summary):
         cost = _of_run(rest_s, summary)
-        if not stalls:
+        if not standstills:
             return f"The workers arrived close together: waiting for the last one cost {cost}."
         return (
-            f"{_capital(_stood_still(stalls, summary))}; without that the workers arrived close together: "
-            f"waiting for the last one cost {cost}."
+            f"{_capital(_stood_still(standstills, summary))}; without that the workers arrived close "
+            f"together: waiting for the last one cost {cost}."
         )
     found = f"{_late_worker(rest_s, summary)}{_crowd_note(summary)}"
-    return f"{found} {_capital(_stood_still(stalls, summary))}." if stalls else found
+    return f"{found} {_capital(_stood_still(standstills, summary))}." if standstills else found
 
 
-def _told_stalls(summary: Summary) -> tuple[Stall, ...]:
-    """The stalls, if they cost enough to be told."""
-    seconds = sum(stall.seconds for stall in summary.stalls)
-    return () if is_negligible(seconds, summary) else summary.stalls
+def _told_standstills(summary: Summary) -> tuple[Standstill, ...]:
+    """The standstills, if they cost enough to be told."""
+    seconds = sum(standstill.seconds for standstill in summary.standstills)
+    return () if is_negligible(seconds, summary) else summary.standstills
 
 
-def _stood_still(stalls: Sequence[Stall], summary: Summary) -> str:
+def _stood_still(standstills: Sequence[Standstill], summary: Summary) -> str:
     """Who stood still, how often, when and for how long."""
-    of_rank: dict[int, list[Stall]] = {}
-    for stall in sorted(stalls, key=lambda stall: stall.step):
-        of_rank.setdefault(stall.rank, []).append(stall)
+    of_rank: dict[int, list[Standstill]] = {}
+    for standstill in sorted(standstills, key=lambda standstill: standstill.step):
+        of_rank.setdefault(standstill.rank, []).append(standstill)
     told = []
     for rank, own in of_rank.items():
-        times = " and ".join(f"{show_seconds(stall.seconds)} in step {stall.step:,}" for stall in own)
+        times = " and ".join(
+            f"{show_seconds(standstill.seconds)} in step {standstill.step:,}" for standstill in own
+        )
         often = {1: "once", 2: "twice"}.get(len(own), f"{len(own)} times")
         told.append(f"{rank_name(rank, summary)} stood still {often}, for {times}")
     return ", and ".join(told)
@@ -286,9 +288,9 @@ def _stood_still(stalls: Sequence[Stall], summary: Summary) -> str:
 
 def _late_worker(rest_s: float, summary: Summary) -> str:
     """The worker that costs the others time, what helps; or that it is not one alone."""
-    worst = max(summary.workers, key=lambda worker: without_stalls_s(worker, summary))
+    worst = max(summary.workers, key=lambda worker: without_standstills_s(worker, summary))
     stands_out = _STANDS_OUT if summary.met != 2 else _STANDS_OUT_OF_TWO
-    if without_stalls_s(worst, summary) < stands_out * rest_s:
+    if without_standstills_s(worst, summary) < stands_out * rest_s:
         most = sorted(summary.workers, key=lambda worker: -worker.held_up_s)[:3]
         names = "; ".join(
             f"{worker_name(w)}, last in {percent(w.times_last, w.rounds)} of rounds" for w in most

@@ -202,9 +202,13 @@ class StepClock:
         step.round = step.arrival, step.handed
 
     @contextmanager
-    def exchange(self) -> Iterator[None]:
-        """In the block, this worker meets the others: nobody leaves before the last has come."""
-        self._go_on_if_over()
+    def exchange(self, *, begins_step: bool = True) -> Iterator[None]:
+        """In the block, this worker meets the others: nobody leaves before the last has come.
+
+        `begins_step`: if all optimizers have stepped, it belongs to the next step, as a forward pass does.
+        """
+        if begins_step:
+            self._go_on_if_over()
         if self._thread is not None:
             self._thread.hold()
         begun = time.perf_counter()

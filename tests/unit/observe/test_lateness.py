@@ -38,7 +38,7 @@ def test_a_worker_that_is_late_in_every_round_is_late_steadily():
     found = _judged([[0.0, 0.05 + 0.01 * (n % 3)] for n in range(60)])
     assert found.of(1).steady == 1.0
     assert found.of(1).times_last == found.rounds == 60
-    assert found.stalls == ()
+    assert found.standstills == ()
 
 
 @pytest.mark.parametrize("chance", [0.05, 0.1, 0.3])
@@ -49,31 +49,33 @@ def test_a_worker_that_is_late_now_and_then_is_not_late_steadily(chance):
     ]
     found = _judged(late)
     assert found.of(1).steady == pytest.approx(chance, abs=0.05)
-    assert found.stalls == ()
+    assert found.standstills == ()
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_few_rounds_that_stand_far_out_are_stalls(times):
+def test_few_rounds_that_stand_far_out_are_standstills(times):
     late = [[0.001 * (n % 3), 0.002] for n in range(60)]
     for number in range(times):
         late[10 + 7 * number][number % 2] = 4.0 + number
     found = _judged(late)
-    told = [(stall.step, stall.rank, round(stall.seconds, 2)) for stall in found.stalls]
+    told = [
+        (standstill.step, standstill.rank, round(standstill.seconds, 2)) for standstill in found.standstills
+    ]
     assert sorted(told) == [(10 + 7 * n, n % 2, 4.0 + n) for n in range(times)]
 
 
-def test_stalls_do_not_make_a_slow_worker_one_that_is_late_now_and_then():
+def test_standstills_do_not_make_a_slow_worker_one_that_is_late_now_and_then():
     late = [[0.0, 0.05] for _ in range(100)]
     late[30][1] = 9.0
     found = _judged(late)
-    assert [stall.step for stall in found.stalls] == [30]
+    assert [standstill.step for standstill in found.standstills] == [30]
     assert found.of(1).steady == 1.0
 
 
-@pytest.mark.parametrize(("rounds", "stalled"), [(3, 1), (4, 1), (20, 3), (100, 4)])
-def test_many_of_a_few_rounds_or_more_than_three_are_no_stalls(rounds, stalled):
-    late = [[0.0, 4.0 if n < stalled else 0.001] for n in range(rounds)]
-    assert _judged(late).stalls == ()
+@pytest.mark.parametrize(("rounds", "stood_still"), [(3, 1), (4, 1), (20, 3), (100, 4)])
+def test_many_of_a_few_rounds_or_more_than_three_are_no_standstills(rounds, stood_still):
+    late = [[0.0, 4.0 if n < stood_still else 0.001] for n in range(rounds)]
+    assert _judged(late).standstills == ()
 
 
 def test_lateness_after_a_late_result_is_kept_apart():
@@ -99,7 +101,7 @@ def test_the_workers_sums_are_those_of_the_run(late):
     assert sum(worker.held_up_s for worker in workers) == pytest.approx(found.spread_s)
     assert sum(worker.times_last for worker in workers) == found.rounds == len(late)
     assert all(0 <= worker.steady <= 1 for worker in workers)
-    assert sum(stall.seconds for stall in found.stalls) <= found.spread_s + 1e-6
+    assert sum(standstill.seconds for standstill in found.standstills) <= found.spread_s + 1e-6
 
 
 def test_taking_more_rounds_into_account_changes_nothing_for_later():

@@ -1,4 +1,4 @@
-"""A worker that is late is told apart: slow, jittery, stalled once, starved of a core, or woken late."""
+"""A worker that is late is told apart: slow, jittery, still once, without a core, or woken late."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_worker_that_is_late_now_and_then_is_not_told_to_take_less():
 
 
 @pytest.mark.parametrize(
-    ("stalls", "said"),
+    ("standstills", "said"),
     [
         (
             {40: 4.1},
@@ -126,29 +126,29 @@ def test_a_worker_that_is_late_now_and_then_is_not_told_to_take_less():
         ({7: 3.0, 90: 2.0}, "Rank 2 stood still twice, for 3.0 s in step 7 and 2.0 s in step 90; without"),
     ],
 )
-def test_one_stall_gives_no_advice_on_shares(stalls, said):
-    summary = run_with(lambda step: Own(compute_s=usual(step).compute_s + stalls.get(step, 0.0)))
+def test_one_standstill_gives_no_advice_on_shares(standstills, said):
+    summary = run_with(lambda step: Own(compute_s=usual(step).compute_s + standstills.get(step, 0.0)))
     text = verdict(summary)
     assert text.startswith(said)
     assert "share" not in text
     assert text.endswith(" of the run.")
 
 
-def test_stalls_of_two_workers_are_told_of_both():
-    def stalls_at(number: int) -> Worker:
+def test_standstills_of_two_workers_are_told_of_both():
+    def stands_still_at(number: int) -> Worker:
         return lambda step: Own(compute_s=usual(step).compute_s + 3.0 * (step == number))
 
-    text = verdict(summarise(invent(usual, stalls_at(30), stalls_at(60))))
+    text = verdict(summarise(invent(usual, stands_still_at(30), stands_still_at(60))))
     assert text.startswith(
         "Rank 1 stood still once, for 3.0 s in step 30, and rank 2 stood still once, for"
     )
 
 
-def test_a_slow_worker_is_named_first_and_a_stall_after_it():
-    def stalls(step: int) -> Own:
+def test_a_slow_worker_is_named_first_and_a_standstill_after_it():
+    def standstills(step: int) -> Own:
         return Own(compute_s=usual(step).compute_s + 5.0 * (step == 50))
 
-    text = verdict(summarise(invent(stalls, usual, steadily(compute_s=0.08))))
+    text = verdict(summarise(invent(standstills, usual, steadily(compute_s=0.08))))
     assert text.startswith("Rank 2 arrived last in 99 % of rounds and cost the others ")
     assert "give it a smaller share" in text
     assert text.endswith(" Rank 0 stood still once, for 5.0 s in step 50.")

@@ -344,6 +344,19 @@ def test_exchanges_within_a_step_are_waiting_and_not_computing(clock, watch, kep
     assert step.deferred_s == 0.0
 
 
+def test_an_exchange_after_the_optimizer_may_belong_to_the_step_that_is_over(clock, watch, kept):
+    """As if the script combined its loss with the others' after the step."""
+    for _ in range(2):
+        batch(clock, watch, data_s=1.0)
+        backward(clock, watch, compute_s=2.0, wait_s=0.5)
+        apply(clock, watch, apply_s=0.5)
+        with clock.exchange(begins_step=False):
+            watch.pass_s(3.0)
+    clock.close()
+    assert [step.exchanges_us for step in kept.steps] == [[(4_000_000, 3_000_000)]] * 2
+    assert [(step.compute_s, step.wait_s) for step in kept.steps] == [(2.0, 3.5)] * 2
+
+
 def test_many_exchanges_are_merged_and_lose_no_time():
     at = 50.0
     met = []
