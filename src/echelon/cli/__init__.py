@@ -8,6 +8,7 @@ config.py    echelon config show
 listing.py   echelon list
 lab.py       echelon lab up | status | exec | down
 look.py      echelon trace, echelon report
+check.py     echelon check
 simulate.py  echelon simulate
 bench.py     echelon bench codecs
 doctor.py    echelon doctor
@@ -21,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from echelon.cli import bench, config, lab, listing, look, run, runs, simulate
+from echelon.cli import bench, check, config, lab, listing, look, run, runs, simulate
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.doctor import doctor
 from echelon.errors import EchelonError
@@ -38,6 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 run.register(app)
+check.register(app)
 app.command("runs", cls=PlainCommand)(runs.runs)
 app.command("report", cls=PlainCommand)(look.report)
 app.command("trace", cls=PlainCommand)(look.trace)
