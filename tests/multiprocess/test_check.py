@@ -377,22 +377,57 @@ for step in range(9):
     assert "no prepared loader handed out a batch" in " ".join(report.notes)
 
 
-def test_training_that_makes_much_of_rounding_is_compared_with_what_a_nudge_makes(checked):
+OWN_DATA = """
+model, optimizer = session.prepare(model, optimizer)
+for step in range(9):
+    optimizer.zero_grad()
+    x, y = data[CHOSEN]
+    F.cross_entropy(F.dropout(model(x), 0.2), y).backward()
+    optimizer.step()
+"""
+
+
+def test_own_data_that_alternates_between_the_ranks_is_the_same(checked):
+    report = checked(
+        OWN_DATA.replace("CHOSEN", "torch.arange(12)[session.rank::session.world_size]"), steps=2
+    )
+    assert report.outcome == "same", report
+
+
+def test_data_that_is_not_shared_out_is_told_although_the_results_are_the_same(checked):
+    report = checked(OWN_DATA.replace("CHOSEN", "torch.arange(12) + step"), steps=2)
+    assert report.outcome == "part"
+    assert report.text == "nothing is shared out: each of the 2 workers trains what one alone trains"
+
+
+@pytest.mark.parametrize(
+    "chosen", ["torch.randint(44, (12,))", "np.random.randint(44, size=12)", "random.sample(range(44), 12)"]
+)
+def test_samples_that_every_rank_draws_for_itself_are_said_to_be_more_in_a_run(checked, chosen):
+    report = checked(OWN_DATA.replace("CHOSEN", chosen), steps=2)
+    assert report.outcome == "same", report
+    assert "in a run each draws its own, and a step is over 2 times as many" in " ".join(report.notes)
+
+
+def test_training_that_makes_much_of_rounding_is_compared_in_64_bits(checked):
     report = checked(
         """
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 model, optimizer, loader = session.prepare(model, optimizer, loader)
 for epoch in session.epochs(3):
     for x, y in loader:
         optimizer.zero_grad()
         losses = F.cross_entropy(model(x), y, reduction="none")
         for _ in range(3):
-            losses = torch.sin(40 * losses)  # of a difference it makes one forty times as large
+            losses = torch.sin(20 * losses)  # of a difference it makes one twenty times as large
         losses.mean().backward()
         optimizer.step()
 """,
         steps=3,
     )
     assert report.outcome == "same", report
+    assert " in 64 bits: 3 steps" in report.text
+    assert report.difference < 1e-6
     assert "makes much of rounding" in " ".join(report.notes)
 
 
@@ -424,3 +459,22 @@ def test_a_loss_that_is_not_a_number_on_both_sides_is_said(checked):
     )
     assert report.outcome == "same", report
     assert "alone too, the loss of step 2 is nan" in report.notes
+
+
+def test_a_script_that_updates_its_weights_by_hand_is_compared_too(checked):
+    text = """
+model, loader = session.prepare(model, loader)
+for epoch in session.epochs(3):
+    for x, y in loader:
+        model.zero_grad()
+        F.cross_entropy(F.dropout(model(x), 0.2), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.5)
+"""
+    report = checked(text, steps=3)
+    assert report.outcome == "same", report
+    assert [(step.optimizer, step.step) for step in report.steps] == [("by hand", n) for n in (1, 2, 3)]
+    assert 0 < report.difference < 1e-5
+    wrong = checked(text.replace("-0.5", "-0.5 * session.world_size"), steps=2)
+    assert wrong.text.startswith("they part at step 1: the weight of 0.weight")

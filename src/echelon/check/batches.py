@@ -14,7 +14,7 @@ import random
 import sys
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,8 +78,13 @@ class TrainedBatches:
         return samples
 
 
-def watch_loaders(stack: ExitStack, batches: TrainedBatches, draws: AlignedDraws) -> None:
-    """Notice batches of loaders that were not prepared, and give each sample a seed of its own."""
+def watch_loaders(
+    stack: ExitStack, batches: TrainedBatches, draws: AlignedDraws, convert: Callable[[Any], Any] | None
+) -> None:
+    """Notice batches of loaders that were not prepared, and give each sample a seed of its own.
+
+    convert  what is done to every batch
+    """
     from echelon.check.draws import place_in_script
 
     def noticing(original: Any) -> Any:
@@ -87,7 +92,7 @@ def watch_loaders(stack: ExitStack, batches: TrainedBatches, draws: AlignedDraws
             data = original(self)
             if not sys._getframe(1).f_code.co_filename.startswith(_ECHELON):
                 batches.handed_unshared(data, place_in_script())
-            return data
+            return data if convert is None else convert(data)
 
         return next_batch
 
@@ -125,6 +130,12 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
+
+
+def states_of_others() -> tuple[Any, ...]:
+    """The states of Python's and numpy's generators, as far as they tell whether anything was drawn."""
+    _, _, position, *gauss = np.random.get_state(legacy=True)
+    return random.getstate(), position, gauss
 
 
 def _rows(data: Any) -> int | None:

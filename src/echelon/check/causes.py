@@ -56,6 +56,12 @@ def explain(alone: WorkerNotes, workers: Sequence[WorkerNotes], found: SideCompa
 
 def explain_failure(text: str, notes: WorkerNotes) -> PartingCause | None:
     """Why a script may fail on workers that does not fail alone; None if nothing points to a cause."""
+    if "init_process_group" in text:
+        return PartingCause(
+            text="the script starts torch.distributed by itself when it finds several workers",
+            fix="take that out, with DistributedDataParallel and DistributedSampler: session.prepare "
+            "replaces them",
+        )
     if notes.batch is None:
         return None
     share, batch = notes.batch
@@ -205,22 +211,41 @@ def _seeds(evidence: PartingEvidence) -> PartingCause | None:
         for (ours, place), (theirs, _) in zip(leader, worker.seeds, strict=False):
             if ours != theirs:
                 return PartingCause(
-                    text=f"{place} seeds rank 0 with {ours} and rank {worker.rank} with {theirs}: data "
-                    "that is drawn at random differs between the workers",
+                    text=f"{place} seeds rank 0 with {ours} and rank {worker.rank} with {theirs}: what "
+                    "is drawn before prepare, or by other libraries, may differ between the workers",
                     fix="give all ranks the same seed; after prepare each draws from a stream of its own",
                     certain=False,
                 )
     return None
 
 
+def _draws_of_leader(evidence: PartingEvidence) -> PartingCause | None:
+    return _unaligned(evidence, evidence.workers[:1])
+
+
 def _draws(evidence: PartingEvidence) -> PartingCause | None:
-    found = [draw for worker in evidence.workers for draw in worker.unaligned]
+    guessed = [place for worker in evidence.workers for place in worker.guessed]
+    if guessed:
+        return PartingCause(
+            text="the script shares out data of its own, and which samples belong to the random draw at "
+            f"{guessed[0]} is not known, so the difference may be its own",
+            fix="let a prepared loader share out the data, or check without random draws",
+            certain=False,
+        )
+    return _unaligned(evidence, evidence.workers)
+
+
+def _unaligned(evidence: PartingEvidence, workers: Sequence[WorkerNotes]) -> PartingCause | None:
+    """The draw of these workers that could not be aligned, in the step that parts or before."""
+    first = evidence.first
+    last = evidence.found.steps.index(first) if first else len(evidence.found.steps)
+    found = [draw for worker in workers for draw in worker.unaligned if draw.step <= last]
     if not found:
         return None
-    draw = found[0]
+    draw = min(found, key=lambda draw: draw.step)
     return PartingCause(
-        text=f"the random draw {draw.what} at {draw.place} could not be made the same on both sides, so "
-        f"the difference may be its own: {draw.why}",
+        text=f"the random draw {draw.what} at {draw.place} could not be made the same on both sides, so the "
+        f"difference may be its own: {draw.why}",
         fix="leave it out for the check",
         certain=False,
     )
@@ -275,8 +300,9 @@ _RULES: tuple[Rule, ...] = (
     _factor,
     _norms,
     _counts,
-    _seeds,
     _drift,
+    _draws_of_leader,
+    _seeds,
     _draws,
     _loss,
 )

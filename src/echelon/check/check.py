@@ -1,8 +1,7 @@
 """The whole check: run the script alone and on workers, compare, and explain.
 
-If they part and nothing certain explains it, the script is run alone once more, with weights that differ in
-their last digit. One that does not repeat itself cannot be checked; and some training makes as much of
-rounding as the workers differ, which is then no fault of the script.
+If they part and nothing certain explains it, the script is run again: alone, for one that does not repeat
+itself cannot be checked, and on both sides in 64 bits, for some training makes much of rounding.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from echelon.check.causes import PartingCause, explain, explain_failure
-from echelon.check.compare import SideComparison, StepDifference, compare, forgiven, repeats, within
+from echelon.check.compare import SideComparison, StepDifference, compare, without_growth
 from echelon.check.notes import CheckRequest, WorkerNotes
 from echelon.check.sides import CheckWatcher, RunSide, run_side
 from echelon.config.choices import check_above, check_at_least
@@ -26,6 +25,7 @@ from echelon.plan.plan import PlanRequest, make_plan
 Outcome = Literal["same", "part", "failed", "not compared", "interrupted"]
 TOLERANCE = 1e-4
 _HALF_TOLERANCE = 3e-2
+_WIDE_TOLERANCE = 1e-6
 _LAST_LINES = 20
 
 
@@ -89,6 +89,19 @@ def check(settings: CheckSettings, watcher: CheckWatcher) -> CheckReport:
         return _Check(settings, watcher, Path(folder)).run()
 
 
+class _Interrupted(Exception):
+    """The user has pressed Ctrl-C."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """Two sides and how they compare."""
+
+    alone: RunSide
+    workers: RunSide
+    found: SideComparison
+
+
 class _Check:
     """One check, in a temporary folder."""
 
@@ -100,9 +113,13 @@ class _Check:
         self._size = f"{settings.workers} workers"
 
     def run(self) -> CheckReport:
-        alone = self._side("alone", 1)
-        if alone.interrupted:
+        try:
+            return self._run()
+        except _Interrupted:
             return self._report("interrupted", "interrupted")
+
+    def _run(self) -> CheckReport:
+        alone = self._side("alone", 1)
         if alone.result.failure is not None:
             fix = "run it alone, and fix what it says"
             return self._failed(alone, f"{self._settings.name} fails alone", None, fix)
@@ -111,24 +128,80 @@ class _Check:
             return unfit
         if self._settings.tolerance is None and alone.notes.leader.half:
             self._tolerance = _HALF_TOLERANCE
-        together = self._side("together", self._settings.workers, draws="alone")
-        if together.interrupted:
-            return self._report("interrupted", "interrupted")
-        if together.result.failure is not None:
-            return self._failed_on_workers(together)
-        found = compare(alone.notes, together.notes, self._tolerance)
-        return self._same(alone, together, found) if found.same else self._part(alone, together, found)
+        workers = self._side("workers", self._settings.workers, draws="alone")
+        if workers.result.failure is not None:
+            return self._failed_on_workers(workers)
+        pair = self._pair(alone, workers, self._tolerance)
+        if not pair.found.same:
+            return self._look_again(pair)
+        leader = workers.notes.leader
+        if pair.found.repeated and leader.batch is None and not leader.picks:
+            return self._not_shared(pair)
+        return self._same(pair)
 
-    def _side(self, name: str, workers: int, *, draws: str = "", nudge: bool = False) -> RunSide:
+    def _look_again(self, pair: _Pair) -> CheckReport:
+        """They part: is that so in any case, or do draws, rounding or the script itself make it seem so?"""
+        cause = self._cause(pair)
+        if cause.certain:
+            return self._part(pair, cause)
+        again = self._side("again", 1, "again")
+        if again.result.code == 0 and not self._pair(pair.alone, again, self._tolerance).found.same:
+            return self._part(pair, self._unrepeatable())
+        if pair.workers.notes.leader.guessed:
+            turned = self._side(
+                "turned", self._settings.workers, "rows in turn", draws="alone", alternate=True
+            )
+            other = self._pair(pair.alone, turned, self._tolerance)
+            if turned.result.code == 0 and other.found.same:
+                return self._same(other)
+        wide = None if pair.alone.notes.leader.half else self._in_doubles()
+        if wide is None:
+            return self._part(pair, cause)
+        if wide.found.same:
+            by = brief(pair.found.largest)
+            note = f"in 32 bits they differ by {by}: this training makes much of rounding"
+            return self._same(wide, note)
+        return self._part(pair, self._cause(wide))
+
+    def _in_doubles(self) -> _Pair | None:
+        """Both sides in 64 bits; None if the script does not run so."""
+        alone = self._side("alone-64", 1, "in 64 bits", doubles=True)
+        if alone.result.code:
+            return None
+        size = self._settings.workers
+        workers = self._side("workers-64", size, "in 64 bits", draws="alone-64", doubles=True)
+        if workers.result.code:
+            return None
+        pair = self._pair(alone, workers, _WIDE_TOLERANCE)
+        return replace(pair, found=without_growth(pair.found))
+
+    def _pair(self, alone: RunSide, workers: RunSide, tolerance: float) -> _Pair:
+        found = compare(alone.notes, workers.notes, tolerance)
+        return _Pair(alone=alone, workers=workers, found=found)
+
+    def _cause(self, pair: _Pair) -> PartingCause:
+        return explain(pair.alone.notes.leader, pair.workers.notes.workers, pair.found)
+
+    def _side(self, name: str, workers: int, how: str = "", *, draws: str = "", **options: bool) -> RunSide:
         request = CheckRequest(
             program=list(self._settings.program),
             steps=self._settings.steps,
             draws=str(self._folder / draws) if draws else "",
-            nudge=nudge,
+            **options,
         )
-        shown = self._size if workers > 1 else "alone, again" if nudge else "alone"
+        shown = "alone" if workers == 1 else self._size
         shares = "equal" if workers == 1 else self._settings.shares
-        return run_side(self._folder / name, shown, request, workers, shares, self._watcher)
+        side = run_side(
+            self._folder / name,
+            f"{shown}, {how}" if how else shown,
+            request,
+            workers,
+            shares,
+            self._watcher,
+        )
+        if side.interrupted:
+            raise _Interrupted
+        return side
 
     # What cannot be compared -----------------------------------------------------------------------
 
@@ -170,39 +243,36 @@ class _Check:
 
     # What was compared -----------------------------------------------------------------------------
 
-    def _same(
-        self, alone: RunSide, together: RunSide, found: SideComparison, grown: SideComparison | None = None
-    ) -> CheckReport:
-        steps = len(found.steps)
-        text = f"the same to {brief(found.largest)}" if found.largest else "the same, bit for bit"
-        text += (
-            f": {steps} step{'s' if steps > 1 else ''} of {self._settings.name}, alone and on {self._size}"
-        )
-        if grown is not None:
-            found = forgiven(found)
-        notes = self._notes(alone, together, found)
-        if grown is not None:
-            notes.append(
-                "this training makes much of rounding: one worker alone, with weights that differ in their "
-                f"last digit, differs by {brief(grown.largest)}"
-            )
-        return self._report("same", text, found=found, notes=notes)
+    def _same(self, pair: _Pair, rounding: str = "") -> CheckReport:
+        """Report that they are the same. `rounding`: a note on why they were compared in 64 bits."""
+        found, name = pair.found, self._settings.name
+        by, how = found.largest, " in 64 bits" if rounding else ""
+        if rounding and by > _WIDE_TOLERANCE:
+            by, how = max(found.steps[0].gradients, found.steps[0].weights), " in 64 bits at the first step"
+        text = f"the same to {brief(by)}{how}" if by else f"the same{how}, bit for bit"
+        text += f": {_steps(len(found.steps))} of {name}, alone and on {self._size}"
+        notes = [rounding] if rounding else self._note_losses(found)
+        return self._report("same", text, found=found, difference=by, notes=[*notes, *self._notes(pair)])
 
-    def _part(self, alone: RunSide, together: RunSide, found: SideComparison) -> CheckReport:
-        cause = explain(alone.notes.leader, together.notes.workers, found)
-        if not cause.certain:
-            again = self._side("again", 1, nudge=True)
-            if again.interrupted:
-                return self._report("interrupted", "interrupted")
-            if again.result.failure is None:
-                grown = compare(alone.notes, again.notes, self._tolerance)
-                if within(found, grown, self._tolerance):
-                    return self._same(alone, together, found, grown)
-                if not repeats(grown, self._tolerance):
-                    cause = self._unrepeatable()
-        notes = self._notes(alone, together, found)
-        text = self._where(found)
-        return self._report("part", text, cause=cause.text, fix=cause.fix, found=found, notes=notes)
+    def _part(self, pair: _Pair, cause: PartingCause) -> CheckReport:
+        return self._report(
+            "part",
+            self._where(pair.found),
+            cause=cause.text,
+            fix=cause.fix,
+            found=pair.found,
+            notes=self._notes(pair),
+        )
+
+    def _not_shared(self, pair: _Pair) -> CheckReport:
+        return self._report(
+            "part",
+            f"nothing is shared out: each of the {self._size} trains what one alone trains",
+            cause="no prepared loader handed out a batch, and all workers have the same losses",
+            fix="prepare the loader, or give each rank its own part: x[session.rank::session.world_size]",
+            found=pair.found,
+            notes=self._notes(pair),
+        )
 
     def _unrepeatable(self) -> PartingCause:
         return PartingCause(
@@ -224,38 +294,46 @@ class _Check:
             return f"the workers part from each other at step {found.drift.number}"
         return "they take different steps"
 
-    def _notes(self, alone: RunSide, together: RunSide, found: SideComparison) -> list[str]:
+    def _notes(self, pair: _Pair) -> list[str]:
         """What else is to be known."""
-        leader = together.notes.leader
+        found, leader = pair.found, pair.workers.notes.leader
         notes = list(leader.remarks)
         taken = max((step.number for step in found.steps), default=0)
         if taken < self._settings.steps:
             notes.append(f"the script ended after {taken} of {self._settings.steps} steps")
-        if found.first is None and leader.batch is None and not leader.unshared:
+        if found.same and leader.batch is None and found.repeated and leader.picks:
+            notes.append(
+                "here all workers had the same samples, because draws are the same; in a run each draws "
+                f"its own, and a step is over {self._settings.workers} times as many"
+            )
+        elif found.same and leader.batch is None and not found.repeated:
             notes.append(
                 "no prepared loader handed out a batch, so it was not checked that the workers train "
                 "different samples"
             )
-        wrong = [step for step in found.steps if (step.loss or 0.0) > self._tolerance]
-        if found.first is None and wrong:
-            notes.append(
-                f"the gradients agree, the losses do not (step {wrong[0].number}): what the workers' "
-                "losses are means over is not known"
-            )
         lost = [step for step in found.steps if not math.isfinite(step.loss_alone or 0.0)]
         if lost:
             notes.append(f"alone too, the loss of step {lost[0].number} is {lost[0].loss_alone:g}")
-        if leader.saves or alone.notes.leader.saves:
+        if leader.saves or pair.alone.notes.leader.saves:
             notes.append("what the script saved went to a temporary folder; its own files are as they were")
         if self._settings.tolerance is None and self._tolerance == _HALF_TOLERANCE:
             notes.append(f"the script computes in 16 bits: the tolerance is {brief(self._tolerance)}")
         return notes
+
+    def _note_losses(self, found: SideComparison) -> list[str]:
+        """Gradients decide; that losses differ nevertheless is said."""
+        wrong = [step.number for step in found.steps if (step.loss or 0.0) > self._tolerance]
+        if not wrong:
+            return []
+        where = f"the gradients agree, the losses do not (step {wrong[0]})"
+        return [f"{where}: what the workers' losses are means over is not known"]
 
     def _report(
         self,
         outcome: Outcome,
         text: str,
         *,
+        difference: float | None = None,
         cause: str = "",
         fix: str = "",
         error: str = "",
@@ -267,7 +345,7 @@ class _Check:
             script=self._settings.name,
             workers=self._settings.workers,
             tolerance=self._tolerance,
-            difference=found.largest if found else None,
+            difference=found.largest if found and difference is None else difference,
             text=text,
             cause=cause,
             fix=fix,
@@ -294,6 +372,10 @@ def _checked(step: StepDifference) -> CheckedStep:
 def _whose(found: SideComparison, first: StepDifference) -> str:
     """Names the optimizer if there are several."""
     return f" ({first.optimizer})" if len({step.optimizer for step in found.steps}) > 1 else ""
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def brief(difference: float) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ _FLOOR = 0.1
 _OF_THE_WAY = 0.05
 _ROUNDINGS = 64.0
 _HALF_EPSILON = 2.0**-8
-_SLACK = 50.0  # rounding differs from step to step, and from one order of a sum to another
+_DOUBLE_ROUNDING = 1e-13
+_GROWTH = 1e6  # in one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +75,21 @@ class RankDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideComparison:
-    """Two sides, step by step. `start`: a parameter that differs before the first step, and by how much."""
+    """Two sides, step by step.
+
+    counts    how many optimizer steps each has taken
+    samples   how many samples each step had, alone and on all workers together
+    start     a parameter that differs before the first step, and by how much
+    drift     where the workers part from each other
+    repeated  whether every worker had, bit for bit, the losses of the one alone
+    """
 
     steps: tuple[StepDifference, ...]
     counts: tuple[int, int]
     samples: tuple[tuple[int | None, int | None], ...]
     start: tuple[str, float] | None = None
     drift: RankDrift | None = None
+    repeated: bool = False
 
     @property
     def first(self) -> StepDifference | None:
@@ -126,31 +135,23 @@ def compare(alone: SideNotes, workers: SideNotes, tolerance: float) -> SideCompa
         samples=tuple(_samples(alone, workers, index) for index in range(len(common))),
         start=start,
         drift=_drift(workers.workers),
+        repeated=_repeated(alone.leader, workers.workers),
     )
 
 
-def within(found: SideComparison, grown: SideComparison, tolerance: float) -> bool:
-    """Whether two sides differ no more than a nudge in the last digit of the weights has made of itself."""
-    if found.counts != grown.counts or found.start or found.drift or found.unequal_samples is not None:
-        return False
-    gradients = accumulate((step.gradients for step in grown.steps), max)
-    weights = accumulate((step.weights for step in grown.steps), max)
-    return repeats(grown, tolerance) and all(
-        step.gradients <= max(tolerance, _SLACK * gradient)
-        and (step.what != "weight" or step.weights <= _SLACK * weight)
-        for step, gradient, weight in zip(found.steps, gradients, weights, strict=False)
-    )
+def without_growth(found: SideComparison) -> SideComparison:
+    """The same comparison, in which steps do not part whose difference has only grown from rounding.
 
-
-def repeats(grown: SideComparison, tolerance: float) -> bool:
-    """Whether a script that was run twice, the second time with nudged weights, begins in the same way."""
-    known = grown.counts[0] == grown.counts[1] == len(grown.steps) and grown.unequal_samples is None
-    return known and all(step.gradients <= 100 * tolerance for step in grown.steps if step.number == 1)
-
-
-def forgiven(found: SideComparison) -> SideComparison:
-    """The same comparison, in which nothing parts."""
-    return replace(found, steps=tuple(replace(step, what="", parameter="") for step in found.steps))
+    In 64 bits rounding begins below 1e-12. What is real comes at once, and is larger by far than the
+    differences of the steps before it; rounding grows step by step.
+    """
+    steps, before = [], 0.0
+    for step in found.steps:
+        difference = max(step.gradients, step.weights)
+        grown = difference <= _GROWTH * max(before, _DOUBLE_ROUNDING)
+        steps.append(replace(step, what="", parameter="", by=0.0, factor=None) if grown else step)
+        before = max(before, difference)
+    return replace(found, steps=tuple(steps))
 
 
 def _start(
@@ -186,7 +187,7 @@ def _step(
     elif beyond:
         what, at, by = "weight", beyond[0], weights[beyond[0]]
     return StepDifference(
-        optimizer=made.kind,
+        optimizer=_label(alone.leader, step.optimizer),
         number=step.number,
         loss_alone=losses[0],
         loss_workers=losses[1],
@@ -198,6 +199,13 @@ def _step(
         by=by,
         factor=_factor(mine, theirs, len(made.names), tolerance) if what == "gradient" else None,
     )
+
+
+def _label(notes: WorkerNotes, optimizer: int) -> str:
+    """The optimizer's class, with a number if there are several of that class."""
+    kinds = [known.kind for known in notes.optimizers]
+    kind = kinds[optimizer]
+    return kind if kinds.count(kind) == 1 else f"{kind} {kinds[:optimizer].count(kind) + 1}"
 
 
 def _losses(
@@ -311,6 +319,13 @@ def _samples(alone: SideNotes, workers: SideNotes, index: int) -> tuple[int | No
     theirs = [worker.steps[index].samples for worker in workers.workers if len(worker.steps) > index]
     known = [count for count in theirs if count is not None]
     return mine, sum(known) if len(known) == len(theirs) else None
+
+
+def _repeated(alone: WorkerNotes, workers: Sequence[WorkerNotes]) -> bool:
+    losses = [[loss.value for loss in step.losses] for step in alone.steps]
+    return any(losses) and all(
+        [[loss.value for loss in step.losses] for step in worker.steps] == losses for worker in workers
+    )
 
 
 def _drift(workers: Sequence[WorkerNotes]) -> RankDrift | None:

@@ -22,21 +22,29 @@ class BatchPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Rows `start` to `stop` along one axis."""
+    """Rows `start` to `stop` along one axis, each `every`-th. `guessed`: it is not known to be right."""
 
     axis: int
     start: int
     stop: int
+    every: int = 1
+    guessed: bool = False
 
 
 def cut_of(
-    whole: Sequence[int], own: Sequence[int], parts: Iterable[BatchPart], *, rank: int, workers: int
+    whole: Sequence[int],
+    own: Sequence[int],
+    parts: Iterable[BatchPart],
+    *,
+    rank: int,
+    workers: int,
+    alternate: bool = False,
 ) -> Cut | None:
     """The cut that makes a tensor of shape `own` of one of shape `whole`; None if it cannot be known.
 
-    parts  this worker's parts of the batches that were handed out last, the newest first
-
-    Without any part (the script reads data of its own), equal parts by rank are assumed.
+    parts      this worker's parts of the batches that were handed out last, the newest first
+    alternate  without any part (the script reads data of its own), whether the ranks' rows alternate;
+               otherwise each rank has equally many in a row
     """
     if len(whole) != len(own):
         return None
@@ -47,7 +55,9 @@ def cut_of(
     all_rows, mine = whole[axis], own[axis]
     known = list(parts)
     if not known and mine * workers == all_rows:
-        return Cut(axis=axis, start=rank * mine, stop=(rank + 1) * mine)
+        if alternate:
+            return Cut(axis=axis, start=rank, stop=all_rows, every=workers, guessed=True)
+        return Cut(axis=axis, start=rank * mine, stop=(rank + 1) * mine, guessed=True)
     for part in known:
         times, rest = divmod(mine, part.share)
         if rest == 0 and times * part.batch == all_rows:

@@ -29,6 +29,7 @@ from echelon.check.recipes import Recipe, is_random, recipe_of
 
 _OWN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen ")
 _MOST = 100_000  # draws that are recorded; each takes five kilobytes
+_PICKS = ("randint", "randperm", "multinomial", "random_")
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -123,22 +124,31 @@ class AlignedDraws(TorchDispatchMode):
     """Watches all of torch's operations in this thread, and makes random ones the same everywhere.
 
     segment  how many optimizer steps the script has taken
+    picks    whether integers were drawn, with which a script may choose its samples
     active   whether draws are watched: from the first `prepare` on, before which all workers draw the same
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, target: DrawRecord | RecordedDraws, batches: PartsOfBatches, *, rank: int, workers: int
+        self,
+        target: DrawRecord | RecordedDraws,
+        batches: PartsOfBatches,
+        *,
+        rank: int,
+        workers: int,
+        alternate: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.segment = 0
         self.active = False
-        self.half = False
+        self.half = self.picks = False
         self._target = target
         self._batches = batches
         self._rank = rank
         self._workers = workers
+        self._alternate = alternate
+        self.guessed: dict[str, None] = {}
         self._process = os.getpid()
         self._unaligned: dict[tuple[str, str], UnalignedDraw] = {}
         self._random: dict[Any, bool] = {}
@@ -188,6 +198,7 @@ class AlignedDraws(TorchDispatchMode):
     ) -> Any:
         place, recipe = place_in_script(), recipe_of(func)
         operation = str(func)
+        self.picks |= operation.removeprefix("aten.").partition(".")[0] in _PICKS
         if isinstance(self._target, DrawRecord):
             state = generator.get_state()
             result, shape = _as_it_is(func, args, kwargs, recipe)
@@ -219,20 +230,27 @@ class AlignedDraws(TorchDispatchMode):
             return result
         assert own is not None
         parts = self._batches.parts()
-        cut = cut_of(note.shape, own, parts, rank=self._rank, workers=self._workers)
+        cut = cut_of(
+            note.shape, own, parts, rank=self._rank, workers=self._workers, alternate=self._alternate
+        )
         if cut is None:
             sizes = f"{_sizes(note.shape)} alone and {_sizes(own)} on rank {self._rank}"
             self._note(note.place, note.operation, f"{sizes} are no parts of a batch")
             return _as_it_is(func, args, kwargs, recipe)[0]
 
+        if cut.guessed:
+            self.guessed[note.place] = None
+
         def rows(tensor: Tensor) -> Tensor:
-            return tensor.narrow(cut.axis, cut.start, cut.stop - cut.start)
+            along = torch.arange(cut.start, cut.stop, cut.every, device=tensor.device)
+            return tensor.index_select(cut.axis, along)
 
         return recipe.draw(func, args, kwargs, note.shape, rows)
 
     def _note(self, place: str, operation: str, why: str) -> None:
         what = operation.removeprefix("aten.").partition(".")[0]
-        self._unaligned.setdefault((place, what), UnalignedDraw(place=place, what=what, why=why))
+        draw = UnalignedDraw(step=self.segment, place=place, what=what, why=why)
+        self._unaligned.setdefault((place, what), draw)
 
 
 def _as_it_is(

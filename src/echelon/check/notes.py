@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What each worker of a side runs.
 
-    draws  the folder of the side whose random draws are repeated
-    nudge  change every weight in its last digit before the first step, to see what becomes of rounding
+    draws      the folder of the side whose random draws are repeated
+    doubles    compute in 64 bits
+    alternate  where the script shares out data of its own: rank 0 has every N-th row, not the first ones
     """
 
     program: list[str]
     steps: int
     draws: str = ""
-    nudge: bool = False
+    doubles: bool = False
+    alternate: bool = False
 
 
 class LossNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +71,9 @@ class OptimizerNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnalignedDraw(msgspec.Struct, frozen=True, kw_only=True):
-    """A random draw that could not be made the same alone and on workers."""
+    """A random draw that could not be made the same alone and on workers; `step` counts from 0."""
 
+    step: int
     place: str
     what: str
     why: str
@@ -86,6 +89,8 @@ class WorkerNotes(msgspec.Struct, kw_only=True):
     batch      share and size of the last batch of a prepared loader
     seeds      the arguments of torch.manual_seed, with their places
     half       whether anything was computed in 16 bits
+    picks      whether integers were drawn, or numpy or Python drew: samples may be chosen by chance
+    guessed    places of draws for data that the script shares out by itself: how was assumed
     """
 
     rank: int
@@ -102,6 +107,8 @@ class WorkerNotes(msgspec.Struct, kw_only=True):
     half: bool = False
     saves: int = 0
     unaligned: list[UnalignedDraw] = []
+    picks: bool = False
+    guessed: list[str] = []
     remarks: list[str] = []
     optimizers: list[OptimizerNote] = []
     steps: list[StepNote] = []

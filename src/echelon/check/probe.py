@@ -7,39 +7,29 @@ same step, so that nobody waits for anybody.
 
 from __future__ import annotations
 
-import functools
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from echelon.check.batches import TrainedBatches, seed_all, watch_loaders
+from echelon.check.batches import TrainedBatches, seed_all, states_of_others, watch_loaders
+from echelon.check.doubles import doubles, to_doubles
 from echelon.check.draws import AlignedDraws, DrawRecord, RecordedDraws, place_in_script
-from echelon.check.notes import (
-    CheckRequest,
-    LossNote,
-    OptimizerNote,
-    StepNote,
-    WorkerNotes,
-    before_file,
-    step_file,
-    write_notes,
-)
+from echelon.check.notes import CheckRequest, LossNote, WorkerNotes, write_notes
 from echelon.check.patches import replace
 from echelon.check.saves import RedirectedSaves
+from echelon.check.steps import HandMadeSteps, StepWriter, gradients_of
+from echelon.check.tensors import KeptTensor
 from echelon.plan.shares import Slice
 from echelon.train.session import Session
 
-_SAMPLE = 16_384  # elements of a tensor that are kept
 _GLOBAL_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -52,15 +42,20 @@ class Probe:
         self._notes = WorkerNotes(rank=rank)
         self._session: Session | None = None
         self._names: dict[int, str] = {}
-        self._optimizers: list[Optimizer] = []
+        self._parameters: list[Tensor] = []
         self._prepared: list[Optimizer] = []
         self._losses: list[LossNote] = []
         self._ended = False
         self._seeded = 0
+        self._others: tuple[Any, ...] = ()
+        self._steps = StepWriter(folder, self._notes, self._names)
+        self._hand_made = HandMadeSteps()
         self._batches = TrainedBatches()
         self._saves = RedirectedSaves(folder, rank)
         self._draw_target = RecordedDraws(Path(request.draws)) if request.draws else DrawRecord(folder)
-        self._draws = AlignedDraws(self._draw_target, self._batches, rank=rank, workers=workers)
+        self._draws = AlignedDraws(
+            self._draw_target, self._batches, rank=rank, workers=workers, alternate=request.alternate
+        )
         self._stack = ExitStack()
 
     def __enter__(self) -> Probe:
@@ -69,7 +64,7 @@ class Probe:
         stack.callback(self._write)
         stack.callback(self._draw_target.close)
         self._saves.install(stack)
-        watch_loaders(stack, self._batches, self._draws)
+        watch_loaders(stack, self._batches, self._draws, to_doubles if self._request.doubles else None)
         replace(stack, Session, "__init__", self._seeing_join)
         replace(stack, Session, "prepare", self._seeing_prepare)
         replace(stack, Session, "_on_batch", self._seeing_batch)
@@ -77,6 +72,7 @@ class Probe:
         replace(stack, torch, "manual_seed", self._seeing_seed)
         stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        stack.enter_context(doubles(self._request.doubles))
         stack.enter_context(self._draws)
         return self
 
@@ -87,6 +83,7 @@ class Probe:
         notes = self._notes
         notes.saves = self._saves.count
         notes.unaligned = self._draws.unaligned
+        notes.guessed = list(self._draws.guessed)
         notes.half = self._draws.half
         notes.unshared = list(self._batches.unshared)
         notes.batch = self._batches.last
@@ -105,10 +102,11 @@ class Probe:
 
     def _seeing_prepare(self, original: Any) -> Any:
         def prepare(session: Session, *things: Any, **options: Any) -> Any:
+            for model in things:
+                if self._request.doubles and isinstance(model, nn.Module):
+                    model.double()
             self._note_prepared(things, options)
             prepared = original(session, *things, **self._comparable(options))
-            if self._request.nudge:
-                _nudge(things)
             self._draws.active = True
             self._seed_again()
             return prepared
@@ -119,6 +117,7 @@ class Probe:
         """From here on all workers draw the same numbers, whatever streams they had."""
         self._seeded += 1
         seed_all(self._seeded)
+        self._others = states_of_others()
 
     def _note_prepared(self, things: tuple[Any, ...], options: dict[str, Any]) -> None:
         notes = self._notes
@@ -128,6 +127,7 @@ class Probe:
             if isinstance(thing, nn.Module):
                 suffix = f" of model {notes.models}" if notes.models else ""
                 self._names |= {id(p): name + suffix for name, p in thing.named_parameters()}
+                self._parameters += thing.parameters()
                 notes.local += _local_norms(thing, options.get("batchnorm", "global"))
                 notes.models += 1
             elif isinstance(thing, Optimizer):
@@ -160,12 +160,16 @@ class Probe:
 
     def _seeing_backward(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **options: Any) -> None:
+            self._before_backward()
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if len(roots) == 1 and roots[0].numel() == 1 and roots[0].is_floating_point():
                 value = float(roots[0].detach())
                 self._losses.append(LossNote(value=value, weight=self._weight()))
             self._batches.trained()
             original(tensors, *args, **options)
+            if self._by_hand:
+                with self._unwatched():
+                    self._hand_made.passed(self._parameters)
 
         return backward
 
@@ -175,62 +179,53 @@ class Probe:
             return 1.0
         return float(getattr(self._session._synchronizer, "weight", 1 / self._session.world_size))
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    @property
+    def _by_hand(self) -> bool:
+        """Whether the script, as far as is known, makes its steps without an optimizer."""
+        return bool(self._parameters) and not self._prepared and not self._steps.optimizers
+
+    def _before_backward(self) -> None:
+        if not self._by_hand:
+            return
         if self._ended:
             self._end()
-        index = self._index(optimizer)
-        taken = self._taken(index)
-        if taken >= self._request.steps:
+        with self._unwatched():
+            self._steps.begin(None, self._parameters)
+            gradients = self._hand_made.taken(self._parameters)
+            if gradients is None:
+                return
+            self._note_step(None, self._parameters, gradients)
+        if self._steps.taken(None) >= self._request.steps:
             self._end()
-        if taken == 0 and self._notes.rank == 0:
-            with self._draws.paused(), torch.no_grad():
-                weights = {f"w{i}": _sampled(p) for i, p in enumerate(_parameters(optimizer))}
-                save_file(weights, before_file(self._folder, index))
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._ended or self._steps.taken(optimizer) >= self._request.steps:
+            self._end()
+        with self._unwatched():
+            self._steps.begin(optimizer, _parameters(optimizer))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        index = self._index(optimizer)
-        with self._draws.paused(), torch.no_grad():
-            self._note_step(optimizer, index)
+        with self._unwatched():
+            parameters = _parameters(optimizer)
+            self._note_step(optimizer, parameters, gradients_of(parameters))
+        expected = [*self._steps.optimizers, *self._prepared]
+        if all(self._steps.taken(one) >= self._request.steps for one in expected):
+            self._end()
+
+    def _note_step(
+        self, optimizer: Optimizer | None, parameters: list[Tensor], gradients: list[KeptTensor | None]
+    ) -> None:
+        self._steps.add(optimizer, parameters, gradients, self._losses, self._batches.stepped())
+        self._losses = []
+        self._notes.picks |= self._draws.picks or states_of_others() != self._others
         self._draws.next_segment()
         self._write()
         self._seed_again()
-        expected = {id(one): one for one in [*self._optimizers, *self._prepared]}.values()
-        if all(self._taken(self._index(one)) >= self._request.steps for one in expected):
-            self._end()
 
-    def _note_step(self, optimizer: Optimizer, index: int) -> None:
-        parameters = _parameters(optimizer)
-        if self._notes.rank == 0:
-            save_file(_tensors(parameters), step_file(self._folder, len(self._notes.steps)))
-        note = StepNote(
-            optimizer=index,
-            number=self._taken(index) + 1,
-            losses=self._losses,
-            samples=self._batches.stepped(),
-            settings=[_numbers(group) for group in optimizer.param_groups],
-            digests=[_digest(p) for p in parameters],
-        )
-        self._notes.steps.append(note)
-        self._losses = []
-
-    def _index(self, optimizer: Optimizer) -> int:
-        """The optimizer's number; a new one is noted with its parameters."""
-        for index, known in enumerate(self._optimizers):
-            if known is optimizer:
-                return index
-        self._optimizers.append(optimizer)
-        names, unprepared = [], []
-        for position, p in enumerate(_parameters(optimizer)):
-            name = self._names.get(id(p), f"parameter {position} {list(p.shape)}")
-            names.append(name)
-            if id(p) not in self._names and p.requires_grad:
-                unprepared.append(name)
-        kind = type(optimizer).__name__
-        self._notes.optimizers.append(OptimizerNote(kind=kind, names=names, unprepared=unprepared))
-        return len(self._optimizers) - 1
-
-    def _taken(self, index: int) -> int:
-        return sum(step.optimizer == index for step in self._notes.steps)
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        with self._draws.paused(), torch.no_grad():
+            yield
 
     def leave(self) -> None:
         """Close the session, if the script has one."""
@@ -247,17 +242,6 @@ class Probe:
         raise SystemExit(0)
 
 
-@torch.no_grad()
-def _nudge(things: tuple[Any, ...]) -> None:
-    """Change every weight of the models among these in its last digit, up or down."""
-    signs = np.random.Generator(np.random.PCG64(0))
-    for model in things:
-        if isinstance(model, nn.Module):
-            for p in model.parameters():
-                up = torch.from_numpy(signs.integers(2, size=tuple(p.shape)) * 2 - 1).to(p.device)
-                p.mul_((1 + up * torch.finfo(p.dtype).eps).to(p.dtype))
-
-
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -269,59 +253,3 @@ def _local_norms(model: nn.Module, rule: str) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and (rule == "local" or type(module) not in _GLOBAL_NORMS)
     ]
-
-
-def _tensors(parameters: list[Tensor]) -> dict[str, Tensor]:
-    """Samples of gradients and weights, and the norms of both."""
-    found: dict[str, Tensor] = {}
-    norms = torch.zeros(len(parameters), 2, dtype=torch.float64)
-    for index, p in enumerate(parameters):
-        found[f"w{index}"] = _sampled(p)
-        norms[index, 1] = _norm(p)
-        if p.grad is not None:
-            found[f"g{index}"] = _sampled(p.grad)
-            norms[index, 0] = _norm(p.grad)
-    return {**found, "norms": norms}
-
-
-def _sampled(tensor: Tensor) -> Tensor:
-    """The tensor's values, or those at fixed positions if there are many; in 32 or 64 bits."""
-    flat = _flat(tensor)
-    if len(flat) > _SAMPLE:
-        flat = flat[_positions(len(flat))]
-    wide = flat.to(torch.float64 if flat.dtype == torch.float64 else torch.float32)
-    return wide.clone().cpu()
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(_flat(tensor), dtype=torch.float64))
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.reshape(-1)
-
-
-@functools.lru_cache(maxsize=64)
-def _positions(count: int) -> Tensor:
-    return torch.from_numpy(np.random.Generator(np.random.PCG64(0)).integers(count, size=_SAMPLE))
-
-
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().reshape(-1).contiguous().cpu()
-    return str(xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy().data))
-
-
-def _numbers(group: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a parameter group, such as the learning rate."""
-    return {
-        name: float(value)
-        for name, value in group.items()
-        if isinstance(value, (int, float, Tensor))
-        and not isinstance(value, bool)
-        and (not isinstance(value, Tensor) or value.numel() == 1)
-    }

@@ -22,6 +22,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     request = read_request(folder)
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if workers == 1:  # alone, as without a launcher: scripts ask for these to know whether they are
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
     with Probe(folder, request, rank=rank, workers=workers):
         try:
             launched.run_program(request.program)

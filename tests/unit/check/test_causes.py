@@ -6,7 +6,7 @@ import pytest
 
 from echelon.check.causes import explain, explain_failure
 from echelon.check.compare import RankDrift, SideComparison, StepDifference
-from echelon.check.notes import OptimizerNote, WorkerNotes
+from echelon.check.notes import OptimizerNote, UnalignedDraw, WorkerNotes
 
 PART = StepDifference(
     optimizer="SGD",
@@ -113,3 +113,17 @@ def test_an_error_that_names_the_batch_and_the_share_points_to_a_written_batch_s
     cause = explain_failure(error, WorkerNotes(rank=0, batch=(6, 12)))
     assert (cause is not None) is told
     assert explain_failure(error, WorkerNotes(rank=0)) is None
+
+
+def test_a_script_that_starts_torch_distributed_is_told_to_leave_that_out():
+    cause = explain_failure("  in init_process_group\nRuntimeError: no NCCL", WorkerNotes(rank=0))
+    assert cause is not None
+    assert "starts torch.distributed by itself" in cause.text
+
+
+def test_a_draw_after_the_step_that_parts_is_not_its_cause():
+    def draw(step: int) -> UnalignedDraw:
+        return UnalignedDraw(step=step, place="a.py:9", what="randperm", why="because")
+
+    assert "the random draw randperm at a.py:9" in _cause(unaligned=[draw(0)])
+    assert "randperm" not in _cause(unaligned=[draw(1)])

@@ -33,7 +33,10 @@ def test_a_draw_for_an_earlier_batch_finds_that_batch():
 
 
 def test_without_a_loader_equal_parts_by_rank_are_assumed():
-    assert cut_of((12, 5), (4, 5), [], rank=2, workers=3) == Cut(axis=0, start=8, stop=12)
+    cut = Cut(axis=0, start=8, stop=12, guessed=True)
+    assert cut_of((12, 5), (4, 5), [], rank=2, workers=3) == cut
+    turns = Cut(axis=0, start=2, stop=12, every=3, guessed=True)
+    assert cut_of((12, 5), (4, 5), [], rank=2, workers=3, alternate=True) == turns
     assert cut_of((12, 5), (5, 5), [], rank=2, workers=3) is None
 
 
