@@ -221,6 +221,8 @@ for epoch in session.epochs(1):
         optimizer.zero_grad()
         (F.cross_entropy(model(x), y) * (1 + np.random.rand() + random.random())).backward()
         optimizer.step()
+        if session.is_leader:
+            np.random.rand(), random.random()
 """,
         steps=3,
     )
@@ -443,6 +445,13 @@ model, optimizer, loader = session.prepare(model, optimizer, loader)
     )
     assert report.outcome == "part"
     assert "parameter 4 [3, 3], parameter 5 [3], which belong to no prepared model" in report.cause
+
+
+def test_a_script_that_prepares_nothing_is_told_so(checked):
+    report = checked(LOOP, steps=2)
+    assert report.outcome == "part"
+    assert report.text.startswith(("nothing is shared out", "they part at step 1: the number of samples"))
+    assert "the script prepares no model" in report.cause
 
 
 def test_a_script_without_a_step_is_not_compared(checked):

@@ -41,6 +41,10 @@ class PartingEvidence:
         return self.found.first
 
 
+SAME_SAMPLES = PartingCause(
+    text="no prepared loader handed out a batch, and all workers have the same losses",
+    fix="prepare the loader, or give each rank its own part: x[session.rank::session.world_size]",
+)
 Rule = Callable[[PartingEvidence], PartingCause | None]
 
 
@@ -244,8 +248,8 @@ def _unaligned(evidence: PartingEvidence, workers: Sequence[WorkerNotes]) -> Par
         return None
     draw = min(found, key=lambda draw: draw.step)
     return PartingCause(
-        text=f"the random draw {draw.what} at {draw.place} could not be made the same on both sides, so the "
-        f"difference may be its own: {draw.why}",
+        text=f"the random draw {draw.what} at {draw.place} could not be made the same on both sides, so "
+        f"the difference may be its own: {draw.why}",
         fix="leave it out for the check",
         certain=False,
     )

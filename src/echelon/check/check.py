@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from echelon.check.causes import PartingCause, explain, explain_failure
+from echelon.check.causes import SAME_SAMPLES, PartingCause, explain, explain_failure
 from echelon.check.compare import SideComparison, StepDifference, compare, without_growth
 from echelon.check.notes import CheckRequest, WorkerNotes
 from echelon.check.sides import CheckWatcher, RunSide, run_side
@@ -135,8 +135,10 @@ class _Check:
         if not pair.found.same:
             return self._look_again(pair)
         leader = workers.notes.leader
+        if leader.models == 0:
+            return self._not_shared(pair, self._cause(pair))
         if pair.found.repeated and leader.batch is None and not leader.picks:
-            return self._not_shared(pair)
+            return self._not_shared(pair, SAME_SAMPLES)
         return self._same(pair)
 
     def _look_again(self, pair: _Pair) -> CheckReport:
@@ -151,9 +153,10 @@ class _Check:
             turned = self._side(
                 "turned", self._settings.workers, "rows in turn", draws="alone", alternate=True
             )
-            other = self._pair(pair.alone, turned, self._tolerance)
-            if turned.result.code == 0 and other.found.same:
-                return self._same(other)
+            if turned.result.code == 0:
+                other = self._pair(pair.alone, turned, self._tolerance)
+                if other.found.same:
+                    return self._same(other)
         wide = None if pair.alone.notes.leader.half else self._in_doubles()
         if wide is None:
             return self._part(pair, cause)
@@ -217,7 +220,7 @@ class _Check:
         if not notes.steps:
             return self._report(
                 "not compared",
-                f"{name} ended without a step of an optimizer, so there is nothing to compare",
+                f"{name} ended without a step of training, so there is nothing to compare",
                 fix="give it arguments with which it trains a few steps",
             )
         return None
@@ -264,15 +267,10 @@ class _Check:
             notes=self._notes(pair),
         )
 
-    def _not_shared(self, pair: _Pair) -> CheckReport:
-        return self._report(
-            "part",
-            f"nothing is shared out: each of the {self._size} trains what one alone trains",
-            cause="no prepared loader handed out a batch, and all workers have the same losses",
-            fix="prepare the loader, or give each rank its own part: x[session.rank::session.world_size]",
-            found=pair.found,
-            notes=self._notes(pair),
-        )
+    def _not_shared(self, pair: _Pair, cause: PartingCause) -> CheckReport:
+        text = f"nothing is shared out: each of the {self._size} trains what one alone trains"
+        notes = self._notes(pair)
+        return self._report("part", text, cause=cause.text, fix=cause.fix, found=pair.found, notes=notes)
 
     def _unrepeatable(self) -> PartingCause:
         return PartingCause(

@@ -98,7 +98,6 @@ class WorkerNotes(msgspec.Struct, kw_only=True):
     sync: str = ""
     codec: str = ""
     models: int = 0
-    loaders: int = 0
     loss: str = "mean"
     local: list[str] = []
     unshared: list[str] = []

@@ -8,6 +8,7 @@ same step, so that nobody waits for anybody.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -46,7 +47,7 @@ class Probe:
         self._prepared: list[Optimizer] = []
         self._losses: list[LossNote] = []
         self._ended = False
-        self._seeded = 0
+        self._handed = 0  # batches since the last step
         self._others: tuple[Any, ...] = ()
         self._steps = StepWriter(folder, self._notes, self._names)
         self._hand_made = HandMadeSteps()
@@ -59,7 +60,7 @@ class Probe:
         self._stack = ExitStack()
 
     def __enter__(self) -> Probe:
-        seed_all(self._seeded)  # a script that does not seed is the same on both sides too
+        seed_all(0)  # a script that does not seed is the same on both sides too
         stack = self._stack
         stack.callback(self._write)
         stack.callback(self._draw_target.close)
@@ -114,9 +115,13 @@ class Probe:
         return prepare
 
     def _seed_again(self) -> None:
-        """From here on all workers draw the same numbers, whatever streams they had."""
-        self._seeded += 1
-        seed_all(self._seeded)
+        """From here on all workers draw the same numbers, whatever they drew before.
+
+        The seed depends on the step and the batch, not on how often this was called: a rank may do more
+        than the others between two steps.
+        """
+        self._notes.picks |= bool(self._others) and states_of_others() != self._others
+        seed_all(zlib.crc32(f"{self._notes.models}/{self._steps.total}/{self._handed}".encode()))
         self._others = states_of_others()
 
     def _note_prepared(self, things: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -124,7 +129,7 @@ class Probe:
         notes.loss = options.get("loss", notes.loss)
         notes.codec = options.get("codec") or notes.codec
         for thing in things:
-            if isinstance(thing, nn.Module):
+            if isinstance(thing, nn.Module) and id(next(thing.parameters(), None)) not in self._names:
                 suffix = f" of model {notes.models}" if notes.models else ""
                 self._names |= {id(p): name + suffix for name, p in thing.named_parameters()}
                 self._parameters += thing.parameters()
@@ -132,8 +137,6 @@ class Probe:
                 notes.models += 1
             elif isinstance(thing, Optimizer):
                 self._prepared.append(thing)
-            elif hasattr(thing, "dataset"):
-                notes.loaders += 1
 
     def _comparable(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options of `prepare`, without those that make both sides hard to compare."""
@@ -145,6 +148,8 @@ class Probe:
     def _seeing_batch(self, original: Any) -> Any:
         def on_batch(session: Session, loader: Any, part: Slice) -> None:
             self._batches.handed(part, session._plan.weights, session.rank)
+            self._handed += 1
+            self._seed_again()
             original(session, loader, part)
 
         return on_batch
@@ -217,7 +222,8 @@ class Probe:
     ) -> None:
         self._steps.add(optimizer, parameters, gradients, self._losses, self._batches.stepped())
         self._losses = []
-        self._notes.picks |= self._draws.picks or states_of_others() != self._others
+        self._notes.picks |= self._draws.picks
+        self._handed = 0
         self._draws.next_segment()
         self._write()
         self._seed_again()

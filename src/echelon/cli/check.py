@@ -144,7 +144,7 @@ def _table(report: CheckReport) -> Table:
 
     several = len({step.optimizer for step in report.steps}) > 1
     table = Table(box=None, pad_edge=False)
-    heads = ["step", "loss alone", f"{report.workers} workers", "loss", "gradients", "weights"]
+    heads = ["step", "loss alone", f"{report.workers} workers", "loss by", "gradients by", "weights by"]
     for head in heads:
         table.add_column(head, justify="right")
     table.add_column("parts at")
