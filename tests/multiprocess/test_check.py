@@ -447,6 +447,19 @@ model, optimizer, loader = session.prepare(model, optimizer, loader)
     assert "parameter 4 [3, 3], parameter 5 [3], which belong to no prepared model" in report.cause
 
 
+def test_deferred_steps_and_batches_per_worker_are_compared_as_those_of_one_alone(checked):
+    report = checked(
+        """
+model, optimizer, loader = session.prepare(model, optimizer, loader, overlap="step", batch="per-worker")
+"""
+        + LOOP,
+        steps=3,
+    )
+    assert report.outcome == "same", report
+    assert len(report.steps) == 3
+    assert 'batch="per-worker" was compared as batch="global"' in report.notes
+
+
 def test_a_script_that_prepares_nothing_is_told_so(checked):
     report = checked(LOOP, steps=2)
     assert report.outcome == "part"

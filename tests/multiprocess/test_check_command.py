@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 HEAD = """
-import sys, torch, echelon
+import os, sys, torch, echelon
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 session = echelon.join()
+assert ("RANK" in os.environ) == (session.world_size > 1)  # alone is as without a launcher
 print("printed", sys.argv[1:], flush=True)
 loader = DataLoader(TensorDataset(torch.randn(40, 8), torch.randn(40, 1)), batch_size=8, shuffle=True)
 model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1))
@@ -128,7 +129,7 @@ def test_a_script_that_fails_on_workers_shows_its_error_and_the_batch_size_that_
     process = _start(folder, WRITTEN_SIZE, "train.py")
     out, err = _ended(folder, process)
     assert process.returncode == 1, out + err
-    assert 'File "train.py", line 14, in <module>' in out
+    assert 'File "train.py", line 15, in <module>' in out
     assert "check/" not in out
     assert "train.py runs alone, and fails on 2 workers: RuntimeError: The size of tensor a (4)" in out
     assert "cause: the error names 8, the size of the whole batch, and 4, this worker's share" in out
