@@ -85,7 +85,7 @@ def main() -> None:
     asked = options.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as runs:
-        quiet, recorded = echelon.join(record=False), echelon.join(runs=runs)
+        quiet, recorded = echelon.join(record=False), echelon.join(runs=runs, record=True)
         plain = make()
         loops: dict[str, Callable[[], float]] = {
             "plain": lambda: epoch(*plain, lambda loss: float(loss.detach())),

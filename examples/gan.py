@@ -3,8 +3,8 @@
     echelon run --workers 4 examples/gan.py --epochs 30
 
 Generator and discriminator are prepared in one call; each optimizer steps on the gradients of the global
-batch. Every worker has a random generator of its own for noise, so that four workers draw four times as
-much.
+batch. After `prepare` every worker draws random numbers of its own, so four workers draw four times as much
+noise.
 """
 
 import argparse
@@ -51,11 +51,10 @@ def main() -> None:
     generator, discriminator, improve_generator, improve_discriminator, loader = session.prepare(
         generator, discriminator, improve_generator, improve_discriminator, loader
     )
-    noise = torch.Generator().manual_seed(1000 + session.rank)  # every worker's own
     judge = nn.functional.binary_cross_entropy_with_logits
     for epoch in session.epochs(given.epochs):
         for (real,) in loader:
-            fake = generator(torch.randn(len(real), NOISE, generator=noise))
+            fake = generator(torch.randn(len(real), NOISE))
             on_real, on_fake = discriminator(real), discriminator(fake.detach())
             loss_d = judge(on_real, torch.full_like(on_real, 0.9)) + judge(
                 on_fake, torch.zeros_like(on_fake)
@@ -79,7 +78,7 @@ def main() -> None:
             )
     if session.is_leader:
         with torch.no_grad():
-            print(picture(generator(torch.randn(1, NOISE, generator=noise))[0]))
+            print(picture(generator(torch.randn(1, NOISE))[0]))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from echelon.check.check import CheckReport, CheckSettings, check
 from echelon.check.notes import CheckRequest, read_request, write_request
 from echelon.check.probe import Probe
 from echelon.check.sides import RunSide, read_side
+from echelon.launch.failure import Failure
+from warm import WorkerFailure
 
 HEAD = """
 import os, random, numpy as np, torch, echelon
@@ -55,6 +57,11 @@ def probed(folder: str) -> None:
     probe.leave()
 
 
+def _as_the_launcher_tells(failed: WorkerFailure) -> Failure:
+    kind, text = type(failed.error).__name__, str(failed.error)
+    return Failure(rank=failed.rank, t=0.0, kind=kind, message=text, text=f"{kind}: {text}")
+
+
 class _Quiet:
     def begin(self, side: str) -> None: ...
     def running(self, side: str) -> None: ...
@@ -70,8 +77,11 @@ def checked(warm_pool, tmp_path, monkeypatch):
     ) -> RunSide:
         folder.mkdir()
         write_request(folder, request)
-        warm_pool.run(workers, probed, str(folder))
         ended = SimpleNamespace(failure=None, code=0, log_tail="")
+        try:
+            warm_pool.run(workers, probed, str(folder))
+        except WorkerFailure as failed:
+            ended.code, ended.failure = 1, _as_the_launcher_tells(failed)
         return RunSide(result=ended, notes=read_side(folder, workers))  # type: ignore[arg-type]
 
     monkeypatch.setattr(checking, "run_side", run_side)
@@ -269,7 +279,7 @@ model, optimizer, loader = session.prepare(model, optimizer, loader)
 
 
 def test_a_loader_that_was_not_prepared_is_named_by_its_line(checked):
-    report = checked("model, optimizer, _ = session.prepare(model, optimizer, loader)\n" + LOOP, steps=2)
+    report = checked("model, optimizer = session.prepare(model, optimizer)\n" + LOOP, steps=2)
     assert report.outcome == "part"
     assert "the number of samples differs" in report.text
     assert "each of the 2 workers trained 12 samples" in report.cause
@@ -438,13 +448,22 @@ def test_a_model_that_was_left_out_is_named(checked):
         """
 other = nn.Linear(3, 3)
 optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
-model, optimizer, loader = session.prepare(model, optimizer, loader)
+model, loader = session.prepare(model, loader)
 """
         + LOOP.replace("model(x)", "other(model(x))"),
         steps=2,
     )
     assert report.outcome == "part"
     assert "parameter 4 [3, 3], parameter 5 [3], which belong to no prepared model" in report.cause
+
+
+def test_what_echelon_itself_refuses_on_workers_is_shown_with_its_own_fix(checked):
+    report = checked("model, optimizer, _ = session.prepare(model, optimizer, loader)\n" + LOOP, steps=2)
+    assert report.outcome == "failed"
+    assert report.text.startswith(
+        "train.py runs alone, and fails on 2 workers: DataError: the script iterates"
+    )
+    assert "fix:   use what prepare returned" in report.error
 
 
 def test_deferred_steps_and_batches_per_worker_are_compared_as_those_of_one_alone(checked):

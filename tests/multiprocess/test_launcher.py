@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import socket
 import subprocess
@@ -30,6 +29,7 @@ from echelon.observe.events import (
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.summary import Summary
 from echelon.plan.plan import Plan
+from terminal import Terminal
 
 HOST = socket.gethostname()
 ECHELON = (sys.executable, "-m", "echelon")
@@ -94,7 +94,7 @@ def _echelon(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
         [*ECHELON, *args],
         cwd=folder,
         env=ENVIRONMENT,
-        input="for the launcher, which does not pass it on",
+        input="for the leader",
         capture_output=True,
         text=True,
         timeout=240,
@@ -114,6 +114,20 @@ def _only_run(folder: Path) -> RunFolder:
 
 def _summary(run: RunFolder) -> Summary:
     return msgspec.json.decode(run.summary.read_bytes(), type=Summary)
+
+
+@pytest.fixture
+def terminal(tmp_path) -> Iterator[Callable[..., Terminal]]:
+    """Starts `echelon` in a terminal of its own."""
+    started = []
+
+    def start(*args: str, **options: int) -> Terminal:
+        started.append(Terminal([*ECHELON, *args], cwd=tmp_path, env=ENVIRONMENT, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
 
 
 def _of(kind: type, file: Path) -> list:
@@ -159,14 +173,16 @@ def test_leaders_output_is_shown_and_all_output_is_logged_and_the_run_is_recorde
     args = ["--workers", "7", "-m", "x y", "--help"]
     done = _echelon(tmp_path, "run", "--workers", "3", "--threads", "2", script, *args)
     assert done.returncode == 0, done.stderr
-    leader = f"rank 0 of 3 {[script, *args]} __main__\nthreads 2 ''\n"
+    leader = f"rank 0 of 3 {[script, *args]} __main__\nthreads 2 'for the leader'\n"
     assert done.stdout == leader
     run = _only_run(tmp_path)
     assert run.log_of(0).read_text() == leader
     for rank in (1, 2):
-        assert run.log_of(rank).read_text() == leader.replace("rank 0", f"rank {rank}")
-    first, *_, last = done.stderr.splitlines()
+        printed = leader.replace("rank 0", f"rank {rank}").replace("for the leader", "")
+        assert run.log_of(rank).read_text() == printed
+    first, told, _, last = done.stderr.splitlines()
     assert first == f"starting 3 workers, 2 threads each; record in runs/{run.name}"
+    assert told == "the script did not call echelon.join(): each of the 3 workers ran all of it"
     assert last == f"picture: echelon report runs/{run.name}"
     assert run.name.endswith("-prints")
     (started,) = _of(RunStarted, run.events_of(-1))
@@ -194,23 +210,11 @@ def test_missing_module_fails_without_a_traceback(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_error_already_shown_on_the_terminal_is_not_repeated(tmp_path):
-    script = _script(tmp_path, "raise ValueError('once')")
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [*ECHELON, "run", script], cwd=tmp_path, env=ENVIRONMENT, stdout=theirs, stderr=theirs
-    ) as launcher:
-        os.close(theirs)
-        shown = b""
-        try:
-            while data := os.read(ours, 4096):
-                shown += data
-        except OSError:  # what a terminal says at its end
-            pass
-        os.close(ours)
-    assert launcher.returncode == 1
-    assert shown.count(b"Traceback") == 1
-    assert shown.splitlines()[-2].decode() == f"rank 0 on {HOST} failed: ValueError: once"
+def test_error_already_shown_on_the_terminal_is_not_repeated(tmp_path, terminal):
+    shown = terminal("run", _script(tmp_path, "raise ValueError('once')"))
+    assert shown.end() == 1
+    assert shown.shown.count("Traceback") == 1
+    assert shown.shown.splitlines()[-2] == f"rank 0 on {HOST} failed: ValueError: once"
 
 
 def test_error_is_printed_once_on_stderr_and_not_on_stdout(tmp_path):
@@ -471,7 +475,7 @@ def test_the_same_script_trains_the_same_alone_under_echelon_and_under_torchrun(
     assert weights["torchrun"] == pytest.approx(weights["alone"], rel=1e-4)
     records = sorted((tmp_path / "runs").iterdir())
     joined = [len(list((path / "events").glob("rank-*.jsonl"))) for path in records]
-    assert joined == [1, 2, 2]
+    assert joined == [2, 2], "alone, no record is kept"
 
 
 MLP = ("train", "--model", "mlp", "--data", "digits", "--seed", "4")

@@ -11,12 +11,10 @@ a seed of its own, so that it does not matter who loads it, nor in which process
 from __future__ import annotations
 
 import random
-import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from echelon.check.draws import AlignedDraws
 
 _KEPT = 16  # parts; a script may draw a few batches ahead, or from several loaders
-_ECHELON = str(Path(__file__).parents[1])
 
 
 class TrainedBatches:
@@ -85,12 +82,12 @@ def watch_loaders(
 
     convert  what is done to every batch
     """
-    from echelon.check.draws import place_in_script
+    from echelon.check.draws import called_by_echelon, place_in_script
 
     def noticing(original: Any) -> Any:
         def next_batch(self: Any) -> Any:
             data = original(self)
-            if not sys._getframe(1).f_code.co_filename.startswith(_ECHELON):
+            if not called_by_echelon():
                 batches.handed_unshared(data, place_in_script())
             return data if convert is None else convert(data)
 

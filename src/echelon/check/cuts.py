@@ -21,7 +21,7 @@ class BatchPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class RowCut:
     """Rows `start` to `stop` along one axis, each `every`-th. `guessed`: it is not known to be right."""
 
     axis: int
@@ -39,7 +39,7 @@ def cut_of(
     rank: int,
     workers: int,
     alternate: bool = False,
-) -> Cut | None:
+) -> RowCut | None:
     """The cut that makes a tensor of shape `own` of one of shape `whole`; None if it cannot be known.
 
     parts      this worker's parts of the batches that were handed out last, the newest first
@@ -56,10 +56,10 @@ def cut_of(
     known = list(parts)
     if not known and mine * workers == all_rows:
         if alternate:
-            return Cut(axis=axis, start=rank, stop=all_rows, every=workers, guessed=True)
-        return Cut(axis=axis, start=rank * mine, stop=(rank + 1) * mine, guessed=True)
+            return RowCut(axis=axis, start=rank, stop=all_rows, every=workers, guessed=True)
+        return RowCut(axis=axis, start=rank * mine, stop=(rank + 1) * mine, guessed=True)
     for part in known:
         times, rest = divmod(mine, part.share)
         if rest == 0 and times * part.batch == all_rows:
-            return Cut(axis=axis, start=part.offset * times, stop=(part.offset + part.share) * times)
+            return RowCut(axis=axis, start=part.offset * times, stop=(part.offset + part.share) * times)
     return None

@@ -275,6 +275,11 @@ def _default_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.G
     return None
 
 
+def called_by_echelon() -> bool:
+    """Whether the caller of the function that asks was called by Echelon's own code."""
+    return sys._getframe(2).f_code.co_filename.startswith(_OWN[1])
+
+
 def place_in_script() -> str:
     """File and line of the innermost frame that is neither torch's nor Echelon's."""
     frame = sys._getframe(1)

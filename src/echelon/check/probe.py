@@ -22,7 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from echelon.check.batches import TrainedBatches, seed_all, states_of_others, watch_loaders
 from echelon.check.doubles import doubles, to_doubles
-from echelon.check.draws import AlignedDraws, DrawRecord, RecordedDraws, place_in_script
+from echelon.check.draws import (
+    AlignedDraws,
+    DrawRecord,
+    RecordedDraws,
+    called_by_echelon,
+    place_in_script,
+)
 from echelon.check.notes import CheckRequest, LossNote, WorkerNotes, write_notes
 from echelon.check.patches import replace
 from echelon.check.saves import RedirectedSaves
@@ -143,20 +149,22 @@ class Probe:
         if options.get("batch") == "per-worker":
             self._notes.remarks.append('batch="per-worker" was compared as batch="global"')
             options = {**options, "batch": "global"}
-        return {**options, "overlap": "backward"}  # with "step" the results are the same, but come later
+        # With overlap="step" the results are the same, but come later.
+        return {**options, "overlap": "backward", "random": "same"}
 
     def _seeing_batch(self, original: Any) -> Any:
-        def on_batch(session: Session, loader: Any, part: Slice) -> None:
+        def on_batch(session: Session, loader: Any, part: Slice, data: Any) -> None:
             self._batches.handed(part, session._plan.weights, session.rank)
             self._handed += 1
             self._seed_again()
-            original(session, loader, part)
+            original(session, loader, part, data)
 
         return on_batch
 
     def _seeing_seed(self, original: Any) -> Any:
         def manual_seed(seed: int) -> Any:
-            self._notes.seeds.append((int(seed), place_in_script()))
+            if not called_by_echelon():
+                self._notes.seeds.append((int(seed), place_in_script()))
             return original(seed)
 
         return manual_seed
@@ -167,11 +175,12 @@ class Probe:
         def backward(tensors: Any, *args: Any, **options: Any) -> None:
             self._before_backward()
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            if len(roots) == 1 and roots[0].numel() == 1 and roots[0].is_floating_point():
-                value = float(roots[0].detach())
-                self._losses.append(LossNote(value=value, weight=self._weight()))
+            one = len(roots) == 1 and roots[0].numel() == 1 and roots[0].is_floating_point()
+            value = float(roots[0].detach()) if one else None
             self._batches.trained()
             original(tensors, *args, **options)
+            if value is not None:  # noted now, because the pass itself has found its weight
+                self._losses.append(LossNote(value=value, weight=self._weight()))
             if self._by_hand:
                 with self._unwatched():
                     self._hand_made.passed(self._parameters)

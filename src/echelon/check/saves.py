@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from echelon.check.patches import replace
+from echelon.train.saving import WholeSaves
 from echelon.train.session import Session
 
 
@@ -54,6 +55,8 @@ class RedirectedSaves:
 
             return load
 
+        # Every worker has files of its own here, so none must be kept from writing over another's.
+        replace(stack, WholeSaves, "install", lambda original: lambda saves: None)
         replace(stack, torch, "save", save_tensors)
         replace(stack, torch, "load", load_tensors)
         replace(stack, Session, "save", save_session)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import typer
 from rich.console import Console
@@ -16,10 +17,13 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_seconds
 from echelon.errors import ConfigError, LaunchError
+from echelon.launch.failure import Failure
 from echelon.launch.run import RunResult, Target, run
-from echelon.observe.events import AnyEvent, FaultInjected
-from echelon.observe.progress import Progress, closing_table
+from echelon.observe.closing import closing_table
+from echelon.observe.display import Display
+from echelon.observe.events import AnyEvent, WorkerJoined
 from echelon.observe.run_folder import RunFolder
+from echelon.observe.stall import ranks
 from echelon.plan.plan import Plan
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
@@ -46,46 +50,76 @@ def register(app: typer.Typer) -> None:
     app.command("train", cls=PlainCommand)(with_settings(TrainSettings, _PANELS)(_train))
 
 
-class _RunDisplay:
-    """Shows the leader's output as it arrives, or a progress display, and what else happens."""
+class _Shown:
+    """Shows what happens in a run, and at its end what came of it."""
 
-    def __init__(self, console: Console, progress: Progress | None) -> None:
+    def __init__(self, console: Console, display: Display, *, script: bool) -> None:
         self._console = console
-        self._progress = progress
-        self._workers = ""
-
-    @property
-    def shows_output(self) -> bool:
-        """Whether the leader's output has been shown."""
-        return self._progress is None
+        self._display = display
+        self._script = script
+        self._count = 0
+        self._joined: set[int] = set()
 
     def starting(self, folder: RunFolder, plan: Plan, notes: Sequence[str]) -> None:
-        workers, threads = len(plan.workers), plan.workers[0].threads
-        self._workers = f"{workers} worker{'s' if workers > 1 else ''}"
-        _say(
-            self._console,
+        self._count, threads = len(plan.workers), plan.workers[0].threads
+        self._display.say(
             f"starting {self._workers}, "
-            f"{threads} thread{'s' if threads > 1 else ''}{' each' if workers > 1 else ''}; "
-            f"record in {_short(folder.path)}",
+            f"{threads} thread{'s' if threads > 1 else ''}{' each' if self._count > 1 else ''}; "
+            f"record in {_short(folder.path)}"
         )
         for note in notes:
-            _say(self._console, f"note: {note}")
+            self._display.say(f"note: {note}")
+
+    @property
+    def _workers(self) -> str:
+        return f"{self._count} worker{'s' if self._count > 1 else ''}"
 
     def joined(self, seconds: float) -> None:
-        _say(self._console, f"{self._workers} joined after {show_seconds(seconds)}")
+        whose = "; rank 0's output follows, from its share of each batch"
+        self._display.say(
+            f"{self._workers} joined after {show_seconds(seconds)}"
+            f"{whose if self._script and self._count > 1 else ''}"
+        )
 
     def output(self, data: bytes) -> None:
-        if self._progress is None:
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+        self._display.show_output(data)
 
     def events(self, events: Sequence[AnyEvent]) -> None:
-        if self._progress is not None:
-            self._progress.update(events)
-            return
-        for event in events:
-            if isinstance(event, FaultInjected):
-                _say(self._console, f"fault: {event.detail}")
+        self._joined |= {event.rank for event in events if isinstance(event, WorkerJoined)}
+        self._display.update(events)
+
+    def conclude(self, outcome: RunResult) -> None:
+        """Print the figures and where the record is or, after a failure, the worker's error; then exit."""
+        if outcome.summary.steps:
+            self._console.print(closing_table(outcome.summary))
+        failure = outcome.failure
+        folder = _short(outcome.folder.path)
+        if failure is not None:
+            self._blame(outcome, failure)
+        elif outcome.code:
+            _say(self._console, f"interrupted; record: {folder}")
+        else:
+            if not self._joined and self._count > 1:
+                each = f"each of the {self._workers} ran all of it"
+                _say(self._console, f"the script did not call echelon.join(): {each}")
+            elif not outcome.summary.steps:
+                _say(self._console, "no step was recorded")
+            _say(self._console, f"record: {folder}\npicture: echelon report {folder}")
+        raise typer.Exit(outcome.code)
+
+    def _blame(self, outcome: RunResult, failure: Failure) -> None:
+        errors = Console(stderr=True)
+        last_lines = "\n".join(outcome.log_tail.splitlines()[-_LAST_LINES:])
+        if failure.text:
+            _say(errors, failure.text.rstrip())
+        elif last_lines.strip() and not (failure.rank == 0 and self._script):
+            _say(errors, f"rank {failure.rank} printed last:\n{last_lines.rstrip()}")
+        _say(errors, f"rank {failure.rank} on {outcome.node} failed: {failure.cause}")
+        if failure.kind == "EOFError" and failure.rank > 0:
+            _say(errors, "  why: only rank 0 has the launcher's input; ask there, with session.is_leader")
+        if outcome.alike:
+            _say(errors, f"  also: {ranks(outcome.alike)}, with the same error")
+        _say(errors, f"  log: {_short(outcome.folder.log_of(failure.rank))}")
 
 
 def _run(
@@ -96,8 +130,8 @@ def _run(
 ) -> None:
     """Run a training script on several workers, on this machine or in an emulated cluster.
 
-    The output of rank 0 is shown. The output of every worker is kept in the
-    run's folder. Options of echelon go before SCRIPT, the script's own after it.
+    The output of rank 0 is shown, and input goes to rank 0. The output of every
+    worker is kept in the run's folder. Options of echelon go before SCRIPT, the script's own after it.
 
     Examples:
       echelon run --workers 4 train.py --epochs 10
@@ -114,11 +148,9 @@ def _run(
             where=str(Path.cwd()),
             fix="give its path; options of echelon go before it, the script's own after it",
         )
-    console = Console(stderr=True)
     argv = ["-m", script, *(args or [])] if module else [script, *(args or [])]
-    display = _RunDisplay(console, None)
-    outcome = run(resolved, Target(argv=argv, name=Path(script).stem), display)
-    _conclude(outcome, console, display)
+    target = Target(argv=argv, name=Path(script).stem)
+    _show(resolved, target, Console(stderr=True), sys.stdout.buffer)
 
 
 def _train(resolved: Resolved[TrainSettings]) -> None:
@@ -135,39 +167,18 @@ def _train(resolved: Resolved[TrainSettings]) -> None:
     settings = resolved.settings
     MODELS.build(settings.model, where="--model")
     DATASETS.build(settings.data, where="--data")
-    console = Console()
     name = f"{settings.model.partition('(')[0]}-{settings.data.partition('(')[0]}"
-    target = Target(argv=["-m", "echelon.train.job"], name=name)
-    with Progress(console=console) as progress:
-        display = _RunDisplay(console, progress)
-        outcome = run(resolved, target, display)
-    if outcome.summary.steps:
-        console.print(closing_table(outcome.summary))
-    _conclude(outcome, console, display)
+    _show(resolved, Target(argv=["-m", "echelon.train.job"], name=name), Console(), None)
 
 
-def _conclude(outcome: RunResult, console: Console, display: _RunDisplay) -> None:
-    """Print where the record is or, after a failure, the failing worker's error and its rank and node."""
-    failure = outcome.failure
-    folder = _short(outcome.folder.path)
-    if failure is None:
-        if outcome.code == 0:
-            _say(console, f"record: {folder}\npicture: echelon report {folder}")
-        else:
-            _say(console, f"interrupted; record: {folder}")
-        raise typer.Exit(outcome.code)
-    errors = Console(stderr=True)
-    last_lines = "\n".join(outcome.log_tail.splitlines()[-_LAST_LINES:])
-    if failure.text:
-        _say(errors, failure.text.rstrip())
-    elif last_lines.strip() and not (failure.rank == 0 and display.shows_output):
-        _say(errors, f"rank {failure.rank} printed last:\n{last_lines.rstrip()}")
-    _say(
-        errors,
-        f"rank {failure.rank} on {outcome.node} failed: {failure.cause}\n"
-        f"  log: {_short(outcome.folder.log_of(failure.rank))}",
-    )
-    raise typer.Exit(outcome.code)
+def _show(
+    resolved: Resolved[RunSettings], target: Target, console: Console, output: BinaryIO | None
+) -> None:
+    """Carry out a run and show it; `output` is where the leader's output is shown, if it is."""
+    with Display(console, output=output) as display:
+        shown = _Shown(console, display, script=output is not None)
+        outcome = run(resolved, target, shown)
+    shown.conclude(outcome)
 
 
 def _say(console: Console, text: str) -> None:

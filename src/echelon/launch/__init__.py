@@ -1,12 +1,14 @@
 """How workers are started, watched and ended.
 
 worker.py     the first code that runs in a worker: run a script, write down its error
+warn.py       how a worker's warnings reach the user
 template.py   a process that imports torch once and forks the workers
 command.py    how one worker is started
 forked.py     the launcher's side of the template: process ids and exit codes of forked workers
 processes.py  the worker processes of one run: start, watch, end; none is left behind
+input.py      what workers read: the leader what the launcher was given, the others nothing
 output.py     what the launcher shows of the leader's log
-failure.py    which worker failed first, and why (pure)
+failure.py    which worker failed first, and why
 run.py        a whole run: folder, plan, lab, processes, faults, summary
 history.py    the runs of a folder, with their figures
 """

@@ -18,6 +18,7 @@ from typing import IO
 import msgspec
 
 from echelon.launch.command import WorkerCommand
+from echelon.launch.input import WorkerInput
 from echelon.launch.template import ForkRequest
 from echelon.observe.run_folder import RunFolder
 
@@ -28,7 +29,7 @@ _POLL_S = 0.02
 class Template:
     """The template process of one run."""
 
-    def __init__(self, folder: RunFolder, commands: Sequence[WorkerCommand]) -> None:
+    def __init__(self, folder: RunFolder, commands: Sequence[WorkerCommand], given: WorkerInput) -> None:
         self.ranks = [command.rank for command in commands]
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
@@ -37,7 +38,7 @@ class Template:
         self._reports, reports = os.pipe()
         os.set_blocking(self._reports, False)
         try:
-            self._process = _start(folder, commands, reports)
+            self._process = _start(folder, commands, given, reports)
         except BaseException:
             os.close(self._reports)
             raise
@@ -119,11 +120,13 @@ class ForkedWorker:
         return code
 
 
-def _start(folder: RunFolder, commands: Sequence[WorkerCommand], reports: int) -> subprocess.Popen[bytes]:
+def _start(
+    folder: RunFolder, commands: Sequence[WorkerCommand], given: WorkerInput, reports: int
+) -> subprocess.Popen[bytes]:
     """Start the template as the first worker would be started: what torch prints is in that one's log."""
     first = commands[0]
     with tempfile.TemporaryFile() as requests, folder.log_of(first.rank).open("ab") as log:
-        _write_requests(requests, folder, commands)
+        _write_requests(requests, folder, commands, given)
         fds = (requests.fileno(), reports)
         return subprocess.Popen(
             [sys.executable, "-m", "echelon.launch.template", *map(str, fds), *first.program],
@@ -132,17 +135,20 @@ def _start(folder: RunFolder, commands: Sequence[WorkerCommand], reports: int) -
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=fds,
+            pass_fds=(*fds, *{given.of(command.rank) for command in commands}),
         )
 
 
-def _write_requests(file: IO[bytes], folder: RunFolder, commands: Sequence[WorkerCommand]) -> None:
+def _write_requests(
+    file: IO[bytes], folder: RunFolder, commands: Sequence[WorkerCommand], given: WorkerInput
+) -> None:
     requests = [
         ForkRequest(
             rank=command.rank,
             program=[os.fsencode(word) for word in command.program],
             env={os.fsencode(key): os.fsencode(value) for key, value in command.env.items()},
             log=os.fsencode(folder.log_of(command.rank)),
+            stdin_fd=given.of(command.rank),
         )
         for command in commands
     ]

@@ -1,10 +1,10 @@
-"""The leader's output as the launcher shows it: everything, except an error that it prints itself later."""
+"""The leader's output as the launcher shows it: everything, except an error that is shown at the end."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from echelon.launch.failure import Failure
+from echelon.launch.failure import Failure, is_alike, read_failure
 from echelon.observe.run_folder import RunFolder
 
 
@@ -31,7 +31,8 @@ class LeaderOutput:
     """The leader's log while it grows.
 
     A worker that fails writes its error file before it prints the error. From then on the output is held
-    back, because the launcher prints the error of the worker that failed first: it must not appear twice.
+    back, because the launcher prints the error of the worker that failed first: it must not appear twice,
+    nor must an error of the leader that only says the same, or that another worker is gone.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -46,12 +47,13 @@ class LeaderOutput:
         return b"" if self._held else data
 
     def rest(self, failure: Failure | None) -> bytes:
-        """What was held back, without the text of `failure` if it is the leader's."""
+        """What was held back; of the leader's own error, only what `failure` does not say."""
         data = self._held + self._tail.read()
         self._held = b""
-        if failure is None or failure.rank != 0 or not failure.text:
+        own = read_failure(self._error)
+        if failure is None or own is None or not (own.consequence or is_alike(own, failure)):
             return data
-        for text in (_with_rank(failure.text), failure.text):
+        for text in (_with_rank(own.text), own.text):
             data = data.replace(text.encode(errors="backslashreplace"), b"", 1)
         return data
 

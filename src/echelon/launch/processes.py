@@ -1,7 +1,8 @@
 """The worker processes of one run: start them, watch them, end them. None is left behind.
 
 Every worker leads a process group of its own, so that the processes it starts end with it. A worker's
-output goes straight to its log file, so neither worker nor launcher can block the other.
+output goes straight to its log file, so neither worker nor launcher can block the other; what it reads is
+said in input.py.
 
 Several workers on this machine are forked from one template process that has imported torch; see
 template.py. A worker that cannot be forked is started by exec.
@@ -16,12 +17,11 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-import msgspec
-
 from echelon.errors import LaunchError
 from echelon.launch.command import WorkerCommand
-from echelon.launch.failure import Failure, first, from_exit
+from echelon.launch.failure import Failure, first, from_exit, read_failure
 from echelon.launch.forked import CAN_FORK, ForkedWorker, Template
+from echelon.launch.input import WorkerInput
 from echelon.observe.run_folder import RunFolder
 
 _GRACE_S = 0.3
@@ -39,6 +39,7 @@ class WorkerProcesses:
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
         self._template: Template | None = None
         self._ending = False
+        self._input = WorkerInput()
         forkable = [command for command in commands if command.program]
         try:
             if CAN_FORK and len(forkable) > 1:
@@ -52,7 +53,7 @@ class WorkerProcesses:
 
     def _fork(self, commands: Sequence[WorkerCommand]) -> None:
         try:
-            self._template = Template(self._folder, commands)
+            self._template = Template(self._folder, commands, self._input)
         except OSError:
             return  # exec will fail as well, and the error names the worker
         for command in commands:
@@ -64,7 +65,7 @@ class WorkerProcesses:
                 return subprocess.Popen(
                     command.argv,
                     env=dict(command.env),
-                    stdin=subprocess.DEVNULL,
+                    stdin=self._input.of(command.rank),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -123,18 +124,17 @@ class WorkerProcesses:
         deadline = time.monotonic() + _LAST_LOGS_S
         while not self.all_done_so_far() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return first(found)
+        return first(self._failures())
 
     def _failures(self) -> list[Failure]:
         return [self._reason(rank, code) for rank, code in self.exit_codes().items() if code != 0]
 
     def _reason(self, rank: int, code: int) -> Failure:
-        try:
-            return msgspec.json.decode(self._folder.error_of(rank).read_bytes(), type=Failure)
-        except (OSError, msgspec.DecodeError):
-            log = self._folder.log_of(rank)
-            ended = log.stat().st_mtime if log.exists() else time.time()
-            return from_exit(rank, code, ended)
+        told = read_failure(self._folder.error_of(rank))
+        if told is not None:
+            return told
+        log = self._folder.log_of(rank)
+        return from_exit(rank, code, log.stat().st_mtime if log.exists() else time.time())
 
     def interrupt(self) -> None:
         """Send every worker the signal of Ctrl-C."""
@@ -155,6 +155,7 @@ class WorkerProcesses:
             self._template.end(_LAST_LOGS_S)
         for process in self._processes.values():
             process.wait()
+        self._input.close()
 
     def all_done_so_far(self) -> bool:
         """Whether every worker that was started has ended."""

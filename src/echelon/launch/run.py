@@ -35,7 +35,7 @@ from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.command import WorkerCommand
-from echelon.launch.failure import Failure
+from echelon.launch.failure import Failure, alike, read_failures
 from echelon.launch.output import LeaderOutput
 from echelon.launch.processes import WorkerProcesses
 from echelon.observe.events import (
@@ -78,17 +78,21 @@ class Watcher(Protocol):
         """The leader has printed something."""
 
     def events(self, events: Sequence[AnyEvent]) -> None:
-        """There are new events."""
+        """There are new events, or a moment has passed without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. `code` is the exit code for the launcher's own process."""
+    """How a run ended. `code` is the exit code for the launcher's own process.
+
+    `alike` are the other workers that failed with the same error as `failure`.
+    """
 
     folder: RunFolder
     code: int
     summary: Summary
     failure: Failure | None = None
+    alike: tuple[int, ...] = ()
     node: str = ""
     log_tail: str = ""
 
@@ -136,6 +140,7 @@ def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Ru
         code=code,
         summary=write_summary(folder),
         failure=failure,
+        alike=alike(failure, read_failures(folder)) if failure else (),
         node=[*(worker.node for worker in plan.workers), *plan.servers][failure.rank] if failure else "",
         log_tail=tail.decode(errors="replace"),
     )
@@ -340,8 +345,7 @@ class _Watch:
             if self._lab:
                 self._lab.apply_quotas()
         self._show(output)
-        if events:
-            self._watcher.events(events)
+        self._watcher.events(events)
         self._inject_faults()
 
     def _show(self, data: bytes) -> None:

@@ -43,6 +43,7 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     program: list[bytes]
     env: dict[bytes, bytes]
     log: bytes
+    stdin_fd: int
 
 
 def main() -> None:
@@ -110,6 +111,8 @@ def _fork_all(requests: Sequence[ForkRequest], reports_fd: int) -> ForkRequest:
             _report(reports_fd, f"started {request.rank} {os.getpid()}")
             os.close(reports_fd)
             _become_worker(request)
+            for fd in {request.stdin_fd for request in requests}:
+                os.close(fd)
             return request
         ranks[pid] = request.rank
     while ranks:
@@ -125,7 +128,8 @@ def _fork() -> int:
 
 
 def _become_worker(request: ForkRequest) -> None:
-    """Give this process the log, variables, random numbers and threads that a worker of its own has."""
+    """Give this process the input, log, variables, random numbers and threads that an exec gives it."""
+    os.dup2(request.stdin_fd, 0)
     log = os.open(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -24,9 +24,11 @@ from types import TracebackType
 
 import msgspec
 
-from echelon.errors import EchelonError, GradientError, WorkerError
+from echelon.errors import EchelonError, GradientError, MismatchedCalls, WorkerError
 from echelon.launch.failure import Failure
+from echelon.launch.warn import WarningHandler
 from echelon.observe.run_folder import RunFolder
+from echelon.train.user_traceback import hide_wrappers
 
 _PR_SET_PDEATHSIG = 1
 
@@ -41,7 +43,7 @@ def main() -> None:
 def run_program(program: Sequence[str]) -> None:
     """Run a script with its arguments, or a module: `-m`, its name, its arguments."""
     faulthandler.enable()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    _hand_on_warnings()
     sys.excepthook = _keep_error
     if program[0] == "-m":
         sys.argv = list(program[1:])
@@ -52,6 +54,14 @@ def run_program(program: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = str(script.resolve().parent)  # it was the current folder, as for any -m
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _hand_on_warnings() -> None:
+    folder = os.environ.get("ECHELON_RUN")
+    if folder:
+        rank = int(os.environ.get("RANK", "0"))
+        handler = WarningHandler(rank, RunFolder(Path(folder)).events_of(rank))
+        logging.getLogger("echelon").addHandler(handler)
 
 
 def die_with_parent(parent: int) -> None:
@@ -101,13 +111,16 @@ def _write_failure(kind: type[BaseException], error: BaseException, text: str) -
 
 def _is_own(error: WorkerError, rank: int) -> bool:
     """Whether an error that all workers raise names this one as the cause."""
-    return isinstance(error, GradientError) and rank in error.ranks
+    return isinstance(error, GradientError | MismatchedCalls) and rank in error.ranks
 
 
 def _error_text(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
     """The traceback of the user's code; for an EchelonError, only its message."""
     if isinstance(error, EchelonError):
         return f"{kind.__name__}: {error}\n"
+    if trace is error.__traceback__:
+        hide_wrappers(error)
+        trace = error.__traceback__
     own = {__file__, str(Path(__file__).with_name("template.py")), runpy.__file__, "<frozen runpy>"}
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next

@@ -12,7 +12,11 @@ sync.py        what a sync policy other than full did with the workers' steps
 spans.py       when each part of a step took place
 summary.py     the figures of a run, from its events
 verdict.py     what the figures mean, in sentences
-progress.py    the live display and the closing table
+stall.py       do steps go on, and if not, who is missing?
+progress.py    what is shown while a run goes on: sentences and a panel
+pane.py        lines that stay at the bottom of a terminal
+display.py     shows progress and the script's output in a terminal or elsewhere
+closing.py     the closing table
 trace.py       Chrome-trace JSON, for Perfetto
 report.py      one self-contained HTML page
 page/          the parts of that page

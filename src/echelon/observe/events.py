@@ -142,9 +142,13 @@ class EpochEnded(Event, frozen=True, kw_only=True, tag="epoch-ended"):
 
 
 class Noted(Event, frozen=True, kw_only=True, tag="noted"):
-    """Something the user should know, in one sentence, such as a fallback that was taken."""
+    """Something the user should know, in one sentence, such as a fallback that was taken.
+
+    `warning`: it was logged as a warning, so the worker has printed it too.
+    """
 
     text: str
+    warning: bool = False
 
 
 class Logged(Event, frozen=True, kw_only=True, tag="logged"):

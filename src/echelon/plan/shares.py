@@ -6,7 +6,7 @@ than one sample, except where the minimum of one forces more (largest remainder 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -66,7 +66,31 @@ class Slice:
         return self.stop - self.start
 
 
-def batch_sizes(samples: int, batch: int, workers: int, *, drop_last: bool) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """The sizes of an epoch's global batches: `count` of them, all of `batch` samples except the last."""
+
+    count: int
+    batch: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        return self.last if index == self.count - 1 else self.batch
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[index] for index in range(self.count))
+
+    def start(self, index: int) -> int:
+        """The position of a batch's first sample; that of number `count` is the end of the epoch."""
+        return index * self.batch + (self.last - self.batch if 0 < self.count == index else 0)
+
+
+def batch_sizes(samples: int, batch: int, workers: int, *, drop_last: bool) -> BatchSizes:
     """The sizes of an epoch's global batches.
 
     The last batch holds the remaining samples. If they are fewer than the workers, they join the batch
@@ -74,24 +98,25 @@ def batch_sizes(samples: int, batch: int, workers: int, *, drop_last: bool) -> l
     workers change the batches.
     """
     full, rest = divmod(samples, batch)
-    sizes = [batch] * full
-    if rest and not drop_last:
-        if sizes and rest < workers:
-            sizes[-1] += rest
-        else:
-            sizes.append(rest)
-    return sizes
+    if not rest or drop_last:
+        return BatchSizes(full, batch, batch)
+    if full and rest < workers:
+        return BatchSizes(full, batch, batch + rest)
+    return BatchSizes(full + 1, batch, rest)
 
 
-def slices(sizes: Sequence[int], weights: Sequence[float], rank: int, *, start: int = 0) -> list[Slice]:
+def slice_of(size: int, weights: Sequence[float], rank: int, *, start: int = 0) -> Slice:
+    """One worker's part of a batch of `size` samples that begins at `start`."""
+    parts = split(size, weights)
+    before = start + sum(parts[:rank])
+    return Slice(before, before + parts[rank], size)
+
+
+def slices(sizes: BatchSizes, weights: Sequence[float], rank: int, *, start: int = 0) -> Iterator[Slice]:
     """One worker's part of each batch; the parts of all workers hold every sample once."""
-    out = []
-    known: dict[int, tuple[int, ...]] = {}
-    at = start
-    for size in sizes:
+    known: dict[int, Slice] = {}
+    for index, size in enumerate(sizes):
         if size not in known:
-            known[size] = split(size, weights)
-        before = at + sum(known[size][:rank])
-        out.append(Slice(before, before + known[size][rank], size))
-        at += size
-    return out
+            known[size] = slice_of(size, weights, rank)
+        part, at = known[size], start + sizes.start(index)
+        yield Slice(at + part.start, at + part.stop, size)

@@ -108,6 +108,11 @@ class DeferredSteps:
         self._of: dict[int, _InFlight] = {}
         self._undo: list[Callable[[], None]] = []
 
+    @property
+    def active(self) -> bool:
+        """Whether any optimizer's steps are deferred."""
+        return bool(self._undo)
+
     # From the reducer ----------------------------------------------------------------------------
 
     def take(self, reducer: Reducer, buckets: Sequence[Bucket]) -> None:

@@ -130,6 +130,17 @@ class Reducer:
         return self._group
 
     @property
+    def named(self) -> list[NamedParameter]:
+        """The parameters, by name."""
+        return self._named
+
+    def renew(self, parameters: Sequence[NamedParameter]) -> None:
+        """From the next round on, reduce the gradients of these parameters; on all workers alike."""
+        self._named = list(parameters)
+        self._signature = [_signature(p) for _, p in self._named]
+        self._pack()
+
+    @property
     def unit(self) -> float:
         """The factor of gradients in buckets."""
         return self._weight()
@@ -269,6 +280,8 @@ class Reducer:
                 self._set_aside(p)
 
     def _ready(self, parameter: Tensor) -> None:
+        if not self._in_backward:
+            self._weight()  # the weight of this pass is settled before any of its gradients counts
         self._observer.computing()
         self.unreduced = True  # until the round succeeds
         if not self.active:

@@ -5,6 +5,14 @@ session.py      what the script talks to: prepare, epochs, save, load
 script_log.py   what a script can record
 collectives.py  what a script can ask of the other workers: reduce, gather, broadcast, wait
 loader.py       draws this worker's share of every batch
+order.py        in which order are samples drawn, alike on all workers?
+batches.py      which batch does a forward pass belong to?
+weighing.py     gives a backward pass the weight of its own batch
+guard.py        what is checked while a script trains on several workers
+drift.py        do all workers still have the same weights?
+forgotten.py    what did the script forget to prepare?
+saving.py       one whole file if all workers save to one path
+streams.py      random numbers of its own for every worker
 families/       keeps models synchronised: one file per family of sync policies
 checks.py       can this plan work? asked by the launcher and by `join`
 consistency.py  do all workers have the same model, optimizer and data?
@@ -14,6 +22,7 @@ factoring.py    which linear layers send factors
 batchnorm.py    batch normalisation over all workers' samples
 clock.py        where a worker's time goes, step by step
 record.py       a worker's events, and the start and end of a run without a launcher
+user_traceback.py  the traceback of a user's error, without Echelon's wrappers
 resume.py       the state of a run for a checkpoint, and how it is restored
 job.py          the built-in training job of `echelon train`
 """

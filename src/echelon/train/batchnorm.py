@@ -105,10 +105,11 @@ class _Global(_BatchNorm):
         return (out * _along(self.weight, out) + _along(self.bias, out)).to(input.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A group belongs to this process, so copies and pickles are torch's own layers.
+        # A group belongs to this process, so copies and pickles are torch's own layers, built small; the
+        # state then replaces all of it.
         own = next(own for own, wide in _GLOBAL.items() if type(self) is wide)
         state = {name: value for name, value in self.__dict__.items() if not name.startswith("echelon_")}
-        return own.__new__, (own,), state
+        return own, (1,), state
 
     @torch.no_grad()
     def _note(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:

@@ -1,23 +1,31 @@
 """What a script can ask of the other workers directly: reduce, gather, broadcast, wait.
 
-All workers must make the same calls in the same order. This is checked first, since a backend that gets
-different shapes ends the process, or hangs.
+All workers must make the same calls in the same order. They agree on each call first, by a checksum of its
+description: a backend that gets different shapes ends the process, or hangs. A worker that makes no call at
+all is found by what it does instead (comm/wire/doing.py).
 """
 
 from __future__ import annotations
 
+import builtins
 import math
-from typing import Literal, get_args, overload
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
 import msgspec
 import torch
+import xxhash
 from torch import Tensor
 
 from echelon.comm.future import Future
 from echelon.comm.group import Group
+from echelon.comm.wire import doing, mismatch
 from echelon.config.choices import check_word
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, MismatchedCalls, WorkerError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Op = Literal["sum", "mean", "max", "min"]
 
 # What every backend supports. A sum of truth values is no truth value; complex numbers have no order.
@@ -40,6 +48,14 @@ class ScriptCollectives:
     def __init__(self, group: Group, nodes: list[str]) -> None:
         self._group = group
         self._nodes = nodes
+
+    def _samples(self) -> float:
+        """How many samples this worker's figures are of: of the last batch, or of a pass that has ended."""
+        return 1.0
+
+    def _combined(self) -> None:
+        """The script has combined figures of several workers."""
+        return
 
     @property
     def rank(self) -> int:
@@ -73,6 +89,7 @@ class ScriptCollectives:
             mean = session.all_reduce(torch.tensor([loss]), "mean", weight=samples)
         """
         _check_reducible("all_reduce", tensor, op)
+        self._combined()
         self._check_same("all_reduce", op if weight is None else f"{op} weighted", tensor)
         part = self._part(op, weight)
         if self.world_size == 1 or not tensor.numel():
@@ -117,6 +134,7 @@ class ScriptCollectives:
                 where="session.reduce_scatter",
                 fix="use all_reduce",
             )
+        self._combined()
         self._check_same("reduce_scatter", op, tensor)
         flat = tensor.detach().clone(memory_format=torch.contiguous_format)
         parts = torch.tensor_split(flat, self.world_size)
@@ -133,12 +151,10 @@ class ScriptCollectives:
 
             everything = torch.cat(session.all_gather(outputs))
         """
-        mine = {"call": f"all_gather {tensor.dtype}", "shape": list(tensor.shape)}
-        told = [
-            msgspec.json.decode(data) for data in self._group.all_gather_bytes(msgspec.json.encode(mine))
-        ]
-        self._compare([one["call"] for one in told])
-        shapes = [torch.Size(one["shape"]) for one in told]
+        self._combined()
+        self._agree(f"all_gather {tensor.dtype} of {tensor.dim()} dimensions")
+        told = self._group.all_gather(torch.tensor([0, *tensor.shape]))
+        shapes = [torch.Size(one[1:].tolist()) for one in told]
         lengths = [shape.numel() for shape in shapes]
         padded = tensor.new_zeros(max(1, *lengths))
         padded[: tensor.numel()] = tensor.detach().reshape(-1)
@@ -173,26 +189,139 @@ class ScriptCollectives:
 
     def barrier(self) -> None:
         """Return when every worker has called it."""
+        self._agree("barrier")
+
+    # For evaluation and output ---------------------------------------------------------------------
+
+    @overload
+    def mean(self, value: Tensor, weight: float | None = None) -> Tensor: ...
+    @overload
+    def mean(self, value: float, weight: float | None = None) -> float: ...
+    def mean(self, value: Tensor | float, weight: float | None = None) -> Tensor | float:
+        """The mean of a number or tensor over all workers, weighted by their samples.
+
+        weight  what this worker's value counts. Default: in a loop over a prepared loader, the samples of
+                the current batch; after such a loop, the samples of the whole pass; else 1
+
+        Every worker gets the same result; the value itself does not change. Example:
+
+            loss = loss_fn(model(x), y)          # of this worker's share of the batch
+            session.print(session.mean(loss))    # of the whole batch
+        """
+        self._combined()
+        own = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        counts = self._samples() if weight is None else float(weight)
+        self._agree(f"mean {list(own.shape)}")
+        total = torch.cat([own.double().cpu().reshape(-1) * counts, torch.tensor([counts]).double()])
         if self.world_size > 1:
-            self._compare(self._told("barrier"))
+            self._group.all_reduce(total).wait()
+        if not 0 < float(total[-1]) < math.inf or not 0 <= counts < math.inf:
+            raise ConfigError(
+                f"weights that sum to {float(total[-1]):g} make no mean",
+                where=f"session.mean, rank {self.rank}, weight {counts:g}",
+                fix="give weights of 0 or more, not all 0",
+            )
+        result = (total[:-1] / total[-1]).view(own.shape)
+        if not isinstance(value, Tensor):
+            return float(result)
+        return result.to(value.dtype if value.is_floating_point() else torch.float64).to(value.device)
+
+    def gather_for_metrics(self, *data: Any) -> Any:
+        """All workers' tensors, joined along the first dimension, in the order of the data.
+
+        data  tensors, also in tuples, lists and dicts; a number counts as a tensor with one element
+
+        Called with what each worker computed from its share of a batch, every worker gets what one process
+        would have computed from the whole batch: nothing is repeated or padded. Returns the same structure;
+        of several arguments a tuple. Example:
+
+            for x, y in test_loader:
+                scores, targets = session.gather_for_metrics(model(x), y)
+                metric.update(scores, targets)
+        """
+        gathered = tuple(self._gathered(one) for one in data)
+        return gathered[0] if len(gathered) == 1 else gathered
+
+    def _gathered(self, data: Any) -> Any:
+        if isinstance(data, Tensor):
+            return torch.cat(self.all_gather(data if data.dim() else data.reshape(1)))
+        if isinstance(data, (bool, int, float)):
+            return torch.cat(self.all_gather(torch.tensor([data])))
+        if isinstance(data, tuple) and hasattr(data, "_fields"):
+            return type(data)(*(self._gathered(one) for one in data))
+        if isinstance(data, (list, tuple)):
+            return type(data)(self._gathered(one) for one in data)
+        if isinstance(data, dict):
+            return {key: self._gathered(data[key]) for key in data}
+        raise ConfigError(
+            f"a {type(data).__name__} cannot be gathered",
+            where="session.gather_for_metrics",
+            fix="give it tensors or numbers, also in tuples, lists and dicts",
+        )
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on the leader only; takes what Python's `print` takes.
+
+        Example:
+
+            session.print(f"epoch {epoch}: {accuracy:.1%}")
+        """
+        if self.rank == 0:
+            builtins.print(*values, **options)  # noqa: T201
+
+    def on_leader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Call a function on the leader only, while the others wait.
+
+        All workers call it. The leader gets what the function returns, the others None. If the function
+        fails, the leader raises its error, and the others raise WorkerError, which names it. Example:
+
+            session.on_leader(download, "data")      # then all workers read it
+        """
+        name = getattr(function, "__name__", type(function).__name__)
+        self._agree(f"on_leader {name}")
+        result, failed = None, None
+        if self.rank == 0:
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 - it is raised again below
+                failed = error
+        said = "" if failed is None else f"{type(failed).__name__}: {failed}"
+        told = self._group.broadcast_bytes(said.encode()).decode() if self.world_size > 1 else said
+        if failed is not None:
+            raise failed
+        if told:
+            raise WorkerError(
+                f"{name} failed on the leader: {told}",
+                ranks=(0,),
+                where=f"session.on_leader, rank 0 on {self._nodes[0]}",
+                fix="see the log of rank 0",
+            )
+        return result
+
+    # Agreement ------------------------------------------------------------------------------------
 
     def _check_same(self, call: str, how: str, tensor: Tensor) -> None:
         """Refuse different calls or shapes, which would end a process inside the backend."""
-        if self.world_size > 1:
-            self._compare(self._told(f"{call} {how} {list(tensor.shape)} {tensor.dtype}"))
+        self._agree(f"{call} {how} {list(tensor.shape)} {tensor.dtype}")
 
-    def _told(self, mine: str) -> list[str]:
-        """The text of every worker; one that makes another call may send bytes that are not text."""
-        return [told.decode(errors="replace") for told in self._group.all_gather_bytes(mine.encode())]
+    def _agree(self, call: str) -> None:
+        """Every call of the session begins with this: all workers describe it alike, or all raise."""
+        if self.world_size == 1:
+            return
+        mine = xxhash.xxh3_64_intdigest(call.encode()) >> 1
+        if len({int(one) for one in self._group.all_gather(torch.tensor([mine]))}) > 1:
+            raise self._different_calls(call)
 
-    def _compare(self, told: list[str]) -> None:
-        for rank, said in enumerate(told):
-            if said != told[0]:
-                raise ConfigError(
-                    f"workers make different calls: rank 0 {told[0]}, rank {rank} {said}",
-                    where=f"rank {rank} on {self._nodes[rank]}",
-                    fix="all workers must make the same calls with tensors of the same shape and type",
-                )
+    def _different_calls(self, call: str) -> MismatchedCalls:
+        """The error of all workers: who makes which call, and where."""
+        mine = doing.describe(doing.stack_of(threading.get_ident()))
+        said = self._group.all_gather_bytes(msgspec.json.encode((call, mine)))
+        told = [msgspec.json.decode(one, type=tuple[str, doing.Doing]) for one in said]
+        doings = {rank: what for rank, (_, what) in enumerate(told)}
+        alike = len({what.call for what in doings.values()}) == 1
+        found = ", ".join(f"rank {rank} {text}" for rank, (text, _) in enumerate(told)) if alike else ""
+        names = {rank: f"rank {rank} on {node}" for rank, node in enumerate(self._nodes)}
+        return mismatch.different_calls(names, doings, found)
 
 
 def _check_reducible(call: str, tensor: Tensor, op: Op) -> None:

@@ -13,10 +13,13 @@ import torch
 import xxhash
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from echelon.comm.group import Group
 from echelon.errors import DataError, ModelError
 from echelon.train.loader import SharedLoader
+
+_SAMPLED = 4096
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -30,11 +33,11 @@ class Fact(msgspec.Struct, frozen=True):
 def describe_model(model: nn.Module, index: int) -> list[Fact]:
     """The model's parameters and buffers, in order."""
     facts = [
-        Fact("parameter", _label(index, name), f"{list(p.shape)} {p.dtype} {_trained(p.requires_grad)}")
+        Fact("parameter", label(index, name), f"{list(p.shape)} {p.dtype} {_trained(p.requires_grad)}")
         for name, p in model.named_parameters()
     ]
     buffers = [
-        Fact("buffer", _label(index, name), f"{list(b.shape)} {b.dtype}")
+        Fact("buffer", label(index, name), f"{list(b.shape)} {b.dtype}")
         for name, b in model.named_buffers()
     ]
     return facts + buffers
@@ -55,10 +58,39 @@ def describe_loader(loader: SharedLoader, index: int) -> list[Fact]:
     facts = [Fact("loader", f"{index}, batch size", str(loader.global_batch_size))]
     if not loader.streams and hasattr(loader.dataset, "__len__"):
         facts.append(Fact("loader", f"{index}, samples", str(len(loader.dataset))))
+        facts.append(Fact("loader", f"{index}, which samples", _fingerprint(loader.dataset)))
     return [*facts, Fact("loader", f"{index}, batches", str(count))]
 
 
-def _label(index: int, name: str) -> str:
+def _fingerprint(data: Any) -> str:
+    """A text that differs if workers hold different samples, as far as can be seen quickly.
+
+    A data set that was split at random on each worker has other samples there.
+    """
+    if isinstance(data, Subset):
+        chosen = torch.tensor([int(index) for index in data.indices], dtype=torch.int64)
+        return f"{_digest(chosen)} of {_fingerprint(data.dataset)}"
+    if isinstance(data, ConcatDataset):
+        return " and ".join(_fingerprint(part) for part in data.datasets)
+    if isinstance(data, TensorDataset):
+        return " ".join(_digest(_sample(tensor)) for tensor in data.tensors)
+    return type(data).__name__
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """A few thousand values from all over the tensor."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED)].cpu()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.contiguous().view(-1)
+    raw = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    return f"{list(tensor.shape)} {xxhash.xxh3_64_hexdigest(raw)}"
+
+
+def label(index: int, name: str) -> str:
+    """A parameter's name, with its model's index if there may be several."""
     return name if index == 0 else f"{name} of model {index}"
 
 

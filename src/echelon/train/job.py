@@ -38,7 +38,6 @@ def main() -> None:
     model, optimizer, train_loader, test_loader = session.prepare(
         model, optimizer, train_loader, test_loader
     )
-    torch.manual_seed(settings.seed + 1 + session.rank)  # dropout differs between workers
     if settings.checkpoint:
         session.load(settings.checkpoint, required=False)
     steps = len(train_loader) * settings.epochs

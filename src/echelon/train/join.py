@@ -1,7 +1,8 @@
 """How a script becomes a worker: find its place, check the plan, connect, open the record.
 
 Under `echelon run` the launcher has made a run folder with a plan and names it in ECHELON_RUN. Under any
-other launcher the leader makes both. Without a launcher the script is alone.
+other launcher the leader makes both. Without a launcher the script is alone, and keeps no record unless
+it is asked to.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -36,7 +38,7 @@ from echelon.config.choices import Choices, FactorRule, Overlap, Transport, flag
 from echelon.config.registry import convert
 from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError, EchelonError
-from echelon.observe.events import LinkMeasured, WorkerJoined
+from echelon.observe.events import LinkMeasured, WorkerJoined, WorkersAwaited
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan, PlanRequest, check_weights, make_plan
 from echelon.reduce.packing import sizes
@@ -45,6 +47,7 @@ from echelon.train.checks import check_plan, needs_parameter_servers
 from echelon.train.clock import StepClock
 from echelon.train.record import RunRecord
 from echelon.train.session import Session
+from echelon.train.user_traceback import hide_wrappers
 
 RUN_VARIABLE = "ECHELON_RUN"
 _HINTS = typing.get_type_hints(Choices)
@@ -66,7 +69,7 @@ def join(
     sync: str | None = None,
     codec: str | None = None,
     runs: str | Path = "runs",
-    record: bool = True,
+    record: bool | None = None,
 ) -> Session:
     """Become a worker of the run that this process was started in, or the only worker of a run of its own.
 
@@ -82,7 +85,7 @@ def join(
     sync             when workers synchronise, see `echelon list sync`
     codec            how gradients are encoded, see `echelon list codec`
     runs             the folder in which the run's folder is made
-    record           whether to keep a record
+    record           whether to keep a record; default: if a launcher started the run
 
     The default of a choice is how the run was started. A wrong value raises ConfigError at once. Example:
 
@@ -99,7 +102,7 @@ def join(
         "sync": sync,
         "codec": codec,
     }
-    place = Place.from_environment(os.environ)
+    place = Place.from_environment(os.environ, parent=os.getppid())
     launched = _launchers_folder()
     with _naming_arguments({**choices, "shares": shares}):
         plan = _plan(place, launched, choices, shares)
@@ -107,11 +110,17 @@ def join(
     group, rendezvous = _connect(place, plan, sums=sums)
     with _departing_on_error(group, rendezvous):
         links = group.measure_links()
-        folder = _folder(group, launched, name, Path(runs)) if record else None
+        kept = _is_kept(record, launched, place)
+        folder = _folder(group, launched, name, Path(runs)) if kept else None
         if launched is None:
             plan = _placed(plan, folder, rendezvous)
-        kept = RunRecord(folder, group.rank, owned=launched is None and group.rank == 0)
-        return _session(group, rendezvous, plan, kept, links, place)
+        written = RunRecord(folder, group.rank, owned=launched is None and group.rank == 0)
+        return _session(group, rendezvous, plan, written, links, place)
+
+
+def _is_kept(record: bool | None, launched: RunFolder | None, place: Place) -> bool:
+    """Whether the run is recorded: as asked; otherwise if a launcher started it, echelon run or another."""
+    return record if record is not None else launched is not None or bool(place.address)
 
 
 def _launchers_folder() -> RunFolder | None:
@@ -268,6 +277,7 @@ def _session(
         delay=DELAYS.build(mine.delay) if mine.delay else None,
         seed=plan.seed,
     )
+    group.on_waiting(partial(_record_wait, record, clock, group.rank))
     try:
         session = Session(group, rendezvous, plan, clock, record, device, links)
     except EchelonError as error:
@@ -277,6 +287,16 @@ def _session(
         _record_links(session, links, record, group)
     _leave_at_exit(session)
     return session
+
+
+def _record_wait(
+    record: RunRecord, clock: StepClock, rank: int, awaited: list[int], since: float, doing: str
+) -> None:
+    """Record that this worker waits; at once, because nothing else may happen for a while."""
+    record.emit(
+        WorkersAwaited(t=time.time(), rank=rank, step=clock.step, since=since, awaited=awaited, doing=doing)
+    )
+    record.flush()
 
 
 def _record_links(session: Session, links: Links, record: RunRecord, group: Group) -> None:
@@ -311,6 +331,9 @@ def _leave_at_exit(session: Session) -> None:
     known = weakref.ref(session)  # weak: a closed session, and all that it prepared, can be freed
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if trace is error.__traceback__:
+            hide_wrappers(error)
+            trace = error.__traceback__
         before(kind, error, trace)
         left = known()
         if left is not None:

@@ -253,16 +253,17 @@ class _Captured(nn.Linear):
         return "Linear"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A capture belongs to this process and weight, so copies and pickles are plain layers.
+        # A capture belongs to this process and weight, so copies and pickles are plain layers. On the meta
+        # device, building one draws no random numbers; the state then replaces all of it.
         state = {key: value for key, value in self.__dict__.items() if key != "echelon_capture"}
-        return nn.Linear.__new__, (nn.Linear,), state
+        return nn.Linear, (1, 1, False, "meta"), state
 
 
 def eligible(model: nn.Module) -> dict[str, nn.Linear]:
     """The linear layers that can give factors, by name. Call it before adding hooks to the weights."""
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     compiled = {
-        id(inner) for module in model.modules() if _is_compiled(module) for inner in module.modules()
+        id(inner) for module in model.modules() if is_compiled(module) for inner in module.modules()
     }
     return {
         name: module
@@ -271,7 +272,8 @@ def eligible(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled this module."""
     dynamo = sys.modules.get("torch._dynamo")  # slow to import, and loaded if anything is compiled
     return module._compiled_call_impl is not None or (
         dynamo is not None and isinstance(module, dynamo.OptimizedModule)

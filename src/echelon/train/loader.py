@@ -7,6 +7,7 @@ in the middle: its position counts samples of the whole order.
     the loader was built with   the order is
     shuffle=False               the data set's
     shuffle=True                a permutation drawn from seed, loader and pass
+    a RandomSampler             independent draws, or permutations, drawn from seed, loader and pass
     a sampler, a batch sampler  drawn by the leader's sampler and sent to all workers
     an iterable data set        the stream's; each worker reads all of it and keeps its own part of every
                                 batch, so the stream must be the same on all workers
@@ -18,7 +19,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Literal, Protocol
 
 import msgspec
 import torch
@@ -34,11 +36,20 @@ from torch.utils.data import (
 
 from echelon.comm.group import Group
 from echelon.errors import ConfigError, DataError
-from echelon.plan.shares import Slice, batch_sizes, slices, split
+from echelon.plan.shares import BatchSizes, Slice, batch_sizes, slice_of, slices, split
 from echelon.train.clock import StepClock
+from echelon.train.order import LONGEST_LIST, merge_small, random_draws, told_batches, told_list
 
 BatchMeaning = Literal["global", "per-worker"]
 _log = logging.getLogger(__name__)
+
+
+class SampleOrder(Protocol):
+    """The indices of one pass, in order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, wanted: slice, /) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +58,7 @@ class Sharing:
 
     weights   every worker's part of a batch, by rank
     on_pass   called when a pass begins and when it has ended
-    on_batch  called with every batch before the loop gets it
+    on_batch  called with every batch before the loop gets it: which part it is of, and its data
     on_break  called when the loop is left in the middle
     claim     adds to a counter that all workers share, if they claim parts of batches as they need them
     slots     into how many parts a batch is claimed, and which part of them is this worker's
@@ -59,27 +70,23 @@ class Sharing:
     clock: StepClock
     device: torch.device
     on_pass: Callable[[SharedLoader], None]
-    on_batch: Callable[[SharedLoader, Slice], None]
+    on_batch: Callable[[SharedLoader, Slice, Any], None]
     on_break: Callable[[], None] = lambda: None
     claim: Callable[[str, int], int] | None = None
     slots: tuple[int, Callable[[int], int]] | None = None
 
 
 class _Batches:
-    """A batch sampler that yields lists of indices prepared for the current pass."""
+    """A batch sampler that yields this worker's indices of the current pass, drawn when they are needed."""
 
     def __init__(self) -> None:
-        self.indices: list[list[int]] = []
-        self.claimed: Iterator[list[int]] | None = None
+        self.drawing: Iterator[list[int]] = iter(())
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.indices) if self.claimed is None else self.claimed
-
-    def __len__(self) -> int:
-        return len(self.indices)
+        return self.drawing
 
 
-class SharedLoader:
+class SharedLoader(DataLoader[Any]):
     """Stands in for a DataLoader that was prepared: draws this worker's share of every batch.
 
     Attributes that it does not define itself are those of the script's own DataLoader.
@@ -88,6 +95,7 @@ class SharedLoader:
     def __init__(
         self, loader: DataLoader[Any], index: int, sharing: Sharing, meaning: BatchMeaning
     ) -> None:
+        # Not DataLoader's own __init__: the drawing is done by `_inner`, which is built below.
         self.dataset = loader.dataset
         self._given = loader
         self._index = index
@@ -101,6 +109,7 @@ class SharedLoader:
         self.drop_last = bool(getattr(self._batch_sampler, "drop_last", False))
         size = 0 if self._own_batches else int(getattr(self._batch_sampler, "batch_size", 0))
         self.global_batch_size = size * sharing.group.size if meaning == "per-worker" else size
+        self._by_batches = self._own_batches or (not self.streams and not self._has_list())
         self._batches = _Batches()
         self._seeds = torch.Generator()
         self._inner = self._rebuild(loader)
@@ -108,11 +117,14 @@ class SharedLoader:
         self.position = 0
         self.finished = True
         self.trains = False
+        self.draws_to_train = False
+        self.share_drawn = 0  # samples of this worker in the current pass, or in the last one
         self._resuming = False
         self._drawn: list[Any] | None = None
         self._claimed_to: Callable[[], int] | None = None
         self._restored = 0
         self._generator = _generator_of(self._batch_sampler, self._sampler)
+        self._generator_began: Tensor | None = None
         self._check()
 
     def __getattr__(self, name: str) -> Any:
@@ -123,11 +135,32 @@ class SharedLoader:
         return getattr(self._given, name)
 
     @property
-    def batch_size(self) -> int:
+    def index(self) -> int:
+        """Which of the prepared loaders it is, from 0."""
+        return self._index
+
+    @property
+    def given(self) -> DataLoader[Any]:
+        """The script's own loader."""
+        return self._given
+
+    @property
+    def inner(self) -> DataLoader[Any]:
+        """The loader that draws this worker's samples."""
+        return self._inner
+
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
         """This worker's share of a full batch."""
         if self._own_batches:
             raise AttributeError("batch_size")
         return split(self.global_batch_size, self._sharing.weights)[self._sharing.group.rank]
+
+    def _has_list(self) -> bool:
+        """Whether the order can be looked up at any position; otherwise it is drawn batch by batch."""
+        if _draws_itself(self._sampler):
+            return True
+        return hasattr(self._sampler, "__len__") and len(self._sampler) <= LONGEST_LIST
 
     def _rebuild(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         options: dict[str, Any] = {
@@ -191,16 +224,25 @@ class SharedLoader:
             return len(self._batch_sampler)
         if self.streams:
             return len(self._inner)
-        sizes = batch_sizes(
-            len(self._sampler), self.global_batch_size, self._sharing.group.size, drop_last=self.drop_last
-        )
-        return len(sizes)
+        return len(self._sizes(len(self._sampler)))
 
-    def __iter__(self) -> Iterator[Any]:
+    def _sizes(self, samples: int) -> BatchSizes:
+        workers = self._sharing.group.size
+        return batch_sizes(samples, self.global_batch_size, workers, drop_last=self.drop_last)
+
+    def merged(self) -> int:
+        """How many samples of a pass join the batch before, because they are fewer than the workers."""
+        if self._own_batches or self.streams or self.drop_last or not hasattr(self._sampler, "__len__"):
+            return 0
+        sizes = self._sizes(len(self._sampler))
+        return max(0, sizes.last - self.global_batch_size)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if not self._resuming:
             self.pass_index += 1
             self.position = 0
             self._drawn = None
+        self.share_drawn = 0
         self._resuming = self.finished = False
         self._sharing.on_pass(self)
         # Seeds of its own, so that resuming a pass does not change the script's random numbers.
@@ -216,10 +258,12 @@ class SharedLoader:
                 except StopIteration:
                     break
                 if counts:
-                    self.position += 1 if self._own_batches else part.batch
-                self._sharing.on_batch(self, part)
+                    self.position += 1 if self._by_batches else part.batch
+                self.share_drawn += part.share
+                data = _to_device(data, self._sharing.device)
+                self._sharing.on_batch(self, part, data)
                 clock.data_handed(part.share, part.batch)
-                yield _to_device(data, self._sharing.device)
+                yield data
         except GeneratorExit:  # the loop was left: the others must not wait for this worker
             self._sharing.on_break()
             raise
@@ -231,13 +275,16 @@ class SharedLoader:
         if self._claimed_to is not None and not self.finished:
             self.position = self._claimed_to()
         drawn = None if self.finished or self._drawn is None else msgspec.json.encode(self._drawn)
+        generator = self._generator.get_state() if self._generator is not None else None
+        if not self.finished and self._generator_began is not None:
+            generator = self._generator_began  # a resumed pass draws again from its beginning
         return {
             "pass": self.pass_index,
             "position": self.position,
             "finished": self.finished,
             "trains": self.trains,
             "drawn": drawn,
-            "generator": self._generator.get_state() if self._generator is not None else None,
+            "generator": generator,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -256,83 +303,89 @@ class SharedLoader:
             self.pass_index -= 1
 
     def _from_order(self) -> Iterator[tuple[Slice, Any]]:
+        taken: deque[Slice] = deque()  # parts whose data are being loaded
         if self._claims:
-            return self._from_claims()
-        parts = self._plan_batches() if self._own_batches else self._plan_order()
-        return zip(parts, self._inner, strict=True)
+            drawing = self._claim_parts(taken)
+        elif self._by_batches:
+            drawing = self._cut_batches(taken)
+        else:
+            drawing = self._cut_order(taken)
+        self._batches.drawing = drawing
+        for data in self._inner:
+            yield taken.popleft(), data
+        self._claimed_to = None
 
-    def _plan_order(self) -> list[Slice]:
+    def _cut_order(self, taken: deque[Slice]) -> Iterator[list[int]]:
         group = self._sharing.group
         order = self._order()
-        sizes = batch_sizes(
-            len(order) - self.position, self.global_batch_size, group.size, drop_last=self.drop_last
-        )
+        sizes = self._sizes(len(order) - self.position)
         if sizes:
-            _check_enough(sizes[-1], group.size)
-        parts = slices(sizes, self._sharing.weights, group.rank, start=self.position)
-        self._batches.indices = [list(order[part.start : part.stop]) for part in parts]
-        return parts
+            _check_enough(sizes[len(sizes) - 1], group.size)
+        for part in slices(sizes, self._sharing.weights, group.rank, start=self.position):
+            taken.append(part)
+            yield list(order[part.start : part.stop])
 
     @property
     def _claims(self) -> bool:
         """Whether workers claim parts of batches as they need them; only shuffled data in equal parts."""
         shuffled = type(self._sampler) is not SequentialSampler
         equal = len(set(self._sharing.weights)) == 1
-        return self._sharing.claim is not None and shuffled and equal and not self._own_batches
+        return self._sharing.claim is not None and shuffled and equal and not self._by_batches
 
-    def _from_claims(self) -> Iterator[tuple[Slice, Any]]:
+    def _claim_parts(self, taken: deque[Slice]) -> Iterator[list[int]]:
         """Claim the next part whenever this worker needs one; every part is claimed once."""
         sharing = self._sharing
         order, begin, size = self._order(), self.position, sharing.group.size
-        sizes = batch_sizes(len(order) - begin, self.global_batch_size, size, drop_last=self.drop_last)
-        taken: deque[Slice] = deque()
+        sizes = self._sizes(len(order) - begin)
         tickets, part_of = sharing.slots or (size, lambda slot: slot)
         what = f"{self._index}/{self.pass_index}/{begin}/{self._restored}"
         claim = sharing.claim
         assert claim is not None
+        self._claimed_to = lambda: begin + sizes.start(min(claim(what, 0) // tickets, len(sizes)))
+        while (ticket := claim(what, 1)) < len(sizes) * tickets:
+            batch, slot = divmod(ticket, tickets)
+            start = begin + sizes.start(batch)
+            taken.append(slice_of(sizes[batch], sharing.weights, part_of(slot), start=start))
+            yield list(order[taken[-1].start : taken[-1].stop])
 
-        def claims() -> Iterator[list[int]]:
-            while (ticket := claim(what, 1)) < len(sizes) * tickets:
-                batch, slot = divmod(ticket, tickets)
-                start = begin + sum(sizes[:batch])
-                taken.append(slices([sizes[batch]], sharing.weights, part_of(slot), start=start)[0])
-                yield list(order[taken[-1].start : taken[-1].stop])
+    def _cut_batches(self, taken: deque[Slice]) -> Iterator[list[int]]:
+        """This worker's shares of the batches that the leader's sampler draws."""
+        group = self._sharing.group
+        for batch in islice(self._told_batches(), self.position, None):
+            if not self._own_batches:
+                _check_enough(len(batch), group.size)
+            part = slice_of(len(batch), self._sharing.weights, group.rank)
+            taken.append(part)
+            yield batch[part.start : part.stop]
 
-        self._claimed_to = lambda: begin + sum(sizes[: min(claim(what, 0) // tickets, len(sizes))])
-        self._batches.claimed = claims()
-        for data in self._inner:
-            yield taken.popleft(), data
-        self._batches.claimed = None
-        self._claimed_to = None
+    def _told_batches(self) -> Iterator[list[int]]:
+        sampler = self._batch_sampler
+        if self._own_batches and hasattr(sampler, "__len__") and len(sampler) <= LONGEST_LIST:
+            return iter(self._told(lambda: [[int(i) for i in batch] for batch in sampler]))
+        if not self._own_batches:
+            sampler = BatchSampler(self._sampler, self.global_batch_size, self.drop_last)
+        if self._generator is not None:
+            self._generator_began = self._generator.get_state()
+        batches = told_batches(self._sharing.group, lambda: iter(sampler), self.global_batch_size)
+        return batches if self._own_batches else merge_small(batches, self._sharing.group.size)
 
-    def _plan_batches(self) -> list[Slice]:
-        """This worker's shares of the batches that the leader's batch sampler draws."""
-        told = self._told(lambda: [[int(i) for i in batch] for batch in self._batch_sampler])
-        parts = []
-        self._batches.indices = []
-        for batch in told[self.position :]:
-            part = slices([len(batch)], self._sharing.weights, self._sharing.group.rank)[0]
-            parts.append(part)
-            self._batches.indices.append(batch[part.start : part.stop])
-        return parts
-
-    def _order(self) -> Sequence[int]:
+    def _order(self) -> SampleOrder:
         """The indices of one whole pass, the same on all workers."""
         sampler = self._sampler
         if type(sampler) is SequentialSampler:
             return range(len(sampler))
-        if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
-            generator = torch.Generator().manual_seed(self._seed_of_pass())
-            order: list[int] = torch.randperm(len(sampler), generator=generator).tolist()
-            return order
-        return self._told(lambda: [int(i) for i in sampler])
+        if not _draws_itself(sampler):
+            return self._told(lambda: [int(i) for i in sampler])
+        if sampler.replacement or sampler._num_samples is not None:
+            return random_draws(sampler, self._seed_of_pass)
+        generator = torch.Generator().manual_seed(self._seed_of_pass())
+        order: list[int] = torch.randperm(len(sampler), generator=generator).tolist()
+        return order
 
     def _told(self, draw: Callable[[], list[Any]]) -> list[Any]:
         """What the leader draws for this pass; a resumed pass keeps what was drawn when it began."""
         if self._drawn is None:
-            group = self._sharing.group
-            mine = msgspec.json.encode(draw() if group.rank == 0 else [])
-            self._drawn = msgspec.json.decode(group.broadcast_bytes(mine), type=list[Any])
+            self._drawn = told_list(self._sharing.group, draw)
         return self._drawn
 
     def _seed_of_pass(self, suffix: str = "") -> int:
@@ -341,27 +394,24 @@ class SharedLoader:
     def _from_stream(self) -> Iterator[tuple[Slice, Any]]:
         weights, rank = self._sharing.weights, self._sharing.group.rank
         skip = self.position
-        for batch in _merge_small(iter(self._inner), self._sharing.group.size):
+        for batch in merge_small(iter(self._inner), self._sharing.group.size):
             if skip >= len(batch):
                 skip -= len(batch)
                 continue
             samples, skip = batch[skip:], 0
             _check_enough(len(samples), self._sharing.group.size)
-            part = slices([len(samples)], weights, rank)[0]
+            part = slice_of(len(samples), weights, rank)
             yield part, self._collate(samples[part.start : part.stop])
 
 
-def _merge_small(batches: Iterator[list[Any]], workers: int) -> Iterator[list[Any]]:
-    """Join a batch with fewer samples than workers to the batch before it; see plan/shares.py."""
-    held: list[Any] = []
-    for batch in batches:
-        if held and len(batch) >= workers:
-            yield held
-            held = batch
-        else:
-            held = held + batch
-    if held:
-        yield held
+def _draws_itself(sampler: Any) -> bool:
+    """Whether every worker can draw the sampler's order by itself, from the run's seed."""
+    if type(sampler) is SequentialSampler:
+        return True
+    if type(sampler) is not RandomSampler:
+        return False
+    plain = not sampler.replacement and sampler._num_samples is None
+    return plain or sampler.generator is None
 
 
 def _check_enough(samples: int, workers: int) -> None:
@@ -384,6 +434,13 @@ def _generator_of(*samplers: Any) -> torch.Generator | None:
 
 
 def _refuse(loader: DataLoader[Any], sampler: Any, streams: bool) -> None:
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise ConfigError(
+            f"the loader's class {type(loader).__name__} has an __iter__ of its own, which prepare would "
+            "pass by",
+            where="prepare",
+            fix="give prepare a torch DataLoader; repeat passes over it in the script",
+        )
     if isinstance(sampler, DistributedSampler):
         raise ConfigError(
             "the loader has a DistributedSampler, but Echelon shares the data out itself",

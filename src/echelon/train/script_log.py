@@ -102,6 +102,15 @@ class ScriptLog:
         _log.info(text)
         self._record.emit(Noted(t=time.time(), rank=self._log_rank, text=text))
 
+    def warn(self, text: str) -> None:
+        """Tell the user that something may not be as it was meant: in the log, and in the report.
+
+        text  the sentence, with what to do about it
+        """
+        _log.warning(text, extra={"is_noted": True})
+        self._record.emit(Noted(t=time.time(), rank=self._log_rank, text=text, warning=True))
+        self._record.flush()
+
     def explain(self, topic: str, why: str, tell: str = "") -> None:
         """Record in the plan why something was decided during the run.
 

@@ -37,15 +37,18 @@ from echelon.errors import ConfigError, EchelonError, ModelError
 from echelon.observe.events import CheckpointLoaded, CheckpointSaved, EpochEnded
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
-from echelon.plan.shares import Slice
+from echelon.plan.shares import Slice, split
 from echelon.train import consistency, resume
+from echelon.train.batches import HandedBatch
 from echelon.train.clock import StepClock
 from echelon.train.collectives import ScriptCollectives
 from echelon.train.families.choose import choose
 from echelon.train.families.synchronizer import ModelOptions, Synchronizer
+from echelon.train.guard import Guard, Surroundings
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
 from echelon.train.record import RunRecord
 from echelon.train.script_log import ScriptLog
+from echelon.train.weighing import LossWeights
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class PrepareOptions(TypedDict, total=False):
     overlap: Overlap | None
     factors: FactorRule | None
     codec: str | None
+    random: Literal["own", "same"]
 
 
 class Session(ScriptCollectives, ScriptLog):
@@ -101,8 +105,28 @@ class Session(ScriptCollectives, ScriptLog):
         self._synchronizer: Synchronizer = choose(plan, group, clock, links, self.explain)
         self._sharing: Sharing | None = None
         self._current: SharedLoader | None = None
+        self._share = 0
+        self._parts: dict[int, tuple[int, ...]] = {}  # all workers' shares, by the size of the batch
         self._first_epoch = 0
         self._closed = False
+        self._guard = Guard(
+            Surroundings(
+                group=group,
+                nodes=self._nodes,
+                prepared=self._prepared,
+                synchronizer=self._synchronizer,
+                rendezvous=rendezvous,
+                step=lambda: self._clock.step,
+                warn=self.warn,
+            )
+        )
+        self._weights = LossWeights(
+            self._synchronizer.weigh,
+            where=lambda: f"step {self._clock.step}, rank {self.rank}",
+            entering=self._guard.forward,
+            strange=self._guard.not_finite,
+        )
+        self._synchronizer.resolve_with(self._weights.resolve)
 
     @property
     def is_leader(self) -> bool:
@@ -139,6 +163,7 @@ class Session(ScriptCollectives, ScriptLog):
         overlap: Overlap | None = None,
         factors: FactorRule | None = None,
         codec: str | None = None,
+        random: Literal["own", "same"] = "own",
     ) -> Any:
         """Make models, optimizers, loaders and schedulers part of the run, in any number and order.
 
@@ -154,12 +179,17 @@ class Session(ScriptCollectives, ScriptLog):
         factors    whether linear layers send the factors of their weights' gradients instead: auto (where
                    that is cheaper), always or never
         codec      how these models' gradients are encoded
+        random     own: from the first `prepare` on, every worker draws random numbers of its own, such as
+                   dropout masks and noise; the leader those that one process would draw. same: all workers
+                   draw the same numbers if they were seeded alike
 
-        The defaults of the last three are the run's. All workers call it with the same things. Example:
+        The defaults of overlap, factors and codec are the run's. All workers call it with the same things.
+        Example:
 
             model, optimizer, loader = session.prepare(model, optimizer, loader)
         """
         check_word("batch", batch, get_args(BatchMeaning), where="session.prepare")
+        check_word("random", random, ("own", "same"), where="session.prepare")
         rules = ModelOptions(
             batchnorm=batchnorm,
             loss=loss,
@@ -167,6 +197,7 @@ class Session(ScriptCollectives, ScriptLog):
             factors=factors or self._plan.factors,
             codec=codec or "",
         )
+        self._agree("prepare")
         facts: list[consistency.Fact] = []
         out: list[Any] = []
         models: list[nn.Module] = []
@@ -175,7 +206,10 @@ class Session(ScriptCollectives, ScriptLog):
         consistency.check(self._group, facts, [worker.node for worker in self._plan.workers])
         for model in models:
             self._synchronizer.add(model, rules)
+            if self.world_size > 1:
+                self._weights.attach(model, marks=rules.loss == "mean")
         self._synchronizer.begin()
+        self._guard.prepared(own_streams=random == "own")
         return out[0] if len(out) == 1 else tuple(out)
 
     def _take(
@@ -204,6 +238,8 @@ class Session(ScriptCollectives, ScriptLog):
             facts += consistency.describe_optimizer(thing, len(kept.optimizers))
             self._adopt(thing, rules)
             return thing
+        if isinstance(thing, SharedLoader):
+            return thing
         if isinstance(thing, DataLoader):
             loader = SharedLoader(thing, len(kept.loaders), self._data_sharing(), batch)
             facts += consistency.describe_loader(loader, len(kept.loaders))
@@ -211,8 +247,6 @@ class Session(ScriptCollectives, ScriptLog):
             return loader
         if isinstance(thing, LRScheduler):
             kept.schedulers.append(thing)
-            return thing
-        if isinstance(thing, SharedLoader):
             return thing
         raise ConfigError(
             f"prepare does not know what to do with a {type(thing).__name__}",
@@ -266,7 +300,11 @@ class Session(ScriptCollectives, ScriptLog):
             self._clock.close()
             self._first_epoch = epoch + 1
             self._record.emit(EpochEnded(t=time.time(), rank=self.rank, epoch=epoch, step=self.step))
+            self._guard.goes_on()
         self._synchronizer.finish()
+        if self._prepared.models and not self._synchronizer.claims:
+            self._agree("the end of the last epoch")
+            self._guard.check_weights("the end of the last epoch")
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
@@ -305,10 +343,13 @@ class Session(ScriptCollectives, ScriptLog):
         """
         if self._synchronizer.claims:  # workers step at different times, so there is no common total
             self._synchronizer.weigh(_counts(count, count, self.rank))
+            self._weights.tell()
             return
+        self._agree("weigh")
         total = torch.tensor([float(count)], dtype=torch.float64)
         self._group.all_reduce(total).wait()
         self._synchronizer.weigh(_counts(count, float(total), self.rank) / float(total))
+        self._weights.tell()
 
     def pause(self) -> None:
         """Tell the servers not to wait for this worker until its next pass over the data.
@@ -334,14 +375,43 @@ class Session(ScriptCollectives, ScriptLog):
         return self._synchronizer.claim(ticket) if count else ticket()
 
     def _on_pass(self, loader: SharedLoader) -> None:
+        if not loader.finished:
+            purpose = "training" if self._weights.trains else "evaluation"
+            self._agree(f"pass {loader.pass_index} over loader {loader.index}, for {purpose}")
+            self._guard.pass_begins(loader)
+            self._weights.pass_begins(loader.index)
         self._synchronizer.refresh(ended=loader.finished, trains=loader.trains)
+        if loader.finished:
+            self._guard.pass_ended(loader, evaluated=not self._weights.trains)
 
-    def _on_batch(self, loader: SharedLoader, part: Slice) -> None:
+    def _on_batch(self, loader: SharedLoader, part: Slice, data: Any) -> None:
         self._current = loader
-        self._synchronizer.weigh(part.share / part.batch, part.batch)
+        self._share = part.share
+        if self.world_size == 1:
+            return
+        if self._weights.trains:
+            loader.draws_to_train = True
+            self._guard.goes_on()
+        if part.batch not in self._parts:
+            self._parts[part.batch] = split(part.batch, self._plan.weights)
+        parts = (part.share,) if self._synchronizer.claims else self._parts[part.batch]
+        batch = HandedBatch(loader=loader.index, share=part.share, batch=part.batch, parts=parts)
+        self._weights.drew(batch, data)
+
+    def _samples(self) -> float:
+        loader = self._current
+        if loader is None:
+            return 1.0
+        return float(loader.share_drawn if loader.finished else self._share)
+
+    def _combined(self) -> None:
+        self._guard.combined()
 
     def _before_step(self, optimizer: Optimizer) -> None:
+        if self._synchronizer.claims:
+            self._weights.stepping()
         self._synchronizer.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
+        self._guard.stepping(optimizer)
         if self._current is not None:
             self._current.trains = True
         self._clock.applying(id(optimizer))
@@ -360,6 +430,8 @@ class Session(ScriptCollectives, ScriptLog):
             session.save("checkpoints", extra={"best": best})
         """
         begun = time.perf_counter()
+        self._agree(f"save {path}")
+        self._guard.check_weights("save")
         self._synchronizer.before_save()
         try:
             state = resume.gather(
@@ -397,14 +469,14 @@ class Session(ScriptCollectives, ScriptLog):
             extra = session.load("checkpoints", required=False)
             best = extra["best"] if extra else 0.0
         """
+        self._agree(f"load {path}")
         self._synchronizer.settle()
         found = resume.read(Path(path), self._group, self._prepared, required=required)
         if found is None:
             return None
         for name, reason in found.rejected.items():
-            self.note(f"checkpoint {name} was passed over: {reason}")
             if self.is_leader:
-                _log.warning("checkpoint %s was passed over: %s", name, reason)
+                self.warn(f"checkpoint {name} was passed over: {reason}")
         self._first_epoch = resume.restore(self._prepared, self._group, found.state)
         self._synchronizer.loaded()
         self._synchronizer.restore_residuals(found.state.get("codecs", []))
@@ -432,9 +504,11 @@ class Session(ScriptCollectives, ScriptLog):
         if self._closed:
             return
         self._closed = True
+        self._guard.remove()
         if cause:
             self._leave(cause)
             return
+        self._guard.close()
         try:
             self._synchronizer.settle()
         except EchelonError as error:
@@ -449,6 +523,7 @@ class Session(ScriptCollectives, ScriptLog):
             if self._rendezvous is not None:
                 self._rendezvous.announce_departure(cause)
             self._synchronizer.close()
+            self._weights.detach()
             self._group.close()
             self._synchronizer.closed()
             if self._rendezvous is not None:

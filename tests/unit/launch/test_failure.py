@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.launch.failure import Failure, first, from_exit
+from echelon.launch.failure import Failure, alike, first, from_exit
 
 
-def _failure(rank: int, t: float, *, consequence: bool = False) -> Failure:
-    return Failure(rank=rank, t=t, kind="ValueError", message="x", consequence=consequence)
+def _failure(rank: int, t: float, *, consequence: bool = False, message: str = "") -> Failure:
+    message = message or f"reason {rank}"
+    return Failure(rank=rank, t=t, kind="ValueError", message=message, consequence=consequence)
 
 
 def test_no_first_failure_without_failures():
@@ -19,6 +20,19 @@ def test_no_first_failure_without_failures():
 
 def test_the_earliest_failure_is_named():
     assert first([_failure(2, 5.0), _failure(0, 4.0), _failure(1, 6.0)]).rank == 0
+
+
+def test_of_workers_with_the_same_error_the_lowest_rank_is_named_and_the_others_are_counted():
+    same = [_failure(rank, t, message="x") for rank, t in ((3, 1.0), (1, 2.0), (2, 3.0))]
+    others = [_failure(0, 4.0), _failure(4, 0.0, message="x", consequence=True)]
+    found = first([*same, *others])
+    assert found.rank == 1
+    assert alike(found, [*others, *same]) == (2, 3)
+    assert alike(others[0], [*others, *same]) == ()
+
+
+def test_workers_that_were_killed_are_not_taken_for_one():
+    assert first([from_exit(1, -9, 2.0), from_exit(2, -9, 1.0)]).rank == 2
 
 
 def test_a_worker_that_failed_because_of_another_is_not_named_though_it_ended_earlier():

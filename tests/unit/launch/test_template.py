@@ -7,7 +7,7 @@ from echelon.launch.template import ForkRequest, imported_libraries
 
 
 def _request(program: str) -> ForkRequest:
-    return ForkRequest(rank=0, program=[os.fsencode(program)], env={}, log=b"log")
+    return ForkRequest(rank=0, program=[os.fsencode(program)], env={}, log=b"log", stdin_fd=0)
 
 
 def test_slow_libraries_that_a_script_imports_at_its_top_level_are_found(tmp_path: Path) -> None:

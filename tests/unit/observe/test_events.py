@@ -31,6 +31,7 @@ VALUES = {
     str: 'text, "quoted"\nand more',
     bool: True,
     list[str]: ["a", "b c"],
+    list[int]: [1, 3],
     list[tuple[int, int, float]]: [(0, 7, 0.5), (2, 6, 0.5)],
     dict[str, str]: {"step-1": "damaged"},
     dict[str, float]: {"lr": 0.1},
@@ -65,7 +66,7 @@ def test_types_are_kebab_case_and_differ():
 
 def test_a_line_is_plain_json_with_its_type():
     line = json.loads(encode(Noted(t=1.0, rank=-1, text="é")))
-    assert line == {"type": "noted", "t": 1.0, "rank": -1, "text": "é"}
+    assert line == {"type": "noted", "t": 1.0, "rank": -1, "text": "é", "warning": False}
 
 
 def test_fields_with_defaults_may_be_missing_and_unknown_ones_present():

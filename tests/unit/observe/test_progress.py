@@ -1,3 +1,5 @@
+"""What is shown of a run, decided from invented events and a clock that the test moves."""
+
 from __future__ import annotations
 
 import io
@@ -6,275 +8,178 @@ import pytest
 from rich.console import Console
 
 from echelon.observe.events import (
-    LAUNCHER,
-    EpochEnded,
-    Evaluated,
+    AnyEvent,
+    FaultInjected,
     Noted,
+    RunEnded,
     StepEnded,
     StepsExpected,
+    WorkersAwaited,
 )
-from echelon.observe.progress import Progress, closing_table
-from echelon.observe.summary import summarise
+from echelon.observe.progress import Progress
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def _console(*, terminal: bool, **options) -> Console:
-    return Console(
-        file=io.StringIO(),
-        force_terminal=terminal,
-        width=options.pop("width", 80),
-        height=options.pop("height", 30),
-        color_system=None,
-        legacy_windows=False,
-        _environ={"TERM": options.pop("term", "xterm")},
-        **options,
-    )
-
-
-def _text(console: Console) -> str:
+def _shown(progress: Progress, now: float, height: int = 20) -> str:
+    console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
+    panel = progress.panel(now, height=height)
+    if panel is not None:
+        console.print(panel)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def _plain(events, pace_s: float = 0.0, total_steps: int | None = None) -> list[str]:
-    console, clock = _console(terminal=False), Clock()
-    with Progress(total_steps, console=console, clock=clock) as progress:
-        for event in events:
-            clock.now += pace_s
-            progress.update([event])
-    return _text(console).splitlines()
+def _awaited(t: float, since: float, *ranks: int, by: int = 0, doing: str = "") -> WorkersAwaited:
+    return WorkersAwaited(t=t, rank=by, step=1, since=since, awaited=list(ranks), doing=doing)
 
 
-def test_without_a_terminal_each_evaluation_is_one_line(imagined):
-    lines = _plain(imagined())
-    assert [line.split(",")[0] for line in lines] == [
-        "note: no latency shaping in this kernel",
-        "epoch 1 evaluated",
-        "epoch 2 evaluated",
-        "epoch 3 evaluated",
+@pytest.fixture
+def steps(imagined) -> list[AnyEvent]:
+    return [event for event in imagined() if isinstance(event, StepEnded)]
+
+
+def _running(steps: list[AnyEvent], *, total: int, **options) -> tuple[Progress, float]:
+    """A run of four workers after 120 steps, and the time of the last."""
+    progress = Progress(0.0, **{"lines": False, **options})
+    progress.take([StepsExpected(t=0.0, rank=0, steps=total), *steps], 0.0)
+    return progress, 0.0
+
+
+# Stalls
+
+
+def test_panel_says_who_is_missing_and_promises_nothing_until_steps_go_on(steps):
+    progress, now = _running(steps, total=1000)
+    shown = _shown(progress, now + 1)
+    assert " left" in shown
+    assert "samples/s  loss" in shown
+    last = steps[-1].t
+    progress.take([_awaited(last + 11, last, 1, by=rank) for rank in (0, 2, 3)], now + 11)
+    shown = _shown(progress, now + 12)
+    assert "no step for 12 s: rank 1 is missing\n" in shown
+    assert " left" not in shown
+    assert "samples/s  loss" not in shown
+    assert "█" not in shown
+    progress.take([_again(step, 13) for step in steps], now + 13)
+    shown = _shown(progress, now + 14)
+    assert "no step" not in shown
+    assert " left" in shown
+
+
+def _again(step: StepEnded, later: float) -> StepEnded:
+    """A step like this one, so much later."""
+    fields = {name: getattr(step, name) for name in step.__struct_fields__}
+    moved = {name: fields[name] + later for name in ("t", "start", "arrival")}
+    return StepEnded(**{**fields, **moved, "step": step.step + 120})
+
+
+def test_silence_is_shown_without_anyone_saying_so(steps):
+    progress, now = _running(steps, total=1000)
+    assert "no step for 30 s\n" in _shown(progress, now + 30)
+    assert " left" not in _shown(progress, now + 30)
+
+
+def test_silence_after_the_last_step_is_nothing_to_mention(steps):
+    progress, now = _running(steps, total=120)
+    shown = _shown(progress, now + 30)
+    assert "no step" not in shown
+    assert " left" not in shown, "nothing is left"
+
+
+def test_worker_that_is_missing_before_the_first_step_is_shown():
+    progress = Progress(0.0, lines=False, script=True)
+    assert _shown(progress, 5.0) == ""
+    progress.take([_awaited(103.0, 100.0, 2)], 5.0)
+    assert _shown(progress, 6.0) == "no step for 4 s: rank 2 is missing\n"
+
+
+def test_worker_that_stopped_while_others_go_on_is_marked_in_its_row(steps):
+    progress = Progress(0.0, lines=False)
+    quick = steps[len(steps) // 2].t
+    for step in steps:
+        if step.rank != 2 or step.t < quick:
+            progress.take([step], step.t)
+    shown = _shown(progress, steps[-1].t + 0.1)
+    assert "no step" in next(line for line in shown.splitlines() if line.startswith("   2"))
+    assert shown.count("no step") == 1
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_without_a_panel_a_missing_worker_is_said_a_few_times_and_that_steps_go_on(steps, script):
+    progress, now = _running(steps, total=1000, lines=True, script=script)
+    last = steps[-1].t
+    said = []
+    for second in range(1, 100):
+        awaited = [_awaited(last + second, last, 1)] if second % 2 else []
+        said += progress.take(awaited, now + second)
+    assert said == [
+        f"no step for {time}: rank 1 is missing" for time in ("10 s", "20 s", "40 s", "1 min 20 s")
     ]
-    assert "samples/s" in lines[-1]
-    assert lines[-1].endswith("test loss 0.304, accuracy 92.5 %")
+    after = progress.take([_again(step, 100) for step in steps], now + 100)
+    assert after[:1] == ["steps go on"]
+    assert progress.take([], now + 101) == []
 
 
-def test_an_epoch_without_evaluation_has_its_line_once(imagined, a_plan):
-    lines = _plain(imagined(a_plan(evaluate=False)))
-    assert [line.split(",")[0] for line in lines[1:]] == ["epoch 1 ended", "epoch 2 ended", "epoch 3 ended"]
+def test_without_a_panel_silence_alone_is_not_a_line_in_a_log(steps):
+    progress, now = _running(steps, total=1000, lines=True, script=True)
+    assert [line for second in range(1, 100) for line in progress.take([], now + second)] == []
 
 
-def test_an_evaluation_reported_by_several_workers_is_one_line(imagined, a_plan):
-    steps = [e for e in imagined(a_plan(epochs=1)) if isinstance(e, StepEnded)]
-    told = [
-        Evaluated(t=2e9, rank=rank, epoch=0, step=40, loss=0.5, accuracy=0.9, samples=8)
-        for rank in range(2)
-    ]
-    ended = [EpochEnded(t=2e9, rank=rank, epoch=0, step=40) for rank in range(4)]
-    assert [line.split(",")[0] for line in _plain([*steps, *told, *ended])] == ["epoch 1 evaluated"]
+def test_run_that_has_ended_is_not_stalled(steps):
+    progress, now = _running(steps, total=1000, lines=True)
+    progress.take([_awaited(9.0, 0.0, 1)], now + 9)
+    progress.take([RunEnded(t=9.5, rank=-1, outcome="failed")], now + 9)
+    assert progress.take([], now + 12) == []
+    assert "no step" not in _shown(progress, now + 12)
 
 
-def test_progress_lines_come_at_most_every_ten_seconds(imagined, a_plan):
-    steps = [e for e in imagined(a_plan(epochs=1)) if isinstance(e, StepEnded)]
-    lines = _plain(steps, pace_s=1.0, total_steps=40)
-    assert len(lines) == len(steps) // 10
-    assert lines[0].startswith("step 3 of 40 (epoch 1), ")
+@pytest.mark.parametrize(("height", "rows"), [(5, 0), (6, 1), (7, 2), (8, 4)])
+def test_panel_has_as_many_workers_as_there_is_room_for(steps, height, rows):
+    progress, now = _running(steps, total=1000, script=True)
+    shown = _shown(progress, now + 1, height=height).splitlines()
+    assert len(shown) <= height
+    assert sum(line.startswith("   ") for line in shown) == rows
 
 
-def test_no_line_is_printed_before_the_first_step():
-    console, clock = _console(terminal=False), Clock()
-    with Progress(console=console, clock=clock) as progress:
-        clock.now = 100.0
-        progress.update([])
-    assert _text(console) == ""
+# Notes and warnings
 
 
-def test_a_note_is_printed_once_and_the_launchers_notes_are_not():
-    notes = [Noted(t=1.0, rank=rank, text="[bold]falls back") for rank in range(3)]
-    lines = _plain([*notes, Noted(t=2.0, rank=LAUNCHER, text="said already")])
-    assert lines == ["note: [bold]falls back"]
+def _note(rank: int, text: str, *, warning: bool = False) -> Noted:
+    return Noted(t=1.0, rank=rank, text=text, warning=warning)
 
 
-def test_faults_are_printed_as_they_happen(imagined, a_plan):
-    assert "fault: slowed node-b down to 0.5 cores" in _plain(imagined(a_plan(faults=True)))
+def test_note_of_any_worker_is_said_at_once_and_once():
+    progress = Progress(0.0, lines=False, script=True)
+    assert progress.take([_note(2, "falls back"), _note(0, "falls back")], 0.0) == ["note: falls back"]
+    assert progress.take([_note(1, "falls back")], 9.0) == []
 
 
-def test_on_a_terminal_there_is_one_display_with_a_row_per_worker(imagined):
-    events = [StepsExpected(t=0.0, rank=0, steps=240), *imagined()]
-    console, clock = _console(terminal=True), Clock()
-    with Progress(console=console, clock=clock) as progress:
-        progress.update([])
-        clock.now += 1
-        progress.update(events[:200])
-        clock.now += 1
-        progress.update(events[200:])
-        shown = _text(console)
-    last = shown[shown.rindex("step 120") :]
-    assert last.startswith("step 120 of 240 (epoch 3)")
-    assert " left" in last
-    for node in ("node-a", "node-b", "node-c", "node-d"):
-        assert node in last
-    assert "█" in last
-    assert "░" in last
-    assert "accuracy 92.5 %" in last
-    assert "epoch 3 evaluated" not in shown
+def test_warning_of_the_leader_is_left_to_its_output_where_that_is_shown():
+    told = [_note(0, "odd", warning=True), _note(0, "odd")]
+    assert Progress(0.0, lines=False, script=True).take(told, 0.0) == []
+    assert Progress(0.0, lines=False).take(told, 0.0) == ["warning: odd"]
 
 
-def test_the_display_is_gone_when_the_run_is_over(imagined):
-    console, clock = _console(terminal=True), Clock()
-    with Progress(console=console, clock=clock) as progress:
-        clock.now += 1
-        progress.update(imagined())
-    assert "\x1b[2K" in _text(console)[-60:]
-    assert progress.summary.steps == 120
+def test_warning_of_another_worker_is_said_with_its_rank():
+    progress = Progress(0.0, lines=False, script=True)
+    assert progress.take([_note(2, "odd", warning=True), _note(2, "odd")], 0.0) == []
+    assert progress.take([_note(1, "odd", warning=True)], 0.4) == []
+    assert progress.take([], 0.6) == ["warning of rank 2: odd"]
+    assert progress.take([_note(1, "odd", warning=True), _note(1, "odd")], 9.0) == []
 
 
-def test_a_terminal_that_cannot_redraw_gets_plain_lines(imagined):
-    console = _console(terminal=True, term="dumb")
-    with Progress(console=console) as progress:
-        progress.update(imagined())
-    assert "epoch 3 evaluated" in _text(console)
-    assert "\x1b" not in _text(console)
+def test_warning_that_the_leader_prints_too_is_not_said_again():
+    progress = Progress(0.0, lines=False, script=True)
+    assert progress.take([_note(2, "odd", warning=True)], 0.0) == []
+    assert progress.take([_note(0, "odd", warning=True)], 0.3) == []
+    assert progress.take([], 9.0) == []
+    assert progress.end() == []
 
 
-def test_the_display_is_not_redrawn_too_often(imagined):
-    console, clock = _console(terminal=True), Clock()
-    with Progress(console=console, clock=clock) as progress:
-        clock.now += 1
-        progress.update(imagined()[:100])
-        drawn = len(_text(console))
-        clock.now += 0.01
-        progress.update(imagined()[100:102])
-        assert len(_text(console)) == drawn
+def test_warning_at_the_very_end_is_not_lost():
+    progress = Progress(0.0, lines=False, script=True)
+    progress.take([_note(3, "drifted apart", warning=True)], 0.0)
+    assert progress.end() == ["warning of rank 3: drifted apart"]
 
 
-def test_live_figures_are_those_of_the_last_seconds(imagined, a_plan):
-    slow = imagined(a_plan(epochs=1, evaluate=False, speeds=(100.0,) * 4))
-    steps = [e for e in slow if isinstance(e, StepEnded)]
-    offset = max(e.t for e in steps) - min(e.start for e in steps)
-    console, clock = _console(terminal=False), Clock()
-    fast = [
-        e for e in imagined(a_plan(epochs=1, evaluate=False, speeds=(9e5,) * 4)) if isinstance(e, StepEnded)
-    ]
-    with Progress(console=console, clock=clock) as progress:
-        for batch in (steps, []):
-            clock.now += 11
-            progress.update(batch)
-        clock.now += 11
-        progress.update(
-            StepEnded(
-                **{name: getattr(e, name) for name in e.__struct_fields__}
-                | {
-                    "step": e.step + 40,
-                    "t": e.t + offset,
-                    "start": e.start + offset,
-                    "arrival": e.arrival + offset,
-                }
-            )
-            for e in fast
-        )
-    rates = [float(line.split(", ")[1].split()[0].replace(",", "")) for line in _text(console).splitlines()]
-    assert rates[-1] > 10 * rates[0]
-
-
-def test_more_workers_than_rows_are_counted(imagined, a_plan):
-    plan = a_plan(speeds=(800.0,) * 25, shares=(8,) * 25, nodes=[f"n{i}" for i in range(25)], epochs=1)
-    console, clock = _console(terminal=True, height=20), Clock()
-    with Progress(console=console, clock=clock) as progress:
-        clock.now += 1
-        progress.update(imagined(plan))
-        assert "and 13 more workers" in _text(console)
-
-
-def _closing(summary, width: int = 80) -> str:
-    console = _console(terminal=False, width=width)
-    console.print(closing_table(summary))
-    return _text(console)
-
-
-def test_the_closing_table_fits_80_columns_and_has_all_figures(imagined):
-    text = _closing(summarise(imagined()))
-    assert all(len(line) <= 80 for line in text.splitlines())
-    header = next(line for line in text.splitlines() if "rank" in line)
-    assert " ".join(header.split()) == "rank node share samples/s compute wait sent last delayed"
-    row = next(line for line in text.splitlines() if "node-d" in line).split()
-    assert row[:3] == ["3", "node-d", "16"]
-    assert "21.6 MB" in " ".join(row)
-    assert "120 steps in" in text
-    assert "accuracy 92.5 %" in text
-    assert "Rank 3 (node-d) arrived last" in text
-
-
-def test_long_names_and_figures_still_fit(imagined, a_plan):
-    nodes = [f"a-rather-long-node-name-{index}" for index in range(4)]
-    text = _closing(summarise(imagined(a_plan(nodes=nodes, shares=(1600,) * 4))))
-    assert all(len(line) <= 80 for line in text.splitlines())
-    assert "delayed" in text
-    assert "…" not in text
-
-
-@pytest.mark.parametrize(
-    ("situation", "missing"),
-    [
-        ({"speeds": (800.0,), "shares": (32,), "nodes": ("laptop",)}, "delayed"),
-        ({"losses": False, "evaluate": False}, "loss"),
-        ({"epochs": 0}, "samples/s"),
-        ({"gaps": tuple(range(120))}, "delayed"),
-    ],
-)
-def test_the_closing_table_leaves_out_unknown_figures(imagined, a_plan, situation, missing):
-    assert missing not in _closing(summarise(imagined(a_plan(**situation))))
-
-
-def test_without_events_the_closing_table_is_a_sentence():
-    assert _closing(summarise([])) == "No step was recorded.\n"
-
-
-def test_the_closing_table_says_what_limits_a_step_where_buckets_were_reported(imagined, a_plan):
-    told = _closing(summarise(imagined(a_plan(buckets=4))), width=200)
-    assert " ms of computing on rank 3 (node-d)." in told
-    assert "times its lower limit" not in _closing(summarise(imagined()), width=200)
-
-
-def test_if_workers_do_not_step_together_the_steps_of_all_are_counted(imagined_served, a_served_plan):
-    events = imagined_served(a_served_plan(need=1, rounds=False, sync="async"))
-    lines = _plain(events, pace_s=1.0)
-    assert lines[0].split(",")[0].endswith("of about 200 steps of 4 workers (epoch 1)")
-    for line in lines:
-        done, total = int(line.split(" of ")[0]), int(line.split("about ")[1].split(" ")[0])
-        assert done <= total
-    assert not any(line.startswith("step ") for line in lines)
-
-
-def test_the_expected_total_is_not_shown_once_it_is_exceeded(imagined_served, a_served_plan):
-    events = [
-        StepsExpected(t=e.t, rank=0, steps=10) if isinstance(e, StepsExpected) else e
-        for e in imagined_served(a_served_plan(need=1, rounds=False, sync="async"))
-    ]
-    assert _plain(events, pace_s=1.0)[-1].split(",")[0].endswith(" steps of 4 workers (epoch 1)")
-    assert "about" not in _plain(events, pace_s=1.0)[-1]
-    assert "about 40 steps" in _plain(events, pace_s=1.0)[0]
-
-
-def test_the_closing_table_of_a_served_run_has_its_drops_and_no_arrivals(imagined_served):
-    summary = summarise(imagined_served())
-    text = _closing(summary)
-    assert all(len(line) <= 80 for line in text.splitlines())
-    header = next(line for line in text.splitlines() if "rank" in line)
-    assert " ".join(header.split()) == "rank node steps samples/s compute wait dropped held"
-    assert f"{summary.all_steps} steps of 4 workers and 6" in text
-    assert "delayed" not in text
-
-
-def test_the_display_of_a_served_run_counts_each_workers_steps(imagined_served):
-    console, clock = _console(terminal=True), Clock()
-    with Progress(console=console, clock=clock) as progress:
-        clock.now += 1
-        progress.update(imagined_served())
-        shown = _text(console)
-    assert "of about 200 steps of 4 workers" in shown
-    assert "last" not in shown
+def test_fault_is_said():
+    fault = FaultInjected(t=1.0, rank=-1, action="kill", target="node-b", detail="")
+    assert Progress(0.0, lines=False, script=True).take([fault], 0.0) == ["fault: kill node-b"]

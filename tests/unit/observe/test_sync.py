@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon.observe.closing import closing_table
 from echelon.observe.events import Arrived, Decided, RunStarted, StepEnded, WorkerJoined
 from echelon.observe.page.history import collect_history
 from echelon.observe.page.sync import synchronisation
-from echelon.observe.progress import closing_table
 from echelon.observe.report import write_report
 from echelon.observe.summary import Summary, Tally, summarise, write_summary
 from echelon.observe.sync import SyncTally, firsts_of, policy_of, steps_together

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import count, islice
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def shared(loader, *, rank=0, workers=1, weights=None, seed=0, index=0, meaning=
         clock=StepClock(Recorder(None), rank),
         device=torch.device("cpu"),
         on_pass=lambda _: None,
-        on_batch=lambda _, part: seen.append((part.share, part.batch)),
+        on_batch=lambda _, part, data: seen.append((part.share, part.batch)),
     )
     made = SharedLoader(loader, index, sharing, meaning)
     made.seen = seen
@@ -111,12 +112,12 @@ def together(make, workers, **options):
 @given(st.data())
 def test_every_sample_is_drawn_once_for_any_sizes_and_shares(data):
     workers = data.draw(st.integers(1, 5))
-    count, batch = data.draw(st.integers(workers, 60)), data.draw(st.integers(workers, 20))
+    samples, batch = data.draw(st.integers(workers, 60)), data.draw(st.integers(workers, 20))
     weights = data.draw(st.lists(st.sampled_from([0.5, 1, 2, 7]), min_size=workers, max_size=workers))
     options = {"shuffle": data.draw(st.booleans()), "batch_size": batch}
-    batches = together(lambda: DataLoader(numbers(count), **options), workers, weights=weights)
-    assert sorted(flat(batches)) == list(range(count))
-    alone = drawn(shared(DataLoader(numbers(count), **options)))
+    batches = together(lambda: DataLoader(numbers(samples), **options), workers, weights=weights)
+    assert sorted(flat(batches)) == list(range(samples))
+    alone = drawn(shared(DataLoader(numbers(samples), **options)))
     assert flat(batches) == flat(alone), "the order does not depend on the number of workers"
 
 
@@ -279,6 +280,89 @@ def test_abandoned_epoch_is_not_resumed():
     assert drawn(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
+class Unsized(Sampler):
+    """A permutation from a generator of its own, of unknown length."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self):
+        return iter(torch.randperm(23, generator=self.generator).tolist())
+
+
+class Forever(Sampler):
+    """0, 1, 2, ... without an end."""
+
+    def __init__(self):
+        self.drawn = 0
+
+    def __iter__(self):
+        for number in count():
+            self.drawn += 1
+            yield number % 50
+
+
+class ForeverInPairs(Forever):
+    def __iter__(self):
+        return (list(pair) for pair in zip(*[super().__iter__()] * 2, strict=False))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_sampler_of_ten_billion_samples_is_drawn_as_far_as_needed(workers, replacement):
+    def make():
+        data = numbers(50)
+        sampler = RandomSampler(data, replacement=replacement, num_samples=10**10)
+        return DataLoader(data, batch_size=20, sampler=sampler)
+
+    def begun(rank, **options):
+        loader = shared(make(), rank=rank, workers=workers, **options)
+        assert len(loader) == 5 * 10**8
+        return [batch[0].tolist() for batch in islice(loader, 6)]
+
+    parts = [begun(rank) for rank in range(workers)]
+    together = [flat(batch) for batch in zip(*parts, strict=True)]
+    alone = shared(make())
+    assert flat(together) == flat(batch[0].tolist() for batch in islice(alone, 6))
+    if not replacement:
+        assert sorted(flat(together)[:50]) == sorted(flat(together)[50:100]) == list(range(50))
+        assert flat(together)[:50] != flat(together)[50:100]
+    assert flat(begun(0, seed=1)) != flat(parts[0])
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_endless_samplers_are_drawn_a_few_batches_at_a_time(processes):
+    sampler = Forever()
+    loader = shared(DataLoader(numbers(50), batch_size=20, sampler=sampler, num_workers=processes))
+    assert [batch[0].tolist() for batch in islice(loader, 3)][2] == [*range(40, 50), *range(10)]
+    assert sampler.drawn < 200_000
+    pairs = shared(DataLoader(numbers(50), batch_sampler=ForeverInPairs(), num_workers=processes))
+    assert [batch[0].tolist() for batch in islice(pairs, 2)] == [[0, 1], [2, 3]]
+
+
+def test_long_pass_of_a_sampler_without_a_length_ends_with_its_last_samples():
+    class Few(Sampler):
+        def __iter__(self):
+            return iter(range(11))
+
+    loader = DataLoader(numbers(11), batch_size=5, sampler=Few())
+    assert drawn(shared(loader)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10]]
+    assert drawn(shared(loader, workers=2)) == [[0, 1, 2], [5, 6, 7]]
+
+
+def test_sampler_that_fails_is_told_to_all_workers():
+    class Broken(Sampler):
+        def __iter__(self):
+            yield 1
+            raise ValueError("no more cards")
+
+        def __len__(self):
+            return 8
+
+    with pytest.raises(DataError, match="the leader's sampler failed: ValueError: no more cards"):
+        drawn(shared(DataLoader(numbers(8), batch_size=4, sampler=Broken())))
+
+
 KINDS = {
     "in-order": lambda: DataLoader(numbers(23), batch_size=5),
     "shuffled": lambda: DataLoader(numbers(23), batch_size=5, shuffle=True),
@@ -289,6 +373,11 @@ KINDS = {
         sampler=RandomSampler(range(23), replacement=True, generator=torch.Generator().manual_seed(4)),
     ),
     "batch-sampler": lambda: DataLoader(numbers(30), batch_sampler=Growing(5)),
+    "draws": lambda: DataLoader(numbers(9), batch_size=5, sampler=RandomSampler(range(9), True, 23)),
+    "permutations": lambda: DataLoader(
+        numbers(9), batch_size=5, sampler=RandomSampler(range(9), False, 23)
+    ),
+    "no-length": lambda: DataLoader(numbers(23), batch_size=5, sampler=Unsized(4)),
     "stream": lambda: DataLoader(Stream(23), batch_size=5),
     "processes": lambda: DataLoader(numbers(23), batch_size=5, shuffle=True, num_workers=1),
 }

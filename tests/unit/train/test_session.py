@@ -155,7 +155,7 @@ def test_accumulate_adds_gradients_on_a_single_worker(session):
 
 
 def test_run_writes_a_record_of_its_events(tmp_path):
-    with echelon.join(name="my run", seed=4, runs=tmp_path) as session:
+    with echelon.join(name="my run", seed=4, runs=tmp_path, record=True) as session:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=4)
@@ -256,7 +256,7 @@ def test_closed_session_and_its_model_are_garbage_collected():
 
 
 def test_an_evaluation_needs_a_loss_or_an_accuracy(tmp_path):
-    with echelon.join(runs=tmp_path) as session:
+    with echelon.join(runs=tmp_path, record=True) as session:
         session.log_evaluation(accuracy=0.5, samples=2)
         session.log_evaluation(loss=0.25, samples=3)
         with pytest.raises(ConfigError, match="needs a loss or an accuracy"):
@@ -267,9 +267,28 @@ def test_an_evaluation_needs_a_loss_or_an_accuracy(tmp_path):
     assert write_report(session.folder, tmp_path / "report.html").is_file()
 
 
-def test_single_worker_run_records_its_end_and_prints_the_path_of_its_record(tmp_path, monkeypatch, capsys):
+def test_script_without_a_launcher_leaves_no_record_and_says_nothing_of_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with echelon.join(name="mine") as session:
+        session.note("for nobody")
+        session.log(loss=0.5)
+    assert session.folder is None
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_single_worker_of_another_launcher_is_recorded(tmp_path, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 9}.items():
+        monkeypatch.setenv(name, str(value))
+    with echelon.join(runs=tmp_path) as session:
+        assert session.folder is not None
+    with echelon.join(runs=tmp_path, record=False) as session:
+        assert session.folder is None
+
+
+def test_single_worker_run_records_its_end_and_prints_the_path_of_its_record(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with echelon.join(name="mine", record=True) as session:
         pass
     *_, last = read_events(session.folder.events_of(0))
     assert (type(last), last.outcome, last.detail) == (RunEnded, "completed", "")
@@ -288,7 +307,7 @@ def test_single_worker_run_records_its_end_and_prints_the_path_of_its_record(tmp
     ],
 )
 def test_failed_run_records_its_outcome_and_reason(tmp_path, error, outcome, detail):
-    with pytest.raises(type(error)), echelon.join(runs=tmp_path) as session:
+    with pytest.raises(type(error)), echelon.join(runs=tmp_path, record=True) as session:
         raise error
     *_, last = read_events(session.folder.events_of(0))
     assert (last.outcome, last.detail) == (outcome, detail)
@@ -312,7 +331,7 @@ SCRIPT = """
 import sys
 import echelon
 
-session = echelon.join(runs=sys.argv[1], name="script")
+session = echelon.join(runs=sys.argv[1], name="script", record=True)
 session.note("about to end")
 if len(sys.argv) > 2:
     raise ValueError("as asked")

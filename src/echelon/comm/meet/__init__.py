@@ -1,6 +1,7 @@
 """How workers find each other, connect, and measure their links.
 
 place.py       reads this worker's rank and the leader's address from the launcher's variables
+foreign.py     what do the variables of MPI and Slurm say?
 rendezvous.py  workers sign in at a key-value store, and report there why they failed
 mesh.py        connects every worker with every other worker over TCP
 handshake.py   a peer proves that it knows the run's secret

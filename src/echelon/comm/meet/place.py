@@ -1,7 +1,8 @@
 """This worker's rank, the world size and the leader's address, from the variables that launchers set.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are needed; LOCAL_RANK selects a device. With none of them
-set, the process is alone. With only some of them set, joining is an error: guessing would hang.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are needed; LOCAL_RANK selects a device. Where RANK and
+WORLD_SIZE are not set, the variables of MPI and Slurm are read (foreign.py). With none of them set, the
+process is alone. With only some of them set, joining is an error: guessing would hang.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from echelon.comm.meet import foreign
 from echelon.errors import ConfigError
 
 SERVERS_VARIABLE = "ECHELON_SERVERS"
@@ -37,8 +39,12 @@ class Place:
         return self.world_size + self.servers
 
     @classmethod
-    def from_environment(cls, env: Mapping[str, str]) -> Place:
-        """The place that the launcher's variables describe."""
+    def from_environment(cls, env: Mapping[str, str], *, parent: int = 0) -> Place:
+        """The place that the launcher's variables describe; `parent` is the parent's process id."""
+        if not env.get("RANK") and not env.get("WORLD_SIZE"):
+            start = foreign.read(env, parent=parent)
+            if start is not None and start.world_size > 1:
+                env = _with_start(env, start)
         present = [name for name in _NEEDED if env.get(name)]
         alone = (env.get("RANK") or "0") == "0" and (env.get("WORLD_SIZE") or "1") == "1"
         if alone and set(present) <= {"RANK", "WORLD_SIZE"}:
@@ -51,12 +57,12 @@ class Place:
                 fix="start the script with a launcher (echelon run, torchrun), or unset them all",
             )
         place = cls(
-            rank=_number(env, "RANK"),
-            world_size=_number(env, "WORLD_SIZE"),
-            local_rank=_number(env, "LOCAL_RANK") if env.get("LOCAL_RANK") else 0,
+            rank=foreign.number(env, "RANK"),
+            world_size=foreign.number(env, "WORLD_SIZE"),
+            local_rank=foreign.number(env, "LOCAL_RANK", 0),
             address=env["MASTER_ADDR"],
-            port=_number(env, "MASTER_PORT"),
-            servers=_number(env, SERVERS_VARIABLE) if env.get(SERVERS_VARIABLE) else 0,
+            port=foreign.number(env, "MASTER_PORT"),
+            servers=foreign.number(env, SERVERS_VARIABLE, 0),
             hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
@@ -73,10 +79,22 @@ def _listed(names: list[str]) -> str:
     return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
-    try:
-        return int(env[name])
-    except ValueError:
+def _with_start(env: Mapping[str, str], start: foreign.ForeignStart) -> dict[str, str]:
+    """The variables that the other launcher does not set; those that the user has set stay."""
+    address = env.get("MASTER_ADDR") or start.address
+    if not address:
         raise ConfigError(
-            f"{name} is {env[name]!r}, which is not a number", where="environment", fix="set it to a number"
-        ) from None
+            f"{start.by} started {start.world_size} processes on several machines, and does not say where "
+            "they can meet",
+            where="environment",
+            fix="set MASTER_ADDR to an address of the first machine, and MASTER_PORT, on all of them "
+            "(mpirun -x MASTER_ADDR -x MASTER_PORT), or start with echelon run",
+        )
+    return {
+        **env,
+        "RANK": str(start.rank),
+        "WORLD_SIZE": str(start.world_size),
+        "LOCAL_RANK": env.get("LOCAL_RANK") or str(start.local_rank),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": env.get("MASTER_PORT") or str(start.port),
+    }

@@ -206,6 +206,10 @@ class LevelsSynchronizer(IndependentSynchronizer):
         if self._between is not None:
             self._between.weigh(whole)
 
+    def resolve_with(self, resolve: Callable[[], None]) -> None:
+        """Call it before the policy inside the group uses a weight."""
+        self._inside.resolve_with(resolve)
+
     def refresh(self, *, ended: bool, trains: bool) -> None:
         """Refresh both levels. Members that differ continue with the weights shown."""
         if (

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.codec.fitting import refuse_factors
@@ -49,19 +50,20 @@ class ReduceSynchronizer(Synchronizer):
         self._explain = explain
         self._factorings: list[Factoring] = []
         self._reducers: list[Reducer] = []
+        self._rules: list[ModelOptions] = []
         self._models: list[nn.Module] = []
+        self._rounds_at_step: dict[int, int] = {}
         self._optimizers: list[Optimizer] = []
         self._deferred = DeferredSteps()
         self.weight = 1.0 / group.size  # the mean, as in DDP, until a prepared loader sets it
+        self._resolve: Callable[[], None] = _nothing
 
     def add(self, model: nn.Module, rules: ModelOptions) -> None:
         """Reduce a model's gradients from now on."""
         if self._group.size == 1 and not self._encoding.active(rules.codec):
             return
 
-        def weight() -> float:
-            return self.weight if rules.loss == "mean" else 1.0 / self._group.size
-
+        weight = self._weight_of(rules)
         deferred = rules.overlap == "step"
         if deferred:
             refuse_compiled(model)
@@ -84,9 +86,43 @@ class ReduceSynchronizer(Synchronizer):
             encoder=coding,
         )
         self._reducers.append(reducer)
+        self._rules.append(rules)
         if factoring is not None:
             factoring.serve(reducer)
             self._factorings.append(factoring)
+
+    def _weight_of(self, rules: ModelOptions) -> Callable[[], float]:
+        """The weight of this worker's gradients of a model, whenever it is needed."""
+
+        def weight() -> float:
+            self._resolve()
+            return self.weight
+
+        return weight if rules.loss == "mean" else lambda: 1.0 / self._group.size
+
+    def renew(self, model: nn.Module) -> list[str]:
+        """Give new parameters the leader's values, and reduce their gradients too."""
+        at = next((at for at, known in enumerate(self._models) if known is model), None)
+        if at is None:
+            return []
+        reducer, rules = self._reducers[at], self._rules[at]
+        named = list(model.named_parameters())
+        fresh = [(name, p) for name, p in named if not reducer.touches({id(p)})]
+        if not fresh and len(named) == len(reducer.named):
+            return []
+        if self._encoding.active(rules.codec):
+            raise ModelError(
+                f"parameters were replaced after prepare ({', '.join(name for name, _ in fresh)}), and the "
+                "codec keeps states for those that it was given",
+                where="prepare",
+                fix="change the model first, then prepare it",
+            )
+        self.settle()
+        agree.share_tensors(self._group, [p.data for _, p in fresh] + list(model.buffers()))
+        if rules.batchnorm == "global" and batchnorm.layers(model):
+            batchnorm.make_global(model, self._group.fork(), self._weight_of(rules))
+        reducer.renew(named)
+        return [name for name, _ in fresh]
 
     def _factors(self, rules: ModelOptions, coding: ModelEncoder | None) -> FactorRule:
         """Which layers may send factors; none if the gradients are encoded."""
@@ -124,7 +160,32 @@ class ReduceSynchronizer(Synchronizer):
             self._deferred.adopt(optimizer, before, after)
             return
         optimizer.register_step_pre_hook(lambda *_: before())
+        if self._group.size > 1:
+            optimizer.register_step_pre_hook(lambda _, args, kwargs: self._with_closure(args, kwargs))
         optimizer.register_step_post_hook(lambda *_: after())
+
+    def _with_closure(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Let a step's closure return the loss of all workers, so that all take the same decisions."""
+        closure = kwargs.get("closure") or next((one for one in args[1:] if callable(one)), None)
+        if closure is None:
+            return None
+
+        def together() -> Any:
+            return self._loss_of_all(closure())
+
+        given = tuple(together if one is closure else one for one in args)
+        return given, {**kwargs, "closure": together} if "closure" in kwargs else kwargs
+
+    def _loss_of_all(self, loss: Any) -> Any:
+        if not isinstance(loss, (Tensor, float)):
+            return loss
+        summed = bool(self._rules) and all(rules.loss == "sum" for rules in self._rules)
+        own = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss)
+        whole = (own.double().cpu() * (1.0 if summed else self.weight)).reshape(1).clone()
+        self._group.all_reduce(whole).wait()
+        if isinstance(loss, float):
+            return float(whole)
+        return whole.to(own.dtype).to(own.device).view(own.shape)
 
     def begin(self) -> None:
         """Refuse momentum that a codec applies too."""
@@ -154,11 +215,34 @@ class ReduceSynchronizer(Synchronizer):
                     reducer.rescale(self.weight / weight)
         self.weight = weight
 
+    def resolve_with(self, resolve: Callable[[], None]) -> None:
+        """Call it before a weight is used."""
+        self._resolve = resolve
+
     def before_step(self, optimizer: Optimizer, where: str) -> None:
         """Refuse a step on unreduced gradients; decide about factors after the first round."""
         self._check(optimizer, where)
         for factoring in self._factorings:
             factoring.consider()
+
+    def not_reduced(self, optimizer: Optimizer) -> list[tuple[str, Tensor | None]]:
+        """Its gradients, if it steps without a round since its last step; a deferred step has one."""
+        rounds = sum(reducer.rounds for reducer in self._reducers)
+        before, self._rounds_at_step[id(optimizer)] = self._rounds_at_step.get(id(optimizer), 0), rounds
+        if rounds != before or self._deferred.active:
+            return []
+        held = {id(p) for p in _parameters(optimizer)}
+        found = {name: p.grad for reducer in self._reducers for name, p in reducer.named if id(p) in held}
+        return [] if all(grad is None for grad in found.values()) else list(found.items())
+
+    def replicas(self) -> list[tuple[str, Tensor]]:
+        """All parameters, once nothing is in flight."""
+        self.settle()
+        return [
+            (agree.label(index, name), p.data)
+            for index, model in enumerate(self._models)
+            for name, p in model.named_parameters()
+        ]
 
     def _check(self, optimizer: Optimizer, where: str) -> None:
         if not self._reducers:
@@ -208,6 +292,10 @@ class ReduceSynchronizer(Synchronizer):
         for model in self._models:
             batchnorm.make_local(model)
             linear.detach(model)
+
+
+def _nothing() -> None:
+    """Nobody knows better than `weigh`."""
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:

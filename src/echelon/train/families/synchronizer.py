@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.comm.group import Group
@@ -79,6 +79,10 @@ class Synchronizer(ABC):
         """Set the weight of this worker's loss; `batch` is the size of the global batch, if known."""
         return
 
+    def resolve_with(self, resolve: Callable[[], None]) -> None:
+        """Call `resolve`, which may call `weigh`, before a weight is used in a backward pass."""
+        return
+
     @abstractmethod
     def refresh(self, *, ended: bool, trains: bool) -> None:
         """A pass over the data begins, or has `ended`; all workers call it. `trains`: the pass trains."""
@@ -94,6 +98,18 @@ class Synchronizer(ABC):
     def before_step(self, optimizer: Optimizer, where: str) -> None:
         """Refuse a step that would apply wrong gradients."""
         return
+
+    def not_reduced(self, optimizer: Optimizer) -> list[tuple[str, Tensor | None]]:
+        """The optimizer's gradients, if no backward pass has reduced any since its last step; else none."""
+        return []
+
+    def replicas(self) -> list[tuple[str, Tensor]]:
+        """The weights that must be the same on all workers now, by name."""
+        return []
+
+    def renew(self, model: nn.Module) -> list[str]:
+        """Parameters of a model may have been replaced: synchronise the new ones; returns their names."""
+        return []
 
     def settle(self) -> None:
         """Wait for everything in flight, and apply it."""

@@ -1,5 +1,6 @@
 import pytest
 
+from echelon.comm.meet import foreign
 from echelon.comm.meet.place import Place
 from echelon.errors import ConfigError
 
@@ -72,3 +73,73 @@ def test_a_rank_outside_of_the_world_is_refused(rank):
     with pytest.raises(ConfigError, match=f"RANK is {rank} in a world of 4") as caught:
         Place.from_environment({**FULL, "RANK": rank})
     assert "0 to 3" in caught.value.fix
+
+
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-a-77@1",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3"}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "81",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "rank", "size", "local", "address"),
+    [(OPENMPI, 2, 4, 2, "127.0.0.1"), (MPICH, 1, 3, 1, "127.0.0.1"), (SLURM, 3, 4, 1, "n1")],
+    ids=["openmpi", "mpich", "slurm"],
+)
+def test_variables_of_other_launchers_give_the_place(env, rank, size, local, address):
+    place = Place.from_environment(env, parent=5)
+    assert (place.rank, place.world_size, place.local_rank, place.address) == (rank, size, local, address)
+    assert 1024 < place.port < 32768
+    assert place.port == Place.from_environment(env, parent=5).port
+    told = Place.from_environment({**env, "MASTER_ADDR": "head", "MASTER_PORT": "5000"})
+    assert (told.rank, told.address, told.port) == (rank, "head", 5000)
+    assert Place.from_environment({**env, **FULL}).rank == 2, "RANK comes first"
+
+
+def test_two_jobs_meet_at_different_ports():
+    other = {**OPENMPI, "PMIX_NAMESPACE": "prterun-a-78@1"}
+    assert Place.from_environment(other).port != Place.from_environment(OPENMPI).port
+    assert Place.from_environment(MPICH, parent=1).port != Place.from_environment(MPICH, parent=2).port
+
+
+def test_processes_of_mpi_on_several_machines_need_an_address():
+    env = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(ConfigError, match="mpirun started 4 processes on several machines") as caught:
+        Place.from_environment(env)
+    assert "MASTER_ADDR" in caught.value.fix
+
+
+def test_one_process_of_another_launcher_and_a_batch_script_are_alone():
+    assert Place.from_environment(
+        {**OPENMPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    ) == (Place())
+    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    assert Place.from_environment(batch) == Place()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("gpu[03-05,9],cpu1", "gpu03"),
+        ("a,b", "a"),
+        ("rack[2,4]-x,z", "rack2-x"),
+        ("", ""),
+    ],
+)
+def test_first_machine_of_a_slurm_list(nodes, first):
+    assert foreign.first_host(nodes) == first

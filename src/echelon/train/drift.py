@@ -1,0 +1,96 @@
+"""Do all workers still have the same weights? If not, which parameter differs, and on which worker?
+
+Every worker computes a checksum of each parameter; the checksums are exchanged and compared. It is done at
+the end of every epoch and at every checkpoint, so it costs little beside them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from echelon.comm.group import Group
+from echelon.errors import ModelError
+
+Named = Sequence[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor that is not the same on all workers; `ranks` are the workers in the minority."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def checksum(tensor: Tensor | None) -> int:
+    """A number for the tensor's bytes, its shape and its type."""
+    if tensor is None:
+        return 0
+    digest = xxhash.xxh3_64(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    flat = tensor.detach().contiguous().cpu().view(-1)
+    if flat.numel():
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.intdigest() >> 1
+
+
+def first_difference(names: Sequence[str], sums: Sequence[Sequence[int]]) -> Difference | None:
+    """The first tensor whose checksums differ; `sums` are all workers', by rank. Pure."""
+    for index, name in enumerate(names):
+        found = [mine[index] for mine in sums]
+        if len(set(found)) > 1:
+            count = Counter(found)
+            # The most common value is right; of equally common ones, that of the lowest rank.
+            right = max(count, key=lambda value: (count[value], -found.index(value)))
+            return Difference(name, tuple(rank for rank, value in enumerate(found) if value != right))
+    return None
+
+
+def compare(group: Group, tensors: Sequence[tuple[str, Tensor | None]]) -> Difference | None:
+    """Compare tensors over all workers; all call this with tensors of the same names."""
+    if group.size == 1 or not tensors:
+        return None
+    mine = torch.tensor([checksum(tensor) for _, tensor in tensors])
+    sums = [part.tolist() for part in group.all_gather(mine)]
+    return first_difference([name for name, _ in tensors], sums)
+
+
+def weights_differ(found: Difference, nodes: Sequence[str], when: str) -> ModelError:
+    """The error for weights that have drifted apart."""
+    return ModelError(
+        "the workers' weights have drifted apart: "
+        f"parameter {found.name} differs on {_named(found, nodes)}",
+        where=when,
+        fix="change weights on all workers alike and before prepare, and let only prepared optimizers "
+        "update them",
+    )
+
+
+def gradients_differ(found: Difference, nodes: Sequence[str], when: str) -> ModelError:
+    """The error for a step on gradients that no round has reduced."""
+    return ModelError(
+        f"the gradient of parameter {found.name} was set without a backward pass, and differs on "
+        f"{_named(found, nodes)}",
+        where=when,
+        fix="call loss.backward(), which reduces gradients; or reduce them: session.all_reduce(p.grad, "
+        '"mean")',
+    )
+
+
+def _named(found: Difference, nodes: Sequence[str]) -> str:
+    return ", ".join(f"rank {rank} on {nodes[rank]}" for rank in found.ranks)
+
+
+def first_not_finite(tensors: Named) -> str:
+    """The name of the first tensor that holds NaN or infinity; empty if none does."""
+    for name, tensor in tensors:
+        values = tensor.detach()
+        # The sum first: it is quick, and not finite if any value is not.
+        if values.is_floating_point() and not values.sum().isfinite() and not values.isfinite().all():
+            return name
+    return ""
