@@ -9,6 +9,7 @@ config.py    echelon config show
 listing.py   echelon list
 lab.py       echelon lab up | status | exec | down
 look.py      echelon trace, echelon report
+check.py     echelon check
 simulate.py  echelon simulate
 bench.py     echelon bench codecs
 doctor.py    echelon doctor
@@ -22,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from echelon.cli import bench, config, lab, listing, look, run, runs, simulate
+from echelon.cli import bench, check, config, lab, listing, look, run, runs, simulate
 from echelon.cli.adapt import adapt
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.doctor import doctor
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 run.register(app)
 app.command("adapt", cls=PlainCommand)(adapt)
+check.register(app)
 app.command("runs", cls=PlainCommand)(runs.runs)
 app.command("report", cls=PlainCommand)(look.report)
 app.command("trace", cls=PlainCommand)(look.trace)
