@@ -54,11 +54,15 @@ class AgentHandle(Protocol):
 
 @dataclass(slots=True)
 class ConnectedAgent:
-    """An agent and the machine that it is on. `node` is how the user calls the machine."""
+    """An agent and the machine that it is on.
+
+    `node` is how the user calls the machine; `slots` is how many workers it gets.
+    """
 
     node: str
     channel: Channel
     handle: AgentHandle
+    slots: int = 1
     introduction: Introduction | None = None
     waiting: list[Message] = field(default_factory=list)
     told_at: float = 0.0

@@ -65,7 +65,7 @@ class AgentWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Start these workers in `cwd`. `files` are copied there first, if there are any, and removed at the end."""
+    """Start these workers in `cwd`; if there are `files`, in a temporary folder that holds them."""
 
     run: str
     config: str
