@@ -55,12 +55,12 @@ class Terminal:
         """Type, as on a keyboard; Ctrl-C is "\\x03"."""
         os.write(self._keyboard, text.encode())
 
-    def until(self, text: str, *, gone: bool = False) -> None:
-        """Wait until a text is to be seen, or, with `gone`, until it is not."""
+    def until(self, text: str, *, gone: bool = False, after: str = "") -> None:
+        """Wait until a text is to be seen, behind another if one is given; with `gone`, until it is not."""
         deadline = time.monotonic() + _WAIT_S
-        while (text in self.shown) == gone:
+        while (text in (self.shown.partition(after)[2] if after else self.shown)) == gone:
             assert time.monotonic() < deadline, f"waited {_WAIT_S:.0f} s for {text!r} in:\n{self.shown}"
-            assert self._read(0.2) or (text in self.shown) != gone, f"no {text!r} in:\n{self.shown}"
+            assert self._read(0.2), f"it has ended, and no {text!r} in:\n{self.shown}"
 
     def end(self) -> int:
         """Wait until the program has ended; returns its exit code."""

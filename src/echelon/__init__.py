@@ -24,8 +24,8 @@ WORLD_SIZE.
       ModelError     a model cannot be prepared, or models differ between workers
       CheckpointError, LaunchError, LabError
                      a checkpoint, the start of workers, an emulated cluster
-      WorkerError    a failure of another worker: JoinTimeout, PeerLost, RoundTimeout, Corrupt,
-                     GradientError, StaleView; `ranks` says which
+      WorkerError    a failure of another worker: JoinTimeout, PeerLost, RoundTimeout, MismatchedCalls,
+                     Corrupt, GradientError, StaleView; `ranks` says which
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from echelon.errors import GradientError as GradientError
 from echelon.errors import JoinTimeout as JoinTimeout
 from echelon.errors import LabError as LabError
 from echelon.errors import LaunchError as LaunchError
+from echelon.errors import MismatchedCalls as MismatchedCalls
 from echelon.errors import ModelError as ModelError
 from echelon.errors import PeerLost as PeerLost
 from echelon.errors import RoundTimeout as RoundTimeout

@@ -1,20 +1,21 @@
 """The errors that Echelon raises, as a tree.
 
     EchelonError
-    ├── ConfigError        a name, key, value or combination from the user does not work
-    │   └── UnknownName    a name is unknown; the error suggests the nearest known one
-    ├── DataError          a data set is missing, damaged or too small
-    ├── ModelError         a model cannot be prepared, or models differ between workers
-    ├── CheckpointError    a checkpoint cannot be written or read
-    ├── LaunchError        workers cannot be started
-    ├── LabError           an emulated cluster cannot be built, or one is in the way
-    └── WorkerError        something happened to, or on, another worker
-        ├── JoinTimeout    workers did not join in time
-        ├── PeerLost       a worker is gone
-        ├── RoundTimeout   a worker did not arrive at a round in time
-        ├── Corrupt        a worker's message arrived damaged
-        ├── GradientError  a worker's gradient holds NaN or infinity
-        └── StaleView      a worker's message belongs to another view
+    ├── ConfigError          a name, key, value or combination from the user does not work
+    │   └── UnknownName      a name is unknown; the error suggests the nearest known one
+    ├── DataError            a data set is missing, damaged or too small
+    ├── ModelError           a model cannot be prepared, or models differ between workers
+    ├── CheckpointError      a checkpoint cannot be written or read
+    ├── LaunchError          workers cannot be started
+    ├── LabError             an emulated cluster cannot be built, or one is in the way
+    └── WorkerError          something happened to, or on, another worker
+        ├── JoinTimeout      workers did not join in time
+        ├── PeerLost         a worker is gone
+        ├── RoundTimeout     a worker did not arrive at a round in time
+        ├── MismatchedCalls  workers make different calls, and wait for each other
+        ├── Corrupt          a worker's message arrived damaged
+        ├── GradientError    a worker's gradient holds NaN or infinity
+        └── StaleView        a worker's message belongs to another view
 
 Each error prints the problem, where it is, and how to fix it, on three lines. Errors can be pickled, so
 that the process that knows the reason can send it to the others.
@@ -117,6 +118,10 @@ class PeerLost(WorkerError):
 
 class RoundTimeout(WorkerError):
     """Some workers did not arrive at a round before its deadline."""
+
+
+class MismatchedCalls(WorkerError):
+    """Workers make different calls, so none of them can go on; all of them raise it."""
 
 
 class Corrupt(WorkerError):

@@ -72,7 +72,9 @@ def _run(document: Path, shell) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["first-script", "unequal-machines", "stragglers", "thin-links"])
+@pytest.mark.parametrize(
+    "name", ["first-script", "adapting", "unequal-machines", "stragglers", "thin-links"]
+)
 def test_tutorial_prints_what_it_shows(shell, name):
     _run(TUTORIALS / f"{name}.md", shell)
 

@@ -17,7 +17,7 @@ import echelon
 from echelon.comm.meet import mesh
 from echelon.comm.meet.handshake import Refused
 from echelon.comm.memory import segment
-from echelon.errors import ConfigError, EchelonError, PeerLost, RoundTimeout
+from echelon.errors import EchelonError, MismatchedCalls, PeerLost, RoundTimeout
 from warm import WorkerFailure, wait_for
 
 LENGTH = 4_000_000
@@ -177,7 +177,7 @@ def differing_below():
 def test_tensors_that_differ_between_workers_are_refused_on_all_and_no_process_dies(warm_pool):
     for told in warm_pool.run(3, differing):
         for error, after in told:
-            assert type(error) is ConfigError
+            assert type(error) is MismatchedCalls
             assert "workers make different calls" in error.message
             assert "rank 1" in error.message
             assert after == 3

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.observe.events import WorkerJoined, read_events
+from echelon.observe.events import Noted, WorkerJoined, read_events
 from echelon.observe.run_folder import RunFolder
 from terminal import Terminal
 
@@ -155,7 +155,8 @@ def test_ctrl_c_while_the_leader_reads_ends_the_run(tmp_path, terminal):
 
 def test_panel_is_below_the_scripts_output_and_a_table_takes_its_place(terminal):
     shown = terminal(_training(epochs=40, pause_s=0.01))
-    shown.until("of 100000 (epoch ")
+    shown.until(f"   1  {HOST}")  # the panel's last row
+    shown.until("%", after=f"   1  {HOST}")
     above, below = shown.shown.split("─" * 100)
     assert "joined after" in above
     assert "rank 0's output follows, from its share of each batch" in above
@@ -210,6 +211,7 @@ log.warning("all of them")
 if session.rank == 1:
     log.warning("only one")
     session.note("falls back")
+session.warn("by the session")
 session.barrier()
 session.close()
 atexit.register(lambda: log.warning("at the end of %d", session.rank))
@@ -220,7 +222,10 @@ def test_notes_and_warnings_of_all_workers_are_shown_once(tmp_path):
     done = _piped(tmp_path, WARNS)
     assert done.returncode == 0, done.stderr
     warned = "WARNING echelon.train.odd: "
-    assert done.stdout == f"{warned}all of them\n{warned}at the end of 0\n"
+    by_session = "WARNING echelon.train.script_log: by the session"
+    assert done.stdout == f"{warned}all of them\n{by_session}\n{warned}at the end of 0\n"
+    noted = [e.text for e in read_events(_run(tmp_path).events_of(0)) if isinstance(e, Noted)]
+    assert noted == ["all of them", "by the session", "at the end of 0"]
     told = done.stderr.splitlines()
     assert sorted(told[2:-3]) == [
         "note: falls back",

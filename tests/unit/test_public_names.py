@@ -21,6 +21,7 @@ PUBLIC = [
     "JoinTimeout",
     "LabError",
     "LaunchError",
+    "MismatchedCalls",
     "ModelError",
     "PeerLost",
     "RoundTimeout",

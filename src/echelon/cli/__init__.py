@@ -3,6 +3,7 @@
 command.py   the classes of all commands: help without types for flags
 options.py   turns a settings class into command-line options
 run.py       echelon run, echelon train
+adapt.py     echelon adapt
 runs.py      echelon runs
 config.py    echelon config show
 listing.py   echelon list
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from echelon.cli import bench, config, lab, listing, look, run, runs, simulate
+from echelon.cli.adapt import adapt
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.doctor import doctor
 from echelon.errors import EchelonError
@@ -38,6 +40,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 run.register(app)
+app.command("adapt", cls=PlainCommand)(adapt)
 app.command("runs", cls=PlainCommand)(runs.runs)
 app.command("report", cls=PlainCommand)(look.report)
 app.command("trace", cls=PlainCommand)(look.trace)

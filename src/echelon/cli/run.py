@@ -130,8 +130,8 @@ def _run(
 ) -> None:
     """Run a training script on several workers, on this machine or in an emulated cluster.
 
-    The output of rank 0 is shown. The output of every worker is kept in the
-    run's folder. Options of echelon go before SCRIPT, the script's own after it.
+    The output of rank 0 is shown, and input goes to rank 0. The output of every
+    worker is kept in the run's folder. Options of echelon go before SCRIPT, the script's own after it.
 
     Examples:
       echelon run --workers 4 train.py --epochs 10

@@ -43,6 +43,7 @@ from echelon.comm.wire.exchange import Exchange
 from echelon.comm.wire.loop import CHANNEL_BITS, Loop
 from echelon.comm.wire.mailbox import M, Mailbox, PlacePayload
 from echelon.comm.wire.summing import SumServers
+from echelon.comm.wire.watch import OnWaiting
 from echelon.errors import ConfigError, LaunchError, RoundTimeout, WorkerError
 
 SECRET_VARIABLE = "ECHELON_SECRET"
@@ -82,6 +83,7 @@ class Engine:
         self.all_to_alls: deque[AllToAll] = deque()  # in flight, oldest first
         self.piece_bytes = 0  # unknown
         loop.progress = self.progress
+        loop.watch.workers = frozenset(range(len(self.workers)))
 
     @classmethod
     def connect(
@@ -126,6 +128,7 @@ class Engine:
             if self.servers is not None:
                 with contextlib.suppress(WorkerError):  # the servers have noticed already
                     self.servers.dismiss()
+        self.loop.watch.on_waiting = None
         self.loop.close(self.rendezvous.departure_causes[-1] if self.rendezvous.departure_causes else "")
         for rails in self.rails:
             rails.close()
@@ -166,6 +169,7 @@ class EngineGroup(Group):
         self.rank = ranks.index(me) if ranks else me
         self.size = len(ranks) or len(engine.workers)
         self._subgroup = ranks
+        self._ranks = ranks or tuple(range(self.size))
         self._engine = engine
         self.names = engine.loop.names
         self.deadline_s = engine.deadline_s
@@ -190,7 +194,7 @@ class EngineGroup(Group):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The members' ranks in the view."""
-        return self._subgroup or tuple(range(self.size))
+        return self._ranks
 
     def subgroup(self, members: Sequence[int]) -> Group | None:
         """Some members as a group of their own, over TCP."""
@@ -221,7 +225,7 @@ class EngineGroup(Group):
     ) -> Future[Tensor]:
         if self._summing is not None:
             self._summing.announce(self._channel << CHANNEL_BITS | (self._count + 1), lane, op)
-        return self._start(lane, self._schedule(lane.numel()), op, priority, result)
+        return self._start(lane, self._schedule(lane.numel()), op, priority, result, self._ranks)
 
     def _schedule(self, length: int) -> Schedule:
         if self._summing is not None:
@@ -236,7 +240,7 @@ class EngineGroup(Group):
         if own.numel():
             length = own.numel() * own.element_size()
             steps = gather_all(self.rank, self.size, length, large=length > _LARGE_BYTES)
-            self._start(_as_bytes(parts), steps, "sum", 0).wait()
+            self._start(_as_bytes(parts), steps, "sum", 0, parties=self._ranks).wait()
         return list(parts)
 
     def all_gather_unequal(
@@ -245,7 +249,8 @@ class EngineGroup(Group):
         """In the background."""
         item_bytes = buffer.element_size()
         steps = gather_blocks(self.rank, [length * item_bytes for length in lengths])
-        return self._start(_as_bytes(buffer), steps, "sum", priority, buffer)
+        parties = self._ranks if all(lengths) else ()
+        return self._start(_as_bytes(buffer), steps, "sum", priority, buffer, parties)
 
     def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Future[Tensor]:
         """Every member sends block r to member r, which adds them up."""
@@ -271,6 +276,10 @@ class EngineGroup(Group):
         own, ranks = outgoing[self.rank], self.ranks
         received = all_to_all.received.then(lambda found: [found.get(rank, own) for rank in ranks])
         return Messages(received, all_to_all.future, all_to_all.sent_bytes)
+
+    def on_waiting(self, told: OnWaiting) -> None:
+        """The loop's thread calls it."""
+        self._engine.loop.watch.on_waiting = told
 
     def progress(self) -> None:
         """Its part of sums in shared memory."""
@@ -337,10 +346,17 @@ class EngineGroup(Group):
             flat = _as_bytes(tensor.detach())
             large = flat.numel() > _LARGE_BYTES
             steps = broadcast(self.rank, self.size, flat.numel(), source, large=large)
-            self._start(flat, steps, "sum", 0).wait()
+            parties = () if source == self.rank else (self._ranks[source],)
+            self._start(flat, steps, "sum", 0, parties=parties).wait()
 
     def _start(
-        self, flat: Tensor, schedule: Schedule, op: Op, priority: int, result: Tensor | None = None
+        self,
+        flat: Tensor,
+        schedule: Schedule,
+        op: Op,
+        priority: int,
+        result: Tensor | None = None,
+        parties: Sequence[int] = (),
     ) -> Future[Tensor]:
         if self._subgroup:
             schedule = [_renamed(step, self._subgroup) for step in schedule]
@@ -353,6 +369,7 @@ class EngineGroup(Group):
             deadline_s=self._engine.deadline_s,
             priority=priority,
             result=result,
+            parties=parties,
         )
         self._engine.loop.submit(exchange)
         return exchange.future
@@ -414,6 +431,7 @@ class EngineGroup(Group):
             )
             self._engine.rails.append(self._rails)
         else:
+            self._team.report_to(self._engine.loop.watch, self._channel)
             self._engine.teams.append(self._team)
 
     def _piece_bytes(self, layout: RailLayout) -> int:

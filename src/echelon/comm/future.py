@@ -19,6 +19,7 @@ from echelon.errors import RoundTimeout
 T = TypeVar("T")
 S = TypeVar("S")
 _FOREVER = -1.0  # as a lock's timeout
+LONG_S = 1.0  # after this, a wait is reported
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +48,12 @@ class Waiting(Protocol):
 
     def overdue(self, timeout_s: float | None) -> Exception:
         """The error after `timeout_s`, which names the awaited workers; None: after `limit_s`."""
+
+    def stalled(self, waited_s: float, *, endless: bool) -> Callable[[], None] | None:
+        """Report that the thread has been blocked so long; returns what ends the report, if there is any.
+
+        Called again while the wait goes on. `endless`: nothing but the operation or its deadline ends it.
+        """
 
 
 class Future(Generic[T]):
@@ -178,16 +185,42 @@ class Future(Generic[T]):
             return waiting.overdue(timeout_s)
         return RoundTimeout(f"no result within {timeout_s or 0.0:g} s", fix="wait longer")
 
+    def stalled(self, waited_s: float, *, endless: bool) -> Callable[[], None] | None:
+        """A thread has been blocked for so long: report that, if there is anybody to report it to."""
+        waiting = self._waiting
+        return None if waiting is None else waiting.stalled(waited_s, endless=endless)
+
     def _block(self, waiting: Waiting | None, timeout_s: float | None) -> None:
         limit_s = None if waiting is None else waiting.limit_s()
         if limit_s is not None and (timeout_s is None or limit_s < timeout_s):
             blocked_s, reported_s = limit_s, None
         else:
             blocked_s, reported_s = _FOREVER if timeout_s is None else timeout_s, timeout_s
-        if self._gate.acquire(timeout=blocked_s):
+        short = 0 <= blocked_s <= LONG_S
+        if self._gate.acquire(timeout=blocked_s if short else LONG_S):
             self._gate.release()
-        elif not self._completed:
+            return
+        opened = not short and self._opens_within(blocked_s, waiting, endless=timeout_s is None)
+        if not opened and not self._completed:
             raise self.overdue(reported_s) if waiting is None else waiting.overdue(reported_s)
+
+    def _opens_within(self, blocked_s: float, waiting: Waiting | None, *, endless: bool) -> bool:
+        """Go on waiting, with reports; returns whether it is over in time."""
+        waited_s, since, end = LONG_S, time.monotonic() - LONG_S, _nothing
+        try:
+            while blocked_s < 0 or waited_s < blocked_s:
+                reported = None if waiting is None else waiting.stalled(waited_s, endless=endless)
+                if reported is None:
+                    end()
+                end = reported or _nothing
+                left_s = LONG_S if blocked_s < 0 else min(LONG_S, blocked_s - waited_s)
+                if self._gate.acquire(timeout=left_s):
+                    self._gate.release()
+                    return True
+                waited_s = time.monotonic() - since
+            return False
+        finally:
+            end()
 
 
 class CallerFuture(Future[T]):
@@ -233,6 +266,10 @@ class CallerFuture(Future[T]):
         if over:
             callback()
         return over
+
+
+def _nothing() -> None:
+    """Ends a report that was not made."""
 
 
 _UNKNOWN = Timing()

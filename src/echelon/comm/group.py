@@ -25,6 +25,7 @@ from echelon.errors import ConfigError, Corrupt
 if TYPE_CHECKING:
     from echelon.comm.meet.links import Links
     from echelon.comm.wire.mailbox import M, Mailbox, PlacePayload
+    from echelon.comm.wire.watch import OnWaiting
 
 Op = Literal["sum", "max", "min"]
 _CHECKSUM = (1 << 63) - 1  # the bits of a checksum that an int64 holds
@@ -173,6 +174,13 @@ class Group(ABC):
             where="--transport",
             fix="use auto, shm or tcp",
         )
+
+    def on_waiting(self, told: OnWaiting) -> None:
+        """Call `told` while this worker waits long for others, every few seconds, in another thread.
+
+        It gets their ranks, the Unix time since when, and what they are doing.
+        """
+        return
 
     # Made of the above.
 

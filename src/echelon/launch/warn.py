@@ -30,8 +30,9 @@ class WarningHandler(logging.Handler):
             if not _script_prints_it() and sys.stderr is not None:
                 sys.stderr.write(f"{self.format(record)}\n")
                 sys.stderr.flush()
-            note = Noted(t=time.time(), rank=self._rank, text=record.getMessage(), warning=True)
-            self._append(encode(note) + b"\n")
+            if not getattr(record, "is_noted", False):  # the session has done it, in the same words
+                note = Noted(t=time.time(), rank=self._rank, text=record.getMessage(), warning=True)
+                self._append(encode(note) + b"\n")
         except (OSError, TypeError, ValueError):
             self.handleError(record)
 

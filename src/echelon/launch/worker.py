@@ -24,7 +24,7 @@ from types import TracebackType
 
 import msgspec
 
-from echelon.errors import EchelonError, GradientError, WorkerError
+from echelon.errors import EchelonError, GradientError, MismatchedCalls, WorkerError
 from echelon.launch.failure import Failure
 from echelon.launch.warn import WarningHandler
 from echelon.observe.run_folder import RunFolder
@@ -111,7 +111,7 @@ def _write_failure(kind: type[BaseException], error: BaseException, text: str) -
 
 def _is_own(error: WorkerError, rank: int) -> bool:
     """Whether an error that all workers raise names this one as the cause."""
-    return isinstance(error, GradientError) and rank in error.ranks
+    return isinstance(error, GradientError | MismatchedCalls) and rank in error.ranks
 
 
 def _error_text(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:

@@ -7,6 +7,7 @@ a run: if the disk is full, recording stops with one warning in the log, and tra
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from io import FileIO
 from pathlib import Path
@@ -19,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Appends events to one file. Not thread-safe: a worker's trainer thread owns it."""
+    """Appends events to one file, from any thread."""
 
     def __init__(self, file: Path | None) -> None:
         self._file: FileIO | None = None
@@ -29,17 +30,23 @@ class Recorder:
             _log.warning("cannot record events, training goes on: %s", error)
         self._pending: list[Event] = []
         self._flushed = time.monotonic()
+        self._writing = threading.Lock()
 
     def emit(self, event: Event) -> None:
         """Keep the event; write all pending ones if the last write was long enough ago."""
         if self._file is None:
             return
-        self._pending.append(event)
-        if time.monotonic() - self._flushed >= _FLUSH_EVERY_S:
-            self.flush()
+        with self._writing:
+            self._pending.append(event)
+            if time.monotonic() - self._flushed >= _FLUSH_EVERY_S:
+                self._write()
 
     def flush(self) -> None:
         """Write all pending events."""
+        with self._writing:
+            self._write()
+
+    def _write(self) -> None:
         if self._file is None or not self._pending:
             return
         data = b"".join(encode(event) + b"\n" for event in self._pending)
@@ -55,10 +62,11 @@ class Recorder:
 
     def close(self) -> None:
         """Write all pending events and close the file."""
-        self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._writing:
+            self._write()
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
     def __enter__(self) -> Recorder:
         return self

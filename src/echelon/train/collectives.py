@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import builtins
 import math
+import threading
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
+import msgspec
 import torch
 import xxhash
 from torch import Tensor
 
 from echelon.comm.future import Future
 from echelon.comm.group import Group
+from echelon.comm.wire import doing, mismatch
 from echelon.config.choices import check_word
-from echelon.errors import ConfigError, WorkerError
+from echelon.errors import ConfigError, MismatchedCalls, WorkerError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -307,17 +310,18 @@ class ScriptCollectives:
             return
         mine = xxhash.xxh3_64_intdigest(call.encode()) >> 1
         if len({int(one) for one in self._group.all_gather(torch.tensor([mine]))}) > 1:
-            told = self._group.all_gather_bytes(call.encode())
-            self._compare([one.decode(errors="replace") for one in told])
+            raise self._different_calls(call)
 
-    def _compare(self, told: list[str]) -> None:
-        for rank, said in enumerate(told):
-            if said != told[0]:
-                raise ConfigError(
-                    f"workers make different calls: rank 0 {told[0]}, rank {rank} {said}",
-                    where=f"rank {rank} on {self._nodes[rank]}",
-                    fix="all workers must make the same calls with tensors of the same shape and type",
-                )
+    def _different_calls(self, call: str) -> MismatchedCalls:
+        """The error of all workers: who makes which call, and where."""
+        mine = doing.describe(doing.stack_of(threading.get_ident()))
+        said = self._group.all_gather_bytes(msgspec.json.encode((call, mine)))
+        told = [msgspec.json.decode(one, type=tuple[str, doing.Doing]) for one in said]
+        doings = {rank: what for rank, (_, what) in enumerate(told)}
+        alike = len({what.call for what in doings.values()}) == 1
+        found = ", ".join(f"rank {rank} {text}" for rank, (text, _) in enumerate(told)) if alike else ""
+        names = {rank: f"rank {rank} on {node}" for rank, node in enumerate(self._nodes)}
+        return mismatch.different_calls(names, doings, found)
 
 
 def _check_reducible(call: str, tensor: Tensor, op: Op) -> None:

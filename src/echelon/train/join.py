@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -37,7 +38,7 @@ from echelon.config.choices import Choices, FactorRule, Overlap, Transport, flag
 from echelon.config.registry import convert
 from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError, EchelonError
-from echelon.observe.events import LinkMeasured, WorkerJoined
+from echelon.observe.events import LinkMeasured, WorkerJoined, WorkersAwaited
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan, PlanRequest, check_weights, make_plan
 from echelon.reduce.packing import sizes
@@ -276,6 +277,7 @@ def _session(
         delay=DELAYS.build(mine.delay) if mine.delay else None,
         seed=plan.seed,
     )
+    group.on_waiting(partial(_record_wait, record, clock, group.rank))
     try:
         session = Session(group, rendezvous, plan, clock, record, device, links)
     except EchelonError as error:
@@ -285,6 +287,16 @@ def _session(
         _record_links(session, links, record, group)
     _leave_at_exit(session)
     return session
+
+
+def _record_wait(
+    record: RunRecord, clock: StepClock, rank: int, awaited: list[int], since: float, doing: str
+) -> None:
+    """Record that this worker waits; at once, because nothing else may happen for a while."""
+    record.emit(
+        WorkersAwaited(t=time.time(), rank=rank, step=clock.step, since=since, awaited=awaited, doing=doing)
+    )
+    record.flush()
 
 
 def _record_links(session: Session, links: Links, record: RunRecord, group: Group) -> None:

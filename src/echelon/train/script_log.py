@@ -107,8 +107,8 @@ class ScriptLog:
 
         text  the sentence, with what to do about it
         """
-        _log.warning(text)
-        self._record.emit(Noted(t=time.time(), rank=self._log_rank, text=text))
+        _log.warning(text, extra={"is_noted": True})
+        self._record.emit(Noted(t=time.time(), rank=self._log_rank, text=text, warning=True))
         self._record.flush()
 
     def explain(self, topic: str, why: str, tell: str = "") -> None:

@@ -376,7 +376,8 @@ class Session(ScriptCollectives, ScriptLog):
 
     def _on_pass(self, loader: SharedLoader) -> None:
         if not loader.finished:
-            self._agree(f"a pass over loader {loader.index}, number {loader.pass_index}")
+            purpose = "training" if self._weights.trains else "evaluation"
+            self._agree(f"pass {loader.pass_index} over loader {loader.index}, for {purpose}")
             self._guard.pass_begins(loader)
             self._weights.pass_begins(loader.index)
         self._synchronizer.refresh(ended=loader.finished, trains=loader.trains)
@@ -474,9 +475,8 @@ class Session(ScriptCollectives, ScriptLog):
         if found is None:
             return None
         for name, reason in found.rejected.items():
-            self.note(f"checkpoint {name} was passed over: {reason}")
             if self.is_leader:
-                _log.warning("checkpoint %s was passed over: %s", name, reason)
+                self.warn(f"checkpoint {name} was passed over: {reason}")
         self._first_epoch = resume.restore(self._prepared, self._group, found.state)
         self._synchronizer.loaded()
         self._synchronizer.restore_residuals(found.state.get("codecs", []))

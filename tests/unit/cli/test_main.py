@@ -13,6 +13,7 @@ import echelon as package
 COMMANDS = [
     "run",
     "train",
+    "adapt",
     "runs",
     "report",
     "trace",

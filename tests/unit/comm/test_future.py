@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
 import torch
 
+from echelon.comm import future as module
 from echelon.comm.future import CallerFuture, Future, Timing
 from echelon.errors import PeerLost, RoundTimeout
 
@@ -30,6 +32,9 @@ class Waiting:
 
     def __init__(self, limit_s=None, on_progress=lambda: None):
         self.progressed = 0
+        self.reports = []
+        self.blocked = 1000  # reports, after which there is nothing more to report
+        self.ended = Told()
         self._limit_s = limit_s
         self._on_progress = on_progress
 
@@ -42,6 +47,16 @@ class Waiting:
 
     def overdue(self, timeout_s):
         return RoundTimeout(f"rank 3 did not arrive within {timeout_s}", ranks=(3,))
+
+    def stalled(self, waited_s, *, endless):
+        self.reports.append((waited_s, endless))
+        return self.ended if len(self.reports) <= self.blocked else None
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A wait lasts long after a moment."""
+    monkeypatch.setattr(module, "LONG_S", 0.02)
 
 
 def test_a_completed_future_gives_its_result_at_once():
@@ -211,3 +226,58 @@ def test_last_steps_run_in_the_order_in_which_they_were_added():
 def test_the_timing_of_several_spans_them_all():
     parts = [Future(timing=Timing(2.0, 3.0, 4.0, 0.5)), Future(timing=Timing(1.0, 5.0, 3.0, 0.25))]
     assert Future.all(parts, None).timing == Timing(1.0, 5.0, 4.0, 0.75)
+
+
+# Waits that last long ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(("timeout_s", "endless"), [(None, True), (PATIENCE_S, False)])
+def test_a_wait_that_lasts_long_is_reported_until_it_ends(timeout_s, endless):
+    waiting = Waiting()
+    future = Future(waiting)
+
+    def complete():
+        for _ in range(int(PATIENCE_S / 0.01)):
+            if len(waiting.reports) > 2:
+                break
+            time.sleep(0.01)
+        future.complete("result")
+
+    thread = threading.Thread(target=complete)
+    thread.start()
+    assert future.wait(timeout_s) == "result"
+    thread.join()
+    assert waiting.ended.times == 1
+    assert {flag for _, flag in waiting.reports} == {endless}
+    waits = [waited_s for waited_s, _ in waiting.reports]
+    assert len(waits) > 2
+    assert waits == sorted(waits)
+    assert waits[0] >= 0.02
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_report_ends_when_nothing_blocks_the_wait_any_more():
+    """As between two exchanges of a codec."""
+    waiting = Waiting(limit_s=0.5)
+    waiting.blocked = 2
+    with pytest.raises(RoundTimeout):
+        Future(waiting).wait()
+    assert waiting.ended.times == 1
+    assert len(waiting.reports) > 3
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_report_ends_with_a_wait_that_times_out():
+    waiting = Waiting()
+    with pytest.raises(RoundTimeout):
+        Future(waiting).wait(0.1)
+    assert waiting.ended.times == 1
+
+
+def test_a_short_wait_is_not_reported():
+    waiting = Waiting()
+    future = Future(waiting)
+    threading.Timer(0.01, future.complete, ("result",)).start()
+    assert future.wait() == "result"
+    assert waiting.reports == []

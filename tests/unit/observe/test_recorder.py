@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 
 import pytest
 
@@ -36,6 +37,24 @@ def test_after_closing_all_events_are_in_the_file_in_order(tmp_path):
         for number in range(1000):
             recorder.emit(note(number))
     assert list(read_events(tmp_path / "rank-0.jsonl")) == [note(number) for number in range(1000)]
+
+
+def test_events_of_several_threads_are_all_written_whole(tmp_path):
+    """The loop's thread records waits while the trainer records steps."""
+    with Recorder(tmp_path / "rank-0.jsonl") as recorder:
+
+        def work(first):
+            for number in range(first, first + 500):
+                recorder.emit(note(number))
+                recorder.flush()
+
+        threads = [threading.Thread(target=work, args=(first,)) for first in (0, 500, 1000)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = list(read_events(tmp_path / "rank-0.jsonl"))
+    assert sorted(found, key=lambda event: event.t) == [note(number) for number in range(1500)]
 
 
 def test_events_are_written_at_most_five_times_a_second(tmp_path, clock):

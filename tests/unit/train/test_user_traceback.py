@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 
 import echelon
 from echelon.errors import ConfigError
 from echelon.train import linear
-from echelon.train.user_traceback import hide_wrappers
+from echelon.train.user_traceback import _WRAPPERS, hide_wrappers
 
 
 def _through_wrapper(raising) -> BaseException:
@@ -83,3 +84,7 @@ def test_uncaught_error_is_printed_without_the_wrappers(monkeypatch, capsys):
     printed = capsys.readouterr().err
     assert "linear.py" not in printed
     assert printed.splitlines()[-1] == "RuntimeError: shapes"
+
+
+def test_all_wrappers_exist():
+    assert [path for path in _WRAPPERS if not Path(path).is_file()] == []

@@ -119,6 +119,10 @@ class RailReduction(Operation[Tensor]):
             late = self.crossing.awaited()
         return late or self._behind(DONE)
 
+    def requires(self, rank: int) -> bool:
+        """All workers: the result is their sum."""
+        return True
+
     def end(self, error: BaseException | None = None) -> None:
         """End the crossing, too."""
         if not self.ended:
@@ -152,6 +156,7 @@ class _StartCrossing(Operation[None]):
 
     def __init__(self, reduction: RailReduction) -> None:
         super().__init__(reduction.tag + 1, reduction.deadline_s, None)
+        self.thread = reduction.thread
         self._reduction = reduction
 
     def begin(self, connections: Mapping[int, Connection]) -> None:

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.comm.future import Timing
+from echelon.comm.future import LONG_S, Timing
 from echelon.comm.group import Op
 from echelon.comm.memory.segment import Gather, share
 from echelon.comm.schedule.collective import pieces
 from echelon.comm.wire import blame
+from echelon.comm.wire.frames import CHANNEL_BITS
+from echelon.comm.wire.watch import MEMORY_CHANNELS, Watch
 from echelon.errors import EchelonError
 
 PIECE_BYTES = 256 * 1024  # until the machine's best is measured, see cluster/probe.py
@@ -75,6 +77,31 @@ class Board:
             return late
 
 
+class MemoryWait:
+    """A thread that is blocked until all workers have published a number."""
+
+    ended = False
+
+    def __init__(self, tag: int, board: Board, row: int, number: int) -> None:
+        self.tag = tag
+        self.thread = threading.get_ident()
+        self._board = board
+        self._row = row
+        self._number = number
+
+    def awaited(self) -> set[int]:
+        """The workers that have not."""
+        return set(self._board.behind(self._row, self._number))
+
+    def requires(self, rank: int) -> bool:
+        """All workers: the result is their sum."""
+        return True
+
+    def lacks(self, rank: int) -> bool:
+        """There are no messages in memory."""
+        return False
+
+
 class SharedMemoryTeam:
     """The workers of one machine; ranks are positions among them. `gather` exchanges handles (see `share`);
     `check` raises if a worker is gone.
@@ -103,6 +130,14 @@ class SharedMemoryTeam:
         self._open: deque[_Reduction] = deque()
         self._working = threading.Lock()
         self._broken: Exception | None = None
+        self._watch: Watch | None = None
+        self._first_tag = 0
+
+    def report_to(self, watch: Watch, channel: int) -> None:
+        """Report long waits, under a channel of its own. The team has all workers: positions are ranks."""
+        self._watch = watch
+        self._first_tag = (MEMORY_CHANNELS + channel) << CHANNEL_BITS
+        watch.memory[channel] = self.has_begun
 
     def buffer(self, length: int, dtype: torch.dtype) -> Tensor:
         """A buffer in shared memory. All workers call this in the same order."""
@@ -129,8 +164,14 @@ class SharedMemoryTeam:
         """The buffers of all workers for this one, by rank."""
         return self._buffers[tensor.data_ptr()]
 
+    def has_begun(self, number: int) -> bool:
+        """Whether this worker has published that its buffer is filled."""
+        return number <= self._number
+
     def begin(self, tensor: Tensor, op: Op) -> tuple[int, Timing]:
         """Publish that this worker's buffer is filled; returns the reduction's number, and its timing."""
+        if self._watch is not None and self._watch.beginner != threading.get_ident():
+            self._watch.begins(threading.get_ident())
         self._number += 1
         now = time.perf_counter()
         timing = Timing(begun=now, sent=now)
@@ -189,11 +230,27 @@ class SharedMemoryTeam:
         begun = time.perf_counter()
         while self.board.behind(row, number):
             waited = time.perf_counter() - begun
-            if waited > _SPIN_S:
+            if waited <= _SPIN_S:
+                os.sched_yield()
+            elif waited <= LONG_S:
                 self._check_missing(row, number, deadline, deadline_s)
                 time.sleep(sleep_s(waited))
             else:
-                os.sched_yield()
+                self._await_long(row, number, deadline, deadline_s)
+
+    def _await_long(self, row: int, number: int, deadline: float, deadline_s: float) -> None:
+        """Go on waiting, with a report."""
+        end = None
+        if self._watch is not None:
+            wait = MemoryWait(self._first_tag + number, self.board, row, number)
+            end = self._watch.report(wait, LONG_S)
+        try:
+            while self.board.behind(row, number):
+                self._check_missing(row, number, deadline, deadline_s)
+                time.sleep(_LONGEST_SLEEP_S)
+        finally:
+            if end is not None:
+                end()
 
     def _check_missing(self, row: int, number: int, deadline: float, deadline_s: float) -> None:
         """Raise if a worker that is behind is gone or late. One that is not behind may have left."""
@@ -205,7 +262,8 @@ class SharedMemoryTeam:
         if time.monotonic() > deadline:
             behind = self.board.behind(row, number)
             if behind:
-                raise blame.late(self._names, behind, deadline_s, self._names[self.rank])
+                doing = self._watch.about(behind) if self._watch is not None else ""
+                raise blame.late(self._names, behind, deadline_s, self._names[self.rank], doing)
 
 
 def sleep_s(waited_s: float) -> float:

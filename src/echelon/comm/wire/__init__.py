@@ -7,7 +7,10 @@ exchange.py    carries out one worker's part of a collective's schedule
 all_to_all.py  every member sends every other member a message of any length
 mailbox.py     messages between two members at any time
 summing.py     server processes that only sum
-notices.py     control messages: departures, abandoned operations, liveness questions and answers
+notices.py     control messages: departures, abandoned operations, what workers are doing
 liveness.py    decides which workers are missing when a deadline has passed (pure)
+watch.py       watches waits that last long: whom for, and can they end?
+doing.py       what a worker is doing, in plain words, from the stack of its training thread
+mismatch.py    decides whether workers make different calls, and says what to change (pure)
 blame.py       the errors for workers that died, failed, left or are late (pure)
 """

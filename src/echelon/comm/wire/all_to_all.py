@@ -126,6 +126,10 @@ class AllToAll(Operation[None]):
         """Peers whose message is missing; else those whose answer is; else those that receive nothing."""
         return set(self._missing or self._unanswered or self._answering)
 
+    def lacks(self, rank: int) -> bool:
+        """Whether its message or answer is missing."""
+        return rank in self._missing or rank in self._unanswered
+
     def end(self, error: BaseException | None = None) -> None:
         """A thread that still waits for messages learns why there will be none."""
         super().end(error)
@@ -146,7 +150,7 @@ class AllToAll(Operation[None]):
         for kind, data in parts if len(message) else parts[:1]:
             connection.send(self._key(attempt, kind), data, self._priority, self._sent)
         answer = bytearray(1)
-        sink = Whole(memoryview(answer), lambda: self._answered(peer, attempt, answer))
+        sink = Whole(memoryview(answer), lambda: self._answered(peer, attempt, answer), agreed=True)
         connection.expect(self._key(attempt, _ANSWER), sink)
 
     def _sent(self) -> None:
@@ -166,7 +170,7 @@ class AllToAll(Operation[None]):
 
     def _listen(self, peer: int, attempt: int) -> None:
         raw = bytearray(HEAD_BYTES)
-        sink = Whole(memoryview(raw), lambda: self._headed(peer, attempt, raw))
+        sink = Whole(memoryview(raw), lambda: self._headed(peer, attempt, raw), agreed=True)
         self._connections[peer].expect(self._key(attempt, _HEAD), sink)
 
     def _headed(self, peer: int, attempt: int, raw: bytearray) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from echelon.comm.wire import mismatch
+from echelon.comm.wire.doing import Doing, sentence
 from echelon.errors import PeerLost, RoundTimeout
 
 Names = Mapping[int, str] | Sequence[str]
@@ -32,20 +34,25 @@ def failed(names: Names, rank: int, cause: str, where: str) -> PeerLost:
     )
 
 
-def ended(names: Names, ranks: Sequence[int], where: str) -> PeerLost:
-    """They left without an error."""
+def ended(
+    names: Names, ranks: Sequence[int], where: str, waiting: Mapping[int, Doing] | None = None
+) -> PeerLost:
+    """They left without an error. `waiting`: what workers do that need them."""
     return PeerLost(
-        f"{listed(names, ranks)} ended while the others were still training",
+        f"{listed(names, ranks)} ended while the others were still training"
+        + (f": {sentence(waiting)}" if waiting else ""),
         ranks=tuple(ranks),
         where=where,
-        fix="all workers must take the same number of steps and make the same calls",
+        fix=mismatch.fix_of_early_end(waiting or {}),
     )
 
 
-def late(names: Names, ranks: Sequence[int], deadline_s: float, where: str) -> RoundTimeout:
-    """They did not arrive before the deadline."""
+def late(
+    names: Names, ranks: Sequence[int], deadline_s: float, where: str, doing: str = ""
+) -> RoundTimeout:
+    """They did not arrive before the deadline. `doing`: what they do instead, as far as is known."""
     return RoundTimeout(
-        f"{listed(names, ranks)} did not arrive within {deadline_s:g} s",
+        f"{listed(names, ranks)} did not arrive within {deadline_s:g} s" + (f": {doing}" if doing else ""),
         ranks=tuple(ranks),
         where=where,
         fix="it is stuck, stopped or very slow; a longer deadline is round_timeout_s",

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from echelon.comm.meet import tls
 from echelon.comm.wire import frames, notices
 from echelon.comm.wire.frames import HEADER_BYTES, NOTICES, Header
+from echelon.comm.wire.mismatch import SAME_TENSORS
 from echelon.comm.wire.notices import Notice
-from echelon.errors import Corrupt, StaleView
+from echelon.errors import Corrupt, MismatchedCalls, StaleView
 
 _ASIDE_BYTES = 64 << 20
 _FRAMES_AT_ONCE = 16
@@ -40,9 +41,14 @@ Key = tuple[int, int]  # operation, message
 
 
 class Sink(ABC):
-    """Where the payload of one message goes, frame by frame from its beginning to its end."""
+    """Where the payload of one message goes, frame by frame from its beginning to its end.
+
+    `agreed`: all workers that make the same call know the size, so a message of another size is of another
+    call.
+    """
 
     size_bytes: int
+    agreed = False
 
     def accepts(self, size_bytes: int) -> bool:
         """Whether a message of this size may go here."""
@@ -64,8 +70,9 @@ class Sink(ABC):
 class Whole(Sink):
     """Receives a message into given memory and calls `done`."""
 
-    def __init__(self, memory: memoryview, done: Callable[[], None]) -> None:
+    def __init__(self, memory: memoryview, done: Callable[[], None], *, agreed: bool = False) -> None:
         self.size_bytes = len(memory)
+        self.agreed = agreed
         self._memory = memory
         self._done = done
 
@@ -132,7 +139,7 @@ class Connection:
         self.received_bytes = 0
         self.refused = 0
         self.notices: list[Notice] = []
-        self.broken: Corrupt | None = None
+        self.broken: Corrupt | MismatchedCalls | None = None
         self._view = view
         # Sending.
         self._queue: list[_Queued] = []
@@ -282,7 +289,8 @@ class Connection:
     def expect(self, key: Key, sink: Sink) -> None:
         """Set where a message goes; what has arrived of it goes there now.
 
-        If it is wrong, `broken` holds the error: the caller may be serving another peer.
+        If it is wrong, `broken` holds the error: the caller may be serving another peer. After
+        MismatchedCalls the connection still works.
         """
         incoming = self._expected[key] = _Incoming(sink)
         aside = self._aside.pop(key, None)
@@ -290,7 +298,8 @@ class Connection:
             return
         self._aside_bytes -= aside.received
         try:
-            self._check_size(aside.size_bytes, incoming, key)
+            if not self._fits(aside.size_bytes, incoming, key):
+                return
             for part in aside.parts:
                 _hand_over(sink, incoming.received, memoryview(part))
                 self._count(key, incoming, len(part))
@@ -358,8 +367,7 @@ class Connection:
             )
         if aside is not None and aside.size_bytes != header.size:
             raise Corrupt(f"{self.peer} gave a message two sizes", where=f"message {header.message}")
-        if incoming is not None:
-            self._check_size(header.size, incoming, key)
+        if incoming is not None and self._fits(header.size, incoming, key):
             target = incoming.sink.place(header.offset, header.length)
             if target is not None:
                 self._target, self._in_place = target, True
@@ -369,13 +377,21 @@ class Connection:
             self._piece = bytearray(length)
         self._target, self._in_place = memoryview(self._piece)[:length], False
 
-    def _check_size(self, size_bytes: int, incoming: _Incoming, key: Key) -> None:
-        if not incoming.sink.accepts(size_bytes):
-            raise Corrupt(
-                f"{self.peer} sent {size_bytes} bytes where {incoming.sink.size_bytes} were due",
-                where=f"message {key[1]} of operation {key[0]:#x}",
-                fix="all workers must make the same calls with tensors of the same shape and type",
-            )
+    def _fits(self, size_bytes: int, incoming: _Incoming, key: Key) -> bool:
+        """Whether a message has the size that is expected.
+
+        One of another call is dropped, with the whole operation, and `broken` says so. Raises Corrupt if
+        the size is wrong in any case.
+        """
+        if incoming.sink.accepts(size_bytes):
+            return True
+        told = f"{self.peer} sent {size_bytes} bytes where {incoming.sink.size_bytes} were due"
+        where = f"message {key[1]} of operation {key[0]:#x}"
+        if not incoming.sink.agreed:
+            raise Corrupt(told, where=where, fix=SAME_TENSORS)
+        self.broken = self.broken or MismatchedCalls(told, where=where, fix=SAME_TENSORS)
+        self.forget(key[0])
+        return False
 
     def _read_payload(self) -> bool:
         header, target = self._header, self._target
@@ -420,7 +436,8 @@ class Connection:
             self._aside_bytes += len(data)
             return
         if not self._in_place:
-            self._check_size(header.size, incoming, key)  # it may be expected only since the header arrived
+            if not self._fits(header.size, incoming, key):  # expected only since the header arrived
+                return
             _hand_over(incoming.sink, header.offset, data)
         self._count(key, incoming, header.length)
 

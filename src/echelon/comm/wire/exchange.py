@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,8 @@ class _Add(Sink):
     It may when the step no longer sends these elements, and earlier messages have been added to them.
     """
 
+    agreed = True
+
     def __init__(self, exchange: Exchange, move: Move, sends: int, before: list[_Add]) -> None:
         self.size_bytes = move.length * exchange.item_bytes
         self.move = move
@@ -124,6 +126,8 @@ class _Add(Sink):
 class _Keep(Sink):
     """Copies pieces to the buffer, or to memory aside."""
 
+    agreed = True
+
     def __init__(self, exchange: Exchange, move: Move, memory: memoryview) -> None:
         self.size_bytes = len(memory)
         self._exchange = exchange
@@ -142,7 +146,10 @@ class _Keep(Sink):
 
 
 class Exchange(Operation[Tensor]):
-    """One worker's part of a collective on a buffer; its future gives `result` or `flat`."""
+    """One worker's part of a collective on a buffer; its future gives `result` or `flat`.
+
+    `parties`: workers without which it cannot end, also if it exchanges nothing with them itself.
+    """
 
     def __init__(
         self,
@@ -155,8 +162,10 @@ class Exchange(Operation[Tensor]):
         deadline_s: float,
         priority: int,
         result: Tensor | None = None,
+        parties: Sequence[int] = (),
     ) -> None:
         super().__init__(tag, deadline_s, flat if result is None else result)
+        self.parties = parties
         self.rank = rank
         self.item_bytes = flat.element_size()
         self.combine = combiner(flat, op)
@@ -199,6 +208,14 @@ class Exchange(Operation[Tensor]):
         # Copies: a waiting thread may ask, too.
         waiting = {rank for rank, count in list(self._receiving.items()) if count}
         return waiting or {rank for rank, count in list(self._sending.items()) if count}
+
+    def requires(self, rank: int) -> bool:
+        """Whether it is one of the parties, or awaited now."""
+        return rank in self.parties or rank in self.awaited()
+
+    def lacks(self, rank: int) -> bool:
+        """Whether the current step lacks a message of that peer."""
+        return bool(self._receiving.get(rank))
 
     def added(self, add: _Add) -> None:
         """Some elements were added: later messages may have waited for that."""

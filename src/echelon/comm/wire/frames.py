@@ -25,6 +25,7 @@ HEADER_BYTES = _HEADER.size + _CHECK.size
 FRAME_BYTES = 512 * 1024  # fits the cache of a core, and keeps frames few
 MOST_FRAME_BYTES = 16 * 1024 * 1024
 NOTICES = 0  # an operation number that groups never use
+CHANNEL_BITS = 40  # a tag is a channel, shifted by so many bits, plus a number in order of submission
 
 
 @dataclass(frozen=True, slots=True)

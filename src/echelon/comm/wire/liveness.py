@@ -7,6 +7,10 @@ missing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from echelon.comm.wire.doing import Doing, awaited
+
 _PATIENCE_S = 1.0
 
 
@@ -16,17 +20,23 @@ class LivenessCheck:
     def __init__(self, asked: set[int], now: float) -> None:
         self._silent = set(asked)
         self._not_begun: set[int] = set()
+        self._doings: dict[int, Doing] = {}
         self._until = now + _PATIENCE_S
 
-    def hear(self, rank: int, begun: bool) -> None:
+    def hear(self, rank: int, begun: bool, doing: Doing) -> None:
         """A worker's answer."""
         self._silent.discard(rank)
+        self._doings[rank] = doing
         if not begun:
             self._not_begun.add(rank)
 
     def is_over(self, now: float) -> bool:
         """Whether all have answered, or the time for answers has passed."""
         return not self._silent or now > self._until
+
+    def doing(self, ranks: Sequence[int]) -> str:
+        """What these workers do, as far as they have answered."""
+        return awaited(ranks, self._doings, self._silent)
 
     def missing(self) -> list[int]:
         """The missing workers."""

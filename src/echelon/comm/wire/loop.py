@@ -5,8 +5,9 @@ interpreter lock. It sleeps in the kernel until a socket is ready or an operatio
 
 A peer that dies or fails ends every operation at once, on every worker, because each is connected with it.
 A peer that leaves without an error ends only the operations that still need it. An operation that one
-worker gives up is given up by all; that worker tells them the reason. At a deadline workers ask each other
-whether they have begun the operation (`liveness.py`).
+worker gives up is given up by all; that worker tells them the reason. If workers make different calls
+(`watch.py`), all operations of all workers end. At a deadline workers ask each other whether they have
+begun the operation (`liveness.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,23 @@ from typing import Any, Generic, TypeVar
 from echelon.comm.future import Future, Timing
 from echelon.comm.wire import blame
 from echelon.comm.wire.connection import Connection
+from echelon.comm.wire.frames import CHANNEL_BITS as CHANNEL_BITS
 from echelon.comm.wire.liveness import LivenessCheck
-from echelon.comm.wire.notices import Answer, GaveUp, LeaveNotice, Notice, Question, shortened
-from echelon.errors import Corrupt, PeerLost, RoundTimeout, StaleView, WorkerError
+from echelon.comm.wire.mismatch import Stage
+from echelon.comm.wire.notices import (
+    Answer,
+    DifferentCalls,
+    DoingAnswer,
+    DoingQuestion,
+    GaveUp,
+    LeaveNotice,
+    Notice,
+    Question,
+    shortened,
+)
+from echelon.comm.wire.watch import Watch
+from echelon.errors import Corrupt, MismatchedCalls, PeerLost, RoundTimeout, StaleView, WorkerError
 
-CHANNEL_BITS = 40  # a tag is a channel, shifted by so many bits, plus a number in order of submission
 _MARGIN_S = 8.0
 _TICK_S = 0.1
 _SWITCH_S = 5e-4
@@ -46,13 +59,14 @@ T = TypeVar("T")
 
 
 class Operation(ABC, Generic[T]):
-    """One worker's part of an operation, with the result that its future gets.
+    """One worker's part of an operation, with the result that its future gets. `thread` has begun it.
 
     `begin`, `needs`, `awaited` and `end` run in the loop's thread.
     """
 
     def __init__(self, tag: int, deadline_s: float, result: T) -> None:
         self.tag = tag
+        self.thread = threading.get_ident()
         self.deadline_s = deadline_s
         self.deadline = time.monotonic() + deadline_s
         self.timing = Timing()
@@ -71,6 +85,14 @@ class Operation(ABC, Generic[T]):
     @abstractmethod
     def awaited(self) -> set[int]:
         """The peers without which it cannot go on now."""
+
+    def requires(self, rank: int) -> bool:
+        """Whether it cannot end before that worker has begun it, as far as is known."""
+        return rank in self.awaited()
+
+    def lacks(self, rank: int) -> bool:
+        """Whether it lacks a message that the peer has sent if the operation is over there."""
+        return False
 
     def end(self, error: BaseException | None = None) -> None:
         """Complete the future; the first call counts."""
@@ -103,7 +125,12 @@ class Operation(ABC, Generic[T]):
         """Names the awaited workers; or the loop, if that has not ended the operation at its deadline."""
         if timeout_s is None or self.loop is None:
             return WorkerError("the thread that moves bytes is stuck", fix="report this as a defect")
-        return blame.late(self.loop.names, sorted(self.awaited()), timeout_s, self.loop.me)
+        ranks = sorted(self.awaited())
+        return blame.late(self.loop.names, ranks, timeout_s, self.loop.me, self.loop.watch.about(ranks))
+
+    def stalled(self, waited_s: float, *, endless: bool) -> Callable[[], None] | None:
+        """Report it to the loop's watch."""
+        return None if self.loop is None else self.loop.watch.report(self, waited_s, endless=endless)
 
 
 class Loop:
@@ -117,10 +144,12 @@ class Loop:
         self.me = me
         self.progress: Callable[[], None] = _nothing  # what a thread does before it blocks
         self._mine = set(names) - set(connections)
-        self._live = dict(connections)
+        self.live = dict(connections)  # the peers that are not gone
+        self.watch = Watch(self, self._mine)
         self._broken: dict[int, Exception] = {}
         self._departures: dict[int, LeaveNotice] = {}
         self._lost: dict[int, WorkerError] = {}
+        self._early_ends: list[WorkerError] = []  # of peers that left without an error
         self._dead: WorkerError | None = None  # a peer died or failed: no operation can work
         self._loss: WorkerError | None = None
         self._reasons: list[WorkerError] = []
@@ -157,13 +186,13 @@ class Loop:
                 self._inbox.append(operation)
         if self._over is not None:
             operation.end(self._over)
-        self._wake()
+        self.wake()
 
     def check(self) -> None:
         """Raise if any peer is gone, or the loop itself."""
         error = self._loss or self._over
         if error is not None:
-            raise error
+            raise self._explained(error)
 
     def note(self, error: WorkerError) -> None:
         """Note an error found elsewhere: if this worker leaves because of it, peers learn whom to blame."""
@@ -175,10 +204,11 @@ class Loop:
             self._cause = cause
             self._closing = True
             sys.setswitchinterval(self._switch_s)
-            self._wake()
+            self.wake()
         self._thread.join(timeout=5.0)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Wake the loop's thread."""
         with contextlib.suppress(OSError):  # closed, or full: it wakes anyway
             self._wake_out.send(b"\0")
 
@@ -194,6 +224,7 @@ class Loop:
                     self._begin(self._inbox.popleft())
                 self._flush()
                 self._check_deadlines()
+                self._disagree(self.watch.tick())
         except Exception as error:  # noqa: BLE001 - waiting threads must learn of any error
             _log.exception("the thread that moves bytes failed")
             self._cause = self._cause or f"{type(error).__name__}: {error}"
@@ -207,7 +238,7 @@ class Loop:
         """After a timeout: connections for which the kernel may have less of a frame than was asked for."""
         return [
             (connection.sock.fileno(), select.EPOLLIN)
-            for connection in self._live.values()
+            for connection in self.live.values()
             if connection.in_a_frame and not connection.paused
         ]
 
@@ -232,14 +263,14 @@ class Loop:
         """Write what can be written, and ask to be woken for the rest."""
         for _ in range(_ROUNDS):  # a step that is sent lets the next step send
             again = False
-            for rank, connection in list(self._live.items()):
+            for rank, connection in list(self.live.items()):
                 if connection.wants_to_write:
                     self._write(rank, connection)
                     again = again or connection.progressed
             self._settle()
             if not again:
                 break
-        for connection in self._live.values():
+        for connection in self.live.values():
             self._interest(connection)
         for tag in [tag for tag, operation in self._operations.items() if operation.ended]:
             del self._operations[tag]
@@ -251,7 +282,7 @@ class Loop:
         except OSError as error:
             connection.progressed = False
             self._broken[rank] = error
-            with contextlib.suppress(OSError, Corrupt, StaleView):  # it may have sent the reason
+            with contextlib.suppress(OSError, WorkerError):  # it may have sent the reason
                 while not connection.paused:
                     before = connection.received_bytes
                     connection.read()
@@ -269,6 +300,8 @@ class Loop:
     # Operations ----------------------------------------------------------------------------------
 
     def _begin(self, operation: Operation[Any]) -> None:
+        if operation.thread != self.watch.beginner:
+            self.watch.begins(operation.thread)
         channel = operation.tag >> CHANNEL_BITS
         self._begun[channel] = max(self._begun.get(channel, 0), operation.tag)
         given_up = self._given_up.pop(operation.tag, None)
@@ -283,10 +316,20 @@ class Loop:
         if self._lost and not operation.ended:
             gone = [rank for rank in self._lost if operation.needs(rank)]
             if gone:
-                self._end(operation, self._lost[gone[0]])
+                self._end(operation, self._explained(self._lost[gone[0]]))
 
     def _has_begun(self, tag: int) -> bool:
         return tag <= self._begun.get(tag >> CHANNEL_BITS, 0)
+
+    def stage(self, tag: int) -> Stage:
+        """How far this worker is with an operation. One that has failed is not said to be over."""
+        if not self._has_begun(tag):
+            return Stage.NOT_BEGUN
+        return Stage.BEGUN if tag in self._operations or self._reasons else Stage.OVER
+
+    def threads_in_flight(self) -> set[int]:
+        """The threads that have begun the operations in flight."""
+        return {operation.thread for operation in self._operations.values()}
 
     def _end(self, operation: Operation[Any], error: WorkerError, *, tell: bool = True) -> None:
         for connection in self.connections.values():
@@ -295,20 +338,23 @@ class Loop:
         self._late.pop(operation.tag, None)
         self._reasons.append(error)
         operation.end(error)
-        if tell:
+        if tell and not isinstance(error, MismatchedCalls):  # of that, all have heard
             text = shortened(error.message)
             self._tell(GaveUp(operation.tag, error.ranks, text, isinstance(error, RoundTimeout)))
 
     def _tell(self, notice: Notice) -> None:
-        for connection in self._live.values():
+        for connection in self.live.values():
             connection.tell(notice)
 
     # Losses --------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Handle broken connections; deaths first, because others leave because of them."""
-        for rank, connection in self._live.items():
-            if connection.broken is not None:
+        for rank, connection in self.live.items():
+            if isinstance(connection.broken, MismatchedCalls):
+                self.watch.inquire(connection.broken.message)
+                connection.broken = None
+            elif connection.broken is not None:
                 self._broken.setdefault(rank, connection.broken)
         while self._broken:
             rank = min(self._broken, key=lambda rank: (rank in self._departures, rank))
@@ -316,7 +362,7 @@ class Loop:
 
     def _lose(self, rank: int, cause: Exception) -> None:
         """A peer is gone: end the operations that need it; all of them, unless it left without an error."""
-        connection = self._live.pop(rank, None)
+        connection = self.live.pop(rank, None)
         if connection is None:
             return
         departure = self._departures.get(rank)
@@ -329,13 +375,15 @@ class Loop:
         else:
             error = self._left(rank, departure)
         self._lost[rank] = error
+        if departure is not None and not departure.cause and error is not cause:
+            self._early_ends.append(error)
         if departure is None or departure.cause or error is cause:
             self._dead = self._dead or error
         self._loss = self._dead or self._loss or error
         self._reasons.append(error)
         for operation in list(self._operations.values()):
             if not operation.ended and (self._dead or operation.needs(rank)):
-                self._end(operation, self._dead or error)
+                self._end(operation, self._dead or self._explained(error))
         if error is cause:  # the peer lives, and should learn why it is disconnected
             connection.tell(LeaveNotice(shortened(error.message), (rank,)))
             with contextlib.suppress(OSError):
@@ -350,6 +398,13 @@ class Loop:
         if departure.cause:
             return blame.failed(self.names, rank, departure.cause, self.me)
         return blame.ended(self.names, (rank,), self.me)
+
+    def _explained(self, error: WorkerError) -> WorkerError:
+        """An error about a peer that left without an error, with what this worker needed it for."""
+        if not any(error is one for one in self._early_ends):
+            return error
+        doing = dict.fromkeys(self._mine, self.watch.doing(now=True))
+        return blame.ended(self.names, error.ranks, self.me, doing)
 
     # Notices -------------------------------------------------------------------------------------
 
@@ -366,12 +421,20 @@ class Loop:
                 self._hear_given_up(rank, notice)
             case Question():
                 begun = self._has_begun(notice.operation)
-                if rank in self._live:
-                    self._live[rank].tell(Answer(notice.operation, begun))
+                if rank in self.live:
+                    self.live[rank].tell(Answer(notice.operation, begun, self.watch.doing()))
                 self._ask_all(notice.operation)
             case Answer():
                 if notice.operation in self._late:
-                    self._late[notice.operation].hear(rank, notice.begun)
+                    self._late[notice.operation].hear(rank, notice.begun, notice.doing)
+            case DoingQuestion():
+                if rank in self.live:
+                    self.live[rank].tell(self.watch.answer(rank, notice))
+            case DoingAnswer():
+                self._disagree(self.watch.hear(rank, notice))
+            case DifferentCalls():
+                heard = MismatchedCalls(notice.text, ranks=notice.ranks, where=notice.where, fix=notice.fix)
+                self._disagree(heard, tell=False)
 
     def _hear_given_up(self, rank: int, notice: GaveUp) -> None:
         error: WorkerError
@@ -387,6 +450,17 @@ class Loop:
         elif not self._has_begun(notice.operation):
             self._given_up[notice.operation] = error
 
+    def _disagree(self, error: MismatchedCalls | None, *, tell: bool = True) -> None:
+        """If workers make different calls, no operation can end any more, on any worker."""
+        if error is None or self._dead is not None:
+            return
+        self._dead = self._loss = error
+        self._reasons.append(error)
+        for operation in list(self._operations.values()):
+            self._end(operation, error)
+        if tell:
+            self._tell(DifferentCalls(error.ranks, shortened(error.message), error.where, error.fix))
+
     # Deadlines -----------------------------------------------------------------------------------
 
     def _check_deadlines(self) -> None:
@@ -398,13 +472,14 @@ class Loop:
             if check.is_over(now):
                 operation = self._operations[tag]
                 blamed = check.missing() or sorted(operation.awaited())
-                self._end(operation, blame.late(self.names, blamed, operation.deadline_s, self.me))
+                doing = check.doing(blamed)
+                self._end(operation, blame.late(self.names, blamed, operation.deadline_s, self.me, doing))
 
     def _ask_all(self, tag: int) -> None:
         """Ask all peers whether they have begun an overdue operation."""
         operation = self._operations.get(tag)
         if operation is not None and not operation.ended and tag not in self._late:
-            self._late[tag] = LivenessCheck(set(self._live), time.monotonic())
+            self._late[tag] = LivenessCheck(set(self.live), time.monotonic())
             self._tell(Question(tag))
 
     # The end -------------------------------------------------------------------------------------
@@ -418,7 +493,7 @@ class Loop:
         with contextlib.suppress(Exception):
             self._announce_departure()
             self._linger()
-        for connection in self._live.values():
+        for connection in self.live.values():
             connection.sock.close()
         self._poll.close()
         self._wake_in.close()
@@ -427,7 +502,7 @@ class Loop:
     def _announce_departure(self) -> None:
         """Drop queued messages, which belong to operations that were given up, and tell the peers."""
         for tag in self._operations:
-            for connection in self._live.values():
+            for connection in self.live.values():
                 connection.forget(tag)
         reason = next((one for one in self._reasons if one.message in self._cause), None)
         if reason is None:
@@ -438,7 +513,7 @@ class Loop:
     def _linger(self) -> None:
         """Wait for acknowledgements: closing at once may reset a connection and lose data in flight."""
         deadline = time.monotonic() + _LINGER_S
-        leaving = dict(self._live)
+        leaving = dict(self.live)
         shut: set[int] = set()
         while leaving and time.monotonic() < deadline:
             for rank, connection in list(leaving.items()):

@@ -1,4 +1,4 @@
-"""Control messages between workers: departures, abandoned operations, and liveness questions and answers.
+"""Control messages between workers: departures, abandoned operations, and what workers are doing.
 
 They are plain msgspec values; nothing is ever unpickled.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from echelon.comm.wire.doing import Doing
+from echelon.comm.wire.mismatch import Stage
 from echelon.errors import Corrupt
 
 _MOST_TEXT = 2000
@@ -35,13 +37,62 @@ class Question(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """Whether the sender has begun that operation."""
+    """Whether the sender has begun that operation, and what it is doing."""
 
     operation: int
     begun: bool
+    doing: Doing = Doing()
 
 
-Notice = LeaveNotice | GaveUp | Question | Answer
+class DoingQuestion(msgspec.Struct, frozen=True, tag=True):
+    """The sender has been blocked on this operation for a while: what is the receiver doing?
+
+    `number` is repeated in the answer. `trained`: the sender's training thread has begun the operation,
+    not a codec thread.
+    """
+
+    number: int
+    operation: int
+    trained: bool = True
+
+
+class Blocked(msgspec.Struct, frozen=True):
+    """The sender's training thread is blocked until this operation ends.
+
+    wait          the number of the wait: another one after each that has ended
+    requires_you  the operation cannot end without the receiver
+    trained       as in the question
+    """
+
+    operation: int
+    wait: int
+    requires_you: bool
+    trained: bool = True
+
+
+class DoingAnswer(msgspec.Struct, frozen=True, tag=True):
+    """What the sender is doing, how far it is with the operation, and what it is blocked on itself.
+
+    `may_begin`: a thread of it that is not blocked might begin the operation.
+    """
+
+    number: int
+    doing: Doing
+    stage: Stage
+    may_begin: bool
+    blocked: Blocked | None = None
+
+
+class DifferentCalls(msgspec.Struct, frozen=True, tag=True):
+    """The sender is certain that workers make different calls. All of them raise this error."""
+
+    ranks: tuple[int, ...]
+    text: str
+    where: str
+    fix: str
+
+
+Notice = LeaveNotice | GaveUp | Question | Answer | DoingQuestion | DoingAnswer | DifferentCalls
 
 _decoder: msgspec.msgpack.Decoder[Notice] = msgspec.msgpack.Decoder(Notice)
 

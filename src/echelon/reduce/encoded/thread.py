@@ -39,6 +39,12 @@ class BucketJob:
         """Names those whom the current exchange awaits."""
         return (self.awaited or Future[Any]()).overdue(timeout_s)
 
+    def stalled(self, waited_s: float, *, endless: bool) -> Callable[[], None] | None:
+        """Reports the current exchange; between two exchanges the codec is at work."""
+        if self.awaited is None or self.awaited.done():
+            return None
+        return self.awaited.stalled(waited_s, endless=endless)
+
 
 class CodecThread:
     """Runs jobs, in a thread that lives from the first job until it is closed."""

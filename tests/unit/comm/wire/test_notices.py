@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.comm.wire import notices
-from echelon.comm.wire.notices import Answer, GaveUp, LeaveNotice, Question
+from echelon.comm.wire.doing import Doing
+from echelon.comm.wire.mismatch import Stage
+from echelon.comm.wire.notices import (
+    Answer,
+    Blocked,
+    DifferentCalls,
+    DoingAnswer,
+    DoingQuestion,
+    GaveUp,
+    LeaveNotice,
+    Question,
+)
 from echelon.errors import Corrupt
 
 
@@ -19,6 +30,11 @@ from echelon.errors import Corrupt
         GaveUp(2**63, (1, 2), "rank 1 on b is gone", late=True),
         Question(5),
         Answer(5, begun=False),
+        Answer(5, begun=True, doing=Doing("in save()", "train.py:52")),
+        DoingQuestion(7, 1 << 61 | 9, trained=False),
+        DoingAnswer(7, Doing(), Stage.OVER, may_begin=True),
+        DoingAnswer(7, Doing(), Stage.NOT_BEGUN, may_begin=False, blocked=Blocked(3, 4, requires_you=True)),
+        DifferentCalls((0, 1), "workers make different calls", "rank 0 on a", "call save()"),
     ],
 )
 def test_notice_arrives_unchanged(notice):
