@@ -1,4 +1,4 @@
-"""A run's workers on other machines: which machine gets which ranks, where they meet, what they are told."""
+"""Workers on other machines: which machine gets which ranks, where they meet, what they are told."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def copied(script: Path) -> dict[str, bytes]:
     size = sum(map(len, found.values()))
     if size > _MOST_COPIED_BYTES:
         raise LaunchError(
-            f"the Python files below {root} have {size / 1e6:.0f} MB, which is too much to copy for each run",
+            f"the Python files below {root} have {size / 1e6:.0f} MB, too much to copy for each run",
             where="--copy",
             fix="put them on the other machines yourself",
         )
