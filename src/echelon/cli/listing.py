@@ -16,6 +16,7 @@ from echelon.codec.codec import CODECS
 from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.config.registry import Description, Registry
 from echelon.errors import UnknownName
+from echelon.launch.launcher import LAUNCHERS
 from echelon.sync.detector import DETECTORS
 from echelon.sync.graph import GRAPHS
 from echelon.sync.policy import POLICIES
@@ -25,7 +26,18 @@ from echelon.zoo.model import MODELS
 
 KINDS: dict[str, Registry[Any]] = {
     registry.kind: registry
-    for registry in (MODELS, DATASETS, POLICIES, COLLECTIVES, CODECS, DELAYS, DETECTORS, THRESHOLDS, GRAPHS)
+    for registry in (
+        MODELS,
+        DATASETS,
+        POLICIES,
+        COLLECTIVES,
+        CODECS,
+        DELAYS,
+        DETECTORS,
+        THRESHOLDS,
+        GRAPHS,
+        LAUNCHERS,
+    )
 }
 _LAB = "lab"
 _OTHER_NAMES = {

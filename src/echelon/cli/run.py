@@ -33,7 +33,19 @@ _EMULATE = "Unequal machines"
 _PANELS = {
     **dict.fromkeys(["lab", "speed", "delay", "delayed"], _EMULATE),
     **dict.fromkeys(
-        ["port", "threads", "start", "join_timeout_s", "round_timeout_s", "runs", "name"], "Launch"
+        [
+            "on",
+            "hosts",
+            "copy",
+            "port",
+            "threads",
+            "start",
+            "join_timeout_s",
+            "round_timeout_s",
+            "runs",
+            "name",
+        ],
+        "Launch",
     ),
     **dict.fromkeys(["model", "data", "epochs", "batch", "optimizer", "lr", "momentum"], "Training"),
     **dict.fromkeys(["weight_decay", "until_accuracy", "checkpoint", "loader_workers"], "Training"),
@@ -128,7 +140,7 @@ def _run(
     args: list[str] | None = typer.Argument(None, metavar="ARGS", help="Its arguments."),
     module: bool = typer.Option(False, "-m", help="SCRIPT is a module, as in python -m."),
 ) -> None:
-    """Run a training script on several workers, on this machine or in an emulated cluster.
+    """Run a training script on several workers: here, on other machines, or in an emulated cluster.
 
     The output of rank 0 is shown, and input goes to rank 0. The output of every
     worker is kept in the run's folder. Options of echelon go before SCRIPT, the script's own after it.
@@ -136,6 +148,7 @@ def _run(
     Examples:
       echelon run --workers 4 train.py --epochs 10
       echelon run --workers 4 -m package.train
+      echelon run --hosts a:2,b:4 train.py
       echelon run --lab two-sites train.py
       echelon run --workers 4 --speed 1,0.5,0.5,0.25 --shares by-speed train.py
       echelon run --workers 4 --delay "normal(0, 0.25)" --delayed 0.5 train.py

@@ -42,6 +42,11 @@ class RunSettings:
     lab: str | None = setting(
         None, "Place the workers in an emulated cluster: a lab file, or a shipped one."
     )
+    on: str = setting("local", "What starts the workers: local, or a launcher (`echelon list launcher`).")
+    hosts: str | None = setting(
+        None, "Machines, with workers on each: a:2,b:4, or a file. By ssh, if --on says nothing else."
+    )
+    copy: bool = setting(False, "Copy the script's folder to the other machines, for this run.")
     transport: Transport = choice("transport")  # noqa: RUF009
     collective: str = choice("collective")
     codec: str = choice("codec")

@@ -10,5 +10,10 @@ input.py      what workers read: the leader what the launcher was given, the oth
 output.py     what the launcher shows of the leader's log
 failure.py    which worker failed first, and why
 run.py        a whole run: folder, plan, lab, processes, faults, summary
+launcher.py   the contract of what starts agents on other machines
+launchers/    one file for each: ssh
+hosts.py      which machines, and how many workers on each?
+remote.py     workers on other machines: ranks, where they meet, what they are told
+agents/       the process on another machine that starts workers and sends back what they write
 history.py    the runs of a folder, with their figures
 """

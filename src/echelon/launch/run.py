@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,8 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError, LaunchError
+from echelon.launch import remote
+from echelon.launch.agents.driver import AgentProcesses, ConnectedAgent
 from echelon.launch.command import WorkerCommand
 from echelon.launch.failure import Failure, alike, read_failures
 from echelon.launch.output import LeaderOutput
@@ -58,6 +60,7 @@ from echelon.plan.plan import Plan, PlanRequest, WorkerPlan, make_plan
 from echelon.sync.cluster import planned_cluster
 from echelon.train.checks import check_plan
 
+Processes = WorkerProcesses | AgentProcesses
 _LOOK_EVERY_S = 0.05
 _INTERRUPT_GRACE_S = 5.0
 _LAB_PORT = 29400
@@ -108,8 +111,23 @@ class Target:
 def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> RunResult:
     """Carry out a whole run."""
     settings = resolved.settings
+    if settings.on != "local" or settings.hosts:
+        with remote.connected(settings) as agents:
+            return _run(resolved, target, watcher, agents)
+    return _run(resolved, target, watcher, [])
+
+
+def _run(
+    resolved: Resolved[RunSettings],
+    target: Target,
+    watcher: Watcher,
+    agents: Sequence[ConnectedAgent],
+) -> RunResult:
+    settings = resolved.settings
     spec = read_lab(settings.lab) if settings.lab else None
-    plan = _plan(settings, spec)
+    plan = _plan(settings, spec, remote.nodes(agents))
+    if agents:
+        plan = remote.with_threads(plan, agents, settings.threads)
     if settings.port is not None and spec is None:
         _check_port(settings.port)
     folder = RunFolder.create(Path(settings.runs), settings.name or target.name)
@@ -131,7 +149,11 @@ def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Ru
         stopped = stack.enter_context(_signals())
         lab = stack.enter_context(Lab.up(spec, folder.name)) if spec else None
         watch = _Watch(folder, plan, lab, recorder, watcher, stopped)
-        failure, code = watch.run(_commands(plan, settings, target, folder, lab))
+        if agents:
+            failure, code = watch.run(lambda: remote.start(agents, plan, settings, target.argv, folder))
+        else:
+            commands = _commands(plan, settings, target, folder, lab)
+            failure, code = watch.run(lambda: WorkerProcesses(folder, commands))
     tail = b""
     if failure is not None and folder.log_of(failure.rank).exists():
         tail = folder.log_of(failure.rank).read_bytes()[-_TAIL_BYTES:]
@@ -146,12 +168,13 @@ def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> Ru
     )
 
 
-def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
+def _plan(settings: RunSettings, spec: LabSpec | None, machines: Sequence[str] = ()) -> Plan:
     """The plan that the settings ask for; raises ConfigError if it cannot work."""
     if settings.delay:
         DELAYS.build(settings.delay, where="--delay")
-    count = _count_workers(settings, spec)
-    _check_memory(count + settings.servers)
+    count = len(machines) or _count_workers(settings, spec)
+    if not machines:
+        _check_memory(count + settings.servers)
     workers, servers = _places(settings, spec, count)
     if settings.groups:
         groups = parse_groups(settings.groups, count)
@@ -169,12 +192,14 @@ def _plan(settings: RunSettings, spec: LabSpec | None) -> Plan:
     )
     plan = make_plan(
         "",
-        [node.name for node in workers] or [host] * count,
+        [node.name for node in workers] or list(machines) or [host] * count,
         asked,
         cores=usable_cores(),
         rated=[node.cpu or 1.0 for node in workers],
     )
-    names = [node.name for node in servers] or [host] * settings.servers
+    by_machine = list(dict.fromkeys(machines)) or [host]
+    spread = [by_machine[at % len(by_machine)] for at in range(settings.servers)]
+    names = [node.name for node in servers] or spread
     plan = replace(plan, servers=tuple(names))
     _check_sync(plan, settings)
     return plan
@@ -297,7 +322,7 @@ class _Watch:
         self._step: int | None = None
         self._faults: FaultClock | None = None
 
-    def run(self, commands: Sequence[WorkerCommand]) -> tuple[Failure | None, int]:
+    def run(self, start: Callable[[], Processes]) -> tuple[Failure | None, int]:
         """Start the workers and watch until all have ended. Returns the first failure and the exit code."""
         notes = list(self._lab.notes) if self._lab else []
         for note in notes:
@@ -305,7 +330,7 @@ class _Watch:
         self._watcher.starting(self._folder, self._plan, notes)
         if self._lab:
             self._lab.lift_quotas()  # until all have joined: imports should not be slow too
-        with WorkerProcesses(self._folder, commands) as processes:
+        with start() as processes:
             if self._lab:
                 self._faults = FaultClock(self._lab, pids_of_node=processes.pids_on)
             failure = self._until_done(processes)
@@ -313,7 +338,7 @@ class _Watch:
         self._show(self._output.rest(failure))
         return failure, self._conclude(processes, failure)
 
-    def _until_done(self, processes: WorkerProcesses) -> Failure | None:
+    def _until_done(self, processes: Processes) -> Failure | None:
         interrupted_at: float | None = None
         while not processes.all_done():
             time.sleep(_LOOK_EVERY_S)
@@ -367,7 +392,7 @@ class _Watch:
             )
             self._recorder.flush()
 
-    def _conclude(self, processes: WorkerProcesses, failure: Failure | None) -> int:
+    def _conclude(self, processes: Processes, failure: Failure | None) -> int:
         """Record how the run ended. Returns the exit code."""
         if self._stopped:
             outcome, detail, code = (

@@ -1,0 +1,153 @@
+"""Workers on other machines: which machine gets which ranks, where they meet, what they are told."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from echelon.comm.meet.place import SERVERS_VARIABLE
+from echelon.config.schema import RunSettings
+from echelon.errors import ConfigError, LaunchError
+from echelon.launch.agents.driver import AgentProcesses, ConnectedAgent, introduce, meeting_place
+from echelon.launch.agents.protocol import AgentWorker, Begin
+from echelon.launch.hosts import Host, read_hosts
+from echelon.launch.launcher import LAUNCHERS, Wanted
+from echelon.observe.run_folder import RunFolder
+from echelon.plan.plan import Plan
+
+# What the user has set here also holds there; secrets travel over the agents' connections only.
+_HANDED_ON = ("ECHELON_SECRET", "ECHELON_TLS_CERT", "ECHELON_TLS_KEY", "ECHELON_TLS_CA", "ECHELON_DATA")
+_MOST_COPIED_BYTES = 64 << 20
+
+
+@contextmanager
+def connected(settings: RunSettings) -> Iterator[list[ConnectedAgent]]:
+    """One agent on each machine; all are gone at the end."""
+    _check(settings)
+    hosts = fitted(read_hosts(settings.hosts), settings.workers) if settings.hosts else []
+    name = "ssh" if settings.on == "local" else settings.on
+    launcher = LAUNCHERS.build(name, where="--on")
+    timeout_s = settings.join_timeout_s
+    agents = launcher.connect(Wanted(workers=settings.workers or 0, hosts=hosts, timeout_s=timeout_s))
+    try:
+        introduce(agents, timeout_s)
+        yield agents
+    finally:
+        for agent in agents:
+            agent.handle.end()
+
+
+def _check(settings: RunSettings) -> None:
+    for name in ("lab", "speed", "delay"):
+        if getattr(settings, name):
+            raise ConfigError(
+                f"--{name} emulates machines, and --hosts or --on names real ones",
+                where=f"--{name}",
+                fix="leave one of them out",
+            )
+
+
+def fitted(hosts: Sequence[Host], workers: int | None) -> list[Host]:
+    """The hosts with as many slots as there are workers, from the first host on."""
+    if workers is None:
+        return list(hosts)
+    if workers > sum(host.slots for host in hosts):
+        raise ConfigError(
+            f"{workers} workers do not fit the {sum(host.slots for host in hosts)} slots of the hosts",
+            where="--workers",
+            fix="give hosts more slots (a:4), or start fewer workers",
+        )
+    out, left = [], workers
+    for host in hosts:
+        taken = min(host.slots, left)
+        left -= taken
+        if taken:
+            out.append(Host(host.name, taken))
+    return out
+
+
+def nodes(agents: Sequence[ConnectedAgent]) -> list[str]:
+    """The machine of each rank: ranks of one machine are next to each other."""
+    return [agent.node for agent in agents for _ in range(agent.slots)]
+
+
+def with_threads(plan: Plan, agents: Sequence[ConnectedAgent], threads: int | None) -> Plan:
+    """The plan with as many threads for each worker as its machine has cores for."""
+    each = {
+        agent.node: threads
+        or max(1, (agent.introduction.cores if agent.introduction else 1) // agent.slots)
+        for agent in agents
+    }
+    return replace(plan, workers=tuple(replace(w, threads=each[w.node]) for w in plan.workers))
+
+
+def start(
+    agents: Sequence[ConnectedAgent],
+    plan: Plan,
+    settings: RunSettings,
+    program: Sequence[str],
+    folder: RunFolder,
+) -> AgentProcesses:
+    """Start the plan's workers and servers."""
+    address, port = meeting_place(agents)
+    common = {
+        **{name: os.environ[name] for name in _HANDED_ON if os.environ.get(name)},
+        "WORLD_SIZE": str(len(plan.workers)),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(settings.port or port),
+        SERVERS_VARIABLE: str(len(plan.servers)),
+    }
+    workers: dict[str, list[AgentWorker]] = {agent.node: [] for agent in agents}
+    on_node: Counter[str] = Counter()
+    servers = list(enumerate(plan.servers, start=len(plan.workers)))
+    jobs = [(w.rank, w.node, w.threads, list(program), settings.start == "fork") for w in plan.workers]
+    jobs += [(rank, node, 1, ["-m", "echelon.server.process"], False) for rank, node in servers]
+    for rank, node, threads, what, fork in jobs:
+        own = {"RANK": str(rank), "LOCAL_RANK": str(on_node[node])}
+        own |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        on_node[node] += 1
+        workers[node].append(
+            AgentWorker(rank=rank, node=node, program=what, env={**common, **own}, fork=fork)
+        )
+    files = copied(Path(program[0])) if settings.copy and program[0] != "-m" else {}
+    begins = {
+        node: Begin(
+            run=folder.name,
+            config=folder.config.read_text(),
+            plan=folder.plan.read_text(),
+            cwd=str(Path.cwd()),
+            workers=own_workers,
+            files=files,
+        )
+        for node, own_workers in workers.items()
+    }
+    return AgentProcesses(folder, agents, begins)
+
+
+def copied(script: Path) -> dict[str, bytes]:
+    """The Python files below the script's folder, by their path from the current folder."""
+    here = Path.cwd().resolve()
+    root = script.resolve().parent
+    if not root.is_relative_to(here):
+        raise LaunchError(
+            f"{script} is not below the current folder, so it cannot be copied to the same place",
+            where="--copy",
+            fix="start the run in the script's folder",
+        )
+    found: dict[str, bytes] = {}
+    for path in sorted(root.rglob("*.py")):
+        below = path.relative_to(here)
+        if not any(part.startswith(".") or part in ("venv", "site-packages") for part in below.parts):
+            found[str(below)] = path.read_bytes()
+    size = sum(map(len, found.values()))
+    if size > _MOST_COPIED_BYTES:
+        raise LaunchError(
+            f"the Python files below {root} have {size / 1e6:.0f} MB, too much to copy for each run",
+            where="--copy",
+            fix="put them on the other machines yourself",
+        )
+    return found
