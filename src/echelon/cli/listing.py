@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from echelon.adapt.rule import RULES
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.lab.spec import shipped_labs
 from echelon.codec.codec import CODECS
@@ -37,6 +38,7 @@ KINDS: dict[str, Registry[Any]] = {
         THRESHOLDS,
         GRAPHS,
         LAUNCHERS,
+        RULES,
     )
 }
 _LAB = "lab"

@@ -28,7 +28,7 @@ _BY_HAND = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collectives(AdaptRule):
-    """dist.all_reduce, dist.barrier, dist.broadcast and dist.all_gather."""
+    """Calls of dist.all_reduce, dist.barrier, dist.broadcast and dist.all_gather."""
 
     name: ClassVar[str] = "collectives"
 

@@ -15,7 +15,7 @@ from echelon.adapt.tree import constant, keyword
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Downloads(AdaptRule):
-    """download=True: all workers would download to the same folder."""
+    """With download=True all workers would download to the same folder."""
 
     name: ClassVar[str] = "download"
 

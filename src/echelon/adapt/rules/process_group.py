@@ -23,7 +23,7 @@ _ADDRESSES = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroup(AdaptRule):
-    """init_process_group, destroy_process_group, MASTER_ADDR and torch.cuda.set_device."""
+    """Calls of init_process_group, destroy_process_group, MASTER_ADDR and torch.cuda.set_device."""
 
     name: ClassVar[str] = "process-group"
 

@@ -17,7 +17,7 @@ from echelon.adapt.rule import AdaptRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving(AdaptRule):
-    """torch.save by all workers to one path, and torch.load of what one of them wrote."""
+    """A torch.save by all workers to one path, and a torch.load of what one of them wrote."""
 
     name: ClassVar[str] = "saving"
 

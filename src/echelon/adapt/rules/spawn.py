@@ -18,7 +18,7 @@ _WHY = "echelon run, torchrun and other launchers start the workers; each runs t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spawn(AdaptRule):
-    """torch.multiprocessing.spawn(main, args=..., nprocs=...)."""
+    """A call of torch.multiprocessing.spawn(main, args=..., nprocs=...)."""
 
     name: ClassVar[str] = "spawn"
 

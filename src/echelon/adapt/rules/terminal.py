@@ -13,7 +13,7 @@ from echelon.adapt.rule import AdaptRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal(AdaptRule):
-    """input(): only the leader has the terminal's input."""
+    """Calls of input(): only the leader has the terminal's input."""
 
     name: ClassVar[str] = "terminal"
 

@@ -16,7 +16,7 @@ from echelon.adapt.rule import AdaptRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unassigned(AdaptRule):
-    """session.prepare(...) without an assignment of what it returns."""
+    """A session.prepare(...) without an assignment of what it returns."""
 
     name: ClassVar[str] = "unassigned"
 
