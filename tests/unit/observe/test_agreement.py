@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from echelon.observe.closing import closing_table
 from echelon.observe.events import AnyEvent, BucketReduced, StepEnded, WorkerJoined
 from echelon.observe.page.history import collect_history
 from echelon.observe.page.sections import communication, time_split, waiting
 from echelon.observe.page.sync import synchronisation
-from echelon.observe.progress import closing_table
 from echelon.observe.summary import Summary, summarise
 from echelon.observe.trace import chrome_trace
 from echelon.observe.verdict import verdict, wire_verdict
