@@ -102,9 +102,9 @@ def train(where: str, name: str, options: dict[str, Any]) -> str:
         model = model_of(name, sample)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         batch = PER_WORKER * session.world_size
-        data: Any = data_of(sample, STEPS * batch)
-        if late and where == "data":
-            data = Sleepy(data, LATE_S / PER_WORKER)
+        data = Sleepy(
+            data_of(sample, STEPS * batch), LATE_S / PER_WORKER if late and where == "data" else 0.0
+        )
         if late and where == "forward":
             model.register_forward_pre_hook(sleep)
         loader = DataLoader(data, batch_size=batch, shuffle=True)

@@ -21,6 +21,7 @@ _LEGEND = {  # of the closing table's columns
     "age": "updates between reading weights and applying the gradient, on average",
     "held": "how long the policy made the worker wait",
 }
+_LAST_OF_SEVERAL = "share of rounds in which the worker kept the others waiting longest"
 
 
 def closing_table(summary: Summary) -> RenderableType:
@@ -39,7 +40,8 @@ def closing_table(summary: Summary) -> RenderableType:
     rate = f"{summary.samples_per_s:,.0f} samples/s"
     lines = [f"{_made(summary)} in {show_seconds(summary.seconds)}, {rate}", ", ".join(quality(summary))]
     lines += [verdict(summary), wire_verdict(summary)]
-    known = [f"{name}: {meaning}" for name, meaning in _LEGEND.items() if name in columns]
+    meanings = _LEGEND | {"last": _LAST_OF_SEVERAL} if summary.meet_often else _LEGEND
+    known = [f"{name}: {meaning}" for name, meaning in meanings.items() if name in columns]
     texts = [Text("; ".join(known), style="dim")] if summary.world_size > 1 else []
     return Group(table, *texts, *(Text(line) for line in lines if line))
 
@@ -85,7 +87,7 @@ def _columns(summary: Summary) -> dict[str, list[str]]:
         columns["sent"] = [show_bytes(count) for count in sent_bytes]
     if summary.rounds > 0:
         columns |= {
-            "last": ["", *(percent(w.times_last, summary.rounds) for w in workers)],
+            "last": ["", *(percent(w.times_last, w.rounds) for w in workers)],
             "delayed": [
                 _seconds(summary.spread_s, summary),
                 *(_seconds(w.held_up_s, summary) for w in workers),
