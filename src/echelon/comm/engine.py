@@ -146,6 +146,11 @@ class Engine:
         for team in self.teams:
             team.finish_all(self.deadline_s)
 
+    def advance(self) -> None:
+        """As far as that needs no waiting; for a worker that waits for one of its teams."""
+        for team in self.teams:
+            team.advance()
+
     def next_channel(self) -> int:
         """The next channel's number; all workers open channels in the same order."""
         self.channels += 1
@@ -433,6 +438,7 @@ class EngineGroup(Group):
         else:
             self._team.report_to(self._engine.loop.watch, self._channel)
             self._engine.teams.append(self._team)
+            self._team.meanwhile = self._engine.advance
 
     def _piece_bytes(self, layout: RailLayout) -> int:
         """The piece that this machine sums fastest; its first worker measures it."""

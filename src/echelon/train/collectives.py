@@ -11,6 +11,7 @@ import builtins
 import math
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
 import msgspec
@@ -52,6 +53,10 @@ class ScriptCollectives:
     def _samples(self) -> float:
         """How many samples this worker's figures are of: of the last batch, or of a pass that has ended."""
         return 1.0
+
+    def _exchange(self) -> AbstractContextManager[None]:
+        """Around a wait for the other workers, which is not computing."""
+        return nullcontext()
 
     def _combined(self) -> None:
         """The script has combined figures of several workers."""
@@ -309,7 +314,9 @@ class ScriptCollectives:
         if self.world_size == 1:
             return
         mine = xxhash.xxh3_64_intdigest(call.encode()) >> 1
-        if len({int(one) for one in self._group.all_gather(torch.tensor([mine]))}) > 1:
+        with self._exchange():
+            told = self._group.all_gather(torch.tensor([mine]))
+        if len({int(one) for one in told}) > 1:
             raise self._different_calls(call)
 
     def _different_calls(self, call: str) -> MismatchedCalls:

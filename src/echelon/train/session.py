@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, overload
@@ -403,6 +403,9 @@ class Session(ScriptCollectives, ScriptLog):
         if loader is None:
             return 1.0
         return float(loader.share_drawn if loader.finished else self._share)
+
+    def _exchange(self) -> AbstractContextManager[None]:
+        return self._clock.exchange(begins_step=False)
 
     def _combined(self) -> None:
         self._guard.combined()

@@ -35,14 +35,15 @@ _SHORTEST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Reduction:
-    """A reduction for which this worker is ready."""
+    """A reduction for which this worker is ready. `summed`: its slice of it is done."""
 
     number: int
     buffers: list[Tensor]
     op: Op
     timing: Timing
+    summed: bool = False
 
 
 class Board:
@@ -104,7 +105,7 @@ class MemoryWait:
 
 class SharedMemoryTeam:
     """The workers of one machine; ranks are positions among them. `gather` exchanges handles (see `share`);
-    `check` raises if a worker is gone.
+    `check` raises if a worker is gone; `meanwhile` is called while this worker waits for the others.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class SharedMemoryTeam:
         self._open: deque[_Reduction] = deque()
         self._working = threading.Lock()
         self._broken: Exception | None = None
+        self.meanwhile: Callable[[], None] = _nothing
         self._watch: Watch | None = None
         self._first_tag = 0
 
@@ -199,22 +201,45 @@ class SharedMemoryTeam:
         """All reductions that have begun."""
         self.finish(self._number, deadline_s)
 
+    def advance(self) -> None:
+        """Sum this worker's slice of all reductions for which everybody is ready; never waits.
+
+        A worker that waits for one team calls it on the others. Otherwise two workers that wait for
+        different teams would wait for each other.
+        """
+        if not self._open or not self._working.acquire(blocking=False):
+            return
+        try:
+            for reduction in tuple(self._open):
+                if self._broken is not None or self.board.behind(READY, reduction.number):
+                    return
+                self._sum(reduction)
+        finally:
+            self._working.release()
+
     def has_finished(self, number: int) -> bool:
         """Whether `finish` would return at once."""
         return not self._open or self._open[0].number > number
 
     def _reduce(self, reduction: _Reduction, deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s
-        number, buffers = reduction.number, reduction.buffers
-        self._await(READY, number, deadline, deadline_s)
+        self._await(READY, reduction.number, deadline, deadline_s)
+        self._sum(reduction)
+        self._await(DONE, reduction.number, deadline, deadline_s)
+        reduction.timing.ended = time.perf_counter()
+
+    def _sum(self, reduction: _Reduction) -> None:
+        """This worker's slice, once everybody is ready."""
+        if reduction.summed:
+            return
+        buffers = reduction.buffers
         start, stop = pieces(0, buffers[0].numel(), self.size)[self.rank]
         begun = reduction.timing.begun = time.perf_counter()
         for low, high in self.cache_sized(start, stop, buffers[0].element_size()):
             _sum_piece(buffers, low, high, reduction.op)
         reduction.timing.adding_s = time.perf_counter() - begun
-        self.board.publish(DONE, number)
-        self._await(DONE, number, deadline, deadline_s)
-        reduction.timing.ended = time.perf_counter()
+        reduction.summed = True
+        self.board.publish(DONE, reduction.number)
 
     def cache_sized(self, start: int, stop: int, item_bytes: int) -> Iterator[tuple[int, int]]:
         """A range in pieces that fit the cache."""
@@ -229,6 +254,7 @@ class SharedMemoryTeam:
         """
         begun = time.perf_counter()
         while self.board.behind(row, number):
+            self.meanwhile()
             waited = time.perf_counter() - begun
             if waited <= _SPIN_S:
                 os.sched_yield()
@@ -264,6 +290,10 @@ class SharedMemoryTeam:
             if behind:
                 doing = self._watch.about(behind) if self._watch is not None else ""
                 raise blame.late(self._names, behind, deadline_s, self._names[self.rank], doing)
+
+
+def _nothing() -> None:
+    """There is only one team."""
 
 
 def sleep_s(waited_s: float) -> float:

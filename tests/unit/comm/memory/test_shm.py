@@ -410,6 +410,29 @@ def test_worker_that_left_after_its_part_was_done_is_not_needed():
     assert right(cluster.run(work)) == [2.0, 2.0]
 
 
+def test_workers_that_wait_for_different_teams_do_not_wait_for_each_other():
+    """As with two prepared models: one worker waits for the first team, the other for the second."""
+    cluster = ThreadTeam(2)
+    first_ready = threading.Barrier(2, timeout=90)
+
+    def work(rank):
+        teams = [cluster.team(rank) for _ in range(2)]
+        for team in teams:
+            team.meanwhile = lambda: [other.advance() for other in teams]
+        a, b = (team.buffer(100, torch.float32).fill_(1) for team in teams)
+        number = teams[0].begin(a, "sum")[0]
+        first_ready.wait()
+        if rank == 0:
+            teams[0].finish(number, 20)
+            teams[1].finish(teams[1].begin(b, "sum")[0], 20)
+        else:
+            teams[1].finish(teams[1].begin(b, "sum")[0], 20)
+            teams[0].finish(number, 20)
+        return a[0].item(), b[0].item()
+
+    assert right(cluster.run(work)) == [(2.0, 2.0)] * 2
+
+
 @pytest.mark.parametrize("phase", ["begin", "finish"])
 def test_a_late_worker_is_named_at_the_deadline(phase):
     cluster = ThreadTeam(3)
