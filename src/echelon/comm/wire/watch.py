@@ -72,8 +72,7 @@ class _Wait:
     endless: bool
     ask_at: float
     report_at: float
-    first_question: int = 0
-    asked: int = 0
+    questions: set[int] = field(default_factory=set)
     unanswered: dict[int, float] = field(default_factory=dict)  # since when, by rank
     answers: dict[int, DoingAnswer] = field(default_factory=dict)
     suspected: dict[int, tuple[object, float]] = field(default_factory=dict)  # evidence, since when
@@ -168,9 +167,8 @@ class Watch:
 
     def _ask(self, wait: _Wait, now: float) -> None:
         self._questions += 1
-        wait.first_question = wait.first_question or self._questions
-        wait.ask_at = now + _ASK_AGAIN_S[min(wait.asked, 1)]
-        wait.asked += 1
+        wait.ask_at = now + _ASK_AGAIN_S[min(len(wait.questions), 1)]
+        wait.questions.add(self._questions)
         trained = wait.what.thread not in _own_threads()
         question = DoingQuestion(self._questions, wait.what.tag, trained)
         for rank in self._tell_workers(question):
@@ -218,12 +216,13 @@ class Watch:
             self._inquiry.unanswered.discard(rank)
             self._inquiry.doings[rank] = answer.doing
             return self._outcome(self._inquiry)
-        wait = self._trainers_wait()
-        if wait is None or not 0 < wait.first_question <= answer.number:
+        wait = next((one for one in list(self._waits.values()) if answer.number in one.questions), None)
+        if wait is None:
             return None
         wait.unanswered.pop(rank, None)
         wait.answers[rank] = answer
-        if not wait.endless or not is_certain(self._facts(wait, rank, answer)):
+        blocked = wait.endless and wait is self._trainers_wait()
+        if not blocked or not is_certain(self._facts(wait, rank, answer)):
             wait.suspected.pop(rank, None)
             return None
         evidence = (answer.blocked, answer.stage)
