@@ -309,8 +309,9 @@ def another_kind_of_operation(transport):
 
 
 def test_an_operation_of_another_kind_under_the_same_tag_is_noticed(warm_pool):
-    for error in warm_pool.run(2, another_kind_of_operation, "tcp"):
-        assert error is None or "workers make different calls" in error.message
+    _, error = warm_pool.run(2, another_kind_of_operation, "tcp")
+    assert type(error) is MismatchedCalls
+    assert "workers make different calls" in error.message
 
 
 def a_third_one_computes(transport):
@@ -431,9 +432,10 @@ def test_a_slow_worker_is_waited_for_and_the_record_says_so(warm_pool, transport
 
 
 @on_each_transport
-def test_a_short_wait_is_not_recorded(warm_pool, transport):
+def test_only_long_waits_are_recorded(warm_pool, transport):
+    """On a busy machine also a short sleep may become a long wait."""
     (_, events), _ = warm_pool.run(2, sleep_in_a_step, transport, 0.2)
-    assert not [event for event in events if event.since < event.t - 90]
+    assert not [event for event in events if event.t - event.since < 1.5]
 
 
 def stopped_for_a_while(transport):
