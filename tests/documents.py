@@ -130,6 +130,14 @@ def _masked(text: str) -> str:
         r"(?<!accuracy )(?<![\d.,])\d[\d,.]* (?=(?:s|ms|µs|samples/s|%|times)(?!\w))", f"{_ANY} ", text
     )
     text = re.sub(rf"{_ANY} (?:s|ms|µs)(?!\w)", f"{_ANY} s", text)
+    # On a busy machine no single worker may be the reason; the one that is named first is late most often.
+    text = re.sub(
+        r"Waiting for late workers cost .{1,40}? of the run, but no single worker is the reason. "
+        r"Most often late: rank (\d) .*?(?= A step took| record:)",
+        rf"Rank \1 {_ANY} arrived last in {_ANY} % of rounds and cost the others {_ANY} s, "
+        rf"{_ANY} % of the run; ",
+        text,
+    )
     # The advice behind "of the run" depends on what else the machine does.
     return re.sub(r"(?<=of the run); .*?(?= A step took| record:)", f"; {_ANY}", text)
 

@@ -79,6 +79,13 @@ def test_tutorial_prints_what_it_shows(shell, name):
     _run(TUTORIALS / f"{name}.md", shell)
 
 
+LATE = "Rank 1 (vm) arrived last in 7 % of rounds and cost the others 8 ms, 6 % of the run; do. record: a"
+BUSY = (
+    "Waiting for late workers cost 9.6 ms, 55 % of the run, but no single worker is the reason. Most often "
+    "late: rank {} (vm), last in 86 % of rounds; rank {} (vm), last in 14 % of rounds. So. record: a"
+)
+
+
 @pytest.mark.parametrize(
     ("expected", "printed", "fit"),
     [
@@ -97,6 +104,8 @@ def test_tutorial_prints_what_it_shows(shell, name):
             True,
         ),
         ("Rank 1 (vm) arrived last", "Rank 0 (vm) arrived last", False),
+        (LATE, BUSY.format(1, 0), True),
+        (LATE, BUSY.format(0, 1), False),
         ("one\ntwo", "one\n\n  two\n", True),
     ],
 )
