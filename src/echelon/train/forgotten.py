@@ -12,7 +12,6 @@ worker there is nothing to forget.
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,8 +25,6 @@ from torch.utils.hooks import RemovableHandle
 from echelon.errors import DataError, ModelError
 from echelon.train.loader import SharedLoader
 from echelon.train.resume import Prepared
-
-_log = logging.getLogger(__name__)
 
 
 class ForgottenParts:

@@ -35,7 +35,7 @@ from echelon.train.loader import SharedLoader
 from echelon.train.resume import Prepared
 from echelon.train.saving import WholeSaves
 
-_STEPS_BETWEEN = 400  # a check of the weights costs less than a thousandth of so many steps
+_STEPS_BETWEEN = 400  # a check costs about as much as a small step, so it must be rare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
