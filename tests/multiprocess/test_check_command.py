@@ -130,7 +130,7 @@ def test_a_script_that_fails_on_workers_shows_its_error_and_the_batch_size_that_
     out, err = _ended(folder, process)
     assert process.returncode == 1, out + err
     assert 'File "train.py", line 15, in <module>' in out
-    assert "check/" not in out
+    assert "echelon/check/" not in out
     assert "train.py runs alone, and fails on 2 workers: RuntimeError: The size of tensor a (4)" in out
     assert "cause: the error names 8, the size of the whole batch, and 4, this worker's share" in out
     assert "fix:   take the size from the batch, x.size(0)" in out

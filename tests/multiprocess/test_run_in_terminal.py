@@ -250,7 +250,7 @@ def test_mistake_that_all_workers_make_is_shown_once_and_is_not_echelons(tmp_pat
     assert done.returncode == 1
     assert done.stdout == "before\n"
     assert done.stderr.count("Traceback") == 1
-    assert "echelon/" not in done.stderr
+    assert "src/echelon/" not in done.stderr
     *_, error, failed, also, log = done.stderr.splitlines()
     cause = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x5 and 4x1)"
     assert (error, failed) == (cause, f"rank 0 on {HOST} failed: {cause}")
