@@ -78,6 +78,16 @@ def interfaces() -> list[Interface]:
     return out
 
 
+def offered() -> list[Interface]:
+    """The addresses at which other machines may reach this one; those of container bridges come last.
+
+    Link-local IPv6 addresses are left out: they mean nothing without the other machine's interface.
+    """
+    found = [one for one in interfaces() if one.up and not one.loopback]
+    usable = [one for one in found if not (one.family == "ipv6" and _is_link_local(one.address))]
+    return sorted(usable, key=lambda one: (one.virtual, one.family))
+
+
 def towards(host: str, port: int = 1) -> InterfaceChoice:
     """The interface by which packets to `host` leave this machine.
 
@@ -200,7 +210,11 @@ def _plain(address: str) -> str:
 
 
 def _needs_zone(address: str) -> bool:
-    return "%" not in address and ipaddress.ip_address(address).is_link_local and ":" in address
+    return "%" not in address and _is_link_local(address) and ":" in address
+
+
+def _is_link_local(address: str) -> bool:
+    return ipaddress.ip_address(_plain(address)).is_link_local
 
 
 _Target = tuple[Any, ...]  # as getaddrinfo gives it: two fields for IPv4, four for IPv6

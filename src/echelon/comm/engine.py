@@ -28,7 +28,7 @@ from echelon.comm.group import Group, Messages, Op, blocks, check_messages
 from echelon.comm.meet import mesh
 from echelon.comm.meet.links import Links, measure
 from echelon.comm.meet.place import Place
-from echelon.comm.meet.rendezvous import Rendezvous, interface_address
+from echelon.comm.meet.rendezvous import Rendezvous, further_addresses, interface_address
 from echelon.comm.meet.tls import Certificates
 from echelon.comm.memory.rails import TAGS, RailLayout, Rails, machines
 from echelon.comm.memory.segment import Handle, share
@@ -102,7 +102,13 @@ class Engine:
         address = interface_address(rendezvous, place)
         certificates = Certificates.from_environment(os.environ)
         sockets = mesh.connect(
-            rendezvous, address, view=view, secret=secret, timeout_s=timeout_s, certificates=certificates
+            rendezvous,
+            address,
+            further=further_addresses(rendezvous, address),
+            view=view,
+            secret=secret,
+            timeout_s=timeout_s,
+            certificates=certificates,
         )
         names = {member.rank: str(member) for member in rendezvous.members}
         connections = {

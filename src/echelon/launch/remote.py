@@ -12,7 +12,8 @@ from pathlib import Path
 from echelon.comm.meet.place import SERVERS_VARIABLE
 from echelon.config.schema import RunSettings
 from echelon.errors import ConfigError, LaunchError
-from echelon.launch.agents.driver import AgentProcesses, ConnectedAgent, introduce, meeting_place
+from echelon.launch.agents.driver import AgentProcesses, ConnectedAgent, introduce
+from echelon.launch.agents.pairs import meeting_place
 from echelon.launch.agents.protocol import AgentWorker, Begin
 from echelon.launch.hosts import Host, read_hosts
 from echelon.launch.launcher import LAUNCHERS, Wanted
@@ -93,12 +94,11 @@ def start(
     folder: RunFolder,
 ) -> AgentProcesses:
     """Start the plan's workers and servers."""
-    address, port = meeting_place(agents)
+    meeting = meeting_place(agents, port=settings.port, both_ways=bool(plan.servers))
     common = {
         **{name: os.environ[name] for name in _HANDED_ON if os.environ.get(name)},
         "WORLD_SIZE": str(len(plan.workers)),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(settings.port or port),
+        "MASTER_PORT": str(meeting.port),
         SERVERS_VARIABLE: str(len(plan.servers)),
     }
     workers: dict[str, list[AgentWorker]] = {agent.node: [] for agent in agents}
@@ -107,7 +107,7 @@ def start(
     jobs = [(w.rank, w.node, w.threads, list(program), settings.start == "fork") for w in plan.workers]
     jobs += [(rank, node, 1, ["-m", "echelon.server.process"], False) for rank, node in servers]
     for rank, node, threads, what, fork in jobs:
-        own = {"RANK": str(rank), "LOCAL_RANK": str(on_node[node])}
+        own = {"RANK": str(rank), "LOCAL_RANK": str(on_node[node]), "MASTER_ADDR": meeting.addresses[node]}
         own |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         on_node[node] += 1
         workers[node].append(

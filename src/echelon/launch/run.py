@@ -128,7 +128,7 @@ def _run(
     plan = _plan(settings, spec, remote.nodes(agents))
     if agents:
         plan = remote.with_threads(plan, agents, settings.threads)
-    if settings.port is not None and spec is None:
+    if settings.port is not None and spec is None and not agents:
         _check_port(settings.port)
     folder = RunFolder.create(Path(settings.runs), settings.name or target.name)
     plan = replace(plan, run=folder.name)

@@ -1,9 +1,9 @@
 """Connects every worker of a view with every other one, over TCP.
 
-Each worker listens on the interface that leads to the others and publishes its address in the store; the
-higher rank of each pair dials. A peer that cannot prove that it knows the run's secret is rejected.
-Incoming connections are answered concurrently, so that a silent peer delays nobody. With certificates, the
-handshake and all later traffic are encrypted (`tls.py`).
+Each worker listens on the interface that leads to the leader, and on its other ones, and publishes the
+addresses in the store; the higher rank of each pair dials, and tries them in that order. A peer that cannot
+prove that it knows the run's secret is rejected. Incoming connections are answered concurrently, so that a
+silent peer delays nobody. With certificates, the handshake and all later traffic are encrypted (`tls.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,23 +28,28 @@ from echelon.comm.meet import tls
 from echelon.comm.meet.handshake import HandshakeStep, HungUp, Refused, conversation, greet
 from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.comm.meet.tls import Certificates, Contexts
-from echelon.errors import JoinTimeout, LaunchError
+from echelon.errors import JoinTimeout, LaunchError, WorkerError
 
 _HANDSHAKE_S = 5.0
 _POLL_S = 0.02
 _TICK_S = 0.05
 _ASK_S = 0.2
 _MOST_CALLERS = 256
+_FIRST_TRY_S = 2.0  # enough for one lost packet
 _CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # like a dropped plain connection: try again
 _log = logging.getLogger(__name__)
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """Where a worker listens, and whether it uses TLS, so that a mismatch gives a clear error."""
+    """Where a worker listens, and whether it uses TLS, so that a mismatch gives a clear error.
+
+    `further` are other addresses and ports of it, for peers that do not reach the first.
+    """
 
     host: str
     port: int
     encrypted: bool = False
+    further: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,7 @@ def connect(
     rendezvous: Rendezvous,
     address: str,
     *,
+    further: Sequence[str] = (),
     view: bytes,
     secret: bytes,
     timeout_s: float,
@@ -80,22 +86,25 @@ def connect(
 ) -> dict[int, socket.socket]:
     """Connect to every other worker and check that each belongs to this view; with certificates, encrypt.
 
-    `address` is this worker's own. A link-local one names its interface, as in fe80::1%eth0.
+    `address` is this worker's own, `further` are others of its machine. A link-local one names its
+    interface, as in fe80::1%eth0.
     """
     me, size = rendezvous.me.rank, len(rendezvous.members)
     deadline = time.monotonic() + timeout_s
     contexts = certificates.contexts() if certificates is not None else None
     own = Credentials(view=view, secret=secret, rank=me, contexts=contexts)
-    with _listen(address, rendezvous) as listener:
-        host, port = listener.getsockname()[:2]
-        here = _Address(host, port, encrypted=contexts is not None)
-        answering = _Answering(listener, own, size)
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(_listen(address, rendezvous))]
+        listeners += [stack.enter_context(one) for one in _listen_also(further)]
+        (host, port), *others = [listener.getsockname()[:2] for listener in listeners]
+        here = _Address(host, port, encrypted=contexts is not None, further=tuple(others))
+        answering = _Answering(listeners, own, size)
         dialled: dict[int, socket.socket] = {}
         try:
             with _store_alive(rendezvous):
                 rendezvous.store.set(f"address/{view.hex()}/{me}", msgspec.json.encode(here).decode())
                 for rank in range(me):
-                    dialled[rank] = _dial(rendezvous, rank, own, address.partition("%")[2], deadline)
+                    dialled[rank] = _dial(rendezvous, rank, own, (address, *further), deadline)
                 while not answering.wait(_ASK_S) and time.monotonic() < deadline:
                     rendezvous.check_departures()
         except BaseException:
@@ -126,6 +135,14 @@ def _listen(address: str, rendezvous: Rendezvous) -> socket.socket:
             fix="check that MASTER_ADDR leads to the network that the workers share",
         ) from error
     return listener
+
+
+def _listen_also(addresses: Sequence[str]) -> Iterator[socket.socket]:
+    """Listeners at these addresses; one that cannot be used is left out."""
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            yield socket.create_server((address, 0), family=family, backlog=_MOST_CALLERS)
 
 
 def _missing(
@@ -164,17 +181,18 @@ class _Caller:
 class _Answering:
     """A thread that accepts connections from higher ranks, and rejects all others."""
 
-    def __init__(self, listener: socket.socket, own: Credentials, size: int) -> None:
+    def __init__(self, listeners: Sequence[socket.socket], own: Credentials, size: int) -> None:
         self.found: dict[int, socket.socket] = {}
         self.refused: dict[int, Refused] = {}
         self._own = own
         self._wanted = set(range(own.rank + 1, size))
-        self._listener = listener
+        self._listeners = {listener.fileno(): listener for listener in listeners}
         self._callers: dict[int, _Caller] = {}
         self._rejected = 0
         self._stopped = False
         self._complete = threading.Event()
-        listener.setblocking(False)
+        for listener in listeners:
+            listener.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="echelon-listener", daemon=True)
         self._thread.start()
 
@@ -191,25 +209,25 @@ class _Answering:
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as ready:
-            ready.register(self._listener, selectors.EVENT_READ)
+            for listener in self._listeners.values():
+                ready.register(listener, selectors.EVENT_READ)
             try:
                 while not self._stopped and self._wanted - self.found.keys():
                     for key, _ in ready.select(_TICK_S):
-                        caller = self._callers.get(key.fd)
-                        if caller is None:
-                            self._open(ready)
-                        else:
-                            self._hear(ready, caller)
+                        if key.fd in self._listeners:
+                            self._open(ready, self._listeners[key.fd])
+                        elif key.fd in self._callers:  # not dropped a moment ago
+                            self._hear(ready, self._callers[key.fd])
                     self._drop_silent(ready)
             finally:
                 for caller in self._callers.values():
                     caller.sock.close()
         self._complete.set()
 
-    def _open(self, ready: selectors.BaseSelector) -> None:
+    def _open(self, ready: selectors.BaseSelector, listener: socket.socket) -> None:
         own = self._own
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
         except OSError:
             return
         sock.setblocking(False)
@@ -281,8 +299,13 @@ def _encrypted(sock: socket.socket, context: ssl.SSLContext) -> socket.socket:
 # Dialling ----------------------------------------------------------------------------------------
 
 
-def _dial(rendezvous: Rendezvous, rank: int, own: Credentials, zone: str, deadline: float) -> socket.socket:
-    """Connect to a listening worker; try again until the deadline if it does not answer."""
+def _dial(
+    rendezvous: Rendezvous, rank: int, own: Credentials, mine: Sequence[str], deadline: float
+) -> socket.socket:
+    """Connect to a listening worker; try its addresses in turn until the deadline if it does not answer.
+
+    `mine` are this worker's own addresses.
+    """
     address = _address_of(rendezvous, rank, own.view, deadline)
     peer, here = str(rendezvous.members[rank]), str(rendezvous.me)
     if address.encrypted != (own.contexts is not None):
@@ -290,30 +313,56 @@ def _dial(rendezvous: Rendezvous, rank: int, own: Credentials, zone: str, deadli
         if not address.encrypted:
             which = "was not given TLS certificates, this worker was"
         raise Refused(f"{peer} {which}", ranks=(rank,), where=here, fix=tls.ALL_OR_NONE)
-    if zone and ipaddress.ip_address(address.host).is_link_local:
-        address = msgspec.structs.replace(address, host=f"{address.host}%{zone}")
+    elsewhere = rendezvous.members[rank].host != rendezvous.me.host
+    places = _places(address, mine, elsewhere=elsewhere)
+    outcomes: dict[tuple[str, int], str] = {}
+    patience_s = _FIRST_TRY_S
     while True:
-        try:
-            return _try(address, rank, own, deadline)
-        except (OSError, HungUp) as error:
-            if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
-                raise tls.refusal(error, peer=peer, rank=rank, where=here) from error
+        for place in places:
+            until = deadline if len(places) == 1 else min(deadline, time.monotonic() + patience_s)
+            try:
+                return _try(place, rank, own, until, deadline)
+            except (OSError, WorkerError) as error:
+                if place == places[0]:  # at another one, another machine may have answered
+                    _raise_if_final(error, peer=peer, rank=rank, where=here)
+                outcomes[place] = error.message if isinstance(error, WorkerError) else str(error)
             rendezvous.check_departures()
-            if time.monotonic() > deadline:
-                raise JoinTimeout(
-                    f"{peer} cannot be reached at {address.host} port {address.port}: "
-                    f"{error.message if isinstance(error, HungUp) else error}",
-                    ranks=(rank,),
-                    where=here,
-                    fix="check the network and firewalls between the two",
-                ) from error
-            time.sleep(_POLL_S)
+        if time.monotonic() > deadline:
+            tried = "; ".join(f"{host} port {port}: {why}" for (host, port), why in outcomes.items())
+            raise JoinTimeout(
+                f"{peer} cannot be reached at {tried}",
+                ranks=(rank,),
+                where=here,
+                fix="check the network and firewalls between the two",
+            )
+        patience_s *= 2
+        time.sleep(_POLL_S)
 
 
-def _try(address: _Address, rank: int, own: Credentials, deadline: float) -> socket.socket:
-    left = max(0.1, deadline - time.monotonic())
-    peer = socket.create_connection((address.host, address.port), timeout=left)
-    until = time.monotonic() + min(_HANDSHAKE_S, left)
+def _places(address: _Address, mine: Sequence[str], *, elsewhere: bool) -> list[tuple[str, int]]:
+    """Where to dial. An address that this machine has, too, does not lead to another machine."""
+    zone = mine[0].partition("%")[2]
+    found = []
+    for host, port in ((address.host, address.port), *address.further):
+        named = f"{host}%{zone}" if zone and ipaddress.ip_address(host).is_link_local else host
+        if not (elsewhere and host in mine):
+            found.append((named, port))
+    return found or [(address.host, address.port)]
+
+
+def _raise_if_final(error: Exception, *, peer: str, rank: int, where: str) -> None:
+    """Raise what another attempt would not change."""
+    if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
+        raise tls.refusal(error, peer=peer, rank=rank, where=where) from error
+    if isinstance(error, WorkerError) and not isinstance(error, HungUp):
+        raise error
+
+
+def _try(
+    place: tuple[str, int], rank: int, own: Credentials, connect_until: float, deadline: float
+) -> socket.socket:
+    peer = socket.create_connection(place, timeout=max(0.1, connect_until - time.monotonic()))
+    until = time.monotonic() + min(_HANDSHAKE_S, max(0.1, deadline - time.monotonic()))
     try:
         if own.contexts is not None:
             peer.settimeout(until - time.monotonic())

@@ -283,6 +283,18 @@ def interface_address(rendezvous: Rendezvous, place: Place) -> str:
     return f"{choice.address}%{choice.name}" if link_local else choice.address
 
 
+def further_addresses(rendezvous: Rendezvous, address: str) -> list[str]:
+    """This machine's other addresses, for peers that do not reach `address`.
+
+    There are none if all workers are on one machine. A route to the leader says nothing about routes
+    between the others.
+    """
+    me = rendezvous.me
+    if interfaces.is_loopback(address) or all(m.host == me.host for m in rendezvous.members):
+        return []
+    return [one.address for one in interfaces.offered() if not one.virtual and one.address != address]
+
+
 def _interface(rendezvous: Rendezvous, place: Place) -> interfaces.InterfaceChoice:
     """The network interface towards the others: the one that the route to the leader takes.
 

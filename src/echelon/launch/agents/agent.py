@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from echelon.cluster.interfaces import interfaces
 from echelon.cluster.machine import usable_cores
 from echelon.errors import EchelonError, LaunchError, WorkerError
 from echelon.launch.agents.channel import Channel
@@ -28,18 +27,19 @@ from echelon.launch.agents.protocol import (
     AgentWorker,
     Alive,
     Begin,
+    Describe,
     Finish,
     Grown,
     Interrupt,
     Introduction,
     Listen,
-    Listening,
     Message,
     Reached,
     Refusal,
     TryReach,
     WorkerEnded,
 )
+from echelon.launch.agents.reach import ReachListeners, attempt, description, own_addresses
 from echelon.launch.command import WorkerCommand
 from echelon.launch.processes import WorkerProcesses
 from echelon.observe.run_folder import RunFolder
@@ -60,7 +60,7 @@ def introduction() -> Introduction:
         echelon=metadata.version("echelon"),
         python=platform.python_version(),
         torch=metadata.version("torch"),
-        addresses=[one.address for one in interfaces() if one.up and not one.loopback],
+        addresses=own_addresses(),
     )
 
 
@@ -95,10 +95,11 @@ class Agent:
         self._processes: WorkerProcesses | None = None
         self._tail: FolderTail | None = None
         self._ended: set[int] = set()
-        self._listener: socket.socket | None = None
+        self._listeners = ReachListeners()
         self._finished = False
         self._told_at = 0.0
         self._stack = contextlib.ExitStack()
+        self._stack.callback(self._listeners.close)
 
     def run(self) -> None:
         """Serve the launcher until it is done, or gone."""
@@ -120,10 +121,12 @@ class Agent:
                     self._begin(message)
                 except EchelonError as error:
                     self._channel.send(Refusal(message=error.message, where=error.where, fix=error.fix))
+            case Describe():
+                self._channel.send(description())
             case Listen():
-                self._channel.send(Listening(self._listen()))
+                self._channel.send(self._listeners.open(message.port))
             case TryReach():
-                self._channel.send(Reached(_try(message)))
+                self._channel.send(Reached(attempt(message)))
             case Interrupt():
                 if self._processes is not None:
                     self._processes.interrupt()
@@ -132,15 +135,8 @@ class Agent:
             case _:
                 return  # Alive: that it came is all
 
-    def _listen(self) -> int:
-        if self._listener is None:
-            self._listener = socket.create_server(("", 0), backlog=64)
-            self._stack.callback(self._listener.close)
-        return int(self._listener.getsockname()[1])
-
     def _begin(self, begin: Begin) -> None:
-        if self._listener is not None:
-            self._listener.close()  # its port is the run's from now on
+        self._listeners.close()  # a port of theirs is the run's from now on
         root = Path(self._stack.enter_context(_temporary_folder()))
         folder = RunFolder(root / begin.run).with_subfolders()
         folder.config.write_text(begin.config)
@@ -195,17 +191,6 @@ class Agent:
             self._processes.end()
             self._report()
             self._channel.flush(SILENCE_S)
-
-
-def _try(wanted: TryReach) -> dict[str, str]:
-    outcomes = {}
-    for address in wanted.addresses:
-        try:
-            socket.create_connection((address, wanted.port), timeout=wanted.timeout_s).close()
-            outcomes[address] = ""
-        except OSError as error:
-            outcomes[address] = error.strerror or str(error)
-    return outcomes
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The launcher's side of agents: wait for them, check them, find where workers can meet, watch the workers.
+"""The launcher's side of agents: wait for them, check them, watch their workers.
 
 `AgentProcesses` offers what `WorkerProcesses` does, for workers on other machines. What they write arrives
 in the launcher's own run folder, so that everything else reads the same files as for workers here.
@@ -25,12 +25,8 @@ from echelon.launch.agents.protocol import (
     Grown,
     Interrupt,
     Introduction,
-    Listen,
-    Listening,
     Message,
-    Reached,
     Refusal,
-    TryReach,
     WorkerEnded,
 )
 from echelon.launch.failure import Failure, first, from_exit, read_failure
@@ -39,7 +35,6 @@ from echelon.observe.run_folder import RunFolder
 _POLL_S = 0.02
 _SETTLE_S = 1.0
 _LAST_FILES_S = 5.0
-_REACH_S = 3.0
 
 
 class AgentHandle(Protocol):
@@ -142,56 +137,6 @@ def check_versions(node: str, said: Introduction) -> None:
 
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
-
-
-def meeting_place(agents: Sequence[ConnectedAgent]) -> tuple[str, int]:
-    """An address and a port of the first agent's machine that all the others reach.
-
-    Raises LaunchError, which names a pair that cannot talk and why.
-    """
-    lead, others = agents[0], agents[1:]
-    lead.send(Listen())
-    (said,) = expect([lead], Listening, _REACH_S, "opening a port")
-    assert isinstance(said, Listening)
-    assert lead.introduction is not None
-    if all(other.introduction is not None and _same_host(lead, other) for other in others):
-        return "127.0.0.1", said.port
-    candidates = lead.introduction.addresses
-    for other in others:
-        other.send(TryReach(candidates, said.port, _REACH_S))
-    wait_s = _REACH_S * max(1, len(candidates)) + _LAST_FILES_S
-    reached = expect(others, Reached, wait_s, "trying to reach the first machine") if others else []
-    works = [
-        address
-        for address in candidates
-        if all(isinstance(one, Reached) and one.outcomes.get(address) == "" for one in reached)
-    ]
-    if works:
-        return works[0], said.port
-    raise _unreachable(lead, others, reached, said.port)
-
-
-def _same_host(one: ConnectedAgent, other: ConnectedAgent) -> bool:
-    a, b = one.introduction, other.introduction
-    return a is not None and b is not None and (a.host, a.addresses) == (b.host, b.addresses)
-
-
-def _unreachable(
-    lead: ConnectedAgent, others: Sequence[ConnectedAgent], reached: Sequence[Message], port: int
-) -> LaunchError:
-    for other, one in zip(others, reached, strict=True):
-        if isinstance(one, Reached) and "" not in one.outcomes.values():
-            tried = "; ".join(f"{address}: {why}" for address, why in one.outcomes.items())
-            return LaunchError(
-                f"{other.node} cannot connect to {lead.node} ({tried or 'it has no address'})",
-                where=f"{other.node} to {lead.node}, port {port}",
-                fix="allow connections between the machines on all ports above 1023, in both directions",
-            )
-    return LaunchError(
-        f"no address of {lead.node} is reached by all other machines",
-        where=lead.node,
-        fix="put the machines on one network, or name another machine first",
-    )
 
 
 class AgentProcesses:

@@ -2,6 +2,8 @@
 
 launcher                        agent
           <- Introduction       who it is: versions, addresses
+Describe  ->                    only `echelon doctor` asks
+          <- Description        the machine, its interfaces and its clock
 Listen    ->
           <- Listening          a port, to find out which addresses the other machines reach
 TryReach  ->
@@ -17,6 +19,9 @@ from __future__ import annotations
 
 import msgspec
 
+from echelon.cluster.interfaces import Interface
+from echelon.cluster.machine import Machine
+
 
 class Introduction(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An agent is there."""
@@ -30,28 +35,64 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     addresses: list[str]
 
 
+class Describe(msgspec.Struct, frozen=True, tag=True):
+    """Describe the machine."""
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The agent's machine; `t` is what its clock says, `executable` its Python."""
+
+    t: float
+    executable: str
+    machine: Machine
+    interfaces: list[Interface]
+
+
 class Listen(msgspec.Struct, frozen=True, tag=True):
-    """Open a port for the others to try."""
+    """Open this port for the others to try; 0 is any that is free."""
+
+    port: int = 0
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """The port is open on all addresses."""
+    """The port is open on all addresses, and answers with the token; or why it cannot be opened."""
 
     port: int
+    token: str = ""
+    problem: str = ""
+
+
+class ReachTarget(msgspec.Struct, frozen=True):
+    """An address of another machine, where a port answers with the token."""
+
+    node: str
+    address: str
+    port: int
+    token: str
 
 
 class TryReach(msgspec.Struct, frozen=True, tag=True):
-    """Try to connect to each of these addresses."""
+    """Try to connect to all of these at once.
 
-    addresses: list[str]
-    port: int
+    When each machine was reached at one address, the others have `spare_s` more.
+    """
+
+    targets: list[ReachTarget]
     timeout_s: float
+    spare_s: float
+
+
+class ReachOutcome(msgspec.Struct, frozen=True):
+    """How one attempt ended: "" is success, `source` the own address of that connection."""
+
+    problem: str
+    source: str = ""
 
 
 class Reached(msgspec.Struct, frozen=True, tag=True):
-    """What came of it, by address: an empty text, or why it failed."""
+    """What came of it, in the order of the targets."""
 
-    outcomes: dict[str, str]
+    outcomes: list[ReachOutcome]
 
 
 class AgentWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +153,8 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
 Message = (
     Introduction
+    | Describe
+    | Description
     | Listen
     | Listening
     | TryReach
