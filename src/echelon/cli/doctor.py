@@ -1,4 +1,4 @@
-"""`echelon doctor`: checks whether this machine is ready for training, and says how to fix problems."""
+"""`echelon doctor`: checks whether machines are ready for training, and says how to fix problems."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from echelon.cluster.checkup.finding import Finding
+from echelon.errors import ConfigError
 
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -28,14 +29,36 @@ def doctor(
         int | None,
         typer.Option(min=1, max=65535, metavar="PORT", help="Check that workers can use this port."),
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOSTS", help="Check these machines, and all pairs of them: a:2,b:4, or a file."
+        ),
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="LAUNCHER", help="What starts processes there. Default: ssh."),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="How long to wait for a machine to answer.")
+    ] = 30.0,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check whether this machine is ready for training, and say how to fix problems.
 
+    With --hosts: whether a run on those machines will work. Each is asked for versions, cores, memory
+    and clock, and each tries to connect to each other one.
+
     Examples:
       echelon doctor
       echelon doctor --peer other-machine --port 29500
+      echelon doctor --hosts a:2,b:4
     """
+    if hosts is not None or on is not None:
+        if peer is not None:
+            raise ConfigError("--peer is for this machine alone", where="--peer", fix="leave it out")
+        _check_machines(on or "ssh", hosts, port, timeout_s, json)
+        return
     # Imported here, so that `echelon --help` does not load them.
     from echelon.cluster.checkup.data import data_sets
     from echelon.cluster.checkup.emulation import emulation
@@ -64,11 +87,51 @@ def doctor(
         }
         typer.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
     else:
-        console = Console(highlight=False)
-        for line in (*_lines(findings, console.width), *_verdict(findings, console.width)):
-            console.print(line, soft_wrap=True)
+        _print(findings)
     if problems:
         raise typer.Exit(1)
+
+
+def _check_machines(on: str, hosts: str | None, port: int | None, timeout_s: float, json: bool) -> None:
+    from echelon.launch.doctor import MachinesAsked, check_machines
+    from echelon.launch.hosts import read_hosts
+
+    named = read_hosts(hosts) if hosts else []
+    asked = MachinesAsked(on=on, hosts=named, port=port or 0, timeout_s=timeout_s)
+    errors = Console(stderr=True, highlight=False)
+    count = f"{_count(len(named), 'machine')}" if named else f"the machines of {on}"
+    errors.print(Text(f"checking {count}, for at most {asked.bound_s:g} s"), soft_wrap=True)
+    with errors.status("") as status:
+
+        def say(text: str) -> None:
+            if errors.is_terminal:
+                status.update(Text(text))
+            else:
+                errors.print(Text(text), soft_wrap=True)
+
+        checked = check_machines(asked, say)
+    problems = any(finding.level == "problem" for finding in checked.findings)
+    if json:
+        answer = {
+            "ready": not problems,
+            "findings": checked.findings,
+            "machines": {
+                node: {"introduction": said, "description": checked.descriptions.get(node)}
+                for node, said in checked.introductions.items()
+            },
+            "attempts": checked.attempts,
+        }
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+    else:
+        _print(checked.findings, topics=True)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _print(findings: list[Finding], *, topics: bool = False) -> None:
+    console = Console(highlight=False)
+    for line in (*_lines(findings, console.width), *_verdict(findings, console.width, topics=topics)):
+        console.print(line, soft_wrap=True)
 
 
 def _lines(findings: list[Finding], width: int) -> Iterator[Text]:
@@ -90,8 +153,8 @@ def _lines(findings: list[Finding], width: int) -> Iterator[Text]:
         )
 
 
-def _verdict(findings: list[Finding], width: int) -> Iterator[Text]:
-    """The problems with their remedies, or that there are none."""
+def _verdict(findings: list[Finding], width: int, *, topics: bool) -> Iterator[Text]:
+    """The problems with their remedies, or that there are none; with `topics`, each says which machine."""
     problems = [finding for finding in findings if finding.level == "problem"]
     notes = sum(finding.level == "note" for finding in findings)
     said = f", {_count(notes, 'note')}" if notes else ""
@@ -100,7 +163,12 @@ def _verdict(findings: list[Finding], width: int) -> Iterator[Text]:
         return
     yield Text(f"\n{_count(len(problems), 'problem')}{said}", style=_COLOURS["problem"])
     for finding in problems:
-        what = _wrapped(f"{finding.subject}: {finding.text}", width - 4)
+        name = (
+            f"{finding.topic}, {finding.subject}"
+            if topics and finding.topic != "connections"
+            else finding.subject
+        )
+        what = _wrapped(f"{name}: {finding.text}", width - 4)
         fix = _wrapped(f"fix: {finding.fix}", width - 4)
         yield Text("  " + "\n    ".join(what + fix))
 

@@ -14,6 +14,8 @@ launcher.py   the contract of what starts agents on other machines
 launchers/    one file for each: ssh
 hosts.py      which machines, and how many workers on each?
 remote.py     workers on other machines: ranks, where they meet, what they are told
+doctor.py     will a run on these machines work? Asks each, step by step
+diagnosis.py  what do a machine's answers mean for a run there?
 agents/       the process on another machine that starts workers and sends back what they write
 history.py    the runs of a folder, with their figures
 """

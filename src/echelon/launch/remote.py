@@ -13,7 +13,7 @@ from echelon.comm.meet.place import SERVERS_VARIABLE
 from echelon.config.schema import RunSettings
 from echelon.errors import ConfigError, LaunchError
 from echelon.launch.agents.driver import AgentProcesses, ConnectedAgent, introduce
-from echelon.launch.agents.pairs import meeting_place
+from echelon.launch.agents.pairs import meet
 from echelon.launch.agents.protocol import AgentWorker, Begin
 from echelon.launch.hosts import Host, read_hosts
 from echelon.launch.launcher import LAUNCHERS, Wanted
@@ -36,6 +36,7 @@ def connected(settings: RunSettings) -> Iterator[list[ConnectedAgent]]:
     agents = launcher.connect(Wanted(workers=settings.workers or 0, hosts=hosts, timeout_s=timeout_s))
     try:
         introduce(agents, timeout_s)
+        meet(agents, port=settings.port, both_ways=bool(settings.servers))
         yield agents
     finally:
         for agent in agents:
@@ -94,11 +95,10 @@ def start(
     folder: RunFolder,
 ) -> AgentProcesses:
     """Start the plan's workers and servers."""
-    meeting = meeting_place(agents, port=settings.port, both_ways=bool(plan.servers))
+    places = {agent.node: agent.meets_at for agent in agents}
     common = {
         **{name: os.environ[name] for name in _HANDED_ON if os.environ.get(name)},
         "WORLD_SIZE": str(len(plan.workers)),
-        "MASTER_PORT": str(meeting.port),
         SERVERS_VARIABLE: str(len(plan.servers)),
     }
     workers: dict[str, list[AgentWorker]] = {agent.node: [] for agent in agents}
@@ -107,7 +107,9 @@ def start(
     jobs = [(w.rank, w.node, w.threads, list(program), settings.start == "fork") for w in plan.workers]
     jobs += [(rank, node, 1, ["-m", "echelon.server.process"], False) for rank, node in servers]
     for rank, node, threads, what, fork in jobs:
-        own = {"RANK": str(rank), "LOCAL_RANK": str(on_node[node]), "MASTER_ADDR": meeting.addresses[node]}
+        address, port = places[node]
+        own = {"RANK": str(rank), "LOCAL_RANK": str(on_node[node])}
+        own |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         own |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         on_node[node] += 1
         workers[node].append(

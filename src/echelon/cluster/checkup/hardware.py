@@ -23,10 +23,15 @@ def hardware(machine: Machine) -> Iterator[Finding]:
     """Check processor, memory, shared memory and clock."""
     where = f", in a container ({machine.container})" if machine.container else ""
     yield _machine("ok", "system", f"{machine.kernel}, python {machine.python}{where}")
+    yield from resources(machine)
+    yield _clock()
+
+
+def resources(machine: Machine) -> Iterator[Finding]:
+    """Check processor, memory and shared memory, of this machine or of another."""
     yield _cores(machine)
     yield _memory(machine)
     yield _shared_memory(machine)
-    yield _clock()
 
 
 def _machine(level: Level, subject: str, text: str, fix: str = "") -> Finding:

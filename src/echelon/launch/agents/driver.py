@@ -51,7 +51,8 @@ class AgentHandle(Protocol):
 class ConnectedAgent:
     """An agent and the machine that it is on.
 
-    `node` is how the user calls the machine; `slots` is how many workers it gets.
+    `node` is how the user calls the machine; `slots` is how many workers it gets; `meets_at` is the address
+    and port at which its workers find the leader.
     """
 
     node: str
@@ -60,6 +61,7 @@ class ConnectedAgent:
     slots: int = 1
     introduction: Introduction | None = None
     waiting: list[Message] = field(default_factory=list)
+    meets_at: tuple[str, int] = ("", 0)
     told_at: float = 0.0
 
     def receive(self) -> list[Message]:
@@ -120,19 +122,22 @@ def introduce(agents: Sequence[ConnectedAgent], timeout_s: float) -> None:
 
 def check_versions(node: str, said: Introduction) -> None:
     """Refuse a machine with another Echelon, torch or minor version of Python."""
-    here = {
-        "Echelon": metadata.version("echelon"),
-        "torch": metadata.version("torch"),
-        "Python": _minor(platform.python_version()),
-    }
-    there = {"Echelon": said.echelon, "torch": said.torch, "Python": _minor(said.python)}
-    for name, version in here.items():
-        if there[name] != version:
+    for name, (there, here) in versions(said).items():
+        if there != here:
             raise LaunchError(
-                f"{node} has {name} {there[name]}, this machine has {version}",
+                f"{node} has {name} {there}, this machine has {here}",
                 where=node,
-                fix=f"install {name} {version} there, or run from an environment with the same version",
+                fix=f"install {name} {here} there, or run from an environment with the same version",
             )
+
+
+def versions(said: Introduction) -> dict[str, tuple[str, str]]:
+    """The versions that have to be equal: there, and here."""
+    return {
+        "Echelon": (said.echelon, metadata.version("echelon")),
+        "torch": (said.torch, metadata.version("torch")),
+        "Python": (_minor(said.python), _minor(platform.python_version())),
+    }
 
 
 def _minor(version: str) -> str:

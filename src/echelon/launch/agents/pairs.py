@@ -26,7 +26,7 @@ from echelon.launch.agents.protocol import (
 
 REACH_S = 3.0
 _SPARE_S = 0.25
-_ANSWER_S = 5.0
+ANSWER_S = 5.0
 _POLL_S = 0.01
 AT_ONCE = 16
 """So many machines are tried at a time."""
@@ -63,14 +63,6 @@ class Attempt:
         return not self.outcome.problem
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where workers meet: a port of the first machine, and the address to reach it by, for each machine."""
-
-    port: int
-    addresses: Mapping[str, str]
-
-
 def cause(problem: str, seconds: float) -> str:
     """Why an attempt failed, in words."""
     return _CAUSES.get(problem, problem).format(seconds=seconds)
@@ -80,25 +72,27 @@ def cause(problem: str, seconds: float) -> str:
 
 
 def answers(
-    agents: Sequence[ConnectedAgent], kind: type, timeout_s: float, doing: str
+    agents: Sequence[ConnectedAgent],
+    kind: type,
+    timeout_s: float,
+    doing: str,
+    came_at: dict[str, float] | None = None,
 ) -> dict[str, Message | LaunchError]:
-    """A message of this kind from each agent, or why there is none. One that fails hides no other."""
+    """A message of this kind from each agent, or why there is none. One that fails hides no other.
+
+    `came_at` is filled with the (monotonic) times at which the messages came.
+    """
     found: dict[str, Message | LaunchError] = {}
     until = time.monotonic() + timeout_s
     while len(found) < len(agents) and time.monotonic() < until:
         for agent in agents:
-            if agent.node in found:
+            if isinstance(found.get(agent.node), LaunchError):
                 continue
-            try:
-                for message in agent.receive():
-                    if isinstance(message, Refusal):
-                        found[agent.node] = LaunchError(message.message, where=agent.node, fix=message.fix)
-                    elif isinstance(message, kind):
-                        found[agent.node] = message
-                    elif not isinstance(message, Alive):
-                        agent.waiting.append(message)
-            except LaunchError as error:
-                found[agent.node] = error
+            said = _heard(agent, kind)  # also of those that have answered: they would miss the launcher
+            if said is not None and agent.node not in found:
+                found[agent.node] = said
+                if came_at is not None:
+                    came_at[agent.node] = time.monotonic()
         time.sleep(_POLL_S)
     for agent in agents:
         if agent.node not in found:
@@ -110,27 +104,53 @@ def answers(
     return {agent.node: found[agent.node] for agent in agents}
 
 
-def open_ports(agents: Sequence[ConnectedAgent], port: int = 0) -> dict[str, Listening | LaunchError]:
-    """Each machine opens a port for the others to try: the first one this port, if it is not 0."""
-    for at, agent in enumerate(agents):
-        agent.send(Listen(port if at == 0 else 0))
-    found = answers(agents, Listening, _ANSWER_S, "opening a port")
-    opened: dict[str, Listening | LaunchError] = {}
-    for node, said in found.items():
-        if isinstance(said, Listening) and said.problem:
-            opened[node] = LaunchError(
-                f"port {said.port} of {node} cannot be opened: {said.problem}",
-                where=f"{node}, port {said.port}",
-                fix="end the program that uses it, or give another --port, or none",
-            )
-        elif isinstance(said, Listening | LaunchError):
-            opened[node] = said
-    return opened
+def _heard(agent: ConnectedAgent, kind: type) -> Message | LaunchError | None:
+    try:
+        for message in agent.receive():
+            if isinstance(message, Refusal):
+                return LaunchError(message.message, where=message.where or agent.node, fix=message.fix)
+            if isinstance(message, kind):
+                return message
+            if not isinstance(message, Alive):
+                agent.waiting.append(message)
+    except LaunchError as error:
+        return error
+    return None
+
+
+def open_ports(
+    agents: Sequence[ConnectedAgent], port: int = 0
+) -> tuple[dict[str, list[Listening]], list[LaunchError]]:
+    """Each machine opens any port for the others to try, and the first one also this one, if it is not 0.
+
+    Also returned: what could not be opened, and who did not answer.
+    """
+    opened: dict[str, list[Listening]] = {}
+    problems: list[LaunchError] = []
+    for asked, number in ((agents, 0), (agents[:1], port)) if port else ((agents, 0),):
+        for agent in asked:
+            agent.send(Listen(number))
+        for node, said in answers(asked, Listening, ANSWER_S, "opening a port").items():
+            if isinstance(said, LaunchError):
+                problems.append(said)
+            elif isinstance(said, Listening) and said.problem:
+                problems.append(_not_opened(node, said))
+            elif isinstance(said, Listening):
+                opened.setdefault(node, []).append(said)
+    return opened, problems
+
+
+def _not_opened(node: str, said: Listening) -> LaunchError:
+    return LaunchError(
+        f"port {said.port} of {node} cannot be opened: {said.problem}",
+        where=f"{node}, port {said.port}",
+        fix="end the program that uses it, or give another --port, or none",
+    )
 
 
 def try_pairs(
     agents: Sequence[ConnectedAgent],
-    opened: Mapping[str, Listening],
+    opened: Mapping[str, Sequence[Listening]],
     *,
     timeout_s: float = REACH_S,
     spare_s: float = _SPARE_S,
@@ -146,7 +166,7 @@ def try_pairs(
         asked = [agent for agent in agents if wanted[agent.node] and agent.node not in silent]
         for agent in asked:
             agent.send(TryReach(wanted[agent.node], timeout_s, spare_s))
-        found = answers(asked, Reached, timeout_s + _ANSWER_S, "trying to reach the others")
+        found = answers(asked, Reached, timeout_s + ANSWER_S, "trying to reach the others")
         for node, said in found.items():
             if isinstance(said, LaunchError):
                 silent[node] = said
@@ -156,14 +176,23 @@ def try_pairs(
 
 
 def _targets(
-    agent: ConnectedAgent, others: Sequence[ConnectedAgent], opened: Mapping[str, Listening]
+    agent: ConnectedAgent, others: Sequence[ConnectedAgent], opened: Mapping[str, Sequence[Listening]]
 ) -> list[ReachTarget]:
     return [
-        ReachTarget(other.node, address, opened[other.node].port, opened[other.node].token)
+        ReachTarget(other.node, address, listening.port, listening.token)
         for other in others
-        if other.node != agent.node and other.introduction is not None
-        for address in other.introduction.addresses
+        if other.node != agent.node
+        for address in offered_to(agent, other)
+        for listening in opened[other.node]
     ]
+
+
+def offered_to(agent: ConnectedAgent, other: ConnectedAgent) -> list[str]:
+    """The addresses of the other machine, without those that the agent's machine has, too."""
+    if agent.introduction is None or other.introduction is None:
+        return []
+    mine = [] if same_machine(agent, other) else agent.introduction.addresses
+    return [address for address in other.introduction.addresses if address not in mine]
 
 
 def _attempts(node: str, targets: Sequence[ReachTarget], said: Reached) -> Iterator[Attempt]:
@@ -182,6 +211,15 @@ def same_machine(one: ConnectedAgent, other: ConnectedAgent) -> bool:
     return a is not None and b is not None and (a.host, a.addresses) == (b.host, b.addresses)
 
 
+def reached(source: str, target: str, attempts: Sequence[Attempt]) -> list[str]:
+    """The addresses of `target` at which `source` reaches all ports that it tried."""
+    outcomes: dict[str, bool] = {}
+    for one in attempts:
+        if (one.source, one.target) == (source, target):
+            outcomes[one.address] = outcomes.get(one.address, True) and one.works
+    return [address for address, works in outcomes.items() if works]
+
+
 def meeting_addresses(
     lead: str, others: Sequence[str], candidates: Sequence[str], attempts: Sequence[Attempt]
 ) -> dict[str, str]:
@@ -189,77 +227,74 @@ def meeting_addresses(
 
     A machine that reaches none is left out.
     """
-    reached: dict[str, list[str]] = {other: [] for other in others}
-    for one in attempts:
-        if one.target == lead and one.works and one.source in reached:
-            reached[one.source].append(one.address)
-    shared = [address for address in candidates if all(address in reached[other] for other in others)]
+    by = {other: reached(other, lead, attempts) for other in others}
+    shared = [address for address in candidates if all(address in by[other] for other in others)]
     if shared:
         return dict.fromkeys(others, shared[0])
-    return {other: found[0] for other, found in reached.items() if found}
+    return {other: found[0] for other, found in by.items() if found}
 
 
-def used_address(source: str, target: str, attempts: Sequence[Attempt], preferred: str = "") -> str:
-    """The address that workers on `source` use for those on `target`; "" if none works."""
-    found = [one.address for one in attempts if (one.source, one.target) == (source, target) and one.works]
-    return preferred if preferred in found else next(iter(found), "")
-
-
-def listening_address(node: str, lead: str, meets_at: str, attempts: Sequence[Attempt]) -> str:
+def listens_at(node: str, lead: str, meets_at: str, attempts: Sequence[Attempt]) -> str:
     """Where workers of a machine listen first: the address from which they reach the first machine."""
     for one in attempts:
         if (one.source, one.target, one.address) == (node, lead, meets_at) and one.works:
-            return one.outcome.source.removeprefix("::ffff:")
+            return one.outcome.source
     return ""
 
 
 def why_not(source: str, target: str, attempts: Sequence[Attempt], seconds: float) -> str:
     """What happened at each address that was tried, in words."""
-    tried = [one for one in attempts if (one.source, one.target) == (source, target)]
+    tried = [one for one in attempts if (one.source, one.target) == (source, target) and not one.works]
     parts = [f"{one.address} port {one.port}: {cause(one.outcome.problem, seconds)}" for one in tried]
     return "; ".join(parts) or "it has no address that others could reach"
+
+
+def ports_of(target: str, attempts: Sequence[Attempt]) -> str:
+    """The ports of a machine that were tried."""
+    return ", ".join(str(port) for port in sorted({one.port for one in attempts if one.target == target}))
 
 
 # For a run ---------------------------------------------------------------------------------------
 
 
-def meeting_place(
-    agents: Sequence[ConnectedAgent], *, port: int | None = None, both_ways: bool = False
-) -> Meeting:
-    """Where the workers of these machines meet; raises LaunchError, which names a pair that cannot connect.
+def meet(agents: Sequence[ConnectedAgent], *, port: int | None = None, both_ways: bool = False) -> None:
+    """Decide where workers find the leader: `meets_at` of each agent. Raises if a pair cannot connect.
 
     A worker connects to those of lower rank, so a machine has to reach those before it; with `both_ways`,
-    as servers need it, also those after it.
+    as servers need it, also those after it. The error names the pair, the port and the cause.
     """
     lead, others = agents[0], agents[1:]
-    opened: dict[str, Listening] = {}
-    for node, said in open_ports(agents, port or 0).items():
-        if isinstance(said, LaunchError):
-            raise said
-        opened[node] = said
-    place = opened[lead.node].port
-    if all(same_machine(lead, other) for other in others):
-        return Meeting(port=place, addresses=dict.fromkeys([agent.node for agent in agents], "127.0.0.1"))
-    spare_s = _SPARE_S
-    while True:
+    opened, problems = open_ports(agents, port or 0)
+    for error in problems:
+        raise error
+    meeting_port = opened[lead.node][-1].port
+    found = dict.fromkeys([agent.node for agent in agents], "127.0.0.1")
+    if not all(same_machine(lead, other) for other in others):
+        found = _tried(agents, opened, both_ways)
+        found[lead.node] = next(iter(found.values()))
+    for agent in agents:
+        agent.meets_at = found[agent.node], meeting_port
+
+
+def _tried(
+    agents: Sequence[ConnectedAgent], opened: Mapping[str, Sequence[Listening]], both_ways: bool
+) -> dict[str, str]:
+    """By which address each machine after the first reaches the first one."""
+    lead, others = agents[0], [agent.node for agent in agents[1:]]
+    needed = list(_needed([agent.node for agent in agents], both_ways))
+    candidates = lead.introduction.addresses if lead.introduction is not None else []
+    for spare_s in (_SPARE_S, REACH_S):
         attempts, silent = try_pairs(agents, opened, spare_s=spare_s)
         for error in silent.values():
             raise error
-        found = _decided(agents, attempts)
-        # Without an address for all, it may be one that was not awaited.
-        if len(set(found.values())) == 1 or spare_s == REACH_S:
-            break
-        spare_s = REACH_S
-    for source, target in _needed([agent.node for agent in agents], both_ways):
-        if not used_address(source, target, attempts):
-            raise _cannot_connect(source, target, attempts)
-    return Meeting(port=place, addresses={lead.node: next(iter(found.values())), **found})
-
-
-def _decided(agents: Sequence[ConnectedAgent], attempts: Sequence[Attempt]) -> dict[str, str]:
-    lead, others = agents[0], agents[1:]
-    candidates = lead.introduction.addresses if lead.introduction is not None else []
-    return meeting_addresses(lead.node, [other.node for other in others], candidates, attempts)
+        found = meeting_addresses(lead.node, others, candidates, attempts)
+        apart = [pair for pair in needed if not reached(*pair, attempts)]
+        if not apart and len(set(found.values())) == 1:
+            return found
+        # Another address may be among those that were not awaited: once more, with more time.
+    if apart:
+        raise _cannot_connect(*apart[0], attempts)
+    return found
 
 
 def _needed(nodes: Sequence[str], both_ways: bool) -> Iterator[tuple[str, str]]:
@@ -271,9 +306,8 @@ def _needed(nodes: Sequence[str], both_ways: bool) -> Iterator[tuple[str, str]]:
 
 
 def _cannot_connect(source: str, target: str, attempts: Sequence[Attempt]) -> LaunchError:
-    ports = {one.port for one in attempts if one.target == target}
     return LaunchError(
         f"{source} cannot connect to {target} ({why_not(source, target, attempts, REACH_S)})",
-        where=f"{source} to {target}, port {', '.join(map(str, sorted(ports))) or '-'}",
+        where=f"{source} to {target}, port {ports_of(target, attempts) or '-'}",
         fix=f"{FIX}; `echelon doctor --hosts` checks all pairs",
     )

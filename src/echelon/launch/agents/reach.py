@@ -46,8 +46,9 @@ def own_addresses() -> list[str]:
 
 def description() -> Description:
     """This machine, for `echelon doctor`."""
-    machine, found = describe_machine(), interfaces()
-    return Description(t=time.time(), executable=sys.executable, machine=machine, interfaces=found)
+    return Description(
+        t=time.time(), executable=sys.executable, machine=describe_machine(), interfaces=interfaces()
+    )
 
 
 class ReachListeners:
@@ -64,7 +65,7 @@ class ReachListeners:
         try:
             listener = _listen(port)
         except OSError as error:
-            return Listening(port, problem=error.strerror or str(error))
+            return Listening(port, problem=os.strerror(error.errno) if error.errno else str(error))
         found = int(listener.getsockname()[1])
         self._opened[found] = listener
         if self._thread is None:

@@ -209,6 +209,49 @@ def test_a_worker_that_cannot_be_reached_is_named_at_the_deadline():
     assert caught.value.ranks == (0,)
 
 
+def test_a_worker_that_is_not_reached_at_its_first_address_is_dialled_at_another():
+    """The first leads nowhere, the second to a program that is no worker, the third to the worker."""
+    store = HashStore()
+    found = {}
+
+    def listen():
+        found[0] = mesh.connect(
+            rendezvous(store, 0, 2),
+            "127.0.0.2",
+            further=["127.0.0.1"],
+            view=VIEW,
+            secret=b"s",
+            timeout_s=90,
+        )
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    address_of(store, 0)
+    key = f"address/{VIEW.hex()}/0"
+    (other,) = msgspec.json.decode(store.get(key))["further"]
+    assert other[0] == "127.0.0.1"
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nowhere = closed.getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as program:
+        said = {"host": nowhere[0], "port": nowhere[1], "further": [program.getsockname(), other]}
+        store.set(key, msgspec.json.encode(said).decode())
+        hanging_up = threading.Thread(target=lambda: program.accept()[0].close())
+        hanging_up.start()
+        found[1] = mesh.connect(rendezvous(store, 1, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=90)
+        hanging_up.join()
+    thread.join()
+    assert_connected([found[0], found[1]])
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "dialled"), [(True, ["10.0.0.2"]), (False, ["172.17.0.1", "10.0.0.2"])]
+)
+def test_an_address_that_this_machine_has_too_is_not_dialled_for_a_worker_elsewhere(elsewhere, dialled):
+    address = mesh._Address("172.17.0.1", 5, further=(("10.0.0.2", 6),))
+    places = mesh._places(address, ["10.0.0.1", "172.17.0.1"], elsewhere=elsewhere)
+    assert [host for host, _ in places] == dialled
+
+
 def test_an_impostor_at_a_workers_address_is_refused():
     """It accepts the connection, and cannot prove that it knows the secret."""
     store = HashStore()
