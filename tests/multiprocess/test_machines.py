@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -77,3 +78,27 @@ def test_a_pair_that_cannot_connect_is_named_with_address_and_cause_before_anyth
     assert "10.1.0.2 port " in done.stderr
     assert "a route of type blackhole swallows it" in done.stderr
     assert "where: c to b, port " in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_doctor_says_which_pair_cannot_connect_in_which_direction_and_why(build, tmp_path):
+    machines = build("abc", {"10.1.0": "abc"})
+    machines.ip("c", "route add prohibit 10.1.0.2")
+    words = ["doctor", "--on", machines.launcher, "--hosts", "a,b,c", "--port", "29500"]
+    done = machines.run([*words, "--json"], tmp_path)
+    assert done.returncode == 1, done.stdout
+    findings = [one for one in json.loads(done.stdout)["findings"] if one["topic"] == "connections"]
+    found = {one["subject"]: one for one in findings}
+    assert {name for name, one in found.items() if one["level"] == "problem"} == {"b to c", "c to b"}
+    assert "a route of type prohibit, forbids it" in found["c to b"]["text"]
+    assert "10.1.0.3 port " in found["b to c"]["text"]
+    assert "no answer within 5 s: a firewall drops it" in found["b to c"]["text"]
+    assert found["to a"]["text"].startswith("b, c to 10.1.0.1 (eth1); port 29500, ")
+    assert found["to b"]["text"].startswith("a to 10.1.0.2 (eth1); port ")
+
+
+def test_a_server_serves_machines_that_share_no_network_but_one_for_each_pair(build, tmp_path):
+    machines = build("abc", {"10.1.0": "ab", "10.2.0": "ac", "10.3.0": "bc"})
+    done = run(machines, tmp_path, "a,b,c", "--servers", "1", "--sync", "async")
+    assert done.returncode == 0, done.stderr
+    assert "async: the server made " in done.stderr

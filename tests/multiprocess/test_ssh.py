@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.observe.events import StepEnded, WorkerJoined, read_events
+from echelon.observe.events import Decided, StepEnded, WorkerJoined, read_events
 from sshd import MISSING, SshServer
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -64,7 +66,7 @@ def command(server, *words, hosts="a:2,b:1"):
 
 
 def run(work, argv):
-    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    env = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "400"}
     return subprocess.run(argv, cwd=work, env=env, capture_output=True, text=True, timeout=240)
 
 
@@ -111,6 +113,86 @@ def test_no_process_is_left_anywhere_when_the_launcher_ends(server, work, number
         assert server.processes()
         started.send_signal(number)
         assert started.wait(timeout=90) == (130 if number == signal.SIGINT else -number)
+
+
+def test_a_server_on_one_of_the_machines_serves_the_workers_of_all(server, work):
+    words = ["--servers", "1", "--sync", "backup(1)", "--copy", "train.py", "2"]
+    done = run(work, command(server, *words, hosts="a:2,b:2"))
+    assert done.returncode == 0, done.stderr
+    assert "backup(1): the server made " in done.stderr
+    (folder,) = (work / "runs").iterdir()
+    assert [str(path) for path in folder.glob("errors/*")] == []
+    decided = list(read_events(folder / "events" / "rank-4.jsonl"))
+    updates = [event for event in decided if isinstance(event, Decided)]
+    contributors = {part[0] for event in updates for part in event.parts}
+    assert contributors <= {0, 1, 2, 3}
+    assert contributors & {2, 3}  # of the machine without the server
+
+
+def doctor(server, work, hosts, *words, on=""):
+    argv = [sys.executable, "-m", "echelon", "doctor", "--on", on or server.launcher, "--hosts", hosts]
+    return run(work, [*argv, *words])
+
+
+def test_doctor_says_that_a_run_will_work(server, work):
+    done = doctor(server, work, "a:1,b:1")
+    assert done.returncode == 0, done.stdout
+    assert done.stderr.startswith("checking 2 machines, for at most ")
+    assert "a and b are one machine" in done.stdout
+    for step in ("ssh", "versions", "Python", "processor", "memory", "/dev/shm", "clock"):
+        assert f"{step:9}" in done.stdout, done.stdout
+
+
+def test_doctor_names_what_is_wrong_with_one_machine_and_checks_the_others(server, work):
+    done = doctor(server, work, "a,nowhere.invalid,b", "--json")
+    assert done.returncode == 1, done.stdout
+    answer = json.loads(done.stdout)
+    problems = [one for one in answer["findings"] if one["level"] == "problem"]
+    assert [(one["topic"], one["subject"]) for one in problems] == [("nowhere.invalid", "ssh")]
+    assert "nowhere.invalid" in problems[0]["text"]
+    assert problems[0]["fix"]
+    assert set(answer["machines"]) == {"a", "b"}
+    assert {(one["source"], one["target"]) for one in answer["attempts"]} == {("a", "b"), ("b", "a")}
+    assert all(not one["outcome"]["problem"] for one in answer["attempts"])
+
+
+@pytest.mark.parametrize(
+    ("python", "step"),
+    [("{work}/no-python", "Python"), ("{work}/bare", "Echelon"), ("{work}/chatty", "shell")],
+)
+def test_doctor_names_the_step_that_fails(server, work, python, step):
+    (work / "bare").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    (work / "chatty").write_text("#!/bin/sh\necho Welcome to this machine; exec cat\n")
+    for name in ("bare", "chatty"):
+        (work / name).chmod(0o755)
+    python = python.format(work=work)
+    done = doctor(server, work, "a", on=f'ssh(python="{python}", command="ssh -F {server.config}")')
+    assert done.returncode == 1
+    assert f"a, {step}: " in done.stdout, done.stdout + done.stderr
+
+
+def test_a_port_that_the_first_machine_cannot_open_ends_the_run_at_once_and_doctor_says_so(server, work):
+    with socket.create_server(("", 0)) as used:
+        port = str(used.getsockname()[1])
+        done = run(work, command(server, "--port", port, "train.py", "1"))
+        found = doctor(server, work, "a,b", "--port", port)
+    assert f"port {port} of a cannot be opened: Address already in use" in done.stderr
+    assert done.returncode == 2
+    assert not (work / "runs").exists()
+    assert found.returncode == 1
+    assert f"port {port} of a cannot be opened" in found.stdout
+
+
+def test_a_fixed_port_is_where_the_workers_meet(server, work):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    (work / "port.py").write_text(
+        "import os, echelon; echelon.join(); print('at', os.environ['MASTER_PORT'])"
+    )
+    done = run(work, command(server, "--port", port, "--copy", "port.py"))
+    assert done.returncode == 0, done.stderr
+    assert f"at {port}" in done.stdout
 
 
 def _stepped(path):

@@ -92,9 +92,11 @@ def _ask(
     by_machine: dict[str, list[Finding]] = {agent.node: [] for agent in agents}
     say(f"waiting for {_named(agents)}, by {launcher.name}, for at most {asked.timeout_s:g} s")
     there = _introduced(agents, launcher, asked.timeout_s, checked, by_machine)
-    say(f"asking {_named(there)} for versions, cores, memory and clock, for at most {ANSWER_S:g} s")
+    if there:
+        say(f"asking {_named(there)} for cores, memory and clock, for at most {ANSWER_S:g} s")
     there = _described(there, checked, by_machine)
-    say(f"trying all pairs of {_named(there)}, for at most {_REACH_S + 2 * ANSWER_S:g} s")
+    if len(there) > 1:
+        say(f"trying all pairs of {_named(there)}, for at most {_REACH_S + 3 * ANSWER_S:g} s")
     opened, problems = open_ports(there, asked.port) if len(there) > 1 or asked.port else ({}, [])
     tried, silent = try_pairs(there, opened, timeout_s=_REACH_S, spare_s=_SPARE_S)
     checked.attempts += tried
@@ -167,4 +169,4 @@ def _described(
 
 
 def _named(agents: Sequence[ConnectedAgent]) -> str:
-    return ", ".join(agent.node for agent in agents) or "no machine"
+    return ", ".join(agent.node for agent in agents)

@@ -49,7 +49,12 @@ def test_when_each_machine_was_reached_its_other_addresses_are_awaited_only_for_
     with socket.create_server(("127.0.0.1", 0)) as answers:
         port = answers.getsockname()[1]
         with socket.create_server(("127.0.0.2", port)):  # silent
-            answering = threading.Thread(target=lambda: answers.accept()[0].sendall(b"token"))
+
+            def answer():
+                with answers.accept()[0] as caller:
+                    caller.sendall(b"token")
+
+            answering = threading.Thread(target=answer)
             answering.start()
             targets = [ReachTarget("b", f"127.0.0.{number}", port, "token") for number in (1, 2)]
             outcomes = tried(*targets, timeout_s=3600, spare_s=0.01)
