@@ -129,6 +129,7 @@ class Machines:
         (folder / "server").write_text(
             f"Port {_SSH_PORT}\nHostKey {folder}/host\nStrictModes no\nUsePAM no\nPidFile none\n"
             f"AuthorizedKeysFile {folder}/authorized\nPasswordAuthentication no\n"
+            f"SetEnv PYTHONPATH={source} {MARK}={folder}\n"
         )
         (folder / "client").write_text(
             "".join(f"Host {n}\n  HostName 10.99.0.{at}\n" for at, n in enumerate(self.names, start=1))

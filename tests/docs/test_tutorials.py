@@ -6,6 +6,7 @@ Blocks that begin with ```console are run; what may differ is said in `tests/doc
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import machines
 from documents import ROOT, Block, Command, console, fits
 
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -42,7 +44,7 @@ def shell(tmp_path):
 
     def run(command: str) -> str:
         ended = subprocess.run(
-            ["sh", "-c", command],
+            [*run.inside, "sh", "-c", command],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -53,7 +55,25 @@ def shell(tmp_path):
         return ended.stdout.decode()
 
     run.folder = folder
+    run.programs = programs
+    run.inside = []  # a command that runs others somewhere else
     return run
+
+
+@pytest.fixture
+def two_machines(shell, tmp_path):
+    """Has the shell's commands run where ssh reaches the machines desk and tower."""
+    if lacking := machines.missing():
+        pytest.skip(lacking)
+    folder = tmp_path / "machines"
+    folder.mkdir()
+    made = machines.Machines(folder, ROOT / "src", ["desk", "tower"], {"192.168.1": ["desk", "tower"]})
+    ssh = shell.programs / "ssh"
+    ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/client "$@"\n', encoding="utf-8")
+    ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
+    shell.inside = ["ip", "netns", "exec", made.space("")]
+    yield
+    made.close()
 
 
 def _run(document: Path, shell) -> None:
@@ -77,6 +97,12 @@ def _run(document: Path, shell) -> None:
 )
 def test_tutorial_prints_what_it_shows(shell, name):
     _run(TUTORIALS / f"{name}.md", shell)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("two_machines")
+def test_tutorial_of_two_machines_prints_what_it_shows(shell):
+    _run(TUTORIALS / "two-machines.md", shell)
 
 
 LATE = "Rank 1 (vm) arrived last in 7 % of rounds and cost the others 8 ms, 6 % of the run; do. record: a"

@@ -76,7 +76,7 @@ def test_a_pair_that_cannot_connect_is_named_with_address_and_cause_before_anyth
     assert done.returncode != 0
     assert "c cannot connect to b (" in done.stderr
     assert "10.1.0.2 port " in done.stderr
-    assert "a route of type blackhole swallows it" in done.stderr
+    assert "a route of type blackhole for it" in done.stderr
     assert "where: c to b, port " in done.stderr
     assert not (tmp_path / "runs").exists()
 
@@ -90,7 +90,7 @@ def test_doctor_says_which_pair_cannot_connect_in_which_direction_and_why(build,
     findings = [one for one in json.loads(done.stdout)["findings"] if one["topic"] == "connections"]
     found = {one["subject"]: one for one in findings}
     assert {name for name, one in found.items() if one["level"] == "problem"} == {"b to c", "c to b"}
-    assert "a route of type prohibit, forbids it" in found["c to b"]["text"]
+    assert "a route of type prohibit there, forbids it" in found["c to b"]["text"]
     assert "10.1.0.3 port " in found["b to c"]["text"]
     assert "no answer within 5 s: a firewall drops it" in found["b to c"]["text"]
     assert found["to a"]["text"].startswith("b, c to 10.1.0.1 (eth1); port 29500, ")

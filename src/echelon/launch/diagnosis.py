@@ -20,11 +20,12 @@ from echelon.launch.agents.pairs import (
     same_machine,
     why_not,
 )
-from echelon.launch.agents.protocol import Description, Introduction
+from echelon.launch.agents.protocol import Introduction, MachineDescription
 
 CONNECTIONS = "connections"
 _WORKER_BYTES = 250_000_000
 _CLOCK_S = 0.1
+_MOST_NAMES = 3
 _FIXES = {
     "Could not resolve hostname": "correct the name, or add it to ~/.ssh/config or /etc/hosts",
     "Permission denied": "give ssh a key that works without a password: ssh-copy-id {node}",
@@ -94,7 +95,9 @@ def introduced(node: str, way: str, said: Introduction) -> Iterator[Finding]:
         yield _ok(node, "versions", f"{', '.join(same)}, as here")
 
 
-def described(node: str, slots: int, said: Description, off_s: float, within_s: float) -> Iterator[Finding]:
+def described(
+    node: str, slots: int, said: MachineDescription, off_s: float, within_s: float
+) -> Iterator[Finding]:
     """Has the machine what its workers need? Its clock is `off_s` ahead, known to `within_s`."""
     yield _ok(node, "Python", said.executable)
     for finding in resources(said.machine):
@@ -132,7 +135,7 @@ def _clock(node: str, off_s: float, within_s: float) -> Finding:
 def connections(
     agents: Sequence[ConnectedAgent],
     attempts: Sequence[Attempt],
-    described: Mapping[str, Description],
+    described: Mapping[str, MachineDescription],
     seconds: float,
 ) -> Iterator[Finding]:
     """Which machines connect to which, at which address of which interface; and which do not, and why."""
@@ -161,7 +164,7 @@ def connections(
                 CONNECTIONS,
                 f"to {target.node}",
                 "; ".join(
-                    f"{', '.join(sources)} to {address}{_named(names.get(address))}"
+                    f"{_listed(sources, len(agents) - 1)} to {address}{_named(names.get(address))}"
                     for address, sources in works.items()
                 )
                 + f"; port {ports_of(target.node, attempts)}",
@@ -170,6 +173,10 @@ def connections(
         if same_machine(lead, other):
             text = f"{lead.node} and {other.node} are one machine"
             yield Finding(level="note", topic=CONNECTIONS, subject=other.node, text=text)
+
+
+def _listed(names: Sequence[str], count: int) -> str:
+    return f"all {count} others" if len(names) == count > _MOST_NAMES else ", ".join(names)
 
 
 def _named(interface: str | None) -> str:

@@ -21,7 +21,7 @@ from echelon.errors import EchelonError, LaunchError
 from echelon.launch import diagnosis
 from echelon.launch.agents.driver import ConnectedAgent
 from echelon.launch.agents.pairs import ANSWER_S, AT_ONCE, Attempt, answers, open_ports, try_pairs
-from echelon.launch.agents.protocol import Describe, Description, Finish, Introduction
+from echelon.launch.agents.protocol import Describe, Finish, Introduction, MachineDescription
 from echelon.launch.hosts import Host
 from echelon.launch.launcher import LAUNCHERS, Launcher, Wanted
 
@@ -53,7 +53,7 @@ class MachinesChecked:
 
     findings: list[Finding] = field(default_factory=list)
     introductions: dict[str, Introduction] = field(default_factory=dict)
-    descriptions: dict[str, Description] = field(default_factory=dict)
+    descriptions: dict[str, MachineDescription] = field(default_factory=dict)
     attempts: list[Attempt] = field(default_factory=list)
 
 
@@ -152,11 +152,11 @@ def _described(
     for agent in agents:
         asked_at[agent.node] = time.monotonic()
         agent.send(Describe())
-    said = answers(agents, Description, ANSWER_S, "describing the machine", came_at)
+    said = answers(agents, MachineDescription, ANSWER_S, "describing the machine", came_at)
     there = []
     for agent in agents:
         node, answer = agent.node, said[agent.node]
-        if not isinstance(answer, Description):
+        if not isinstance(answer, MachineDescription):
             message = answer.message if isinstance(answer, LaunchError) else "it did not describe itself"
             findings[node].append(diagnosis.silent(node, message))
             continue

@@ -10,7 +10,7 @@ import pytest
 
 from echelon.cluster.machine import describe_machine
 from echelon.launch import diagnosis
-from echelon.launch.agents.protocol import Description, Introduction
+from echelon.launch.agents.protocol import Introduction, MachineDescription
 
 HERE = Introduction(
     host="b",
@@ -67,7 +67,7 @@ def test_every_version_that_differs_is_a_problem_and_the_others_are_told():
 
 
 def described(slots=2, off_s=0.0, **facts):
-    said = Description(t=0.0, executable="python", machine=replace(MACHINE, **facts), interfaces=[])
+    said = MachineDescription(t=0.0, executable="python", machine=replace(MACHINE, **facts), interfaces=[])
     return {one.subject: one for one in diagnosis.described("b", slots, said, off_s, 0.01)}
 
 

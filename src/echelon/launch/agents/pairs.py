@@ -36,8 +36,8 @@ _CAUSES = {
     "reset": "the connection is cut at once: a firewall or a proxy is between them",
     "timeout": "no answer within {seconds:g} s: a firewall drops it, or there is no way back",
     "no-route": "no route leads there, or a firewall says so",
-    "forbidden": "this machine's own firewall, or a route of type prohibit, forbids it",
-    "blackhole": "a route of type blackhole swallows it",
+    "forbidden": "the firewall of the machine that connects, or a route of type prohibit there, forbids it",
+    "blackhole": "the machine that connects has a route of type blackhole for it",
     "another": "another machine or program answers there",
     "not-awaited": "no answer yet",
 }
@@ -291,7 +291,9 @@ def _tried(
         apart = [pair for pair in needed if not reached(*pair, attempts)]
         if not apart and len(set(found.values())) == 1:
             return found
-        # Another address may be among those that were not awaited: once more, with more time.
+        if all(one.outcome.problem != "not-awaited" for one in attempts):
+            break
+        # A better address may be among those that were not awaited: once more, with more time.
     if apart:
         raise _cannot_connect(*apart[0], attempts)
     return found

@@ -3,7 +3,7 @@
 launcher                        agent
           <- Introduction       who it is: versions, addresses
 Describe  ->                    only `echelon doctor` asks
-          <- Description        the machine, its interfaces and its clock
+          <- MachineDescription the machine, its interfaces and its clock
 Listen    ->
           <- Listening          a port, to find out which addresses the other machines reach
 TryReach  ->
@@ -39,7 +39,7 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
     """Describe the machine."""
 
 
-class Description(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class MachineDescription(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The agent's machine; `t` is what its clock says, `executable` its Python."""
 
     t: float
@@ -154,7 +154,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 Message = (
     Introduction
     | Describe
-    | Description
+    | MachineDescription
     | Listen
     | Listening
     | TryReach

@@ -21,7 +21,13 @@ from dataclasses import dataclass, field
 
 from echelon.cluster.interfaces import interfaces, offered
 from echelon.cluster.machine import describe_machine
-from echelon.launch.agents.protocol import Description, Listening, ReachOutcome, ReachTarget, TryReach
+from echelon.launch.agents.protocol import (
+    Listening,
+    MachineDescription,
+    ReachOutcome,
+    ReachTarget,
+    TryReach,
+)
 
 _BACKLOG = 256
 _TICK_S = 0.05
@@ -44,9 +50,9 @@ def own_addresses() -> list[str]:
     return [one.address for one in offered()][:_MOST_ADDRESSES]
 
 
-def description() -> Description:
+def description() -> MachineDescription:
     """This machine, for `echelon doctor`."""
-    return Description(
+    return MachineDescription(
         t=time.time(), executable=sys.executable, machine=describe_machine(), interfaces=interfaces()
     )
 
