@@ -15,6 +15,7 @@ Run the script alone, with `echelon run --workers 4 train.py`, or with any launc
 WORLD_SIZE.
 
     join             become a worker of a run: help(echelon.join)
+    launch           run a function on several workers, here or elsewhere: help(echelon.launch)
     Session          what `join` returns; the script trains, records and saves through it:
                      help(echelon.Session)
 
@@ -25,7 +26,7 @@ WORLD_SIZE.
       CheckpointError, LaunchError, LabError
                      a checkpoint, the start of workers, an emulated cluster
       WorkerError    a failure of another worker: JoinTimeout, PeerLost, RoundTimeout, MismatchedCalls,
-                     Corrupt, GradientError, StaleView; `ranks` says which
+                     Corrupt, GradientError, StaleView, FunctionFailed; `ranks` says which
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from echelon.errors import ConfigError as ConfigError
 from echelon.errors import Corrupt as Corrupt
 from echelon.errors import DataError as DataError
 from echelon.errors import EchelonError as EchelonError
+from echelon.errors import FunctionFailed as FunctionFailed
 from echelon.errors import GradientError as GradientError
 from echelon.errors import JoinTimeout as JoinTimeout
 from echelon.errors import LabError as LabError
@@ -51,16 +53,21 @@ from echelon.errors import UnknownName as UnknownName
 from echelon.errors import WorkerError as WorkerError
 
 if _typing.TYPE_CHECKING:
+    from echelon.start.function import launch as launch
     from echelon.train.join import join as join
     from echelon.train.session import Session as Session
 
 __version__ = "0.1.0"
 
 # What `help(echelon)` prints in full. `dir(echelon)` has the errors too, which all are public as well.
-__all__ = ["Session", "join"]
+__all__ = ["Session", "join", "launch"]
 
 # These need torch, which takes seconds to import: `echelon --help` must not wait for it.
-_LAZY = {"join": "echelon.train.join", "Session": "echelon.train.session"}
+_LAZY = {
+    "join": "echelon.train.join",
+    "launch": "echelon.start.function",
+    "Session": "echelon.train.session",
+}
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -54,10 +54,10 @@ def doctor(
       echelon doctor --peer other-machine --port 29500
       echelon doctor --hosts a:2,b:4
     """
-    if hosts is not None or on is not None:
+    if hosts is not None or on not in (None, "local"):
         if peer is not None:
             raise ConfigError("--peer is for this machine alone", where="--peer", fix="leave it out")
-        _check_machines(on or "ssh", hosts, port, timeout_s, json)
+        _check_machines("ssh" if on in (None, "local") else on, hosts, port, timeout_s, json)
         return
     # Imported here, so that `echelon --help` does not load them.
     from echelon.cluster.checkup.data import data_sets
@@ -93,8 +93,8 @@ def doctor(
 
 
 def _check_machines(on: str, hosts: str | None, port: int | None, timeout_s: float, json: bool) -> None:
-    from echelon.launch.doctor import MachinesAsked, check_machines
-    from echelon.launch.hosts import read_hosts
+    from echelon.start.doctor import MachinesAsked, check_machines
+    from echelon.start.hosts import read_hosts
 
     named = read_hosts(hosts) if hosts else []
     asked = MachinesAsked(on=on, hosts=named, port=port or 0, timeout_s=timeout_s)

@@ -17,7 +17,7 @@ from echelon.codec.codec import CODECS
 from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.config.registry import Description, Registry
 from echelon.errors import UnknownName
-from echelon.launch.launcher import LAUNCHERS
+from echelon.start.launcher import LAUNCHERS
 from echelon.sync.detector import DETECTORS
 from echelon.sync.graph import GRAPHS
 from echelon.sync.policy import POLICIES

@@ -1,6 +1,6 @@
 """A server's process: `echelon run --servers N` starts some.
 
-    python -m echelon.launch.worker -m echelon.server.process
+    python -m echelon.start.worker -m echelon.server.process
 
 It meets the workers, serves until they have left, and ends. At the rendezvous the leader says what the
 server does: sum gradients for the collectives (sync full), or be a parameter server.

@@ -101,7 +101,7 @@ def test_policy_without_required_servers_is_refused_before_any_worker_waits(monk
     assert "--servers" in refused.value.where + refused.value.fix
 
 
-@pytest.mark.parametrize("module", ["echelon.train.checks", "echelon.sync.cluster", "echelon.launch.run"])
+@pytest.mark.parametrize("module", ["echelon.train.checks", "echelon.sync.cluster", "echelon.start.run"])
 def test_checking_a_plan_imports_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, env=os.environ).returncode == 0

@@ -1,0 +1,180 @@
+"""The messages between a launcher and its agents: plain msgspec values, decoded strictly.
+
+launcher                        agent
+          <- Introduction       who it is: versions, addresses
+Describe  ->                    only `echelon doctor` asks
+          <- MachineDescription the machine, its interfaces and its clock
+Listen    ->
+          <- Listening          a port, to find out which addresses the other machines reach
+TryReach  ->
+          <- Reached
+Begin     ->                    the run: settings, plan, workers
+          <- Grown ...          what workers write: events, logs, errors
+          <- WorkerEnded ...
+Interrupt, Finish ->
+Alive     <->                   every few seconds, in both directions
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from echelon.cluster.interfaces import Interface
+from echelon.cluster.machine import Machine
+
+
+class Introduction(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An agent is there.
+
+    `machine` is the same for agents between which no network lies; `order` is the engine's number of the
+    agent's slot; `cpus` are the cores that it may use.
+    """
+
+    host: str
+    pid: int
+    cores: int
+    machine: str = ""
+    order: int = 0
+    cpus: list[int] = []
+    echelon: str
+    python: str
+    torch: str
+    addresses: list[str]
+
+
+class Describe(msgspec.Struct, frozen=True, tag=True):
+    """Describe the machine."""
+
+
+class MachineDescription(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The agent's machine; `t` is what its clock says, `executable` its Python."""
+
+    t: float
+    executable: str
+    machine: Machine
+    interfaces: list[Interface]
+
+
+class Listen(msgspec.Struct, frozen=True, tag=True):
+    """Open this port for the others to try; 0 is any that is free."""
+
+    port: int = 0
+
+
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """The port is open on all addresses, and answers with the token; or why it cannot be opened."""
+
+    port: int
+    token: str = ""
+    problem: str = ""
+
+
+class ReachTarget(msgspec.Struct, frozen=True):
+    """An address of another machine, where a port answers with the token."""
+
+    node: str
+    address: str
+    port: int
+    token: str
+
+
+class TryReach(msgspec.Struct, frozen=True, tag=True):
+    """Try to connect to all of these at once.
+
+    When each machine was reached at one address, the others have `spare_s` more.
+    """
+
+    targets: list[ReachTarget]
+    timeout_s: float
+    spare_s: float
+
+
+class ReachOutcome(msgspec.Struct, frozen=True):
+    """How one attempt ended: "" is success, `source` the own address of that connection."""
+
+    problem: str
+    source: str = ""
+
+
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """What came of it, in the order of the targets."""
+
+    outcomes: list[ReachOutcome]
+
+
+class AgentWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker, or a server, to start on the agent's machine."""
+
+    rank: int
+    node: str
+    program: list[str]
+    env: dict[str, str]
+    fork: bool = True
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start these workers in `cwd`; if there are `files`, in a temporary folder that holds them.
+
+    `call` is the pickled call that workers carry out, if they run a function rather than a script.
+    """
+
+    run: str
+    config: str
+    plan: str
+    cwd: str
+    workers: list[AgentWorker]
+    files: dict[str, bytes] = {}
+    call: bytes = b""
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The agent cannot start the workers."""
+
+    message: str
+    where: str = ""
+    fix: str = ""
+
+
+class Grown(msgspec.Struct, frozen=True, tag=True):
+    """A file of the run's folder has grown; `path` is relative to the folder."""
+
+    path: str
+    offset: int
+    data: bytes
+
+
+class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
+    """A worker has ended; a negative code is a signal."""
+
+    rank: int
+    code: int
+
+
+class Interrupt(msgspec.Struct, frozen=True, tag=True):
+    """Send the workers the signal of Ctrl-C."""
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """End the workers that are left, and the agent."""
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The sender is alive."""
+
+
+Message = (
+    Introduction
+    | Describe
+    | MachineDescription
+    | Listen
+    | Listening
+    | TryReach
+    | Reached
+    | Begin
+    | Refusal
+    | Grown
+    | WorkerEnded
+    | Interrupt
+    | Finish
+    | Alive
+)
