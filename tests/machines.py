@@ -37,14 +37,22 @@ def missing() -> str:
 class Machines:
     """`networks` maps the first three numbers of its addresses to the machines on a network.
 
+    With `host_name` all machines have that one, as copies of one installation do.
+
     The number of a machine's address is its place in `names`, from 1 on: with {"10.1.0": "ab"} machine b
     has 10.1.0.2. All have a container bridge with the same address, which leads nowhere.
     """
 
     def __init__(
-        self, folder: Path, source: Path, names: Sequence[str], networks: Mapping[str, Sequence[str]]
+        self,
+        folder: Path,
+        source: Path,
+        names: Sequence[str],
+        networks: Mapping[str, Sequence[str]],
+        *,
+        host_name: str = "",
     ) -> None:
-        self.folder, self.names = folder, names
+        self.folder, self.names, self._host_name = folder, names, host_name
         self._prefix = f"{LAB_PREFIX}{secrets.token_hex(3)}"
         self._servers: list[subprocess.Popen[bytes]] = []
         try:
@@ -138,7 +146,7 @@ class Machines:
         )
         Path("/run/sshd").mkdir(exist_ok=True)
         for name in self.names:
-            inside = f"hostname {name}; exec {SERVER} -D -e -f {folder}/server"
+            inside = f"hostname {self._host_name or name}; exec {SERVER} -D -e -f {folder}/server"
             argv = ["ip", "netns", "exec", self.space(name), "unshare", "--uts", "sh", "-c", inside]
             self._servers.append(subprocess.Popen(argv, stderr=subprocess.DEVNULL))
         for name in self.names:

@@ -40,10 +40,10 @@ def build(tmp_path):
         pytest.skip(lacking)
     made = []
 
-    def make(names, networks):
+    def make(names, networks, **options):
         folder = tmp_path / "machines"
         folder.mkdir()
-        made.append(Machines(folder, SOURCE, names, networks))
+        made.append(Machines(folder, SOURCE, names, networks, **options))
         (tmp_path / "train.py").write_text(TRAIN)
         return made[-1]
 
@@ -97,8 +97,9 @@ def test_doctor_says_which_pair_cannot_connect_in_which_direction_and_why(build,
     assert found["to b"]["text"].startswith("a to 10.1.0.2 (eth1); port ")
 
 
-def test_a_server_serves_machines_that_share_no_network_but_one_for_each_pair(build, tmp_path):
-    machines = build("abc", {"10.1.0": "ab", "10.2.0": "ac", "10.3.0": "bc"})
+def test_a_server_serves_machines_of_one_host_name_that_share_no_network(build, tmp_path):
+    networks = {"10.1.0": "ab", "10.2.0": "ac", "10.3.0": "bc"}
+    machines = build("abc", networks, host_name="ubuntu")
     done = run(machines, tmp_path, "a,b,c", "--servers", "1", "--sync", "async")
     assert done.returncode == 0, done.stderr
     assert "async: the server made " in done.stderr

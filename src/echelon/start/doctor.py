@@ -2,7 +2,7 @@
 
 connect    an agent on each machine, all at once
 describe   versions, cores, memory, shared memory, clock
-ports      each machine opens a port, the first one also that of --port
+ports      each machine opens a port, the first one also that where workers meet
 pairs      each machine tries to connect to each other one
 
 A machine that fails a step is left out of the next ones; the others go on. Every step has a deadline.

@@ -313,7 +313,8 @@ def _dial(
         if not address.encrypted:
             which = "was not given TLS certificates, this worker was"
         raise Refused(f"{peer} {which}", ranks=(rank,), where=here, fix=tls.ALL_OR_NONE)
-    elsewhere = rendezvous.members[rank].host != rendezvous.me.host
+    other, me = rendezvous.members[rank], rendezvous.me
+    elsewhere = (other.host, other.node) != (me.host, me.node)  # two machines may have one host name
     places = _places(address, mine, elsewhere=elsewhere)
     outcomes: dict[tuple[str, int], str] = {}
     patience_s = _FIRST_TRY_S

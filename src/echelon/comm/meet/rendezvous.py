@@ -290,7 +290,8 @@ def further_addresses(rendezvous: Rendezvous, address: str) -> list[str]:
     between the others.
     """
     me = rendezvous.me
-    if interfaces.is_loopback(address) or all(m.host == me.host for m in rendezvous.members):
+    alone = all((m.host, m.node) == (me.host, me.node) for m in rendezvous.members)
+    if interfaces.is_loopback(address) or alone:
         return []
     return [one.address for one in interfaces.offered() if not one.virtual and one.address != address]
 

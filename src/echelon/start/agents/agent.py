@@ -130,7 +130,7 @@ class Agent:
             case Describe():
                 self._channel.send(description())
             case Listen():
-                self._channel.send(self._listeners.open(message.port))
+                self._channel.send(self._listeners.open(message.port, steady=message.steady))
             case TryReach():
                 self._channel.send(Reached(attempt(message)))
             case Interrupt():

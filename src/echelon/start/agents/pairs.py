@@ -43,7 +43,7 @@ _CAUSES = {
 }
 FIX = (
     "allow TCP connections between the machines, in both directions, at the port where workers meet "
-    "(--port) and at those that the system chooses (sysctl net.ipv4.ip_local_port_range)"
+    "(--port, or 20000 to 29999) and at those that the system chooses (sysctl net.ipv4.ip_local_port_range)"
 )
 
 
@@ -121,15 +121,15 @@ def _heard(agent: ConnectedAgent, kind: type) -> Message | LaunchError | None:
 def open_ports(
     agents: Sequence[ConnectedAgent], port: int = 0
 ) -> tuple[dict[str, list[Listening]], list[LaunchError]]:
-    """Each machine opens any port for the others to try, and the first one also this one, if it is not 0.
+    """Each machine opens any port for the others to try, and the first one a second one, for the meeting.
 
-    Also returned: what could not be opened, and who did not answer.
+    That is `port`, if it is not 0. Also returned: what could not be opened, and who did not answer.
     """
     opened: dict[str, list[Listening]] = {}
     problems: list[LaunchError] = []
-    for asked, number in ((agents, 0), (agents[:1], port)) if port else ((agents, 0),):
+    for asked, listen in ((agents, Listen()), (agents[:1], Listen(port, steady=not port))):
         for agent in asked:
-            agent.send(Listen(number))
+            agent.send(listen)
         for node, said in answers(asked, Listening, ANSWER_S, "opening a port").items():
             if isinstance(said, LaunchError):
                 problems.append(said)
@@ -244,8 +244,14 @@ def listens_at(node: str, lead: str, meets_at: str, attempts: Sequence[Attempt])
 
 def why_not(source: str, target: str, attempts: Sequence[Attempt], seconds: float) -> str:
     """What happened at each address that was tried, in words."""
-    tried = [one for one in attempts if (one.source, one.target) == (source, target) and not one.works]
-    parts = [f"{one.address} port {one.port}: {cause(one.outcome.problem, seconds)}" for one in tried]
+    ports: dict[tuple[str, str], list[int]] = {}
+    for one in attempts:
+        if (one.source, one.target) == (source, target) and not one.works:
+            ports.setdefault((one.address, one.outcome.problem), []).append(one.port)
+    parts = [
+        f"{address} port {', '.join(map(str, sorted(found)))}: {cause(problem, seconds)}"
+        for (address, problem), found in ports.items()
+    ]
     return "; ".join(parts) or "it has no address that others could reach"
 
 

@@ -56,9 +56,13 @@ class MachineDescription(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
-    """Open this port for the others to try; 0 is any that is free."""
+    """Open this port for the others to try; 0 is any that is free.
+
+    `steady`: any that the system gives to no other program while the run's leader has not opened it yet.
+    """
 
     port: int = 0
+    steady: bool = False
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):

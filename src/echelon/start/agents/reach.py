@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
 import secrets
 import selectors
 import socket
@@ -32,6 +33,8 @@ from echelon.start.agents.protocol import (
 _BACKLOG = 256
 _TICK_S = 0.05
 _MOST_ADDRESSES = 8
+_STEADY_PORTS = range(20_000, 30_000)  # Linux chooses from 32768 on
+_MOST_TRIES = 50
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 _PROBLEMS = {
     errno.ECONNREFUSED: "refused",
@@ -66,10 +69,10 @@ class ReachListeners:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def open(self, port: int) -> Listening:
-        """Open a port; 0 is any."""
+    def open(self, port: int, *, steady: bool = False) -> Listening:
+        """Open a port; 0 is any, `steady` one that the system does not choose for others by itself."""
         try:
-            listener = _listen(port)
+            listener = _listen_steadily() if steady else _listen(port)
         except OSError as error:
             return Listening(port, problem=os.strerror(error.errno) if error.errno else str(error))
         found = int(listener.getsockname()[1])
@@ -99,6 +102,14 @@ class ReachListeners:
                         caller, _ = key.fileobj.accept()
                         with caller:
                             caller.sendall(self._token.encode())  # shorter than any socket's buffer
+
+
+def _listen_steadily() -> socket.socket:
+    """A listener below the ports that the system chooses, for outgoing connections too."""
+    for port in random.sample(_STEADY_PORTS, _MOST_TRIES):
+        with contextlib.suppress(OSError):
+            return _listen(port)
+    return _listen(0)
 
 
 def _listen(port: int) -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +72,11 @@ def test_a_port_that_is_in_use_is_told_and_one_that_was_tried_can_be_used_at_onc
     listeners.close()
     with socket.socket() as plain:  # without SO_REUSEADDR
         plain.bind(("127.0.0.1", opened.port))
+
+
+def test_a_port_for_a_meeting_is_below_those_that_the_system_chooses(listeners):
+    opened = listeners.open(0, steady=True)
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert 20_000 <= opened.port < 30_000
+    assert opened.port < lowest or lowest < 20_000
+    assert [one.problem for one in tried(ReachTarget("b", "127.0.0.1", opened.port, opened.token))] == [""]
