@@ -235,9 +235,10 @@ def test_a_worker_that_is_not_reached_at_its_first_address_is_dialled_at_another
     with socket.create_server(("127.0.0.1", 0)) as program:
         said = {"host": nowhere[0], "port": nowhere[1], "further": [program.getsockname(), other]}
         store.set(key, msgspec.json.encode(said).decode())
-        hanging_up = threading.Thread(target=lambda: program.accept()[0].close())
+        hanging_up = threading.Thread(target=lambda: program.accept()[0].close(), daemon=True)
         hanging_up.start()
-        found[1] = mesh.connect(rendezvous(store, 1, 2), "127.0.0.1", view=VIEW, secret=b"s", timeout_s=90)
+        # An address of its own would not be dialled for a worker elsewhere.
+        found[1] = mesh.connect(rendezvous(store, 1, 2), "127.0.0.3", view=VIEW, secret=b"s", timeout_s=90)
         hanging_up.join()
     thread.join()
     assert_connected([found[0], found[1]])
