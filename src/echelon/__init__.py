@@ -18,6 +18,8 @@ WORLD_SIZE.
     Session          what `join` returns; the script trains, records and saves through it:
                      help(echelon.Session)
 
+    loader_of        a Spark DataFrame, a Ray Dataset or another table as a loader: help(echelon.loader_of)
+
     EchelonError     base of all errors; each says what is wrong, where, and what fixes it
       ConfigError    a wrong name, value or combination; UnknownName names the nearest known one
       DataError      a data set is missing, damaged or too small
@@ -51,16 +53,21 @@ from echelon.errors import UnknownName as UnknownName
 from echelon.errors import WorkerError as WorkerError
 
 if _typing.TYPE_CHECKING:
+    from echelon.data.loader_of import loader_of as loader_of
     from echelon.train.join import join as join
     from echelon.train.session import Session as Session
 
 __version__ = "0.1.0"
 
 # What `help(echelon)` prints in full. `dir(echelon)` has the errors too, which all are public as well.
-__all__ = ["Session", "join"]
+__all__ = ["Session", "join", "loader_of"]
 
 # These need torch, which takes seconds to import: `echelon --help` must not wait for it.
-_LAZY = {"join": "echelon.train.join", "Session": "echelon.train.session"}
+_LAZY = {
+    "join": "echelon.train.join",
+    "loader_of": "echelon.data.loader_of",
+    "Session": "echelon.train.session",
+}
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -9,6 +9,7 @@ in the middle: its position counts samples of the whole order.
     shuffle=True                a permutation drawn from seed, loader and pass
     a RandomSampler             independent draws, or permutations, drawn from seed, loader and pass
     a sampler, a batch sampler  drawn by the leader's sampler and sent to all workers
+    order="near" of loader_of   each worker's rows are near it, see data/near.py
     an iterable data set        the stream's; each worker reads all of it and keeps its own part of every
                                 batch, so the stream must be the same on all workers
 """
@@ -35,6 +36,9 @@ from torch.utils.data import (
 )
 
 from echelon.comm.group import Group
+from echelon.data.dataset import ChunkDataset, NearSampler
+from echelon.data.missing import meet
+from echelon.data.near import Placement, near_order
 from echelon.errors import ConfigError, DataError
 from echelon.plan.shares import BatchSizes, Slice, batch_sizes, slice_of, slices, split
 from echelon.train.clock import StepClock
@@ -126,6 +130,8 @@ class SharedLoader(DataLoader[Any]):
         self._generator = _generator_of(self._batch_sampler, self._sampler)
         self._generator_began: Tensor | None = None
         self._check()
+        if isinstance(self.dataset, ChunkDataset):
+            meet(self.dataset, sharing.group, self._chunks_needed)
 
     def __getattr__(self, name: str) -> Any:
         if name == "batch_size":  # only reached if the property has raised
@@ -328,7 +334,9 @@ class SharedLoader(DataLoader[Any]):
     @property
     def _claims(self) -> bool:
         """Whether workers claim parts of batches as they need them; only shuffled data in equal parts."""
-        shuffled = type(self._sampler) is not SequentialSampler
+        sampler = self._sampler
+        in_order = not sampler.shuffle if isinstance(sampler, NearSampler) else False
+        shuffled = type(sampler) is not SequentialSampler and not in_order
         equal = len(set(self._sharing.weights)) == 1
         return self._sharing.claim is not None and shuffled and equal and not self._by_batches
 
@@ -374,6 +382,8 @@ class SharedLoader(DataLoader[Any]):
         sampler = self._sampler
         if type(sampler) is SequentialSampler:
             return range(len(sampler))
+        if isinstance(sampler, NearSampler):
+            return self._near_order(sampler)
         if not _draws_itself(sampler):
             return self._told(lambda: [int(i) for i in sampler])
         if sampler.replacement or sampler._num_samples is not None:
@@ -381,6 +391,36 @@ class SharedLoader(DataLoader[Any]):
         generator = torch.Generator().manual_seed(self._seed_of_pass())
         order: list[int] = torch.randperm(len(sampler), generator=generator).tolist()
         return order
+
+    def _near(
+        self, dataset: ChunkDataset, hosts: Sequence[str], weights: Sequence[float], batch: int
+    ) -> Placement:
+        chunks = dataset.catalogue.chunks
+        return Placement(
+            chunk_rows=[chunk.rows for chunk in chunks],
+            chunk_hosts=[chunk.host for chunk in chunks],
+            worker_hosts=hosts,
+            weights=weights,
+            sizes=batch_sizes(len(dataset), batch, len(hosts), drop_last=self.drop_last),
+        )
+
+    def _chunks_needed(self, hosts: Sequence[str]) -> Sequence[set[int]]:
+        """The chunks that each worker needs. Who claims parts may get any rows."""
+        dataset: Any = self.dataset
+        if not isinstance(self._sampler, NearSampler) or self._claims:
+            return [set(range(len(dataset.catalogue.chunks)))] * len(hosts)
+        return self._near(dataset, hosts, self._sharing.weights, self.global_batch_size).needed()
+
+    def _near_order(self, sampler: NearSampler) -> SampleOrder:
+        """Drawn by each worker alike. A resumed pass keeps its order, also with other workers."""
+        if self._drawn is None:
+            self._drawn = [
+                list(sampler.dataset.hosts),
+                list(self._sharing.weights),
+                self.global_batch_size,
+            ]
+        placement = self._near(sampler.dataset, *self._drawn)
+        return near_order(placement, seed=self._seed_of_pass(), shuffle=sampler.shuffle)
 
     def _told(self, draw: Callable[[], list[Any]]) -> list[Any]:
         """What the leader draws for this pass; a resumed pass keeps what was drawn when it began."""
@@ -406,7 +446,7 @@ class SharedLoader(DataLoader[Any]):
 
 def _draws_itself(sampler: Any) -> bool:
     """Whether every worker can draw the sampler's order by itself, from the run's seed."""
-    if type(sampler) is SequentialSampler:
+    if type(sampler) in (SequentialSampler, NearSampler):
         return True
     if type(sampler) is not RandomSampler:
         return False
