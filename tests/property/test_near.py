@@ -46,7 +46,11 @@ def chunk_of_row(placement):
 def rows_by_worker(placement, order):
     """What each worker draws of the order, as the shared loader cuts it."""
     return [
-        [row for part in slices(placement.sizes, placement.weights, rank) for row in order[part.start : part.stop]]
+        [
+            row
+            for part in slices(placement.sizes, placement.weights, rank)
+            for row in order[part.start : part.stop]
+        ]
         for rank in range(len(placement.weights))
     ]
 
@@ -66,9 +70,7 @@ def test_as_many_rows_are_near_as_shares_allow(placement, seed, shuffle):
     assert [len(rows) for rows in drawn] == placement.quotas()
     where = host_of_row(placement)
     near = sum(
-        where[row] == host
-        for rows, host in zip(drawn, placement.worker_hosts, strict=True)
-        for row in rows
+        where[row] == host for rows, host in zip(drawn, placement.worker_hosts, strict=True) for row in rows
     )
     have = Counter(where)
     quotas = Counter()

@@ -191,7 +191,7 @@ def pad_fix() -> str:
 def _size(shape: tuple[int, ...]) -> str:
     if not shape:
         return "a single number"
-    return f"{' x '.join(str(length) for length in shape)} values"
+    return f"{' x '.join(str(length) for length in shape)} value{'' if shape == (1,) else 's'}"
 
 
 def _said(array: npt.NDArray[Any]) -> str:

@@ -26,28 +26,30 @@ _SHARED_FOLDER = "give loader_of folder=, a folder that all machines see"
 class ChunkDataset(Dataset[Any]):
     """The rows of a catalogue's chunks. Copies in other processes open the chunks for themselves.
 
-    hosts  the machine of each worker, by rank, once they have met
+    hosts        the machine of each worker, by rank, once they have met
+    chunk_hosts  the machine of each chunk, alike on all workers once they have met
     """
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
         self.hosts: tuple[str, ...] = (this_host(),)
+        self.chunk_hosts = tuple(chunk.host for chunk in catalogue.chunks)
         self._starts = np.asarray(catalogue.starts)
         self._copies: dict[int, Path] = {}
         self._opened: dict[int, dict[str, npt.NDArray[Any]]] = {}
-        self._remove: weakref.finalize[[Path, int], ChunkDataset] | None = None
+        self._owned: list[weakref.finalize[[Path, int], ChunkDataset]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": {}, "_remove": None}
+        return {**self.__dict__, "_opened": {}, "_owned": []}
 
     def own(self, folder: Path) -> None:
         """Remove the folder when this data set is closed or forgotten, or when the program ends."""
-        self._remove = weakref.finalize(self, _remove_folder, folder, os.getpid())
+        self._owned.append(weakref.finalize(self, _remove_folder, folder, os.getpid()))
 
     def close(self) -> None:
-        """Remove the folder, if it is this process's own."""
-        if self._remove is not None:
-            self._remove()
+        """Remove the folders that are this process's own."""
+        for remove in self._owned:
+            remove()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -97,7 +99,7 @@ class ChunkDataset(Dataset[Any]):
             return False
 
     def use_copy(self, number: int, path: Path) -> None:
-        """Read a chunk from another file, which may be removed from now on."""
+        """Read a chunk from another file. It is mapped at once, so the file may then be removed."""
         self._copies[number] = path
         self._chunk(number)
 

@@ -2,16 +2,14 @@
 
 Without a folder that all machines see, chunks lie on the disks of the machines that wrote them. Workers
 tell each other what they can read. A missing chunk travels over the run's own connections, and one worker
-on each machine that lacks it keeps a copy until it ends. A chunk that no worker can read is an error on
-all workers.
+on each machine that lacks it writes it to a file, which is removed as soon as all workers of the machine
+have mapped it. A chunk that no worker can read is an error on all workers.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -32,15 +30,17 @@ _BLOCK_BYTES = 8 << 20
 _log = logging.getLogger(__name__)
 
 # The chunks that each worker needs, once it is known where the workers are.
-Needs = Callable[[Sequence[str]], Sequence[set[int]]]
+Needs = Callable[[ChunkDataset], Sequence[set[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """A worker's machine, and the chunks that it can read."""
+    """A worker's machine, the chunks that it can read, and what its catalogue says."""
 
     host: str
     has: set[int]
+    fingerprint: str = ""
+    chunk_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,22 +52,40 @@ class Copying:
     keepers: tuple[int, ...]
 
 
-def meet(dataset: ChunkDataset, group: Group, needs: Needs) -> None:
-    """Find out where the workers are, and let each of them read what it needs. All workers call it."""
+def meet(dataset: ChunkDataset, group: Group, needs: Needs, *, keep_files: bool) -> None:
+    """Find out where the workers are, and let each of them read what it needs. All workers call it.
+
+    keep_files  whether copies stay until the worker ends, for processes that open them themselves
+    """
     if group.size == 1:
         return
     count = len(dataset.catalogue.chunks)
-    mine = Reach(host=this_host(), has={number for number in range(count) if dataset.has(number)})
+    mine = Reach(
+        host=this_host(),
+        has={number for number in range(count) if dataset.has(number)},
+        fingerprint=dataset.catalogue.fingerprint,
+        chunk_hosts=dataset.chunk_hosts if group.rank == 0 else (),
+    )
     told = group.all_gather_bytes(msgspec.json.encode(mine))
     reaches = [msgspec.json.decode(one, type=Reach) for one in told]
+    if len({reach.fingerprint for reach in reaches}) > 1:
+        return  # workers have different data, which `prepare` is about to say
     dataset.hosts = tuple(reach.host for reach in reaches)
-    needed = needs(dataset.hosts)
+    dataset.chunk_hosts = reaches[0].chunk_hosts  # if each worker wrote the table for itself, they differ
+    needed = needs(dataset)
     plan = copies(reaches, needed)
     if isinstance(plan, tuple):
         number, rank = plan
         raise unreadable(dataset.catalogue, number, reaches[rank].host)
     if plan:
-        _copy_all(dataset, group, plan, needed[group.rank])
+        folder = Path(tempfile.mkdtemp(prefix="echelon-data-"))
+        try:
+            _copy_all(dataset, group, plan, needed[group.rank], folder)
+        finally:
+            if keep_files:
+                dataset.own(folder)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def copies(reaches: Sequence[Reach], needed: Sequence[set[int]]) -> list[Copying] | tuple[int, int]:
@@ -86,7 +104,10 @@ def copies(reaches: Sequence[Reach], needed: Sequence[set[int]]) -> list[Copying
     return plan
 
 
-def _copy_all(dataset: ChunkDataset, group: Group, plan: Sequence[Copying], needed: set[int]) -> None:
+def _copy_all(
+    dataset: ChunkDataset, group: Group, plan: Sequence[Copying], needed: set[int], folder: Path
+) -> None:
+    """Carry out the plan; copies that this worker writes are in `folder` until all have mapped them."""
     chunks = dataset.catalogue.chunks
     total = sum(chunks[copying.number].size_bytes for copying in plan)
     if group.rank == 0:
@@ -97,14 +118,10 @@ def _copy_all(dataset: ChunkDataset, group: Group, plan: Sequence[Copying], need
             len(chunks),
             show_bytes(total),
         )
-    keeping = any(group.rank in copying.keepers for copying in plan)
-    folder = _own_folder() if keeping else None
     kept: dict[int, str] = {}
     problem = ""
     for copying in plan:
-        target = None
-        if group.rank in copying.keepers and folder is not None:
-            target = folder / chunks[copying.number].name
+        target = folder / chunks[copying.number].name if group.rank in copying.keepers else None
         try:
             _copy(dataset, group, copying, target)
         except OSError as error:
@@ -126,7 +143,7 @@ def _copy_all(dataset: ChunkDataset, group: Group, plan: Sequence[Copying], need
             for number, path in one["kept"].items():
                 if int(number) in needed and not dataset.has(int(number)):
                     dataset.use_copy(int(number), Path(path))
-    group.barrier()  # whoever keeps a copy may end only after the others have mapped it
+    group.barrier()  # now all have mapped what they need
 
 
 def _copy(dataset: ChunkDataset, group: Group, copying: Copying, target: Path | None) -> None:
@@ -163,16 +180,3 @@ def _copy(dataset: ChunkDataset, group: Group, copying: Copying, target: Path | 
         raise failed
     if digest.hexdigest() != chunk.checksum:
         raise OSError(f"what rank {copying.source} read is not what was written")
-
-
-def _own_folder() -> Path:
-    """A folder for copies, which this process removes when it ends."""
-    folder = Path(tempfile.mkdtemp(prefix="echelon-data-"))
-    owner = os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # not in a process that was forked
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return folder

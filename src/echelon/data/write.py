@@ -105,7 +105,7 @@ class _Writer:
             part = {name: array[start : start + step] for name, array in laid.arrays.items()}
             self._held.append(part)
             self._held_bytes += sum(array.nbytes for array in part.values())
-            if self._held_bytes >= self._chunk_bytes:
+            if self._held_bytes + row_bytes > self._chunk_bytes:
                 self.flush()
         self.rows += rows
 

@@ -131,7 +131,8 @@ class SharedLoader(DataLoader[Any]):
         self._generator_began: Tensor | None = None
         self._check()
         if isinstance(self.dataset, ChunkDataset):
-            meet(self.dataset, sharing.group, self._chunks_needed)
+            keep_files = loader.num_workers > 0
+            meet(self.dataset, sharing.group, self._chunks_needed, keep_files=keep_files)
 
     def __getattr__(self, name: str) -> Any:
         if name == "batch_size":  # only reached if the property has raised
@@ -392,34 +393,37 @@ class SharedLoader(DataLoader[Any]):
         order: list[int] = torch.randperm(len(sampler), generator=generator).tolist()
         return order
 
-    def _near(
-        self, dataset: ChunkDataset, hosts: Sequence[str], weights: Sequence[float], batch: int
-    ) -> Placement:
-        chunks = dataset.catalogue.chunks
+    def _near(self, dataset: ChunkDataset) -> list[Any]:
+        """All that the order of near rows depends on, besides the seed."""
+        return [
+            [chunk.rows for chunk in dataset.catalogue.chunks],
+            list(dataset.chunk_hosts),
+            list(dataset.hosts),
+            list(self._sharing.weights),
+            self.global_batch_size,
+        ]
+
+    def _placement(self, near: Sequence[Any]) -> Placement:
+        chunk_rows, chunk_hosts, hosts, weights, batch = near
         return Placement(
-            chunk_rows=[chunk.rows for chunk in chunks],
-            chunk_hosts=[chunk.host for chunk in chunks],
+            chunk_rows=chunk_rows,
+            chunk_hosts=chunk_hosts,
             worker_hosts=hosts,
             weights=weights,
-            sizes=batch_sizes(len(dataset), batch, len(hosts), drop_last=self.drop_last),
+            sizes=batch_sizes(sum(chunk_rows), batch, len(hosts), drop_last=self.drop_last),
         )
 
-    def _chunks_needed(self, hosts: Sequence[str]) -> Sequence[set[int]]:
+    def _chunks_needed(self, dataset: ChunkDataset) -> Sequence[set[int]]:
         """The chunks that each worker needs. Who claims parts may get any rows."""
-        dataset: Any = self.dataset
         if not isinstance(self._sampler, NearSampler) or self._claims:
-            return [set(range(len(dataset.catalogue.chunks)))] * len(hosts)
-        return self._near(dataset, hosts, self._sharing.weights, self.global_batch_size).needed()
+            return [set(range(len(dataset.catalogue.chunks)))] * len(dataset.hosts)
+        return self._placement(self._near(dataset)).needed()
 
     def _near_order(self, sampler: NearSampler) -> SampleOrder:
-        """Drawn by each worker alike. A resumed pass keeps its order, also with other workers."""
+        """Drawn by each worker alike. A resumed pass keeps its order, also with other workers and chunks."""
         if self._drawn is None:
-            self._drawn = [
-                list(sampler.dataset.hosts),
-                list(self._sharing.weights),
-                self.global_batch_size,
-            ]
-        placement = self._near(sampler.dataset, *self._drawn)
+            self._drawn = self._near(sampler.dataset)
+        placement = self._placement(self._drawn)
         return near_order(placement, seed=self._seed_of_pass(), shuffle=sampler.shuffle)
 
     def _told(self, draw: Callable[[], list[Any]]) -> list[Any]:
