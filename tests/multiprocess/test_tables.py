@@ -123,7 +123,7 @@ def on_two_machines(tmp_path, rows_of_a, rows, **options):
     for chunk in chunks:
         (tmp_path / chunk.host).mkdir(exist_ok=True)
         shutil.copy(tmp_path / "all" / chunk.name, tmp_path / chunk.host / chunk.name)
-    data.dataset.catalogue = replace(catalogue, chunks=chunks)
+    data.dataset.__init__(replace(catalogue, chunks=chunks))
     return data, catalogue.starts[hosts.index("b")]
 
 

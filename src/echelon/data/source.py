@@ -7,6 +7,7 @@ are if it can. A third engine is one more file.
 from __future__ import annotations
 
 import importlib.util
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from echelon.data.columns import Selection
 from echelon.data.write import WrittenPart
 from echelon.errors import ConfigError, DataError
 
-_MOST_TEXT = 600
+_MOST_TEXT = 1200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +77,12 @@ def need(extra: str, *modules: str) -> None:
 
 
 def engine_failed(engine: str, error: Exception) -> DataError:
-    """The error of tasks that failed, with the last lines of what the engine says."""
-    said = str(error).strip()
+    """The error of tasks that failed, in the engine's words but without its stack."""
+    lines = [line for line in str(error).splitlines() if not re.match(r"\s+(at |\.\.\. \d)", line)]
+    said = "\n".join(lines).strip()
     fix = "see the engine's own message above"
     if "No module named 'echelon'" in said:
         fix = "install Echelon for the Python of every machine of the engine, or set PYTHONPATH there"
-    said = said if len(said) <= _MOST_TEXT else f"... {said[-_MOST_TEXT:]}"
+    if len(said) > _MOST_TEXT:
+        said = f"{said[: _MOST_TEXT // 2]} ... {said[-_MOST_TEXT // 2 :]}"
     return DataError(f"{engine} could not write the data: {said}", where="loader_of", fix=fix)

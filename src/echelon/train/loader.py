@@ -420,7 +420,7 @@ class SharedLoader(DataLoader[Any]):
         return self._placement(self._near(dataset)).needed()
 
     def _near_order(self, sampler: NearSampler) -> SampleOrder:
-        """Drawn by each worker alike. A resumed pass keeps its order, also with other workers and chunks."""
+        """Drawn by each worker alike. A resumed pass keeps its order, whoever the workers are now."""
         if self._drawn is None:
             self._drawn = self._near(sampler.dataset)
         placement = self._placement(self._drawn)

@@ -52,7 +52,8 @@ def _task(job: WriteJob) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.Rec
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 
-        arrays = each_as_arrays(batches, keep_missing=job.selection.to_tensors is not None)
+        named = (batch.rename_columns(job.selection.names) for batch in batches)
+        arrays = each_as_arrays(named, keep_missing=job.selection.to_tensors is not None)
         part = write_part(arrays, job.selection, job.folder)
         yield pa.RecordBatch.from_pydict({"told": [msgspec.json.encode(part).decode()]})
 
@@ -60,19 +61,17 @@ def _task(job: WriteJob) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.Rec
 
 
 def _expressions(table: Any, names: Sequence[str]) -> list[Any]:
-    """The columns; vectors of Spark ML as arrays."""
+    """The columns, vectors of Spark ML as arrays. Numbered, for mapInArrow refuses names with dots."""
     from pyspark.sql.functions import col
 
-    quoted = {name: col("`" + name.replace("`", "``") + "`") for name in names}
+    chosen = [col("`" + name.replace("`", "``") + "`") for name in names]
     ml = sys.modules.get("pyspark.ml.linalg")
     vectors = set()
     if ml is not None:  # where it is not imported, nothing is a vector
         vectors = {field.name for field in table.schema if isinstance(field.dataType, ml.VectorUDT)}
-    if not vectors & set(names):
-        return list(quoted.values())
-    from pyspark.ml.functions import vector_to_array
+    if vectors & set(names):
+        from pyspark.ml.functions import vector_to_array
 
-    return [
-        vector_to_array(column).alias(name) if name in vectors else column
-        for name, column in quoted.items()
-    ]
+        pairs = zip(names, chosen, strict=True)
+        chosen = [vector_to_array(column) if name in vectors else column for name, column in pairs]
+    return [column.alias(f"c{index}") for index, column in enumerate(chosen)]
