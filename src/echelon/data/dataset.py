@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, Sampler
 from echelon.data.chunk import Catalogue, this_host
 from echelon.errors import DataError
 
+_ROWS_PER_CHUNK = 8  # with fewer rows of each chunk in a batch, copying them one by one is quicker
 _SHARED_FOLDER = "give loader_of folder=, a folder that all machines see"
 
 
@@ -85,10 +86,17 @@ class ChunkDataset(Dataset[Any]):
         }
         by_chunk = np.argsort(numbers, kind="stable")
         borders = np.flatnonzero(np.diff(numbers[by_chunk])) + 1
-        for places in np.split(by_chunk, borders):
-            chunk = self._chunk(int(numbers[places[0]]))
+        if len(wanted) > _ROWS_PER_CHUNK * len(borders):
+            for places in np.split(by_chunk, borders):
+                chunk = self._chunk(int(numbers[places[0]]))
+                for name, array in out.items():
+                    array[places] = chunk[name][within[places]]
+        else:
+            chunks = [self._chunk(number) for number in numbers.tolist()]
+            rows_within = within.tolist()
             for name, array in out.items():
-                array[places] = chunk[name][within[places]]
+                for place, (chunk, row) in enumerate(zip(chunks, rows_within, strict=True)):
+                    array[place] = chunk[name][row]
         return {name: torch.from_numpy(array) for name, array in out.items()}
 
     def has(self, number: int) -> bool:
