@@ -30,6 +30,7 @@ PUBLIC = [
     "UnknownName",
     "WorkerError",
     "join",
+    "loader_of",
 ]
 
 
@@ -38,7 +39,7 @@ def test_tab_completion_shows_the_public_names_and_nothing_else():
 
 
 def test_a_star_import_brings_the_front_door():
-    assert sorted(echelon.__all__) == ["Session", "join"]
+    assert sorted(echelon.__all__) == ["Session", "join", "loader_of"]
 
 
 def test_help_leads_with_join_and_session_and_is_not_a_list_of_errors():

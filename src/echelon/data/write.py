@@ -53,7 +53,7 @@ def write_part(
     batches: Iterable[Arrays], selection: Selection, folder: str, *, chunk_bytes: int = CHUNK_BYTES
 ) -> WrittenPart:
     """Write a task's rows, given as arrays by column."""
-    writer = _Writer(Path(folder), chunk_bytes)
+    writer = _ChunkWriter(Path(folder), chunk_bytes)
     rows = 0
     problem = None
     try:
@@ -75,7 +75,7 @@ def write_part(
     )
 
 
-class _Writer:
+class _ChunkWriter:
     def __init__(self, folder: Path, chunk_bytes: int) -> None:
         self.chunks: list[Chunk] = []
         self.form: Form = "one"
