@@ -97,7 +97,8 @@ def drawn(data, epochs, host=None, folder=None, sync=None):
         loader = session.prepare(data)
         found = [[n for batch in loader for n in batch.flatten().tolist()] for _ in range(epochs)]
         copies = {number: str(path) for number, path in loader.dataset._copies.items()}
-        assert not any(Path(path).exists() for path in copies.values()), "mapped, and removed"
+        kept = [Path(path).exists() for path in copies.values()]
+        assert all(kept) if data.num_workers else not any(kept), "mapped, and removed"
     return found, copies
 
 
@@ -150,6 +151,15 @@ def test_chunks_on_the_disks_of_other_machines_are_copied_and_the_batches_are_ex
     exact = warm_pool.run(2, drawn, data, 1)
     assert [first, second] == [rows for rows, _ in exact]
     assert sorted(first[0] + second[0]) == list(range(5001))
+
+
+def test_copies_stay_for_processes_that_load_data_and_go_with_the_worker(warm_pool, tmp_path, small_chunks):
+    data, _ = on_two_machines(tmp_path, 300, 2000, num_workers=1)
+    (first, copied_a), (second, copied_b) = warm_pool.run(2, drawn, data, 1, ("a", "b"), str(tmp_path))
+    assert sorted(first[0] + second[0]) == list(range(2000))
+    copies = [*copied_a.values(), *copied_b.values()]
+    assert copies
+    assert not any(Path(path).exists() for path in copies)
 
 
 def test_two_workers_of_one_machine_share_a_copy(warm_pool, tmp_path, small_chunks):

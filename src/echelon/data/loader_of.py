@@ -7,7 +7,6 @@ The loader is small and can be pickled: it holds the catalogue of the chunks, no
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,8 +121,9 @@ def _written(
         parts = source.write(data, WriteJob(selection=selection, folder=str(target)))
         dataset = ChunkDataset(collect(parts, str(target)))
     except BaseException:
+        _empty(target)
         if folder is None:
-            shutil.rmtree(target, ignore_errors=True)
+            target.rmdir()
         raise
     if folder is None:
         dataset.own(target)
@@ -132,10 +132,22 @@ def _written(
     return dataset
 
 
+def _empty(folder: Path) -> None:
+    """Remove what was written before something failed; the folder was empty before."""
+    for file in folder.iterdir():
+        file.unlink(missing_ok=True)
+
+
 def _made(folder: str | Path | None) -> Path:
     """The folder to write to, which must be empty."""
     if folder is None:
         return Path(tempfile.mkdtemp(prefix="echelon-data-"))
+    if "://" in str(folder):
+        raise ConfigError(
+            f"{folder} is not a path of the file system, which workers can map into memory",
+            where="loader_of, folder",
+            fix="name a folder on a disk, best on one that all machines see",
+        )
     path = Path(folder).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)

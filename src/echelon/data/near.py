@@ -64,7 +64,7 @@ class Placement:
         return found
 
 
-def near_order(placement: Placement, *, seed: int, shuffle: bool) -> list[int]:
+def near_order(placement: Placement, *, seed: int, shuffle: bool) -> Tensor:
     """All rows in the order of one pass; every worker's part of every batch is near if it can be."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -86,8 +86,7 @@ def near_order(placement: Placement, *, seed: int, shuffle: bool) -> list[int]:
         rows = mixed(torch.cat([kept[host], drawn]))
         for rank, part in zip(ranks, rows.split([quotas[rank] for rank in ranks]), strict=True):
             streams[rank] = part
-    order: list[int] = torch.cat([_dealt(streams, placement), lent]).tolist()
-    return order
+    return torch.cat([_dealt(streams, placement), lent])
 
 
 def _parted(placement: Placement, host: str, mixed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

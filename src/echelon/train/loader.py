@@ -42,7 +42,14 @@ from echelon.data.near import Placement, near_order
 from echelon.errors import ConfigError, DataError
 from echelon.plan.shares import BatchSizes, Slice, batch_sizes, slice_of, slices, split
 from echelon.train.clock import StepClock
-from echelon.train.order import LONGEST_LIST, merge_small, random_draws, told_batches, told_list
+from echelon.train.order import (
+    LONGEST_LIST,
+    Permutation,
+    merge_small,
+    random_draws,
+    told_batches,
+    told_list,
+)
 
 BatchMeaning = Literal["global", "per-worker"]
 _log = logging.getLogger(__name__)
@@ -390,8 +397,7 @@ class SharedLoader(DataLoader[Any]):
         if sampler.replacement or sampler._num_samples is not None:
             return random_draws(sampler, self._seed_of_pass)
         generator = torch.Generator().manual_seed(self._seed_of_pass())
-        order: list[int] = torch.randperm(len(sampler), generator=generator).tolist()
-        return order
+        return Permutation(torch.randperm(len(sampler), generator=generator))
 
     def _near(self, dataset: ChunkDataset) -> list[Any]:
         """All that the order of near rows depends on, besides the seed."""
@@ -424,7 +430,7 @@ class SharedLoader(DataLoader[Any]):
         if self._drawn is None:
             self._drawn = self._near(sampler.dataset)
         placement = self._placement(self._drawn)
-        return near_order(placement, seed=self._seed_of_pass(), shuffle=sampler.shuffle)
+        return Permutation(near_order(placement, seed=self._seed_of_pass(), shuffle=sampler.shuffle))
 
     def _told(self, draw: Callable[[], list[Any]]) -> list[Any]:
         """What the leader draws for this pass; a resumed pass keeps what was drawn when it began."""

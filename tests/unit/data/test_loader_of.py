@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 import torch
 
 import echelon
+from echelon.data import write
+from echelon.data.collect import collect
+from echelon.data.columns import select
 from echelon.errors import ConfigError, DataError, UnknownName
 
 
@@ -68,6 +72,23 @@ def test_nothing_is_left_of_a_table_that_was_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError):
         echelon.loader_of({"n": ["a"]}, batch_size=2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_the_user_is_as_empty_as_before_if_the_table_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(write.write_part, "__kwdefaults__", {"chunk_bytes": 100_000})
+    with pytest.raises(DataError):
+        echelon.loader_of({"v": [[1.0, 2.0]] * 70_000 + [[1.0]]}, batch_size=2, folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_cannot_be_written_are_told_with_the_machine(tmp_path):
+    (tmp_path / "file").write_text("")
+    batches = [{"a": np.arange(3)}]
+    part = write.write_part(batches, select(["a"], "a", None, None), str(tmp_path / "file" / "below"))
+    with pytest.raises(
+        DataError, match=f"the rows cannot be written to .* on {socket.gethostname()}: Not a"
+    ):
+        collect([part], "")
 
 
 def test_a_folder_of_the_user_is_kept_and_can_be_opened_again_elsewhere(tmp_path):
@@ -126,6 +147,7 @@ def test_a_chunk_with_other_content_is_named_as_damaged(tmp_path):
         ({}, {}, DataError, "the data has no columns and no rows"),
         ({"n": [1], "m": [1, 2]}, {}, DataError, "column 'm' has 2 rows, 'n' has 1"),
         (42, {}, ConfigError, "loader_of cannot read a builtins.int"),
+        ({"n": [1]}, {"folder": "s3://bucket/x"}, ConfigError, "is not a path of the file system"),
         ([1, 2], {}, ConfigError, "loader_of cannot read a builtins.list"),
         ({"n": [1]}, {"batch_size": 0}, ConfigError, "batch_size is 0"),
         ({"n": [1]}, {"batch_size": 1.5}, ConfigError, "batch_size is 1.5"),

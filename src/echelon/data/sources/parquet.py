@@ -41,7 +41,7 @@ def _files(path: str | Path) -> pyarrow.dataset.Dataset:
     need("spark", "pyarrow")
     from pyarrow import ArrowException, dataset
 
-    if not Path(path).exists():
+    if "://" not in str(path) and not Path(path).exists():
         raise DataError(f"there is no {path}", where="loader_of", fix="give the path of Parquet files")
     try:
         return dataset.dataset(str(path), format="parquet")
