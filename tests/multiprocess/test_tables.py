@@ -200,6 +200,18 @@ def test_a_chunk_that_changed_on_its_machine_is_not_copied_silently(warm_pool, t
         assert changed.name in outcome.error.message
 
 
+def drawn_without_room(*arguments):
+    with mock.patch("echelon.data.missing.shutil.disk_usage", return_value=mock.Mock(free=10)):
+        return drawn(*arguments)
+
+
+def test_copies_that_would_fill_a_disk_are_refused_before_they_travel(warm_pool, tmp_path, small_chunks):
+    data, _ = on_two_machines(tmp_path, 3000, 5001)
+    for outcome in warm_pool.outcomes(2, drawn_without_room, data, 1, ("a", "b"), str(tmp_path)):
+        assert isinstance(outcome.error, DataError)
+        assert "10 B are free" in outcome.error.message
+
+
 def stop_and_go_on(data, checkpoint, *, steps, host=None):
     """Draw some batches, or all that are left, from the checkpoint on."""
     rank = int(os.environ.get("RANK", "0"))

@@ -52,6 +52,15 @@ class Copying:
     keepers: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """A worker's copies, by chunk, or why it has none."""
+
+    host: str
+    kept: dict[int, str]
+    problem: str
+
+
 def meet(dataset: ChunkDataset, group: Group, needs: Needs, *, keep_files: bool) -> None:
     """Find out where the workers are, and let each of them read what it needs. All workers call it.
 
@@ -118,6 +127,10 @@ def _copy_all(
             len(chunks),
             show_bytes(total),
         )
+    mine = sum(chunks[copying.number].size_bytes for copying in plan if group.rank in copying.keepers)
+    free = shutil.disk_usage(folder).free
+    lack = f"{show_bytes(mine)} are needed in {folder.parent}, {show_bytes(free)} are free"
+    _tell(group, {}, lack if mine > free else "")
     kept: dict[int, str] = {}
     problem = ""
     for copying in plan:
@@ -129,21 +142,26 @@ def _copy_all(
         else:
             if target is not None:
                 kept[copying.number] = str(target)
-    report = msgspec.json.encode({"host": this_host(), "kept": kept, "problem": problem})
-    told = [msgspec.json.decode(one) for one in group.all_gather_bytes(report)]
-    for rank, one in enumerate(told):
-        if one["problem"]:
+    for report in _tell(group, kept, problem):
+        if report.host == this_host():
+            for number, path in report.kept.items():
+                if number in needed and not dataset.has(number):
+                    dataset.use_copy(number, Path(path))
+    group.barrier()  # now all have mapped what they need
+
+
+def _tell(group: Group, kept: dict[int, str], problem: str) -> list[CopyReport]:
+    """What all workers report; if any has a problem, all raise."""
+    mine = msgspec.json.encode(CopyReport(host=this_host(), kept=kept, problem=problem))
+    told = [msgspec.json.decode(one, type=CopyReport) for one in group.all_gather_bytes(mine)]
+    for rank, report in enumerate(told):
+        if report.problem:
             raise DataError(
-                f"a chunk could not be copied to {one['host']}: {one['problem']}",
+                f"chunks could not be copied to {report.host}: {report.problem}",
                 where=f"prepare, rank {rank}",
                 fix="give loader_of folder=, a folder that all machines see",
             )
-    for one in told:
-        if one["host"] == this_host():
-            for number, path in one["kept"].items():
-                if int(number) in needed and not dataset.has(int(number)):
-                    dataset.use_copy(int(number), Path(path))
-    group.barrier()  # now all have mapped what they need
+    return told
 
 
 def _copy(dataset: ChunkDataset, group: Group, copying: Copying, target: Path | None) -> None:
