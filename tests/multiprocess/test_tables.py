@@ -83,7 +83,7 @@ def pretend(stack, host):
         stack.enter_context(mock.patch(f"echelon.data.{module}.this_host", return_value=host))
 
 
-def drawn(data, epochs, host=None, folder=None, sync=None):
+def drawn(data, epochs, host=None, folder=None):
     """By epoch, the rows that this worker draws. `host` and `folder` are those of a pretended machine."""
     rank = int(os.environ.get("RANK", "0"))
     with ExitStack() as stack:
@@ -92,7 +92,7 @@ def drawn(data, epochs, host=None, folder=None, sync=None):
         if folder is not None:
             data.dataset.catalogue = replace(data.dataset.catalogue, folder=f"{folder}/{host[rank]}")
         session = stack.enter_context(
-            echelon.join(record=False, seed=5, shares=SHARES[2], round_timeout_s=90, sync=sync)
+            echelon.join(record=False, seed=5, shares=SHARES[2], round_timeout_s=90)
         )
         loader = session.prepare(data)
         found = [[n for batch in loader for n in batch.flatten().tolist()] for _ in range(epochs)]
@@ -250,6 +250,35 @@ def test_a_pass_goes_on_after_a_checkpoint_with_another_number_of_workers(
 
 def stop_early(data, checkpoint):
     return stop_and_go_on(data, checkpoint, steps=20, host=("a", "b"))
+
+
+def claimed(data, host, folder):
+    """The rows that this worker claims, in a run whose workers do not wait for each other."""
+    rank = int(os.environ["RANK"])
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seen = []
+    with ExitStack() as stack:
+        pretend(stack, host[rank])
+        data.dataset.catalogue = replace(data.dataset.catalogue, folder=f"{folder}/{host[rank]}")
+        session = stack.enter_context(
+            echelon.join(record=False, seed=5, round_timeout_s=90, sync="hogwild", transport="shm")
+        )
+        model, optimizer, loader = session.prepare(model, optimizer, data)
+        for _ in session.epochs(1):
+            for batch in loader:
+                seen += batch.tolist()
+                optimizer.zero_grad()
+                model(batch.float().unsqueeze(1) / 5000).mean().backward()
+                optimizer.step()
+    return seen
+
+
+@pytest.mark.parametrize("order", ["exact", "near"])
+def test_workers_that_claim_parts_of_batches_draw_each_row_once(warm_pool, tmp_path, small_chunks, order):
+    data, _ = on_two_machines(tmp_path, 1500, 3001, order=order)
+    first, second = warm_pool.run(2, claimed, data, ("a", "b"), str(tmp_path))
+    assert sorted(first + second) == list(range(3001))
 
 
 def prepare_own(rows):
