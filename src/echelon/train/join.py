@@ -179,7 +179,9 @@ def _with_shares(plan: Plan, shares: Sequence[float]) -> Plan:
         ) from None
     check_weights(weights, len(plan.workers))
     workers = tuple(replace(w, weight=s) for w, s in zip(plan.workers, weights, strict=True))
-    return replace(plan, workers=workers, reasons={**plan.reasons, "shares": "as asked"})
+    return replace(
+        plan, workers=workers, adapt_shares=False, reasons={**plan.reasons, "shares": "as asked"}
+    )
 
 
 def _check(plan: Plan, place: Place) -> bool:
