@@ -34,8 +34,8 @@ class RunSettings:
     )
     runs: str = setting("runs", "The folder in which the run's folder is made.")
     shares: str = setting(
-        "auto",
-        "Parts of a batch: auto (by measured speed), equal, by-speed (stated), or numbers: 4,2,1,1.",
+        "equal",
+        "Parts of a batch: equal, auto (by measured speed), by-speed (stated), or numbers: 4,2,1,1.",
     )
     speed: str | None = setting(
         None, "Emulate slower processors, without root: a speed in (0, 1] per worker: 1,0.5,0.5,0.25."

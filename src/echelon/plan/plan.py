@@ -150,7 +150,7 @@ def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
     if shares == "auto":
         return [1.0] * len(speeds), "equal at first; they follow the workers' measured speeds"
     if shares == "equal":
-        return [1.0] * len(speeds), "equal, as asked"
+        return [1.0] * len(speeds), "equal, as nothing else was asked for"
     if shares == "by-speed":
         return list(speeds), "in proportion to the workers' stated speeds"
     try:
@@ -159,7 +159,7 @@ def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
         raise ConfigError(
             f"{shares!r} is not a way to share a batch",
             where="--shares",
-            fix="say auto, equal, by-speed, or one number for each worker: 4,2,1,1",
+            fix="say equal, auto, by-speed, or one number for each worker: 4,2,1,1",
         ) from None
     check_weights(weights, len(speeds))
     return weights, "as asked"
