@@ -19,6 +19,8 @@ WORLD_SIZE.
     Session          what `join` returns; the script trains, records and saves through it:
                      help(echelon.Session)
 
+    loader_of        a Spark DataFrame, a Ray Dataset or another table as a loader: help(echelon.loader_of)
+
     EchelonError     base of all errors; each says what is wrong, where, and what fixes it
       ConfigError    a wrong name, value or combination; UnknownName names the nearest known one
       DataError      a data set is missing, damaged or too small
@@ -53,6 +55,7 @@ from echelon.errors import UnknownName as UnknownName
 from echelon.errors import WorkerError as WorkerError
 
 if _typing.TYPE_CHECKING:
+    from echelon.data.loader_of import loader_of as loader_of
     from echelon.start.function import launch as launch
     from echelon.train.join import join as join
     from echelon.train.session import Session as Session
@@ -60,12 +63,13 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # What `help(echelon)` prints in full. `dir(echelon)` has the errors too, which all are public as well.
-__all__ = ["Session", "join", "launch"]
+__all__ = ["Session", "join", "launch", "loader_of"]
 
 # These need torch, which takes seconds to import: `echelon --help` must not wait for it.
 _LAZY = {
     "join": "echelon.train.join",
     "launch": "echelon.start.function",
+    "loader_of": "echelon.data.loader_of",
     "Session": "echelon.train.session",
 }
 

@@ -9,6 +9,7 @@ in the middle: its position counts samples of the whole order.
     shuffle=True                a permutation drawn from seed, loader and pass
     a RandomSampler             independent draws, or permutations, drawn from seed, loader and pass
     a sampler, a batch sampler  drawn by the leader's sampler and sent to all workers
+    order="near" of loader_of   each worker's rows are near it, see data/near.py
     an iterable data set        the stream's; each worker reads all of it and keeps its own part of every
                                 batch, so the stream must be the same on all workers
 """
@@ -35,10 +36,20 @@ from torch.utils.data import (
 )
 
 from echelon.comm.group import Group
+from echelon.data.dataset import ChunkDataset, NearSampler
+from echelon.data.missing import meet
+from echelon.data.near import Placement, near_order
 from echelon.errors import ConfigError, DataError
-from echelon.plan.shares import BatchSizes, Slice, batch_sizes, slice_of, slices, split
+from echelon.plan.shares import BatchSizes, ShareTable, Slice, batch_sizes, slice_of, split
 from echelon.train.clock import StepClock
-from echelon.train.order import LONGEST_LIST, merge_small, random_draws, told_batches, told_list
+from echelon.train.order import (
+    LONGEST_LIST,
+    Permutation,
+    merge_small,
+    random_draws,
+    told_batches,
+    told_list,
+)
 
 BatchMeaning = Literal["global", "per-worker"]
 _log = logging.getLogger(__name__)
@@ -56,7 +67,7 @@ class SampleOrder(Protocol):
 class Sharing:
     """How workers share data.
 
-    weights   every worker's part of a batch, by rank
+    shares    every worker's part of each batch
     on_pass   called when a pass begins and when it has ended
     on_batch  called with every batch before the loop gets it: which part it is of, and its data
     on_break  called when the loop is left in the middle
@@ -65,7 +76,7 @@ class Sharing:
     """
 
     group: Group
-    weights: Sequence[float]
+    shares: ShareTable
     seed: int
     clock: StepClock
     device: torch.device
@@ -118,6 +129,7 @@ class SharedLoader(DataLoader[Any]):
         self.finished = True
         self.trains = False
         self.draws_to_train = False
+        self.batches_drawn = 0  # in all passes
         self.share_drawn = 0  # samples of this worker in the current pass, or in the last one
         self._resuming = False
         self._drawn: list[Any] | None = None
@@ -126,6 +138,9 @@ class SharedLoader(DataLoader[Any]):
         self._generator = _generator_of(self._batch_sampler, self._sampler)
         self._generator_began: Tensor | None = None
         self._check()
+        if isinstance(self.dataset, ChunkDataset):
+            keep_files = loader.num_workers > 0
+            meet(self.dataset, sharing.group, self._chunks_needed, keep_files=keep_files)
 
     def __getattr__(self, name: str) -> Any:
         if name == "batch_size":  # only reached if the property has raised
@@ -154,7 +169,7 @@ class SharedLoader(DataLoader[Any]):
         """This worker's share of a full batch."""
         if self._own_batches:
             raise AttributeError("batch_size")
-        return split(self.global_batch_size, self._sharing.weights)[self._sharing.group.rank]
+        return split(self.global_batch_size, self._sharing.shares.weights)[self._sharing.group.rank]
 
     def _has_list(self) -> bool:
         """Whether the order can be looked up at any position; otherwise it is drawn batch by batch."""
@@ -193,7 +208,7 @@ class SharedLoader(DataLoader[Any]):
         workers = self._sharing.group.size
         if self._own_batches:
             return
-        split(self.global_batch_size, self._sharing.weights)
+        split(self.global_batch_size, self._sharing.shares.weights)
         if self.streams:
             return
         if not hasattr(self._sampler, "__len__"):
@@ -321,15 +336,26 @@ class SharedLoader(DataLoader[Any]):
         sizes = self._sizes(len(order) - self.position)
         if sizes:
             _check_enough(sizes[len(sizes) - 1], group.size)
-        for part in slices(sizes, self._sharing.weights, group.rank, start=self.position):
+        begin = self.position
+        for index, size in enumerate(sizes):
+            part = self._slice(size, begin + sizes.start(index))
             taken.append(part)
             yield list(order[part.start : part.stop])
+
+    def _slice(self, size: int, start: int = 0) -> Slice:
+        """This worker's part of the next batch."""
+        rank = self._sharing.group.rank
+        part = self._sharing.shares.slice_of(self._index, self.batches_drawn, size, rank, start=start)
+        self.batches_drawn += 1
+        return part
 
     @property
     def _claims(self) -> bool:
         """Whether workers claim parts of batches as they need them; only shuffled data in equal parts."""
-        shuffled = type(self._sampler) is not SequentialSampler
-        equal = len(set(self._sharing.weights)) == 1
+        sampler = self._sampler
+        in_order = not sampler.shuffle if isinstance(sampler, NearSampler) else False
+        shuffled = type(sampler) is not SequentialSampler and not in_order
+        equal = len(set(self._sharing.shares.weights)) == 1
         return self._sharing.claim is not None and shuffled and equal and not self._by_batches
 
     def _claim_parts(self, taken: deque[Slice]) -> Iterator[list[int]]:
@@ -345,7 +371,7 @@ class SharedLoader(DataLoader[Any]):
         while (ticket := claim(what, 1)) < len(sizes) * tickets:
             batch, slot = divmod(ticket, tickets)
             start = begin + sizes.start(batch)
-            taken.append(slice_of(sizes[batch], sharing.weights, part_of(slot), start=start))
+            taken.append(slice_of(sizes[batch], sharing.shares.weights, part_of(slot), start=start))
             yield list(order[taken[-1].start : taken[-1].stop])
 
     def _cut_batches(self, taken: deque[Slice]) -> Iterator[list[int]]:
@@ -354,7 +380,7 @@ class SharedLoader(DataLoader[Any]):
         for batch in islice(self._told_batches(), self.position, None):
             if not self._own_batches:
                 _check_enough(len(batch), group.size)
-            part = slice_of(len(batch), self._sharing.weights, group.rank)
+            part = self._slice(len(batch))
             taken.append(part)
             yield batch[part.start : part.stop]
 
@@ -374,13 +400,47 @@ class SharedLoader(DataLoader[Any]):
         sampler = self._sampler
         if type(sampler) is SequentialSampler:
             return range(len(sampler))
+        if isinstance(sampler, NearSampler):
+            return self._near_order(sampler)
         if not _draws_itself(sampler):
             return self._told(lambda: [int(i) for i in sampler])
         if sampler.replacement or sampler._num_samples is not None:
             return random_draws(sampler, self._seed_of_pass)
         generator = torch.Generator().manual_seed(self._seed_of_pass())
-        order: list[int] = torch.randperm(len(sampler), generator=generator).tolist()
-        return order
+        return Permutation(torch.randperm(len(sampler), generator=generator))
+
+    def _near(self, dataset: ChunkDataset) -> list[Any]:
+        """All that the order of near rows depends on, besides the seed."""
+        return [
+            [chunk.rows for chunk in dataset.catalogue.chunks],
+            list(dataset.chunk_hosts),
+            list(dataset.hosts),
+            list(self._sharing.shares.weights),
+            self.global_batch_size,
+        ]
+
+    def _placement(self, near: Sequence[Any]) -> Placement:
+        chunk_rows, chunk_hosts, hosts, weights, batch = near
+        return Placement(
+            chunk_rows=chunk_rows,
+            chunk_hosts=chunk_hosts,
+            worker_hosts=hosts,
+            weights=weights,
+            sizes=batch_sizes(sum(chunk_rows), batch, len(hosts), drop_last=self.drop_last),
+        )
+
+    def _chunks_needed(self, dataset: ChunkDataset) -> Sequence[set[int]]:
+        """The chunks that each worker needs. Who claims parts may get any rows."""
+        if not isinstance(self._sampler, NearSampler) or self._claims:
+            return [set(range(len(dataset.catalogue.chunks)))] * len(dataset.hosts)
+        return self._placement(self._near(dataset)).needed()
+
+    def _near_order(self, sampler: NearSampler) -> SampleOrder:
+        """Drawn by each worker alike. A resumed pass keeps its order, whoever the workers are now."""
+        if self._drawn is None:
+            self._drawn = self._near(sampler.dataset)
+        placement = self._placement(self._drawn)
+        return Permutation(near_order(placement, seed=self._seed_of_pass(), shuffle=sampler.shuffle))
 
     def _told(self, draw: Callable[[], list[Any]]) -> list[Any]:
         """What the leader draws for this pass; a resumed pass keeps what was drawn when it began."""
@@ -392,7 +452,6 @@ class SharedLoader(DataLoader[Any]):
         return _stable_seed(f"{self._sharing.seed}/{self._index}/{self.pass_index}{suffix}")
 
     def _from_stream(self) -> Iterator[tuple[Slice, Any]]:
-        weights, rank = self._sharing.weights, self._sharing.group.rank
         skip = self.position
         for batch in merge_small(iter(self._inner), self._sharing.group.size):
             if skip >= len(batch):
@@ -400,13 +459,13 @@ class SharedLoader(DataLoader[Any]):
                 continue
             samples, skip = batch[skip:], 0
             _check_enough(len(samples), self._sharing.group.size)
-            part = slice_of(len(samples), weights, rank)
+            part = self._slice(len(samples))
             yield part, self._collate(samples[part.start : part.stop])
 
 
 def _draws_itself(sampler: Any) -> bool:
     """Whether every worker can draw the sampler's order by itself, from the run's seed."""
-    if type(sampler) is SequentialSampler:
+    if type(sampler) in (SequentialSampler, NearSampler):
         return True
     if type(sampler) is not RandomSampler:
         return False
