@@ -70,7 +70,7 @@ def introduction(order: int = 0) -> Introduction:
 
 
 class FolderTail:
-    """Follows all files of a run's folder: what was added since the last look."""
+    """Follows all files of a run's folder: what was added since the last look. An empty file is new once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -83,7 +83,7 @@ class FolderTail:
                 if path.suffix == ".tmp":
                     continue
                 start = self._at.get(path, 0)
-                if path.stat().st_size <= start:
+                if path in self._at and path.stat().st_size <= start:
                     continue
                 with path.open("rb") as file:
                     file.seek(start)
