@@ -3,8 +3,8 @@
     python -m echelon.start.agents.agent
 
 It talks over its standard input and output, or calls its launcher back if it has an invitation (see
-callback.py). The launcher's end, a closed connection or a silence ends all workers. A run's folder is a
-temporary one; the launcher has the whole record.
+callback.py). The launcher's end, a closed connection, a silence, SIGTERM, and the end of the engine's process
+that started it end all workers. A run's folder is a temporary one; the launcher has the whole record.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import os
 import platform
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 
 from echelon.cluster.interfaces import interfaces
 from echelon.cluster.machine import machine_key, usable_cores
@@ -27,6 +29,8 @@ from echelon.errors import EchelonError, LaunchError, WorkerError
 from echelon.observe.run_folder import RunFolder
 from echelon.start.agents.callback import INVITATION_VARIABLE, Invitation, call_back
 from echelon.start.agents.channel import Channel
+from echelon.start.agents.environment import without_task
+from echelon.start.agents.orphan import end_with_parent
 from echelon.start.agents.protocol import (
     AgentWorker,
     Alive,
@@ -250,7 +254,7 @@ def _check_program(workers: list[AgentWorker], place: Path) -> None:
 
 def _command(worker: AgentWorker, folder: RunFolder) -> WorkerCommand:
     env = {
-        **os.environ,
+        **without_task(os.environ),
         **worker.env,
         "PYTHONUNBUFFERED": "1",
         "ECHELON_RUN": str(folder.path),
@@ -261,12 +265,19 @@ def _command(worker: AgentWorker, folder: RunFolder) -> WorkerCommand:
     return WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env, program=program)
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End the workers and remove the folder on the way out."""
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """Talk over a connection to the launcher; without an invitation, over standard input and output."""
+    signal.signal(signal.SIGTERM, _leave)
     text = os.environ.pop(INVITATION_VARIABLE, "")
     if text:
         invitation = Invitation.decode(text)
         os.environ.update(invitation.env)
+        end_with_parent()
         Agent(call_back(invitation), invitation.order_in(os.environ)).run()
         return
     incoming, outgoing = os.dup(0), os.dup(1)

@@ -6,9 +6,11 @@ import contextlib
 import signal
 import subprocess
 import tempfile
+from pathlib import Path
 from typing import IO
 
 from echelon.errors import LaunchError
+from echelon.start.agents.orphan import end_with_parent
 
 _MOST_TEXT = 2000
 _END_S = 2.0
@@ -18,6 +20,7 @@ class CommandJob:
     """A command that starts agents elsewhere and lasts as long as they do: mpirun, srun."""
 
     def __init__(self, argv: list[str], env: dict[str, str]) -> None:
+        self._name = Path(argv[0]).name
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed at the end
         try:
             self._process = subprocess.Popen(
@@ -27,6 +30,7 @@ class CommandJob:
                 stdout=self._errors,
                 stderr=self._errors,
                 start_new_session=True,  # Ctrl-C is for the launcher, which ends the job in its own way
+                preexec_fn=end_with_parent,  # also while it waits, when no agent could notice
             )
         except OSError as error:
             self._errors.close()
@@ -42,7 +46,8 @@ class CommandJob:
         code = self._process.poll()
         if code is None:
             return None
-        return self._text() or f"exit code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return self._text() or f"{self._name} {how}"
 
     def end(self) -> None:
         """End the command, and by it the agents."""

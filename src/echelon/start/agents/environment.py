@@ -1,0 +1,38 @@
+"""Which variables do workers get that an engine started an agent with? Pure: all but those about its task.
+
+An engine tells its task, which is the agent, its place among the tasks. A library in a worker would take that
+for the worker's own: MKL computes with one thread where MPI says that processes share the machine, mpi4py
+would take the agent's place, and others read the rank of a task. Variables of the job stay: its number, its
+nodes, its devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Of OpenMPI, of its runtime, of process managers, and of MPICH's mpirun; then of one step and one task of Slurm.
+_PREFIXES = (
+    "OMPI_", "PRTE_", "PMIX_", "PMI_", "PMI2_", "HYDI_", "MPI_LOCAL",
+    "SLURM_STEP", "SLURM_SRUN_", "SLURM_CPU_BIND", "SLURM_MPI_",
+)  # fmt: skip
+_NAMES = {
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_GTIDS",
+    "SLURM_TASK_PID",
+    "SLURM_LAUNCH_NODE_IPADDR",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_DISTRIBUTION",
+}
+
+
+def without_task(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those about the agent's own place."""
+    return {
+        name: value for name, value in env.items() if name not in _NAMES and not name.startswith(_PREFIXES)
+    }
