@@ -29,7 +29,7 @@ from echelon.errors import EchelonError, LaunchError, WorkerError
 from echelon.observe.run_folder import RunFolder
 from echelon.start.agents.callback import INVITATION_VARIABLE, Invitation, call_back
 from echelon.start.agents.channel import Channel
-from echelon.start.agents.environment import without_task
+from echelon.start.agents.environment import devices, granted_cores, without_task
 from echelon.start.agents.orphan import end_with_parent
 from echelon.start.agents.protocol import (
     AgentWorker,
@@ -62,10 +62,11 @@ def introduction(order: int = 0) -> Introduction:
     return Introduction(
         host=socket.gethostname(),
         pid=os.getpid(),
-        cores=usable_cores(),
+        cores=granted_cores(os.environ, usable_cores()),
         machine=machine_key(),
         order=order,
         cpus=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        devices=devices(os.environ),
         echelon=metadata.version("echelon"),
         python=platform.python_version(),
         torch=metadata.version("torch"),

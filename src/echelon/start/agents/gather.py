@@ -2,7 +2,7 @@
 
 An engine has slots, and starts one agent in each. Ranks of one machine are to be neighbours, and workers of
 one machine start faster from one process, so one agent of each machine starts the workers of all its slots,
-and the others are dismissed. Agents that are confined to different cores stay by themselves.
+and the others are dismissed. Agents that are confined to different cores or devices stay by themselves.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _chosen(called: Sequence[ConnectedAgent], share: bool) -> list[ConnectedAgen
     kept: dict[tuple[object, ...], ConnectedAgent] = {}
     for at, agent in enumerate(order):
         words = _of(agent)
-        key = (words.machine, tuple(words.cpus)) if share else (at,)
+        key = (words.machine, tuple(words.cpus), words.devices) if share else (at,)
         if key in kept:
             kept[key].slots += 1
             _dismiss(agent)
