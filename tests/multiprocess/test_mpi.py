@@ -23,7 +23,7 @@ MARK = "ECHELON_TEST_MPI"
 SECRET = "the-secret-of-these-tests"
 
 TRAIN = """
-import sys, torch, echelon
+import os, sys, torch, echelon
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,6 +39,7 @@ for epoch in session.epochs(int(sys.argv[1])):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
+print("told by MPI:", [name for name in os.environ if name.startswith(("OMPI_", "PMI", "MPI_"))])
 """
 
 
@@ -157,7 +158,7 @@ def _decoded(text):
         return b""
 
 
-def test_shares_codec_and_threads_are_those_of_the_plan(mpirun, work):
+def test_shares_codec_and_threads_are_those_of_the_plan_and_nothing_is_left_of_mpi(mpirun, work):
     on = f'mpi(command="{mpirun[1]}")'
     words = ["--shares", "3,1", "--codec", "one-bit", "--threads", "2", "--start", "exec", "train.py", "2"]
     done = _run(work, on, "--workers", "2", *words)
@@ -165,9 +166,9 @@ def test_shares_codec_and_threads_are_those_of_the_plan(mpirun, work):
     (folder,) = (work / "runs").iterdir()
     for rank, share in enumerate((9, 3)):
         events = list(read_events(folder / "events" / f"rank-{rank}.jsonl"))
-        # MKL takes one thread where MPI's variables say that processes share the machine.
         assert [event.threads for event in events if isinstance(event, WorkerJoined)] == [2]
         assert {event.share for event in events if isinstance(event, StepEnded)} == {share}
+        assert "told by MPI: []" in (folder / "logs" / f"rank-{rank}.log").read_text()
 
 
 def test_without_a_number_there_are_as_many_workers_as_mpirun_has_slots(work):
@@ -179,6 +180,32 @@ def test_without_a_number_there_are_as_many_workers_as_mpirun_has_slots(work):
     assert done.returncode == 0, done.stderr
     (folder,) = (work / "runs").iterdir()
     assert len(Plan.read(folder / "plan.toml").workers) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_agents_remove_their_folders_whatever_ends_the_launcher(mpirun, work, number):
+    folders = work / "temporary"
+    folders.mkdir()
+    with (work / "out").open("wb") as out:
+        started = subprocess.Popen(
+            _command(f'mpi(command="{mpirun[1]}")', "--workers", "2", "train.py", "1000000"),
+            cwd=work,
+            env={**_environment(work), "TMPDIR": str(folders)},
+            stdout=out,
+            stderr=out,
+        )
+        until = time.monotonic() + 200
+        while not _stepped(work, 1):
+            assert time.monotonic() < until, (work / "out").read_text()
+            time.sleep(0.05)
+        assert list(folders.glob("echelon-*"))
+        started.send_signal(number)
+        started.wait(timeout=90)
+    until = time.monotonic() + 60
+    while left := _processes(str(work)):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+    assert not list(folders.glob("echelon-*"))
 
 
 def test_end_of_mpirun_ends_the_run_with_its_name(mpirun, work):

@@ -115,14 +115,16 @@ class Agent:
         """Serve the launcher until it is done, or gone."""
         self._channel.send(introduction(self._order))
         with self._stack:
-            while not self._finished:
-                try:
+            try:
+                while not self._finished:
                     for message in self._channel.poll(_POLL_S):
                         self._hear(message)
                     self._report()
                     self._check_silence()
-                except WorkerError:
-                    return  # the launcher is gone, and so are the workers when the stack is left
+            except WorkerError:
+                return  # the launcher is gone, and so are the workers when the stack is left
+            finally:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # an engine may send several: clean up once
 
     def _hear(self, message: Message) -> None:
         match message:
