@@ -1,7 +1,7 @@
-"""A real Slurm on this machine, with a configuration, ports and keys of its own, for tests: two nodes n1, n2.
+"""A real Slurm on this machine, with a configuration, ports and keys of its own, for tests: two nodes.
 
-A controller, a node daemon for each node and an authentication service, all in a temporary folder. Each node
-is this machine under a host name of its own, and has four processors to give, whatever the machine has.
+A controller, a daemon for each node and an authentication service, all in a temporary folder. Each node is
+this machine under a host name of its own, and has four processors to give, whatever the machine has.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class SlurmCluster:
 
     def command(self, *argv: str) -> str:
         """Run a command of Slurm, and return what it prints."""
-        done = subprocess.run(argv, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            argv, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -119,7 +121,8 @@ PartitionName=tests Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         self._start(
-            "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge.socket",
+            "munged", "--foreground", "--force", f"--key-file={key}",
+            f"--socket={self.folder}/munge.socket",
             f"--pid-file={self.folder}/munge.pid", f"--log-file={self.folder}/munge.log",
             f"--seed-file={self.folder}/munge.seed", "--num-threads=2",
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Every registered launcher against the contract that they all have in common, on its real engine.
 
-A new launcher is covered by being in `start/launchers/`, with a file in `tests/engines/` that says how a test
-gets its engine. All runs are commands, as a user starts them.
+A new launcher is covered by being in `start/launchers/`, with a file in `tests/engines/` that says how a
+test gets its engine. All runs are commands, as a user starts them.
 """
 
 from __future__ import annotations
@@ -164,7 +164,9 @@ def finished(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Finish
             seen |= {tuple(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])}
             time.sleep(0.05)
     _gone(engine)
-    return Finished(work, started.returncode, (work / "out").read_text(), (work / "errors").read_text(), seen)
+    return Finished(
+        work, started.returncode, (work / "out").read_text(), (work / "errors").read_text(), seen
+    )
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +247,11 @@ def test_killed_worker_is_named(engine: Engine, work: Path) -> None:
 def test_no_process_is_left_when_the_launcher_ends(engine: Engine, work: Path, number: int) -> None:
     with (work / "out").open("wb") as out:
         started = subprocess.Popen(
-            _command(engine, "train.py", "1000000"), cwd=work, env=_environment(engine), stdout=out, stderr=out
+            _command(engine, "train.py", "1000000"),
+            cwd=work,
+            env=_environment(engine),
+            stdout=out,
+            stderr=out,
         )
         until = time.monotonic() + RUN_S
         while not any(_stepped(path) for path in work.glob("runs/*/events/rank-1.jsonl")):

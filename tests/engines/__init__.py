@@ -1,4 +1,4 @@
-"""How does a test get the engine of a launcher, or why is it missing? One file for each launcher, by its name.
+"""How does a test get the engine of a launcher, or why is it missing? One file for each, by its name.
 
     local.py  this machine           ssh.py    a real sshd, see tests/sshd.py
     mpi.py    mpirun                 slurm.py  slurmctld and two slurmd, see tests/slurm.py
@@ -20,7 +20,7 @@ MARK = "ECHELON_TEST_ENGINE"  # in the environment of all processes that an engi
 
 
 class Engine(ABC):
-    """An engine that is ready: `Engine(folder)` starts what it needs, in a folder of its own; `close` ends it.
+    """An engine that is ready: `Engine(folder)` starts what it needs, `close` ends it.
 
     A test starts a run as a command of its own: `echelon run *words(2) train.py`, with `env` added to the
     environment; or `echelon.launch(..., **settings(2))` in a program with that environment.
@@ -57,11 +57,10 @@ class Engine(ABC):
         ]
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of runs that are still there, on all machines: the launcher, what it has started,
-        agents and workers; not those of the engine that outlive a run.
+        """The processes of runs that are still there: launchers, what they have started, agents, workers.
 
-        By default all that have the mark in their environment. An engine whose own processes have it too,
-        or does not hand it on to its tasks, says how to find them.
+        Not those of the engine that outlive a run. By default all that have the mark in their environment; an
+        engine whose own processes have it too, or does not hand it on to its tasks, says how to find them.
         """
         found = psutil.process_iter(["environ", "status"])
         return [
@@ -71,7 +70,7 @@ class Engine(ABC):
             and one.info["status"] != psutil.STATUS_ZOMBIE
         ]
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most need it, some do not
         """End it. By default there is nothing to end."""
 
 

@@ -136,7 +136,9 @@ def test_hosts_are_reached_by_mpirun_and_the_secret_is_on_no_command_line(mpirun
         until = time.monotonic() + 200
         while started.poll() is None:
             assert time.monotonic() < until, (work / "out").read_text()
-            words |= {word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ()}
+            words |= {
+                word for one in psutil.process_iter(["cmdline"]) for word in one.info["cmdline"] or ()
+            }
             time.sleep(0.05)
     assert started.returncode == 0, (work / "out").read_text()
     (folder,) = (work / "runs").iterdir()

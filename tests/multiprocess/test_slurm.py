@@ -102,7 +102,9 @@ def test_more_workers_than_the_allocation_has_room_for_is_an_error_in_slurms_wor
 @pytest.fixture
 def busy(cluster):
     """All processors of both nodes are taken."""
-    number = cluster.command("sbatch", "--parsable", "--ntasks=8", "--output=/dev/null", "--wrap=sleep 1000")
+    number = cluster.command(
+        "sbatch", "--parsable", "--ntasks=8", "--output=/dev/null", "--wrap=sleep 1000"
+    )
     _until(lambda: "RUNNING" in cluster.command("squeue", "--noheader", "--format=%T"), "the job to run")
     yield
     cluster.command("scancel", number.strip())

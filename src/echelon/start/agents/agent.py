@@ -3,8 +3,8 @@
     python -m echelon.start.agents.agent
 
 It talks over its standard input and output, or calls its launcher back if it has an invitation (see
-callback.py). The launcher's end, a closed connection, a silence, SIGTERM, and the end of the engine's process
-that started it end all workers. A run's folder is a temporary one; the launcher has the whole record.
+callback.py). The launcher's end, a closed connection, a silence, SIGTERM, or the end of the engine's
+process that started it ends all workers. A run's folder is a temporary one; the launcher has the whole record.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def introduction(order: int = 0) -> Introduction:
 
 
 class FolderTail:
-    """Follows all files of a run's folder: what was added since the last look. An empty file is new once."""
+    """Follows all files of a run's folder: what was added since the last look, and new files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

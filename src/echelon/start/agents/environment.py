@@ -2,17 +2,17 @@
 
 Workers get all but those about the agent's own task.
 
-An engine tells its task, which is the agent, its place among the tasks. A library in a worker would take that
-for the worker's own: mpi4py would take the agent's place, MKL computes with one thread where MPI says that
-processes share the machine, and others read the rank of a task. Variables of the job stay: its number, its
-nodes, its devices.
+An engine tells its task, which is the agent, its place among the tasks. A library in a worker would take
+that for the worker's own: mpi4py would take the agent's place, MKL computes with one thread where MPI says
+that processes share the machine, and others read the rank of a task. Variables of the job stay: its number,
+its nodes, its devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Of OpenMPI, of its runtime, of process managers, and of MPICH's mpirun; then of one step and one task of Slurm.
+# Of OpenMPI, its runtime, process managers and MPICH's mpirun; then of one step and one task of Slurm.
 _PREFIXES = (
     "OMPI_", "PRTE_", "PMIX_", "PMI_", "PMI2_", "HYDI_", "MPI_LOCAL",
     "SLURM_STEP", "SLURM_SRUN_", "SLURM_CPU_BIND", "SLURM_MPI_",
@@ -44,7 +44,7 @@ def without_task(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def granted_cores(env: Mapping[str, str], usable: int) -> int:
-    """How many cores the agent may use: Slurm may grant fewer on this node than it confines its tasks to."""
+    """How many cores the agent may use: Slurm may grant fewer than it confines its tasks to."""
     granted = env.get("SLURM_CPUS_ON_NODE", "") if "SLURM_STEP_ID" in env else ""
     return max(1, min(usable, int(granted))) if granted.isdigit() else usable
 

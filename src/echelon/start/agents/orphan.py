@@ -1,4 +1,7 @@
-"""How does a process end with the one that started it, even if that is killed? The kernel signals it. Linux only."""
+"""How does a process end with the one that started it, even if that is killed? The kernel signals it.
+
+Linux only.
+"""
 
 from __future__ import annotations
 

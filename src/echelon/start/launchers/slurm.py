@@ -1,9 +1,9 @@
 """srun starts the agents: in a new allocation, or in that of the batch script or salloc that this runs in.
 
-There is one task for each worker. Slurm gives CPUs, memory and devices to tasks, and decides which nodes have
-room for how many; under its control groups a worker in a task of its own has exactly what it was given. Tasks
-of one node that may use the same CPUs and devices get one agent for all, which starts their workers faster.
-Where to call back is in a variable, which srun hands on; it is on no command line.
+There is one task for each worker. Slurm gives CPUs, memory and devices to tasks, and decides which nodes
+have room for how many; under its control groups a worker in a task of its own has exactly what was given.
+Tasks of one node that may use the same CPUs and devices get one agent for all, which starts their workers
+faster. Where to call back is in a variable, which srun hands on; it is on no command line.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Slurm(Launcher):
             raise LaunchError(
                 "Slurm decides which nodes workers run on",
                 where="--hosts",
-                fix='leave it out, or ask for nodes: --on "slurm(options=\'--nodelist=a,b\')"',
+                fix="leave it out, or ask for nodes: --on \"slurm(options='--nodelist=a,b')\"",
             )
         program = shutil.which("srun")
         if program is None:
