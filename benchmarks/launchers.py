@@ -2,11 +2,13 @@
 
     python benchmarks/launchers.py local mpi slurm [--workers 4] [--repeats 5] [--steps 200] [--json]
 
-Every engine is ready before (a cluster is up, as for a user of one). It starts `echelon run --on ENGINE` and
-DistributedDataParallel by its own means (`PEERS`), in turns. First step: from the command's start until
-rank 0 has ended its first step, for which it needs all workers. Steps a second: rank 0's, after ten; the ratio
-is to `echelon run --on local` in the same turn. Medians of all turns. Engines come from
-`tests/engines/`; a peer is a name and a command, or none.
+Every engine is ready before: a cluster is up, as for a user of one. It starts `echelon run`, and
+DistributedDataParallel by its own means (`PEERS`), in turns.
+
+    first step   from the start of the command until rank 0 has ended its first step, with all workers
+    steps/s      of rank 0, after ten steps; the ratio is to `echelon run --on local` in the same turn
+
+Medians of all turns. Engines come from `tests/engines/`; a peer is a name and a command, or none.
 """
 
 from __future__ import annotations

@@ -59,8 +59,9 @@ class Engine(ABC):
     def processes(self) -> list[psutil.Process]:
         """The processes of runs that are still there: launchers, what they have started, agents, workers.
 
-        Not those of the engine that outlive a run. By default all that have the mark in their environment; an
-        engine whose own processes have it too, or does not hand it on to its tasks, says how to find them.
+        Not those of the engine that outlive a run. By default all that have the mark in their environment;
+        an engine whose own processes have it too, or does not hand it on to its tasks, says how to
+        find them.
         """
         found = psutil.process_iter(["environ", "status"])
         return [

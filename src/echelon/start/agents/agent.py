@@ -4,7 +4,8 @@
 
 It talks over its standard input and output, or calls its launcher back if it has an invitation (see
 callback.py). The launcher's end, a closed connection, a silence, SIGTERM, or the end of the engine's
-process that started it ends all workers. A run's folder is a temporary one; the launcher has the whole record.
+process that started it ends all workers. A run's folder is a temporary one; the launcher has the whole
+record.
 """
 
 from __future__ import annotations
