@@ -7,7 +7,6 @@ test gets its engine. All runs are commands, as a user starts them.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import os
 import signal
@@ -25,7 +24,7 @@ from echelon.observe.events import RunEnded, StepEnded, WorkerJoined, read_event
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.start.launcher import LAUNCHERS
-from engines import Engine, engine_of
+from engines import Engine, decoded, engine_of
 
 ROOT = Path(__file__).parents[2]
 SECRET = "the-secret-of-these-tests"
@@ -218,14 +217,13 @@ def test_workers_know_the_secret_and_no_command_line_has_it(finished: Finished) 
     assert _line(finished.out, "secret") == f"secret {SECRET}"
     words = {word for line in finished.command_lines for word in line}
     assert "train.py" in words
-    assert not [word for word in words if SECRET in word or SECRET.encode() in _decoded(word)]
+    assert not [word for word in words if SECRET in word or SECRET.encode() in decoded(word)]
 
 
-def _decoded(word: str) -> bytes:
-    try:
-        return base64.b64decode(word, validate=True)
-    except (binascii.Error, ValueError):
-        return b""
+def test_a_secret_that_is_encoded_in_a_command_line_would_be_noticed() -> None:
+    text = base64.b64encode(f"to be kept: {SECRET}".encode()).decode()
+    assert SECRET.encode() in decoded(f"--export=ECHELON_INVITATION={text}")
+    assert SECRET.encode() not in decoded("--export=ALL")
 
 
 def test_error_of_one_rank_is_shown_with_rank_node_and_traceback(engine: Engine, work: Path) -> None:

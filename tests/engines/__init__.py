@@ -9,7 +9,9 @@ installed has its tests skipped, with the reason, and the end of a test session 
 
 from __future__ import annotations
 
+import base64
 import importlib
+import re
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -84,3 +86,9 @@ def engine_of(launcher: str) -> type[Engine]:
         if isinstance(thing, type) and issubclass(thing, Engine) and thing.__module__ == module.__name__
     )
     return found
+
+
+def decoded(word: str) -> bytes:
+    """What is encoded as base64 in a word of a command line, anywhere in it."""
+    texts = re.findall(r"[A-Za-z0-9+/]{16,}", word)
+    return b" ".join(base64.b64decode(text[: len(text) // 4 * 4]) for text in texts)

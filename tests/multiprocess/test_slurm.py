@@ -15,6 +15,7 @@ import pytest
 import slurm
 from echelon.observe.events import WorkerJoined, read_events
 from echelon.plan.plan import Plan
+from engines import engine_of
 
 SOURCE = Path(__file__).parents[2] / "src"
 pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=f"engine slurm: {slurm.missing()}")
@@ -84,6 +85,18 @@ def test_workers_run_on_the_nodes_that_slurm_chose_and_know_the_job_but_no_task(
 def test_in_an_allocation_there_are_as_many_workers_as_it_has_tasks(cluster, work):
     allocation = ["salloc", "--ntasks=3", "--nodes=2", "--cpus-per-task=2"]
     done = _run(cluster, work, [*allocation, *_command()])
+    assert done.returncode == 0, done.stderr
+    _, plan = _plan(work)
+    assert len(plan.workers) == 3
+    assert {worker.node for worker in plan.workers} == {"n1", "n2"}
+
+
+def test_mpirun_in_an_allocation_uses_its_nodes_and_as_many_slots_as_it_has_tasks(cluster, work):
+    missing = engine_of("mpi").missing()
+    if missing:
+        pytest.skip(f"engine mpi: {missing}")
+    allocation = ["salloc", "--ntasks=3", "--nodes=2"]
+    done = _run(cluster, work, [*allocation, *_command(on="mpi")])
     assert done.returncode == 0, done.stderr
     _, plan = _plan(work)
     assert len(plan.workers) == 3

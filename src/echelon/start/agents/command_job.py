@@ -10,27 +10,29 @@ from pathlib import Path
 from typing import IO
 
 from echelon.errors import LaunchError
-from echelon.start.agents.orphan import end_with_parent
+from echelon.start.agents.orphan import ending_with_this
 
 _MOST_TEXT = 2000
 _END_S = 2.0
 
 
 class CommandJob:
-    """A command that starts agents elsewhere and lasts as long as they do: mpirun, srun."""
+    """A command that starts agents elsewhere and lasts as long as they do: mpirun, srun.
+
+    It is named by its whole path, and ends with the launcher.
+    """
 
     def __init__(self, argv: list[str], env: dict[str, str]) -> None:
         self._name = Path(argv[0]).name
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed at the end
         try:
             self._process = subprocess.Popen(
-                argv,
+                ending_with_this(argv),  # also while it waits, when no agent could notice
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,
                 start_new_session=True,  # Ctrl-C is for the launcher, which ends the job in its own way
-                preexec_fn=end_with_parent,  # also while it waits, when no agent could notice
             )
         except OSError as error:
             self._errors.close()
