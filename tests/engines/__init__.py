@@ -91,4 +91,5 @@ def engine_of(launcher: str) -> type[Engine]:
 def decoded(word: str) -> bytes:
     """What is encoded as base64 in a word of a command line, anywhere in it."""
     texts = re.findall(r"[A-Za-z0-9+/]{16,}", word)
-    return b" ".join(base64.b64decode(text[: len(text) // 4 * 4]) for text in texts)
+    whole = (text if len(text) % 4 != 1 else text[:-1] for text in texts)
+    return b" ".join(base64.b64decode(text + "=" * (-len(text) % 4)) for text in whole)
