@@ -8,7 +8,9 @@ DistributedDataParallel by its own means (`PEERS`), in turns.
     first step   from the start of the command until rank 0 has ended its first step, with all workers
     steps/s      of rank 0, after ten steps; the ratio is to `echelon run --on local` in the same turn
 
-Medians of all turns. Engines come from `tests/engines/`; a peer is a name and a command, or none.
+Medians of all turns; every turn is on standard error, with the machine's load: where the load is above the
+number of cores, or turns differ much, the medians say little. Engines come from
+`tests/engines/`; a peer is a name and a command, or none.
 """
 
 from __future__ import annotations
@@ -185,12 +187,14 @@ def turns(engines: dict[str, Engine], asked: argparse.Namespace, folder: Path) -
     found: list[dict[str, Measured]] = []
     for turn in range(asked.repeats):
         at = turn % len(names)
-        found.append(
-            {
-                name: measure(commands[name][0], asked.steps, folder, environment(commands[name][1]))
-                for name in names[at:] + names[:at]
-            }
-        )
+        found.append({})
+        for name in names[at:] + names[:at]:
+            command, engine = commands[name]
+            one = measure(command, asked.steps, folder, environment(engine))
+            found[-1][name] = one
+            load = os.getloadavg()[0]
+            said = f"first step {one.first_step_s:.1f} s, {one.steps_per_s:.0f} steps/s, load {load:.1f}"
+            print(f"turn {turn}, {name}: {said}", file=sys.stderr, flush=True)
     return found
 
 
