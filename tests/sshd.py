@@ -20,7 +20,7 @@ MISSING = "" if SERVER and shutil.which("ssh") else "sshd and ssh are not instal
 class SshServer:
     """Answers under the names a and b; both are this machine."""
 
-    def __init__(self, folder: Path, source: Path) -> None:
+    def __init__(self, folder: Path, source: Path, env: dict[str, str] | None = None) -> None:
         assert SERVER is not None
         for name in ("host", "user"):
             subprocess.run(
@@ -33,9 +33,9 @@ class SshServer:
         # A shell there knows nothing of this process's environment.
         self.python = folder / "python"
         self.mark = str(folder)
-        self.python.write_text(
-            f'#!/bin/sh\nPYTHONPATH="{source}" {MARK}="{folder}" exec "{sys.executable}" "$@"\n'
-        )
+        set_there = {"PYTHONPATH": source, MARK: folder, **(env or {})}
+        variables = " ".join(f'{name}="{value}"' for name, value in set_there.items())
+        self.python.write_text(f'#!/bin/sh\n{variables} exec "{sys.executable}" "$@"\n')
         self.python.chmod(0o755)
         (folder / "server").write_text(
             f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nStrictModes no\nUsePAM no\n"

@@ -3,6 +3,8 @@
 protocol.py     the messages between a launcher and its agents
 channel.py      carries messages over a pair of byte streams
 agent.py        the process on the other machine: starts workers, follows their files
+environment.py  which variables of an engine workers do not get
+orphan.py       a process ends with the one that started it
 callback.py     how an agent that an engine has started finds its launcher, and proves that it is invited
 command_job.py  an engine's job that is a command, such as mpirun
 gather.py       the agents of an engine's job, grouped by machine

@@ -3,8 +3,9 @@
     python -m echelon.start.agents.agent
 
 It talks over its standard input and output, or calls its launcher back if it has an invitation (see
-callback.py). The launcher's end, a closed connection or a silence ends all workers. A run's folder is a
-temporary one; the launcher has the whole record.
+callback.py). The launcher's end, a closed connection, a silence, SIGTERM, or the end of the engine's
+process that started it ends all workers. A run's folder is a temporary one; the launcher has the whole
+record.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import os
 import platform
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -20,12 +22,15 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 
 from echelon.cluster.machine import machine_key, usable_cores
 from echelon.errors import EchelonError, LaunchError, WorkerError
 from echelon.observe.run_folder import RunFolder
 from echelon.start.agents.callback import INVITATION_VARIABLE, Invitation, call_back
 from echelon.start.agents.channel import Channel
+from echelon.start.agents.environment import devices, granted_cores, without_task
+from echelon.start.agents.orphan import end_with_parent
 from echelon.start.agents.protocol import (
     AgentWorker,
     Alive,
@@ -58,10 +63,11 @@ def introduction(order: int = 0) -> Introduction:
     return Introduction(
         host=socket.gethostname(),
         pid=os.getpid(),
-        cores=usable_cores(),
+        cores=granted_cores(os.environ, usable_cores()),
         machine=machine_key(),
         order=order,
         cpus=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        devices=devices(os.environ),
         echelon=metadata.version("echelon"),
         python=platform.python_version(),
         torch=metadata.version("torch"),
@@ -70,7 +76,7 @@ def introduction(order: int = 0) -> Introduction:
 
 
 class FolderTail:
-    """Follows all files of a run's folder: what was added since the last look."""
+    """Follows all files of a run's folder: what was added since the last look, and new files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -83,7 +89,7 @@ class FolderTail:
                 if path.suffix == ".tmp":
                     continue
                 start = self._at.get(path, 0)
-                if path.stat().st_size <= start:
+                if path in self._at and path.stat().st_size <= start:
                     continue
                 with path.open("rb") as file:
                     file.seek(start)
@@ -111,14 +117,16 @@ class Agent:
         """Serve the launcher until it is done, or gone."""
         self._channel.send(introduction(self._order))
         with self._stack:
-            while not self._finished:
-                try:
+            try:
+                while not self._finished:
                     for message in self._channel.poll(_POLL_S):
                         self._hear(message)
                     self._report()
                     self._check_silence()
-                except WorkerError:
-                    return  # the launcher is gone, and so are the workers when the stack is left
+            except WorkerError:
+                return  # the launcher is gone, and so are the workers when the stack is left
+            finally:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # an engine may send several: clean up once
 
     def _hear(self, message: Message) -> None:
         match message:
@@ -235,7 +243,7 @@ def _check_program(workers: list[AgentWorker], place: Path) -> None:
 
 def _command(worker: AgentWorker, folder: RunFolder) -> WorkerCommand:
     env = {
-        **os.environ,
+        **without_task(os.environ),
         **worker.env,
         "PYTHONUNBUFFERED": "1",
         "ECHELON_RUN": str(folder.path),
@@ -246,12 +254,19 @@ def _command(worker: AgentWorker, folder: RunFolder) -> WorkerCommand:
     return WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env, program=program)
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End the workers and remove the folder on the way out."""
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """Talk over a connection to the launcher; without an invitation, over standard input and output."""
+    signal.signal(signal.SIGTERM, _leave)
     text = os.environ.pop(INVITATION_VARIABLE, "")
     if text:
         invitation = Invitation.decode(text)
         os.environ.update(invitation.env)
+        end_with_parent()
         Agent(call_back(invitation), invitation.order_in(os.environ)).run()
         return
     incoming, outgoing = os.dup(0), os.dup(1)

@@ -15,6 +15,7 @@ import base64
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import secrets
 import signal
@@ -33,6 +34,7 @@ from echelon.comm.meet.handshake import Refused, greet
 from echelon.errors import LaunchError
 from echelon.start.agents.channel import Channel
 
+_log = logging.getLogger(__name__)
 INVITATION_VARIABLE = "ECHELON_INVITATION"
 _VIEW = b"echelon agents 1"
 _NONCE_BYTES = 32
@@ -40,6 +42,8 @@ _KEY_BYTES = 32
 _TRY_S = 3.0
 _GREET_S = 5.0
 _POLL_S = 0.05
+_TELL_AFTER_S = 3.0
+_TELL_EVERY_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -111,9 +115,10 @@ class Reception:
         )
 
     def receive(self, count: int, job: EngineJob, engine: str) -> list[Channel]:
-        """Wait until so many agents have called."""
+        """Wait until so many agents have called; a long wait is told."""
         channels: list[Channel] = []
         until = time.monotonic() + self._timeout_s
+        tell_at, told = time.monotonic() + _TELL_AFTER_S, ""
         try:
             while len(channels) < count:
                 ended = job.why_ended()
@@ -124,6 +129,9 @@ class Reception:
                     )
                 if time.monotonic() > until:
                     raise self._too_late(count, len(channels), job, engine)
+                if time.monotonic() > tell_at:
+                    told = self._tell(_these(count, len(channels)), job, engine, told)
+                    tell_at = time.monotonic() + _TELL_EVERY_S
                 channel = self._accept()
                 if channel is not None:
                     channels.append(channel)
@@ -150,6 +158,13 @@ class Reception:
         except (Refused, OSError):
             connection.close()  # a stranger, or an agent of another run
             return None
+
+    def _tell(self, what: str, job: EngineJob, engine: str, told: str) -> str:
+        """Log what the run waits for, if that is news. Returns what is known by then."""
+        waits = job.waiting_for() or what
+        if waits != told:
+            _log.warning("waiting for %s, at most %g s: %s", engine, self._timeout_s, waits)
+        return waits
 
     def _too_late(self, count: int, there: int, job: EngineJob, engine: str) -> LaunchError:
         waits = job.waiting_for()

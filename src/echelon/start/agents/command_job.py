@@ -6,22 +6,28 @@ import contextlib
 import signal
 import subprocess
 import tempfile
+from pathlib import Path
 from typing import IO
 
 from echelon.errors import LaunchError
+from echelon.start.agents.orphan import ending_with_this
 
 _MOST_TEXT = 2000
 _END_S = 2.0
 
 
 class CommandJob:
-    """A command that starts agents elsewhere and lasts as long as they do: mpirun, srun."""
+    """A command that starts agents elsewhere and lasts as long as they do: mpirun, srun.
+
+    It is named by its whole path, and ends with the launcher.
+    """
 
     def __init__(self, argv: list[str], env: dict[str, str]) -> None:
+        self._name = Path(argv[0]).name
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed at the end
         try:
             self._process = subprocess.Popen(
-                argv,
+                ending_with_this(argv),  # also while it waits, when no agent could notice
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
@@ -42,7 +48,8 @@ class CommandJob:
         code = self._process.poll()
         if code is None:
             return None
-        return self._text() or f"exit code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return self._text() or f"{self._name} {how}"
 
     def end(self) -> None:
         """End the command, and by it the agents."""

@@ -2,7 +2,7 @@
 
 An engine has slots, and starts one agent in each. Ranks of one machine are to be neighbours, and workers of
 one machine start faster from one process, so one agent of each machine starts the workers of all its slots,
-and the others are dismissed. Agents that are confined to different cores stay by themselves.
+and the others are dismissed. Agents that are confined to different cores or devices stay by themselves.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def grouped(said: Sequence[Introduction], share: bool = True) -> list[list[int]]
     order.sort(key=lambda at: first[said[at].machine])  # stable: by machine, then by slot
     groups: dict[tuple[object, ...], list[int]] = {}
     for at in order:
-        key = (said[at].machine, tuple(said[at].cpus)) if share else (at,)
+        key = (said[at].machine, tuple(said[at].cpus), said[at].devices) if share else (at,)
         groups.setdefault(key, []).append(at)
     return list(groups.values())
 

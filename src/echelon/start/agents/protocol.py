@@ -27,7 +27,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An agent is there.
 
     `machine` is the same for agents between which no network lies; `order` is the engine's number of the
-    agent's slot; `cpus` are the cores that it may use.
+    agent's slot; `cpus` are the cores that it may use, `devices` those that the engine gave to it.
     """
 
     host: str
@@ -36,6 +36,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     machine: str = ""
     order: int = 0
     cpus: list[int] = []
+    devices: str = ""
     echelon: str
     python: str
     torch: str
