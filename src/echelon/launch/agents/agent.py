@@ -29,7 +29,6 @@ from echelon.launch.agents.protocol import (
     Alive,
     Begin,
     Finish,
-    Grown,
     Interrupt,
     Introduction,
     Listen,
@@ -42,13 +41,13 @@ from echelon.launch.agents.protocol import (
 )
 from echelon.launch.command import WorkerCommand
 from echelon.launch.processes import WorkerProcesses
+from echelon.observe.growth import FolderTail
 from echelon.observe.run_folder import RunFolder
 
 SILENCE_S = 15.0
 ALIVE_S = 2.0
 _POLL_S = 0.05
 _MOST_UNSENT_BYTES = 8 << 20
-_READ_BYTES = 1 << 20
 
 
 def introduction() -> Introduction:
@@ -62,29 +61,6 @@ def introduction() -> Introduction:
         torch=metadata.version("torch"),
         addresses=[one.address for one in interfaces() if one.up and not one.loopback],
     )
-
-
-class FolderTail:
-    """Follows all files of a run's folder: what was added since the last look."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._at: dict[Path, int] = {}
-
-    def grown(self) -> Iterator[Grown]:
-        """The parts that were added; of one file at most so much at once."""
-        for kind in ("errors", "events", "logs"):
-            for path in sorted((self._folder / kind).glob("rank-*")):
-                if path.suffix == ".tmp":
-                    continue
-                start = self._at.get(path, 0)
-                if path.stat().st_size <= start:
-                    continue
-                with path.open("rb") as file:
-                    file.seek(start)
-                    data = file.read(_READ_BYTES)
-                self._at[path] = start + len(data)
-                yield Grown(str(path.relative_to(self._folder)), start, data)
 
 
 class Agent:

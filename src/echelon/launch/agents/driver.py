@@ -22,7 +22,6 @@ from echelon.launch.agents.protocol import (
     Alive,
     Begin,
     Finish,
-    Grown,
     Interrupt,
     Introduction,
     Listen,
@@ -34,6 +33,7 @@ from echelon.launch.agents.protocol import (
     WorkerEnded,
 )
 from echelon.launch.failure import Failure, first, from_exit, read_failure
+from echelon.observe.growth import Grown, write_grown
 from echelon.observe.run_folder import RunFolder
 
 _POLL_S = 0.02
@@ -283,17 +283,12 @@ class AgentProcesses:
                 return
 
     def _write(self, agent: ConnectedAgent, part: Grown) -> None:
-        path = (self._folder.path / part.path).resolve()
-        known = self._of_agent[agent.node]
-        kind, _, name = part.path.partition("/")
-        allowed = {f"rank-{rank}" for rank in known}
-        if kind not in ("events", "logs", "errors") or name.partition(".")[0] not in allowed or "/" in name:
+        try:
+            write_grown(self._folder.path, part, self._of_agent[agent.node])
+        except Corrupt as error:
             raise LaunchError(
                 f"{agent.node} sent a file that is not its own: {part.path!r}", where=agent.node
-            )
-        with path.open("r+b" if path.exists() else "w+b") as file:
-            file.seek(part.offset)
-            file.write(part.data)
+            ) from error
 
     def _lose(self, agent: ConnectedAgent, error: LaunchError, ending: bool) -> None:
         """An agent is gone, and with it its workers."""

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import msgspec
 
+from echelon.observe.growth import Grown
+
 
 class Introduction(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An agent is there."""
@@ -81,14 +83,6 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
     where: str = ""
     fix: str = ""
-
-
-class Grown(msgspec.Struct, frozen=True, tag=True):
-    """A file of the run's folder has grown; `path` is relative to the folder."""
-
-    path: str
-    offset: int
-    data: bytes
 
 
 class WorkerEnded(msgspec.Struct, frozen=True, tag=True):

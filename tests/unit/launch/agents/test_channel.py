@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import Corrupt, PeerLost
-from echelon.launch.agents.agent import FolderTail
 from echelon.launch.agents.channel import Channel
-from echelon.launch.agents.protocol import Alive, Finish, Grown, Interrupt, Listening, WorkerEnded
+from echelon.launch.agents.protocol import Alive, Finish, Interrupt, Listening, WorkerEnded
+from echelon.observe.growth import FolderTail, Grown
 
 
 def pair():
