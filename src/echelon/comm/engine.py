@@ -46,7 +46,6 @@ from echelon.comm.wire.summing import SumServers
 from echelon.comm.wire.watch import OnWaiting
 from echelon.errors import ConfigError, LaunchError, RoundTimeout, WorkerError
 
-SECRET_VARIABLE = "ECHELON_SECRET"
 _LARGE_BYTES = 64 * 1024  # above this, few bytes matter more than few steps
 _MOST_LANES = 4
 _LANE_BYTES = 1 << 20
@@ -97,7 +96,7 @@ class Engine:
         sums: bool = True,
     ) -> Engine:
         """Connect the workers and servers of a rendezvous. `sums`: whether the servers sum."""
-        given = os.environ.get(SECRET_VARIABLE)
+        given = os.environ.get(mesh.SECRET_VARIABLE)
         view, secret = mesh.agree_on_view(rendezvous, given.encode() if given else None)
         address = interface_address(rendezvous, place)
         certificates = Certificates.from_environment(os.environ)

@@ -1,4 +1,4 @@
-"""What has a run's folder gained since the last look? For workers whose disk the record's reader cannot see.
+"""What has a run's folder gained since the last look? For workers that do not share the record's disk.
 
 The side with the files follows them (`FolderTail`), and sends what was added (`Grown`). The side with the
 record writes it at the same place (`write_grown`), but only files of the ranks that it expects there.

@@ -10,7 +10,8 @@ from echelon.observe.run_folder import RunFolder
 
 
 def test_what_a_folder_gains_makes_the_same_folder_elsewhere(tmp_path):
-    far, near = RunFolder(tmp_path / "far").with_subfolders(), RunFolder(tmp_path / "near").with_subfolders()
+    far = RunFolder(tmp_path / "far").with_subfolders()
+    near = RunFolder(tmp_path / "near").with_subfolders()
     tail = FolderTail(far.path)
     for text in ("one\n", "two\n"):
         with far.events_of(3).open("a") as file:
