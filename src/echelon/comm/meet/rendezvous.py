@@ -239,8 +239,9 @@ def meet(
         members = tuple(msgspec.json.decode(found.get(key), type=Member) for key in keys)
     except (DistError, RuntimeError) as error:  # the store ends with the leader
         raise _missing(place, meeting.missing or {0}, "had not joined when rank 0 left") from error
-    _check_servers(members, me)
-    return Rendezvous(found, me, members, timeout_s)
+    rendezvous = Rendezvous(found, me, members, timeout_s)
+    _check_servers(rendezvous)
+    return rendezvous
 
 
 class _Meetings:
@@ -292,16 +293,20 @@ class _Meetings:
         return not self.missing
 
 
-def _check_servers(members: tuple[Member, ...], me: Member) -> None:
+def _check_servers(rendezvous: Rendezvous) -> None:
     """Refuse processes that do not agree on who is a server."""
-    odd = next((member for member in members if member.servers != members[0].servers), None)
-    if odd is not None:
-        raise ConfigError(
-            f"{members[0]} takes the last {members[0].servers} ranks for servers, {odd} the last "
-            f"{odd.servers}",
-            where=str(me),
-            fix="give all processes the same join(servers=...), or set ECHELON_SERVERS on all machines",
-        )
+    leader = rendezvous.members[0]
+    odd = next((member for member in rendezvous.members if member.servers != leader.servers), None)
+    if odd is None:
+        return
+    error = ConfigError(
+        f"{leader} takes the last {leader.servers} ranks for servers, {odd} the last {odd.servers}",
+        where=str(rendezvous.me),
+        fix="give all processes the same join(servers=...), or set ECHELON_SERVERS on all machines",
+    )
+    rendezvous.announce_departure(f"ConfigError: {error.message}")
+    rendezvous.linger()  # the others find it out by themselves, at the leader's store
+    raise error
 
 
 def _put(store: Store, key: str, value: Member | Departure) -> None:
