@@ -107,7 +107,9 @@ def test_a_script_that_asks_for_other_servers_than_echelon_run_started_is_refuse
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     for name, value in {**place, "ECHELON_RUN": str(tmp_path), "ECHELON_SERVERS": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="asks for 2 servers, but the run was started with 1 server") as no:
+    with pytest.raises(
+        ConfigError, match="asks for 2 servers, but the run was started with 1 server"
+    ) as no:
         echelon.join(sync="async", servers=2, timeout_s=600)
     assert no.value.where == "join(servers=2)"
     assert "--servers 2" in no.value.fix
