@@ -295,6 +295,10 @@ class EngineGroup(Group):
         """The loop's thread calls it."""
         self._engine.loop.watch.on_waiting = told
 
+    def left_loop(self, error: BaseException | None) -> None:
+        """Blocked workers learn of it when they ask what this one does."""
+        self._engine.loop.watch.left_loop(error)
+
     def progress(self) -> None:
         """Its part of sums in shared memory."""
         self._engine.progress()

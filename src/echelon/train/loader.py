@@ -38,6 +38,7 @@ from echelon.comm.group import Group
 from echelon.errors import ConfigError, DataError
 from echelon.plan.shares import BatchSizes, Slice, batch_sizes, slice_of, slices, split
 from echelon.train.clock import StepClock
+from echelon.train.left_loop import when_unwound
 from echelon.train.order import LONGEST_LIST, merge_small, random_draws, told_batches, told_list
 
 BatchMeaning = Literal["global", "per-worker"]
@@ -60,6 +61,8 @@ class Sharing:
     on_pass   called when a pass begins and when it has ended
     on_batch  called with every batch before the loop gets it: which part it is of, and its data
     on_break  called when the loop is left in the middle
+    on_error  called with the exception by which a loop was left, if something else catches it; with None
+              when a pass begins
     claim     adds to a counter that all workers share, if they claim parts of batches as they need them
     slots     into how many parts a batch is claimed, and which part of them is this worker's
     """
@@ -72,6 +75,7 @@ class Sharing:
     on_pass: Callable[[SharedLoader], None]
     on_batch: Callable[[SharedLoader, Slice, Any], None]
     on_break: Callable[[], None] = lambda: None
+    on_error: Callable[[BaseException | None], None] = lambda error: None
     claim: Callable[[str, int], int] | None = None
     slots: tuple[int, Callable[[int], int]] | None = None
 
@@ -244,6 +248,7 @@ class SharedLoader(DataLoader[Any]):
             self._drawn = None
         self.share_drawn = 0
         self._resuming = self.finished = False
+        self._sharing.on_error(None)
         self._sharing.on_pass(self)
         # Seeds of its own, so that resuming a pass does not change the script's random numbers.
         self._seeds.manual_seed(self._seed_of_pass(f"/{self._sharing.group.rank}"))
@@ -265,6 +270,7 @@ class SharedLoader(DataLoader[Any]):
                 clock.data_handed(part.share, part.batch)
                 yield data
         except GeneratorExit:  # the loop was left: the others must not wait for this worker
+            when_unwound(self._sharing.on_error)
             self._sharing.on_break()
             raise
         self.finished = True
