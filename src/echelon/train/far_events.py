@@ -2,7 +2,8 @@
 
 Such a worker writes its events to a temporary folder. A thread of it sends what was added, twice a second
 and at its end, over a stream of its own (`comm/meet/stream.py`). A thread of the leader writes it to the
-run's folder. When the leader ends, it asks for what is missing, and waits a short time.
+run's folder. When the leader ends, it waits a short time for the others to end, and asks those that do not
+for what they have.
 
 On the stream a message is its length in four bytes, then a `Grown` in MessagePack. An empty message says
 that all events so far have been sent.
@@ -58,6 +59,7 @@ class EventSender:
         shutil.rmtree(self._folder.path.parent, ignore_errors=True)
 
     def _run(self) -> None:
+        answered = False  # the leader ends, and has got what there was
         try:
             with selectors.DefaultSelector() as ready:
                 ready.register(self._leader, selectors.EVENT_READ)
@@ -69,13 +71,15 @@ class EventSender:
                     if self._wake_in in found:
                         break
                     self._send_grown(asked=self._leader in found)
+                    answered = answered or self._leader in found
             self._send_grown(asked=True)
             self._leader.shutdown(socket.SHUT_WR)
             self._leader.settimeout(_LAST_S)
             while self._leader.recv(_READ_BYTES):  # the leader closes the stream when it has all
                 pass
         except OSError as error:
-            _log.warning("no more events can be sent to the leader: %s", error)
+            if not answered:
+                _log.warning("no more events can be sent to the leader: %s", error)
 
     def _send_grown(self, *, asked: bool) -> None:
         if asked:
@@ -109,8 +113,9 @@ class EventReceiver:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask all for the rest, wait for it a short time, and close the streams."""
+        """Wait a short time until all have sent the rest, ask those that go on for it, and close."""
         with self._changed:
+            self._changed.wait_for(lambda: not self._live, _LAST_S)
             self._behind = set(self._live)
             self._wake_out.send(_ASK)
             self._changed.wait_for(lambda: not self._behind, _LAST_S)
