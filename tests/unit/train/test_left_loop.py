@@ -47,6 +47,12 @@ def raises_and_is_caught_in_the_same_function():
         return
 
 
+def raises_and_is_suppressed_in_the_same_function():
+    with contextlib.suppress(KeyError):
+        for _ in numbers():
+            raise KeyError("a")
+
+
 def raises_with_cleaning_up():
     with contextlib.ExitStack():
         try:
@@ -64,6 +70,7 @@ def raises_with_cleaning_up():
         (raises_in_a_program, OSError),
         (raises_below_a_builtin, ValueError),
         (raises_and_is_caught_in_the_same_function, KeyError),
+        (raises_and_is_suppressed_in_the_same_function, KeyError),
         (raises_with_cleaning_up, ValueError),
     ],
 )
@@ -83,6 +90,12 @@ def breaks():
         break
     with contextlib.suppress(ValueError):
         int("x")
+
+
+def breaks_and_raises():
+    for _ in numbers():
+        break
+    int("x")
 
 
 def returns():
@@ -119,6 +132,7 @@ def breaks_while_an_exception_is_handled():
     "act",
     [
         breaks,
+        breaks_and_raises,
         returns,
         returns_before_an_exception,
         forgets,
