@@ -15,8 +15,11 @@ Run the script alone, with `echelon run --workers 4 train.py`, or with any launc
 WORLD_SIZE.
 
     join             become a worker of a run: help(echelon.join)
+    launch           run a function on several workers, here or elsewhere: help(echelon.launch)
     Session          what `join` returns; the script trains, records and saves through it:
                      help(echelon.Session)
+
+    loader_of        a Spark DataFrame, a Ray Dataset or another table as a loader: help(echelon.loader_of)
 
     EchelonError     base of all errors; each says what is wrong, where, and what fixes it
       ConfigError    a wrong name, value or combination; UnknownName names the nearest known one
@@ -25,7 +28,7 @@ WORLD_SIZE.
       CheckpointError, LaunchError, LabError
                      a checkpoint, the start of workers, an emulated cluster
       WorkerError    a failure of another worker: JoinTimeout, PeerLost, RoundTimeout, MismatchedCalls,
-                     Corrupt, GradientError, StaleView; `ranks` says which
+                     Corrupt, GradientError, StaleView, FunctionFailed; `ranks` says which
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from echelon.errors import ConfigError as ConfigError
 from echelon.errors import Corrupt as Corrupt
 from echelon.errors import DataError as DataError
 from echelon.errors import EchelonError as EchelonError
+from echelon.errors import FunctionFailed as FunctionFailed
 from echelon.errors import GradientError as GradientError
 from echelon.errors import JoinTimeout as JoinTimeout
 from echelon.errors import LabError as LabError
@@ -51,16 +55,23 @@ from echelon.errors import UnknownName as UnknownName
 from echelon.errors import WorkerError as WorkerError
 
 if _typing.TYPE_CHECKING:
+    from echelon.data.loader_of import loader_of as loader_of
+    from echelon.start.function import launch as launch
     from echelon.train.join import join as join
     from echelon.train.session import Session as Session
 
 __version__ = "0.1.0"
 
 # What `help(echelon)` prints in full. `dir(echelon)` has the errors too, which all are public as well.
-__all__ = ["Session", "join"]
+__all__ = ["Session", "join", "launch", "loader_of"]
 
 # These need torch, which takes seconds to import: `echelon --help` must not wait for it.
-_LAZY = {"join": "echelon.train.join", "Session": "echelon.train.session"}
+_LAZY = {
+    "join": "echelon.train.join",
+    "launch": "echelon.start.function",
+    "loader_of": "echelon.data.loader_of",
+    "Session": "echelon.train.session",
+}
 
 
 def __getattr__(name: str) -> _typing.Any:

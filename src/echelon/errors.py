@@ -15,6 +15,7 @@
         ├── MismatchedCalls  workers make different calls, and wait for each other
         ├── Corrupt          a worker's message arrived damaged
         ├── GradientError    a worker's gradient holds NaN or infinity
+        ├── FunctionFailed   a function that `launch` runs failed on a worker
         └── StaleView        a worker's message belongs to another view
 
 Each error prints the problem, where it is, and how to fix it, on three lines. Errors can be pickled, so
@@ -130,6 +131,10 @@ class Corrupt(WorkerError):
 
 class GradientError(WorkerError):
     """A worker's gradient holds NaN or infinity, which a codec must not encode, clip or spread."""
+
+
+class FunctionFailed(WorkerError):
+    """A function that `launch` runs failed on a worker; `__cause__` is the worker's own exception."""
 
 
 class StaleView(WorkerError):

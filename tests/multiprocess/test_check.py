@@ -19,7 +19,7 @@ from echelon.check.check import CheckReport, CheckSettings, check
 from echelon.check.notes import CheckRequest, read_request, write_request
 from echelon.check.probe import Probe
 from echelon.check.sides import RunSide, read_side
-from echelon.launch.failure import Failure
+from echelon.start.failure import Failure
 from warm import WorkerFailure
 
 HEAD = """

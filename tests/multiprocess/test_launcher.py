@@ -154,7 +154,7 @@ def _processes_of(folder: Path) -> list[int]:
 
 def _is_of_launch(pid: int) -> bool:
     """Whether it is a worker, or the template that workers are forked from."""
-    return b"echelon.launch." in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"echelon.start." in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _until(condition: Callable[[], object], what: str) -> None:
@@ -291,7 +291,7 @@ def test_workers_are_started_by_exec_if_the_template_cannot_fork(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
-        assert "echelon.launch.worker" in _only_run(tmp_path).log_of(rank).read_text()
+        assert "echelon.start.worker" in _only_run(tmp_path).log_of(rank).read_text()
 
 
 def test_workers_end_if_the_template_is_killed(tmp_path, sleeping):

@@ -17,6 +17,7 @@ PUBLIC = [
     "Corrupt",
     "DataError",
     "EchelonError",
+    "FunctionFailed",
     "GradientError",
     "JoinTimeout",
     "LabError",
@@ -30,6 +31,8 @@ PUBLIC = [
     "UnknownName",
     "WorkerError",
     "join",
+    "launch",
+    "loader_of",
 ]
 
 
@@ -38,7 +41,7 @@ def test_tab_completion_shows_the_public_names_and_nothing_else():
 
 
 def test_a_star_import_brings_the_front_door():
-    assert sorted(echelon.__all__) == ["Session", "join"]
+    assert sorted(echelon.__all__) == ["Session", "join", "launch", "loader_of"]
 
 
 def test_help_leads_with_join_and_session_and_is_not_a_list_of_errors():

@@ -19,10 +19,10 @@ from echelon.check.notes import (
 )
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings
-from echelon.launch.run import RunResult, Target, run
 from echelon.observe.events import AnyEvent, StepEnded
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
+from echelon.start.run import RunResult, Target, run
 
 
 class CheckWatcher(Protocol):

@@ -1,6 +1,6 @@
 """The first code of a check in a worker: install the probe, then run the script as `echelon run` would.
 
-python -m echelon.launch.worker -m echelon.check.worker FOLDER
+python -m echelon.start.worker -m echelon.check.worker FOLDER
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import TracebackType
 from echelon.check import draws
 from echelon.check.notes import read_request
 from echelon.check.probe import Probe
-from echelon.launch import worker as launched
+from echelon.start import worker as launched
 
 
 def main() -> None:

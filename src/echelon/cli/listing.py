@@ -16,8 +16,9 @@ from echelon.cluster.lab.spec import shipped_labs
 from echelon.codec.codec import CODECS
 from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.config.registry import Description, Registry
+from echelon.data.source import SOURCES
 from echelon.errors import UnknownName
-from echelon.launch.launcher import LAUNCHERS
+from echelon.start.launcher import LAUNCHERS
 from echelon.sync.detector import DETECTORS
 from echelon.sync.graph import GRAPHS
 from echelon.sync.policy import POLICIES
@@ -38,6 +39,7 @@ KINDS: dict[str, Registry[Any]] = {
         THRESHOLDS,
         GRAPHS,
         LAUNCHERS,
+        SOURCES,
         RULES,
     )
 }

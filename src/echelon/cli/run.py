@@ -17,14 +17,14 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_seconds
 from echelon.errors import ConfigError, LaunchError
-from echelon.launch.failure import Failure
-from echelon.launch.run import RunResult, Target, run
 from echelon.observe.closing import closing_table
 from echelon.observe.display import Display
 from echelon.observe.events import AnyEvent, WorkerJoined
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.stall import ranks
 from echelon.plan.plan import Plan
+from echelon.start.failure import Failure
+from echelon.start.run import RunResult, Target, run
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.config.units import show_bytes
-from echelon.launch.history import ListedRun, list_runs
+from echelon.start.history import ListedRun, list_runs
 
 _RIGHT = ("workers", "steps", "loss", "accuracy", "size")
 

@@ -193,3 +193,13 @@ def _read(file: Path) -> str:
 def _whole(text: str) -> int | None:
     """A number; None for text that means no limit (max, -1)."""
     return int(text) if re.fullmatch(r"[0-9]+", text) else None
+
+
+def machine_key(root: Path = _ROOT) -> str:
+    """The same for processes that share this machine and its network, and for no others."""
+    try:
+        boot = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+        network = (root / "proc/self/ns/net").readlink()
+    except OSError:
+        return platform.node()
+    return f"{platform.node()} {boot} {network}"

@@ -13,7 +13,7 @@ import msgspec
 
 from echelon.errors import Corrupt
 
-_KINDS = ("errors", "events", "logs")
+_KINDS = ("errors", "results", "events", "logs")
 _READ_BYTES = 1 << 20
 
 

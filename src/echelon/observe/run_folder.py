@@ -7,6 +7,8 @@
     errors/         rank-N.json: why a worker failed
     summary.json    the figures of the whole run
 
+While workers run a function, and not a script, there are also `call`, which holds it, and `results/`.
+
 A folder is never reused; its name is the run's id.
 """
 
@@ -106,6 +108,20 @@ class RunFolder:
     def errors(self) -> Path:
         """The folder of the workers' errors."""
         return self.path / "errors"
+
+    @property
+    def call(self) -> Path:
+        """The function that the workers run, with its arguments; gone at the end of the run."""
+        return self.path / "call"
+
+    @property
+    def results(self) -> Path:
+        """The folder of what the function returned; gone at the end of the run."""
+        return self.path / "results"
+
+    def result_of(self, rank: int) -> Path:
+        """What the function returned on one worker."""
+        return self.results / f"rank-{rank}.result"
 
     def events_of(self, rank: int) -> Path:
         """One worker's events; rank -1 is the launcher."""

@@ -1,6 +1,6 @@
 """What a server's process does: it meets the workers, serves until they have left, and ends.
 
-    python -m echelon.launch.worker -m echelon.server.process
+    python -m echelon.start.worker -m echelon.server.process
 
 is what `echelon run --servers N` starts. Under another launcher `join` calls `serve` in the processes that
 are to be servers. At the rendezvous the leader says what the server does: sum gradients for the collectives

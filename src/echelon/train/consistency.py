@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from echelon.comm.group import Group
+from echelon.data.dataset import ChunkDataset
 from echelon.errors import DataError, ModelError
 from echelon.train.loader import SharedLoader
 
@@ -72,6 +73,8 @@ def _fingerprint(data: Any) -> str:
         return f"{_digest(chosen)} of {_fingerprint(data.dataset)}"
     if isinstance(data, ConcatDataset):
         return " and ".join(_fingerprint(part) for part in data.datasets)
+    if isinstance(data, ChunkDataset):
+        return data.catalogue.fingerprint
     if isinstance(data, TensorDataset):
         return " ".join(_digest(_sample(tensor)) for tensor in data.tensors)
     return type(data).__name__

@@ -9,6 +9,7 @@ in the middle: its position counts samples of the whole order.
     shuffle=True                a permutation drawn from seed, loader and pass
     a RandomSampler             independent draws, or permutations, drawn from seed, loader and pass
     a sampler, a batch sampler  drawn by the leader's sampler and sent to all workers
+    order="near" of loader_of   each worker's rows are near it, see data/near.py
     an iterable data set        the stream's; each worker reads all of it and keeps its own part of every
                                 batch, so the stream must be the same on all workers
 """
@@ -35,11 +36,21 @@ from torch.utils.data import (
 )
 
 from echelon.comm.group import Group
+from echelon.data.dataset import ChunkDataset, NearSampler
+from echelon.data.missing import meet
+from echelon.data.near import Placement, near_order
 from echelon.errors import ConfigError, DataError
 from echelon.plan.shares import BatchSizes, Slice, batch_sizes, slice_of, slices, split
 from echelon.train.clock import StepClock
 from echelon.train.left_loop import when_unwound
-from echelon.train.order import LONGEST_LIST, merge_small, random_draws, told_batches, told_list
+from echelon.train.order import (
+    LONGEST_LIST,
+    Permutation,
+    merge_small,
+    random_draws,
+    told_batches,
+    told_list,
+)
 
 BatchMeaning = Literal["global", "per-worker"]
 _log = logging.getLogger(__name__)
@@ -130,6 +141,9 @@ class SharedLoader(DataLoader[Any]):
         self._generator = _generator_of(self._batch_sampler, self._sampler)
         self._generator_began: Tensor | None = None
         self._check()
+        if isinstance(self.dataset, ChunkDataset):
+            keep_files = loader.num_workers > 0
+            meet(self.dataset, sharing.group, self._chunks_needed, keep_files=keep_files)
 
     def __getattr__(self, name: str) -> Any:
         if name == "batch_size":  # only reached if the property has raised
@@ -334,7 +348,9 @@ class SharedLoader(DataLoader[Any]):
     @property
     def _claims(self) -> bool:
         """Whether workers claim parts of batches as they need them; only shuffled data in equal parts."""
-        shuffled = type(self._sampler) is not SequentialSampler
+        sampler = self._sampler
+        in_order = not sampler.shuffle if isinstance(sampler, NearSampler) else False
+        shuffled = type(sampler) is not SequentialSampler and not in_order
         equal = len(set(self._sharing.weights)) == 1
         return self._sharing.claim is not None and shuffled and equal and not self._by_batches
 
@@ -380,13 +396,47 @@ class SharedLoader(DataLoader[Any]):
         sampler = self._sampler
         if type(sampler) is SequentialSampler:
             return range(len(sampler))
+        if isinstance(sampler, NearSampler):
+            return self._near_order(sampler)
         if not _draws_itself(sampler):
             return self._told(lambda: [int(i) for i in sampler])
         if sampler.replacement or sampler._num_samples is not None:
             return random_draws(sampler, self._seed_of_pass)
         generator = torch.Generator().manual_seed(self._seed_of_pass())
-        order: list[int] = torch.randperm(len(sampler), generator=generator).tolist()
-        return order
+        return Permutation(torch.randperm(len(sampler), generator=generator))
+
+    def _near(self, dataset: ChunkDataset) -> list[Any]:
+        """All that the order of near rows depends on, besides the seed."""
+        return [
+            [chunk.rows for chunk in dataset.catalogue.chunks],
+            list(dataset.chunk_hosts),
+            list(dataset.hosts),
+            list(self._sharing.weights),
+            self.global_batch_size,
+        ]
+
+    def _placement(self, near: Sequence[Any]) -> Placement:
+        chunk_rows, chunk_hosts, hosts, weights, batch = near
+        return Placement(
+            chunk_rows=chunk_rows,
+            chunk_hosts=chunk_hosts,
+            worker_hosts=hosts,
+            weights=weights,
+            sizes=batch_sizes(sum(chunk_rows), batch, len(hosts), drop_last=self.drop_last),
+        )
+
+    def _chunks_needed(self, dataset: ChunkDataset) -> Sequence[set[int]]:
+        """The chunks that each worker needs. Who claims parts may get any rows."""
+        if not isinstance(self._sampler, NearSampler) or self._claims:
+            return [set(range(len(dataset.catalogue.chunks)))] * len(dataset.hosts)
+        return self._placement(self._near(dataset)).needed()
+
+    def _near_order(self, sampler: NearSampler) -> SampleOrder:
+        """Drawn by each worker alike. A resumed pass keeps its order, whoever the workers are now."""
+        if self._drawn is None:
+            self._drawn = self._near(sampler.dataset)
+        placement = self._placement(self._drawn)
+        return Permutation(near_order(placement, seed=self._seed_of_pass(), shuffle=sampler.shuffle))
 
     def _told(self, draw: Callable[[], list[Any]]) -> list[Any]:
         """What the leader draws for this pass; a resumed pass keeps what was drawn when it began."""
@@ -412,7 +462,7 @@ class SharedLoader(DataLoader[Any]):
 
 def _draws_itself(sampler: Any) -> bool:
     """Whether every worker can draw the sampler's order by itself, from the run's seed."""
-    if type(sampler) is SequentialSampler:
+    if type(sampler) in (SequentialSampler, NearSampler):
         return True
     if type(sampler) is not RandomSampler:
         return False

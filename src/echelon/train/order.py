@@ -1,5 +1,6 @@
 """In which order are samples drawn? In the same order on all workers, and never more of it than is needed.
 
+    Permutation    an order that is drawn as a whole, alike on all workers
     SeededDraws    an order that every worker draws by itself, part by part, from a common seed
     told_batches   batches that the leader's sampler draws, a few at a time, sent to all workers
 
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 from torch.utils.data import RandomSampler
 
 from echelon.comm.group import Group
@@ -22,6 +24,20 @@ from echelon.errors import DataError
 LONGEST_LIST = 1 << 22  # samples or batches; a longer order is not kept as a list
 _DRAWS = 1 << 16  # with replacement, so many indices are drawn together
 _TOLD_INDICES = 1 << 16  # about so many indices are sent together
+
+
+class Permutation:
+    """A drawn order as a tensor: 8 bytes a sample, where a list has 40."""
+
+    def __init__(self, drawn: Tensor) -> None:
+        self._drawn = drawn
+
+    def __len__(self) -> int:
+        return len(self._drawn)
+
+    def __getitem__(self, wanted: slice) -> list[int]:
+        found: list[int] = self._drawn[wanted].tolist()
+        return found
 
 
 class SeededDraws:

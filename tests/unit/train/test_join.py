@@ -135,7 +135,7 @@ def test_a_script_that_runs_alone_ignores_servers():
         assert session.world_size == 1
 
 
-@pytest.mark.parametrize("module", ["echelon.train.checks", "echelon.sync.cluster", "echelon.launch.run"])
+@pytest.mark.parametrize("module", ["echelon.train.checks", "echelon.sync.cluster", "echelon.start.run"])
 def test_checking_a_plan_imports_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, env=os.environ).returncode == 0

@@ -28,7 +28,7 @@ AT_PASS = "at the start or end of a pass over a loader"
 AT_EPOCH_END = "at the end of an epoch"
 AT_SCRIPT_END = "at the end of its script"
 
-_LAUNCHING = ("echelon.launch", "echelon.cli", "echelon.__main__")
+_LAUNCHING = ("echelon.start", "echelon.cli", "echelon.__main__")
 _EXCHANGING = ("echelon.comm.", "echelon.train.families.", "echelon.train.session")
 _END_OF_SCRIPT = {"close", "_leave", "__exit__", "tell"}
 _MOST_RANKS = 6

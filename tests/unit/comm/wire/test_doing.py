@@ -17,8 +17,8 @@ from echelon.train.session import Session
 PYTHON = sysconfig.get_paths()["stdlib"]
 PACKAGES = sysconfig.get_paths()["purelib"]
 LAUNCHER = [
-    StackFrame("__main__", "main", "/opt/lib/echelon/launch/worker.py", 9),
-    StackFrame("echelon.launch.worker", "run_program", "/opt/lib/echelon/launch/worker.py", 50),
+    StackFrame("__main__", "main", "/opt/lib/echelon/start/worker.py", 9),
+    StackFrame("echelon.start.worker", "run_program", "/opt/lib/echelon/start/worker.py", 50),
     StackFrame("runpy", "run_path", "<frozen runpy>", 1),
 ]
 SCRIPT = StackFrame("__main__", "<module>", "/home/me/train.py", 41)

@@ -1,7 +1,0 @@
-"""Workers on other machines: an agent on each starts them, and sends back what they write.
-
-protocol.py  the messages between a launcher and its agents
-channel.py   carries messages over a pair of byte streams
-agent.py     the process on the other machine: starts workers, follows their files, ends with its launcher
-driver.py    the launcher's side: starts agents, checks them, and watches their workers
-"""

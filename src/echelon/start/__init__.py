@@ -1,0 +1,21 @@
+"""How workers are started, watched and ended.
+
+worker.py     the first code that runs in a worker: run a script, write down its error
+warn.py       how a worker's warnings reach the user
+template.py   a process that imports torch once and forks the workers
+command.py    how one worker is started
+forked.py     the launcher's side of the template: process ids and exit codes of forked workers
+processes.py  the worker processes of one run: start, watch, end; none is left behind
+input.py      what workers read: the leader what the launcher was given, the others nothing
+output.py     what the launcher shows of the leader's log
+failure.py    which worker failed first, and why
+run.py        a whole run: folder, plan, lab, processes, faults, summary
+launcher.py   the contract of what starts agents on other machines
+launchers/    one file for each: local, ssh, ...
+function.py   `echelon.launch`: a run of a function, and what it returns
+call.py       what a worker runs then
+hosts.py      which machines, and how many workers on each?
+remote.py     workers on other machines: ranks, where they meet, what they are told
+agents/       the process on another machine that starts workers and sends back what they write
+history.py    the runs of a folder, with their figures
+"""

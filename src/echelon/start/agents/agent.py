@@ -1,0 +1,256 @@
+"""The process on another machine: starts workers there, sends back what they write, ends with its launcher.
+
+    python -m echelon.start.agents.agent
+
+It talks over its standard input and output, or calls its launcher back if it has an invitation (see
+callback.py). The launcher's end, a closed connection or a silence ends all workers. A run's folder is a
+temporary one; the launcher has the whole record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from echelon.cluster.interfaces import interfaces
+from echelon.cluster.machine import machine_key, usable_cores
+from echelon.errors import EchelonError, LaunchError, WorkerError
+from echelon.observe.growth import FolderTail
+from echelon.observe.run_folder import RunFolder
+from echelon.start.agents.callback import INVITATION_VARIABLE, Invitation, call_back
+from echelon.start.agents.channel import Channel
+from echelon.start.agents.protocol import (
+    AgentWorker,
+    Alive,
+    Begin,
+    Finish,
+    Interrupt,
+    Introduction,
+    Listen,
+    Listening,
+    Message,
+    Reached,
+    Refusal,
+    TryReach,
+    WorkerEnded,
+)
+from echelon.start.command import WorkerCommand
+from echelon.start.processes import WorkerProcesses
+
+SILENCE_S = 15.0
+ALIVE_S = 2.0
+_POLL_S = 0.05
+_MOST_UNSENT_BYTES = 8 << 20
+
+
+def introduction(order: int = 0) -> Introduction:
+    """This process, as the launcher has to know it."""
+    return Introduction(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        cores=usable_cores(),
+        machine=machine_key(),
+        order=order,
+        cpus=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        echelon=metadata.version("echelon"),
+        python=platform.python_version(),
+        torch=metadata.version("torch"),
+        addresses=[one.address for one in interfaces() if one.up and not one.loopback],
+    )
+
+
+class Agent:
+    """One agent, from its start to its end."""
+
+    def __init__(self, channel: Channel, order: int = 0) -> None:
+        self._channel = channel
+        self._order = order
+        self._processes: WorkerProcesses | None = None
+        self._tail: FolderTail | None = None
+        self._ended: set[int] = set()
+        self._listener: socket.socket | None = None
+        self._finished = False
+        self._told_at = 0.0
+        self._stack = contextlib.ExitStack()
+
+    def run(self) -> None:
+        """Serve the launcher until it is done, or gone."""
+        self._channel.send(introduction(self._order))
+        with self._stack:
+            while not self._finished:
+                try:
+                    for message in self._channel.poll(_POLL_S):
+                        self._hear(message)
+                    self._report()
+                    self._check_silence()
+                except WorkerError:
+                    return  # the launcher is gone, and so are the workers when the stack is left
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case Begin():
+                try:
+                    self._begin(message)
+                except EchelonError as error:
+                    self._channel.send(Refusal(message=error.message, where=error.where, fix=error.fix))
+            case Listen():
+                self._channel.send(Listening(self._listen()))
+            case TryReach():
+                self._channel.send(Reached(_try(message)))
+            case Interrupt():
+                if self._processes is not None:
+                    self._processes.interrupt()
+            case Finish():
+                self._finish()
+            case _:
+                return  # Alive: that it came is all
+
+    def _listen(self) -> int:
+        if self._listener is None:
+            self._listener = socket.create_server(("", 0), backlog=64)
+            self._stack.callback(self._listener.close)
+        return int(self._listener.getsockname()[1])
+
+    def _begin(self, begin: Begin) -> None:
+        if self._listener is not None:
+            self._listener.close()  # its port is the run's from now on
+        root = Path(self._stack.enter_context(_temporary_folder()))
+        folder = RunFolder(root / begin.run).with_subfolders()
+        folder.config.write_text(begin.config)
+        folder.plan.write_text(begin.plan)
+        if begin.call:
+            folder.call.write_bytes(begin.call)
+            folder.results.mkdir()
+        place = Path(begin.cwd).expanduser()
+        if begin.files:
+            place = root / "files"
+            _unpack(begin.files, place)
+        try:
+            os.chdir(place)
+        except OSError as error:
+            raise LaunchError(
+                f"the folder {place} cannot be entered: {error.strerror}",
+                where=socket.gethostname(),
+                fix="make the same folder there, or copy the script with --copy",
+            ) from error
+        _check_program(begin.workers, place)
+        self._tail = FolderTail(folder.path)
+        commands = [_command(worker, folder) for worker in begin.workers]
+        self._processes = WorkerProcesses(folder, commands)
+        self._stack.callback(self._processes.end)
+
+    def _report(self) -> None:
+        if self._processes is None or self._tail is None:
+            return
+        codes = self._processes.exit_codes()  # before the files, which are complete then
+        self._send_files()
+        for rank, code in codes.items():
+            if rank not in self._ended and self._channel.unsent_bytes < _MOST_UNSENT_BYTES:
+                self._ended.add(rank)
+                self._channel.send(WorkerEnded(rank, code))
+
+    def _send_files(self) -> None:
+        assert self._tail is not None
+        if self._channel.unsent_bytes > _MOST_UNSENT_BYTES:
+            return
+        for part in self._tail.grown():
+            self._channel.send(part)
+
+    def _check_silence(self) -> None:
+        now = time.monotonic()
+        if now - self._told_at > ALIVE_S:
+            self._told_at = now
+            self._channel.send(Alive())
+        if now - self._channel.heard_at > SILENCE_S:
+            self._finished = True
+
+    def _finish(self) -> None:
+        """End the workers, and send what they wrote last."""
+        self._finished = True
+        if self._processes is not None:
+            self._processes.end()
+            self._report()
+            self._channel.flush(SILENCE_S)
+
+
+def _try(wanted: TryReach) -> dict[str, str]:
+    outcomes = {}
+    for address in wanted.addresses:
+        try:
+            socket.create_connection((address, wanted.port), timeout=wanted.timeout_s).close()
+            outcomes[address] = ""
+        except OSError as error:
+            outcomes[address] = error.strerror or str(error)
+    return outcomes
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[str]:
+    path = tempfile.mkdtemp(prefix="echelon-")
+    try:
+        yield path
+    finally:
+        os.chdir("/")
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _unpack(files: dict[str, bytes], place: Path) -> None:
+    for name, data in files.items():
+        path = (place / name).resolve()
+        if not path.is_relative_to(place.resolve()):
+            raise LaunchError(f"{name!r} is outside of the folder that is copied", where="--copy")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def _check_program(workers: list[AgentWorker], place: Path) -> None:
+    """Refuse a script that is not there, before any worker waits for it."""
+    for worker in workers:
+        script = worker.program[0]
+        if script != "-m" and not (place / script).is_file():
+            raise LaunchError(
+                f"there is no {script} in {place} on {socket.gethostname()}",
+                where=f"rank {worker.rank}",
+                fix="copy it there, or let Echelon do it with --copy",
+            )
+
+
+def _command(worker: AgentWorker, folder: RunFolder) -> WorkerCommand:
+    env = {
+        **os.environ,
+        **worker.env,
+        "PYTHONUNBUFFERED": "1",
+        "ECHELON_RUN": str(folder.path),
+        "ECHELON_LAUNCHER": str(os.getpid()),
+    }
+    argv = [sys.executable, "-m", "echelon.start.worker", *worker.program]
+    program = worker.program if worker.fork else ()
+    return WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env, program=program)
+
+
+def main() -> None:
+    """Talk over a connection to the launcher; without an invitation, over standard input and output."""
+    text = os.environ.pop(INVITATION_VARIABLE, "")
+    if text:
+        invitation = Invitation.decode(text)
+        os.environ.update(invitation.env)
+        Agent(call_back(invitation), invitation.order_in(os.environ)).run()
+        return
+    incoming, outgoing = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # nothing else may write to the launcher
+    Agent(Channel(incoming, outgoing, peer="the launcher")).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""How does an agent that an engine has started find its launcher? It is invited, and calls back.
+
+The launcher listens, and hands an invitation to its engine: addresses, port and a token. The engine's own
+way of starting processes carries it there, never a command line. Both sides prove that they know the token
+(the handshake of workers), then derive a key for each direction from it and two random numbers.
+
+    Reception    the launcher's side: waits for agents, and says what it waits for
+    call_back    the agent's side
+    host_agent   what an engine's task does: runs the agent as a child, until it ends
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import hashlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from echelon.cluster.interfaces import interfaces
+from echelon.cluster.machine import machine_key
+from echelon.comm.meet.handshake import Refused, greet
+from echelon.errors import LaunchError
+from echelon.start.agents.channel import Channel
+
+INVITATION_VARIABLE = "ECHELON_INVITATION"
+_VIEW = b"echelon agents 1"
+_NONCE_BYTES = 32
+_KEY_BYTES = 32
+_TRY_S = 3.0
+_GREET_S = 5.0
+_POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
+
+
+class Invitation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an agent finds its launcher, and what it has to know.
+
+    `env` are variables for the agent and its workers, such as the run's secret. `order` is the number of
+    the agent's slot; where all agents get one text, `order_from` names the engine's variable for it.
+    """
+
+    addresses: list[str]
+    port: int
+    token: bytes
+    machine: str
+    timeout_s: float
+    env: dict[str, str] = {}
+    order: int = 0
+    order_from: str = ""
+
+    def encode(self) -> str:
+        """As text, for an environment variable or an engine's message."""
+        return base64.b64encode(msgspec.msgpack.encode(self)).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> Invitation:
+        """From text."""
+        return msgspec.msgpack.decode(base64.b64decode(text), type=cls)
+
+    def order_in(self, env: Mapping[str, str]) -> int:
+        """The number of the agent's slot."""
+        return int(env.get(self.order_from) or self.order) if self.order_from else self.order
+
+
+class EngineJob(Protocol):
+    """What an engine runs for a launcher: a task for each agent."""
+
+    def waiting_for(self) -> str:
+        """What it waits for, such as free slots; empty if it does not know."""
+
+    def why_ended(self) -> str | None:
+        """Why it has ended; None while it runs."""
+
+    def end(self) -> None:
+        """End it and all its processes; safe to call twice."""
+
+
+class Reception:
+    """A port at which agents call, for those that know the token."""
+
+    def __init__(self, timeout_s: float, env: Mapping[str, str]) -> None:
+        self._token = secrets.token_bytes(_KEY_BYTES)
+        self._timeout_s = timeout_s
+        self._env = dict(env)
+        self._listener = socket.create_server(("", 0), backlog=256)
+        self._listener.setblocking(False)
+
+    def invitation(self, *, order: int = 0, order_from: str = "") -> Invitation:
+        """The invitation of one agent, or of all."""
+        addresses = [one.address for one in interfaces() if one.up and not one.loopback]
+        return Invitation(
+            addresses=addresses,
+            port=int(self._listener.getsockname()[1]),
+            token=self._token,
+            machine=machine_key(),
+            timeout_s=self._timeout_s,
+            env=self._env,
+            order=order,
+            order_from=order_from,
+        )
+
+    def receive(self, count: int, job: EngineJob, engine: str) -> list[Channel]:
+        """Wait until so many agents have called."""
+        channels: list[Channel] = []
+        until = time.monotonic() + self._timeout_s
+        try:
+            while len(channels) < count:
+                ended = job.why_ended()
+                if ended is not None:
+                    raise LaunchError(
+                        f"{engine} ended before {_these(count, len(channels))}: {ended}",
+                        where=f"--on {engine}",
+                    )
+                if time.monotonic() > until:
+                    raise self._too_late(count, len(channels), job, engine)
+                channel = self._accept()
+                if channel is not None:
+                    channels.append(channel)
+        except BaseException:
+            for channel in channels:
+                channel.close()
+            raise
+        return channels
+
+    def close(self) -> None:
+        """Accept no more calls."""
+        self._listener.close()
+
+    def _accept(self) -> Channel | None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            time.sleep(_POLL_S)
+            return None
+        except OSError:
+            return None
+        try:
+            return _secured(connection, self._token, dialled=False)
+        except (Refused, OSError):
+            connection.close()  # a stranger, or an agent of another run
+            return None
+
+    def _too_late(self, count: int, there: int, job: EngineJob, engine: str) -> LaunchError:
+        waits = job.waiting_for()
+        return LaunchError(
+            f"{engine} has not started {_these(count, there)} within {self._timeout_s:g} s"
+            + (f": {waits}" if waits else ""),
+            where=f"--on {engine}",
+            fix="ask for fewer workers, wait for free slots, or allow more time with --join-timeout-s; "
+            f"the machines must also reach this one at port {self._listener.getsockname()[1]} "
+            f"of {', '.join(self.invitation().addresses) or 'loopback'}",
+        )
+
+
+def _these(count: int, there: int) -> str:
+    missing = count - there
+    return f"{missing} of {count} agents" if there else f"its {count} agent{'s' if count > 1 else ''}"
+
+
+def call_back(invitation: Invitation) -> Channel:
+    """Connect to the launcher at the first of its addresses that answers."""
+    here = invitation.machine == machine_key()
+    addresses = ["127.0.0.1"] if here else invitation.addresses
+    until = time.monotonic() + invitation.timeout_s
+    problems: dict[str, str] = {}
+    while time.monotonic() < until:
+        for address in addresses:
+            try:
+                connection = socket.create_connection((address, invitation.port), timeout=_TRY_S)
+                return _secured(connection, invitation.token, dialled=True)
+            except (OSError, Refused) as error:
+                problems[address] = str(error)
+        time.sleep(_POLL_S)
+    tried = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
+    raise LaunchError(
+        f"the launcher cannot be reached at port {invitation.port} ({tried})",
+        where=socket.gethostname(),
+        fix="allow connections from the workers' machines to the machine that starts the run",
+    )
+
+
+def _secured(connection: socket.socket, token: bytes, *, dialled: bool) -> Channel:
+    """Prove the token, derive keys, and make a channel of the connection."""
+    try:
+        greet(
+            connection,
+            view=_VIEW,
+            rank=0,
+            secret=token,
+            dialled=dialled,
+            timeout_s=_GREET_S,
+        )
+        connection.settimeout(_GREET_S)
+        mine = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(mine)
+        theirs = b""
+        while len(theirs) < _NONCE_BYTES:
+            part = connection.recv(_NONCE_BYTES - len(theirs))
+            if not part:
+                raise Refused("the launcher or agent closed the connection while keys were made")
+            theirs += part
+        nonces = mine + theirs if dialled else theirs + mine
+        from_agent, from_launcher = (_key(token, nonces, way) for way in (b"agent", b"launcher"))
+        seals = (from_agent, from_launcher) if dialled else (from_launcher, from_agent)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    except BaseException:
+        connection.close()
+        raise
+    fd = connection.detach()
+    return Channel(fd, fd, peer="the launcher" if dialled else "an agent", seals=seals)
+
+
+def _key(token: bytes, nonces: bytes, way: bytes) -> bytes:
+    return hashlib.blake2b(nonces + way, key=token, digest_size=_KEY_BYTES).digest()
+
+
+def host_agent(text: str) -> int:
+    """Run an agent for the invitation, as a child that dies with this process; returns its exit code.
+
+    An engine's task calls this, and blocks until the run has ended. The parent-death signal is tied to the
+    thread that starts the child, which is this one.
+    """
+    env = {**os.environ, INVITATION_VARIABLE: text}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "echelon.start.agents.agent"],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=_die_with_parent,
+    )
+    try:
+        return child.wait()
+    finally:
+        if child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_GREET_S)
+            child.kill()
+            child.wait()
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

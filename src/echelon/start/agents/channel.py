@@ -1,0 +1,151 @@
+"""Carries messages over a pair of byte streams: those of a child process, or a socket's.
+
+A message is its length in four bytes, then itself in MessagePack. Reading and writing never block: what
+cannot be written yet is kept, and `poll` goes on with it. Over a network each message also carries a keyed
+hash of itself and its number, so that a stranger can change, repeat or leave out none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import select
+import struct
+import time
+
+import msgspec
+
+from echelon.errors import Corrupt, PeerLost
+from echelon.start.agents.protocol import Message
+
+_LENGTH = struct.Struct("<I")
+_LONGEST_BYTES = 256 << 20
+_READ_BYTES = 1 << 18
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Seal:
+    """The hashes of one direction's messages, in their order."""
+
+    SIZE = 16
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._number = 0
+
+    def of(self, data: bytes) -> bytes:
+        """The hash of the next message."""
+        number = self._number.to_bytes(8, "little")
+        self._number += 1
+        return hashlib.blake2b(number + data, key=self._key, digest_size=self.SIZE).digest()
+
+
+class Channel:
+    """Messages to and from a peer, whom `peer` names in errors.
+
+    `seals` are the keys of outgoing and of incoming messages; without them the streams are trusted.
+    """
+
+    def __init__(
+        self, read_fd: int, write_fd: int, *, peer: str, seals: tuple[bytes, bytes] | None = None
+    ) -> None:
+        self._read_fd = read_fd
+        self._write_fd = write_fd
+        self._peer = peer
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        self._seal = Seal(seals[0]) if seals else None
+        self._check = Seal(seals[1]) if seals else None
+        self.heard_at = time.monotonic()
+        for fd in (read_fd, write_fd):
+            os.set_blocking(fd, False)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """How much waits to be written."""
+        return len(self._outgoing)
+
+    def fileno(self) -> int:
+        """The stream that messages come from, for `select`."""
+        return self._read_fd
+
+    def send(self, message: Message) -> None:
+        """Queue a message, and write what can be written now."""
+        data = _encode(message)
+        if self._seal is not None:
+            data += self._seal.of(data)
+        self._outgoing += _LENGTH.pack(len(data)) + data
+        self._write()
+
+    def poll(self, timeout_s: float = 0.0) -> list[Message]:
+        """The messages that have arrived, after at most so long; raises PeerLost when the peer is gone."""
+        writing = [self._write_fd] if self._outgoing else []
+        readable, writable, _ = select.select([self._read_fd], writing, [], timeout_s)
+        if writable:
+            self._write()
+        if not readable:
+            return []
+        try:
+            data = os.read(self._read_fd, _READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise self._gone(str(error)) from None
+        if not data:
+            raise self._gone("it closed the connection")
+        self.heard_at = time.monotonic()
+        self._incoming += data
+        return self._messages()
+
+    def flush(self, timeout_s: float) -> None:
+        """Write all that waits, for at most so long."""
+        until = time.monotonic() + timeout_s
+        while self._outgoing and time.monotonic() < until:
+            select.select([], [self._write_fd], [], max(0.0, until - time.monotonic()))
+            self._write()
+
+    def close(self) -> None:
+        """Close both streams."""
+        for fd in {self._read_fd, self._write_fd}:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def _messages(self) -> list[Message]:
+        found: list[Message] = []
+        while len(self._incoming) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._incoming)
+            if length > _LONGEST_BYTES:
+                raise Corrupt(f"{self._peer} sent what is not a message", where=repr(self._start()))
+            if len(self._incoming) < _LENGTH.size + length:
+                break
+            body = bytes(self._incoming[_LENGTH.size : _LENGTH.size + length])
+            del self._incoming[: _LENGTH.size + length]
+            if self._check is not None:
+                body, seal = body[: -Seal.SIZE], body[-Seal.SIZE :]
+                if not hmac.compare_digest(seal, self._check.of(body)):
+                    raise Corrupt(f"a message from {self._peer} was changed on its way", where=self._peer)
+            try:
+                found.append(_decoder.decode(body))
+            except msgspec.MsgspecError as error:
+                raise Corrupt(f"{self._peer} sent what is not a message", where=str(error)) from None
+        return found
+
+    def _start(self) -> str:
+        """The beginning of what arrived: a shell's greeting, most often."""
+        return bytes(self._incoming[:200]).decode(errors="replace")
+
+    def _write(self) -> None:
+        while self._outgoing:
+            try:
+                written = os.write(self._write_fd, memoryview(self._outgoing)[: 1 << 16])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise self._gone(str(error)) from None
+            del self._outgoing[:written]
+
+    def _gone(self, why: str) -> PeerLost:
+        return PeerLost(f"{self._peer} is gone: {why}", where=self._peer)

@@ -1,0 +1,327 @@
+"""The launcher's side of agents: wait for them, check them, find where workers can meet, watch the workers.
+
+`AgentProcesses` offers what `WorkerProcesses` does, for workers on other machines. What they write arrives
+in the launcher's own run folder, so that everything else reads the same files as for workers here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from types import TracebackType
+from typing import Protocol
+
+from echelon.errors import Corrupt, LaunchError, PeerLost, WorkerError
+from echelon.observe.growth import Grown, write_grown
+from echelon.observe.run_folder import RunFolder
+from echelon.start.agents.agent import ALIVE_S, SILENCE_S
+from echelon.start.agents.channel import Channel
+from echelon.start.agents.protocol import (
+    Alive,
+    Begin,
+    Finish,
+    Interrupt,
+    Introduction,
+    Listen,
+    Listening,
+    Message,
+    Reached,
+    Refusal,
+    TryReach,
+    WorkerEnded,
+)
+from echelon.start.failure import Failure, first, from_exit, read_failure
+
+_POLL_S = 0.02
+_SETTLE_S = 1.0
+_LAST_FILES_S = 5.0
+_REACH_S = 3.0
+
+
+class AgentHandle(Protocol):
+    """What started an agent, and can tell why it is gone and end it."""
+
+    def why(self) -> str:
+        """What it said on its error output, or its exit code."""
+
+    def end(self) -> None:
+        """End it; safe to call twice."""
+
+
+@dataclass(slots=True)
+class ConnectedAgent:
+    """An agent and the machine that it is on.
+
+    `node` is how the user calls the machine; `slots` is how many workers it gets. `private`: what is sent
+    to it cannot be read on the way.
+    """
+
+    node: str
+    channel: Channel
+    handle: AgentHandle
+    slots: int = 1
+    private: bool = False
+    introduction: Introduction | None = None
+    waiting: list[Message] = field(default_factory=list)
+    told_at: float = 0.0
+
+    def receive(self) -> list[Message]:
+        """The messages that have arrived; an error names the machine and what its agent said last."""
+        try:
+            found = self.channel.poll()
+            now = time.monotonic()
+            if now - self.told_at > ALIVE_S:
+                self.told_at = now
+                self.channel.send(Alive())
+            if now - self.channel.heard_at > SILENCE_S:
+                raise PeerLost(f"{self.node} has not answered for {SILENCE_S:g} s", where=self.node)
+        except (PeerLost, Corrupt) as error:
+            raise LaunchError(
+                f"the agent on {self.node} is gone: {self.handle.why() or error.message}",
+                where=self.node,
+                fix="see what the command to reach it prints; `echelon doctor --hosts` checks every step",
+            ) from error
+        return found
+
+    def send(self, message: Message) -> None:
+        """Send; that the agent is gone is noticed when it is next listened to."""
+        with contextlib.suppress(WorkerError):
+            self.channel.send(message)
+
+
+def expect(agents: Sequence[ConnectedAgent], kind: type, timeout_s: float, doing: str) -> list[Message]:
+    """Wait for one message of this kind from each agent, in their order."""
+    found: dict[int, Message] = {}
+    until = time.monotonic() + timeout_s
+    while len(found) < len(agents):
+        for at, agent in enumerate(agents):
+            for message in agent.receive():
+                if isinstance(message, Refusal):
+                    raise LaunchError(message.message, where=message.where or agent.node, fix=message.fix)
+                if isinstance(message, kind):
+                    found[at] = message
+                elif not isinstance(message, Alive):
+                    agent.waiting.append(message)
+        missing = [agent.node for at, agent in enumerate(agents) if at not in found]
+        if missing and time.monotonic() > until:
+            raise LaunchError(
+                f"{', '.join(missing)} did not answer within {timeout_s:g} s while {doing}",
+                where=", ".join(missing),
+                fix="check that the machine is up and not overloaded; `echelon doctor --hosts`",
+            )
+        time.sleep(_POLL_S)
+    return [found[at] for at in range(len(agents))]
+
+
+def introduce(agents: Sequence[ConnectedAgent], timeout_s: float) -> None:
+    """Wait until all agents have said who they are, and refuse versions that do not fit this machine's."""
+    new = [agent for agent in agents if agent.introduction is None]
+    for agent, said in zip(new, expect(new, Introduction, timeout_s, "starting"), strict=True):
+        assert isinstance(said, Introduction)
+        agent.introduction = said
+    for agent in agents:
+        assert agent.introduction is not None
+        check_versions(agent.node, agent.introduction)
+
+
+def check_versions(node: str, said: Introduction) -> None:
+    """Refuse a machine with another Echelon, torch or minor version of Python."""
+    here = {
+        "Echelon": metadata.version("echelon"),
+        "torch": metadata.version("torch"),
+        "Python": _minor(platform.python_version()),
+    }
+    there = {"Echelon": said.echelon, "torch": said.torch, "Python": _minor(said.python)}
+    for name, version in here.items():
+        if there[name] != version:
+            raise LaunchError(
+                f"{node} has {name} {there[name]}, this machine has {version}",
+                where=node,
+                fix=f"install {name} {version} there, or run from an environment with the same version",
+            )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def meeting_place(agents: Sequence[ConnectedAgent]) -> tuple[str, int]:
+    """An address and a port of the first agent's machine that all the others reach.
+
+    Raises LaunchError, which names a pair that cannot talk and why.
+    """
+    lead, others = agents[0], agents[1:]
+    lead.send(Listen())
+    (said,) = expect([lead], Listening, _REACH_S, "opening a port")
+    assert isinstance(said, Listening)
+    assert lead.introduction is not None
+    if all(other.introduction is not None and _same_host(lead, other) for other in others):
+        return "127.0.0.1", said.port
+    candidates = lead.introduction.addresses
+    for other in others:
+        other.send(TryReach(candidates, said.port, _REACH_S))
+    wait_s = _REACH_S * max(1, len(candidates)) + _LAST_FILES_S
+    reached = expect(others, Reached, wait_s, "trying to reach the first machine") if others else []
+    works = [
+        address
+        for address in candidates
+        if all(isinstance(one, Reached) and one.outcomes.get(address) == "" for one in reached)
+    ]
+    if works:
+        return works[0], said.port
+    raise _unreachable(lead, others, reached, said.port)
+
+
+def _same_host(one: ConnectedAgent, other: ConnectedAgent) -> bool:
+    a, b = one.introduction, other.introduction
+    return a is not None and b is not None and a.machine == b.machine
+
+
+def _unreachable(
+    lead: ConnectedAgent, others: Sequence[ConnectedAgent], reached: Sequence[Message], port: int
+) -> LaunchError:
+    for other, one in zip(others, reached, strict=True):
+        if isinstance(one, Reached) and "" not in one.outcomes.values():
+            tried = "; ".join(f"{address}: {why}" for address, why in one.outcomes.items())
+            return LaunchError(
+                f"{other.node} cannot connect to {lead.node} ({tried or 'it has no address'})",
+                where=f"{other.node} to {lead.node}, port {port}",
+                fix="allow connections between the machines on all ports above 1023, in both directions",
+            )
+    return LaunchError(
+        f"no address of {lead.node} is reached by all other machines",
+        where=lead.node,
+        fix="put the machines on one network, or name another machine first",
+    )
+
+
+class AgentProcesses:
+    """The workers that agents have started: watch them, end them; none is left behind."""
+
+    def __init__(
+        self, folder: RunFolder, agents: Sequence[ConnectedAgent], starts: Sequence[Begin]
+    ) -> None:
+        self._folder = folder
+        self._agents = list(agents)
+        self._nodes = {worker.rank: worker.node for begin in starts for worker in begin.workers}
+        self._of_agent = {
+            id(agent): [worker.rank for worker in begin.workers]
+            for agent, begin in zip(agents, starts, strict=True)
+        }
+        self._codes: dict[int, int] = {}
+        self._lost: dict[int, Failure] = {}
+        for agent, begin in zip(agents, starts, strict=True):
+            agent.send(begin)
+            for message in agent.waiting:
+                self._take(agent, message)
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return len(self._nodes)
+
+    def node_of(self, rank: int) -> str:
+        """The node that a worker runs on."""
+        return self._nodes[rank]
+
+    def pids_on(self, node: str) -> list[int]:
+        """None that this machine could signal."""
+        return []
+
+    def exit_codes(self) -> dict[int, int]:
+        """The exit codes of the workers that have ended; negative is a signal."""
+        self._listen()
+        return dict(self._codes)
+
+    def all_done(self) -> bool:
+        """Whether every worker has ended."""
+        return len(self.exit_codes()) == self.size
+
+    def failure(self) -> Failure | None:
+        """The failure that caused the others, once any worker has failed."""
+        if not self._failures():
+            return None
+        until = time.monotonic() + _SETTLE_S
+        while not self.all_done() and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        return first(self._failures())
+
+    def interrupt(self) -> None:
+        """Send every worker the signal of Ctrl-C."""
+        for agent in self._agents:
+            agent.send(Interrupt())
+
+    def end(self) -> None:
+        """End every worker and every agent, and take what they wrote last."""
+        for agent in self._agents:
+            agent.send(Finish())
+        until = time.monotonic() + _LAST_FILES_S
+        while self._agents and time.monotonic() < until:
+            self._listen(ending=True)
+            time.sleep(_POLL_S)
+        for agent in self._agents:
+            agent.handle.end()
+            agent.channel.close()
+        self._agents = []
+
+    def _listen(self, *, ending: bool = False) -> None:
+        for agent in list(self._agents):
+            try:
+                for message in agent.receive():
+                    self._take(agent, message)
+            except LaunchError as error:
+                self._lose(agent, error, ending)
+
+    def _take(self, agent: ConnectedAgent, message: Message) -> None:
+        match message:
+            case Grown():
+                self._write(agent, message)
+            case WorkerEnded():
+                self._codes[message.rank] = message.code
+            case Refusal():
+                error = LaunchError(message.message, where=message.where or agent.node, fix=message.fix)
+                self._lose(agent, error, False)
+            case _:
+                return
+
+    def _write(self, agent: ConnectedAgent, part: Grown) -> None:
+        try:
+            write_grown(self._folder.path, part, self._of_agent[id(agent)])
+        except Corrupt as error:
+            raise LaunchError(
+                f"{agent.node} sent a file that is not its own: {part.path!r}", where=agent.node
+            ) from error
+
+    def _lose(self, agent: ConnectedAgent, error: LaunchError, ending: bool) -> None:
+        """An agent is gone, and with it its workers."""
+        self._agents.remove(agent)
+        agent.handle.end()
+        agent.channel.close()
+        for rank in self._of_agent[id(agent)]:
+            if rank not in self._codes and not ending:
+                self._codes[rank] = 1
+                text = f"LaunchError: {error}\n"
+                self._lost[rank] = Failure(
+                    rank=rank, t=time.time(), kind="LaunchError", message=error.message, text=text
+                )
+
+    def _failures(self) -> list[Failure]:
+        return [self._reason(rank, code) for rank, code in self.exit_codes().items() if code != 0]
+
+    def _reason(self, rank: int, code: int) -> Failure:
+        if rank in self._lost:
+            return self._lost[rank]
+        told = read_failure(self._folder.error_of(rank))
+        return told if told is not None else from_exit(rank, code, time.time())
+
+    def __enter__(self) -> AgentProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()

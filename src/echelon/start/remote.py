@@ -1,0 +1,178 @@
+"""Workers on other machines: which machine gets which ranks, where they meet, what they are told."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from echelon.comm.meet.place import SERVERS_VARIABLE
+from echelon.config.schema import RunSettings
+from echelon.errors import ConfigError, LaunchError
+from echelon.observe.run_folder import RunFolder
+from echelon.plan.plan import Plan
+from echelon.start.agents.driver import AgentProcesses, ConnectedAgent, introduce, meeting_place
+from echelon.start.agents.gather import threads_each
+from echelon.start.agents.protocol import AgentWorker, Begin
+from echelon.start.hosts import Host, read_hosts
+from echelon.start.launcher import LAUNCHERS, Wanted
+
+# What the user has set here also holds there; secrets travel over the agents' connections only.
+_HANDED_ON = ("ECHELON_SECRET", "ECHELON_TLS_CERT", "ECHELON_TLS_KEY", "ECHELON_TLS_CA", "ECHELON_DATA")
+_MOST_COPIED_BYTES = 64 << 20
+
+
+@contextmanager
+def connected(settings: RunSettings) -> Iterator[list[ConnectedAgent]]:
+    """One agent on each machine, none if the workers are to run here; all are gone at the end."""
+    name = "ssh" if settings.on == "local" and settings.hosts else settings.on
+    launcher = LAUNCHERS.build(name, where="--on")
+    hosts = fitted(read_hosts(settings.hosts), settings.workers) if settings.hosts else []
+    if launcher.name != "local":
+        _check(settings)
+    timeout_s = settings.join_timeout_s
+    wanted = Wanted(workers=settings.workers or 0, hosts=hosts, timeout_s=timeout_s, env=handed_on())
+    agents = launcher.connect(wanted)
+    try:
+        introduce(agents, timeout_s)
+        yield agents
+    finally:
+        for agent in agents:
+            agent.handle.end()
+
+
+def handed_on() -> dict[str, str]:
+    """The variables of this process that workers need wherever they are."""
+    return {name: os.environ[name] for name in _HANDED_ON if os.environ.get(name)}
+
+
+def _check(settings: RunSettings) -> None:
+    for name in ("lab", "speed", "delay"):
+        if getattr(settings, name):
+            raise ConfigError(
+                f"--{name} emulates machines, and --hosts or --on names real ones",
+                where=f"--{name}",
+                fix="leave one of them out",
+            )
+
+
+def fitted(hosts: Sequence[Host], workers: int | None) -> list[Host]:
+    """The hosts with as many slots as there are workers, from the first host on."""
+    if workers is None:
+        return list(hosts)
+    if workers > sum(host.slots for host in hosts):
+        raise ConfigError(
+            f"{workers} workers do not fit the {sum(host.slots for host in hosts)} slots of the hosts",
+            where="--workers",
+            fix="give hosts more slots (a:4), or start fewer workers",
+        )
+    out, left = [], workers
+    for host in hosts:
+        taken = min(host.slots, left)
+        left -= taken
+        if taken:
+            out.append(Host(host.name, taken))
+    return out
+
+
+def nodes(agents: Sequence[ConnectedAgent]) -> list[str]:
+    """The machine of each rank: ranks of one machine are next to each other."""
+    return [agent.node for agent in agents for _ in range(agent.slots)]
+
+
+def with_threads(plan: Plan, agents: Sequence[ConnectedAgent], threads: int | None) -> Plan:
+    """The plan with as many threads for each worker as its machine has cores for."""
+    found = zip(agents, threads_each(agents), strict=True)
+    each = [threads or own for agent, own in found for _ in range(agent.slots)]
+    return replace(plan, workers=tuple(replace(w, threads=each[w.rank]) for w in plan.workers))
+
+
+def start(
+    agents: Sequence[ConnectedAgent],
+    plan: Plan,
+    settings: RunSettings,
+    program: Sequence[str],
+    folder: RunFolder,
+    call: bytes = b"",
+) -> AgentProcesses:
+    """Start the plan's workers and servers."""
+    address, port = meeting_place(agents)
+    common = {
+        "WORLD_SIZE": str(len(plan.workers)),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(settings.port or port),
+        SERVERS_VARIABLE: str(len(plan.servers)),
+    }
+    files = copied(Path(program[0])) if settings.copy else {}
+    begins = []
+    for agent, workers in zip(agents, _divided(agents, plan, settings, program), strict=True):
+        env = {**common, **(handed_on() if agent.private else {})}
+        begins.append(
+            Begin(
+                run=folder.name,
+                config=folder.config.read_text(),
+                plan=folder.plan.read_text(),
+                cwd=str(Path.cwd()),
+                workers=[msgspec.structs.replace(one, env={**env, **one.env}) for one in workers],
+                files=files,
+                call=call,
+            )
+        )
+    return AgentProcesses(folder, agents, begins)
+
+
+def _divided(
+    agents: Sequence[ConnectedAgent], plan: Plan, settings: RunSettings, program: Sequence[str]
+) -> list[list[AgentWorker]]:
+    """The workers and servers that each agent starts."""
+    places = [at for at, agent in enumerate(agents) for _ in range(agent.slots)]
+    names = [agent.node for agent in agents]
+    jobs = [
+        (places[w.rank], w.rank, w.node, w.threads, list(program), settings.start == "fork")
+        for w in plan.workers
+    ]
+    jobs += [
+        (names.index(node), rank, node, 1, ["-m", "echelon.server.process"], False)
+        for rank, node in enumerate(plan.servers, start=len(plan.workers))
+    ]
+    divided: list[list[AgentWorker]] = [[] for _ in agents]
+    on_node: Counter[str] = Counter()
+    for at, rank, node, threads, what, fork in jobs:
+        env = {"RANK": str(rank), "LOCAL_RANK": str(on_node[node])}
+        env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        on_node[node] += 1
+        divided[at].append(AgentWorker(rank=rank, node=node, program=what, env=env, fork=fork))
+    return divided
+
+
+def copied(script: Path) -> dict[str, bytes]:
+    """The Python files below the script's folder, by their path from the current folder.
+
+    A module or a function has no script: then it is the current folder itself.
+    """
+    here = Path.cwd().resolve()
+    root = script.resolve().parent if script.is_file() else here
+    if not root.is_relative_to(here):
+        raise LaunchError(
+            f"{script} is not below the current folder, so it cannot be copied to the same place",
+            where="--copy",
+            fix="start the run in the script's folder",
+        )
+    found: dict[str, bytes] = {}
+    for path in sorted(root.rglob("*.py")):
+        below = path.relative_to(here)
+        if not any(part.startswith(".") or part in ("venv", "site-packages") for part in below.parts):
+            found[str(below)] = path.read_bytes()
+    size = sum(map(len, found.values()))
+    if size > _MOST_COPIED_BYTES:
+        raise LaunchError(
+            f"the Python files below {root} have {size / 1e6:.0f} MB, too much to copy for each run",
+            where="--copy",
+            fix="put them on the other machines yourself",
+        )
+    return found

@@ -1,0 +1,498 @@
+"""A whole run: folder, plan, lab, workers, faults, summary.
+
+prepare: check the settings before anything is created
+start:   create the run folder, the emulated cluster if one is asked for, and the workers
+watch:   show the leader's output and all events, inject faults, notice the first failure and Ctrl-C
+end:     leave no worker, namespace or control group behind; write the summary
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import psutil  # type: ignore[import-untyped]
+
+from echelon.cluster.delay import DELAYS
+from echelon.cluster.lab.faults import FaultClock
+from echelon.cluster.lab.lab import Lab, Seat
+from echelon.cluster.lab.spec import LabSpec, NodeSpec, read_lab
+from echelon.cluster.machine import usable_cores
+from echelon.codec.codec import CODECS
+from echelon.codec.fitting import refuse_momentum
+from echelon.comm.meet.place import SERVERS_VARIABLE
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunSettings, TrainSettings
+from echelon.config.units import show_bytes
+from echelon.errors import ConfigError, LaunchError
+from echelon.observe.events import (
+    LAUNCHER,
+    AnyEvent,
+    FaultInjected,
+    Noted,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    WorkerFailed,
+    WorkerJoined,
+)
+from echelon.observe.follow import Follower
+from echelon.observe.recorder import Recorder
+from echelon.observe.run_folder import RunFolder
+from echelon.observe.summary import Summary, write_summary
+from echelon.plan.groups import by_site, parse_groups
+from echelon.plan.plan import Plan, PlanRequest, WorkerPlan, make_plan
+from echelon.start import remote
+from echelon.start.agents.driver import AgentProcesses, ConnectedAgent
+from echelon.start.command import WorkerCommand
+from echelon.start.failure import Failure, alike, read_failures
+from echelon.start.output import LeaderOutput
+from echelon.start.processes import WorkerProcesses
+from echelon.sync.cluster import planned_cluster
+from echelon.train.checks import check_plan
+
+Processes = WorkerProcesses | AgentProcesses
+_LOOK_EVERY_S = 0.05
+_INTERRUPT_GRACE_S = 5.0
+_LAB_PORT = 29400
+_TAIL_BYTES = 4000
+_WORKER_BYTES = 250_000_000
+
+
+class Watcher(Protocol):
+    """Shows a run while it goes on."""
+
+    def starting(self, folder: RunFolder, plan: Plan, notes: Sequence[str]) -> None:
+        """Workers are about to start."""
+
+    def joined(self, seconds: float) -> None:
+        """All workers have joined, so many seconds after the start."""
+
+    def output(self, data: bytes) -> None:
+        """The leader has printed something."""
+
+    def events(self, events: Sequence[AnyEvent]) -> None:
+        """There are new events, or a moment has passed without any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended. `code` is the exit code for the launcher's own process.
+
+    `alike` are the other workers that failed with the same error as `failure`.
+    """
+
+    folder: RunFolder
+    code: int
+    workers: int
+    summary: Summary
+    failure: Failure | None = None
+    alike: tuple[int, ...] = ()
+    node: str = ""
+    log_tail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What the workers run: a script or a module, and its arguments.
+
+    `call` is a pickled call, which the module `echelon.start.call` carries out.
+    """
+
+    argv: Sequence[str]
+    name: str
+    call: bytes = b""
+
+
+def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> RunResult:
+    """Carry out a whole run."""
+    with remote.connected(resolved.settings) as agents:
+        return _run(resolved, target, watcher, agents)
+
+
+def _run(
+    resolved: Resolved[RunSettings],
+    target: Target,
+    watcher: Watcher,
+    agents: Sequence[ConnectedAgent],
+) -> RunResult:
+    settings = resolved.settings
+    spec = read_lab(settings.lab) if settings.lab else None
+    plan = _plan(settings, spec, remote.nodes(agents))
+    if agents:
+        plan = remote.with_threads(plan, agents, settings.threads)
+    if settings.port is not None and spec is None:
+        _check_port(settings.port)
+    folder = RunFolder.create(Path(settings.runs), settings.name or target.name)
+    plan = replace(plan, run=folder.name)
+    _write(folder.config, resolved.to_toml())
+    _write(folder.plan, plan.to_toml())
+    if target.call:
+        folder.results.mkdir()
+    with ExitStack() as stack:
+        recorder = stack.enter_context(Recorder(folder.events_of(LAUNCHER)))
+        recorder.emit(
+            RunStarted(
+                t=time.time(),
+                rank=LAUNCHER,
+                run=folder.name,
+                command=[os.fsencode(word).decode(errors="backslashreplace") for word in sys.argv],
+                world_size=len(plan.workers),
+                sync=plan.sync,
+            )
+        )
+        stopped = stack.enter_context(_signals())
+        lab = stack.enter_context(Lab.up(spec, folder.name)) if spec else None
+        watch = _Watch(folder, plan, lab, recorder, watcher, stopped)
+        if agents:
+            failure, code = watch.run(
+                lambda: remote.start(agents, plan, settings, target.argv, folder, target.call)
+            )
+        else:
+            if target.call:
+                folder.call.write_bytes(target.call)
+                stack.callback(folder.call.unlink, missing_ok=True)
+            commands = _commands(plan, settings, target, folder, lab)
+            failure, code = watch.run(lambda: WorkerProcesses(folder, commands))
+    tail = b""
+    if failure is not None and folder.log_of(failure.rank).exists():
+        tail = folder.log_of(failure.rank).read_bytes()[-_TAIL_BYTES:]
+    return RunResult(
+        folder=folder,
+        code=code,
+        workers=len(plan.workers),
+        summary=write_summary(folder),
+        failure=failure,
+        alike=alike(failure, read_failures(folder)) if failure else (),
+        node=[*(worker.node for worker in plan.workers), *plan.servers][failure.rank] if failure else "",
+        log_tail=tail.decode(errors="replace"),
+    )
+
+
+def _plan(settings: RunSettings, spec: LabSpec | None, machines: Sequence[str] = ()) -> Plan:
+    """The plan that the settings ask for; raises ConfigError if it cannot work."""
+    if settings.delay:
+        DELAYS.build(settings.delay, where="--delay")
+    count = len(machines) or _count_workers(settings, spec)
+    if not machines:
+        _check_memory(count + settings.servers)
+    workers, servers = _places(settings, spec, count)
+    if settings.groups:
+        groups = parse_groups(settings.groups, count)
+    else:
+        groups = by_site([node.site for node in workers])
+    host = socket.gethostname()
+    asked = PlanRequest(
+        shares=settings.shares,
+        speeds=settings.speeds,
+        delay=settings.delay or "",
+        delayed=settings.delayed,
+        groups=groups,
+        threads=settings.threads or (1 if spec else None),
+        **settings.choices.chosen(),
+    )
+    plan = make_plan(
+        "",
+        [node.name for node in workers] or list(machines) or [host] * count,
+        asked,
+        cores=usable_cores(),
+        rated=[node.cpu or 1.0 for node in workers],
+    )
+    by_machine = list(dict.fromkeys(machines)) or [host]
+    spread = [by_machine[at % len(by_machine)] for at in range(settings.servers)]
+    names = [node.name for node in servers] or spread
+    plan = replace(plan, servers=tuple(names))
+    _check_sync(plan, settings)
+    return plan
+
+
+def _count_workers(settings: RunSettings, spec: LabSpec | None) -> int:
+    """As many as asked for; otherwise one for each speed, or for each node of the lab without a server."""
+    apart = 0 if settings.colocate_servers else settings.servers
+    in_lab = max(1, len(spec.nodes) - apart) if spec else 1
+    count = settings.workers or len(settings.speeds) or in_lab
+    if isinstance(settings, TrainSettings) and count > settings.batch:
+        raise ConfigError(
+            f"a batch of {settings.batch} cannot be shared by {count} workers",
+            where="--batch",
+            fix=f"use a batch of at least {count}, or fewer workers",
+        )
+    if settings.servers and count == 1:
+        raise ConfigError(
+            "there is nothing to serve with one worker", where="--servers", fix="start several workers"
+        )
+    return count
+
+
+def _places(
+    settings: RunSettings, spec: LabSpec | None, count: int
+) -> tuple[list[NodeSpec], list[NodeSpec]]:
+    """The lab's nodes of workers and of servers; empty without a lab."""
+    if spec is None:
+        return [], []
+    nodes = [spec.nodes[rank % len(spec.nodes)] for rank in range(count + settings.servers)]
+    workers = nodes[:count]
+    if settings.colocate_servers:
+        return workers, [workers[server % count] for server in range(settings.servers)]
+    return workers, nodes[count:]
+
+
+def _check_sync(plan: Plan, settings: RunSettings) -> None:
+    """Refuse, before anything is started, a policy or codec that cannot work."""
+    several = len({worker.node for worker in plan.workers}) > 1
+    cluster = planned_cluster(
+        plan,
+        links=(1.0,) * len(plan.workers) if several else (),  # measured when workers have joined
+        lr=settings.lr if isinstance(settings, TrainSettings) else 1.0,
+    )
+    check_plan(plan, cluster)
+    if isinstance(settings, TrainSettings):
+        codec = CODECS.build(plan.codec, where="--codec")
+        adam = settings.optimizer == "adamw"
+        refuse_momentum(codec, 0.9 if adam else settings.momentum, "AdamW" if adam else "SGD")
+
+
+def _commands(
+    plan: Plan, settings: RunSettings, target: Target, folder: RunFolder, lab: Lab | None
+) -> list[WorkerCommand]:
+    seats: dict[str, Seat] = {seat.node: seat for seat in lab.seats} if lab else {}
+    address = seats[plan.workers[0].node].address if lab else "127.0.0.1"
+    port = settings.port or (_LAB_PORT if lab else _free_port())
+    on_node: dict[str, int] = {}
+    commands = []
+    first = len(plan.workers)
+    serving = [
+        WorkerPlan(rank=rank, node=node, threads=1) for rank, node in enumerate(plan.servers, start=first)
+    ]
+    for worker in (*plan.workers, *serving):
+        local_rank = on_node.get(worker.node, 0)
+        on_node[worker.node] = local_rank + 1
+        seat = seats.get(worker.node)
+        env = {
+            **os.environ,
+            SERVERS_VARIABLE: str(len(serving)),
+            "RANK": str(worker.rank),
+            "WORLD_SIZE": str(len(plan.workers)),
+            "LOCAL_RANK": str(local_rank),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(worker.threads),
+            "MKL_NUM_THREADS": str(worker.threads),
+            "PYTHONUNBUFFERED": "1",
+            "ECHELON_RUN": str(folder.path),
+            "ECHELON_LAUNCHER": str(os.getpid()),
+        }
+        if seat is not None:
+            env["GLOO_SOCKET_IFNAME"] = seat.interface
+        prefix = seat.prefix if seat else ()
+        what = ["-m", "echelon.server.process"] if worker in serving else target.argv
+        argv = [*prefix, sys.executable, "-m", "echelon.start.worker", *what]
+        # A worker of a lab must enter its namespace and control group before it is Python, and a server
+        # is to be found by its command line: both are started by exec.
+        by_fork = settings.start == "fork" and lab is None and worker not in serving
+        program = what if by_fork else ()
+        commands.append(
+            WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env, program=program)
+        )
+    return commands
+
+
+class _Watch:
+    """Watches one run from the start of its workers until all have ended."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        plan: Plan,
+        lab: Lab | None,
+        recorder: Recorder,
+        watcher: Watcher,
+        stopped: list[int],
+    ) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._lab = lab
+        self._recorder = recorder
+        self._watcher = watcher
+        self._stopped = stopped
+        self._follower = Follower(folder)
+        self._output = LeaderOutput(folder)
+        self._started_at = time.monotonic()
+        self._joined: set[int] = set()
+        self._joined_at: float | None = None
+        self._step: int | None = None
+        self._faults: FaultClock | None = None
+
+    def run(self, start: Callable[[], Processes]) -> tuple[Failure | None, int]:
+        """Start the workers and watch until all have ended. Returns the first failure and the exit code."""
+        notes = list(self._lab.notes) if self._lab else []
+        for note in notes:
+            self._recorder.emit(Noted(t=time.time(), rank=LAUNCHER, text=note))
+        self._watcher.starting(self._folder, self._plan, notes)
+        if self._lab:
+            self._lab.lift_quotas()  # until all have joined: imports should not be slow too
+        with start() as processes:
+            if self._lab:
+                self._faults = FaultClock(self._lab, pids_of_node=processes.pids_on)
+            failure = self._until_done(processes)
+        self._look()
+        self._show(self._output.rest(failure))
+        return failure, self._conclude(processes, failure)
+
+    def _until_done(self, processes: Processes) -> Failure | None:
+        interrupted_at: float | None = None
+        while not processes.all_done():
+            time.sleep(_LOOK_EVERY_S)
+            self._look()
+            if self._stopped and interrupted_at is None:
+                interrupted_at = time.monotonic()
+                processes.interrupt()
+            if interrupted_at is not None:
+                if len(self._stopped) > 1 or time.monotonic() - interrupted_at > _INTERRUPT_GRACE_S:
+                    return None
+                continue
+            failure = processes.failure()
+            if failure is not None:
+                return failure
+        return None if self._stopped else processes.failure()
+
+    def _look(self) -> None:
+        """Show new output and events; inject the faults that are due."""
+        output = self._output.read()  # before the events, so that what they tell comes first
+        events = self._follower.poll()
+        for event in events:
+            if isinstance(event, WorkerJoined):
+                self._joined.add(event.rank)
+            elif isinstance(event, StepEnded) and event.rank == 0:
+                self._step = event.step
+        if self._joined_at is None and len(self._joined) == len(self._plan.workers):
+            self._joined_at = time.monotonic()
+            self._watcher.joined(self._joined_at - self._started_at)
+            if self._lab:
+                self._lab.apply_quotas()
+        self._show(output)
+        self._watcher.events(events)
+        self._inject_faults()
+
+    def _show(self, data: bytes) -> None:
+        if data:
+            self._watcher.output(data)
+
+    def _inject_faults(self) -> None:
+        if self._faults is None or self._joined_at is None:
+            return
+        for fault in self._faults.tick(time.monotonic() - self._joined_at, self._step):
+            self._recorder.emit(
+                FaultInjected(
+                    t=time.time(),
+                    rank=LAUNCHER,
+                    action=fault.action,
+                    target=fault.target,
+                    detail=fault.detail,
+                )
+            )
+            self._recorder.flush()
+
+    def _conclude(self, processes: Processes, failure: Failure | None) -> int:
+        """Record how the run ended. Returns the exit code."""
+        if self._stopped:
+            outcome, detail, code = (
+                "interrupted",
+                signal.Signals(self._stopped[0]).name,
+                128 + self._stopped[0],
+            )
+        elif failure is not None:
+            outcome, detail = (
+                "failed",
+                f"rank {failure.rank}: {failure.cause}",
+            )
+            exit_code = processes.exit_codes()[failure.rank]
+            code = exit_code if exit_code > 0 else 128 - exit_code
+            self._recorder.emit(
+                WorkerFailed(
+                    t=failure.t,
+                    rank=LAUNCHER,
+                    failed=failure.rank,
+                    node=processes.node_of(failure.rank),
+                    cause=failure.cause,
+                )
+            )
+        else:
+            outcome, detail, code = "completed", "", 0
+        self._recorder.emit(RunEnded(t=time.time(), rank=LAUNCHER, outcome=outcome, detail=detail))
+        self._recorder.flush()
+        self._watcher.events(self._follower.poll())
+        return code
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect signals that ask to stop, so that the launcher can clean up first."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # only the main thread may handle signals
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    caught = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = {number: signal.signal(number, note) for number in caught}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_bytes(text.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write {path.name}: {error.strerror}",
+            where=str(path.parent),
+            fix="make room there, or give another place with --runs",
+        ) from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_memory(workers: int) -> None:
+    """Refuse more workers than memory allows: importing torch alone takes some for each."""
+    available_bytes = psutil.virtual_memory().available
+    if workers * _WORKER_BYTES > available_bytes:
+        raise LaunchError(
+            f"{workers} workers need at least {show_bytes(workers * _WORKER_BYTES)} of memory, "
+            f"of which {show_bytes(available_bytes)} are available",
+            where="--workers",
+            fix=f"start at most {available_bytes // _WORKER_BYTES}",
+        )
+
+
+def _check_port(port: int) -> None:
+    """Refuse a port that another program uses."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} cannot be used: {error.strerror}",
+                where="--port",
+                fix="give another one, or leave it out to have a free one chosen",
+            ) from error

@@ -1,0 +1,132 @@
+"""The first code that runs in a worker: run the user's script as if it had been started by itself.
+
+    python -m echelon.start.worker script.py args...
+    python -m echelon.start.worker -m package.module args...
+
+If the script raises, the error is written to the run's `errors/` before the process ends, so that the
+launcher can show it. The worker dies with its launcher, even if the launcher is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from echelon.errors import EchelonError, GradientError, MismatchedCalls, WorkerError
+from echelon.observe.run_folder import RunFolder
+from echelon.start.failure import Failure
+from echelon.start.warn import WarningHandler
+from echelon.train.user_traceback import hide_wrappers
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run what the command line names."""
+    launcher = os.environ.get("ECHELON_LAUNCHER")
+    die_with_parent(int(launcher) if launcher else os.getppid())
+    run_program(sys.argv[1:])
+
+
+def run_program(program: Sequence[str]) -> None:
+    """Run a script with its arguments, or a module: `-m`, its name, its arguments."""
+    faulthandler.enable()
+    _hand_on_warnings()
+    sys.excepthook = _keep_error
+    if program[0] == "-m":
+        sys.argv = list(program[1:])
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        return
+    script = Path(program[0])
+    sys.argv = list(program)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(script.resolve().parent)  # it was the current folder, as for any -m
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _hand_on_warnings() -> None:
+    folder = os.environ.get("ECHELON_RUN")
+    if folder:
+        rank = int(os.environ.get("RANK", "0"))
+        handler = WarningHandler(rank, RunFolder(Path(folder)).events_of(rank))
+        logging.getLogger("echelon").addHandler(handler)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies. Linux only.
+
+    Elsewhere an orphan ends when its connections to the other workers break.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # the parent was gone before the call
+
+
+def _keep_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Write the error to the run's folder, then print it: in this order, see `LeaderOutput`."""
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    text = _error_text(kind, error, trace)
+    problem = _write_failure(kind, error, text)
+    sys.stdout.flush()
+    sys.stderr.write(text + problem)
+    sys.stderr.flush()
+
+
+def _write_failure(kind: type[BaseException], error: BaseException, text: str) -> str:
+    """Write the error file. Returns what to print if that is not possible."""
+    folder = os.environ.get("ECHELON_RUN")
+    if not folder:
+        return ""
+    rank = int(os.environ.get("RANK", "0"))
+    failure = Failure(
+        rank=rank,
+        t=time.time(),
+        kind=kind.__name__,
+        message=str(error),
+        text=text,
+        consequence=isinstance(error, WorkerError) and not _is_own(error, rank),
+    )
+    path = RunFolder(Path(folder)).error_of(rank)
+    try:
+        path.with_suffix(".tmp").write_bytes(msgspec.json.encode(failure))
+        path.with_suffix(".tmp").rename(path)
+    except OSError as problem:
+        return f"the error could not be written to {path}: {problem}\n"
+    return ""
+
+
+def _is_own(error: WorkerError, rank: int) -> bool:
+    """Whether an error that all workers raise names this one as the cause."""
+    return isinstance(error, GradientError | MismatchedCalls) and rank in error.ranks
+
+
+def _error_text(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    """The traceback of the user's code; for an EchelonError, only its message."""
+    if isinstance(error, EchelonError):
+        return f"{kind.__name__}: {error}\n"
+    if trace is error.__traceback__:
+        hide_wrappers(error)
+        trace = error.__traceback__
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    own |= {str(Path(__file__).with_name(name)) for name in ("template.py", "call.py")}
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(kind, error, trace))
+
+
+if __name__ == "__main__":
+    main()
