@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.data.near import Placement, near_order
-from echelon.plan.shares import batch_sizes, slices
+from echelon.plan.shares import ShareTable, batch_sizes
 
 HOSTS = ["a", "b", "c", "d"]
 
@@ -45,10 +45,12 @@ def chunk_of_row(placement):
 
 def rows_by_worker(placement, order):
     """What each worker draws of the order, as the shared loader cuts it."""
+    table, sizes = ShareTable(placement.weights), placement.sizes
     return [
         [
             row
-            for part in slices(placement.sizes, placement.weights, rank)
+            for number, size in enumerate(sizes)
+            for part in [table.slice_of(0, number, size, rank, start=sizes.start(number))]
             for row in order[part.start : part.stop]
         ]
         for rank in range(len(placement.weights))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import ConfigError
-from echelon.plan.shares import batch_sizes, slices, split
+from echelon.plan.shares import ShareTable, batch_sizes, split
 
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
 
@@ -22,6 +22,15 @@ def epochs(draw):
     samples = draw(st.integers(len(shares), 300))
     batch = draw(st.integers(len(shares), 80))
     return shares, samples, batch
+
+
+def slices(sizes, shares, rank, start=0):
+    """One worker's part of each batch."""
+    table = ShareTable(shares)
+    return [
+        table.slice_of(0, index, size, rank, start=start + sizes.start(index))
+        for index, size in enumerate(sizes)
+    ]
 
 
 @given(weights, st.integers(0, 1000))
@@ -99,3 +108,50 @@ def test_a_weight_that_is_not_positive_is_refused(shares):
 def test_a_batch_smaller_than_the_number_of_workers_is_refused():
     with pytest.raises(ConfigError, match="a batch of 3 cannot be shared by 4 workers"):
         split(3, [1] * 4)
+
+
+@given(
+    st.integers(2, 5).flatmap(
+        lambda workers: st.lists(
+            st.tuples(st.lists(st.integers(1, 9), min_size=workers, max_size=workers), st.integers(1, 6)),
+            min_size=1,
+            max_size=4,
+        )
+    ),
+    st.integers(8, 40),
+)
+def test_every_sample_is_seen_once_while_shares_change_even_if_a_worker_has_drawn_ahead(changes, batch):
+    workers = len(changes[0][0])
+    tables = [ShareTable([1.0] * workers) for _ in range(workers)]
+    drawn = [0] * workers
+    parts: dict[int, list[tuple[int, int]]] = {}
+
+    def draw(rank):
+        part = tables[rank].slice_of(7, drawn[rank], batch, rank, start=drawn[rank] * batch)
+        assert sum(part.parts) == batch
+        parts.setdefault(drawn[rank], []).append((part.start, part.stop))
+        drawn[rank] += 1
+
+    for weights, ahead in changes:
+        for rank in range(workers):
+            for _ in range(2 + (ahead if rank == workers - 1 else 0)):
+                draw(rank)
+        first = max(drawn)
+        for rank in range(workers):
+            tables[rank].change(weights, {7: first})
+        for rank in range(workers):
+            while drawn[rank] < first:
+                draw(rank)
+    for rank in range(workers):
+        draw(rank)
+    for number, found in parts.items():
+        samples = [sample for start, stop in sorted(found) for sample in range(start, stop)]
+        assert samples == list(range(number * batch, (number + 1) * batch))
+
+
+def test_a_loader_that_was_not_there_at_a_change_has_the_new_shares_from_its_first_batch():
+    table = ShareTable([1.0, 1.0])
+    table.change([3.0, 1.0], {0: 5})
+    assert table.slice_of(0, 4, 8, 0).parts == (4, 4)
+    assert table.slice_of(0, 5, 8, 0).parts == (6, 2)
+    assert table.slice_of(1, 0, 8, 1).parts == (6, 2)

@@ -33,7 +33,10 @@ class RunSettings:
         None, "The name of the run's folder. Default: the name of the script or model."
     )
     runs: str = setting("runs", "The folder in which the run's folder is made.")
-    shares: str = setting("equal", "Parts of a batch: equal, by-speed, or a number per worker: 4,2,1,1.")
+    shares: str = setting(
+        "equal",
+        "Parts of a batch: equal, auto (by measured speed), by-speed (stated), or numbers: 4,2,1,1.",
+    )
     speed: str | None = setting(
         None, "Emulate slower processors, without root: a speed in (0, 1] per worker: 1,0.5,0.5,0.25."
     )

@@ -144,6 +144,21 @@ class WorkersAwaited(Event, frozen=True, kw_only=True, tag="awaited"):
     doing: str = ""
 
 
+class SharesChanged(Event, frozen=True, kw_only=True, tag="shares-changed"):
+    """The workers' shares of a batch change, by rank, because of the times of their steps.
+
+    Rank `slowest` took `slowest_s` for its share; with the new shares no worker should take longer than
+    `expected_s`.
+    """
+
+    step: int
+    shares: list[int]
+    before: list[int]
+    slowest: int
+    slowest_s: float
+    expected_s: float
+
+
 class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
     """The model was evaluated on held-out data by all workers together."""
 
@@ -287,6 +302,7 @@ AnyEvent: TypeAlias = (
     | Evaluated
     | EpochEnded
     | Noted
+    | SharesChanged
     | Logged
     | ServerEnded
     | CheckpointSaved

@@ -32,12 +32,17 @@ class WorkerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Choices):
-    """Who does how much, and how they communicate. `servers` are the nodes of the servers, if any."""
+    """Who does how much, and how they communicate.
+
+    `servers` are the nodes of the servers, if any. `adapt_shares`: the weights are those of the first
+    steps, and then follow the workers' measured speeds.
+    """
 
     run: str
     workers: tuple[WorkerPlan, ...]
     servers: tuple[str, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
+    adapt_shares: bool = False
     predicted_step_s: float | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -117,6 +122,7 @@ def make_plan(
         run=run,
         workers=workers,
         groups=asked.groups,
+        adapt_shares=asked.shares == "auto",
         reasons={"shares": why_shares, "threads": why_threads},
         **asked.chosen(),
     )
@@ -141,6 +147,8 @@ def _speeds(given: tuple[float, ...], count: int) -> tuple[float, ...]:
 
 
 def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
+    if shares == "auto":
+        return [1.0] * len(speeds), "equal at first; they follow the workers' measured speeds"
     if shares == "equal":
         return [1.0] * len(speeds), "equal, as nothing else was asked for"
     if shares == "by-speed":
@@ -151,7 +159,7 @@ def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
         raise ConfigError(
             f"{shares!r} is not a way to share a batch",
             where="--shares",
-            fix="say equal, by-speed, or one number for each worker: 4,2,1,1",
+            fix="say equal, auto, by-speed, or one number for each worker: 4,2,1,1",
         ) from None
     check_weights(weights, len(speeds))
     return weights, "as asked"

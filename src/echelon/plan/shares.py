@@ -54,11 +54,15 @@ def _less_than_one(total: int, weights: Sequence[float]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One worker's part of one global batch: samples `start` to `stop` of the epoch's order."""
+    """One worker's part of one global batch: samples `start` to `stop` of the epoch's order.
+
+    `parts` are the shares of all workers.
+    """
 
     start: int
     stop: int
     batch: int
+    parts: tuple[int, ...] = ()
 
     @property
     def share(self) -> int:
@@ -109,14 +113,33 @@ def slice_of(size: int, weights: Sequence[float], rank: int, *, start: int = 0) 
     """One worker's part of a batch of `size` samples that begins at `start`."""
     parts = split(size, weights)
     before = start + sum(parts[:rank])
-    return Slice(before, before + parts[rank], size)
+    return Slice(before, before + parts[rank], size, parts)
 
 
-def slices(sizes: BatchSizes, weights: Sequence[float], rank: int, *, start: int = 0) -> Iterator[Slice]:
-    """One worker's part of each batch; the parts of all workers hold every sample once."""
-    known: dict[int, Slice] = {}
-    for index, size in enumerate(sizes):
-        if size not in known:
-            known[size] = slice_of(size, weights, rank)
-        part, at = known[size], start + sizes.start(index)
-        yield Slice(at + part.start, at + part.stop, size)
+class ShareTable:
+    """Every worker's part of each batch of each loader, by rank; it may change from some batch on."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.weights = tuple(weights)
+        self._before: dict[int, tuple[int, tuple[float, ...]]] = {}
+        self._parts: dict[tuple[int, tuple[float, ...]], tuple[int, ...]] = {}
+
+    def change(self, weights: Sequence[float], first: Mapping[int, int]) -> None:
+        """Use other weights, in each loader from the batch with this number on, and from 0 in new ones."""
+        self._before = {loader: (number, self.weights) for loader, number in first.items()}
+        self._parts.clear()
+        self.weights = tuple(weights)
+
+    def at(self, loader: int, number: int) -> tuple[float, ...]:
+        """The weights of a loader's batch; `number` counts all batches that were drawn from it."""
+        until, before = self._before.get(loader, (0, ()))
+        return before if number < until else self.weights
+
+    def slice_of(self, loader: int, number: int, size: int, rank: int, *, start: int = 0) -> Slice:
+        """One worker's part of a batch of `size` samples that begins at `start`."""
+        weights = self.at(loader, number)
+        parts = self._parts.get((size, weights))
+        if parts is None:
+            parts = self._parts[size, weights] = split(size, weights)
+        before = start + sum(parts[:rank])
+        return Slice(before, before + parts[rank], size, parts)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -89,6 +89,8 @@ class StepClock:
         self.epoch = 0
         self.step = 0
         self.optimizers = 0
+        self.on_ended: Callable[[float, int], None] | None = None
+        """Called at the end of a step with its seconds of data and computing, and its global batch."""
 
     def data_asked(self) -> None:
         """The loop requests the next batch: the previous step is over."""
@@ -284,6 +286,8 @@ class StepClock:
         self._now = _StepTimes(now)
         if not step.by:
             return
+        if self.on_ended is not None:
+            self.on_ended(step.data_s + step.compute_s, step.batch)
         self._recorder.emit(
             StepEnded(
                 t=self._offset + now,

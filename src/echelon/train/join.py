@@ -62,7 +62,7 @@ def join(
     *,
     name: str | None = None,
     seed: int | None = None,
-    shares: Sequence[float] | None = None,
+    shares: Sequence[float] | Literal["auto", "equal"] | None = None,
     timeout_s: float | None = None,
     round_timeout_s: float | None = None,
     transport: Transport | None = None,
@@ -79,7 +79,8 @@ def join(
 
     name             the name of the run's folder; default: the script's name
     seed             fixes the order of the data
-    shares           each worker's part of a batch, one number by rank; default: equal
+    shares           each worker's part of a batch: one number by rank; auto (by measured speed, while the
+                     run goes on) or equal
     timeout_s        how long to wait for all workers to join
     round_timeout_s  how long a worker may keep the others waiting at a round
     transport        how bytes move: auto, shm, tcp or c10d
@@ -153,7 +154,10 @@ def _naming_arguments(given: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _plan(
-    place: Place, launched: RunFolder | None, choices: Mapping[str, Any], shares: Sequence[float] | None
+    place: Place,
+    launched: RunFolder | None,
+    choices: Mapping[str, Any],
+    shares: Sequence[float] | str | None,
 ) -> Plan:
     """The launcher's plan or a new one. The script's choices come before the launcher's."""
     given = {name: _typed(name, value) for name, value in choices.items() if value is not None}
@@ -177,18 +181,23 @@ def _typed(name: str, value: Any) -> Any:
     return value if typing.get_origin(hint) is Literal else convert(value, hint, where=flag(name))
 
 
-def _with_shares(plan: Plan, shares: Sequence[float]) -> Plan:
+def _with_shares(plan: Plan, shares: Sequence[float] | str) -> Plan:
+    adapts = shares == "auto"
+    if adapts or shares == "equal":
+        shares = [1.0] * len(plan.workers)
     try:
         weights = [float(share) for share in shares]
     except (TypeError, ValueError):  # a text, most likely
         raise ConfigError(
             f"{shares!r} is not one number for each worker",
             where="--shares",
-            fix="give numbers by rank, such as (2, 1, 1); `echelon run --shares` also takes by-speed",
+            fix="give numbers by rank, such as (2, 1, 1), or auto; `echelon run --shares` has by-speed too",
         ) from None
     check_weights(weights, len(plan.workers))
     workers = tuple(replace(w, weight=s) for w, s in zip(plan.workers, weights, strict=True))
-    return replace(plan, workers=workers, reasons={**plan.reasons, "shares": "as asked"})
+    return replace(
+        plan, workers=workers, adapt_shares=adapts, reasons={**plan.reasons, "shares": "as asked"}
+    )
 
 
 def _check(plan: Plan, place: Place) -> bool:

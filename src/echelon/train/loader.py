@@ -40,7 +40,7 @@ from echelon.data.dataset import ChunkDataset, NearSampler
 from echelon.data.missing import meet
 from echelon.data.near import Placement, near_order
 from echelon.errors import ConfigError, DataError
-from echelon.plan.shares import BatchSizes, Slice, batch_sizes, slice_of, slices, split
+from echelon.plan.shares import BatchSizes, ShareTable, Slice, batch_sizes, slice_of, split
 from echelon.train.clock import StepClock
 from echelon.train.left_loop import when_unwound
 from echelon.train.order import (
@@ -68,7 +68,7 @@ class SampleOrder(Protocol):
 class Sharing:
     """How workers share data.
 
-    weights   every worker's part of a batch, by rank
+    shares    every worker's part of each batch
     on_pass   called when a pass begins and when it has ended
     on_batch  called with every batch before the loop gets it: which part it is of, and its data
     on_break  called when the loop is left in the middle
@@ -79,7 +79,7 @@ class Sharing:
     """
 
     group: Group
-    weights: Sequence[float]
+    shares: ShareTable
     seed: int
     clock: StepClock
     device: torch.device
@@ -133,6 +133,7 @@ class SharedLoader(DataLoader[Any]):
         self.finished = True
         self.trains = False
         self.draws_to_train = False
+        self.batches_drawn = 0  # in all passes
         self.share_drawn = 0  # samples of this worker in the current pass, or in the last one
         self._resuming = False
         self._drawn: list[Any] | None = None
@@ -172,7 +173,7 @@ class SharedLoader(DataLoader[Any]):
         """This worker's share of a full batch."""
         if self._own_batches:
             raise AttributeError("batch_size")
-        return split(self.global_batch_size, self._sharing.weights)[self._sharing.group.rank]
+        return split(self.global_batch_size, self._sharing.shares.weights)[self._sharing.group.rank]
 
     def _has_list(self) -> bool:
         """Whether the order can be looked up at any position; otherwise it is drawn batch by batch."""
@@ -211,7 +212,7 @@ class SharedLoader(DataLoader[Any]):
         workers = self._sharing.group.size
         if self._own_batches:
             return
-        split(self.global_batch_size, self._sharing.weights)
+        split(self.global_batch_size, self._sharing.shares.weights)
         if self.streams:
             return
         if not hasattr(self._sampler, "__len__"):
@@ -341,9 +342,18 @@ class SharedLoader(DataLoader[Any]):
         sizes = self._sizes(len(order) - self.position)
         if sizes:
             _check_enough(sizes[len(sizes) - 1], group.size)
-        for part in slices(sizes, self._sharing.weights, group.rank, start=self.position):
+        begin = self.position
+        for index, size in enumerate(sizes):
+            part = self._slice(size, begin + sizes.start(index))
             taken.append(part)
             yield list(order[part.start : part.stop])
+
+    def _slice(self, size: int, start: int = 0) -> Slice:
+        """This worker's part of the next batch."""
+        rank = self._sharing.group.rank
+        part = self._sharing.shares.slice_of(self._index, self.batches_drawn, size, rank, start=start)
+        self.batches_drawn += 1
+        return part
 
     @property
     def _claims(self) -> bool:
@@ -351,7 +361,7 @@ class SharedLoader(DataLoader[Any]):
         sampler = self._sampler
         in_order = not sampler.shuffle if isinstance(sampler, NearSampler) else False
         shuffled = type(sampler) is not SequentialSampler and not in_order
-        equal = len(set(self._sharing.weights)) == 1
+        equal = len(set(self._sharing.shares.weights)) == 1
         return self._sharing.claim is not None and shuffled and equal and not self._by_batches
 
     def _claim_parts(self, taken: deque[Slice]) -> Iterator[list[int]]:
@@ -367,7 +377,7 @@ class SharedLoader(DataLoader[Any]):
         while (ticket := claim(what, 1)) < len(sizes) * tickets:
             batch, slot = divmod(ticket, tickets)
             start = begin + sizes.start(batch)
-            taken.append(slice_of(sizes[batch], sharing.weights, part_of(slot), start=start))
+            taken.append(slice_of(sizes[batch], sharing.shares.weights, part_of(slot), start=start))
             yield list(order[taken[-1].start : taken[-1].stop])
 
     def _cut_batches(self, taken: deque[Slice]) -> Iterator[list[int]]:
@@ -376,7 +386,7 @@ class SharedLoader(DataLoader[Any]):
         for batch in islice(self._told_batches(), self.position, None):
             if not self._own_batches:
                 _check_enough(len(batch), group.size)
-            part = slice_of(len(batch), self._sharing.weights, group.rank)
+            part = self._slice(len(batch))
             taken.append(part)
             yield batch[part.start : part.stop]
 
@@ -411,7 +421,7 @@ class SharedLoader(DataLoader[Any]):
             [chunk.rows for chunk in dataset.catalogue.chunks],
             list(dataset.chunk_hosts),
             list(dataset.hosts),
-            list(self._sharing.weights),
+            list(self._sharing.shares.weights),
             self.global_batch_size,
         ]
 
@@ -448,7 +458,6 @@ class SharedLoader(DataLoader[Any]):
         return _stable_seed(f"{self._sharing.seed}/{self._index}/{self.pass_index}{suffix}")
 
     def _from_stream(self) -> Iterator[tuple[Slice, Any]]:
-        weights, rank = self._sharing.weights, self._sharing.group.rank
         skip = self.position
         for batch in merge_small(iter(self._inner), self._sharing.group.size):
             if skip >= len(batch):
@@ -456,7 +465,7 @@ class SharedLoader(DataLoader[Any]):
                 continue
             samples, skip = batch[skip:], 0
             _check_enough(len(samples), self._sharing.group.size)
-            part = slice_of(len(samples), weights, rank)
+            part = self._slice(len(samples))
             yield part, self._collate(samples[part.start : part.stop])
 
 

@@ -33,12 +33,15 @@ from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.config.choices import FactorRule, Overlap, check_word
+from echelon.config.units import show_seconds
 from echelon.errors import ConfigError, EchelonError, ModelError
-from echelon.observe.events import CheckpointLoaded, CheckpointSaved, EpochEnded
+from echelon.observe.events import CheckpointLoaded, CheckpointSaved, EpochEnded, SharesChanged
 from echelon.observe.run_folder import RunFolder
+from echelon.plan.balance import ShareChange
 from echelon.plan.plan import Plan
-from echelon.plan.shares import Slice, split
+from echelon.plan.shares import ShareTable, Slice
 from echelon.train import consistency, resume
+from echelon.train.auto_shares import AutoShares
 from echelon.train.batches import HandedBatch
 from echelon.train.clock import StepClock
 from echelon.train.collectives import ScriptCollectives
@@ -105,9 +108,15 @@ class Session(ScriptCollectives, ScriptLog):
         self._prepared = resume.Prepared()
         self._synchronizer: Synchronizer = choose(plan, group, clock, links, self.explain)
         self._sharing: Sharing | None = None
+        self._shares = ShareTable(plan.weights)
+        self._auto_shares: AutoShares | None = None
+        if plan.adapt_shares and group.size > 1 and self._synchronizer.meets_every_step:
+            self._auto_shares = AutoShares(
+                group, self._shares, lambda: self._prepared.loaders, self._shares_changed
+            )
+            clock.on_ended = self._auto_shares.step_ended
         self._current: SharedLoader | None = None
         self._share = 0
-        self._parts: dict[int, tuple[int, ...]] = {}  # all workers' shares, by the size of the batch
         self._first_epoch = 0
         self._closed = False
         self._guard = Guard(
@@ -262,14 +271,14 @@ class Session(ScriptCollectives, ScriptLog):
             optimizer,
             rules.overlap,
             before=lambda: self._before_step(optimizer),
-            after=lambda: self._clock.applied(id(optimizer)),
+            after=lambda: self._after_step(optimizer),
         )
 
     def _data_sharing(self) -> Sharing:
         if self._sharing is None:
             self._sharing = Sharing(
                 group=self._group,
-                weights=self._plan.weights,
+                shares=self._shares,
                 seed=self._plan.seed,
                 clock=self._clock,
                 device=self.device,
@@ -398,11 +407,32 @@ class Session(ScriptCollectives, ScriptLog):
         if self._weights.trains:
             loader.draws_to_train = True
             self._guard.goes_on()
-        if part.batch not in self._parts:
-            self._parts[part.batch] = split(part.batch, self._plan.weights)
-        parts = (part.share,) if self._synchronizer.claims else self._parts[part.batch]
+        if self._auto_shares is not None:
+            self._auto_shares.drew(part.batch)
+        parts = (part.share,) if self._synchronizer.claims else part.parts
         batch = HandedBatch(loader=loader.index, share=part.share, batch=part.batch, parts=parts)
         self._weights.drew(batch, data)
+
+    def _shares_changed(self, change: ShareChange) -> None:
+        """Record new shares, and why."""
+        now, before = (",".join(map(str, shares)) for shares in (change.shares, change.before))
+        why = (
+            f"from step {self._clock.step} on {now}, before {before}: rank {change.rank} took "
+            f"{show_seconds(change.slowest_s)} for its share, now about {show_seconds(change.expected_s)}"
+        )
+        self._record.emit(
+            SharesChanged(
+                t=time.time(),
+                rank=self.rank,
+                step=self._clock.step,
+                shares=list(change.shares),
+                before=list(change.before),
+                slowest=change.rank,
+                slowest_s=change.slowest_s,
+                expected_s=change.expected_s,
+            )
+        )
+        self.explain("shares", f"by measured speed; {why}", tell=f"shares of a batch: {why}")
 
     def _samples(self) -> float:
         loader = self._current
@@ -424,6 +454,12 @@ class Session(ScriptCollectives, ScriptLog):
         if self._current is not None:
             self._current.trains = True
         self._clock.applying(id(optimizer))
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        step = self._clock.step
+        self._clock.applied(id(optimizer))
+        if self._auto_shares is not None and self._clock.step > step:
+            self._auto_shares.stepped()
 
     # Checkpoints ---------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ import echelon
 from echelon.comm.alone import SoloGroup
 from echelon.errors import ConfigError, DataError
 from echelon.observe.recorder import Recorder
+from echelon.plan.shares import ShareTable
 from echelon.train.clock import StepClock
 from echelon.train.loader import SharedLoader, Sharing
 
@@ -81,7 +82,7 @@ def shared(loader, *, rank=0, workers=1, weights=None, seed=0, index=0, meaning=
     seen = []
     sharing = Sharing(
         group=Pretend(rank, workers),
-        weights=weights or [1.0] * workers,
+        shares=ShareTable(weights or [1.0] * workers),
         seed=seed,
         clock=StepClock(Recorder(None), rank),
         device=torch.device("cpu"),

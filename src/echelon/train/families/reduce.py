@@ -42,6 +42,8 @@ class ReduceSynchronizer(Synchronizer):
     `link` is the slowest link between the workers, None if unknown; `explain` records decisions.
     """
 
+    meets_every_step = True
+
     def __init__(
         self,
         group: Group,

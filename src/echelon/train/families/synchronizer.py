@@ -45,6 +45,9 @@ class ModelOptions:
 class Synchronizer(ABC):
     """Synchronises all models and optimizers of a run, on one worker."""
 
+    meets_every_step = False
+    """Whether all workers take the same steps, and wait for the slowest in each."""
+
     claims = False
     """Whether workers claim parts of batches from a common order, as they need them."""
 
