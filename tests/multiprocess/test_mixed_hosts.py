@@ -316,3 +316,27 @@ def test_tcp_is_used_where_rails_cannot_be(warm_pool, places, options, warned):
         assert plain == [False, 0]
         assert warned or not said
     assert warned in " ".join(results[0][-1])
+
+
+# Ranks that were dealt out in turn ---------------------------------------------------------------
+
+
+def crossing(places, collective):
+    """How much this worker sends to other machines, as a part of the buffer, and a sum over TCP."""
+    with member(places, collective=collective, transport="tcp") as group:
+        steps = group._schedule(LARGE)
+        far = sum(
+            move.length for step in steps for move in step.sends if places[move.peer] != places[group.rank]
+        )
+        summed = torch.full((LARGE,), float(group.rank))
+        group.all_reduce(summed).wait()
+        return far / LARGE, summed.unique().tolist()
+
+
+@pytest.mark.parametrize("collective", ["ring", "hierarchical(sizes=[2,2])"])
+def test_ranks_that_alternate_between_machines_cross_as_little_as_neighbours(warm_pool, collective):
+    alternating = warm_pool.run(4, crossing, [0, 1, 0, 1], collective)
+    neighbours = warm_pool.run(4, crossing, PAIRS, collective)
+    assert [total for _, total in alternating] == [[6]] * 4
+    assert sum(far for far, _ in alternating) == pytest.approx(sum(far for far, _ in neighbours))
+    assert sum(far for far, _ in neighbours) < 4, "not everything crosses"

@@ -33,7 +33,15 @@ from echelon.comm.meet.tls import Certificates
 from echelon.comm.memory.rails import TAGS, RailLayout, Rails, machines
 from echelon.comm.memory.segment import Handle, share
 from echelon.comm.memory.shm import SharedMemoryTeam
-from echelon.comm.schedule.collective import COLLECTIVES, Collective, Move, Schedule, ScheduleStep, pieces
+from echelon.comm.schedule.collective import (
+    COLLECTIVES,
+    Collective,
+    Move,
+    Schedule,
+    ScheduleStep,
+    on,
+    pieces,
+)
 from echelon.comm.schedule.collectives.auto import AutoCollective
 from echelon.comm.schedule.collectives.direct import to_owners
 from echelon.comm.schedule.spread import broadcast, gather_all, gather_blocks
@@ -46,7 +54,6 @@ from echelon.comm.wire.summing import SumServers
 from echelon.comm.wire.watch import OnWaiting
 from echelon.errors import ConfigError, LaunchError, RoundTimeout, WorkerError
 
-SECRET_VARIABLE = "ECHELON_SECRET"
 _LARGE_BYTES = 64 * 1024  # above this, few bytes matter more than few steps
 _MOST_LANES = 4
 _LANE_BYTES = 1 << 20
@@ -97,7 +104,7 @@ class Engine:
         sums: bool = True,
     ) -> Engine:
         """Connect the workers and servers of a rendezvous. `sums`: whether the servers sum."""
-        given = os.environ.get(SECRET_VARIABLE)
+        given = os.environ.get(mesh.SECRET_VARIABLE)
         view, secret = mesh.agree_on_view(rendezvous, given.encode() if given else None)
         address = interface_address(rendezvous, place)
         certificates = Certificates.from_environment(os.environ)
@@ -185,7 +192,9 @@ class EngineGroup(Group):
         self.names = engine.loop.names
         self.deadline_s = engine.deadline_s
         self.servers = tuple(range(len(engine.workers), len(engine.rendezvous.members)))
-        self.machines = len(machines([engine.workers[rank] for rank in self.ranks]))
+        on_machines = machines([engine.workers[rank] for rank in self.ranks])
+        self.machines = len(on_machines)
+        self._order = tuple(self._ranks.index(rank) for ranks in on_machines for rank in ranks)
         self._owns = owns
         self._text: str
         self._collective: Collective
@@ -241,7 +250,7 @@ class EngineGroup(Group):
     def _schedule(self, length: int) -> Schedule:
         if self._summing is not None:
             return self._summing.schedule(length)
-        return _schedule(self._collective, self.rank, self.size, length)
+        return _schedule(self._collective, self._order, self.rank, length)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all members, by rank."""
@@ -291,6 +300,10 @@ class EngineGroup(Group):
     def on_waiting(self, told: OnWaiting) -> None:
         """The loop's thread calls it."""
         self._engine.loop.watch.on_waiting = told
+
+    def left_loop(self, error: BaseException | None) -> None:
+        """Blocked workers learn of it when they ask what this one does."""
+        self._engine.loop.watch.left_loop(error)
 
     def progress(self) -> None:
         """Its part of sums in shared memory."""
@@ -519,8 +532,12 @@ def _lanes(flat: Tensor) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=256)
-def _schedule(collective: Collective, rank: int, size: int, length: int) -> Schedule:
-    return collective.schedule(rank, size, length)
+def _schedule(collective: Collective, order: tuple[int, ...], rank: int, length: int) -> Schedule:
+    """A member's steps. Collectives take consecutive members for neighbours: `order` is machine by machine,
+    so that they are, also where a launcher has dealt ranks out in turn.
+    """
+    steps = collective.schedule(order.index(rank), len(order), length)
+    return steps if order == tuple(range(len(order))) else on(order, steps)
 
 
 def _renamed(step: ScheduleStep, ranks: Sequence[int]) -> ScheduleStep:

@@ -182,6 +182,10 @@ class Group(ABC):
         """
         return
 
+    def left_loop(self, error: BaseException | None) -> None:
+        """The script's loop was left by this error, which something else may catch; None: it goes on."""
+        return
+
     # Made of the above.
 
     def barrier(self) -> None:

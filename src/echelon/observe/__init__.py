@@ -3,6 +3,7 @@
 events.py      the typed events; all other files here work from them
 run_folder.py  the paths of a run's files
 recorder.py    writes one worker's events, cheaply
+growth.py      what a run's folder has gained, for workers that do not share the record's disk
 follow.py      reads the events of a run, also while it is running
 arrival.py     who kept the others waiting in a step, judged by arrival
 lateness.py    who was late over a whole run: in every round, now and then, or once

@@ -24,6 +24,9 @@ batchnorm.py    batch normalisation over all workers' samples
 clock.py        where a worker's time goes, step by step
 thread_times.py did the training thread have a core?
 record.py       a worker's events, and the start and end of a run without a launcher
+far_events.py   sends the events of workers that do not share the leader's disk to its record
+left_loop.py    did an exception end the script's loop, in an engine that catches it?
+threads.py      how many threads does each worker compute with under another launcher?
 user_traceback.py  the traceback of a user's error, without Echelon's wrappers
 resume.py       the state of a run for a checkpoint, and how it is restored
 job.py          the built-in training job of `echelon train`

@@ -52,6 +52,20 @@ def _check_codec(plan: Plan, policy: Policy, cluster: ClusterInfo) -> None:
         refuse_for_weights(plan.codec, between.name)
 
 
+def refuse_without_servers(plan: Plan, workers: int, servers: int) -> None:
+    """Refuse a policy that needs servers, where another launcher than `echelon run` started no process for
+    one.
+    """
+    policy = POLICIES.build(plan.sync, where="--sync").resolved()
+    if workers > 1 and not servers and needs_parameter_servers(policy):
+        raise ConfigError(
+            f"{_between_groups(policy).name} needs a parameter server, and there is none",
+            where="--sync",
+            fix="let the last process be one, with join(servers=1) or ECHELON_SERVERS=1, "
+            f"and start {workers + 1} processes for {workers} workers",
+        )
+
+
 def needs_parameter_servers(policy: Policy) -> bool:
     """Whether servers keep parameters, and do not only sum."""
     return _between_groups(policy).family == "serve"

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from echelon.comm.meet.place import RUN_VARIABLE
 from echelon.config.resolve import resolve
 from echelon.config.schema import TrainSettings
 from echelon.observe.run_folder import RunFolder
-from echelon.train.join import RUN_VARIABLE, join
+from echelon.train.join import join
 from echelon.train.session import Session
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS

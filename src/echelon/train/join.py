@@ -1,8 +1,8 @@
 """How a script becomes a worker: find its place, check the plan, connect, open the record.
 
 Under `echelon run` the launcher has made a run folder with a plan and names it in ECHELON_RUN. Under any
-other launcher the leader makes both. Without a launcher the script is alone, and keeps no record unless
-it is asked to.
+other launcher the leader makes both. If there are to be servers, the last processes become servers here,
+and end here. Without a launcher the script is alone, and keeps no record unless it is asked to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -30,7 +30,7 @@ from echelon.cluster.machine import usable_cores
 from echelon.cluster.pace import Pace
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
-from echelon.comm.meet.place import Place
+from echelon.comm.meet.place import RUN_VARIABLE, Place
 from echelon.comm.meet.rendezvous import Rendezvous, meet
 from echelon.comm.open import open_group, open_solo
 from echelon.comm.wire.summing import KEEP, SERVERS_DO, SUM
@@ -39,18 +39,20 @@ from echelon.config.registry import convert
 from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError, EchelonError
 from echelon.observe.events import LinkMeasured, WorkerJoined, WorkersAwaited
+from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan, PlanRequest, check_weights, make_plan
 from echelon.reduce.packing import sizes
+from echelon.server.process import serve
 from echelon.sync.cluster import carried_out, planned_cluster
-from echelon.train.checks import check_plan, needs_parameter_servers
+from echelon.train import threads
+from echelon.train.checks import check_plan, needs_parameter_servers, refuse_without_servers
 from echelon.train.clock import StepClock
 from echelon.train.record import RunRecord
 from echelon.train.session import Session
 from echelon.train.thread_times import ThreadTimes
 from echelon.train.user_traceback import hide_wrappers
 
-RUN_VARIABLE = "ECHELON_RUN"
 _HINTS = typing.get_type_hints(Choices)
 _OPTION = re.compile(r"--([a-z-]+)")
 _ARGUMENTS = {"join_timeout_s": "timeout_s"}  # where `join` has a shorter name
@@ -69,6 +71,7 @@ def join(
     factors: FactorRule | None = None,
     sync: str | None = None,
     codec: str | None = None,
+    servers: int | None = None,
     runs: str | Path = "runs",
     record: bool | None = None,
 ) -> Session:
@@ -86,10 +89,14 @@ def join(
     factors          whether linear layers send factors of their gradients: auto, always or never
     sync             when workers synchronise, see `echelon list sync`
     codec            how gradients are encoded, see `echelon list codec`
+    servers          how many of the processes that another launcher started are parameter servers
     runs             the folder in which the run's folder is made
     record           whether to keep a record; default: if a launcher started the run
 
-    The default of a choice is how the run was started. A wrong value raises ConfigError at once. Example:
+    The default of a choice is how the run was started. A wrong value raises ConfigError at once.
+
+    With servers, the last processes do not return from here: they serve, and end with the run. `echelon run
+    --servers` starts servers by itself. The default is what ECHELON_SERVERS says. Example:
 
         session = echelon.join(seed=1)
     """
@@ -104,19 +111,21 @@ def join(
         "sync": sync,
         "codec": codec,
     }
-    place = Place.from_environment(os.environ, parent=os.getppid())
     launched = _launchers_folder()
-    with _naming_arguments({**choices, "shares": shares}):
+    with _naming_arguments({**choices, "shares": shares, "servers": servers}):
+        asked = convert(servers, int, where=flag("servers")) if servers is not None else None
+        place = Place.from_environment(os.environ, parent=os.getppid(), servers=asked)
         plan = _plan(place, launched, choices, shares)
         sums = _check(plan, place)
+    kept = _is_kept(record, launched, place)
+    if place.serves:
+        _serve(place, plan, kept=kept)
     group, rendezvous = _connect(place, plan, sums=sums)
     with _departing_on_error(group, rendezvous):
         links = group.measure_links()
-        kept = _is_kept(record, launched, place)
-        folder = _folder(group, launched, name, Path(runs)) if kept else None
+        written = _record(rendezvous, launched, place, name, Path(runs)) if kept else _unrecorded(place)
         if launched is None:
-            plan = _placed(plan, folder, rendezvous)
-        written = RunRecord(folder, group.rank, owned=launched is None and group.rank == 0)
+            plan = _placed(plan, written.folder, rendezvous)
         return _session(group, rendezvous, plan, written, links, place)
 
 
@@ -193,6 +202,8 @@ def _with_shares(plan: Plan, shares: Sequence[float] | str) -> Plan:
 
 def _check(plan: Plan, place: Place) -> bool:
     """Refuse a plan that cannot work before any worker waits; returns whether servers only sum."""
+    if not place.launched:
+        refuse_without_servers(plan, place.world_size, place.servers)
     assumed = (1.0,) * place.world_size  # links are measured when workers have joined
     cluster = planned_cluster(plan, servers=place.servers, links=assumed, lr=1.0)
     return not needs_parameter_servers(check_plan(plan, cluster))
@@ -201,13 +212,7 @@ def _check(plan: Plan, place: Place) -> bool:
 def _connect(place: Place, plan: Plan, *, sums: bool) -> tuple[Group, Rendezvous | None]:
     if place.world_size == 1:
         return open_solo(), None
-    rendezvous = meet(
-        place,
-        node=plan.workers[place.rank].node,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        timeout_s=plan.join_timeout_s,
-    )
+    rendezvous = _meet(place, plan, plan.workers[place.rank].node)
     with _departing_on_error(None, rendezvous):
         if place.rank == 0 and place.servers:
             rendezvous.publish(SERVERS_DO, SUM if sums else KEEP)
@@ -221,6 +226,44 @@ def _connect(place: Place, plan: Plan, *, sums: bool) -> tuple[Group, Rendezvous
             sums=sums,
         )
     return group, rendezvous
+
+
+def _meet(place: Place, plan: Plan, node: str) -> Rendezvous:
+    usable = usable_cores()
+    return meet(
+        place,
+        node=node,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        timeout_s=plan.join_timeout_s,
+        cores=threads.allowed_cores(),
+        usable_cores=usable,
+        threads=threads.chosen(os.environ, usable),
+    )
+
+
+def _serve(place: Place, plan: Plan, *, kept: bool) -> NoReturn:
+    """Be a server until the run ends; then end this process, and with it the script."""
+    torch.set_num_threads(1)
+    rendezvous = _meet(place, plan, socket.gethostname())
+    records: list[RunRecord] = []
+
+    def record() -> Recorder:
+        records.append(RunRecord.of_other(rendezvous, place) if kept else _unrecorded(place))
+        return records[0].recorder
+
+    cause = ""
+    try:
+        with _departing_on_error(None, rendezvous):
+            serve(rendezvous, place, plan, record)
+        rendezvous.announce_departure()
+    except EchelonError as error:
+        cause = f"{type(error).__name__}: {error.message}"
+        raise
+    finally:
+        for one in records:
+            one.end(cause)
+    raise SystemExit(0)
 
 
 @contextmanager
@@ -238,21 +281,34 @@ def _departing_on_error(group: Group | None, rendezvous: Rendezvous | None) -> I
         raise
 
 
-def _folder(group: Group, launched: RunFolder | None, name: str | None, root: Path) -> RunFolder:
-    """The launcher's folder, or one that the leader makes for all."""
+def _record(
+    rendezvous: Rendezvous | None, launched: RunFolder | None, place: Place, name: str | None, root: Path
+) -> RunRecord:
+    """The record in the launcher's folder, or in one that the leader makes for all."""
     if launched is not None:
-        return launched.with_subfolders()
-    path = ""
-    if group.rank == 0:
-        path = str(RunFolder.create(root, name or Path(sys.argv[0]).stem or "run").path)
-    return RunFolder(Path(group.broadcast_bytes(path.encode()).decode())).with_subfolders()
+        return RunRecord(launched.with_subfolders(), place.rank, owned=False)
+    if rendezvous is not None and place.rank > 0:
+        return RunRecord.of_other(rendezvous, place)
+    return RunRecord.of_leader(root, name or Path(sys.argv[0]).stem or "run", rendezvous, place)
+
+
+def _unrecorded(place: Place) -> RunRecord:
+    return RunRecord(None, place.rank, owned=False)
 
 
 def _placed(plan: Plan, folder: RunFolder | None, rendezvous: Rendezvous | None) -> Plan:
-    """The plan with the run's name and every worker's node."""
+    """The plan with the run's name, every worker's node and threads, and the servers' nodes."""
     if rendezvous is not None:
-        nodes = [member.node for member in rendezvous.members]
-        plan = replace(plan, workers=tuple(replace(w, node=nodes[w.rank]) for w in plan.workers))
+        count = len(plan.workers)
+        members, serving = rendezvous.members[:count], rendezvous.members[count:]
+        workers = [
+            replace(worker, node=member.node, threads=taken)
+            for worker, member, taken in zip(plan.workers, members, threads.taken(members), strict=True)
+        ]
+        reasons = {**plan.reasons, "threads": threads.reason(members, os.environ)}
+        nodes = tuple(member.node for member in serving)
+        plan = replace(plan, workers=tuple(workers), servers=nodes, reasons=reasons)
+        torch.set_num_threads(plan.workers[rendezvous.me.rank].threads)
     return replace(plan, run=folder.name) if folder else plan
 
 

@@ -42,6 +42,7 @@ from echelon.data.near import Placement, near_order
 from echelon.errors import ConfigError, DataError
 from echelon.plan.shares import BatchSizes, ShareTable, Slice, batch_sizes, slice_of, split
 from echelon.train.clock import StepClock
+from echelon.train.left_loop import when_unwound
 from echelon.train.order import (
     LONGEST_LIST,
     Permutation,
@@ -71,6 +72,8 @@ class Sharing:
     on_pass   called when a pass begins and when it has ended
     on_batch  called with every batch before the loop gets it: which part it is of, and its data
     on_break  called when the loop is left in the middle
+    on_error  called with the exception by which a loop was left, if something else catches it; with None
+              when a pass begins
     claim     adds to a counter that all workers share, if they claim parts of batches as they need them
     slots     into how many parts a batch is claimed, and which part of them is this worker's
     """
@@ -83,6 +86,7 @@ class Sharing:
     on_pass: Callable[[SharedLoader], None]
     on_batch: Callable[[SharedLoader, Slice, Any], None]
     on_break: Callable[[], None] = lambda: None
+    on_error: Callable[[BaseException | None], None] = lambda error: None
     claim: Callable[[str, int], int] | None = None
     slots: tuple[int, Callable[[int], int]] | None = None
 
@@ -259,6 +263,7 @@ class SharedLoader(DataLoader[Any]):
             self._drawn = None
         self.share_drawn = 0
         self._resuming = self.finished = False
+        self._sharing.on_error(None)
         self._sharing.on_pass(self)
         # Seeds of its own, so that resuming a pass does not change the script's random numbers.
         self._seeds.manual_seed(self._seed_of_pass(f"/{self._sharing.group.rank}"))
@@ -280,6 +285,7 @@ class SharedLoader(DataLoader[Any]):
                 clock.data_handed(part.share, part.batch)
                 yield data
         except GeneratorExit:  # the loop was left: the others must not wait for this worker
+            when_unwound(self._sharing.on_error)
             self._sharing.on_break()
             raise
         self.finished = True

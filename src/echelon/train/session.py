@@ -48,6 +48,7 @@ from echelon.train.collectives import ScriptCollectives
 from echelon.train.families.choose import choose
 from echelon.train.families.synchronizer import ModelOptions, Synchronizer
 from echelon.train.guard import Guard, Surroundings
+from echelon.train.left_loop import when_unwound
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
 from echelon.train.record import RunRecord
 from echelon.train.script_log import ScriptLog
@@ -286,6 +287,7 @@ class Session(ScriptCollectives, ScriptLog):
                 on_pass=self._on_pass,
                 on_batch=self._on_batch,
                 on_break=self._synchronizer.left,
+                on_error=self._group.left_loop,
             )
         return self._sharing
 
@@ -304,7 +306,11 @@ class Session(ScriptCollectives, ScriptLog):
         """
         for epoch in range(self._first_epoch, count):
             self._clock.epoch = epoch
-            yield epoch
+            try:
+                yield epoch
+            except GeneratorExit:
+                when_unwound(self._group.left_loop)
+                raise
             self._synchronizer.settle()
             self._clock.close()
             self._first_epoch = epoch + 1

@@ -98,7 +98,41 @@ def test_policy_without_required_servers_is_refused_before_any_worker_waits(monk
     with pytest.raises(ConfigError) as refused:
         echelon.join(record=False, sync="async", timeout_s=600)
     assert not isinstance(refused.value, UnknownName)
-    assert "--servers" in refused.value.where + refused.value.fix
+    assert "join(servers=1)" in refused.value.fix, "the launcher of these variables has no --servers"
+
+
+def test_a_script_that_asks_for_other_servers_than_echelon_run_started_is_refused(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path).with_subfolders()
+    folder.plan.write_text(make_plan("run", ["here"] * 2, PlanRequest(), cores=1).to_toml())
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in {**place, "ECHELON_RUN": str(tmp_path), "ECHELON_SERVERS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigError, match="asks for 2 servers, but the run was started with 1 server"
+    ) as no:
+        echelon.join(sync="async", servers=2, timeout_s=600)
+    assert no.value.where == "join(servers=2)"
+    assert "--servers 2" in no.value.fix
+    monkeypatch.setenv("ECHELON_SERVERS", "0")
+    with pytest.raises(ConfigError, match="async needs a parameter server") as no:
+        echelon.join(sync="async", timeout_s=600)
+    assert no.value.fix == "start one with --servers 1"
+
+
+@pytest.mark.parametrize(("servers", "left"), [(1, 1), (2, 0), (5, 0), (-1, None)])
+def test_servers_that_leave_fewer_than_two_workers_are_refused(monkeypatch, servers, left):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    words = "there cannot be -1 servers" if left is None else f"leave {left} as workers"
+    with pytest.raises(ConfigError, match=words) as refused:
+        echelon.join(sync="async", servers=servers, timeout_s=600)
+    assert refused.value.where == f"join(servers={servers})"
+
+
+def test_a_script_that_runs_alone_ignores_servers():
+    with echelon.join(record=False, sync="async", servers=1) as session:
+        assert session.world_size == 1
 
 
 @pytest.mark.parametrize("module", ["echelon.train.checks", "echelon.sync.cluster", "echelon.start.run"])

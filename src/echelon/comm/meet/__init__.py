@@ -4,6 +4,7 @@ place.py       reads this worker's rank and the leader's address from the launch
 foreign.py     what do the variables of MPI and Slurm say?
 rendezvous.py  workers sign in at a key-value store, and report there why they failed
 mesh.py        connects every worker with every other worker over TCP
+stream.py      opens streams from some workers to the leader, besides those connections
 handshake.py   a peer proves that it knows the run's secret
 tls.py         optional encryption: certificates and TLS sockets
 links.py       measures latency and bandwidth between the workers

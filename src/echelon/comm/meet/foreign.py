@@ -6,6 +6,9 @@
 
 None of them sets RANK, and none says where workers meet. On one machine they meet at loopback, at a port
 that follows from the job. Slurm tells the first machine's name. Otherwise the user has to name it.
+
+Kubernetes (PyTorchJob, Trainer) sets PET_NNODES and PET_NPROC_PER_NODE, which are torchrun's settings. A
+script that it starts without torchrun is one process of each pod, whatever they say.
 """
 
 from __future__ import annotations
@@ -97,6 +100,37 @@ def _slurm(env: Mapping[str, str], parent: int) -> ForeignStart | None:
         job=f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}",
         first_host=first_host(env.get("SLURM_STEP_NODELIST", "")),
     )
+
+
+def refuse_pod(env: Mapping[str, str]) -> None:
+    """Raise for a pod that was meant for torchrun, where this process's place would be wrong.
+
+    PyTorchJob's WORLD_SIZE counts the processes that torchrun would start, its RANK the pods. Trainer sets
+    neither, so that every pod would train by itself. Where torchrun has started this process, it has
+    replaced both.
+    """
+    if env.get("TORCHELASTIC_RUN_ID") or env.get("LOCAL_RANK"):
+        return
+    pods = max(_numbers(env.get("PET_NNODES", "")), default=1)  # a range: 1:4
+    each = max(_numbers(env.get("PET_NPROC_PER_NODE", "")), default=1)  # 1 also for auto, cpu, gpu
+    placed = bool(env.get("RANK") or env.get("WORLD_SIZE"))
+    if each > 1 or (pods > 1 and not placed):
+        told = {
+            name: env[name]
+            for name in ("PET_NNODES", "PET_NPROC_PER_NODE", "RANK", "WORLD_SIZE")
+            if env.get(name)
+        }
+        raise ConfigError(
+            f"{', '.join(f'{name}={value}' for name, value in told.items())}: this pod was meant for "
+            "torchrun, but the script was started without it, as one process of its pod",
+            where="environment",
+            fix="start the script with torchrun, which reads these variables; or have one process for each "
+            "pod, with RANK and WORLD_SIZE set",
+        )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(":") if part.strip().isdecimal()]
 
 
 def first_host(nodes: str) -> str:

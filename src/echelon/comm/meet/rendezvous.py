@@ -3,6 +3,10 @@
 The leader opens the store; each worker signs in and waits, up to a deadline, for all the others. A worker
 that fails writes the reason to the store. When a reduction breaks, each survivor reports that it is still
 present and checks who else is, so that the error names the missing worker or the reason why it left.
+
+A process may join again at the same store, whether or not its first session is closed. So meetings are
+numbered: the leader opens a new one each time, and the others take part in the newest one that is not
+complete.
 """
 
 from __future__ import annotations
@@ -24,18 +28,31 @@ from echelon.comm.wire import blame
 from echelon.errors import ConfigError, JoinTimeout, PeerLost, RoundTimeout, WorkerError
 
 _POLL_S = 0.05
+_LOOK_S = 0.005
+_ASK_S = 0.2
 _ROLL_CALL_S = 1.5
 _LINGER_S = 0.3
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as the others know it. `leader_address` is the address at which it reached the leader."""
+    """A worker as the others know it.
+
+    leader_address  the address at which it reached the leader
+    servers         how many of the last ranks it takes for servers
+    cores           the cores that it may run on, as the system numbers them
+    usable_cores    how many of these its control group grants
+    threads         the threads that it computes with, if they are chosen already; else 0
+    """
 
     rank: int
     node: str
     host: str
     pid: int
     leader_address: str = ""
+    servers: int = 0
+    cores: tuple[int, ...] = ()
+    usable_cores: int = 0
+    threads: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.node}"
@@ -55,11 +72,15 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Workers that have joined, and the store through which they report."""
+    """Workers that have joined, and the store through which they report.
+
+    `timeout_s` is how long they wait for each other while they join.
+    """
 
     store: Store
     me: Member
     members: tuple[Member, ...]
+    timeout_s: float = 60.0
     departure_causes: list[str] = field(default_factory=list)
     reasons: list[WorkerError] = field(default_factory=list)
 
@@ -72,13 +93,25 @@ class Rendezvous:
         """Publish a value for the other workers."""
         self.store.set(f"published/{what}", value)
 
-    def lookup(self, what: str) -> str:
-        """Wait for a published value and return it."""
+    def lookup(self, what: str, *, of: int = 0) -> str:
+        """Wait for a value that a worker has published, the leader by default, and return it."""
+        key = f"published/{what}"
+        until = time.monotonic() + self.timeout_s
+        ask_at = time.monotonic() + _ASK_S
+        error: Exception | None = None
         try:
-            value: str = self.store.get(f"published/{what}").decode()
-        except (DistError, RuntimeError) as error:
-            raise PeerLost(f"the leader did not publish {what!r}", where=str(self.me)) from error
-        return value
+            while not self.store.check([key]) and time.monotonic() < until:
+                if time.monotonic() > ask_at:
+                    self.check_departures()
+                    ask_at = time.monotonic() + _ASK_S
+                time.sleep(_LOOK_S)
+            if self.store.check([key]):
+                value: str = self.store.get(key).decode()
+                return value
+        except (DistError, RuntimeError) as broken:  # the store ends with the leader
+            error = broken
+        who = "the leader" if of == 0 else str(self.members[of])
+        raise PeerLost(f"{who} did not publish {what!r}", ranks=(of,), where=str(self.me)) from error
 
     def announce_departure(self, cause: str = "") -> None:
         """Write why this worker leaves; best effort, since the store may be gone."""
@@ -173,26 +206,107 @@ class Rendezvous:
         return gone, sorted(waiting), True
 
 
-def meet(place: Place, *, node: str, host: str, pid: int, timeout_s: float) -> Rendezvous:
+def meet(
+    place: Place,
+    *,
+    node: str,
+    host: str,
+    pid: int,
+    timeout_s: float,
+    cores: tuple[int, ...] = (),
+    usable_cores: int = 0,
+    threads: int = 0,
+) -> Rendezvous:
     """Sign in and wait for all processes; JoinTimeout names the missing ones."""
-    store = PrefixStore(f"echelon/{place.attempt}", _open_store(place, timeout_s))
-    leader = _address_of(place)
-    me = Member(rank=place.rank, node=node, host=host, pid=pid, leader_address=leader)
-    deadline = time.monotonic() + timeout_s
-    missing = set(range(place.process_count))
+    store = PrefixStore(f"echelon/{place.attempt}/{place.process_count}", _open_store(place, timeout_s))
+    me = Member(
+        rank=place.rank,
+        node=node,
+        host=host,
+        pid=pid,
+        leader_address=_address_of(place),
+        servers=place.servers,
+        cores=cores,
+        usable_cores=usable_cores,
+        threads=threads,
+    )
+    meeting = _Meetings(store, place, me, time.monotonic() + timeout_s)
     try:
-        _put(store, f"joined/{place.rank}", me)
-        while missing:
-            missing = {rank for rank in missing if not store.check([f"joined/{rank}"])}
-            if missing and time.monotonic() > deadline:
-                raise _missing(place, missing, f"did not join within {timeout_s:g} s")
-            if missing:
-                time.sleep(_POLL_S)
+        found = meeting.complete()
+        if found is None:
+            raise _missing(place, meeting.missing, f"did not join within {timeout_s:g} s")
         keys = [f"joined/{rank}" for rank in range(place.process_count)]
-        members = tuple(msgspec.json.decode(store.get(key), type=Member) for key in keys)
+        members = tuple(msgspec.json.decode(found.get(key), type=Member) for key in keys)
     except (DistError, RuntimeError) as error:  # the store ends with the leader
-        raise _missing(place, missing or {0}, "had not joined when rank 0 left") from error
-    return Rendezvous(store, me, members)
+        raise _missing(place, meeting.missing or {0}, "had not joined when rank 0 left") from error
+    rendezvous = Rendezvous(found, me, members, timeout_s)
+    _check_servers(rendezvous)
+    return rendezvous
+
+
+class _Meetings:
+    """The meetings at one store, from one worker's side."""
+
+    def __init__(self, store: Store, place: Place, me: Member, deadline: float) -> None:
+        self.missing = {0} - {place.rank}
+        self._all = store
+        self._place = place
+        self._me = me
+        self._deadline = deadline
+
+    def complete(self) -> Store | None:
+        """The part of the store that belongs to the newest meeting, once all have joined it.
+
+        None if not all do in time.
+        """
+        number, current = 0, None
+        while True:
+            newest = self._newest(opens=number == 0)
+            if current is not None and self._all_joined(current):  # also one that the leader has left
+                return current
+            if newest != number:
+                number = newest
+                current = self._enter(number)
+            elif time.monotonic() > self._deadline:
+                return None
+            else:
+                time.sleep(_POLL_S)
+
+    def _newest(self, *, opens: bool) -> int:
+        """The number of the newest meeting; the leader opens one when it comes."""
+        return int(self._all.add("meetings", 1 if opens and self._place.rank == 0 else 0))
+
+    def _enter(self, number: int) -> Store | None:
+        """Sign in at a meeting; None if it was complete without this worker."""
+        store = PrefixStore(str(number), self._all)
+        if store.check(["complete"]):
+            self.missing = {0}
+            return None
+        self.missing = set(range(self._place.process_count))
+        _put(store, f"joined/{self._me.rank}", self._me)
+        return store
+
+    def _all_joined(self, store: Store) -> bool:
+        self.missing = {rank for rank in self.missing if not store.check([f"joined/{rank}"])}
+        if not self.missing:
+            store.set("complete", "1")
+        return not self.missing
+
+
+def _check_servers(rendezvous: Rendezvous) -> None:
+    """Refuse processes that do not agree on who is a server."""
+    leader = rendezvous.members[0]
+    odd = next((member for member in rendezvous.members if member.servers != leader.servers), None)
+    if odd is None:
+        return
+    error = ConfigError(
+        f"{leader} takes the last {leader.servers} ranks for servers, {odd} the last {odd.servers}",
+        where=str(rendezvous.me),
+        fix="give all processes the same join(servers=...), or set ECHELON_SERVERS on all machines",
+    )
+    rendezvous.announce_departure(f"ConfigError: {error.message}")
+    rendezvous.linger()  # the others find it out by themselves, at the leader's store
+    raise error
 
 
 def _put(store: Store, key: str, value: Member | Departure) -> None:

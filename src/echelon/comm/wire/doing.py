@@ -66,6 +66,11 @@ def describe(stack: Sequence[StackFrame]) -> Doing:
     return Doing(_call(ours), site)
 
 
+def is_in_a_call(stack: Sequence[StackFrame]) -> bool:
+    """Whether the thread with this stack is in a call of Echelon, from the script or from anywhere."""
+    return any(_is_ours(frame) for frame in stack)
+
+
 def _is_ours(frame: StackFrame) -> bool:
     return frame.module.startswith("echelon.") and not frame.module.startswith(_LAUNCHING)
 
@@ -123,6 +128,20 @@ def stack_of(thread: int) -> list[StackFrame]:
         found.append(StackFrame(module, code.co_qualname, code.co_filename, frame.f_lineno or 0))
         frame = frame.f_back
     return found[::-1]
+
+
+def site_of(error: BaseException) -> str:
+    """The innermost line of the script that an error went through: `train.py:41`."""
+    found: list[StackFrame] = []
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        module = str(frame.f_globals.get("__name__", ""))
+        found.append(
+            StackFrame(module, frame.f_code.co_qualname, frame.f_code.co_filename, trace.tb_lineno)
+        )
+        trace = trace.tb_next
+    return describe(found).site
 
 
 # In sentences ------------------------------------------------------------------------------------

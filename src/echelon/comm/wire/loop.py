@@ -302,6 +302,7 @@ class Loop:
     def _begin(self, operation: Operation[Any]) -> None:
         if operation.thread != self.watch.beginner:
             self.watch.begins(operation.thread)
+        self.watch.goes_on(operation.thread)
         channel = operation.tag >> CHANNEL_BITS
         self._begun[channel] = max(self._begun.get(channel, 0), operation.tag)
         given_up = self._given_up.pop(operation.tag, None)
@@ -450,15 +451,15 @@ class Loop:
         elif not self._has_begun(notice.operation):
             self._given_up[notice.operation] = error
 
-    def _disagree(self, error: MismatchedCalls | None, *, tell: bool = True) -> None:
-        """If workers make different calls, no operation can end any more, on any worker."""
+    def _disagree(self, error: WorkerError | None, *, tell: bool = True) -> None:
+        """If workers make different calls, or one has failed, no operation can end any more, on any."""
         if error is None or self._dead is not None:
             return
         self._dead = self._loss = error
         self._reasons.append(error)
         for operation in list(self._operations.values()):
             self._end(operation, error)
-        if tell:
+        if tell and isinstance(error, MismatchedCalls):
             self._tell(DifferentCalls(error.ranks, shortened(error.message), error.where, error.fix))
 
     # Deadlines -----------------------------------------------------------------------------------

@@ -73,7 +73,8 @@ class Blocked(msgspec.Struct, frozen=True):
 class DoingAnswer(msgspec.Struct, frozen=True, tag=True):
     """What the sender is doing, how far it is with the operation, and what it is blocked on itself.
 
-    `may_begin`: a thread of it that is not blocked might begin the operation.
+    `may_begin`: a thread of it that is not blocked might begin the operation. `failed`: the error that has
+    ended its loop, after which it does nothing; empty if none has. `times_left`: how often errors have.
     """
 
     number: int
@@ -81,6 +82,8 @@ class DoingAnswer(msgspec.Struct, frozen=True, tag=True):
     stage: Stage
     may_begin: bool
     blocked: Blocked | None = None
+    failed: str = ""
+    times_left: int = 0
 
 
 class DifferentCalls(msgspec.Struct, frozen=True, tag=True):

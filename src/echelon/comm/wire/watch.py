@@ -5,6 +5,11 @@ asks the other workers, now and then, what they are doing (`doing.py`). If the a
 workers make different calls (`mismatch.py`), twice and about the same waits, all workers raise an error
 that says who is doing what. Otherwise a callback is told whom this worker waits for.
 
+If a worker's loop was left by an exception, an engine may have caught it, and nothing more will come; or
+the script goes on in another way. The worker has failed if it has been idle for a few seconds since then,
+outside of any call, while others, whose loops were not left like that, are blocked without it. Then they
+raise an error with its exception.
+
 `report` runs in threads that wait, everything else in the loop's thread.
 """
 
@@ -16,14 +21,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from echelon.comm.wire import doing
+from echelon.comm.wire import blame, doing
 from echelon.comm.wire.doing import Doing
 from echelon.comm.wire.frames import CHANNEL_BITS
 from echelon.comm.wire.mismatch import Facts, Stage, different_calls, is_certain
 from echelon.comm.wire.notices import Blocked, DoingAnswer, DoingQuestion
-from echelon.errors import MismatchedCalls
+from echelon.errors import MismatchedCalls, WorkerError
 
 if TYPE_CHECKING:
     from echelon.comm.wire.loop import Loop
@@ -36,6 +42,9 @@ _SILENT_S = 1.5
 _TICK_S = 0.1
 _REPORT_S = 2.0
 _LOOK_S = 0.2
+_LEFT_S = 2.5  # a script that goes on after an exception makes its next call before, or computes
+_IDLE = 0.2  # of the time
+_IDLE_LOOK_S = 0.5
 _MOVING_BYTES = ("echelon-wire", "echelon-rails", "echelon-store")  # threads that are no codec's
 
 _log = logging.getLogger(__name__)
@@ -89,6 +98,18 @@ class _Inquiry:
     doings: dict[int, Doing]
 
 
+@dataclass(slots=True)
+class _LeftLoop:
+    """The script's loop in this thread was left by an exception, and it has begun no operation since."""
+
+    cause: str
+    thread: int
+    system_thread: int
+    looked_at: float
+    active_s: float  # when looked at
+    idle_since: float
+
+
 class Watch:
     """The long waits of one worker.
 
@@ -112,6 +133,8 @@ class Watch:
         self._tick_at = 0.0
         self._inquiry: _Inquiry | None = None
         self._looked = (0.0, Doing())
+        self._left: _LeftLoop | None = None
+        self._times_left = 0
 
     # In threads that wait ------------------------------------------------------------------------
 
@@ -132,6 +155,17 @@ class Watch:
     def _end(self, thread: int) -> None:
         self._waits.pop(thread, None)
 
+    def left_loop(self, error: BaseException | None) -> None:
+        """The loop of this thread was left by an error; None: it goes on."""
+        before, self._left = self._left, None
+        if error is not None:
+            cause = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+            site, now, thread = doing.site_of(error), time.monotonic(), threading.get_native_id()
+            cause = f"{cause} ({site})" if site else cause
+            self._left = _LeftLoop(cause, threading.get_ident(), thread, now, _active_s(thread), now)
+            if before is None or before.cause != cause:  # else it leaves an outer loop, too
+                self._times_left += 1
+
     def about(self, ranks: Sequence[int]) -> str:
         """What these workers do, as far as they have answered: `rank 1 is computing (train.py:77)`."""
         wait = self._waits.get(threading.get_ident()) or self._trainers_wait()
@@ -146,6 +180,11 @@ class Watch:
         """A thread begins an operation that has not begun the one before it."""
         self.beginner = thread
         self._beginners.add(thread)
+
+    def goes_on(self, thread: int) -> None:
+        """A thread begins an operation: if its loop was left, the script goes on."""
+        if self._left is not None and self._left.thread == thread:
+            self._left = None
 
     def tick(self) -> MismatchedCalls | None:
         """Ask, and report, if it is time to; returns the error if workers make different calls."""
@@ -208,10 +247,26 @@ class Watch:
             self._stage(question.operation),
             self._may_begin(trained=question.trained),
             blocked,
+            self._failed(),
+            self._times_left,
         )
 
-    def hear(self, rank: int, answer: DoingAnswer) -> MismatchedCalls | None:
-        """Note an answer; returns the error if it makes different calls certain."""
+    def _failed(self) -> str:
+        """The exception that has ended this worker's loop, if it has been idle for a while."""
+        left, now = self._left, time.monotonic()
+        if left is None:
+            return ""
+        passed_s = now - left.looked_at
+        if passed_s > _IDLE_LOOK_S:
+            active_s = _active_s(left.system_thread)
+            busy = active_s - left.active_s > _IDLE * passed_s
+            if busy or doing.is_in_a_call(doing.stack_of(left.thread)):
+                left.idle_since = now
+            left.looked_at, left.active_s = now, active_s
+        return left.cause if now - left.idle_since > _LEFT_S else ""
+
+    def hear(self, rank: int, answer: DoingAnswer) -> WorkerError | None:
+        """Note an answer; returns the error if it makes certain that this wait cannot end."""
         if self._inquiry is not None and answer.number == self._inquiry.number:
             self._inquiry.unanswered.discard(rank)
             self._inquiry.doings[rank] = answer.doing
@@ -222,6 +277,9 @@ class Watch:
         wait.unanswered.pop(rank, None)
         wait.answers[rank] = answer
         blocked = wait.endless and wait is self._trainers_wait()
+        failed = answer.failed and answer.times_left > self._times_left
+        if blocked and failed and answer.stage == Stage.NOT_BEGUN:
+            return blame.failed(self._loop.names, rank, answer.failed, self._loop.me)
         if not blocked or not is_certain(self._facts(wait, rank, answer)):
             wait.suspected.pop(rank, None)
             return None
@@ -286,6 +344,9 @@ class Watch:
         looked_at, found = self._looked
         if now or time.monotonic() - looked_at > _LOOK_S:
             found = doing.describe(doing.stack_of(self._trainer()))
+            left = self._left
+            if left is not None and found.call == doing.COMPUTING:
+                found = Doing(f"outside of its loop, which {left.cause} has ended", found.site)
             self._looked = (time.monotonic(), found)
         return found
 
@@ -322,6 +383,15 @@ class Watch:
         codecs = (own & running.keys()) - _own_threads(_MOVING_BYTES)
         at_work = {thread for thread in codecs if running[thread].f_code.co_name != "_run"}
         return bool(at_work or codecs & self._loop.threads_in_flight())
+
+
+def _active_s(system_thread: int) -> float:
+    """The seconds that a thread of this process was on a core, or ready to run without one."""
+    try:
+        on_core, without, _ = Path(f"/proc/self/task/{system_thread}/schedstat").read_text().split()
+        return (int(on_core) + int(without)) * 1e-9
+    except (OSError, ValueError):
+        return 0.0  # it has ended, or the system keeps no record
 
 
 def _own_threads(names: tuple[str, ...] = ("echelon-",)) -> set[int]:

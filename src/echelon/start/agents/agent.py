@@ -26,6 +26,7 @@ from types import FrameType
 
 from echelon.cluster.machine import machine_key, usable_cores
 from echelon.errors import EchelonError, LaunchError, WorkerError
+from echelon.observe.growth import FolderTail
 from echelon.observe.run_folder import RunFolder
 from echelon.start.agents.callback import INVITATION_VARIABLE, Invitation, call_back
 from echelon.start.agents.channel import Channel
@@ -37,7 +38,6 @@ from echelon.start.agents.protocol import (
     Begin,
     Describe,
     Finish,
-    Grown,
     Interrupt,
     Introduction,
     Listen,
@@ -55,7 +55,6 @@ SILENCE_S = 15.0
 ALIVE_S = 2.0
 _POLL_S = 0.05
 _MOST_UNSENT_BYTES = 8 << 20
-_READ_BYTES = 1 << 20
 
 
 def introduction(order: int = 0) -> Introduction:
@@ -73,29 +72,6 @@ def introduction(order: int = 0) -> Introduction:
         torch=metadata.version("torch"),
         addresses=own_addresses(),
     )
-
-
-class FolderTail:
-    """Follows all files of a run's folder: what was added since the last look, and new files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._at: dict[Path, int] = {}
-
-    def grown(self) -> Iterator[Grown]:
-        """The parts that were added; of one file at most so much at once."""
-        for kind in ("errors", "results", "events", "logs"):
-            for path in sorted((self._folder / kind).glob("rank-*")):
-                if path.suffix == ".tmp":
-                    continue
-                start = self._at.get(path, 0)
-                if path in self._at and path.stat().st_size <= start:
-                    continue
-                with path.open("rb") as file:
-                    file.seek(start)
-                    data = file.read(_READ_BYTES)
-                self._at[path] = start + len(data)
-                yield Grown(str(path.relative_to(self._folder)), start, data)
 
 
 class Agent:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Protocol
 
 from echelon.errors import Corrupt, LaunchError, PeerLost, WorkerError
+from echelon.observe.growth import Grown, write_grown
 from echelon.observe.run_folder import RunFolder
 from echelon.start.agents.agent import ALIVE_S, SILENCE_S
 from echelon.start.agents.channel import Channel
@@ -23,7 +24,6 @@ from echelon.start.agents.protocol import (
     Alive,
     Begin,
     Finish,
-    Grown,
     Interrupt,
     Introduction,
     Message,
@@ -238,21 +238,12 @@ class AgentProcesses:
                 return
 
     def _write(self, agent: ConnectedAgent, part: Grown) -> None:
-        path = (self._folder.path / part.path).resolve()
-        known = self._of_agent[id(agent)]
-        kind, _, name = part.path.partition("/")
-        allowed = {f"rank-{rank}" for rank in known}
-        if (
-            kind not in ("events", "logs", "errors", "results")
-            or name.partition(".")[0] not in allowed
-            or "/" in name
-        ):
+        try:
+            write_grown(self._folder.path, part, self._of_agent[id(agent)])
+        except Corrupt as error:
             raise LaunchError(
                 f"{agent.node} sent a file that is not its own: {part.path!r}", where=agent.node
-            )
-        with path.open("r+b" if path.exists() else "w+b") as file:
-            file.seek(part.offset)
-            file.write(part.data)
+            ) from error
 
     def _lose(self, agent: ConnectedAgent, error: LaunchError, ending: bool) -> None:
         """An agent is gone, and with it its workers."""

@@ -21,6 +21,7 @@ import msgspec
 
 from echelon.cluster.interfaces import Interface
 from echelon.cluster.machine import Machine
+from echelon.observe.growth import Grown
 
 
 class Introduction(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -138,14 +139,6 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
     where: str = ""
     fix: str = ""
-
-
-class Grown(msgspec.Struct, frozen=True, tag=True):
-    """A file of the run's folder has grown; `path` is relative to the folder."""
-
-    path: str
-    offset: int
-    data: bytes
 
 
 class WorkerEnded(msgspec.Struct, frozen=True, tag=True):

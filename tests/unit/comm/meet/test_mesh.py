@@ -248,7 +248,7 @@ def test_a_worker_that_is_not_reached_at_its_first_address_is_dialled_at_another
     ("elsewhere", "dialled"), [(True, ["10.0.0.2"]), (False, ["172.17.0.1", "10.0.0.2"])]
 )
 def test_an_address_that_this_machine_has_too_is_not_dialled_for_a_worker_elsewhere(elsewhere, dialled):
-    address = mesh._Address("172.17.0.1", 5, further=(("10.0.0.2", 6),))
+    address = mesh.ListenAddress("172.17.0.1", 5, further=(("10.0.0.2", 6),))
     places = mesh._places(address, ["10.0.0.1", "172.17.0.1"], elsewhere=elsewhere)
     assert [host for host, _ in places] == dialled
 

@@ -27,6 +27,63 @@ def test_a_world_of_one_needs_no_address(env):
     assert Place.from_environment(env) == Place()
 
 
+def test_an_address_alone_means_alone():
+    """As `accelerate launch --cpu` starts a script."""
+    assert Place.from_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}) == Place()
+
+
+def test_the_last_processes_of_another_launcher_are_servers():
+    workers = [Place.from_environment({**FULL, "RANK": str(rank)}, servers=1) for rank in range(4)]
+    assert [(place.world_size, place.servers, place.serves) for place in workers] == [
+        (3, 1, False),
+        (3, 1, False),
+        (3, 1, False),
+        (3, 1, True),
+    ]
+    told = {**FULL, "ECHELON_SERVERS": "2"}
+    assert Place.from_environment(told).servers == 2
+    assert Place.from_environment(told, servers=0).world_size == 4, "the script's choice comes first"
+
+
+def test_servers_of_echelon_run_are_besides_the_workers():
+    env = {**FULL, "RANK": "4", "ECHELON_SERVERS": "1", "ECHELON_RUN": "runs/a"}
+    place = Place.from_environment(env)
+    assert (place.world_size, place.servers, place.process_count, place.serves) == (4, 1, 5, True)
+
+
+PODS = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {**FULL, **PODS, "WORLD_SIZE": "8", "RANK": "1"},
+        PODS,
+        {"PET_NNODES": "1:3", "PET_NPROC_PER_NODE": "auto"},
+    ],
+    ids=["PyTorchJob", "Trainer", "a range of pods"],
+)
+def test_a_pod_that_was_meant_for_torchrun_is_refused_without_it(env):
+    with pytest.raises(ConfigError, match="was meant for torchrun") as caught:
+        Place.from_environment(env)
+    assert f"PET_NNODES={env['PET_NNODES']}" in caught.value.message
+    assert "start the script with torchrun" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("env", "size"),
+    [
+        ({**FULL, **PODS, "TORCHELASTIC_RUN_ID": "a", "LOCAL_RANK": "0"}, 4),
+        ({**FULL, "PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto"}, 4),
+        ({**FULL, "PET_NNODES": "4", "PET_NPROC_PER_NODE": "1"}, 4),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}, 1),
+    ],
+    ids=["torchrun", "one each", "one each, in numbers", "one pod"],
+)
+def test_pods_with_a_place_of_their_own_keep_it(env, size):
+    assert Place.from_environment(env).world_size == size
+
+
 def test_a_world_of_one_may_have_an_address():
     place = Place.from_environment({**FULL, "RANK": "0", "WORLD_SIZE": "1"})
     assert (place.rank, place.world_size, place.address, place.port) == (0, 1, "head", 29500)

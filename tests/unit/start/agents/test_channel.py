@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import Corrupt, PeerLost
-from echelon.start.agents.agent import FolderTail
+from echelon.observe.growth import FolderTail, Grown
 from echelon.start.agents.channel import Channel
-from echelon.start.agents.protocol import Alive, Finish, Grown, Interrupt, Listening, WorkerEnded
+from echelon.start.agents.protocol import Alive, Finish, Interrupt, Listening, WorkerEnded
 
 
 def pair():

@@ -1,0 +1,73 @@
+"""Opens streams from some workers to the leader, besides the connections that reduce.
+
+They outlive those: what ends a reduction does not end them. A worker proves itself as it does to any other
+worker, with a view of their own; with certificates, the streams are encrypted (`mesh.py`, `tls.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Collection
+
+from echelon.comm.meet import mesh
+from echelon.comm.meet.mesh import Answering, Credentials
+from echelon.comm.meet.place import Place
+from echelon.comm.meet.rendezvous import Rendezvous, further_addresses, interface_address
+from echelon.comm.meet.tls import Certificates
+
+_VIEW = "stream-view"
+_ASK_S = 0.2
+
+
+def answer(
+    rendezvous: Rendezvous, place: Place, ranks: Collection[int], *, timeout_s: float
+) -> dict[int, socket.socket]:
+    """On the leader: wait until these workers have opened their streams. The sockets do not block."""
+    view, secret = secrets.token_bytes(16), os.environ.get(mesh.SECRET_VARIABLE)
+    made = "" if secret else secrets.token_hex(32)
+    own = _credentials(view, (secret or made).encode(), 0)
+    rendezvous.publish(_VIEW, f"{view.hex()} {made}")
+    until = time.monotonic() + timeout_s
+    address = interface_address(rendezvous, place)
+    further = further_addresses(rendezvous, address)
+    with contextlib.ExitStack() as stack:
+        listeners, here = mesh.listen_at(
+            address, further, rendezvous, stack, encrypted=own.contexts is not None
+        )
+        answering = Answering(listeners, own, set(ranks))
+        try:
+            with mesh.store_alive(rendezvous):
+                mesh.publish(rendezvous, view, here)
+                while not answering.wait(_ASK_S) and time.monotonic() < until:
+                    rendezvous.check_departures()
+        except BaseException:
+            answering.stop()
+            mesh.close_all(answering.found)
+            raise
+        answering.stop()
+    missing = sorted(set(ranks) - answering.found.keys())
+    if missing:
+        mesh.close_all(answering.found)
+        raise mesh.not_connected(rendezvous, missing, answering.refused, here, timeout_s)
+    return answering.found
+
+
+def dial_leader(rendezvous: Rendezvous, place: Place, *, timeout_s: float) -> socket.socket:
+    """On another worker: open a stream to the leader, which waits for it."""
+    view, _, made = rendezvous.lookup(_VIEW).partition(" ")
+    secret = os.environ.get(mesh.SECRET_VARIABLE) or made
+    own = _credentials(bytes.fromhex(view), secret.encode(), place.rank)
+    address = interface_address(rendezvous, place)
+    mine = [address, *further_addresses(rendezvous, address)]
+    with mesh.store_alive(rendezvous):
+        return mesh.dial(rendezvous, 0, own, mine, time.monotonic() + timeout_s)
+
+
+def _credentials(view: bytes, secret: bytes, rank: int) -> Credentials:
+    certificates = Certificates.from_environment(os.environ)
+    contexts = certificates.contexts() if certificates is not None else None
+    return Credentials(view=view, secret=secret, rank=rank, contexts=contexts)
