@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import IO, Protocol
 
 import msgspec
 
@@ -226,18 +226,19 @@ def _key(token: bytes, nonces: bytes, way: bytes) -> bytes:
     return hashlib.blake2b(nonces + way, key=token, digest_size=_KEY_BYTES).digest()
 
 
-def host_agent(text: str) -> int:
+def host_agent(text: str, errors: IO[bytes] | None = None) -> int:
     """Run an agent for the invitation, as a child that dies with this process; returns its exit code.
 
     An engine's task calls this, and blocks until the run has ended. The parent-death signal is tied to the
-    thread that starts the child, which is this one.
+    thread that starts the child, which is this one. `errors` takes what the agent prints.
     """
     env = {**os.environ, INVITATION_VARIABLE: text}
     child = subprocess.Popen(
         [sys.executable, "-m", "echelon.start.agents.agent"],
         env=env,
         stdin=subprocess.DEVNULL,
-        preexec_fn=_die_with_parent,
+        stderr=errors,
+        preexec_fn=_as_a_child,
     )
     try:
         return child.wait()
@@ -250,6 +251,8 @@ def host_agent(text: str) -> int:
             child.wait()
 
 
-def _die_with_parent() -> None:
+def _as_a_child() -> None:
+    """Die with the parent, and hear all signals: Ray blocks Ctrl-C in its processes, and so in their children."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
