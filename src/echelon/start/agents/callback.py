@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from typing import IO, Protocol
@@ -41,6 +42,7 @@ _TRY_S = 3.0
 _GREET_S = 5.0
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
+_MOST_TEXT = 2000
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,6 +251,17 @@ def host_agent(text: str, errors: IO[bytes] | None = None) -> int:
                 child.wait(_GREET_S)
             child.kill()
             child.wait()
+
+
+def host_and_tell(text: str) -> str:
+    """Run an agent as `host_agent` does; returns what went wrong, empty if nothing did."""
+    with tempfile.TemporaryFile() as errors:
+        code = host_agent(text, errors)
+        if code == 0:
+            return ""
+        errors.seek(0)
+        said = errors.read()[-_MOST_TEXT:].decode(errors="replace").strip()
+        return said or f"the agent's process ended with exit code {code}"
 
 
 def _as_a_child() -> None:

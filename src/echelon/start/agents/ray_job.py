@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from echelon.start.agents.callback import Invitation, host_agent
+from echelon.start.agents.callback import Invitation, host_and_tell
 from echelon.start.agents.ray_session import RaySession
 
 _MOST_TEXT = 2000
@@ -34,13 +33,7 @@ class AgentHost:
 
     def host(self, text: str) -> str:
         """Run the agent until it ends; returns what went wrong, if anything."""
-        with tempfile.TemporaryFile() as errors:
-            code = host_agent(text, errors)
-            if code == 0:
-                return ""
-            errors.seek(0)
-            said = errors.read()[-_MOST_TEXT:].decode(errors="replace").strip()
-            return said or f"the agent's process ended with exit code {code}"
+        return host_and_tell(text)
 
 
 class RayJob:
