@@ -1,4 +1,4 @@
-"""A Dask cluster on this machine that outlives the runs: a scheduler, and three workers with a thread each."""
+"""A Dask cluster on this machine that outlives the runs: three workers with a thread each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import psutil
 from engines import MARK, Engine
 
 MISSING = (
-    "" if importlib.util.find_spec("distributed") else 'distributed is not installed: pip install "echelon[dask]"'
+    ""
+    if importlib.util.find_spec("distributed")
+    else 'distributed is not installed: pip install "echelon[dask]"'
 )
 WORKERS = 3
 

@@ -265,7 +265,7 @@ def host_and_tell(text: str) -> str:
 
 
 def _as_a_child() -> None:
-    """Die with the parent, and hear all signals: Ray blocks Ctrl-C in its processes, and so in their children."""
+    """Die with the parent, and hear all signals: Ray blocks Ctrl-C in its processes and their children."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

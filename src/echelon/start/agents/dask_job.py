@@ -55,7 +55,7 @@ class DaskSession:
 
 
 def open_dask(address: str, workers: int, timeout_s: float) -> DaskSession:
-    """The cluster at the address, the one that the program uses, the configured one, or one for this run."""
+    """The cluster at the address, that of the program's client, the configured one, or one for this run."""
     try:
         distributed: Any = importlib.import_module("distributed")
         config: Any = importlib.import_module("dask.config")
@@ -175,7 +175,7 @@ class DaskJob:
         """A worker of Dask's that is gone: Dask would wait for it."""
         try:
             there = self._session.threads()
-        except Exception as error:
+        except (OSError, RuntimeError) as error:
             return f"Dask's scheduler does not answer: {error}"
         gone = [address for address in self._addresses if address not in there]
         return f"Dask's worker {gone[0]} is gone" if gone else None

@@ -82,13 +82,14 @@ class RayJob:
 
     def waiting_for(self) -> str:
         """Free resources, or actors that are starting."""
-        free, all_of_it = self._ray.available_resources(), self._ray.cluster_resources()
+        if self._is_placed():
+            return "actors are starting"
+        free, total = self._ray.available_resources(), self._ray.cluster_resources()
         count = len(self._invitations)
-        short = [
-            f"{count * need:g} {name}s are needed, {free.get(name, 0):g} of {all_of_it.get(name, 0):g} are free"
+        return "; ".join(
+            f"{count * need:g} {name}s are needed, {free.get(name, 0):g} of {total.get(name, 0):g} are free"
             for name, need in self._each.items()
-        ]
-        return "actors are starting" if self._is_placed() else "; ".join(short)
+        )
 
     def why_ended(self) -> str | None:
         """The first thing that went wrong with an actor, or that all have ended."""
@@ -136,15 +137,14 @@ class RayJob:
         for reference in ready:
             try:
                 values.append(self._ray.get(reference, timeout=_GET_S))
-            except Exception as error:
+            except (self._ray.exceptions.RayError, OSError) as error:
                 return values, reason_of(error)
         return values, None
 
     def _is_placed(self) -> bool:
         from ray.util.placement_group import placement_group_table
 
-        state = placement_group_table(self._group).get("state")
-        return state == "CREATED"
+        return bool(placement_group_table(self._group).get("state") == "CREATED")
 
 
 def with_devices(invitations: Sequence[Invitation], places: Sequence[tuple[str, str]]) -> list[Invitation]:

@@ -149,7 +149,8 @@ def _as_before() -> Iterator[None]:
 def _running_here() -> str:
     """The address of the Ray that `ray start` has started on this machine, if it still answers."""
     with contextlib.suppress(OSError, LaunchError):
-        address = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster").read_text().strip()
+        folder = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
+        address = (folder / "ray_current_cluster").read_text().strip()
         _try_address(address)
         return address
     return ""
@@ -178,4 +179,3 @@ def _new_folder() -> str:
     if len(parent) > _LONGEST_FOLDER:
         parent = "/tmp"
     return tempfile.mkdtemp(prefix="ray-", dir=parent)
-

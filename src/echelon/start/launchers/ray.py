@@ -29,7 +29,7 @@ class Ray(Launcher):
     """Actors of Ray, on its cluster: the program's own, at an address, or one on this machine."""
 
     name: ClassVar[str] = "ray"
-    address: str = ""  # host:port, auto, or local; default: RAY_ADDRESS, a Ray on this machine, or a new one
+    address: str = ""  # host:port, auto or local; default: RAY_ADDRESS, a Ray that runs here, or a new one
     cpus: float = 1  # for each worker, which also uses so many threads
     gpus: int = 0  # for each worker
     runtime_env: str = ""  # Ray's environment of the workers: a file, or its text, in YAML or JSON
@@ -84,7 +84,7 @@ def _count(session: RaySession, workers: int, each: Mapping[str, float]) -> int:
             f"{max(count, 1)} worker{'s' if count > 1 else ''} of {needs} each do not fit the Ray cluster, "
             f"which has room for {there} ({have})",
             where=_WHERE,
-            fix="start fewer workers, reserve less for each with ray(cpus=0.5), or add nodes to the cluster",
+            fix="start fewer workers, reserve less for each, as in ray(cpus=0.5), or add nodes",
         )
     return count
 
@@ -108,7 +108,9 @@ def read_runtime_env(text: str) -> dict[str, Any] | None:
         path = Path(text).expanduser()
         read = yaml.safe_load(path.read_text() if "{" not in text and path.is_file() else text)
     except ImportError as error:
-        raise LaunchError(f"YAML cannot be read: {error}", where=_WHERE, fix='pip install "echelon[ray]"') from error
+        raise LaunchError(
+            f"YAML cannot be read: {error}", where=_WHERE, fix='pip install "echelon[ray]"'
+        ) from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"runtime_env cannot be read: {error}", where=_WHERE) from error
     if not isinstance(read, dict):
