@@ -64,6 +64,10 @@ class RayEngine(Engine):
         """Ray's own processes have the mark too, but are not Echelon's."""
         return [one for one in super().processes() if is_of_a_run(one)]
 
+    def logs(self) -> list[Path]:
+        """The files that Ray has written."""
+        return [path for path in Path(self._temporary).glob("session_2*/logs/*") if path.is_file()]
+
     def close(self) -> None:
         self._keeper.communicate(timeout=60)
         shutil.rmtree(self._temporary, ignore_errors=True)

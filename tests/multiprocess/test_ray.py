@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from engines.ray import MISSING, QUIET, RayEngine
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 ROOT = Path(__file__).parents[2]
 RUN_S = 200.0
+SECRET = "the-secret-of-these-tests"
 GONE_S = 30.0
 
 TRAIN = """
@@ -46,7 +48,7 @@ print("devices", os.environ.get("CUDA_VISIBLE_DEVICES"), "threads", torch.get_nu
 
 # A program that uses Ray itself, before and after.
 PROGRAM = """
-import signal, sys
+import os, signal, sys
 import ray, echelon
 
 def place():
@@ -61,10 +63,15 @@ class Counter:
         self.count += 1
         return self.count
 
+before = dict(os.environ), signal.getsignal(signal.SIGTERM)
+print("not initialised", echelon.launch(place, workers=2, on=f"ray(address='{sys.argv[1]}')", quiet=True))
+assert not ray.is_initialized()
+assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before
+
 ray.init(address=sys.argv[1], log_to_driver=False)
 counter = Counter.options(num_cpus=0).remote()
 assert ray.get(counter.add.remote()) == 1
-print(echelon.launch(place, workers=2, on="ray", quiet=True))
+print("initialised", echelon.launch(place, workers=2, on="ray", quiet=True))
 assert ray.is_initialized()
 print("count", ray.get(counter.add.remote()), "groups", {
     group["state"] for group in ray.util.placement_group_table().values()
@@ -142,13 +149,29 @@ def _actor_of(engine: RayEngine) -> psutil.Process:
     return parent
 
 
-def test_death_of_an_actor_ends_the_run_and_is_named(engine: RayEngine, work: Path) -> None:
-    started = _started(work, _command("train.py", "1000000"), _environment(engine))
+def test_death_of_an_actor_ends_the_run_and_is_named_and_rays_logs_have_no_secret(
+    engine: RayEngine, work: Path
+) -> None:
+    env = {**_environment(engine), "ECHELON_SECRET": SECRET}
+    started = _started(work, _command("train.py", "1000000"), env)
     _actor_of(engine).send_signal(signal.SIGKILL)
     assert started.wait(timeout=RUN_S) == 1
     told = (work / "out").read_text()
     assert re.search(r"rank \d on \S+ failed: .*the agent on \S+ is gone: ActorDiedError: .* died", told), (
         told
+    )
+    logs = [path.read_bytes() for path in engine.logs()]
+    assert any(b"AgentHost" in log for log in logs)
+    assert not [log for log in logs if _tells(log)]
+
+
+def _tells(log: bytes) -> bool:
+    """Whether there is the secret, by itself or in an invitation."""
+    words = re.findall(rb"[A-Za-z0-9+/]{40,}", log)
+    return SECRET.encode() in log or any(
+        SECRET.encode() in base64.b64decode(word[at : len(word) - (len(word) - at) % 4])
+        for word in words
+        for at in range(4)
     )
 
 
@@ -207,11 +230,14 @@ def test_workers_on_one_node_see_all_gpus_of_the_run_there_and_use_the_reserved_
         assert re.search(rf"devices (0,1|1,0) threads {threads}$", log, re.MULTILINE), log
 
 
-def test_ray_of_the_program_is_used_and_left_running(engine: RayEngine, work: Path) -> None:
+def test_ray_of_the_program_is_used_and_left_running_and_without_one_the_program_stays_as_it_was(
+    engine: RayEngine, work: Path
+) -> None:
     env = {name: value for name, value in _environment(engine).items() if name != "RAY_ADDRESS"}
     done = _run(work, [sys.executable, "-c", PROGRAM, engine.address], env)
     assert done.returncode == 0, done.stderr
-    assert "[(0, 2), (1, 2)]" in done.stdout
+    assert "not initialised [(0, 2), (1, 2)]" in done.stdout
+    assert "initialised [(0, 2), (1, 2)]" in done.stdout.splitlines()
     assert "count 2 groups {'REMOVED'}" in done.stdout
 
 

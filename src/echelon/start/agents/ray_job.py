@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from echelon.start.agents.callback import Invitation, host_and_tell
-from echelon.start.agents.ray_session import RaySession
+from echelon.start.agents.ray_session import RaySession, try_for_a_while
 
 _MOST_TEXT = 2000
 _DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -99,18 +99,20 @@ class RayJob:
 
     def end(self) -> None:
         """End all actors, and give the resources back."""
-        from ray.util.placement_group import remove_placement_group
-
         if self._ended is None:
             self._ended = "the run has ended"
         if self._ray.is_initialized():
-            for host in self._hosts:
-                with contextlib.suppress(Exception):
-                    self._ray.kill(host)
-            with contextlib.suppress(Exception):
-                remove_placement_group(self._group)
+            try_for_a_while(self._release)
         self._hosts = []
         self._session.close()
+
+    def _release(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        for host in self._hosts:
+            with contextlib.suppress(Exception):
+                self._ray.kill(host)
+        remove_placement_group(self._group)
 
     def _invite(self, invitations: Sequence[Invitation]) -> None:
         self._tasks = [

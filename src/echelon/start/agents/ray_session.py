@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from echelon.start.agents import sweeper
 
 _TRY_S = 5.0
 _SWEPT_S = 15.0
+_LEAVE_S = 4.0
 _CLIENT = "ray://"
 _LONGEST_FOLDER = 40  # the paths of Ray's sockets, below its folder, may have 107 characters
 _STORE_BYTES = 200_000_000  # workers do not use Ray's object store
@@ -52,10 +53,21 @@ class RaySession:
         """Close the connection, and end the Ray if it was started for this run; safe to call twice."""
         if self._opened:
             self._opened = False
-            with contextlib.suppress(Exception):  # it may have ended by itself
-                self.ray.shutdown()
+            try_for_a_while(self.ray.shutdown)
         if self._keeper is not None:
             _sweep(self._keeper)
+
+
+def try_for_a_while(call: Callable[[], object]) -> None:
+    """Call something of Ray's that waits for long, or raises, if Ray has died."""
+
+    def carefully() -> None:
+        with contextlib.suppress(Exception):
+            call()
+
+    thread = threading.Thread(target=carefully, name="leave Ray", daemon=True)
+    thread.start()
+    thread.join(_LEAVE_S)
 
 
 def open_ray(address: str, least_cpus: int) -> RaySession:
