@@ -66,7 +66,6 @@ with distributed.Client(sys.argv[1]) as client:
         time.sleep(0.05)
     print("busy", flush=True)
     sys.stdin.read()
-    client.restart(wait_for_workers=True)
 """
 
 
@@ -78,9 +77,22 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaskEngine]:
 
 
 @pytest.fixture
+def own(tmp_path: Path) -> Iterator[DaskEngine]:
+    """For a test whose cluster is not the same afterwards: Dask starts its workers again."""
+    made = DaskEngine(tmp_path)
+    yield made
+    _gone(made)
+    made.close()
+
+
+@pytest.fixture
 def work(tmp_path: Path, engine: DaskEngine) -> Iterator[Path]:
     (tmp_path / "train.py").write_text(TRAIN)
     yield tmp_path
+    _gone(engine)
+
+
+def _gone(engine: DaskEngine) -> None:
     until = time.monotonic() + GONE_S
     while left := engine.processes():
         assert time.monotonic() < until, left
@@ -127,7 +139,9 @@ def test_client_of_the_program_is_used_and_left_and_without_one_a_cluster_is_mad
     assert "without [(0, 2), (1, 2)]" in done.stdout
 
 
-def test_death_of_a_worker_of_dask_ends_the_run_and_is_named(engine: DaskEngine, work: Path) -> None:
+def test_death_of_a_worker_of_dask_ends_the_run_and_is_named(own: DaskEngine, tmp_path: Path) -> None:
+    engine, work = own, tmp_path
+    (work / "train.py").write_text(TRAIN)
     with (work / "out").open("wb") as out:
         started = subprocess.Popen(
             _command(engine.on, 2, "train.py", "1000000"),
@@ -161,7 +175,9 @@ def _worker_of(engine: DaskEngine) -> psutil.Process:
     return parent
 
 
-def test_run_that_waits_for_busy_workers_says_so(engine: DaskEngine, work: Path) -> None:
+def test_run_that_waits_for_busy_workers_says_so(own: DaskEngine, tmp_path: Path) -> None:
+    engine, work = own, tmp_path
+    (work / "train.py").write_text(TRAIN)
     other = subprocess.Popen(
         [sys.executable, "-c", BUSY, engine.address],
         stdin=subprocess.PIPE,

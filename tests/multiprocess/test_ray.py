@@ -38,11 +38,15 @@ loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
 model = nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer, loader = session.prepare(model, optimizer, loader)
-for epoch in session.epochs(int(sys.argv[1])):
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
+try:
+    for epoch in session.epochs(int(sys.argv[1])):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+except KeyboardInterrupt:
+    print("heard of it")
+    raise
 print("devices", os.environ.get("CUDA_VISIBLE_DEVICES"), "threads", torch.get_num_threads())
 """
 
@@ -281,5 +285,8 @@ def test_ray_that_a_run_has_started_is_gone_with_it(tmp_path: Path, short: Path,
     if number == signal.SIGKILL:
         _until(lambda: not _rays(tmp_path), lambda: _rays(tmp_path))
         _until(lambda: not list(short.glob("ray-*")), lambda: list(short.iterdir()))
+    if number == signal.SIGINT:  # which Ray blocks in its processes
+        (log,) = tmp_path.glob("runs/*/logs/rank-0.log")
+        assert "heard of it" in log.read_text()
     assert not _rays(tmp_path)
     assert not list(short.glob("ray-*"))

@@ -265,7 +265,8 @@ def host_and_tell(text: str) -> str:
 
 
 def _as_a_child() -> None:
-    """Die with the parent, and hear all signals: Ray blocks Ctrl-C in its processes and their children."""
+    """Die with the parent, and hear Ctrl-C, which Ray blocks and shells ignore in the background."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
