@@ -22,9 +22,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import IO, Protocol
 
 import msgspec
 
@@ -45,6 +46,7 @@ _POLL_S = 0.05
 _TELL_AFTER_S = 3.0
 _TELL_EVERY_S = 5.0
 _PR_SET_PDEATHSIG = 1
+_MOST_TEXT = 2000
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,18 +243,19 @@ def _key(token: bytes, nonces: bytes, way: bytes) -> bytes:
     return hashlib.blake2b(nonces + way, key=token, digest_size=_KEY_BYTES).digest()
 
 
-def host_agent(text: str) -> int:
+def host_agent(text: str, errors: IO[bytes] | None = None) -> int:
     """Run an agent for the invitation, as a child that dies with this process; returns its exit code.
 
     An engine's task calls this, and blocks until the run has ended. The parent-death signal is tied to the
-    thread that starts the child, which is this one.
+    thread that starts the child, which is this one. `errors` takes what the agent prints.
     """
     env = {**os.environ, INVITATION_VARIABLE: text}
     child = subprocess.Popen(
         [sys.executable, "-m", "echelon.start.agents.agent"],
         env=env,
         stdin=subprocess.DEVNULL,
-        preexec_fn=_die_with_parent,
+        stderr=errors,
+        preexec_fn=_as_a_child,
     )
     try:
         return child.wait()
@@ -265,6 +268,20 @@ def host_agent(text: str) -> int:
             child.wait()
 
 
-def _die_with_parent() -> None:
+def host_and_tell(text: str) -> str:
+    """Run an agent as `host_agent` does; returns what went wrong, empty if nothing did."""
+    with tempfile.TemporaryFile() as errors:
+        code = host_agent(text, errors)
+        if code == 0:
+            return ""
+        errors.seek(0)
+        said = errors.read()[-_MOST_TEXT:].decode(errors="replace").strip()
+        return said or f"the agent's process ended with exit code {code}"
+
+
+def _as_a_child() -> None:
+    """Die with the parent, and hear Ctrl-C, which Ray blocks and shells ignore in the background."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from echelon.errors import WorkerError
 from echelon.start.agents.callback import EngineJob, Reception
 from echelon.start.agents.driver import ConnectedAgent, expect
@@ -126,3 +128,10 @@ def threads_each(agents: Sequence[ConnectedAgent]) -> list[int]:
     for key, agent in zip(keys, agents, strict=True):
         sharing[key] += agent.slots
     return [max(1, _of(agent).cores // sharing[key]) for key, agent in zip(keys, agents, strict=True)]
+
+
+def limit_cores(agents: Sequence[ConnectedAgent], each: int) -> None:
+    """The agents' workers use only so many cores each, which the engine has reserved for them."""
+    for agent in agents:
+        words = _of(agent)
+        agent.introduction = msgspec.structs.replace(words, cores=min(words.cores, each * agent.slots))
