@@ -13,6 +13,7 @@ import contextlib
 import os
 import platform
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 
 from echelon.cluster.interfaces import interfaces
 from echelon.cluster.machine import machine_key, usable_cores
@@ -51,6 +53,7 @@ ALIVE_S = 2.0
 _POLL_S = 0.05
 _MOST_UNSENT_BYTES = 8 << 20
 _READ_BYTES = 1 << 20
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def introduction(order: int = 0) -> Introduction:
@@ -261,8 +264,17 @@ def _command(worker: AgentWorker, folder: RunFolder) -> WorkerCommand:
     return WorkerCommand(rank=worker.rank, node=worker.node, argv=argv, env=env, program=program)
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End the workers and remove their folder on the way out; only the first signal counts."""
+    for one in _ENDING:
+        signal.signal(one, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     """Talk over a connection to the launcher; without an invitation, over standard input and output."""
+    for number in _ENDING:  # an engine may ignore some of them, and so would the workers
+        signal.signal(number, _leave)
     text = os.environ.pop(INVITATION_VARIABLE, "")
     if text:
         invitation = Invitation.decode(text)

@@ -227,17 +227,19 @@ def _key(token: bytes, nonces: bytes, way: bytes) -> bytes:
 
 
 def host_agent(text: str) -> int:
-    """Run an agent for the invitation, as a child that dies with this process; returns its exit code.
+    """Run an agent for the invitation, as a child that ends with this process; returns its exit code.
 
     An engine's task calls this, and blocks until the run has ended. The parent-death signal is tied to the
-    thread that starts the child, which is this one.
+    thread that starts the child, which is this one. It is one that the agent can handle: it ends its
+    workers and removes its folder.
     """
     env = {**os.environ, INVITATION_VARIABLE: text}
+    here = os.getpid()
     child = subprocess.Popen(
         [sys.executable, "-m", "echelon.start.agents.agent"],
         env=env,
         stdin=subprocess.DEVNULL,
-        preexec_fn=_die_with_parent,
+        preexec_fn=lambda: _end_with_parent(here),
     )
     try:
         return child.wait()
@@ -250,6 +252,8 @@ def host_agent(text: str) -> int:
             child.wait()
 
 
-def _die_with_parent() -> None:
+def _end_with_parent(parent: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)  # the parent was gone before the call
