@@ -9,6 +9,7 @@ no event log, and an executor without Echelon can say so.
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ _FINISH_S = 1.0
 _CANCEL_S = 5.0
 _MOST_TEXT = 2000
 _GROUP = "spark.jobGroup.id"
+_CODES = re.compile(r"\[[A-Z_.]+\] | SQLSTATE: \w+")
 
 
 class SparkJob:
@@ -37,13 +39,13 @@ class SparkJob:
         self._thread.start()
 
     def waiting_for(self) -> str:
-        """How many tasks of the job run, and how many slots others have."""
+        """How many slots Spark has, and whether other jobs have some of them."""
         with contextlib.suppress(Exception):  # it is only said in an error, which must not be replaced
-            tracker = self._context.statusTracker()
-            stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
-            running = sum(stage.numActiveTasks for stage in stages if stage)
+            others = len(self._context.statusTracker().getActiveJobsIds()) - 1  # without this one
+            busy = f"{others} other job{'s run' if others > 1 else ' runs'}" if others > 0 else ""
             needed = len(self._invitations)
-            return f"Spark runs {running} tasks in {slots(self._context)} slots, {needed} must be free"
+            text = f"Spark has {slots(self._context)} slots, of which {needed} must be free at once"
+            return f"{text}; {busy}" if busy else text
         return ""
 
     def why_ended(self) -> str | None:
@@ -91,7 +93,8 @@ def reason(error: Exception) -> str:
     text = str(error)
     with contextlib.suppress(Exception):  # the connection to Java may be gone
         text = (java.getMessage() if java is not None else text) or text
-    lines = [line for line in text.partition("\n\tat ")[0].splitlines() if line.strip()]
+    text = _CODES.sub("", text.partition("\n\tat ")[0])
+    lines = [line for line in text.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith(_MARK)]
     return ours[-1].removeprefix(_MARK) if ours else "\n".join(lines)[-_MOST_TEXT:]
 

@@ -61,14 +61,13 @@ def _nothing() -> None:
 
 
 def _spark_context() -> Any:
-    try:
-        import pyspark
-    except ModuleNotFoundError as error:
-        raise LaunchError("pyspark is not installed", where="--on spark", fix=_FIX) from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of versions of pandas, which is not used here
-        from pyspark.sql import is_remote
-
+        try:
+            import pyspark
+            from pyspark.sql import is_remote
+        except ModuleNotFoundError as error:
+            raise LaunchError(f"{error.name} is not installed", where="--on spark", fix=_FIX) from error
     if is_remote():
         raise LaunchError(
             "this is a Spark Connect session, which cannot run barrier jobs of plain Python",

@@ -20,7 +20,7 @@ from echelon.start.agents.spark_session import is_local, open_session
 from echelon.start.launcher import Launcher, Wanted
 
 _POLL_S = 0.1
-_SETTLED_S = 10.0
+_SETTLED_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
