@@ -175,6 +175,7 @@ def test_notebook_runs_from_the_first_cell_to_the_last(tmp_path):
     printed = "".join(
         output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
     )
+    assert "2 workers joined after" in printed
     assert "epoch 4:" in printed
     assert "115 steps" in printed or "145 steps" in printed
     assert "backup(2)" in printed

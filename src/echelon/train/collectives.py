@@ -333,6 +333,12 @@ class ScriptCollectives:
 
 def _check_reducible(call: str, tensor: Tensor, op: Op) -> None:
     check_word("op", op, get_args(Op), where=f"session.{call}")
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(
+            f"{tensor!r} is not a tensor",
+            where=f"session.{call}",
+            fix="torch.tensor(x), or session.mean(x) for the mean of a number",
+        )
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ConfigError(
             f"a mean of {tensor.dtype} is not a whole number",

@@ -135,6 +135,8 @@ def test_collectives_of_a_single_worker_change_nothing(session):
         session.broadcast(tensor, 1)
     with pytest.raises(ConfigError, match="not a whole number"):
         session.all_reduce(torch.ones(2, dtype=torch.int32), "mean")
+    with pytest.raises(ConfigError, match="3 is not a tensor"):
+        session.all_reduce(3)
 
 
 def test_weight_that_is_not_positive_is_refused(session):

@@ -69,31 +69,41 @@ def gather(
 
 
 def _chosen(called: Sequence[ConnectedAgent], share: bool) -> list[ConnectedAgent]:
-    order = sorted(called, key=lambda agent: _of(agent).order)
+    said = [_of(agent) for agent in called]
+    groups = grouped(said, share)
+    for group, node in zip(groups, named([said[group[0]] for group in groups]), strict=True):
+        called[group[0]].slots = len(group)
+        called[group[0]].node = node
+        for at in group[1:]:
+            _dismiss(called[at])
+    return [called[group[0]] for group in groups]
+
+
+def grouped(said: Sequence[Introduction], share: bool = True) -> list[list[int]]:
+    """The agents that one of them stands for, it first; machines in the order of their first slots."""
+    order = sorted(range(len(said)), key=lambda at: said[at].order)
     first: dict[str, int] = {}
-    for at, agent in enumerate(order):
-        first.setdefault(_of(agent).machine, at)
-    order.sort(key=lambda agent: first[_of(agent).machine])  # stable: by machine, then by slot
-    kept: dict[tuple[object, ...], ConnectedAgent] = {}
-    for at, agent in enumerate(order):
-        words = _of(agent)
-        key = (words.machine, tuple(words.cpus)) if share else (at,)
-        if key in kept:
-            kept[key].slots += 1
-            _dismiss(agent)
-        else:
-            kept[key] = agent
-    _name(list(kept.values()))
-    return list(kept.values())
+    for place, at in enumerate(order):
+        first.setdefault(said[at].machine, place)
+    order.sort(key=lambda at: first[said[at].machine])  # stable: by machine, then by slot
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for at in order:
+        key = (said[at].machine, tuple(said[at].cpus)) if share else (at,)
+        groups.setdefault(key, []).append(at)
+    return list(groups.values())
 
 
-def _name(agents: Sequence[ConnectedAgent]) -> None:
-    """Nodes are named by host; where two machines have one name, they get numbers."""
-    machines: dict[str, dict[str, int]] = {}
-    for agent in agents:
-        words = _of(agent)
-        number = machines.setdefault(words.host, {}).setdefault(words.machine, len(machines[words.host]))
-        agent.node = f"{words.host}-{number + 1}" if number else words.host
+def named(said: Sequence[Introduction]) -> list[str]:
+    """The nodes' names: their hosts'; of several machines with one name, all but the first get a number."""
+    machines: dict[str, list[str]] = {}
+    names = []
+    for one in said:
+        known = machines.setdefault(one.host, [])
+        if one.machine not in known:
+            known.append(one.machine)
+        number = known.index(one.machine)
+        names.append(f"{one.host}-{number + 1}" if number else one.host)
+    return names
 
 
 def _dismiss(agent: ConnectedAgent) -> None:
