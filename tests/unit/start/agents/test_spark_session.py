@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_missing_java_is_said_before_anything_is_started(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # pyspark's open pipe
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("spark_installed")
 def test_java_that_spark_does_not_work_with_is_quoted_with_its_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -54,6 +55,8 @@ def test_java_that_spark_does_not_work_with_is_quoted_with_its_version(
     with pytest.raises(LaunchError, match="Java does not start Spark: too old\n") as caught:
         open_session("", "", 2)
     assert caught.value.message.endswith("\nold 8")
+    del caught
+    gc.collect()  # pyspark leaves the pipe to Java open
     assert dict(os.environ) == before
 
 
