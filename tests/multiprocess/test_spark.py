@@ -5,6 +5,7 @@ What all launchers have in common is in tests/conformance/test_launchers.py.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -163,9 +164,22 @@ def test_a_function_returns_its_results_and_the_users_session_goes_on(
     assert results == [(rank, 4) for rank in range(4)]
     assert context.parallelize(range(4), 2).sum() == 6
     assert [one.order for one in sent] == [0, 1, 2, 3]
-    logged = b"".join(path.read_bytes() for path in events.rglob("*") if path.is_file())
+    logged = b"".join(path.read_bytes() for path in events.rglob("events_*"))
     assert b"Echelon, 4 workers" in logged
     assert not [one for one in sent if one.encode().encode() in logged or one.token in logged]
+    # Three of the four agents were dismissed before the first step, and their slots were held.
+    ends = [
+        one["Task Info"]["Finish Time"] / 1000
+        for one in map(json.loads, logged.splitlines())
+        if _is_end(one)
+    ]
+    (folder,) = Path("runs").iterdir()
+    steps = [one.t for one in read_events(RunFolder(folder).events_of(0)) if isinstance(one, StepEnded)]
+    assert len([t for t in ends if t > max(steps)]) >= 4
+
+
+def _is_end(event: dict[str, Any]) -> bool:
+    return event["Event"] == "SparkListenerTaskEnd"
 
 
 @pytest.mark.parametrize("how", ["the user's group", "all jobs", "an agent dies"])
