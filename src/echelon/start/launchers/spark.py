@@ -15,7 +15,7 @@ from echelon.errors import ConfigError, LaunchError
 from echelon.start.agents.callback import Reception
 from echelon.start.agents.driver import ConnectedAgent
 from echelon.start.agents.gather import gather
-from echelon.start.agents.spark_job import SparkJob, slots
+from echelon.start.agents.spark_job import SparkJob, reason, slots
 from echelon.start.agents.spark_session import is_local, open_session
 from echelon.start.launcher import Launcher, Wanted
 
@@ -74,7 +74,7 @@ def _enough(context: Any, workers: int, timeout_s: float) -> int:
     started = changed = time.monotonic()
     there = -1
     while True:
-        found = slots(context)
+        found = _asked(context)
         now = time.monotonic()
         if found != there:
             there, changed = found, now
@@ -94,3 +94,14 @@ def _enough(context: Any, workers: int, timeout_s: float) -> int:
         where=context.master,
         fix="start fewer workers, or create a session with more slots: local[N], or more executor cores",
     )
+
+
+def _asked(context: Any) -> int:
+    try:
+        return slots(context)
+    except Exception as error:
+        raise LaunchError(
+            f"Spark does not answer: {reason(error)}",
+            where=context.master,
+            fix="create a new session: this one was stopped, or its Java process is gone",
+        ) from error

@@ -58,7 +58,7 @@ class Context:
     resourceProfileManager = defaultResourceProfile = sc  # noqa: N815
 
     def maxNumConcurrentTasks(self, profile: object) -> int:  # noqa: N802
-        return self._slots.pop(0) if len(self._slots) > 1 else self._slots[0]
+        return self._slots[0] if len(self._slots) == 1 else self._slots.pop(0)
 
 
 def test_dynamic_allocation_is_refused_where_spark_cannot_have_it() -> None:
@@ -79,3 +79,8 @@ def test_without_a_number_of_workers_there_are_as_many_as_slots() -> None:
 def test_a_cluster_without_executors_is_given_up_after_the_timeout() -> None:
     with pytest.raises(LaunchError, match="Spark has 0 slots, 2 workers need 2"):
         _enough(Context("spark://a:7077", [0]), workers=2, timeout_s=0)
+
+
+def test_a_session_whose_java_is_gone_is_said() -> None:
+    with pytest.raises(LaunchError, match="Spark does not answer: pop from empty list"):
+        _enough(Context("local[2]", []), workers=2, timeout_s=0)
