@@ -55,6 +55,7 @@ SILENCE_S = 15.0
 ALIVE_S = 2.0
 _POLL_S = 0.05
 _MOST_UNSENT_BYTES = 8 << 20
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def introduction(order: int = 0) -> Introduction:
@@ -231,13 +232,16 @@ def _command(worker: AgentWorker, folder: RunFolder) -> WorkerCommand:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End the workers and remove the folder on the way out."""
-    sys.exit(128 + number)
+    """End the workers and remove their folder on the way out; only the first signal counts."""
+    for one in _ENDING:
+        signal.signal(one, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def main() -> None:
     """Talk over a connection to the launcher; without an invitation, over standard input and output."""
-    signal.signal(signal.SIGTERM, _leave)
+    for number in _ENDING:  # an engine may ignore some of them, and so would the workers
+        signal.signal(number, _leave)
     text = os.environ.pop(INVITATION_VARIABLE, "")
     if text:
         invitation = Invitation.decode(text)

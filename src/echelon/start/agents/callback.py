@@ -244,18 +244,20 @@ def _key(token: bytes, nonces: bytes, way: bytes) -> bytes:
 
 
 def host_agent(text: str, errors: IO[bytes] | None = None) -> int:
-    """Run an agent for the invitation, as a child that dies with this process; returns its exit code.
+    """Run an agent for the invitation, as a child that ends with this process; returns its exit code.
 
     An engine's task calls this, and blocks until the run has ended. The parent-death signal is tied to the
-    thread that starts the child, which is this one. `errors` takes what the agent prints.
+    thread that starts the child, which is this one. It is one that the agent can handle: it ends its
+    workers and removes its folder. `errors` takes what the agent prints.
     """
     env = {**os.environ, INVITATION_VARIABLE: text}
+    here = os.getpid()
     child = subprocess.Popen(
         [sys.executable, "-m", "echelon.start.agents.agent"],
         env=env,
         stdin=subprocess.DEVNULL,
         stderr=errors,
-        preexec_fn=_as_a_child,
+        preexec_fn=lambda: _as_a_child(here),
     )
     try:
         return child.wait()
@@ -279,9 +281,11 @@ def host_and_tell(text: str) -> str:
         return said or f"the agent's process ended with exit code {code}"
 
 
-def _as_a_child() -> None:
-    """Die with the parent, and hear Ctrl-C, which Ray blocks and shells ignore in the background."""
+def _as_a_child(parent: int) -> None:
+    """End with the parent, and hear Ctrl-C, which Ray blocks and shells ignore in the background."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)  # the parent was gone before the call

@@ -6,4 +6,5 @@ mpi.py    mpirun, of OpenMPI or MPICH
 slurm.py  srun, in a new allocation or an existing one
 ray.py    actors of Ray
 dask.py   tasks on the workers of a Dask cluster
+spark.py  a barrier job of Spark
 """
