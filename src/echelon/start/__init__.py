@@ -11,7 +11,8 @@ output.py     what the launcher shows of the leader's log
 failure.py    which worker failed first, and why
 run.py        a whole run: folder, plan, lab, processes, faults, summary
 launcher.py   the contract of what starts agents on other machines
-launchers/    one file for each: local, ssh, ...
+launchers/    one file for each: local, ssh, mpi, slurm, ray, spark, dask
+engines/      how engines start agents and end them: the parts that know an engine's own interface
 function.py   `echelon.launch`: a run of a function, and what it returns
 call.py       what a worker runs then
 hosts.py      which machines, and how many workers on each?

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import ConfigError, LaunchError
-from echelon.start.agents.dask_job import Letter, chosen
+from echelon.start.engines.dask_job import Letter, chosen
 from echelon.start.hosts import Host
 from echelon.start.launcher import LAUNCHERS, Wanted
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import ConfigError, LaunchError
-from echelon.start.agents import sweeper
 from echelon.start.agents.callback import Invitation
-from echelon.start.agents.ray_job import reason_of, with_devices
+from echelon.start.engines import sweeper
+from echelon.start.engines.ray_job import reason_of, with_devices
 from echelon.start.launcher import LAUNCHERS, Wanted
 from echelon.start.launchers.ray import read_runtime_env, slots
 

@@ -240,7 +240,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Talk over a connection to the launcher; without an invitation, over standard input and output."""
-    for number in _ENDING:  # an engine may ignore some of them, and so would the workers
+    # An engine may block or ignore some of them, and so would the workers.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in _ENDING:
         signal.signal(number, _leave)
     text = os.environ.pop(INVITATION_VARIABLE, "")
     if text:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import hashlib
 import logging
 import os
@@ -34,6 +33,7 @@ from echelon.cluster.machine import machine_key
 from echelon.comm.meet.handshake import Refused, greet
 from echelon.errors import LaunchError
 from echelon.start.agents.channel import Channel
+from echelon.start.agents.orphan import ending_with_this
 
 _log = logging.getLogger(__name__)
 INVITATION_VARIABLE = "ECHELON_INVITATION"
@@ -45,7 +45,6 @@ _GREET_S = 5.0
 _POLL_S = 0.05
 _TELL_AFTER_S = 3.0
 _TELL_EVERY_S = 5.0
-_PR_SET_PDEATHSIG = 1
 _MOST_TEXT = 2000
 
 
@@ -250,14 +249,11 @@ def host_agent(text: str, errors: IO[bytes] | None = None) -> int:
     thread that starts the child, which is this one. It is one that the agent can handle: it ends its
     workers and removes its folder. `errors` takes what the agent prints.
     """
-    env = {**os.environ, INVITATION_VARIABLE: text}
-    here = os.getpid()
     child = subprocess.Popen(
-        [sys.executable, "-m", "echelon.start.agents.agent"],
-        env=env,
+        ending_with_this([sys.executable, "-m", "echelon.start.agents.agent"]),
+        env={**os.environ, INVITATION_VARIABLE: text},
         stdin=subprocess.DEVNULL,
         stderr=errors,
-        preexec_fn=lambda: _as_a_child(here),
     )
     try:
         return child.wait()
@@ -279,13 +275,3 @@ def host_and_tell(text: str) -> str:
         errors.seek(0)
         said = errors.read()[-_MOST_TEXT:].decode(errors="replace").strip()
         return said or f"the agent's process ended with exit code {code}"
-
-
-def _as_a_child(parent: int) -> None:
-    """End with the parent, and hear Ctrl-C, which Ray blocks and shells ignore in the background."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)  # the parent was gone before the call

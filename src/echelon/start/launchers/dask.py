@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from echelon.errors import ConfigError, LaunchError
 from echelon.start.agents.callback import Reception
-from echelon.start.agents.dask_job import DaskJob, DaskSession, chosen, open_dask
 from echelon.start.agents.driver import ConnectedAgent
 from echelon.start.agents.gather import gather, limit_cores
+from echelon.start.engines.dask_job import DaskJob, DaskSession, chosen, open_dask
 from echelon.start.launcher import Launcher, Wanted
 
 _WHERE = "--on dask"

@@ -19,9 +19,9 @@ from typing import ClassVar
 
 from echelon.errors import LaunchError
 from echelon.start.agents.callback import INVITATION_VARIABLE, Reception
-from echelon.start.agents.command_job import CommandJob
 from echelon.start.agents.driver import ConnectedAgent
 from echelon.start.agents.gather import gather
+from echelon.start.engines.command_job import CommandJob
 from echelon.start.hosts import Host
 from echelon.start.launcher import Launcher, Wanted
 

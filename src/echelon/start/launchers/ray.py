@@ -17,8 +17,8 @@ from echelon.errors import ConfigError, LaunchError
 from echelon.start.agents.callback import Reception
 from echelon.start.agents.driver import ConnectedAgent
 from echelon.start.agents.gather import gather, limit_cores
-from echelon.start.agents.ray_job import RayJob
-from echelon.start.agents.ray_session import RaySession, open_ray
+from echelon.start.engines.ray_job import RayJob
+from echelon.start.engines.ray_session import RaySession, open_ray
 from echelon.start.launcher import Launcher, Wanted
 
 _WHERE = "--on ray"

@@ -15,8 +15,8 @@ from echelon.errors import ConfigError, LaunchError
 from echelon.start.agents.callback import Reception
 from echelon.start.agents.driver import ConnectedAgent
 from echelon.start.agents.gather import gather
-from echelon.start.agents.spark_job import SparkJob, reason, slots
-from echelon.start.agents.spark_session import is_local, open_session
+from echelon.start.engines.spark_job import SparkJob, reason, slots
+from echelon.start.engines.spark_session import is_local, open_session
 from echelon.start.launcher import Launcher, Wanted
 
 _POLL_S = 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echelon.errors import LaunchError
-from echelon.start.agents.spark_job import reason
+from echelon.start.engines.spark_job import reason
 from echelon.start.launchers.spark import _enough, _refuse_dynamic
 
 ABORTED = """Job aborted due to stage failure: Most recent failure reason: Stage failed.

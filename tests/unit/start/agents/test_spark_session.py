@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import ConfigError, LaunchError
-from echelon.start.agents.spark_session import is_local, open_session
+from echelon.start.engines.spark_session import is_local, open_session
 from echelon.start.hosts import Host
 from echelon.start.launcher import LAUNCHERS, Wanted
 

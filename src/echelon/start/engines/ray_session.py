@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import LaunchError
-from echelon.start.agents import sweeper
+from echelon.start.engines import sweeper
 
 _TRY_S = 5.0
 _SWEPT_S = 15.0

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from echelon.start.agents.callback import Invitation, host_and_tell
-from echelon.start.agents.ray_session import RaySession, try_for_a_while
+from echelon.start.engines.ray_session import RaySession, try_for_a_while
 
 _MOST_TEXT = 2000
 _DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from echelon.errors import LaunchError
-from echelon.start.agents.spark_job import reason
+from echelon.start.engines.spark_job import reason
 
 _JAVA_S = 20.0
 _END_S = 10.0
