@@ -196,10 +196,15 @@ def _whole(text: str) -> int | None:
 
 
 def machine_key(root: Path = _ROOT) -> str:
-    """The same for processes that share this machine and its network, and for no others."""
+    """The same for processes that share this machine, its name and its network, and for no others."""
+    return f"{platform.node()} {network_key(root)}"
+
+
+def network_key(root: Path = _ROOT) -> str:
+    """The same for processes with the same network interfaces; empty if the system does not tell."""
     try:
         boot = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
         network = (root / "proc/self/ns/net").readlink()
     except OSError:
-        return platform.node()
-    return f"{platform.node()} {boot} {network}"
+        return ""
+    return f"{boot} {network}"

@@ -44,7 +44,7 @@ def test_workers_that_have_room_fit(cpus, each):
 
 
 def test_workers_see_all_gpus_of_the_run_on_their_node():
-    invitation = Invitation(addresses=[], port=1, token=b"", machine="", timeout_s=1, env={"A": "1"})
+    invitation = Invitation(addresses=[], port=1, token=b"", network="", timeout_s=1, env={"A": "1"})
     found = with_devices([invitation] * 3, [("x", "2"), ("y", "0"), ("x", "0")])
     assert [one.env["CUDA_VISIBLE_DEVICES"] for one in found] == ["2,0", "0", "2,0"]
     assert all(one.env["A"] == "1" for one in found)

@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from types import FrameType
 
-from echelon.cluster.machine import machine_key, usable_cores
+from echelon.cluster.machine import machine_key, network_key, usable_cores
 from echelon.errors import EchelonError, LaunchError, WorkerError
 from echelon.observe.growth import FolderTail
 from echelon.observe.run_folder import RunFolder
@@ -65,6 +65,7 @@ def introduction(order: int = 0) -> Introduction:
         pid=os.getpid(),
         cores=granted_cores(os.environ, usable_cores()),
         machine=machine_key(),
+        network=network_key(),
         order=order,
         cpus=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         devices=devices(os.environ),

@@ -29,7 +29,7 @@ from typing import IO, Protocol
 import msgspec
 
 from echelon.cluster.interfaces import interfaces
-from echelon.cluster.machine import machine_key
+from echelon.cluster.machine import network_key
 from echelon.comm.meet.handshake import Refused, greet
 from echelon.errors import LaunchError
 from echelon.start.agents.channel import Channel
@@ -58,7 +58,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     addresses: list[str]
     port: int
     token: bytes
-    machine: str
+    network: str
     timeout_s: float
     env: dict[str, str] = {}
     order: int = 0
@@ -108,7 +108,7 @@ class Reception:
             addresses=addresses,
             port=int(self._listener.getsockname()[1]),
             token=self._token,
-            machine=machine_key(),
+            network=network_key(),
             timeout_s=self._timeout_s,
             env=self._env,
             order=order,
@@ -186,8 +186,8 @@ def _these(count: int, there: int) -> str:
 
 def call_back(invitation: Invitation) -> Channel:
     """Connect to the launcher at the first of its addresses that answers."""
-    here = invitation.machine == machine_key()
-    addresses = ["127.0.0.1"] if here else invitation.addresses
+    here = invitation.network == network_key() != ""
+    addresses = ["127.0.0.1"] if here else [*invitation.addresses, "127.0.0.1"]
     until = time.monotonic() + invitation.timeout_s
     problems: dict[str, str] = {}
     while time.monotonic() < until:

@@ -188,11 +188,15 @@ def _targets(
 
 
 def offered_to(agent: ConnectedAgent, other: ConnectedAgent) -> list[str]:
-    """The addresses of the other machine, without those that the agent's machine has, too."""
-    if agent.introduction is None or other.introduction is None:
+    """The addresses of the other machine, without those that the agent's machine has, too.
+
+    Containers may have other host names and yet the same interfaces: then their addresses are the same.
+    """
+    a, b = agent.introduction, other.introduction
+    if a is None or b is None:
         return []
-    mine = [] if same_machine(agent, other) else agent.introduction.addresses
-    return [address for address in other.introduction.addresses if address not in mine]
+    alike = same_machine(agent, other) or (a.network == b.network != "")
+    return [address for address in b.addresses if alike or address not in a.addresses]
 
 
 def _attempts(node: str, targets: Sequence[ReachTarget], said: Reached) -> Iterator[Attempt]:

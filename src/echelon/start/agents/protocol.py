@@ -27,14 +27,16 @@ from echelon.observe.growth import Grown
 class Introduction(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An agent is there.
 
-    `machine` is the same for agents between which no network lies; `order` is the engine's number of the
-    agent's slot; `cpus` are the cores that it may use, `devices` those that the engine gave to it.
+    `network` is the same for agents that have the same network interfaces, `machine` for those that also
+    have the same host name. `order` is the engine's number of the agent's slot; `cpus` are the cores that
+    it may use, `devices` those that the engine gave to it.
     """
 
     host: str
     pid: int
     cores: int
     machine: str = ""
+    network: str = ""
     order: int = 0
     cpus: list[int] = []
     devices: str = ""

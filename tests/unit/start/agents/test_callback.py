@@ -73,7 +73,7 @@ def test_messages_pass_both_ways_after_a_call(reception):
 def test_a_stranger_is_refused_and_the_agent_after_it_is_not(reception):
     right = reception.invitation()
     wrong = Invitation(
-        addresses=[], port=right.port, token=bytes(32), machine=right.machine, timeout_s=0.05
+        addresses=[], port=right.port, token=bytes(32), network=right.network, timeout_s=0.05
     )
     refused = []
 
@@ -149,7 +149,7 @@ def test_a_message_that_is_repeated_is_refused():
     addresses=st.lists(st.text()),
     port=st.integers(1, 65535),
     token=st.binary(),
-    machine=st.text(),
+    network=st.text(),
     timeout_s=st.floats(0, 100),
     env=st.dictionaries(st.text(), st.text()),
     order=st.integers(0, 99),
@@ -161,7 +161,7 @@ def test_an_invitation_survives_its_text(invitation):
 
 def test_the_number_of_a_slot_comes_from_the_engines_variable():
     common = Invitation(
-        addresses=[], port=1, token=b"", machine="", timeout_s=1, order=7, order_from="PMI_RANK"
+        addresses=[], port=1, token=b"", network="", timeout_s=1, order=7, order_from="PMI_RANK"
     )
     assert common.order_in({"PMI_RANK": "3"}) == 3
     assert common.order_in({}) == 7

@@ -16,10 +16,11 @@ def attempt(source, target, address, problem="", *, port=5, own=""):
     )
 
 
-def agent(node, addresses, machine=""):
+def agent(node, addresses, machine="", network=""):
     said = Introduction(
         host=node,
         machine=machine or node,
+        network=network or node,
         pid=1,
         cores=1,
         echelon="",
@@ -78,9 +79,10 @@ def test_workers_listen_first_where_they_leave_for_the_first_machine():
     [
         (agent("b", ["10.1.0.2", "172.17.0.1"]), ["10.1.0.2"]),
         (agent("b", ["10.1.0.1", "172.17.0.1"], machine="a"), ["10.1.0.1", "172.17.0.1"]),
+        (agent("b", ["10.1.0.1", "172.17.0.1"], network="a"), ["10.1.0.1", "172.17.0.1"]),
     ],
 )
-def test_an_address_that_both_machines_have_is_not_tried_unless_they_are_one(other, offered):
+def test_an_address_that_both_machines_have_is_not_tried_unless_they_share_their_interfaces(other, offered):
     assert pairs.offered_to(agent("a", ["10.1.0.1", "172.17.0.1"]), other) == offered
 
 
