@@ -45,6 +45,8 @@ def java(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
     os.environ["TMPDIR"] = str(temporary)
     os.environ["JDK_JAVA_OPTIONS"] = QUICK_JAVA
+    os.environ["SPARK_AUTH_SOCKET_TIMEOUT"] = "15"  # as pyspark sets them when a session begins
+    os.environ["SPARK_BUFFER_SIZE"] = "65536"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
