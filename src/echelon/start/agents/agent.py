@@ -53,7 +53,7 @@ from echelon.start.processes import WorkerProcesses
 
 SILENCE_S = 15.0
 ALIVE_S = 2.0
-_POLL_S = 0.05
+_POLL_S = 0.2  # also how often files are followed: each look takes time from the workers
 _MOST_UNSENT_BYTES = 8 << 20
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
