@@ -11,6 +11,7 @@ record.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import platform
 import shutil
@@ -55,6 +56,7 @@ SILENCE_S = 15.0
 ALIVE_S = 2.0
 _POLL_S = 0.2  # also how often files are followed: each look takes time from the workers
 _MOST_UNSENT_BYTES = 8 << 20
+_PREFIX = "echelon-agent-"
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
@@ -190,12 +192,31 @@ class Agent:
 
 @contextlib.contextmanager
 def _temporary_folder() -> Iterator[str]:
-    path = tempfile.mkdtemp(prefix="echelon-")
+    """A folder that is removed at the end; those that killed agents have left are removed now.
+
+    The folder of an agent that is alive is locked, whatever host name or process ids it has.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), _lock(left):
+            shutil.rmtree(left, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:
-        yield path
+        with _lock(path):
+            yield str(path)
     finally:
         os.chdir("/")
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold the folder; OSError if another process does."""
+    held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(held)
 
 
 def _unpack(files: dict[str, bytes], place: Path) -> None:

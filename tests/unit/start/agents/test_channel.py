@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from echelon.errors import Corrupt, PeerLost
 from echelon.observe.growth import FolderTail, Grown
+from echelon.start.agents import agent
 from echelon.start.agents.channel import Channel
 from echelon.start.agents.protocol import Alive, Finish, Interrupt, Listening, WorkerEnded
 
@@ -76,3 +79,19 @@ def test_files_are_followed_from_where_they_were_left(tmp_path):
         file.write(b"two\n")
     assert list(tail.grown()) == [Grown("logs/rank-0.log", 4, b"two\n")]
     assert list(tail.grown()) == []
+
+
+def test_the_folder_of_a_killed_agent_is_removed_by_the_next_and_that_of_a_living_one_is_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "echelon-agent-killed").mkdir()
+    (tmp_path / "other").mkdir()
+    with agent._temporary_folder() as living:
+        assert not (tmp_path / "echelon-agent-killed").exists()
+        with agent._temporary_folder() as other:
+            assert Path(living).is_dir()
+            assert Path(other).is_dir()
+        assert Path(living).is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
