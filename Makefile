@@ -8,6 +8,7 @@ BIN := .venv/bin
 QUICK ?=
 # Many tests wait rather than compute, so there are more processes than cores on a small machine.
 TEST_PROCESSES ?= 4
+TEST_OPTIONS ?=
 
 .PHONY: demo test test-engines check lint types imports docs picture bench install dev engines site-tools clean
 
@@ -20,7 +21,7 @@ demo: install
 	$(BIN)/echelon report
 
 test: dev
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) $(TEST_OPTIONS)
 
 # One file at a time for each process: engines start many processes of their own.
 test-engines: engines

@@ -216,11 +216,11 @@ def join_among_unknown_connections():
     crowd = []
     dial = mesh._try
 
-    def with_company(address, rank, own, deadline):
+    def with_company(place, *rest):
         for data in [b"GET / HTTP/1.1\r\n\r\n", b"ECHH\0", bytes(500)] + [b""] * 50:
-            crowd.append(socket.create_connection((address.host, address.port)))
+            crowd.append(socket.create_connection(place))
             crowd[-1].sendall(data)
-        return dial(address, rank, own, deadline)
+        return dial(place, *rest)
 
     if os.environ["RANK"] == "1":
         mesh._try = with_company

@@ -57,6 +57,7 @@ ALIVE_S = 2.0
 _POLL_S = 0.2  # also how often files are followed: each look takes time from the workers
 _MOST_UNSENT_BYTES = 8 << 20
 _PREFIX = "echelon-agent-"
+_NEW_S = 60.0
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
@@ -194,11 +195,14 @@ class Agent:
 def _temporary_folder() -> Iterator[str]:
     """A folder that is removed at the end; those that killed agents have left are removed now.
 
-    The folder of an agent that is alive is locked, whatever host name or process ids it has.
+    The folder of an agent that is alive is locked, whatever host name or process ids it has. One that is
+    new may not be locked yet.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), _lock(left):
-            shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _NEW_S:
+                with _lock(left):
+                    shutil.rmtree(left, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:
         with _lock(path):

@@ -86,12 +86,14 @@ def test_the_folder_of_a_killed_agent_is_removed_by_the_next_and_that_of_a_livin
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "echelon-agent-killed").mkdir()
-    (tmp_path / "other").mkdir()
+    for name in ("echelon-agent-killed", "echelon-agent-new", "other"):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, 0) if "new" not in name else None)
     with agent._temporary_folder() as living:
+        os.utime(living, (0, 0))
         assert not (tmp_path / "echelon-agent-killed").exists()
         with agent._temporary_folder() as other:
             assert Path(living).is_dir()
             assert Path(other).is_dir()
         assert Path(living).is_dir()
-    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["echelon-agent-new", "other"]
