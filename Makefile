@@ -26,7 +26,7 @@ test: dev
 # One file at a time for each process: engines start many processes of their own.
 test-engines: engines
 	$(BIN)/python -m pytest --numprocesses 2 tests/conformance/test_launchers.py \
-	    $(wildcard $(patsubst %,tests/multiprocess/test_%.py,ssh mpi slurm ray spark dask))
+	    $(wildcard $(patsubst %,tests/multiprocess/test_%.py,ssh mpi slurm ray spark dask engine_tables))
 
 check: lint types imports
 
