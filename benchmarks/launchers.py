@@ -1,6 +1,6 @@
 """What does a launcher cost? Time from the command to the first step of four workers, and steps a second.
 
-    python benchmarks/launchers.py local mpi slurm [--workers 4] [--repeats 5] [--steps 200] [--json]
+    python benchmarks/launchers.py local mpi slurm [--workers 4] [--repeats 5] [--steps 200] [--width 256]
 
 Every engine is ready before: a cluster is up, as for a user of one. It starts `echelon run`, and
 DistributedDataParallel by its own means (`PEERS`), in turns.
@@ -33,12 +33,13 @@ sys.path += [str(ROOT / "src"), str(ROOT / "tests")]
 
 from engines import Engine, engine_of  # noqa: E402 - from tests/
 
-# What both train: a small model, so that starting and exchanging is what is measured.
+# What both train: unless --width says otherwise a small model, so that starting and exchanging is measured.
 COMMON = """
 import os, sys, time, torch
 from torch import nn
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+width = int(os.environ["WIDTH"])
+model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 steps, told = int(sys.argv[1]), sys.argv[2]
 data = torch.utils.data.TensorDataset(torch.randn(64 * steps, 64), torch.randint(0, 10, (64 * steps,)))
@@ -168,11 +169,12 @@ def measure(command: list[str], steps: int, folder: Path, env: dict[str, str]) -
     return Measured(first - begun, rate)
 
 
-def environment(engine: Engine) -> dict[str, str]:
+def environment(engine: Engine, width: int) -> dict[str, str]:
     """That of a command. The address is for peers; `echelon run` finds its own."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     return {
-        **os.environ, "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", **engine.env
+        **os.environ, "WIDTH": str(width), "PYTHONPATH": path,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", **engine.env,
     }  # fmt: skip
 
 
@@ -190,7 +192,7 @@ def turns(engines: dict[str, Engine], asked: argparse.Namespace, folder: Path) -
         found.append({})
         for name in names[at:] + names[:at]:
             command, engine = commands[name]
-            one = measure(command, asked.steps, folder, environment(engine))
+            one = measure(command, asked.steps, folder, environment(engine, asked.width))
             found[-1][name] = one
             load = os.getloadavg()[0]
             said = f"first step {one.first_step_s:.1f} s, {one.steps_per_s:.0f} steps/s, load {load:.1f}"
@@ -231,6 +233,7 @@ def main() -> None:
     options.add_argument("--workers", type=int, default=4)
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--steps", type=int, default=200)
+    options.add_argument("--width", type=int, default=256, help="of the model's hidden layer")
     options.add_argument("--json", action="store_true")
     asked = options.parse_args()
     names = list(dict.fromkeys(["local", *asked.engines]))
