@@ -24,12 +24,11 @@ from echelon.observe.events import RunEnded, StepEnded, WorkerJoined, read_event
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.start.launcher import LAUNCHERS
-from engines import Engine, decoded, engine_of
+from engines import PATH, Engine, decoded, engine_of, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 SECRET = "the-secret-of-these-tests"
 # Until all processes of a run are gone; engines look at their tasks every second or so.
-GONE_S = 30.0
 RUN_S = 200.0
 
 # Values are small multiples of powers of two: every sum is exact, in whatever order it is taken.
@@ -103,19 +102,11 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def work(tmp_path: Path, engine: Engine) -> Iterator[Path]:
     (tmp_path / "train.py").write_text(TRAIN)
     yield tmp_path
-    _gone(engine)
-
-
-def _gone(engine: Engine) -> None:
-    until = time.monotonic() + GONE_S
-    while left := engine.processes():
-        assert time.monotonic() < until, left
-        time.sleep(0.05)
+    wait_until_gone(engine)
 
 
 def _environment(engine: Engine) -> dict[str, str]:
-    path = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"
-    return {**os.environ, "PYTHONPATH": path, "ECHELON_SECRET": SECRET, **engine.env}
+    return {**os.environ, **PATH, "ECHELON_SECRET": SECRET, **engine.env}
 
 
 def _command(engine: Engine, *words: str) -> list[str]:
@@ -162,7 +153,7 @@ def finished(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Finish
             assert time.monotonic() < until, (work / "errors").read_text()
             seen |= {tuple(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])}
             time.sleep(0.05)
-    _gone(engine)
+    wait_until_gone(engine)
     return Finished(
         work, started.returncode, (work / "out").read_text(), (work / "errors").read_text(), seen
     )
@@ -260,7 +251,7 @@ def test_no_process_is_left_when_the_launcher_ends(engine: Engine, work: Path, n
         started.send_signal(number)
         code = started.wait(timeout=90)
     assert code == (-number if number == signal.SIGKILL else 128 + number)
-    _gone(engine)
+    wait_until_gone(engine)
     if number != signal.SIGKILL:
         (last,) = (e for e in read_events(_folder(work).events_of(-1)) if isinstance(e, RunEnded))
         assert last.outcome == "interrupted"

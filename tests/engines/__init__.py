@@ -2,6 +2,8 @@
 
     local.py  this machine           ssh.py    a real sshd, see tests/sshd.py
     mpi.py    mpirun                 slurm.py  slurmctld and two slurmd, see tests/slurm.py
+    ray.py    a Ray of its own       dask.py   a cluster of its own, three workers
+    spark.py  sessions of the runs
 
 `tests/conformance/test_launchers.py` runs every registered launcher on its engine. An engine that is not
 installed has its tests skipped, with the reason, and the end of a test session lists it.
@@ -11,13 +13,21 @@ from __future__ import annotations
 
 import base64
 import importlib
+import os
 import re
+import subprocess
+import sys
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
 
+ROOT = Path(__file__).parents[2]
+PATH = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
+GONE_S = 30.0
 MARK = "ECHELON_TEST_ENGINE"  # in the environment of all processes that an engine's runs have
 
 
@@ -75,6 +85,48 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027 - most need it, some do not
         """End it. By default there is nothing to end."""
+
+
+class KeptEngine(Engine):
+    """An engine that a program of its own keeps up; it prints its address, and ends with its input."""
+
+    def __init__(self, folder: Path, keeper: str, argument: str, env: Mapping[str, str]) -> None:
+        super().__init__(folder)
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-c", keeper, argument],
+            env={**os.environ, **PATH, MARK: str(folder), **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._keeper.stdout is not None
+        self.address = self._keeper.stdout.readline().strip()
+        assert self.address
+
+    def processes(self) -> list[psutil.Process]:
+        """The engine's own processes have the mark too, but are not Echelon's."""
+        return [one for one in super().processes() if is_of_a_run(one)]
+
+    def close(self) -> None:
+        """End the program, and by it the engine."""
+        self._keeper.communicate(timeout=60)
+
+
+def is_of_a_run(process: psutil.Process) -> bool:
+    """Whether a process is Echelon's, by its command line."""
+    try:
+        words = process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+    return any(word == "echelon" or word.startswith("echelon.") for word in words)
+
+
+def wait_until_gone(engine: Engine) -> None:
+    """Wait until no process of a run is left; what is left after a while is named."""
+    until = time.monotonic() + GONE_S
+    while left := engine.processes():
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
 
 
 def engine_of(launcher: str) -> type[Engine]:

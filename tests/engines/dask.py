@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
-
-from engines import MARK, Engine
+from engines import KeptEngine
 
 MISSING = (
     ""
@@ -32,24 +27,13 @@ cluster.close()
 """
 
 
-class DaskEngine(Engine):
+class DaskEngine(KeptEngine):
     """Three workers."""
 
     name = "dask"
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        path = os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("src", "tests"))
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-c", KEEPER, str(folder)],
-            env={**os.environ, "PYTHONPATH": path, MARK: str(folder)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._keeper.stdout is not None
-        self.address = self._keeper.stdout.readline().strip()
-        assert self.address
+        super().__init__(folder, KEEPER, str(folder), {})
 
     @classmethod
     def missing(cls) -> str:
@@ -58,18 +42,3 @@ class DaskEngine(Engine):
     @property
     def on(self) -> str:
         return f"dask(address={self.address})"
-
-    def processes(self) -> list[psutil.Process]:
-        """Dask's own processes have the mark too, but are not Echelon's."""
-        return [one for one in super().processes() if _is_of_a_run(one)]
-
-    def close(self) -> None:
-        self._keeper.communicate(timeout=60)
-
-
-def _is_of_a_run(process: psutil.Process) -> bool:
-    try:
-        words = process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
-    return any(word == "echelon" or word.startswith("echelon.") for word in words)

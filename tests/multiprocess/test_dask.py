@@ -15,12 +15,11 @@ import psutil
 import pytest
 
 from echelon.observe.events import StepEnded, read_events
+from engines import PATH, wait_until_gone
 from engines.dask import MISSING, DaskEngine
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
-ROOT = Path(__file__).parents[2]
 RUN_S = 200.0
-GONE_S = 30.0
 
 TRAIN = """
 import sys, torch, echelon
@@ -81,7 +80,7 @@ def own(tmp_path: Path) -> Iterator[DaskEngine]:
     """For a test whose cluster is not the same afterwards: Dask starts its workers again."""
     made = DaskEngine(tmp_path)
     yield made
-    _gone(made)
+    wait_until_gone(made)
     made.close()
 
 
@@ -89,19 +88,11 @@ def own(tmp_path: Path) -> Iterator[DaskEngine]:
 def work(tmp_path: Path, engine: DaskEngine) -> Iterator[Path]:
     (tmp_path / "train.py").write_text(TRAIN)
     yield tmp_path
-    _gone(engine)
-
-
-def _gone(engine: DaskEngine) -> None:
-    until = time.monotonic() + GONE_S
-    while left := engine.processes():
-        assert time.monotonic() < until, left
-        time.sleep(0.05)
+    wait_until_gone(engine)
 
 
 def _environment(engine: DaskEngine) -> dict[str, str]:
-    path = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"
-    return {**os.environ, "PYTHONPATH": path, **engine.env}
+    return {**os.environ, **PATH, **engine.env}
 
 
 def _run(engine: DaskEngine, work: Path, argv: list[str]) -> subprocess.CompletedProcess[str]:

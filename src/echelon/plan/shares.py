@@ -121,19 +121,22 @@ class ShareTable:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = tuple(weights)
-        self._before: dict[int, tuple[int, tuple[float, ...]]] = {}
+        self._before: dict[int, list[tuple[int, tuple[float, ...]]]] = {}  # until which batch, oldest first
         self._parts: dict[tuple[int, tuple[float, ...]], tuple[int, ...]] = {}
 
     def change(self, weights: Sequence[float], first: Mapping[int, int]) -> None:
         """Use other weights, in each loader from the batch with this number on, and from 0 in new ones."""
-        self._before = {loader: (number, self.weights) for loader, number in first.items()}
+        for loader, number in first.items():
+            self._before.setdefault(loader, []).append((number, self.weights))
         self._parts.clear()
         self.weights = tuple(weights)
 
     def at(self, loader: int, number: int) -> tuple[float, ...]:
         """The weights of a loader's batch; `number` counts all batches that were drawn from it."""
-        until, before = self._before.get(loader, (0, ()))
-        return before if number < until else self.weights
+        before = self._before.get(loader, [])
+        while before and before[0][0] <= number:  # batches are drawn in ascending order
+            del before[0]
+        return before[0][1] if before else self.weights
 
     def slice_of(self, loader: int, number: int, size: int, rank: int, *, start: int = 0) -> Slice:
         """One worker's part of a batch of `size` samples that begins at `start`."""

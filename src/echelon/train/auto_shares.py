@@ -12,6 +12,7 @@ first half second are not counted.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,8 +20,12 @@ from torch import Tensor
 
 from echelon.comm.future import Future
 from echelon.comm.group import Group
+from echelon.config.units import show_seconds
+from echelon.observe.events import SharesChanged
 from echelon.plan.balance import Balancer, ShareChange, StepReport
 from echelon.plan.shares import ShareTable
+from echelon.train.clock import StepClock
+from echelon.train.families.synchronizer import Explain
 from echelon.train.loader import SharedLoader
 
 _WARM_UP_STEPS = 3
@@ -31,21 +36,29 @@ _NUMBERS = 3
 
 
 class AutoShares:
-    """Adapts the shares of one run, on one worker. All workers call it alike."""
+    """Adapts the shares of one run, on one worker. All workers call it alike.
+
+    `loaders` are those that are prepared; more may come.
+    """
 
     def __init__(
         self,
         group: Group,
         table: ShareTable,
-        loaders: Callable[[], Sequence[SharedLoader]],
-        changed: Callable[[ShareChange], None],
+        loaders: Sequence[SharedLoader],
+        clock: StepClock,
+        emit: Callable[[SharesChanged], None],
+        explain: Explain,
     ) -> None:
         self._group = group.fork()
         self._table = table
         self._loaders = loaders
-        self._changed = changed
+        self._clock = clock
+        self._emit = emit
+        self._explain = explain
         self._balancer: Balancer | None = None
-        self._batch = 0  # of one draw
+        self._drawn = 0  # the batch that was drawn last
+        self._batch = 0  # of one draw, in a usual step
         self._usual = 0  # of a step: several draws, if gradients are accumulated
         self._times: list[float] = []
         self._steps = 0
@@ -55,7 +68,7 @@ class AutoShares:
 
     def drew(self, batch: int) -> None:
         """A batch of this size was handed to the loop."""
-        self._batch = max(self._batch, batch)
+        self._drawn = batch
 
     def step_ended(self, busy_s: float, batch: int) -> None:
         """A step took so long, without waiting; batches of another size than usual do not count."""
@@ -64,6 +77,7 @@ class AutoShares:
         if not self._usual:
             self._usual = batch
         if batch == self._usual:
+            self._batch = self._drawn
             self._times.append(busy_s)
 
     def stepped(self) -> None:
@@ -102,10 +116,30 @@ class AutoShares:
             self._change(change)
 
     def _change(self, change: ShareChange) -> None:
-        loaders = self._loaders()
-        drawn = torch.tensor([loader.batches_drawn for loader in loaders], dtype=torch.int64)
+        drawn = torch.tensor([loader.batches_drawn for loader in self._loaders], dtype=torch.int64)
         self._group.all_reduce(drawn, "max").wait()
-        first = {loader.index: int(number) for loader, number in zip(loaders, drawn, strict=True)}
+        first = {loader.index: int(number) for loader, number in zip(self._loaders, drawn, strict=True)}
         self._table.change(change.shares, first)
         self._times = []
-        self._changed(change)
+        self._record(change)
+
+    def _record(self, change: ShareChange) -> None:
+        step = self._clock.step
+        now, before = (",".join(map(str, shares)) for shares in (change.shares, change.before))
+        why = (
+            f"from step {step} on {now}, before {before}: rank {change.rank} took "
+            f"{show_seconds(change.slowest_s)} for its share, now about {show_seconds(change.expected_s)}"
+        )
+        self._emit(
+            SharesChanged(
+                t=time.time(),
+                rank=self._group.rank,
+                step=step,
+                shares=list(change.shares),
+                before=list(change.before),
+                slowest=change.rank,
+                slowest_s=change.slowest_s,
+                expected_s=change.expected_s,
+            )
+        )
+        self._explain("shares", f"by measured speed; {why}", f"shares of a batch: {why}")

@@ -33,11 +33,9 @@ from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.config.choices import FactorRule, Overlap, check_word
-from echelon.config.units import show_seconds
 from echelon.errors import ConfigError, EchelonError, ModelError
-from echelon.observe.events import CheckpointLoaded, CheckpointSaved, EpochEnded, SharesChanged
+from echelon.observe.events import CheckpointLoaded, CheckpointSaved, EpochEnded
 from echelon.observe.run_folder import RunFolder
-from echelon.plan.balance import ShareChange
 from echelon.plan.plan import Plan
 from echelon.plan.shares import ShareTable, Slice
 from echelon.train import consistency, resume
@@ -111,9 +109,8 @@ class Session(ScriptCollectives, ScriptLog):
         self._shares = ShareTable(plan.weights)
         self._auto_shares: AutoShares | None = None
         if plan.adapt_shares and group.size > 1 and self._synchronizer.meets_every_step:
-            self._auto_shares = AutoShares(
-                group, self._shares, lambda: self._prepared.loaders, self._shares_changed
-            )
+            loaders = self._prepared.loaders
+            self._auto_shares = AutoShares(group, self._shares, loaders, clock, record.emit, self.explain)
             clock.on_ended = self._auto_shares.step_ended
         self._current: SharedLoader | None = None
         self._share = 0
@@ -412,27 +409,6 @@ class Session(ScriptCollectives, ScriptLog):
         parts = (part.share,) if self._synchronizer.claims else part.parts
         batch = HandedBatch(loader=loader.index, share=part.share, batch=part.batch, parts=parts)
         self._weights.drew(batch, data)
-
-    def _shares_changed(self, change: ShareChange) -> None:
-        """Record new shares, and why."""
-        now, before = (",".join(map(str, shares)) for shares in (change.shares, change.before))
-        why = (
-            f"from step {self._clock.step} on {now}, before {before}: rank {change.rank} took "
-            f"{show_seconds(change.slowest_s)} for its share, now about {show_seconds(change.expected_s)}"
-        )
-        self._record.emit(
-            SharesChanged(
-                t=time.time(),
-                rank=self.rank,
-                step=self._clock.step,
-                shares=list(change.shares),
-                before=list(change.before),
-                slowest=change.rank,
-                slowest_s=change.slowest_s,
-                expected_s=change.expected_s,
-            )
-        )
-        self.explain("shares", f"by measured speed; {why}", tell=f"shares of a batch: {why}")
 
     def _samples(self) -> float:
         loader = self._current
