@@ -17,6 +17,7 @@ from echelon.comm.schedule.collective import COLLECTIVES, Scattering
 from echelon.comm.schedule.collectives.binary_blocks import blocks
 from echelon.comm.schedule.collectives.ps import served
 from echelon.comm.schedule.cost import LinkCost, critical_work
+from echelon.errors import ConfigError
 from schedules import execute, sent_elements
 
 SIZES = st.integers(1, 17)
@@ -284,3 +285,26 @@ def test_blocks_of_a_power_of_two_are_halving_and_doubling(size, length):
 def test_as_many_servers_as_workers_equals_a_direct_exchange(size, length):
     servers, direct = COLLECTIVES.build(f"ps(servers={size})"), COLLECTIVES.build("direct")
     assert _schedules(servers, size, length) == _schedules(direct, size, length)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any), LENGTHS, SEEDS, st.booleans())
+@modest
+def test_direct_with_unequal_parts_sums_and_a_worker_of_weight_zero_sums_nothing(
+    weights, length, seed, hold
+):
+    collective = COLLECTIVES.build(f"direct(weights={weights})")
+    size = len(weights)
+    _assert_sums(collective, size, length, seed, hold)
+    _assert_same_bits(collective, size, length, seed, hold)
+    for rank, weight in enumerate(weights):
+        start, stop = collective.owned_range(rank, size, length)
+        assert abs((stop - start) - length * weight / sum(weights)) <= 1
+        if not weight and size > 1:
+            adds = [move for step in collective.schedule(rank, size, length) for move in step.adds]
+            assert sum(move.length for move in adds) == 0
+
+
+@pytest.mark.parametrize("text", ["direct(weights=[0, 0])", "direct(weights=[1, -1])"])
+def test_weights_that_leave_nobody_to_sum_are_refused(text):
+    with pytest.raises(ConfigError, match="weights cannot be"):
+        COLLECTIVES.build(text)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from echelon.comm.meet.tls import Certificates
 from echelon.comm.memory.rails import TAGS, RailLayout, Rails, machines
 from echelon.comm.memory.segment import Handle, share
 from echelon.comm.memory.shm import SharedMemoryTeam
+from echelon.comm.schedule.arrange import arranged
 from echelon.comm.schedule.collective import (
     COLLECTIVES,
     Collective,
@@ -89,6 +91,8 @@ class Engine:
         self.teams: list[SharedMemoryTeam] = []  # their members compute sums when they wait
         self.all_to_alls: deque[AllToAll] = deque()  # in flight, oldest first
         self.piece_bytes = 0  # unknown
+        self.whole: WeakSet[EngineGroup] = WeakSet()  # the groups of all workers
+        self.arrangement: tuple[str, tuple[tuple[int, ...], ...]] | None = None
         loop.progress = self.progress
         loop.watch.workers = frozenset(range(len(self.workers)))
 
@@ -205,6 +209,10 @@ class EngineGroup(Group):
         self._rails: Rails | None = None
         if engine.shared_memory and not ranks:
             self._share_memory(machines(engine.workers))
+        if not ranks:
+            engine.whole.add(self)
+            if engine.arrangement is not None:
+                self._adopt(*engine.arrangement)
 
     @property
     def _summing(self) -> SumServers | None:
@@ -351,18 +359,37 @@ class EngineGroup(Group):
             self._choose(str(AutoCollective.measured(links.slowest)))
         return links
 
+    def arrange(self, collective: str, groups: Sequence[Sequence[int]] = ()) -> None:
+        """Take other schedules, in all groups of all workers; operations in flight keep theirs."""
+        self._engine.arrangement = collective, tuple(tuple(ranks) for ranks in groups)
+        for group in list(self._engine.whole):
+            group._adopt(*self._engine.arrangement)
+
+    def _adopt(self, collective: str, groups: Sequence[Sequence[int]]) -> None:
+        on_machines = machines(self._engine.workers)
+        if self._rails is not None:
+            found = arranged(collective, on_machines, groups)
+            self._rails.adopt(_checked(found.collective, len(found.units)), found.units)
+            flat = arranged(AutoCollective.name, [[rank] for rank in self._order], groups)
+        else:
+            flat = arranged(collective, [[rank] for ranks in on_machines for rank in ranks], groups)
+            self._collective = _checked(flat.collective, self.size)
+        self._order = flat.order
+        self._text = collective
+
     def reason(self, length_bytes: int) -> str:
         """Why buffers of this length are reduced with this collective."""
         if self._engine.servers is not None:
             return f"ps, as asked: {self._engine.servers.count} servers sum"
+        if self._engine.arrangement is not None:
+            return f"{self._text}, arranged for this cluster"
         if isinstance(self._collective, AutoCollective):
             return self._collective.reason(self.size, length_bytes)
         return f"{self._text}, as asked"
 
     def _choose(self, collective: str) -> None:
         self._text = collective
-        self._collective = COLLECTIVES.build(collective, where="--collective")
-        self._collective.check(self.size)
+        self._collective = _checked(collective, self.size)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copy the source's values to all members."""
@@ -504,7 +531,8 @@ class EngineGroup(Group):
 
     def fork(self) -> Group:
         """The same members on another channel."""
-        return EngineGroup(self._engine, self._text, owns=False, ranks=self._subgroup)
+        text = self._text if self._engine.arrangement is None else AutoCollective.name
+        return EngineGroup(self._engine, text, owns=False, ranks=self._subgroup)
 
     def close(self) -> None:
         """Disconnect; peers notice at once. A fork leaves the connections open."""
@@ -512,6 +540,13 @@ class EngineGroup(Group):
             self._engine.close()
         elif self._rails is not None:
             self._rails.close()
+
+
+def _checked(collective: str, size: int) -> Collective:
+    """The collective, if it supports so many members."""
+    built = COLLECTIVES.build(collective, where="--collective")
+    built.check(size)
+    return built
 
 
 def _no_progress() -> None:

@@ -150,6 +150,14 @@ class Group(ABC):
         """
         return None
 
+    def arrange(self, collective: str, groups: Sequence[Sequence[int]] = ()) -> None:
+        """Reduce by this collective from now on, this group and its forks.
+
+        `groups` are ranks, neighbours next to each other; a hierarchical collective without sizes takes
+        theirs, and weights of `direct` are by rank. All members call this between the same operations.
+        """
+        return
+
     def reason(self, length_bytes: int) -> str:
         """Why the group reduces buffers of this length in the way it does."""
         return ""

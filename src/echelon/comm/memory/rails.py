@@ -196,6 +196,11 @@ class Rails:
         self._thread: threading.Thread | None = None
         self._broken: BaseException | None = None
 
+    def adopt(self, collective: Collective, machines: Sequence[Sequence[int]]) -> None:
+        """Sum over machines by this collective from now on, in which they have these positions."""
+        self._collective = collective
+        self.layout = RailLayout(machines, self._rank)
+
     def start(self, tag: int, parts: list[Tensor], op: Op, priority: int) -> Future[Tensor]:
         """Publish that this worker's part is filled, and sum it over all machines, in the background.
 
