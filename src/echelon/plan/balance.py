@@ -5,6 +5,11 @@ from its samples, counted in samples and the same for all workers (see observe/s
 the logarithms of their times. For each worker the mean and the variance over the steps since the last
 change are kept, so that it is known how far a mean can be trusted.
 
+A step ends some time after the last worker has arrived: its gradients still have to travel. That time is
+the tail of the worker that arrived last, which is the one that waited least. Tails differ: a worker with a
+thin link or a busy processor needs longer. So t_r plus the tail of r is what is balanced. A worker that was
+never last has the smallest tail that is known.
+
     a change      the shares that balance the means, as whole samples, cut the slowest worker's time by more
                   than 5 %, and by more than three standard errors
     other speed   the last steps of a worker differ from those before by more than four standard errors and
@@ -30,30 +35,37 @@ _OTHER_SPEED = 0.15
 _OTHER_ERRORS = 4.0
 _LEAST_VARIANCE = 0.02**2  # no clock of a busy machine is better
 _RECENT = 2  # reports
-_FEWEST_STEPS = 4
+_FEWEST_STEPS = 3
 _MORE_CAUTION = 1.5
 _LEAST_CHANGE = 0.2  # of a share, for the times before and after to tell c
+_NEWEST_TAIL = 0.2  # its part of the mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What a worker says of its last steps: how many, and sum and sum of squares of their logarithms."""
+    """What a worker says of its last steps.
+
+    How many, sum and sum of squares of their logarithms, and the seconds that it waited for others.
+    """
 
     steps: int
     total: float
     squares: float
+    waited_s: float = 0.0
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> StepReport:
-        """The report on steps that took so long."""
+    def of(cls, seconds: Sequence[float], waited_s: float = 0.0) -> StepReport:
+        """The report on steps that took so long, without what was waited in all of them."""
         logs = [math.log(max(one, 1e-7)) for one in seconds]
-        return cls(steps=len(logs), total=sum(logs), squares=sum(log * log for log in logs))
+        squares = sum(log * log for log in logs)
+        return cls(steps=len(logs), total=sum(logs), squares=squares, waited_s=waited_s)
 
     def __add__(self, other: StepReport) -> StepReport:
         return StepReport(
             steps=self.steps + other.steps,
             total=self.total + other.total,
             squares=self.squares + other.squares,
+            waited_s=self.waited_s + other.waited_s,
         )
 
     @property
@@ -80,13 +92,19 @@ _NOTHING = StepReport(steps=0, total=0.0, squares=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareChange:
-    """New shares, and what they are expected to bring."""
+    """New shares, and what they are expected to bring.
+
+    slowest_s, expected_s  a step before, and as it is expected
+    rank                   the worker that was slowest
+    speeds                 of all workers, relative to the fastest, by rank
+    """
 
     shares: tuple[int, ...]
     before: tuple[int, ...]
     slowest_s: float
     expected_s: float
-    rank: int  # the worker that was slowest
+    rank: int
+    speeds: tuple[float, ...]
 
 
 class Balancer:
@@ -100,11 +118,17 @@ class Balancer:
         self._fixed = 0.0  # c
         self._earlier: tuple[tuple[int, ...], list[float]] | None = None
         self._caution = 1.0
+        self._tails: dict[int, float] = {}
+
+    def forget_tails(self) -> None:
+        """Gradients travel in another way from now on."""
+        self._tails.clear()
 
     def take(self, reports: Sequence[StepReport]) -> ShareChange | None:
         """Take the reports of one interval, by rank; returns new shares if they are worth it."""
         if any(report.steps == 0 for report in reports):
             return None
+        self._note_tail(reports)
         self._recent.append(list(reports))
         if self._differs():
             self._known = [_NOTHING] * len(self.shares)
@@ -115,6 +139,16 @@ class Balancer:
         else:
             self._add(reports)
         return self._change()
+
+    def _note_tail(self, reports: Sequence[StepReport]) -> None:
+        """The worker that waited least was last."""
+        waits = [report.waited_s / report.steps for report in reports]
+        last = waits.index(min(waits))
+        known = self._tails.get(last, waits[last])
+        self._tails[last] = known + _NEWEST_TAIL * (waits[last] - known)
+
+    def _tail_s(self, rank: int) -> float:
+        return self._tails.get(rank, min(self._tails.values(), default=0.0))
 
     def _add(self, reports: Sequence[StepReport]) -> None:
         self._known = [one + other for one, other in zip(self._known, reports, strict=True)]
@@ -149,20 +183,27 @@ class Balancer:
                 rank=rank,
                 share=share,
                 per_sample_s=time_s / (share + self._fixed),
-                fixed_s=self._fixed * time_s / (share + self._fixed),
+                fixed_s=self._fixed * time_s / (share + self._fixed) + self._tail_s(rank),
             )
             for rank, (share, time_s) in enumerate(zip(self.shares, times, strict=True))
         ]
         shares = whole_shares(costs, self.batch)
-        slowest_s = max(times)
+        ends = [cost.at(share) for cost, share in zip(costs, self.shares, strict=True)]
+        slowest_s = max(ends)
         expected_s = max(cost.at(share) for cost, share in zip(costs, shares, strict=True))
-        rank = times.index(slowest_s)
+        rank = ends.index(slowest_s)
         gain = math.log(slowest_s / expected_s)
         error = max(known.error for known in self._known)
         if shares == self.shares or gain <= self._caution * max(_WORTHWHILE, _ERRORS * error):
             return None
+        least_s = min(cost.per_sample_s for cost in costs)
         change = ShareChange(
-            shares=shares, before=self.shares, slowest_s=slowest_s, expected_s=expected_s, rank=rank
+            shares=shares,
+            before=self.shares,
+            slowest_s=slowest_s,
+            expected_s=expected_s,
+            rank=rank,
+            speeds=tuple(least_s / cost.per_sample_s for cost in costs),
         )
         self._earlier = (self.shares, times)
         self.shares = shares
@@ -209,4 +250,5 @@ def _without(known: StepReport, part: StepReport) -> StepReport:
         steps=known.steps - part.steps,
         total=known.total - part.total,
         squares=known.squares - part.squares,
+        waited_s=known.waited_s - part.waited_s,
     )

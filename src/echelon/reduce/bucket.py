@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from echelon.comm.future import Future
 from echelon.comm.group import Group, blocks
+from echelon.reduce.piggyback import Piggyback
 
 Landed = list[tuple[nn.Parameter, Tensor | None]]
 
@@ -82,18 +83,25 @@ class Bucket(ABC):
 class DenseBucket(Bucket):
     """Whole gradients side by side, then one flag per parameter; summed by an all-reduce.
 
-    Combined gradients stay in the buffer, which the group allocates where it reduces fastest.
+    Combined gradients stay in the buffer, which the group allocates where it reduces fastest. Numbers that
+    travel along are behind the flags.
     """
 
     how = "dense"
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Group) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: Group, piggyback: Piggyback | None = None
+    ) -> None:
         super().__init__(parameters, len(parameters))
         first = parameters[0]
         length = sum(p.numel() for p in parameters)
+        flagged = length + len(parameters)
         self._group = group
-        self._buffer = group.buffer(length + len(parameters), first.dtype, first.device)
-        self._flags = self._buffer[length:]
+        self._piggyback = piggyback
+        extra = piggyback.length if piggyback is not None else 0
+        self._buffer = group.buffer(flagged + extra, first.dtype, first.device)
+        self._flags = self._buffer[length:flagged]
+        self._room = self._buffer[flagged:]
         self._views: list[Tensor] = []
         at = 0
         for p in parameters:
@@ -111,6 +119,8 @@ class DenseBucket(Bucket):
 
     def landed(self) -> Landed:
         """The buffer's views."""
+        if self._piggyback is not None:
+            self._piggyback.landed(self._room)
         used = self._flags.tolist()
         return [
             (p, view if flag else None)
@@ -134,6 +144,8 @@ class DenseBucket(Bucket):
                 torch.mul(p.grad, weight, out=view)
             used.append(float(p.grad is not None))
         self._flags.copy_(torch.tensor(used))
+        if self._piggyback is not None:
+            self._piggyback.fill(self._room)
 
     def _start(self, priority: int) -> Future[Tensor]:
         return self._group.all_reduce(self._buffer, priority=priority)

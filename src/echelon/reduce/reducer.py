@@ -30,6 +30,7 @@ from echelon.reduce.bucket import Bucket, DenseBucket, Landed
 from echelon.reduce.encoded.bucket import EncodedBucket
 from echelon.reduce.encoded.encoder import ModelEncoder, bucket_bytes
 from echelon.reduce.packing import Item, assign, sizes
+from echelon.reduce.piggyback import Piggyback
 
 NamedParameter = tuple[str, nn.Parameter]
 
@@ -100,6 +101,7 @@ class Reducer:
         receiver: Receiver | None = None,
         link: LinkCost | None = None,
         encoder: ModelEncoder | None = None,
+        piggyback: Piggyback | None = None,
     ) -> None:
         self._named = list(parameters)
         self._group = group
@@ -109,6 +111,7 @@ class Reducer:
         self._receiver = receiver
         self._link = link
         self._encoder = encoder
+        self._piggyback = piggyback
         self._just_landed: set[int] = set()
         self._carried: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -177,9 +180,11 @@ class Reducer:
         packed = assign(items, first_bytes=first, bucket_bytes=rest)
         # A bucket can be sent when backward has passed its last parameter, which is the lowest.
         made: list[tuple[int, Bucket]] = []
-        for part in packed:
+        carrier = self._carrier(packed, [wanted[index] for index in dense])
+        for at, part in enumerate(packed):
             places = [dense[index] for index in part]
-            made.append((min(places), DenseBucket([wanted[place] for place in places], self._group)))
+            along = self._piggyback if at == carrier else None
+            made.append((min(places), DenseBucket([wanted[place] for place in places], self._group, along)))
         made += self._encoded(wanted, sorted(coded))
         made += [
             (place, self._factored[id(p)]()) for place, p in enumerate(wanted) if id(p) in self._factored
@@ -189,6 +194,14 @@ class Reducer:
             for p in bucket.parameters:
                 self._bucket_of[id(p)] = bucket
                 self._listen(p)
+
+    def _carrier(self, packed: Sequence[Sequence[int]], dense: Sequence[nn.Parameter]) -> int | None:
+        """The bucket that carries numbers along: the last that is sent and has room for them."""
+        if self._piggyback is None:
+            return None
+        fitting = [at for at, part in enumerate(packed) if self._piggyback.fits(dense[part[0]].dtype)]
+        self._piggyback.is_carried = bool(fitting)
+        return fitting[-1] if fitting else None
 
     def _encoded(self, wanted: Sequence[nn.Parameter], places: Sequence[int]) -> list[tuple[int, Bucket]]:
         """The encoded buckets, each with its lowest place."""

@@ -1,12 +1,13 @@
 """Shares that follow the workers' speeds: exchanges what steps took, and changes shares between batches.
 
-Every few steps each worker sends how long its steps took, in the background, and reads the others' one step
-later. All workers have the same numbers, so all take the same decision (plan/balance.py). Only when shares
-change do they wait for each other: they agree on the first batch of each loader that nobody has drawn yet.
-The global batches stay the same, and so do the gradients, to rounding.
+Every few steps each worker tells how long its steps took. The numbers travel with the gradients, or, if no
+bucket has room for them (codecs, half precision), in the background by themselves. All workers have the
+same numbers, so all take the same decision (plan/balance.py). Only when shares change do they wait for each
+other: they agree on the first batch of each loader that nobody has drawn yet. The global batches stay the
+same, and so do the gradients, to rounding.
 
-How often: so that it costs less than a hundredth of a step. The first steps, which warm caches up, and the
-first half second are not counted.
+How often: every step, or every 20 ms if steps are shorter, so that it costs less than a hundredth of a
+step. The first steps, which warm caches up, and the first half second are not counted.
 """
 
 from __future__ import annotations
@@ -24,21 +25,25 @@ from echelon.config.units import show_seconds
 from echelon.observe.events import SharesChanged
 from echelon.plan.balance import Balancer, ShareChange, StepReport
 from echelon.plan.shares import ShareTable
+from echelon.reduce.piggyback import Piggyback
 from echelon.train.clock import StepClock
 from echelon.train.families.synchronizer import Explain
 from echelon.train.loader import SharedLoader
 
 _WARM_UP_STEPS = 3
 _WARM_UP_S = 0.5
-_EVERY_S = 0.05
-_FEWEST, _MOST = 2, 256  # steps between exchanges
-_NUMBERS = 3
+_EVERY_S = 0.02
+_ALONE_EVERY_S = 0.05  # a message of its own costs more
+_MOST = 256  # steps between reports
+_EMPTY = 8  # reports without a usual step, after which the loop may have changed its batch
+_NUMBERS = 4
 
 
 class AutoShares:
     """Adapts the shares of one run, on one worker. All workers call it alike.
 
-    `loaders` are those that are prepared; more may come.
+    `loaders` are those that are prepared; more may come. When shares change, `on_speeds` gets the speeds of
+    all workers; it returns whether gradients travel in another way from then on.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class AutoShares:
         clock: StepClock,
         emit: Callable[[SharesChanged], None],
         explain: Explain,
+        on_speeds: Callable[[Sequence[float]], bool] = lambda speeds: False,
     ) -> None:
         self._group = group.fork()
         self._table = table
@@ -56,13 +62,17 @@ class AutoShares:
         self._clock = clock
         self._emit = emit
         self._explain = explain
+        self._on_speeds = on_speeds
         self._balancer: Balancer | None = None
         self._drawn = 0  # the batch that was drawn last
         self._batch = 0  # of one draw, in a usual step
         self._usual = 0  # of a step: several draws, if gradients are accumulated
         self._times: list[float] = []
+        self._waited_s = 0.0
         self._steps = 0
-        self._next_at = _WARM_UP_STEPS + _FEWEST
+        self._empty = 0
+        self._next_at = _WARM_UP_STEPS + 1
+        self.piggyback = Piggyback(group.rank, group.size, _NUMBERS, self._tell)
         self._measured_s = 0.0
         self._pending: Future[Tensor] | None = None
 
@@ -70,8 +80,8 @@ class AutoShares:
         """A batch of this size was handed to the loop."""
         self._drawn = batch
 
-    def step_ended(self, busy_s: float, batch: int) -> None:
-        """A step took so long, without waiting; batches of another size than usual do not count."""
+    def step_ended(self, busy_s: float, waited_s: float, batch: int) -> None:
+        """A step took so long, and waited so long; batches of another size than usual do not count."""
         if self._steps <= _WARM_UP_STEPS or not batch:
             return
         if not self._usual:
@@ -79,33 +89,54 @@ class AutoShares:
         if batch == self._usual:
             self._batch = self._drawn
             self._times.append(busy_s)
+            self._waited_s += waited_s
 
     def stepped(self) -> None:
         """An optimizer step is done: send or read reports if it is time to."""
         self._steps += 1
-        if self._pending is not None:
-            self._take(self._pending.wait())
+        if self.piggyback.is_carried:
+            rows = self.piggyback.take()
+        elif self._pending is not None:
+            rows = self._pending.wait().view(-1, _NUMBERS).tolist()
             self._pending = None
-        elif self._steps >= self._next_at:
+        else:
+            rows = None
+        if rows is not None:
+            self._take(rows)
+        if not self.piggyback.is_carried and self._pending is None and self._steps >= self._next_at:
             self._pending = self._send()
+            self._forget()
+
+    def _tell(self) -> list[float] | None:
+        """This worker's row, if it is time for a report."""
+        if self._steps < self._next_at:
+            return None
+        report = StepReport.of(self._times, self._waited_s)
+        return [report.steps, report.total, report.squares, report.waited_s]
 
     def _send(self) -> Future[Tensor]:
-        report = StepReport.of(self._times)
-        self._times = []
         told = torch.zeros(self._group.size, _NUMBERS, dtype=torch.float64)
-        told[self._group.rank] = torch.tensor([report.steps, report.total, report.squares])
+        told[self._group.rank] = torch.tensor(self._tell(), dtype=torch.float64)
         return self._group.all_reduce(told.view(-1))
 
-    def _take(self, told: Tensor) -> None:
-        rows = told.view(-1, _NUMBERS).tolist()
-        reports = [StepReport(steps=round(n), total=total, squares=squares) for n, total, squares in rows]
+    def _take(self, rows: list[list[float]]) -> None:
+        reports = [
+            StepReport(steps=round(n), total=total, squares=squares, waited_s=waited_s)
+            for n, total, squares, waited_s in rows
+        ]
+        if self.piggyback.is_carried:
+            self._forget()
         if any(report.steps == 0 for report in reports):
-            self._next_at = self._steps + _FEWEST
-            self._usual = 0  # the loop may have changed its batch
-            self._balancer = None
+            self._empty += 1
+            if self._empty >= _EMPTY:
+                self._empty = 0
+                self._usual = 0  # the loop may have changed its batch
+                self._balancer = None
             return
+        self._empty = 0
         slowest_s = max(math.exp(report.mean) for report in reports)
-        self._next_at = self._steps + min(_MOST, max(_FEWEST, math.ceil(_EVERY_S / slowest_s)))
+        every_s = _EVERY_S if self.piggyback.is_carried else _ALONE_EVERY_S
+        self._next_at = self._steps + min(_MOST, math.ceil(every_s / slowest_s) - 1)
         self._measured_s += slowest_s * reports[0].steps
         if self._measured_s < _WARM_UP_S:
             return
@@ -120,8 +151,14 @@ class AutoShares:
         self._group.all_reduce(drawn, "max").wait()
         first = {loader.index: int(number) for loader, number in zip(self._loaders, drawn, strict=True)}
         self._table.change(change.shares, first)
-        self._times = []
+        self._forget()
         self._record(change)
+        if self._on_speeds(change.speeds) and self._balancer is not None:
+            self._balancer.forget_tails()
+
+    def _forget(self) -> None:
+        self._times = []
+        self._waited_s = 0.0
 
     def _record(self, change: ShareChange) -> None:
         step = self._clock.step

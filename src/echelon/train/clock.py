@@ -89,8 +89,8 @@ class StepClock:
         self.epoch = 0
         self.step = 0
         self.optimizers = 0
-        self.on_ended: Callable[[float, int], None] | None = None
-        """Called at the end of a step with its seconds of data and computing, and its global batch."""
+        self.on_ended: Callable[[float, float, int], None] | None = None
+        """Called at the end of a step: seconds of data and computing, of waiting, and its global batch."""
 
     def data_asked(self) -> None:
         """The loop requests the next batch: the previous step is over."""
@@ -287,7 +287,7 @@ class StepClock:
         if not step.by:
             return
         if self.on_ended is not None:
-            self.on_ended(step.data_s + step.compute_s, step.batch)
+            self.on_ended(step.data_s + step.compute_s, step.wait_s, step.batch)
         self._recorder.emit(
             StepEnded(
                 t=self._offset + now,

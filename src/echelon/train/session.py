@@ -112,6 +112,7 @@ class Session(ScriptCollectives, ScriptLog):
             loaders = self._prepared.loaders
             self._auto_shares = AutoShares(group, self._shares, loaders, clock, record.emit, self.explain)
             clock.on_ended = self._auto_shares.step_ended
+            self._synchronizer.carry(self._auto_shares.piggyback)
         self._current: SharedLoader | None = None
         self._share = 0
         self._first_epoch = 0

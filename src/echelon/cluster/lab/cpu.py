@@ -18,6 +18,8 @@ _PERIOD_US = 20_000
 # The kernel refuses quotas below 1 ms and periods above 1 s.
 _LEAST_QUOTA_US = 1_000
 _LONGEST_PERIOD_US = 1_000_000
+# The kernel's usual and largest weights of a group, for versions 1 and 2 of the interface.
+_WEIGHTS = {1: ("cpu.shares", 1024, 262_144), 2: ("cpu.weight", 100, 10_000)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,14 @@ class CpuGroups:
             return
         self._write(group / "cpu.cfs_period_us", str(period))
         self._write(group / "cpu.cfs_quota_us", str(quota))
+
+    def prefer(self, preferred: bool) -> None:
+        """Let the lab's nodes go before the machine's other programs, so that they have their quotas.
+
+        Only for quotas that leave time to others.
+        """
+        file, usual, most = _WEIGHTS[self.controller.version]
+        self._write(self.path / file, str(most if preferred else usual))
 
     def limit_of(self, node: str) -> float | None:
         """A node's current limit in cores; None is unlimited."""

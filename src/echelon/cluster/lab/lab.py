@@ -188,12 +188,16 @@ class Lab:
 
     def lift_quotas(self) -> None:
         """Remove all CPU limits, for example while programs start and import."""
+        self.groups.prefer(False)
         self.groups.lift_quotas()
 
     def apply_quotas(self) -> None:
-        """Give every node the CPU limit of its file."""
+        """Give every node the CPU limit of its file, also while other programs keep the machine busy."""
         for node in self.spec.nodes:
             self.groups.limit(node.name, node.cpu)
+        quotas = [node.cpu for node in self.spec.nodes]
+        if None not in quotas and sum(filter(None, quotas)) < len(os.sched_getaffinity(0)):
+            self.groups.prefer(True)
 
     def set_rate(self, link: str, bytes_per_s: float | None) -> None:
         """Give a node's link or an uplink this rate in both directions; None is unlimited."""

@@ -21,6 +21,7 @@ from echelon.config.choices import FactorRule
 from echelon.errors import ModelError
 from echelon.reduce.deferred import DeferredSteps
 from echelon.reduce.encoded.encoder import ModelEncoder
+from echelon.reduce.piggyback import Piggyback
 from echelon.reduce.reducer import Reducer, RoundObserver
 from echelon.train import batchnorm, linear
 from echelon.train import consistency as agree
@@ -67,6 +68,11 @@ class ReduceSynchronizer(Synchronizer):
         self._deferred = DeferredSteps()
         self.weight = 1.0 / group.size  # the mean, as in DDP, until a prepared loader sets it
         self._resolve: Callable[[], None] = _nothing
+        self._piggyback: Piggyback | None = None
+
+    def carry(self, piggyback: Piggyback) -> None:
+        """With the first model whose gradients have room for them."""
+        self._piggyback = piggyback
 
     def add(self, model: nn.Module, rules: ModelOptions) -> None:
         """Reduce a model's gradients from now on."""
@@ -94,6 +100,7 @@ class ReduceSynchronizer(Synchronizer):
             receiver=self._deferred if deferred else None,
             link=self._link,
             encoder=coding,
+            piggyback=self._piggyback if self._piggyback and not self._piggyback.is_carried else None,
         )
         self._reducers.append(reducer)
         self._rules.append(rules)

@@ -20,6 +20,7 @@ from echelon.comm.group import Group
 from echelon.config.choices import FactorRule, check_word
 from echelon.config.choices import Overlap as Overlap
 from echelon.errors import ConfigError
+from echelon.reduce.piggyback import Piggyback
 from echelon.train import batchnorm
 from echelon.train import consistency as agree
 
@@ -72,6 +73,10 @@ class Synchronizer(ABC):
 
     def begin(self) -> None:
         """Called once after everything of one `prepare` has been added."""
+        return
+
+    def carry(self, piggyback: Piggyback) -> None:
+        """Let numbers travel with the gradients of the first model that has room for them, if any has."""
         return
 
     def keep(self, active: bool) -> None:

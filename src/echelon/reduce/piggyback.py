@@ -1,0 +1,58 @@
+"""A few numbers of every worker that travel with a round's gradients, and so cost no message of their own.
+
+One bucket has room for them behind its gradients. Every worker fills its own row and leaves the others at
+zero, so the sum over all workers is everybody's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+_EXACT = (torch.float32, torch.float64)
+
+
+class Piggyback:
+    """The rows of all workers; `tell` gives this worker's for the next round, or None if there is nothing.
+
+    Whether there is something is the same on all workers.
+    """
+
+    def __init__(
+        self, rank: int, workers: int, width: int, tell: Callable[[], Sequence[float] | None]
+    ) -> None:
+        self._rank = rank
+        self._shape = workers, width
+        self._tell = tell
+        self._told = False
+        self._rows: list[list[float]] | None = None
+        self.is_carried = False
+        """Whether a bucket carries the numbers."""
+
+    @property
+    def length(self) -> int:
+        """How many numbers travel."""
+        return self._shape[0] * self._shape[1]
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Whether a bucket of this type keeps the numbers as they are."""
+        return dtype in _EXACT
+
+    def fill(self, room: Tensor) -> None:
+        """Write this worker's row."""
+        room.zero_()
+        row = self._tell()
+        self._told = row is not None
+        if row is not None:
+            room.view(self._shape)[self._rank] = torch.tensor(row, dtype=torch.float64)
+
+    def landed(self, room: Tensor) -> None:
+        """Read the rows of all workers."""
+        self._rows = room.view(self._shape).tolist() if self._told else None
+
+    def take(self) -> list[list[float]] | None:
+        """The rows of the last round, by rank, once; None if nothing was told."""
+        rows, self._rows = self._rows, None
+        return rows
