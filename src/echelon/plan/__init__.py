@@ -1,6 +1,7 @@
 """Who does how much, and how workers communicate: pure decisions, values in and values out.
 
 topology.py what machines and links there are
+measured.py what a probe measured between nodes: pairs alone, and flows at the same time
 job.py      what a training job costs: computing, gradients, memory
 strategy.py one way to run a job on a topology, and what it would take
 groups.py   which workers form a group, as the user says
