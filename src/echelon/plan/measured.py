@@ -33,7 +33,9 @@ class PairMeasured:
             raise ConfigError(f"{self.sender} is both ends of a link", where=where, fix="measure two nodes")
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
             raise ConfigError(
-                f"a latency of {self.latency_s} s", where=where, fix="measure it again, or leave the pair out"
+                f"a latency of {self.latency_s} s",
+                where=where,
+                fix="measure it again, or leave the pair out",
             )
         _check_rate(self.bytes_per_s, where)
 
