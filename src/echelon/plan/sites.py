@@ -28,6 +28,7 @@ from echelon.plan.site_reasons import reasons
 from echelon.plan.topology import Node, Topology
 
 _CLEAR = 0.7  # another assignment of nodes to sites must reduce the error to this part
+_AS_WELL = 1.1
 _UNSURE = 0.25  # distances (log 2 of a factor) that differ by less do not tell two sites apart
 _NEAR = 0.5
 _ROUNDS = 6
@@ -167,23 +168,34 @@ def _all_known(parts: Clusters, names: Sequence[str], lost: Matrix) -> bool:
 
 def _settled(found: Clusters, names: Sequence[str], distances: Matrix, measured: Measurements) -> Clusters:
     """Nodes that are as near to another site as to their own: where flows fit best, or on their own."""
-    at = {name: place for place, name in enumerate(names)}
-    homes = [group for group in found if len(group) > 1]
-    for name in names if len(homes) > 1 else []:
-        others = [[other for other in group if other != name] for group in found]
-        near = [_mean([distances[at[name], at[other]] for other in group]) for group in others]
-        least = min(near)
-        possible = [place for place, far in enumerate(near) if far < _NEAR and far - least < _UNSURE]
-        if len(possible) < 2:
-            continue
-        rest = [group for group in others if group]
+    unsure = _unsure(found, names, distances)
+    for name, possible in unsure.items():
+        rest = [left for group in found if (left := [other for other in group if other != name])]
         alone = [*rest, [name]]
         tried = [
-            [[*group, name] if group == others[place] else group for group in rest] for place in possible
+            [[*group, name] if set(group) & home else group for group in rest]
+            for home in possible
+            if any(set(group) & home for group in rest)
         ]
-        best = min(tried, key=lambda one: _error(one, measured))
-        found = best if _error(best, measured) < _CLEAR * _error(alone, measured) else alone
+        errors = sorted((_error(one, measured, name), at) for at, one in enumerate(tried))
+        # Alone it can be reached through either site, so the best site may fit as well, but not better.
+        clear = len(errors) > 1 and errors[0][0] < _CLEAR * errors[1][0]
+        fits = clear and errors[0][0] < _AS_WELL * _error(alone, measured, name)
+        found = tried[errors[0][1]] if fits else alone
     return found
+
+
+def _unsure(found: Clusters, names: Sequence[str], distances: Matrix) -> dict[str, list[set[str]]]:
+    """For each node that could be in several sites, the sure members of these."""
+    at = {name: place for place, name in enumerate(names)}
+    sites = [set(group) for group in found if len(group) > 1]
+    unsure: dict[str, list[set[str]]] = {}
+    for name in names if len(sites) > 1 else []:
+        near = [_mean([distances[at[name], at[other]] for other in site - {name}]) for site in sites]
+        fits = [site for site, far in zip(sites, near, strict=True) if far < min(_NEAR, min(near) + _UNSURE)]
+        if len(fits) > 1:
+            unsure[name] = fits
+    return {name: [site - unsure.keys() for site in fits] for name, fits in unsure.items()}
 
 
 def _mean(distances: Sequence[float]) -> float:
@@ -191,9 +203,16 @@ def _mean(distances: Sequence[float]) -> float:
     return fmean(known) if known else math.inf
 
 
-def _error(found: Clusters, measured: Measurements) -> float:
-    topology = fit(measured, {name: str(at) for at, group in enumerate(found) for name in group})
-    return error(topology, measured) if is_connected(topology) else math.inf
+def _error(found: Clusters, measured: Measurements, name: str | None = None) -> float:
+    """Of the topology with these sites; with a name, of what was measured with that node."""
+    topology = fit(measured, {member: str(at) for at, group in enumerate(found) for member in group})
+    if not is_connected(topology):
+        return math.inf
+    if name is not None:
+        pairs = tuple(pair for pair in measured.pairs if name in (pair.sender, pair.receiver))
+        flows = tuple(one for one in measured.flows if any(name in flow for flow in one.flows))
+        measured = replace(measured, pairs=pairs, flows=flows)
+    return error(topology, measured)
 
 
 def _site_names(found: Clusters) -> Mapping[str, str]:
