@@ -20,6 +20,7 @@ from echelon.plan.topology import Node, Topology, Uplink
 
 LIMITED = 0.75  # a flow with less than this part of what its nodes' links allow is limited by an uplink
 _CLEAR = 0.7  # another model must reduce the error to this part
+_NOISE = 1.3
 _MOST_SITES = 12  # with more, each pair of sites keeps an uplink of its own
 _Sites = Mapping[str, str]
 
@@ -152,13 +153,10 @@ def _loads(free: Topology, measured: Measurements) -> dict[Flow, _Load]:
 def _rate(load: _Load) -> tuple[float, bool]:
     """The rate of one direction, and whether it is the line's limit or only the largest that was seen."""
     single = fmean(load.limited) if 2 * len(load.limited) > len(load.single) else 0.0
+    limit = max(single, median(load.full) if load.full else 0.0)
     seen = max([*load.sums, *load.single], default=0.0)
-    full = median(load.full) if load.full else 0.0
-    if single or full:
-        # Flows that together get more than a single one are limited each on its own, not by the line.
-        apart = max(load.sums, default=0.0)
-        return max(single, full, apart if apart > 1.5 * max(single, full) else 0.0), True
-    return seen, False
+    # More was seen than the limit: single flows are limited each on its own, or on another uplink.
+    return (limit, True) if limit and seen < _NOISE * limit else (seen, False)
 
 
 def _latency_s(free: Topology, uplink: Uplink, measured: Measurements) -> float:
