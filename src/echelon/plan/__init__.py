@@ -9,6 +9,8 @@ fit.py      which links explain the measurements, for given sites
 sites.py    which nodes share a site, and what joins sites; which flows to measure next
 site_reasons.py
             what was found about sites, in sentences
+equations.py
+            equations (1) to (5) of the first seed: serial, or how many groups
 job.py      what a training job costs: computing, gradients, memory
 strategy.py one way to run a job on a topology, and what it would take
 groups.py   which workers form a group, as the user says

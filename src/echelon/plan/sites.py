@@ -192,7 +192,9 @@ def _unsure(found: Clusters, names: Sequence[str], distances: Matrix) -> dict[st
     unsure: dict[str, list[set[str]]] = {}
     for name in names if len(sites) > 1 else []:
         near = [_mean([distances[at[name], at[other]] for other in site - {name}]) for site in sites]
-        fits = [site for site, far in zip(sites, near, strict=True) if far < min(_NEAR, min(near) + _UNSURE)]
+        fits = [
+            site for site, far in zip(sites, near, strict=True) if far < min(_NEAR, min(near) + _UNSURE)
+        ]
         if len(fits) > 1:
             unsure[name] = fits
     return {name: [site - unsure.keys() for site in fits] for name, fits in unsure.items()}
