@@ -36,7 +36,8 @@ def best_rates(rates: Mapping[Flow, float], end: int) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for flow, rate in rates.items():
         found.setdefault(flow[end], []).append(rate)
-    return {name: fmean(rate for rate in own if rate >= _BEST * max(own)) for name, own in found.items()}
+    least = {name: _BEST * max(own) for name, own in found.items()}
+    return {name: fmean(rate for rate in own if rate >= least[name]) for name, own in found.items()}
 
 
 def by_pairs(nodes: Sequence[str], pairs: Iterable[PairMeasured]) -> Matrix:

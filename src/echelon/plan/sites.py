@@ -32,6 +32,7 @@ _UNSURE = 0.25  # distances (log 2 of a factor) that differ by less do not tell 
 _NEAR = 0.5
 _ROUNDS = 6
 _MOST_FLOWS = 8
+_MOST_MET = 6
 
 Clusters = list[list[str]]
 
@@ -64,6 +65,31 @@ def find_sites(
     if not is_connected(topology):
         raise _apart(topology)
     return SitesFound(topology=topology, reasons=reasons(topology, measured))
+
+
+def worthwhile_pairs(nodes: Sequence[str], pairs: Sequence[PairMeasured]) -> list[Flow]:
+    """Pairs to measure next, both ways, if only a sample was: each node with each site that it never met.
+
+    A node that met nobody of its own site looks as if its link were slow, and is taken for another site's.
+    """
+    names = list(dict.fromkeys(nodes))
+    if len(names) < 3:
+        return []
+    found = find_sites(pairs, nodes=[Node(name=name) for name in names]).topology
+    met: dict[str, set[str]] = {name: {name} for name in names}
+    for pair in pairs:
+        met.setdefault(pair.sender, set()).add(pair.receiver)
+        met.setdefault(pair.receiver, set()).add(pair.sender)
+    sites = [{node.name for node in found.nodes if node.site == site} for site in found.sites]
+    wanted: dict[frozenset[str], Flow] = {}
+    # Small sites may be parts of larger ones that nothing has joined yet.
+    for site in sorted(sites, key=len, reverse=True)[:_MOST_MET]:
+        known = max(sorted(site), key=lambda name: len(met[name] & site))
+        wanted |= {
+            frozenset((name, known)): (name, known) for name in names if not met[name] & site - {name}
+        }
+    asked = [flow for flow in wanted.values() if flow[0] != flow[1]]
+    return [flow for one, other in asked for flow in ((one, other), (other, one))]
 
 
 def worthwhile_flows(

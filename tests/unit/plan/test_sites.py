@@ -8,7 +8,7 @@ import pytest
 
 from echelon.errors import ConfigError
 from echelon.plan.measured import FlowsMeasured, PairMeasured
-from echelon.plan.sites import find_sites, worthwhile_flows
+from echelon.plan.sites import find_sites, worthwhile_flows, worthwhile_pairs
 from echelon.plan.topology import Node, Topology, Uplink
 from networks import GBIT, Noisy, machine, partition
 
@@ -154,6 +154,26 @@ def test_a_sample_of_pairs_is_enough(seed):
     ]
     assert len(pairs) < 500
     assert partition(find_sites(pairs, nodes=real.nodes).topology) == partition(real)
+
+
+@SEEDS
+def test_nodes_that_met_nobody_of_their_site_are_measured_again(seed):
+    """Each node with three others at random: 60 nodes in three sites."""
+    nodes = tuple(machine(f"n{at}", f"s{at % 3}") for at in range(60))
+    between = [("s0", "s1"), ("s0", "s2"), ("s1", "s2")]
+    uplinks = tuple(Uplink(between=pair, bytes_per_s=GBIT / 10) for pair in between)
+    noisy = Noisy(Topology(nodes=nodes, uplinks=uplinks), seed=seed)
+    names = [node.name for node in nodes]
+    every = {(pair.sender, pair.receiver): pair for pair in noisy.pairs()}
+    chosen = set()
+    for name in names:
+        for other in noisy.draw.sample([other for other in names if other != name], 3):
+            chosen |= {(name, other), (other, name)}
+    for _ in range(3):
+        chosen |= set(worthwhile_pairs(names, [every[flow] for flow in chosen]))
+    found = find_sites([every[flow] for flow in sorted(chosen)], nodes=nodes).topology
+    assert partition(found) == partition(noisy.topology)
+    assert len(chosen) < len(every) / 3
 
 
 def test_what_is_known_of_nodes_is_kept():
