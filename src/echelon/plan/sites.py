@@ -197,9 +197,13 @@ def _all_known(parts: Clusters, place: Mapping[str, int], lost: Matrix) -> bool:
 def _settled(found: Clusters, names: Sequence[str], distances: Matrix, measured: Measurements) -> Clusters:
     """Nodes that are as near to another site as to their own: where flows fit best, or on their own."""
     unsure = _unsure(found, names, distances)
+    sent = {name for one in measured.flows for flow in one.flows for name in flow}
     for name, possible in unsure.items():
         rest = [left for group in found if (left := [other for other in group if other != name])]
         alone = [*rest, [name]]
+        if name not in sent:
+            found = alone
+            continue
         tried = [
             [[*group, name] if set(group) & home else group for group in rest]
             for home in possible
