@@ -70,7 +70,8 @@ def find_sites(
 def worthwhile_pairs(nodes: Sequence[str], pairs: Sequence[PairMeasured]) -> list[Flow]:
     """Pairs to measure next, both ways, if only a sample was: each node with each site that it never met.
 
-    A node that met nobody of its own site looks as if its link were slow, and is taken for another site's.
+    A node that met nobody of its own site looks as if its link were slow: it fits several sites, so it is
+    one of its own. Such nodes are also measured with the first of them, which may be of their site.
     """
     names = list(dict.fromkeys(nodes))
     if len(names) < 3:
@@ -88,6 +89,12 @@ def worthwhile_pairs(nodes: Sequence[str], pairs: Sequence[PairMeasured]) -> lis
         wanted |= {
             frozenset((name, known)): (name, known) for name in names if not met[name] & site - {name}
         }
+    singles = [name for name in names if {name} in sites]
+    wanted |= {
+        frozenset((name, singles[0])): (name, singles[0])
+        for name in singles[1:]
+        if name not in met[singles[0]]
+    }
     asked = [flow for flow in wanted.values() if flow[0] != flow[1]]
     return [flow for one, other in asked for flow in ((one, other), (other, one))]
 

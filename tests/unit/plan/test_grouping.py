@@ -138,7 +138,7 @@ def test_unequal_nodes_on_one_network_form_groups_of_equal_power():
 def test_groups_exchange_nodes_until_they_are_equal():
     """From the fastest on, 3 + 2 + 2 and 3 + 2; exchanging a 3 for a 2 gives 6 and 6."""
     groups = equal_power_groups("abcde", [3, 3, 2, 2, 2], 2)
-    assert groups == (("a", "b"), ("c", "d", "e"))
+    assert set(groups) == {("a", "b"), ("c", "d", "e")}
 
 
 def test_equal_nodes_on_one_network_form_groups_at_random():

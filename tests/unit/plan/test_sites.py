@@ -176,6 +176,24 @@ def test_nodes_that_met_nobody_of_their_site_are_measured_again(seed):
     assert len(chosen) < len(every) / 3
 
 
+@SEEDS
+def test_a_few_nodes_that_all_others_measure_with_are_a_good_sample(seed):
+    """Six of 90 nodes in five sites: some site has none of the six, and is found in the next round."""
+    nodes = tuple(machine(f"n{at}", f"s{at % 5}") for at in range(90))
+    between = [(f"s{at}", f"s{other}") for at in range(5) for other in range(at)]
+    uplinks = tuple(Uplink(between=pair, bytes_per_s=GBIT / 10) for pair in between)
+    noisy = Noisy(Topology(nodes=nodes, uplinks=uplinks), seed=seed)
+    names = [node.name for node in nodes]
+    every = {(pair.sender, pair.receiver): pair for pair in noisy.pairs()}
+    chosen = {flow for flow in every if {"n0", "n1", "n5", "n6", "n10", "n12"} & set(flow)}
+    for _ in range(3):
+        chosen |= set(worthwhile_pairs(names, [every[flow] for flow in chosen]))
+    found = find_sites([every[flow] for flow in sorted(chosen)], nodes=nodes).topology
+    assert partition(found) == partition(noisy.topology)
+    assert worthwhile_pairs(names, [every[flow] for flow in chosen]) == []
+    assert len(chosen) < len(every) / 4
+
+
 def test_what_is_known_of_nodes_is_kept():
     nodes = [Node(name=name, speed=speed, cores=speed) for name, speed in (("b", 0.5), ("a", 2.0))]
     pairs = [PairMeasured(sender="a", receiver="b", latency_s=1e-4, bytes_per_s=5e6)]
