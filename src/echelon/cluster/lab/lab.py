@@ -206,7 +206,9 @@ class Lab:
 
     def condition(self, link: str) -> LinkCondition:
         """How a node's link or an uplink should behave: as in the file, or as a fault has changed it."""
-        return self._conditions.get(link) or self.network.link(link).condition
+        if link not in self._conditions:
+            self._conditions[link] = self.network.link(link).condition
+        return self._conditions[link]
 
     def set_rate(self, link: str, bytes_per_s: float | None) -> None:
         """Give a node's link or an uplink this rate in both directions; None is unlimited."""

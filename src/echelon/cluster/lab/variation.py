@@ -104,10 +104,14 @@ class Variation:
         """Stop, and leave the links as they would be without jitter and loss."""
         self._stop.set()
         self._thread.join()
-        for link in {*self._jitters, *self._losses}:
-            self._lab.settle(link)
-        self._lab.network.reset_sender()
-        self._pipes.close()
+        try:
+            for link in {*self._jitters, *self._losses}:
+                self._lab.settle(link)
+        except LabError as error:  # most likely the lab was removed meanwhile
+            _log.warning("the lab's links could not be restored: %s", error.message)
+        finally:
+            self._lab.network.reset_sender()
+            self._pipes.close()
 
     def _vary(self) -> None:
         try:
@@ -127,7 +131,9 @@ class Variation:
         condition = self._lab.condition(link)
         due = now + _IDLE_S
         if condition.jitter_s > 0:
-            jitter = self._jitters.setdefault(link, _Jitter(self._seed, link, now))
+            jitter = self._jitters.get(link)
+            if jitter is None:
+                jitter = self._jitters[link] = _Jitter(self._seed, link, now)
             if jitter.due <= now:
                 interval = jitter_interval(jitter.draw, condition.jitter_s)
                 self._lab.network.reshape(link, condition.rate_bytes_per_s, interval.factor)
