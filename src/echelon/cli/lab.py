@@ -16,7 +16,7 @@ from echelon.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
     from echelon.cluster.lab.execute import NodeJob
-    from echelon.cluster.lab.lab import Lab
+    from echelon.cluster.lab.lab import Lab, NodeStatus
 
 app = typer.Typer(
     cls=PlainGroup,
@@ -201,10 +201,16 @@ def _variables(given: list[str]) -> dict[str, str]:
 
 def _nodes_table(lab: Lab) -> Table:
     from echelon.cluster.lab.spec import show_rate
+    from echelon.config.units import show_seconds
 
-    columns = ["node", "site", "cpu", "link", "latency", "address"]
-    if not lab.spec.wants_latency:
-        columns.remove("latency")
+    columns = ["node", "site", "cpu", "link", "latency", "jitter", "loss", "address"]
+    nodes = lab.spec.nodes
+    absent = {
+        "latency": not lab.spec.wants_latency,
+        "jitter": not any(node.jitter_s for node in nodes),
+        "loss": not any(node.loss for node in nodes),
+    }
+    columns = [column for column in columns if not absent.get(column)]
     table = Table(*columns, box=None, pad_edge=False)
     for node, seat in zip(lab.spec.nodes, lab.seats, strict=True):
         cells = {
@@ -213,6 +219,8 @@ def _nodes_table(lab: Lab) -> Table:
             "cpu": _cpu(seat.speed),
             "link": show_rate(node.link_bytes_per_s),
             "latency": _latency(node.latency_s, lab),
+            "jitter": show_seconds(node.jitter_s) if node.jitter_s else "none",
+            "loss": f"{100 * node.loss:g} %" if node.loss else "none",
             "address": seat.address,
         }
         table.add_row(*(cells[column] for column in columns))
@@ -221,10 +229,13 @@ def _nodes_table(lab: Lab) -> Table:
 
 def _uplink_lines(lab: Lab) -> list[str]:
     from echelon.cluster.lab.spec import show_rate
+    from echelon.config.units import show_seconds
 
     return [
         f"uplink {uplink.name}: {show_rate(uplink.rate_bytes_per_s)}"
         + (f", latency {_latency(uplink.latency_s, lab)}" if uplink.latency_s else "")
+        + (f", jitter {show_seconds(uplink.jitter_s)}" if uplink.jitter_s else "")
+        + (f", loss {100 * uplink.loss:g} %" if uplink.loss else "")
         for uplink in lab.spec.uplinks
     ]
 
@@ -233,7 +244,7 @@ def _status_table(lab: Lab) -> Table:
     table = Table("node", "site", "cpu", "address", "processes", box=None, pad_edge=False)
     for node in lab.status():
         processes = Text("\n".join(f"{pid} {command[:100]}" for pid, command in node.processes.items()))
-        table.add_row(node.seat.node, node.seat.site, _cpu(node.cpu), node.seat.address, processes)
+        table.add_row(node.seat.node, node.seat.site, _cpu_now(node), node.seat.address, processes)
     return table
 
 
@@ -250,6 +261,13 @@ def _headline(lab: Lab) -> str:
 
 def _cpu(cores: float | None) -> str:
     return "unlimited" if cores is None else f"{cores:.3g}"
+
+
+def _cpu_now(node: NodeStatus) -> str:
+    """The limit now; also that of the file, if it is not in force."""
+    if node.cpu is None and node.seat.speed is not None:
+        return f"unlimited; {_cpu(node.seat.speed)} later"
+    return _cpu(node.cpu)
 
 
 def _latency(seconds: float, lab: Lab) -> str:

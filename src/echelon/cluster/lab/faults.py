@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from echelon.cluster.lab.lab import Lab
 from echelon.cluster.lab.processes import send
 from echelon.cluster.lab.spec import FaultSpec, show_rate
+from echelon.config.units import show_seconds
 
 PidsOfNode = Callable[[str], Iterable[int]]
 
@@ -62,6 +63,11 @@ class FaultClock:
         self.pids_of_node = pids_of_node or lab.pids
         self._done: set[int] = set()
 
+    @property
+    def left(self) -> list[FaultSpec]:
+        """The faults that have not happened."""
+        return [fault for index, fault in enumerate(self.faults) if index not in self._done]
+
     def tick(self, elapsed_s: float, step: int | None) -> list[InjectedFault]:
         """Inject all faults that are due now; `step` is None while no step is known."""
         injected = []
@@ -83,6 +89,12 @@ def apply(lab: Lab, fault: FaultSpec, pids_of_node: PidsOfNode | None = None) ->
     if fault.action == "rate":
         lab.set_rate(fault.target, fault.rate_bytes_per_s)
         return f"gave the link {fault.target} a rate of {show_rate(fault.rate_bytes_per_s)}"
+    if fault.action == "jitter":
+        lab.set_jitter(fault.target, fault.jitter_s or 0.0)
+        return f"gave the link {fault.target} a jitter of {show_seconds(fault.jitter_s or 0.0)}"
+    if fault.action == "loss":
+        lab.set_loss(fault.target, fault.loss or 0.0)
+        return f"let the link {fault.target} lose {fault.loss or 0.0:.3g} of what it carries"
     if fault.action == "cut":
         lab.cut(fault.target)
         return f"cut the link {fault.target}"
