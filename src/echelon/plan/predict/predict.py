@@ -29,8 +29,8 @@ from echelon.plan.predict.workers import WorkerCosts
 from echelon.plan.strategy import Prediction, Strategy
 from echelon.plan.topology import Topology
 
-_WARM_STEPS = 3
-_COUNTED_STEPS = 4
+_STEPS = 7
+_FIRST_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,15 @@ def predict(
     if parts.policy.kind == "serve":
         return _served(parts, job, strategy, engine)
     simulation = _simulation(parts, job, strategy, engine)
-    times = [simulation.step() for _ in range(_WARM_STEPS + _COUNTED_STEPS)]
+    times = [simulation.step() for _ in range(_STEPS)]
+    # Budgets are full at the beginning. Either a wait fills them in every step, and all steps are alike, or
+    # all of the budget is used, and a step takes what the budget takes. With overlap="step" the first steps
+    # have nothing to wait for.
+    skipped = _FIRST_STEPS if strategy.overlap == "step" else 0
+    counted = times[skipped:]
+    begun = times[skipped - 1].ended if skipped else 0.0
+    step_s = (times[-1].ended - begun) / len(counted)
     budgets_s = float(simulation.budgets_s.max()) / len(times)
-    counted = times[_WARM_STEPS:]
-    step_s = (counted[-1].ended - times[_WARM_STEPS - 1].ended) / _COUNTED_STEPS
     extra_s = sum(_alone_s(simulation, bucket, engine) / period for bucket, period in parts.extra)
     step_s = max(_no_less(step_s, parts), budgets_s) + extra_s
     waits = np.mean([one.wait_s for one in counted], axis=0)
@@ -100,7 +105,7 @@ def simulate_steps(
     if parts.policy.kind == "serve":
         return np.full(steps, _served(parts, job, strategy, engine).step_s)
     simulation = _simulation(parts, job, strategy, engine)
-    ended = [simulation.step().ended for _ in range(_WARM_STEPS)][-1:]
+    ended = [simulation.step().ended for _ in range(_FIRST_STEPS)][-1:]
     for _ in range(steps):
         factors = draw.lognormal(-noise * noise / 2, noise, len(strategy.nodes))
         ended.append(simulation.step(factors).ended)

@@ -94,7 +94,7 @@ class StepSimulation:
             self._compute(compute_s, done, bucket.ready_at, main_s)
             done = max(done, bucket.ready_at)
             ready.append(float(clocks.now.max()))
-            self._move(len(ready) - 1, ready[-1], (1 - done) * compute_s)
+            self._move(len(ready) - 1, ready[-1])
         self._compute(compute_s, done, 1.0, 0.0 * compute_s)
         backward_end = clocks.now.copy()
         if self._overlap == "step":
@@ -136,13 +136,11 @@ class StepSimulation:
         others = self._network.size - 1
         clocks.work(self._costs.engine * (engine.exchange_s + 2 * others * engine.message_s))
 
-    def _move(self, index: int, ready: float, left_s: Floats) -> None:
-        """Start a bucket at that time; `left_s` is what workers have still to compute."""
+    def _move(self, index: int, ready: float) -> None:
+        """Start a bucket at that time."""
         bucket, cost = self._buckets[index], self._buckets[index].cost
-        behind = self._clocks.now + left_s / self._costs.quotas > ready
-        computing = np.where(behind & (left_s > 0), 1.0, 0.0)
         moving_s = self._moving_s[index]
-        moved = self._clocks.charge(moving_s, ready, computing)
+        moved = self._clocks.charge(moving_s, ready, last=index + 1 == len(self._buckets))
         self._moving_free = np.maximum(np.maximum(self._moving_free, ready) + moving_s, moved)
         wire_s = cost.link_s_per_byte * bucket.sent_bytes
         used = wire_s > 0

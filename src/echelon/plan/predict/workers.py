@@ -64,18 +64,15 @@ class WorkerClocks:
         self.waited_s = self.waited_s + (after - self.now)
         self.now = after
 
-    def charge(self, cpu_s: Floats, at: float, computing: Floats) -> Floats:
+    def charge(self, cpu_s: Floats, at: float, *, last: bool) -> Floats:
         """The other threads work from then on; returns when they are done.
 
-        Where the training thread is `computing` (1, else 0), both have half of the budget, and the training
-        thread ends later.
+        They come before what the training threads have still to do. Unless this is the `last` bucket, those
+        may be ahead of that time or not: what they do next is not held up until then.
         """
         costs = self._costs
         self.spent_s = self.spent_s + cpu_s * costs.charged
-        cost_s = cpu_s * costs.charged / costs.quotas
-        after = np.maximum(self.owed_until, at) + cost_s
-        alone = np.maximum(at + cpu_s, after - costs.slack_s)
-        both = at + np.maximum(cpu_s, 2 * cost_s)
-        self.owed_until = np.where(computing > 0, self.owed_until + cost_s, after)
-        done: Floats = np.where(computing > 0, both, alone)
+        owed = np.maximum(self.owed_until, at) if last else self.owed_until
+        self.owed_until = owed + cpu_s * costs.charged / costs.quotas
+        done: Floats = np.maximum(at + cpu_s, self.owed_until - costs.slack_s)
         return done
