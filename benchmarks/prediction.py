@@ -254,17 +254,18 @@ def predicted(
     share = case.batch // len(case.cpus)
     job = profile_of(store.of("pair", {"do": "profile", "model": case.model, "batch": share}))
     alone, *_ = settings_of(case)
-    walls = store.of(where_of(case), alone)["wall_s"]
+    # CPU time over the quota: the same as wall time on a quiet machine, and steadier on a busy one.
+    spent = store.of(where_of(case), alone)["cpu_s"]
+    walls = [cpu_s / quota for cpu_s, quota in zip(spent, case.cpus, strict=True)]
     names = [node.name for node in spec_of(case.sites).nodes]
-    costs = {}
-    for name, wall_s, own in zip(names, walls, case.shares("equal"), strict=True):
-        ratio = wall_s / (job.cost.at(own) + job.cost.apply_s)
-        costs[name] = ComputeCost(
-            fixed_s=job.cost.fixed_s * ratio,
-            per_sample_s=job.cost.per_sample_s * ratio,
-            apply_s=job.cost.apply_s * ratio,
-        )
-    job = replace(job, batch=case.batch, costs=costs)
+    # The profile gives the form of the cost, and the least CPU time of a node its size: quotas that stop a
+    # worker leave its caches cold, which the other nodes' times show.
+    whole_s = job.cost.at(share) + job.cost.apply_s
+    job = replace(job, batch=case.batch, cost=_scaled(job.cost, min(spent) / whole_s))
+    costs = {
+        name: _scaled(job.cost, wall_s / min(spent)) for name, wall_s in zip(names, walls, strict=True)
+    }
+    job = replace(job, costs=costs)
     rate = case.mbit * MBIT * payload[case.mbit]
     sites = [f"s{at}" for at, count in enumerate(case.sites) for _ in range(count)]
     nodes = tuple(
@@ -290,6 +291,14 @@ def predicted(
         )
         for kind, collective, overlap in case.plans
     ]
+
+
+def _scaled(cost: ComputeCost, factor: float) -> ComputeCost:
+    return ComputeCost(
+        fixed_s=cost.fixed_s * factor,
+        per_sample_s=cost.per_sample_s * factor,
+        apply_s=cost.apply_s * factor,
+    )
 
 
 def where_of(case: Case) -> str:

@@ -15,11 +15,14 @@ of wall time, and c/q if no wait was before it.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,30 +65,33 @@ class EngineCosts:
     codecs            by name
     """
 
-    step_s: float = 0.6e-3
+    step_s: float = 0.45e-3
     parameter_s: float = 25e-6
     bucket_s: float = 80e-6
     fill_s_per_byte: float = 0.15e-9
-    message_s: float = 30e-6
-    byte_s: tuple[tuple[float, float], ...] = ((6e6, 2.5e-9), (12e6, 5e-9), (60e6, 5e-9), (119e6, 0.8e-9))
-    latency_s: float = 70e-6
+    message_s: float = 40e-6
+    byte_s: tuple[tuple[float, float], ...] = (
+        (5.8e6, 2.6e-9),
+        (11.7e6, 4.9e-9),
+        (23e6, 5.5e-9),
+        (59e6, 5.0e-9),
+        (119e6, 0.8e-9),
+    )
+    latency_s: float = 60e-6
     exchange_s: float = 150e-6
-    settle_s: float = 100e-6
+    settle_s: float = 260e-6
     period_s: float = 0.02
     burst_s: float = 0.0
     memory_bytes_per_s: float = 4e9
     flops_per_s: float = 2e10
     codecs: Mapping[str, CodecCost] = field(default_factory=lambda: dict(CODECS))
 
-    def byte_cost_s(self, bytes_per_s: float) -> float:
-        """Seconds per byte on a link of this rate, between the nearest measured ones by the logarithm."""
-        rates = [rate for rate, _ in self.byte_s]
-        at = bisect_left(rates, bytes_per_s)
-        if at == 0 or at == len(rates):
-            return self.byte_s[min(at, len(rates) - 1)][1]
-        (low, slow_s), (high, fast_s) = self.byte_s[at - 1 : at + 1]
-        part = math.log(bytes_per_s / low) / math.log(high / low)
-        return slow_s + part * (fast_s - slow_s)
+    def byte_costs_s(self, bytes_per_s: Floats) -> Floats:
+        """Seconds per byte on links of these rates, between the nearest measured ones by the logarithm."""
+        known = sorted(self.byte_s)
+        rates = np.log([rate for rate, _ in known])
+        asked = np.log(np.clip(bytes_per_s, known[0][0], known[-1][0]))
+        return np.interp(asked, rates, [seconds for _, seconds in known])
 
 
 def burst_s(cpu_s: float, quota: float, period_s: float = 0.02) -> float:

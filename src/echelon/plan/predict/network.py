@@ -35,7 +35,7 @@ class CollectiveCost:
     link_fractions   bytes through each link
     link_s_per_byte  seconds on each link
     messages         sent and received, by worker
-    moved_fractions  bytes sent and received through links, by worker
+    moved_s          CPU seconds to send and receive them, by worker
     added_fractions  bytes added, by worker
     """
 
@@ -45,7 +45,7 @@ class CollectiveCost:
     link_fractions: Floats
     link_s_per_byte: Floats
     messages: Floats
-    moved_fractions: Floats
+    moved_s: Floats
     added_fractions: Floats
 
 
@@ -90,6 +90,9 @@ class Network:
         )
         self._latency_of = np.array([node.latency_s for node in unique])
         self._routes, self._route_latency = self._find_routes(topology)
+        self._route_rate = np.full(self._route_latency.shape, np.inf)
+        for (one, other), path in self._routes.items():
+            self._route_rate[one, other] = min((float(self.rates[link]) for link in path), default=np.inf)
         self._costs: dict[str, CollectiveCost] = {}
 
     def _find_routes(self, topology: Topology) -> tuple[dict[tuple[int, int], list[int]], Floats]:
@@ -190,7 +193,7 @@ class Network:
             link_fractions=links,
             link_s_per_byte=busy,
             messages=messages,
-            moved_fractions=moved,
+            moved_s=moved,
             added_fractions=added,
         )
 
@@ -207,17 +210,20 @@ class Network:
         senders, receivers = phase.senders % self.size, phase.receivers % self.size
         fractions = phase.fractions * phase.repeats
         outside = self._node_of[phase.senders] != self._node_of[phase.receivers]
-        amounts = np.where(outside, fractions, 0.0)
+        amounts = np.where(outside, fractions * self._byte_s(phase), 0.0)
         for ends in (senders, receivers):
             messages += np.bincount(ends, minlength=self.size) * float(phase.repeats)
             moved += np.bincount(ends, amounts, self.size)
         if phase.adds:
             added += np.bincount(receivers, fractions, self.size)
 
-    def byte_cost_s(self) -> Floats:
-        """CPU seconds per byte that a worker sends or receives, by its link's rate and the uplinks'."""
-        rates = np.array([min(node.up_bytes_per_s, node.down_bytes_per_s) for node in self.nodes])
-        return np.array([self._engine.byte_cost_s(rate) for rate in rates.tolist()])
+    def _byte_s(self, phase: FlowPhase) -> Floats:
+        """CPU seconds per byte at each end of the flows: by the slowest link on their ways."""
+        senders, receivers = phase.senders, phase.receivers
+        up = self.rates[: self.count][self._node_of[senders]]
+        down = self.rates[self.count : 2 * self.count][self._node_of[receivers]]
+        between = self._route_rate[self._site_of[senders], self._site_of[receivers]]
+        return self._engine.byte_costs_s(np.minimum(np.minimum(up, down), between))
 
     def named_bytes(self, through: Floats) -> dict[str, float]:
         """Bytes by the names of nodes and uplinks, both ways together."""

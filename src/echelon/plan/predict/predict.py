@@ -184,7 +184,7 @@ def _served(parts: _Parts, job: JobProfile, strategy: Strategy, engine: EngineCo
     cost = network.of(served_phases(network.size, max(1, len(network.server_nodes))))
 
     def moving_s(cost: CollectiveCost) -> Floats:
-        moved_s = costs.byte_s * cost.moved_fractions * whole_bytes + engine.message_s * cost.messages
+        moved_s = cost.moved_s * whole_bytes + engine.message_s * cost.messages
         work_s: Floats = costs.engine * moved_s + costs.add_s * cost.added_fractions * whole_bytes
         seconds: Floats = work_s / costs.quotas
         return seconds

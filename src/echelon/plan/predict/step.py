@@ -72,7 +72,7 @@ class StepSimulation:
         """CPU seconds of the threads that move a bucket."""
         cost, costs = bucket.cost, self._costs
         messages_s = self._engine.message_s * cost.messages * bucket.lanes
-        moved_s = costs.byte_s * cost.moved_fractions * bucket.sent_bytes
+        moved_s = cost.moved_s * bucket.sent_bytes
         added_s = costs.add_s * cost.added_fractions * bucket.sent_bytes
         work_s: Floats = costs.engine * (messages_s + moved_s) + added_s
         return work_s

@@ -38,7 +38,6 @@ class WorkerCosts:
         self.compute_s = self.wall_s * self.quotas
         self.apply_s = np.array([cost.apply_s for cost in costs]) * self.quotas
         self.slack_s = np.array([slack_s(quota, engine.period_s) for quota in self.quotas.tolist()])
-        self.byte_s = network.byte_cost_s()
         self.add_s = self.quotas / np.array([node.reduce_bytes_per_s for node in nodes])
 
 
