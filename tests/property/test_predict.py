@@ -15,7 +15,7 @@ from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.plan.predict.engine_costs import EngineCosts, burst_s
 from echelon.plan.predict.flows import phases_of
-from echelon.plan.predict.network import Network
+from echelon.plan.predict.network import SharedLinks
 from echelon.plan.predict.predict import predict
 from echelon.plan.strategy import Prediction, Strategy
 from echelon.plan.topology import Node, Topology, Uplink
@@ -207,7 +207,7 @@ def test_a_ring_of_more_workers_costs_no_fewer_bytes_per_worker(sizes):
     found = []
     for size in sorted(sizes):
         nodes = tuple(Node(name=f"n{at}", up_bytes_per_s=1e8, down_bytes_per_s=1e8) for at in range(size))
-        network = Network(Topology(nodes=nodes), [node.name for node in nodes], EngineCosts())
+        network = SharedLinks(Topology(nodes=nodes), [node.name for node in nodes], EngineCosts())
         cost = network.cost("ring", 1e6)
         assert cost.s_per_byte == pytest.approx(2 * (size - 1) / size / 1e8)
         assert cost.steps == 2 * (size - 1)

@@ -16,7 +16,7 @@ from echelon.config.call import parse_call
 from echelon.plan.job import JobProfile, Layer
 from echelon.plan.predict.engine_costs import CodecCost, EngineCosts
 from echelon.plan.predict.flows import Floats, Phases, gathered_phases, on_members, phases_of
-from echelon.plan.predict.network import EXACT, CollectiveCost, Network
+from echelon.plan.predict.network import EXACT, CollectiveCost, SharedLinks
 from echelon.plan.strategy import Strategy
 from echelon.reduce.factors import LinearShape, decide
 from echelon.reduce.packing import Item, assign, sizes
@@ -51,7 +51,7 @@ class BucketLoad:
 def buckets_of(
     job: JobProfile,
     strategy: Strategy,
-    network: Network,
+    network: SharedLinks,
     engine: EngineCosts,
     collective: CollectiveCost | None,
 ) -> list[BucketLoad]:
@@ -67,7 +67,7 @@ def buckets_of(
     return [load for _, load in sorted(made, key=lambda pair: -pair[0])]
 
 
-def _packed(layers: Sequence[Layer], network: Network, *, coded: bool) -> list[list[int]]:
+def _packed(layers: Sequence[Layer], network: SharedLinks, *, coded: bool) -> list[list[int]]:
     items = [Item(size_bytes=layer.size_bytes, kind=0) for layer in layers]
     total_bytes = sum(item.size_bytes for item in items)
     if coded:
@@ -82,7 +82,7 @@ def _packed(layers: Sequence[Layer], network: Network, *, coded: bool) -> list[l
 def _dense(
     layers: Sequence[Layer],
     strategy: Strategy,
-    network: Network,
+    network: SharedLinks,
     engine: EngineCosts,
     collective: CollectiveCost | None,
     codec: CodecCost | None,
@@ -138,7 +138,7 @@ def _between(strategy: Strategy, smaller: float) -> Phases:
 
 
 def _factored(
-    job: JobProfile, strategy: Strategy, network: Network, engine: EngineCosts
+    job: JobProfile, strategy: Strategy, network: SharedLinks, engine: EngineCosts
 ) -> dict[int, BucketLoad]:
     """The layers that send factors, by index."""
     found: dict[int, BucketLoad] = {}

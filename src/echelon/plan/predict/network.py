@@ -49,7 +49,7 @@ class CollectiveCost:
     added_fractions: Floats
 
 
-class Network:
+class SharedLinks:
     """The links between some nodes of a topology, by rank. Servers follow, on the first nodes."""
 
     def __init__(

@@ -20,7 +20,7 @@ import numpy as np
 
 from echelon.config.call import Call, parse_call
 from echelon.plan.predict.flows import Floats, Phases, at_once, on_members, phases_of, served_phases
-from echelon.plan.predict.network import CollectiveCost, Network
+from echelon.plan.predict.network import CollectiveCost, SharedLinks
 from echelon.plan.strategy import Strategy
 
 PolicyKind = Literal["reduce", "none", "average", "serve", "levels"]
@@ -68,7 +68,7 @@ def between_phases(strategy: Strategy) -> Phases:
 
 
 def serving_cycle_s(
-    alone_s: Floats, network: Network, bytes_moved: float, moving_s: Callable[[CollectiveCost], Floats]
+    alone_s: Floats, network: SharedLinks, bytes_moved: float, moving_s: Callable[[CollectiveCost], Floats]
 ) -> Floats:
     """Seconds from one step of a worker to its next, if servers take what comes.
 

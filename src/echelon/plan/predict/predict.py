@@ -16,7 +16,7 @@ from echelon.plan.job import JobProfile
 from echelon.plan.predict.buckets import BucketLoad, buckets_of
 from echelon.plan.predict.engine_costs import EngineCosts
 from echelon.plan.predict.flows import Floats, served_phases
-from echelon.plan.predict.network import CollectiveCost, Network
+from echelon.plan.predict.network import CollectiveCost, SharedLinks
 from echelon.plan.predict.policies import (
     PolicyCost,
     between_phases,
@@ -37,7 +37,7 @@ _FIRST_STEPS = 2
 class _Parts:
     """What both kinds of prediction begin with."""
 
-    network: Network
+    network: SharedLinks
     costs: WorkerCosts
     buckets: list[BucketLoad]
     policy: PolicyCost
@@ -118,7 +118,7 @@ def _parts(topology: Topology, job: JobProfile, strategy: Strategy, engine: Engi
     _check(topology, strategy)
     order = [rank for group in strategy.groups for rank in group]
     servers = min(strategy.servers, len(strategy.nodes))
-    network = Network(topology, strategy.nodes, engine, servers=servers, order=order)
+    network = SharedLinks(topology, strategy.nodes, engine, servers=servers, order=order)
     costs = WorkerCosts(job, strategy, network, engine)
     policy = policy_of(strategy.sync)
     replaced: CollectiveCost | None = None
@@ -137,7 +137,7 @@ def _parts(topology: Topology, job: JobProfile, strategy: Strategy, engine: Engi
     return _Parts(network=network, costs=costs, buckets=buckets, policy=policy, extra=extra)
 
 
-def _whole(job: JobProfile, network: Network, cost: CollectiveCost) -> BucketLoad:
+def _whole(job: JobProfile, network: SharedLinks, cost: CollectiveCost) -> BucketLoad:
     """All weights, in one piece."""
     none = np.zeros(network.size)
     return BucketLoad(

@@ -19,7 +19,7 @@ from echelon.config.choices import Overlap
 from echelon.plan.predict.buckets import BucketLoad
 from echelon.plan.predict.engine_costs import EngineCosts
 from echelon.plan.predict.flows import Floats
-from echelon.plan.predict.network import Network
+from echelon.plan.predict.network import SharedLinks
 from echelon.plan.predict.workers import WorkerClocks, WorkerCosts
 
 
@@ -40,7 +40,7 @@ class StepSimulation:
         self,
         buckets: Sequence[BucketLoad],
         costs: WorkerCosts,
-        network: Network,
+        network: SharedLinks,
         engine: EngineCosts,
         *,
         overlap: Overlap,

@@ -13,7 +13,7 @@ import numpy as np
 from echelon.plan.job import JobProfile
 from echelon.plan.predict.engine_costs import EngineCosts, slack_s
 from echelon.plan.predict.flows import Floats
-from echelon.plan.predict.network import Network
+from echelon.plan.predict.network import SharedLinks
 from echelon.plan.strategy import Strategy
 
 
@@ -25,7 +25,9 @@ class WorkerCosts:
     engine    how much more the engine's work costs here than on the node with speed 1
     """
 
-    def __init__(self, job: JobProfile, strategy: Strategy, network: Network, engine: EngineCosts) -> None:
+    def __init__(
+        self, job: JobProfile, strategy: Strategy, network: SharedLinks, engine: EngineCosts
+    ) -> None:
         nodes = network.nodes
         costs = [job.cost_on(node) for node in nodes]
         shares = strategy.shares
