@@ -18,6 +18,7 @@ hierarchy.py
             levels of groups, the collective that sums along them, and candidates for a search
 job.py      what a training job costs: computing, gradients, memory
 strategy.py one way to run a job on a topology, and what it would take
+predict/    what would a step take?
 groups.py   which workers form a group, as the user says
 balance.py  which shares let all workers arrive together?
 owners.py   who sums, if workers are unequal?
