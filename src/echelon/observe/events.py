@@ -159,6 +159,20 @@ class SharesChanged(Event, frozen=True, kw_only=True, tag="shares-changed"):
     expected_s: float
 
 
+class CollectiveChanged(Event, frozen=True, kw_only=True, tag="collective-changed"):
+    """Gradients travel in another way from now on, because of the workers' links or speeds.
+
+    Summing all gradients should take `expected_s`, where it would take `before_s` as before; 0 if unknown.
+    """
+
+    step: int
+    collective: str
+    before: str
+    reason: str
+    expected_s: float = 0.0
+    before_s: float = 0.0
+
+
 class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
     """The model was evaluated on held-out data by all workers together."""
 
@@ -315,6 +329,7 @@ AnyEvent: TypeAlias = (
     | EpochEnded
     | Noted
     | SharesChanged
+    | CollectiveChanged
     | Logged
     | ServerEnded
     | CheckpointSaved

@@ -21,6 +21,7 @@ strategy.py one way to run a job on a topology, and what it would take
 predict/    what would a step take?
 groups.py   which workers form a group, as the user says
 balance.py  which shares let all workers arrive together?
+arrange.py  who are neighbours, and how do they sum? From links
 owners.py   who sums, if workers are unequal?
 shares.py   a batch cut into one share per worker, an epoch cut into batches
 plan.py     the whole assignment of a run, and its form on disk

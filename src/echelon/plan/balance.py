@@ -36,7 +36,7 @@ _OTHER_ERRORS = 4.0
 _LEAST_VARIANCE = 0.02**2  # no clock of a busy machine is better
 _RECENT = 2  # reports
 _FEWEST_STEPS = 3
-_MORE_CAUTION = 1.5
+_FIRST_CAUTION, _MORE_CAUTION = 0.99, 1.5
 _LEAST_CHANGE = 0.2  # of a share, for the times before and after to tell c
 _NEWEST_TAIL = 0.2  # its part of the mean
 
@@ -117,7 +117,8 @@ class Balancer:
         self._recent: deque[list[StepReport]] = deque(maxlen=_RECENT)
         self._fixed = 0.0  # c
         self._earlier: tuple[tuple[int, ...], list[float]] | None = None
-        self._caution = 1.0
+        self._fixed_known = False
+        self._caution = _FIRST_CAUTION
         self._tails: dict[int, float] = {}
 
     def forget_tails(self) -> None:
@@ -135,7 +136,7 @@ class Balancer:
             for earlier in self._recent:
                 self._add(earlier)
             self._earlier = None
-            self._caution = 1.0
+            self._caution = 1.0 if self._fixed_known else _FIRST_CAUTION
         else:
             self._add(reports)
         return self._change()
@@ -193,7 +194,11 @@ class Balancer:
         expected_s = max(cost.at(share) for cost, share in zip(costs, shares, strict=True))
         rank = ends.index(slowest_s)
         gain = math.log(slowest_s / expected_s)
-        error = max(known.error for known in self._known)
+        # Few steps tell little about one worker's variance, so all workers' count; the slowest was chosen
+        # among several, so it is late by chance too.
+        steps = min(known.steps for known in self._known)
+        variance = max(self._known[rank].variance, sum(known.variance for known in self._known) / len(ends))
+        error = math.sqrt(variance / steps * (1 + 2 / len(ends)))
         if shares == self.shares or gain <= self._caution * max(_WORTHWHILE, _ERRORS * error):
             return None
         least_s = min(cost.per_sample_s for cost in costs)
@@ -209,7 +214,8 @@ class Balancer:
         self.shares = shares
         self._known = [_NOTHING] * len(shares)
         self._recent.clear()
-        self._caution *= _MORE_CAUTION
+        # The second change is allowed as soon as the first: only then is c known.
+        self._caution = 1.0 if self._caution < 1 else self._caution * _MORE_CAUTION
         return change
 
     def _learn_fixed(self, times: Sequence[float]) -> None:
@@ -228,6 +234,7 @@ class Balancer:
         self._earlier = None
         if slopes > 0:
             self._fixed = min(max(0.0, intercepts / slopes), float(self.batch))
+            self._fixed_known = True
 
 
 def whole_shares(costs: Sequence[StepCost], batch: int) -> tuple[int, ...]:

@@ -3,10 +3,10 @@
 Every message costs its worker some computing, which takes a slow worker longer. With m seconds a message
 on the fastest worker, speeds s_i relative to it, latency alpha, beta seconds a byte, n bytes, P workers:
 
-    all sum     the cheapest of the usual collectives, each step of which waits for the slowest worker:
-                alpha + m / min s_i
+    all sum     a usual collective, each step of which waits for the slowest worker to send and to receive:
+                alpha + 2 m / min s_i
     k sum       every other worker sends k messages and gets k back, each one that sums P - 1:
-                2 alpha + 2 max(k m / min s_i, (P - 1) m) + n (1 + (P - 2) / k) beta
+                2 alpha + 2 max(k m / min s_i, (P - 1) m / s_k) + n (1 + (P - 2) / k) beta
 
 Few that sum are best for short buffers and very unequal workers; all are best for long buffers.
 """
@@ -25,20 +25,16 @@ _WORTHWHILE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owners:
-    """The parts that workers sum, relative to each other, by rank, and what that is expected to take."""
+    """The collective, what it is expected to take, and the ranks that sum for all; none if all sum."""
 
-    weights: tuple[float, ...]
+    collective: str
+    ranks: tuple[int, ...]
     seconds: float
     instead_s: float
 
-    @property
-    def collective(self) -> str:
-        """As on the command line."""
-        return f"direct(weights=[{', '.join(f'{weight:g}' for weight in self.weights)}])"
-
 
 def fewer_owners(speeds: Sequence[float], length_bytes: float, link: LinkCost) -> Owners | None:
-    """The fast workers that should sum for all; None if all of them should."""
+    """The way that costs slow workers least; None if it is not worth it."""
     size = len(speeds)
     if size < 3 or not length_bytes:
         return None
@@ -46,12 +42,13 @@ def fewer_owners(speeds: Sequence[float], length_bytes: float, link: LinkCost) -
     relative = [speed / fastest for speed in speeds]
     slow_s = MESSAGE_S / min(relative)
     slowed = LinkCost(
-        latency_s=link.latency_s + slow_s,
+        latency_s=link.latency_s + 2 * slow_s,
         seconds_per_byte=link.seconds_per_byte,
-        message_s=slow_s,
+        message_s=2 * slow_s,
     )
-    name, costs, _ = choose(size, round(length_bytes), slowed)
-    instead_s = costs[name]
+    usual, _, _ = choose(size, round(length_bytes), link)
+    other, costs, _ = choose(size, round(length_bytes), slowed)
+    instead_s = costs[usual]
     by_speed = sorted(range(size), key=lambda rank: (-relative[rank], rank))
     taken_s = {
         count: 2 * link.latency_s
@@ -60,11 +57,13 @@ def fewer_owners(speeds: Sequence[float], length_bytes: float, link: LinkCost) -
         for count in range(1, size)
     }
     count = min(taken_s, key=lambda count: (taken_s[count], count))
-    if taken_s[count] >= _WORTHWHILE * instead_s:
+    seconds = min(taken_s[count], costs[other])
+    if seconds >= _WORTHWHILE * instead_s:
         return None
-    chosen = set(by_speed[:count])
+    if costs[other] <= taken_s[count]:
+        return Owners(collective=other, ranks=(), seconds=seconds, instead_s=instead_s)
+    chosen = tuple(sorted(by_speed[:count]))
+    weights = ", ".join("1" if rank in chosen else "0" for rank in range(size))
     return Owners(
-        weights=tuple(1.0 if rank in chosen else 0.0 for rank in range(size)),
-        seconds=taken_s[count],
-        instead_s=instead_s,
+        collective=f"direct(weights=[{weights}])", ranks=chosen, seconds=seconds, instead_s=instead_s
     )

@@ -5,6 +5,7 @@ session.py      what the script talks to: prepare, epochs, save, load
 script_log.py   what a script can record
 collectives.py  what a script can ask of the other workers: reduce, gather, broadcast, wait
 loader.py       draws this worker's share of every batch
+arranging.py    how gradients travel: by the sites found, and by the workers' speeds
 auto_shares.py  lets shares follow the workers' measured speeds
 order.py        in which order are samples drawn, alike on all workers?
 batches.py      which batch does a forward pass belong to?

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.comm.meet.rendezvous import Rendezvous
+from echelon.comm.memory.rails import machines
 from echelon.config.choices import FactorRule, Overlap, check_word
 from echelon.errors import ConfigError, EchelonError, ModelError
 from echelon.observe.events import CheckpointLoaded, CheckpointSaved, EpochEnded
@@ -39,6 +40,7 @@ from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.plan.shares import ShareTable, Slice
 from echelon.train import consistency, resume
+from echelon.train.arranging import Arranger, arranges, gradient_bytes
 from echelon.train.auto_shares import AutoShares
 from echelon.train.batches import HandedBatch
 from echelon.train.clock import StepClock
@@ -108,9 +110,20 @@ class Session(ScriptCollectives, ScriptLog):
         self._sharing: Sharing | None = None
         self._shares = ShareTable(plan.weights)
         self._auto_shares: AutoShares | None = None
+        self._arranger: Arranger | None = None
+        if links is not None and rendezvous is not None and arranges(plan, group, self._synchronizer):
+            hosts = machines(rendezvous.members[: group.size])
+            self._arranger = Arranger(group, links, hosts, clock, record.emit, self.explain)
         if plan.adapt_shares and group.size > 1 and self._synchronizer.meets_every_step:
-            loaders = self._prepared.loaders
-            self._auto_shares = AutoShares(group, self._shares, loaders, clock, record.emit, self.explain)
+            self._auto_shares = AutoShares(
+                group,
+                self._shares,
+                self._prepared.loaders,
+                clock,
+                record.emit,
+                self.explain,
+                on_speeds=self._arranger.speeds if self._arranger is not None else lambda speeds: False,
+            )
             clock.on_ended = self._auto_shares.step_ended
             self._synchronizer.carry(self._auto_shares.piggyback)
         self._current: SharedLoader | None = None
@@ -217,6 +230,8 @@ class Session(ScriptCollectives, ScriptLog):
             if self.world_size > 1:
                 self._weights.attach(model, marks=rules.loss == "mean")
         self._synchronizer.begin()
+        if models and self._arranger is not None:
+            self._arranger.prepared(sum(gradient_bytes(model) for model in self._prepared.models))
         self._guard.prepared(own_streams=random == "own")
         return out[0] if len(out) == 1 else tuple(out)
 
