@@ -3,8 +3,17 @@
 topology.py what machines and links there are
 job.py      what a training job costs: computing, gradients, memory
 strategy.py one way to run a job on a topology, and what it would take
+bound.py    what limits a job: computing, memory or communication?
+reach.py    which nodes can take part, and which of them together?
+subsets.py  which sets of nodes are worth trying?
+ways.py     in which ways could some nodes run a job?
+servers.py  how many parameter servers should there be?
+trials.py   every strategy that a search tries, with its prediction
+search.py   which strategy is best?
 groups.py   which workers form a group, as the user says
 balance.py  which shares let all workers arrive together?
 shares.py   a batch cut into one share per worker, an epoch cut into batches
+optimal_shares.py
+            which whole shares are best, by cost, link and memory?
 plan.py     the whole assignment of a run, and its form on disk
 """
