@@ -10,6 +10,7 @@ ways.py     in which ways could some nodes run a job?
 servers.py  how many parameter servers should there be?
 trials.py   every strategy that a search tries, with its prediction
 search.py   which strategy is best?
+make.py     how the result of a search becomes a plan, with a reason for each choice
 groups.py   which workers form a group, as the user says
 balance.py  which shares let all workers arrive together?
 shares.py   a batch cut into one share per worker, an epoch cut into batches

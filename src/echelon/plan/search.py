@@ -79,24 +79,25 @@ def search(
     kind = classify(topology, job, predict=predict)
     usable = usable_nodes(topology, job)
     space = allowed or SearchSpace()
-    found = _Searching(topology, job, predict, space.exactly() if exact else space)
+    found = _Searching(
+        Trials(topology, job, predict, shares=space.shares), space.exactly() if exact else space
+    )
     for strategy in also:
         if _possible(topology, job, strategy, usable):
-            found.trials.take_strategy(strategy)
+            trials.take_strategy(strategy)
     complete = sum(len(part) for part in (usable.together, *usable.apart)) <= _ALL_SETS
     for part in (usable.together, *usable.apart):
         found.part(NodeSets(part, job, most_workers or len(part)), complete=complete)
-    if found.trials.best is None:
+    if trials.best is None:
         _refuse(job, usable, most_workers)
-    for candidate in _distinct(found.trials.candidates, keep):
-        found.trials.polish(candidate)
+    for candidate in distinct(trials.candidates, keep):
+        trials.polish(candidate)
+    found.equal_shares(found.best.strategy)
     left_out = found.reasons(usable, most_workers)
-    candidates = [
-        replace(candidate, why=why(candidate, found.best)) for candidate in found.trials.candidates
-    ]
+    candidates = [replace(candidate, why=why(candidate, found.best)) for candidate in trials.candidates]
     return SearchResult(
         best=candidates[0],
-        top=tuple(_distinct(candidates, keep)),
+        top=tuple(distinct(candidates, keep)),
         candidates=tuple(candidates),
         left_out=left_out,
         kind=kind,
@@ -108,11 +109,11 @@ def search(
 class _Searching:
     """One search: what was tried, and where it goes on."""
 
-    def __init__(self, topology: Topology, job: JobProfile, predict: Predictor, space: SearchSpace) -> None:
-        self.trials = Trials(topology, job, predict)
+    def __init__(self, trials: Trials, space: SearchSpace) -> None:
+        self.trials = trials
         self.skipped = 0
-        self._topology = topology
-        self._job = job
+        self._topology = trials.topology
+        self._job = trials.job
         self._space = space
         self._ways: dict[tuple[str, ...], list[Way]] = {}
         self._sets: dict[str, NodeSets] = {}
@@ -127,29 +128,36 @@ class _Searching:
     def part(self, sets: NodeSets, *, complete: bool) -> None:
         """Search among nodes that reach each other."""
         self._sets |= {node.name: sets for node in sets.nodes}
-        self._equal_shares(sets)
+        self._unplanned(sets)
         if complete:
             self._everything(sets)
         else:
             self._coarse_to_fine(sets)
 
-    def _equal_shares(self, sets: NodeSets) -> None:
-        """What somebody gets who plans nothing: all nodes, equal shares."""
+    def equal_shares(self, strategy: Strategy) -> None:
+        """Try a strategy with equal shares, if the user left shares open and memory holds them."""
         job = self._job
-        if len(sets.nodes) > sets.most:
-            return
-        shares = split(job.batch, [1.0] * len(sets.nodes))
-        if all(share <= most_share(job, node) for share, node in zip(shares, sets.nodes, strict=True)):
-            names = in_site_order(self._topology, sets.nodes).nodes
-            collective = self._space.collectives[0]
-            self._fixed(Strategy(nodes=names, shares=shares, collective=collective))
+        shares = split(job.batch, [1.0] * len(strategy.nodes))
+        nodes = [self._topology.node(name) for name in strategy.nodes]
+        fits = all(share <= most_share(job, node) for share, node in zip(shares, nodes, strict=True))
+        if self._space.shares == "auto" and fits:
+            self.trials.take_strategy(replace(strategy, shares=shares))
 
-    def _fixed(self, strategy: Strategy) -> None:
-        """Try a strategy, unless the user fixed a way that it does not have."""
+    def _unplanned(self, sets: NodeSets) -> None:
+        """What somebody gets who plans nothing: all nodes, equal shares."""
         space = self._space
-        if "none" in space.codecs and "full" in space.syncs and space.collectives:
-            overlap, factors = space.overlaps[0], space.factors[0]
-            self.trials.take_strategy(replace(strategy, overlap=overlap, factors=factors))
+        if len(sets.nodes) > sets.most or "none" not in space.codecs or "full" not in space.syncs:
+            return
+        names = in_site_order(self._topology, sets.nodes).nodes
+        self.equal_shares(
+            Strategy(
+                nodes=names,
+                shares=(),
+                collective=space.collectives[0],
+                overlap=space.overlaps[0],
+                factors=space.factors[0],
+            )
+        )
 
     def _everything(self, sets: NodeSets) -> None:
         every = sorted(sets.every(), key=self.trials.bound_s)
@@ -273,7 +281,7 @@ class _Searching:
         return f"it costs more than it brings: with it a step takes {then} instead of {now} (+{more:.1f} %)"
 
 
-def _distinct(candidates: Iterable[SearchCandidate], count: int) -> list[SearchCandidate]:
+def distinct(candidates: Iterable[SearchCandidate], count: int) -> list[SearchCandidate]:
     """The first few that differ in more than their shares."""
     found: dict[Strategy, SearchCandidate] = {}
     for candidate in candidates:

@@ -94,7 +94,8 @@ class NodeSets:
 
 
 def _link_s(node: Node, job: JobProfile) -> float:
-    return 2 * job.gradient_bytes / min(node.up_bytes_per_s, node.down_bytes_per_s) + node.latency_s
+    rate = min(node.up_bytes_per_s, node.down_bytes_per_s)
+    return 2 * job.gradient_bytes / rate + node.latency_s if rate > 0 else math.inf
 
 
 def _half_log2(value: float) -> int:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from echelon.errors import PlanError
 from echelon.plan.bound import Predictor
 from echelon.plan.job import ComputeCost, JobProfile
 from echelon.plan.optimal_shares import best_shares, most_share
+from echelon.plan.shares import split
 from echelon.plan.strategy import Prediction, Strategy
 from echelon.plan.subsets import Members
 from echelon.plan.topology import Node, Topology
@@ -43,12 +45,20 @@ class SearchCandidate:
 class Trials:
     """Predicts strategies, and remembers them in the order in which they were tried."""
 
-    def __init__(self, topology: Topology, job: JobProfile, predict: Predictor) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        job: JobProfile,
+        predict: Predictor,
+        *,
+        shares: Literal["auto", "equal", "by-speed"] = "auto",
+    ) -> None:
         self.topology = topology
         self.job = job
         self.work = 0
         self.best: SearchCandidate | None = None
         self._predict = predict
+        self._rule = shares
         self._tried: dict[Strategy, SearchCandidate] = {}
         self._shares: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
         self._costs: dict[str, ComputeCost] = {}
@@ -107,7 +117,7 @@ class Trials:
 
     def polish(self, candidate: SearchCandidate) -> SearchCandidate:
         """Shift samples from those whom the others wait for to those who wait, while that helps."""
-        for _ in range(_POLISHINGS):
+        for _ in range(_POLISHINGS if self._rule == "auto" else 0):
             strategy, said = candidate.strategy, candidate.prediction
             if len(strategy.nodes) == 1 or len(said.wait_s) != len(strategy.nodes):
                 break
@@ -137,6 +147,8 @@ class Trials:
     def _find_shares(self, members: Members) -> list[tuple[int, ...]]:
         costs = self._costs_of(members)
         most = [most_share(self.job, node) for node in members]
+        if self._rule != "auto":
+            return self._asked_shares(members, most)
         forms: list[list[float] | None] = [None, [cost.apply_s for cost in costs]]
         links = link_seconds(self.topology, self.job, members)
         if links:
@@ -146,6 +158,15 @@ class Trials:
         except PlanError:  # too many for the batch, or too little memory
             return []
         return list(dict.fromkeys(found))
+
+    def _asked_shares(self, members: Members, most: Sequence[int]) -> list[tuple[int, ...]]:
+        """Equal shares, or in proportion to speed, if memory holds them."""
+        equal = self._rule == "equal"
+        weights = [1.0 if equal else 1 / cost.at(1) for cost in self._costs_of(members)]
+        if len(members) > self.job.batch:
+            return []
+        shares = split(self.job.batch, weights)
+        return [shares] if all(one <= limit for one, limit in zip(shares, most, strict=True)) else []
 
 
 def _step_s(candidate: SearchCandidate) -> float:

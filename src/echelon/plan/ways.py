@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 from echelon.config.choices import Overlap
 from echelon.plan.groups import Groups
@@ -30,6 +31,7 @@ class SearchSpace:
     syncs         policies without servers
     served_syncs  policies that need servers
     servers       how many servers; 0 lets the cost decide
+    shares        auto, equal or by-speed
     most_work     a limit of the search of many nodes: predictions, each counted once for each worker
     """
 
@@ -42,6 +44,7 @@ class SearchSpace:
     syncs: tuple[str, ...] = ("full",)
     served_syncs: tuple[str, ...] = ()
     servers: int = 0
+    shares: Literal["auto", "equal", "by-speed"] = "auto"
     most_work: int = 60_000
 
     def exactly(self) -> SearchSpace:
