@@ -79,9 +79,8 @@ def search(
     kind = classify(topology, job, predict=predict)
     usable = usable_nodes(topology, job)
     space = allowed or SearchSpace()
-    found = _Searching(
-        Trials(topology, job, predict, shares=space.shares), space.exactly() if exact else space
-    )
+    trials = Trials(topology, job, predict, shares=space.shares)
+    found = _Searching(trials, space.exactly() if exact else space)
     for strategy in also:
         if _possible(topology, job, strategy, usable):
             trials.take_strategy(strategy)
