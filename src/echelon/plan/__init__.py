@@ -19,6 +19,8 @@ subsets.py  which sets of nodes are worth trying?
 ways.py     in which ways could some nodes run a job?
 servers.py  how many parameter servers should there be?
 trials.py   every strategy that a search tries, with its prediction
+static_choice.py
+            what do the first seed's equations say of a job on these machines?
 search.py   which strategy is best?
 make.py     how the result of a search becomes a plan, with a reason for each choice
 groups.py   which workers form a group, as the user says

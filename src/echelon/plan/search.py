@@ -20,11 +20,13 @@ from dataclasses import dataclass, replace
 from echelon.config.units import show_seconds
 from echelon.errors import PlanError
 from echelon.plan.bound import JobKind, Predictor, classify
+from echelon.plan.equations import StaticChoice
 from echelon.plan.job import JobProfile
 from echelon.plan.optimal_shares import check_memory, most_share
 from echelon.plan.plan import LeftOut
 from echelon.plan.reach import Usable, usable_nodes
 from echelon.plan.shares import split
+from echelon.plan.static_choice import static_choice
 from echelon.plan.strategy import Strategy
 from echelon.plan.subsets import Members, NodeSets
 from echelon.plan.topology import Node, Topology
@@ -48,6 +50,7 @@ class SearchResult:
     kind        what limits the job
     skipped     sets of nodes that compute longer than the best step takes
     complete    whether all sets of nodes were considered
+    equations   what the first seed's equations say, for comparison
     """
 
     best: SearchCandidate
@@ -57,6 +60,7 @@ class SearchResult:
     kind: JobKind
     skipped: int
     complete: bool
+    equations: StaticChoice
 
 
 def search(
@@ -102,6 +106,7 @@ def search(
         kind=kind,
         skipped=found.skipped,
         complete=complete,
+        equations=static_choice(job, usable.together),
     )
 
 
