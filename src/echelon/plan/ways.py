@@ -32,7 +32,7 @@ class SearchSpace:
     served_syncs  policies that need servers
     servers       how many servers; 0 lets the cost decide
     shares        auto, equal or by-speed
-    most_work     a limit of the search of many nodes: predictions, each counted once for each worker
+    most_work     a limit of the search: predictions, each counted by its workers (`trials.work_of`)
     """
 
     collectives: tuple[str, ...] = ("auto", "ring", "halving-doubling")
@@ -45,7 +45,7 @@ class SearchSpace:
     served_syncs: tuple[str, ...] = ()
     servers: int = 0
     shares: Literal["auto", "equal", "by-speed"] = "auto"
-    most_work: int = 60_000
+    most_work: int = 40_000
 
     def exactly(self) -> SearchSpace:
         """Without what changes results, except where the user fixed it."""
@@ -61,11 +61,17 @@ class SearchSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """Who is whose neighbour: the nodes by rank, the groups that sum first, and the collective."""
+    """Who is whose neighbour: the nodes by rank, the groups that sum first, and the collective.
+
+    `kind` is how the groups came about, empty without groups; `form` is the same for arrangements of other
+    nodes in the same way.
+    """
 
     nodes: tuple[str, ...]
     groups: Groups = ()
     collective: str = "auto"
+    kind: str = ""
+    form: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +106,9 @@ def ways_of(
     flat = in_site_order(topology, members)
     if len(members) == 1:
         return [Way(arrangement=flat)]
-    arrangements = [
-        Arrangement(nodes=flat.nodes, groups=flat.groups, collective=name) for name in space.collectives
-    ]
+    # Two workers use the same algorithm whatever its name.
+    names = space.collectives if len(members) > 2 else space.collectives[:1]
+    arrangements = [Arrangement(nodes=flat.nodes, collective=name, form=name) for name in names]
     if space.hierarchies:
         arrangements += (hierarchies or site_hierarchies)(topology, members, space.most_levels)
     ways = []
@@ -136,7 +142,7 @@ def _encoded_ways(
             continue
         places = [(codec, flat)]
         if sites and not codec.startswith("between("):
-            grouped = Arrangement(nodes=flat.nodes, groups=sites, collective="auto")
+            grouped = Arrangement(nodes=flat.nodes, groups=sites, kind="sites", form="between sites")
             places.append((f"between({codec})", grouped))
         ways += [
             Way(arrangement=arrangement, codec=name, overlap=overlap)
@@ -189,6 +195,8 @@ def site_hierarchies(topology: Topology, members: Sequence[Node], most_levels: i
             nodes=flat.nodes,
             groups=groups,
             collective=f"hierarchical(sizes=[{sizes}], inner=ring, outer=ring{rails})",
+            kind="groups",
+            form=f"groups{rails}",
         )
         for rails in ("", ", rails=false")
     ]
