@@ -88,7 +88,7 @@ def _brute_force(topology, job, space):
 
 
 @given(topologies(most=3), jobs(st.integers(3, 7)), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_for_a_few_nodes_no_set_way_or_shares_are_better(topology, job, exact):
     assume(_fits(topology, job))
     space = EVERYTHING
@@ -99,7 +99,7 @@ def test_for_a_few_nodes_no_set_way_or_shares_are_better(topology, job, exact):
 
 
 @given(topologies(most=5), jobs())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_for_five_nodes_the_best_of_all_sets_and_ways_is_found(topology, job):
     assume(_fits(topology, job))
     result = search(topology, job, predict=simple_prediction, allowed=EVERYTHING)
@@ -113,7 +113,7 @@ def test_for_five_nodes_the_best_of_all_sets_and_ways_is_found(topology, job):
 
 
 @given(topologies(most=12), jobs(st.integers(12, 60)))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_a_plan_shares_the_whole_batch_within_memory_and_accounts_for_every_node(topology, job):
     assume(_fits(topology, job))
     result = search(topology, job, predict=simple_prediction)
@@ -136,7 +136,7 @@ def test_a_plan_shares_the_whole_batch_within_memory_and_accounts_for_every_node
 
 
 @given(topologies(most=5), jobs(), st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_a_faster_node_never_makes_the_best_worse(topology, job, data):
     assume(_fits(topology, job))
     before = search(topology, job, predict=simple_prediction, allowed=EVERYTHING)
