@@ -109,6 +109,9 @@ class Explorer:
     def _everything(self, sets: NodeSets) -> None:
         for members in sorted(sets.every(), key=self.trials.bound_s):
             if not self._hopeless(members):
+                first = self.trials.take(members, self._all_ways(members)[:1], all_shares=False)
+                if first is not None:
+                    self.trials.settle(members, first)
                 self.trials.take(members, self._all_ways(members))
 
     def _coarse(self, sets: NodeSets) -> None:
@@ -160,6 +163,9 @@ class Explorer:
         trials = self.trials
         ways = self._all_ways(members)
         plain = [way for way in ways if way.options == ways[0].options]
+        first = self._in_plain_ways(members)
+        if first is not None:
+            trials.settle(members, first)
         found: list[tuple[float, Arrangement]] = []
         for way in plain:
             one = trials.take(members, [way], all_shares=False)

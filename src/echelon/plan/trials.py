@@ -104,6 +104,16 @@ class Trials:
                     best = found
         return best
 
+    def settle(self, members: Members, candidate: SearchCandidate) -> None:
+        """Correct the shares by what the prediction says of waiting, and use them first from then on."""
+        if self._rule != "auto":
+            return
+        settled = self.polish(candidate).strategy
+        by_name = dict(zip(settled.nodes, settled.shares, strict=True))
+        names = tuple(node.name for node in members)
+        shares = tuple(by_name[name] for name in names)
+        self._shares[names] = list(dict.fromkeys([shares, *self.shares_of(members)]))
+
     def take_strategy(self, strategy: Strategy) -> SearchCandidate:
         """Predict a strategy as it is."""
         found = self._tried.get(strategy)
