@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.plan.optimal_shares import most_share
+from echelon.plan.predict.predict import predict
 from echelon.plan.search import search
 from echelon.plan.strategy import Strategy
 from echelon.plan.topology import Node, Topology, Uplink
@@ -166,3 +167,17 @@ def test_the_search_finds_the_same_again(topology, job):
     assume(_fits(topology, job))
     one, other = (search(topology, job, predict=simple_prediction) for _ in range(2))
     assert one == other
+
+
+@given(topologies(most=4), jobs(), st.data())
+@settings(max_examples=8)
+def test_with_the_real_predictor_a_faster_node_never_makes_the_best_worse(topology, job, data):
+    assume(_fits(topology, job))
+    before = search(topology, job, predict=predict, allowed=EVERYTHING)
+    assert before.complete
+    index = data.draw(st.integers(0, len(topology.nodes) - 1))
+    faster = replace(topology.nodes[index], speed=topology.nodes[index].speed * data.draw(st.floats(1, 20)))
+    nodes = (*topology.nodes[:index], faster, *topology.nodes[index + 1 :])
+    also = [before.best.strategy]
+    after = search(replace(topology, nodes=nodes), job, predict=predict, allowed=EVERYTHING, also=also)
+    assert after.best.step_s <= before.best.step_s * (1 + 1e-8)

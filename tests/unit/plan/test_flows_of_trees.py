@@ -42,7 +42,7 @@ def _scheduled(text, size, length=720720):
 def test_every_pair_of_workers_exchanges_what_the_schedules_say(size, options):
     text = f"hierarchical({options})"
     sent, scheduled = _sent(phases_of(text, size), size), _scheduled(text, size)
-    # A ring's results go the way back that its parts came, in the model; in the schedule they go on forward.
+    # In the model a ring's results go back the way that its parts came; in the schedule they go on.
     assert sent + sent.T == pytest.approx(scheduled + scheduled.T, abs=1e-3)
 
 

@@ -245,3 +245,24 @@ def test_a_strategy_in_a_line():
     strategy = Strategy(nodes=("a", "b"), shares=(3, 1), collective="ring", factors=True)
     assert strategy_text(strategy) == "2 nodes (a, b), shares 3,1, ring, overlap backward, factors"
     assert strategy_text(Strategy(nodes=("a",), shares=(4,))) == "a alone"
+
+
+def test_a_thousand_nodes_need_few_predictions():
+    nodes = tuple(
+        Node(
+            name=f"n{index}",
+            site=f"s{index % 4}",
+            speed=(0.1, 0.5, 1.0)[index % 3],
+            up_bytes_per_s=1e8,
+            down_bytes_per_s=1e8,
+        )
+        for index in range(1000)
+    )
+    pairs = [(one, other) for one in range(4) for other in range(one)]
+    uplinks = tuple(Uplink(between=(f"s{one}", f"s{other}"), bytes_per_s=1e8) for one, other in pairs)
+    result = _search(nodes, replace(JOB, batch=16_000), uplinks=uplinks)
+    assert not result.complete
+    assert sum(40 + len(one.strategy.nodes) for one in result.candidates) <= 1.2 * SearchSpace().most_work
+    assert len(result.best.strategy.nodes) > 100
+    equal = [one for one in result.candidates if len(one.strategy.nodes) == 1000]
+    assert result.best.step_s < max(one.step_s for one in equal)

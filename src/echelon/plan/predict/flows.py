@@ -1,9 +1,9 @@
 """Who sends how much to whom in a collective? Phases of flows that go on at the same time.
 
 A phase is repeated some times; in each repetition every flow moves a fraction of the buffer. Rings,
-direct exchange, halving-doubling, butterfly, servers and hierarchies of rings and servers have closed forms,
-for any number of workers; other collectives are read from their schedules. Closed forms ignore that parts differ
-by an element.
+direct exchange, halving-doubling, butterfly, servers and hierarchies of rings and servers have closed
+forms, for any number of workers; other collectives are read from their schedules. Closed forms ignore that
+parts differ by an element.
 """
 
 from __future__ import annotations
@@ -240,22 +240,24 @@ def _hierarchy(built: Hierarchical, size: int) -> Phases | None:
     starts = np.cumsum([0, *sizes[:-1]])
     rails = min(sizes) if built.rails else 1
     inside = [
-        on_members(phases_of(built.inner, members), np.arange(start, start + members))
-        for start, members in zip(starts, sizes, strict=True)
+        on_members(phases_of(built.inner, members), range(start, start + members))
+        for start, members in zip(starts.tolist(), sizes, strict=True)
     ]
     down = list(at_once([part[: len(part) // 2] for part in inside if part]))
     passing = _to_rails(inner, starts, sizes, rails)
     if passing is not None:
         down.append(passing)
     outer = phases_of(built.outer, len(sizes))
-    across = at_once([_part(on_members(outer, starts + rail), 1 / rails) for rail in range(rails)])
+    across = at_once(
+        [_part(on_members(outer, (starts + rail).tolist()), 1 / rails) for rail in range(rails)]
+    )
     return (*down, *across, *(phase.reversed() for phase in reversed(down)))
 
 
 def _to_rails(
     inner: RingCollective | PsCollective, starts: Ints, sizes: Sequence[int], rails: int
 ) -> FlowPhase | None:
-    """Who owns a part of a group's sum passes it to the rails of its group; None if the owners are rails."""
+    """Who owns a part of a group's sum passes it to the group's rails; None if the owners are rails."""
     moves: dict[int, list[tuple[int, int, float]]] = {
         members: _passed(inner, members, rails) for members in set(sizes)
     }
@@ -279,9 +281,9 @@ def _to_rails(
 def _passed(inner: RingCollective | PsCollective, members: int, rails: int) -> list[tuple[int, int, float]]:
     """In a group: from which position to which rail, and which part of the buffer."""
     length = _READ_LENGTH
-    slices = (
-        [inner.owned_range(rail, rails, length) for rail in range(rails)] if rails > 1 else [(0, length)]
-    )
+    slices = [(0, length)]
+    if rails > 1:
+        slices = [inner.owned_range(rail, rails, length) for rail in range(rails)]
     owned = [inner.owned_range(position, members, length) for position in range(members)]
     return [
         (position, rail, (min(last, high) - max(first, low)) / length)
