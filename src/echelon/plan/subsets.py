@@ -52,18 +52,14 @@ class NodeSets:
         return self._distinct(sets)
 
     def beside(self, members: Members) -> list[Members]:
-        """The sets that differ from `members` by a group, or by one node of a group."""
+        """The sets that differ from `members` by a group, a half, a quarter or one node of it."""
         chosen = {node.name for node in members}
         sets: list[Members] = []
         for group in self.groups:
             inside = tuple(node for node in group if node.name in chosen)
             outside = tuple(node for node in group if node.name not in chosen)
-            if outside:
-                sets += [(*members, outside[0]), (*members, *outside[: (len(outside) + 1) // 2])]
-                sets.append((*members, *outside))
-            if inside:
-                sets += [_without(members, inside[-1:]), _without(members, inside[len(inside) // 2 :])]
-                sets.append(_without(members, inside))
+            sets += [(*members, *outside[:count]) for count in _amounts(len(outside))]
+            sets += [_without(members, inside[-count:]) for count in _amounts(len(inside))]
         return [other for other in self._distinct(sets) if {node.name for node in other} != chosen]
 
     def group_of(self, node: Node) -> Members:
@@ -109,6 +105,11 @@ def _growing(ordered: Members) -> list[Members]:
     while sizes[-1] < len(ordered):
         sizes.append(max(sizes[-1] + 1, int(sizes[-1] * _GROWTH)))
     return [ordered[:size] for size in sizes if size < len(ordered)]
+
+
+def _amounts(count: int) -> list[int]:
+    """One, a quarter, half or all of so many."""
+    return sorted({amount for amount in (1, count // 4, count // 2, count) if amount}) if count else []
 
 
 def _without(members: Members, out: Members) -> Members:

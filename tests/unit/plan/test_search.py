@@ -9,6 +9,7 @@ import pytest
 from echelon.errors import PlanError
 from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.plan.make import plan_of, strategy_text
+from echelon.plan.optimal_shares import best_shares
 from echelon.plan.plan import Plan, PlanRequest
 from echelon.plan.search import search
 from echelon.plan.servers import best_servers
@@ -266,3 +267,25 @@ def test_a_thousand_nodes_need_few_predictions():
     assert len(result.best.strategy.nodes) > 100
     equal = [one for one in result.candidates if len(one.strategy.nodes) == 1000]
     assert result.best.step_s < max(one.step_s for one in equal)
+
+
+def test_one_node_alone_wins_by_a_little_over_two():
+    result = _search(_nodes([1, 0.1], rate=1.4e6))
+    assert result.best.strategy.nodes == ("main-0",)
+    assert result.best.step_s > 0.85 * min(one.step_s for one in result.candidates[1:])
+
+
+@pytest.mark.parametrize("latency_s", [2e-4, 5e-4, 1e-3, 2e-3, 5e-3])
+def test_about_the_best_number_of_nodes_that_are_alike_is_found(latency_s):
+    nodes = _nodes([1] * 40, latency_s=latency_s)
+    allowed = SearchSpace(collectives=("ring",), hierarchies=False, overlaps=("backward",))
+    result = _search(nodes, allowed=allowed)
+    topology = Topology(nodes=nodes)
+    steps = []
+    for count in range(1, 41):
+        shares = best_shares([JOB.cost] * count, JOB.batch)
+        names = tuple(node.name for node in nodes[:count])
+        strategy = Strategy(nodes=names, shares=shares, collective="ring")
+        steps.append(simple_prediction(topology, JOB, strategy).step_s)
+    # Whole samples make it rugged: 40 nodes compute as long as 32.
+    assert result.best.step_s <= 1.02 * min(steps)
