@@ -25,8 +25,8 @@ WORLD_SIZE.
       ConfigError    a wrong name, value or combination; UnknownName names the nearest known one
       DataError      a data set is missing, damaged or too small
       ModelError     a model cannot be prepared, or models differ between workers
-      CheckpointError, LaunchError, LabError
-                     a checkpoint, the start of workers, an emulated cluster
+      CheckpointError, LaunchError, LabError, PlanError
+                     a checkpoint, the start of workers, an emulated cluster, a job that fits no machine
       WorkerError    a failure of another worker: JoinTimeout, PeerLost, RoundTimeout, MismatchedCalls,
                      Corrupt, GradientError, StaleView, FunctionFailed; `ranks` says which
 """
@@ -49,6 +49,7 @@ from echelon.errors import LaunchError as LaunchError
 from echelon.errors import MismatchedCalls as MismatchedCalls
 from echelon.errors import ModelError as ModelError
 from echelon.errors import PeerLost as PeerLost
+from echelon.errors import PlanError as PlanError
 from echelon.errors import RoundTimeout as RoundTimeout
 from echelon.errors import StaleView as StaleView
 from echelon.errors import UnknownName as UnknownName

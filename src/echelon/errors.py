@@ -8,6 +8,7 @@
     ├── CheckpointError      a checkpoint cannot be written or read
     ├── LaunchError          workers cannot be started
     ├── LabError             an emulated cluster cannot be built, or one is in the way
+    ├── PlanError            a job does not fit the machines
     └── WorkerError          something happened to, or on, another worker
         ├── JoinTimeout      workers did not join in time
         ├── PeerLost         a worker is gone
@@ -97,6 +98,10 @@ class LaunchError(EchelonError):
 
 class LabError(EchelonError):
     """An emulated cluster cannot be built, or one is in the way."""
+
+
+class PlanError(EchelonError):
+    """A job does not fit the machines: memory, batch or links; the message says what is missing where."""
 
 
 class WorkerError(EchelonError):

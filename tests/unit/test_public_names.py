@@ -25,6 +25,7 @@ PUBLIC = [
     "MismatchedCalls",
     "ModelError",
     "PeerLost",
+    "PlanError",
     "RoundTimeout",
     "Session",
     "StaleView",

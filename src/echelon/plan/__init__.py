@@ -18,11 +18,24 @@ hierarchy.py
             levels of groups, the collective that sums along them, and candidates for a search
 job.py      what a training job costs: computing, gradients, memory
 strategy.py one way to run a job on a topology, and what it would take
+bound.py    what limits a job: computing, memory or communication?
+reach.py    which nodes can take part, and which of them together?
+subsets.py  which sets of nodes are worth trying?
+explore.py  where does a search go, from what was tried to what is tried next?
+ways.py     in which ways could some nodes run a job?
+servers.py  how many parameter servers should there be?
+trials.py   every strategy that a search tries, with its prediction
+static_choice.py
+            what do the first seed's equations say of a job on these machines?
+search.py   which strategy is best?
+make.py     how the result of a search becomes a plan, with a reason for each choice
 predict/    what would a step take?
 groups.py   which workers form a group, as the user says
 balance.py  which shares let all workers arrive together?
 arrange.py  who are neighbours, and how do they sum? From links
 owners.py   who sums, if workers are unequal?
 shares.py   a batch cut into one share per worker, an epoch cut into batches
+optimal_shares.py
+            which whole shares are best, by cost, link and memory?
 plan.py     the whole assignment of a run, and its form on disk
 """

@@ -31,11 +31,47 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A node that gets no worker, and why."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedStep:
+    """What a step is expected to take.
+
+    compute_s   forward and backward of the slowest worker
+    exposed_s   communication that computing does not hide
+    efficiency  samples per second, divided by the sum of what the chosen nodes compute alone
+    bottleneck  what a faster part would help most
+    """
+
+    step_s: float
+    samples_per_s: float
+    efficiency: float
+    compute_s: float
+    exposed_s: float
+    bottleneck: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCandidate:
+    """Another way that was considered: in words, its predicted step, and why it was not chosen."""
+
+    text: str
+    step_s: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Choices):
     """Who does how much, and how they communicate.
 
     `servers` are the nodes of the servers, if any. `adapt_shares`: the weights are those of the first
-    steps, and then follow the workers' measured speeds.
+    steps, and then follow the workers' measured speeds. `batch` is the global batch that the plan was made
+    for, if it was searched for; then `left_out`, `predicted` and `candidates` say what the search found.
     """
 
     run: str
@@ -43,7 +79,11 @@ class Plan(Choices):
     servers: tuple[str, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
     adapt_shares: bool = False
+    batch: int | None = None
     predicted_step_s: float | None = None
+    predicted: PredictedStep | None = None
+    left_out: tuple[LeftOut, ...] = ()
+    candidates: tuple[PlanCandidate, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property

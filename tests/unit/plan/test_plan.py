@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import ConfigError
-from echelon.plan.plan import Plan, PlanRequest, WorkerPlan, make_plan
+from echelon.plan.plan import (
+    LeftOut,
+    Plan,
+    PlanCandidate,
+    PlanRequest,
+    PredictedStep,
+    WorkerPlan,
+    make_plan,
+)
 
 NODES = ["a", "a", "b", "b"]
 
@@ -158,6 +166,21 @@ _workers = st.lists(
         workers=_workers,
         seed=st.integers(0, 2**63 - 1),
         predicted_step_s=st.none() | _number,
+        batch=st.none() | st.integers(1, 10**6),
+        predicted=st.none()
+        | st.builds(
+            PredictedStep,
+            step_s=_number,
+            samples_per_s=_number,
+            efficiency=_number,
+            compute_s=_number,
+            exposed_s=_number,
+            bottleneck=_text,
+        ),
+        left_out=st.lists(st.builds(LeftOut, node=_text, why=_text), max_size=2).map(tuple),
+        candidates=st.lists(
+            st.builds(PlanCandidate, text=_text, step_s=_number, why=_text), max_size=2
+        ).map(tuple),
         reasons=st.dictionaries(_text, _text, max_size=3),
     )
 )

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from echelon.comm.schedule.collective import COLLECTIVES, Schedule, ScheduleStep
 from echelon.config.units import show_bytes
@@ -216,6 +217,7 @@ def choose(
     return name, costs, f"{name}: {_reason(name, size, length_bytes, work)}"
 
 
+@lru_cache(maxsize=4096)
 def _blocks_work(
     size: int, length_bytes: int, link: LinkCost, reduce_seconds_per_byte: float, itemsize: int
 ) -> Work:

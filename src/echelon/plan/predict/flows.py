@@ -1,16 +1,16 @@
 """Who sends how much to whom in a collective? Phases of flows that go on at the same time.
 
 A phase is repeated some times; in each repetition every flow moves a fraction of the buffer. Rings,
-direct exchange, halving-doubling, butterfly, servers and hierarchies of rings have closed forms, for any
-number of workers; other collectives are read from their schedules. Closed forms ignore that parts differ
-by an element.
+direct exchange, halving-doubling, butterfly, servers and hierarchies of rings and servers have closed
+forms, for any number of workers; other collectives are read from their schedules. Closed forms ignore that
+parts differ by an element.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from echelon.comm.schedule.collective import COLLECTIVES, Collective, Schedule
 from echelon.comm.schedule.collectives.hierarchical import Hierarchical
 from echelon.comm.schedule.collectives.ps import PsCollective
+from echelon.comm.schedule.collectives.ring import RingCollective
 from echelon.comm.schedule.fold import hosts
 from echelon.errors import ConfigError
 
@@ -72,7 +73,7 @@ def phases_of(collective: str, size: int) -> Phases:
             return _there_and_back(_halving(size))
         case "butterfly":
             return _butterfly(size)
-    if isinstance(built, Hierarchical) and built.inner == built.outer == "ring":
+    if isinstance(built, Hierarchical):
         closed = _hierarchy(built, size)
         if closed is not None:
             return closed
@@ -225,21 +226,76 @@ def _butterfly(size: int) -> Phases:
 
 
 def _hierarchy(built: Hierarchical, size: int) -> Phases | None:
-    """Rings inside groups, then along the rails, then inside; None if groups are unequal."""
+    """Inside groups to the owners of parts, from these to the rails, along the rails, and back.
+
+    All groups begin each phase together, although small groups are ready earlier. None if the inner
+    collective is neither a ring nor a server: then the schedules are read.
+    """
     sizes = built.group_sizes(size)
     if len(sizes) == 1:
-        return _there_and_back([_ring(np.arange(size), 1.0)])
-    if not built.rails or len(set(sizes)) > 1:
+        return phases_of(built.inner, size)
+    inner = COLLECTIVES.build(built.inner)
+    if not isinstance(inner, RingCollective | PsCollective):
         return None
-    count, members = len(sizes), sizes[0]
-    ranks = np.arange(size).reshape(count, members)
-    down: list[FlowPhase] = []
-    if members > 1:
-        rings = [_ring(group, 1.0) for group in ranks]
-        down = list(at_once([(ring,) for ring in rings]))
-    rails = [_ring(ranks[:, rail], 1 / members) for rail in range(members)]
-    across = list(at_once([(rail,) for rail in rails]))
-    return _there_and_back([*down, *across])
+    starts = np.cumsum([0, *sizes[:-1]])
+    rails = min(sizes) if built.rails else 1
+    inside = [
+        on_members(phases_of(built.inner, members), range(start, start + members))
+        for start, members in zip(starts.tolist(), sizes, strict=True)
+    ]
+    down = list(at_once([part[: len(part) // 2] for part in inside if part]))
+    passing = _to_rails(inner, starts, sizes, rails)
+    if passing is not None:
+        down.append(passing)
+    outer = phases_of(built.outer, len(sizes))
+    across = at_once(
+        [_part(on_members(outer, (starts + rail).tolist()), 1 / rails) for rail in range(rails)]
+    )
+    return (*down, *across, *(phase.reversed() for phase in reversed(down)))
+
+
+def _to_rails(
+    inner: RingCollective | PsCollective, starts: Ints, sizes: Sequence[int], rails: int
+) -> FlowPhase | None:
+    """Who owns a part of a group's sum passes it to the group's rails; None if the owners are rails."""
+    moves: dict[int, list[tuple[int, int, float]]] = {
+        members: _passed(inner, members, rails) for members in set(sizes)
+    }
+    all_moves = [
+        (start + position, start + rail, fraction)
+        for start, members in zip(starts.tolist(), sizes, strict=True)
+        for position, rail, fraction in moves[members]
+    ]
+    if not all_moves:
+        return None
+    senders, receivers, fractions = zip(*all_moves, strict=True)
+    return FlowPhase(
+        repeats=1,
+        senders=np.array(senders),
+        receivers=np.array(receivers),
+        fractions=np.array(fractions),
+        adds=False,
+    )
+
+
+def _passed(inner: RingCollective | PsCollective, members: int, rails: int) -> list[tuple[int, int, float]]:
+    """In a group: from which position to which rail, and which part of the buffer."""
+    length = _READ_LENGTH
+    slices = [(0, length)]
+    if rails > 1:
+        slices = [inner.owned_range(rail, rails, length) for rail in range(rails)]
+    owned = [inner.owned_range(position, members, length) for position in range(members)]
+    return [
+        (position, rail, (min(last, high) - max(first, low)) / length)
+        for position, (first, last) in enumerate(owned)
+        for rail, (low, high) in enumerate(slices)
+        if rail != position and min(last, high) > max(first, low)
+    ]
+
+
+def _part(phases: Phases, whole: float) -> Phases:
+    """The same with a part of the buffer."""
+    return tuple(replace(phase, fractions=phase.fractions * whole) for phase in phases)
 
 
 @dataclass(slots=True)
