@@ -14,9 +14,10 @@ never last has the smallest tail that is known.
                   than 5 %, and by more than three standard errors
     other speed   the last steps of a worker differ from those before by more than four standard errors and
                   by more than 15 %: what was measured before is forgotten
-    c             follows from the times before and after a change of shares
+    c             follows from the times that different shares took (plan/fixed_cost.py)
 
-The threshold grows after each change that no other speed explains, so that shares do not swing.
+The threshold grows after each change that no other speed explains, from the second on (the first is made
+before c is known), so that shares do not swing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echelon.observe.step_cost import StepCost, balanced_shares
+from echelon.observe.step_cost import StepCost
+from echelon.plan.fixed_cost import ShareTime, fixed_samples
+from echelon.plan.optimal_shares import best_shares
 from echelon.plan.shares import split
 
 _WORTHWHILE = 0.05
@@ -36,8 +39,9 @@ _OTHER_ERRORS = 4.0
 _LEAST_VARIANCE = 0.02**2  # no clock of a busy machine is better
 _RECENT = 2  # reports
 _FEWEST_STEPS = 3
-_FIRST_CAUTION, _MORE_CAUTION = 0.99, 1.5
-_LEAST_CHANGE = 0.2  # of a share, for the times before and after to tell c
+_MORE_CAUTION = 1.5
+_FREE_CHANGES = 2  # of shares, without more caution
+_KEPT = 4  # times of different shares that are kept for each worker
 _NEWEST_TAIL = 0.2  # its part of the mean
 
 
@@ -116,9 +120,9 @@ class Balancer:
         self._known = [_NOTHING] * len(self.shares)
         self._recent: deque[list[StepReport]] = deque(maxlen=_RECENT)
         self._fixed = 0.0  # c
-        self._earlier: tuple[tuple[int, ...], list[float]] | None = None
-        self._fixed_known = False
-        self._caution = _FIRST_CAUTION
+        self._fixed_from = 0  # how many steps it was found from
+        self._earlier: list[deque[ShareTime]] = [deque(maxlen=_KEPT) for _ in self.shares]
+        self._changes = 0  # since a worker's speed changed
         self._tails: dict[int, float] = {}
 
     def forget_tails(self) -> None:
@@ -131,12 +135,14 @@ class Balancer:
             return None
         self._note_tail(reports)
         self._recent.append(list(reports))
-        if self._differs():
+        changed = self._differing()
+        if changed:
             self._known = [_NOTHING] * len(self.shares)
             for earlier in self._recent:
                 self._add(earlier)
-            self._earlier = None
-            self._caution = 1.0 if self._fixed_known else _FIRST_CAUTION
+            for rank in changed:
+                self._earlier[rank].clear()
+            self._changes = _FREE_CHANGES - 1
         else:
             self._add(reports)
         return self._change()
@@ -154,10 +160,11 @@ class Balancer:
     def _add(self, reports: Sequence[StepReport]) -> None:
         self._known = [one + other for one, other in zip(self._known, reports, strict=True)]
 
-    def _differs(self) -> bool:
-        """Whether a worker has another speed than before, in each of the last reports."""
+    def _differing(self) -> list[int]:
+        """The workers that have another speed than before, in each of the last reports."""
+        found: list[int] = []
         if len(self._recent) < _RECENT:
-            return False
+            return found
         for rank, known in enumerate(self._known):
             # What is known includes all but the newest report.
             old = known
@@ -171,35 +178,31 @@ class Balancer:
             least = min(abs(shift) for shift in shifts)
             alike = all(shift > 0 for shift in shifts) or all(shift < 0 for shift in shifts)
             if alike and least > max(_OTHER_SPEED, _OTHER_ERRORS * error):
-                return True
-        return False
+                found.append(rank)
+        return found
 
     def _change(self) -> ShareChange | None:
         if min(known.steps for known in self._known) < _FEWEST_STEPS:
             return None
-        times = [math.exp(known.mean) for known in self._known]
-        self._learn_fixed(times)
+        self._learn_fixed()
         costs = [
             StepCost(
                 rank=rank,
                 share=share,
-                per_sample_s=time_s / (share + self._fixed),
-                fixed_s=self._fixed * time_s / (share + self._fixed) + self._tail_s(rank),
+                per_sample_s=math.exp(known.mean) / (share + self._fixed),
+                fixed_s=self._fixed * math.exp(known.mean) / (share + self._fixed) + self._tail_s(rank),
             )
-            for rank, (share, time_s) in enumerate(zip(self.shares, times, strict=True))
+            for rank, (share, known) in enumerate(zip(self.shares, self._known, strict=True))
         ]
-        shares = whole_shares(costs, self.batch)
-        ends = [cost.at(share) for cost, share in zip(costs, self.shares, strict=True)]
+        ends = [cost.usual_s for cost in costs]
         slowest_s = max(ends)
-        expected_s = max(cost.at(share) for cost, share in zip(costs, shares, strict=True))
         rank = ends.index(slowest_s)
-        gain = math.log(slowest_s / expected_s)
-        # Few steps tell little about one worker's variance, so all workers' count; the slowest was chosen
-        # among several, so it is late by chance too.
-        steps = min(known.steps for known in self._known)
-        variance = max(self._known[rank].variance, sum(known.variance for known in self._known) / len(ends))
-        error = math.sqrt(variance / steps * (1 + 2 / len(ends)))
-        if shares == self.shares or gain <= self._caution * max(_WORTHWHILE, _ERRORS * error):
+        least = self._caution * max(_WORTHWHILE, _ERRORS * self._error(rank))
+        if math.log(slowest_s / _level_s(costs, self.batch)) <= least:
+            return None
+        shares = best_shares(costs, self.batch)
+        expected_s = max(cost.at(share) for cost, share in zip(costs, shares, strict=True))
+        if shares == self.shares or math.log(slowest_s / expected_s) <= least:
             return None
         least_s = min(cost.per_sample_s for cost in costs)
         change = ShareChange(
@@ -210,46 +213,48 @@ class Balancer:
             rank=rank,
             speeds=tuple(least_s / cost.per_sample_s for cost in costs),
         )
-        self._earlier = (self.shares, times)
+        for earlier, share, known in zip(self._earlier, self.shares, self._known, strict=True):
+            earlier.append(ShareTime(share=share, log_s=known.mean, error=known.error))
         self.shares = shares
         self._known = [_NOTHING] * len(shares)
         self._recent.clear()
-        # The second change is allowed as soon as the first: only then is c known.
-        self._caution = 1.0 if self._caution < 1 else self._caution * _MORE_CAUTION
+        self._changes += 1
+        self._fixed_from = 0
         return change
 
-    def _learn_fixed(self, times: Sequence[float]) -> None:
-        """Find c from the times before and after the last change: t = p (s + c), with p unchanged."""
-        if self._earlier is None:
+    @property
+    def _caution(self) -> float:
+        return _MORE_CAUTION ** max(0, self._changes - _FREE_CHANGES + 1)
+
+    def _error(self, rank: int) -> float:
+        """How far the slowest worker's lateness can be trusted.
+
+        Few steps tell little about one worker's variance, so all workers' count; and the slowest is one of
+        several, so it is late by chance too.
+        """
+        count = len(self._known)
+        steps = min(known.steps for known in self._known)
+        usual = sum(known.variance for known in self._known) / count
+        return math.sqrt(max(self._known[rank].variance, usual) / steps * (1 + 2 / count))
+
+    def _learn_fixed(self) -> None:
+        """Find c anew when twice as much is known since the last change of shares."""
+        steps = min(known.steps for known in self._known)
+        if steps < 2 * self._fixed_from or not any(self._earlier):
             return
-        shares, earlier = self._earlier
-        intercepts = slopes = 0.0
-        for s1, t1, s2, t2 in zip(shares, earlier, self.shares, times, strict=True):
-            if abs(s2 - s1) < _LEAST_CHANGE * s1:
-                continue
-            slope = (t2 - t1) / (s2 - s1)
-            usual = (t1 + t2) / 2  # every worker counts alike, whatever its speed
-            slopes += slope / usual
-            intercepts += (t1 - slope * s1) / usual
-        self._earlier = None
-        if slopes > 0:
-            self._fixed = min(max(0.0, intercepts / slopes), float(self.batch))
-            self._fixed_known = True
+        self._fixed_from = steps
+        times = [
+            [*earlier, ShareTime(share=share, log_s=known.mean, error=known.error)]
+            for earlier, share, known in zip(self._earlier, self.shares, self._known, strict=True)
+        ]
+        self._fixed = fixed_samples(times, self.batch / len(self.shares))
 
 
-def whole_shares(costs: Sequence[StepCost], batch: int) -> tuple[int, ...]:
-    """The whole shares of a batch, at least one each, at which the slowest worker needs least; by rank."""
-    wanted = balanced_shares(costs, batch)
-    shares = [max(1, math.floor(wanted[cost.rank])) for cost in costs]
-    for _ in range(batch - sum(shares)):
-        rank = min(range(len(shares)), key=lambda at: costs[at].at(shares[at] + 1))
-        shares[rank] += 1
-    for _ in range(sum(shares) - batch):
-        rank = max(
-            (at for at in range(len(shares)) if shares[at] > 1), key=lambda at: costs[at].at(shares[at])
-        )
-        shares[rank] -= 1
-    return tuple(shares)
+def _level_s(costs: Sequence[StepCost], batch: int) -> float:
+    """What a step would take if samples could be divided, and a worker could have less than none."""
+    return (batch + sum(cost.fixed_s / cost.per_sample_s for cost in costs)) / sum(
+        1 / cost.per_sample_s for cost in costs
+    )
 
 
 def _without(known: StepReport, part: StepReport) -> StepReport:
