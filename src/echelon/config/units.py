@@ -66,6 +66,14 @@ def show_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def show_memory(count: float) -> str:
+    """A memory size as text, in the units in which memory is sold: '16.0 GiB'."""
+    for unit, scale in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
+        if abs(count) >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
 def show_seconds(seconds: float) -> str:
     """A duration as text: '3.2 ms', '1 min 5 s'."""
     if seconds >= 60:

@@ -1,7 +1,10 @@
 """Who does how much, and how workers communicate: pure decisions, values in and values out.
 
 topology.py what machines and links there are
+measured.py what a probe measured between nodes: pairs alone, and flows at the same time
 job.py      what a training job costs: computing, gradients, memory
+cluster_file.py  reads and writes the file that says what machines, links and job there are
+told.py     what a lab's file tells about its machines
 strategy.py one way to run a job on a topology, and what it would take
 groups.py   which workers form a group, as the user says
 balance.py  which shares let all workers arrive together?

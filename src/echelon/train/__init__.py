@@ -22,6 +22,7 @@ linear.py       linear layers that keep the factors of their gradients
 factoring.py    which linear layers send factors
 batchnorm.py    batch normalisation over all workers' samples
 clock.py        where a worker's time goes, step by step
+profile_job.py  what does a model cost on this worker?
 thread_times.py did the training thread have a core?
 record.py       a worker's events, and the start and end of a run without a launcher
 far_events.py   sends the events of workers that do not share the leader's disk to its record
