@@ -10,6 +10,7 @@ groups.py   which workers form a group, as the user says
 balance.py  which shares let all workers arrive together?
 shares.py   a batch cut into one share per worker, an epoch cut into batches
 plan.py     the whole assignment of a run, and its form on disk
+placed.py   what a plan's file says about machines and links
 plan_file.py a plan's file as a person reads and edits it
 check_file.py what contradicts itself in a plan that was edited by hand?
 toml_lines.py on which line of a TOML text does each key stand?

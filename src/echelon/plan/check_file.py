@@ -283,6 +283,12 @@ class _Check:
             yield self._at(("groups",), f"{who} {are} in no group", "name every worker once")
 
     def _strategies(self) -> Iterator[Contradiction]:
+        delay = self._around.strategies.get("delay")
+        for number, text in self._of("delay", "") if delay is not None else ():
+            try:
+                _ = delay(text) if delay is not None and text else None
+            except ConfigError as error:
+                yield self._at(("workers", number, "delay"), error.message, error.fix)
         for key, build in self._around.strategies.items():
             value = self._values.get(key)
             if value is None or (key,) in self._bad:

@@ -10,6 +10,7 @@ input.py      what workers read: the leader what the launcher was given, the oth
 output.py     what the launcher shows of the leader's log
 failure.py    which worker failed first, and why
 run.py        a whole run: folder, plan, lab, processes, faults, summary
+planned.py    a run by a plan's file: is it right for this place, and what does it decide?
 launcher.py   the contract of what starts agents on other machines
 launchers/    one file for each: local, ssh, mpi, slurm, ray, spark, dask
 engines/      how engines start agents and end them: the parts that know an engine's own interface

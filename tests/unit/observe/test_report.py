@@ -443,3 +443,18 @@ def test_the_throughput_curve_of_a_served_run_integrates_to_the_samples(imagined
     curve = throughput(history.rounds)
     width = curve[1][0] - curve[0][0]
     assert sum(rate * width for _, rate in curve) == pytest.approx(history.summary.samples)
+
+
+def test_the_plan_is_drawn_and_its_prediction_is_compared_with_what_was_measured(folder, page_of):
+    page = page_of()
+    assert "The plan" not in page.headings()
+    workers = [f'{{ rank = {rank}, node = "node-{rank}", weight = 8 }}' for rank in range(4)]
+    folder.plan.write_text(
+        f"batch = 32\nworkers = [{', '.join(workers)}]\n"
+        "[predicted]\nstep_s = 10.0\nsamples_per_s = 3.2\nbottleneck = 'the link a/b'\n"
+    )
+    page = page_of()
+    assert "The plan" in page.headings()
+    assert "the plan's 4 workers, their groups and links" in page.charts()
+    assert "A step was to take 10.0 s and took" in page.text
+    assert "the link a/b limits it" in page.text

@@ -25,9 +25,7 @@ JOB = JobProfile(
 def _topology(count=4, rate=1e9, memory=64 * GIB, speed=1.0):
     return Topology(
         nodes=tuple(
-            Node(
-                name=f"n{i}", up_bytes_per_s=rate, down_bytes_per_s=rate, memory_bytes=memory, speed=speed
-            )
+            Node(name=f"n{i}", up_bytes_per_s=rate, down_bytes_per_s=rate, memory_bytes=memory, speed=speed)
             for i in range(count)
         )
     )
