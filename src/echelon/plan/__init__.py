@@ -15,9 +15,21 @@ job.py      what a training job costs: computing, gradients, memory
 cluster_file.py  reads and writes the file that says what machines, links and job there are
 told.py     what a lab's file tells about its machines
 strategy.py one way to run a job on a topology, and what it would take
+bound.py    what limits a job: computing, memory or communication?
+reach.py    which nodes can take part, and which of them together?
+subsets.py  which sets of nodes are worth trying?
+ways.py     in which ways could some nodes run a job?
+servers.py  how many parameter servers should there be?
+trials.py   every strategy that a search tries, with its prediction
+static_choice.py
+            what do the first seed's equations say of a job on these machines?
+search.py   which strategy is best?
+make.py     how the result of a search becomes a plan, with a reason for each choice
 groups.py   which workers form a group, as the user says
 balance.py  which shares let all workers arrive together?
 shares.py   a batch cut into one share per worker, an epoch cut into batches
+optimal_shares.py
+            which whole shares are best, by cost, link and memory?
 plan.py     the whole assignment of a run, and its form on disk
 placed.py   what a plan's file says about machines and links
 plan_file.py a plan's file as a person reads and edits it

@@ -89,18 +89,20 @@ def classify(topology: Topology, job: JobProfile, *, predict: Predictor | None =
 
 def _as_many_as_fit(usable: Usable, job: JobProfile) -> list[Node]:
     """The usable nodes, the fastest if the batch is smaller than their number; memory permitting."""
-    nodes = usable.together or usable.alone
-    if not nodes:
+    if not usable.together:
         raise PlanError(
             "no node can take part",
             where="; ".join(f"{out.node}: {out.why}" for out in usable.left_out[:4]),
             fix="repair a node or its link, or describe the machines anew with `echelon probe`",
         )
-    if not usable.together:
-        nodes = tuple(sorted(nodes, key=lambda node: -most_share(job, node))[:1])
-    chosen = _fastest(job, nodes)
+    fitting = [part for part in (usable.together, *usable.apart) if _holds(job, part)]
+    chosen = _fastest(job, fitting[0] if fitting else usable.together)
     check_memory(job, chosen)
     return chosen
+
+
+def _holds(job: JobProfile, nodes: Sequence[Node]) -> bool:
+    return sum(most_share(job, node) for node in nodes) >= job.batch
 
 
 def _fastest(job: JobProfile, nodes: Sequence[Node]) -> list[Node]:
@@ -136,7 +138,7 @@ def _exposed_s(
 
 
 def ring_seconds(topology: Topology, job: JobProfile, workers: Sequence[Node]) -> float:
-    """All gradients round a ring of neighbours: 2(P-1) latencies, 2(P-1)/P of the bytes on the worst link."""
+    """All gradients round a ring: 2(P-1) latencies, and 2(P-1)/P of the bytes on the worst link."""
     count = len(workers)
     if count == 1:
         return 0.0

@@ -137,11 +137,11 @@ def check_memory(job: JobProfile, nodes: Sequence[Node]) -> None:
     limits = [most_share(job, node) for node in nodes]
     one = job.memory_bytes(1)
     if not any(limits):
-        there = ", ".join(f"{node.name} has {show_memory(node.memory_bytes)}" for node in nodes[:8])
+        there = _some([f"{node.name} has {show_memory(node.memory_bytes)}" for node in nodes])
         largest = max(nodes, key=lambda node: node.memory_bytes)
         missing = show_memory(one - largest.memory_bytes)
         raise PlanError(
-            f"a worker needs {show_memory(one)} for one sample, {there}{', ...' if len(nodes) > 8 else ''}",
+            f"a worker needs {show_memory(one)} for one sample, {there}",
             where=f"memory: {missing} are missing on {largest.name}, which has most",
             fix=f"use a smaller model, or a node with at least {show_memory(one)}",
         )
@@ -149,7 +149,11 @@ def check_memory(job: JobProfile, nodes: Sequence[Node]) -> None:
         parts = [f"{node.name} holds {limit}" for node, limit in zip(nodes, limits, strict=True) if limit]
         missing = show_memory((job.batch - sum(limits)) * job.sample_bytes)
         raise PlanError(
-            f"a batch of {job.batch} does not fit: {', '.join(parts[:8])}{', ...' if len(parts) > 8 else ''}",
+            f"a batch of {job.batch} does not fit: {_some(parts)}",
             where=f"memory: {missing} are missing in all",
             fix=f"lower the batch to {sum(limits)}, or add a node",
         )
+
+
+def _some(parts: Sequence[str]) -> str:
+    return ", ".join(parts[:8]) + (", ..." if len(parts) > 8 else "")

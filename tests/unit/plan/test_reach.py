@@ -22,7 +22,7 @@ JOB = JobProfile(
 
 def _usable(*nodes, uplinks=()):
     found = usable_nodes(Topology(nodes=nodes, uplinks=uplinks), JOB)
-    names = [node.name for node in found.together], [node.name for node in found.alone]
+    names = [node.name for node in found.together], [node.name for part in found.apart for node in part]
     return *names, {out.node: out.why for out in found.left_out}
 
 
