@@ -2,6 +2,15 @@
 
 topology.py what machines and links there are
 measured.py what a probe measured between nodes: pairs alone, and flows at the same time
+fair.py     which rate each of several flows gets
+distances.py
+            which nodes are near each other, by measurements
+fit.py      which links explain the measurements, for given sites
+sites.py    which nodes share a site, and what joins sites; which flows to measure next
+site_reasons.py
+            what was found about sites, in sentences
+equations.py
+            equations (1) to (5) of the first seed: serial, or how many groups
 job.py      what a training job costs: computing, gradients, memory
 cluster_file.py  reads and writes the file that says what machines, links and job there are
 told.py     what a lab's file tells about its machines
