@@ -34,6 +34,7 @@ S = TypeVar("S", bound=RunSettings)
 HERE = "worker-"
 """A plan for several workers of one machine names them worker-0, worker-1, ..."""
 
+_MOST_HERE = 256
 _ONLY_THE_FILE = ("workers", "shares", "speed", "delay", "delayed", "groups", "servers", "colocate_servers")
 
 
@@ -96,7 +97,10 @@ def surroundings(spec: LabSpec | None, machines: Sequence[str]) -> Surroundings:
         place, nodes = "--hosts", {name: float(count) for name, count in Counter(machines).items()}
     else:
         place = "this machine (give --lab or --hosts)"
-        nodes = {socket.gethostname(): float("inf")} | {f"{HERE}{at}": 1.0 for at in range(1024)}
+        host = socket.gethostname()
+        nodes = {host: float("inf")}
+        for at in range(_MOST_HERE):
+            nodes |= {f"{HERE}{at}": 1.0, f"{host}-{at}": 1.0}  # a probe names workers by host and number
     return replace(strategies(), place=place, nodes=nodes)
 
 
