@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from statistics import fmean, median
 
 import numpy as np
@@ -151,7 +151,7 @@ def _cut(heights: Sequence[float]) -> float:
     """The middle of the widest gap between `_NEAR` and `_FAR`."""
     inside = sorted(height for height in heights if _NEAR < height < _FAR)
     marks = [_NEAR, *inside, _FAR]
-    gaps = [(right - left, (left + right) / 2) for left, right in zip(marks, marks[1:], strict=False)]
+    gaps = [(right - left, (left + right) / 2) for left, right in pairwise(marks)]
     return max(gaps)[1]
 
 

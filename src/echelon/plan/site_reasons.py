@@ -107,7 +107,8 @@ def _slow(nodes: Sequence[Node]) -> list[str]:
 
 def _rates(topology: Topology, measured: Measurements) -> tuple[list[float], list[float]]:
     """Of pairs inside sites, and of pairs between sites."""
-    inside, between = [], []
+    inside: list[float] = []
+    between: list[float] = []
     for (sender, receiver), rate in measured.alone().items():
         same = topology.node(sender).site == topology.node(receiver).site
         (inside if same else between).append(rate)

@@ -222,7 +222,7 @@ def _site_names(found: Clusters) -> Mapping[str, str]:
     if len(found) == 1:
         return dict.fromkeys(found[0], "main")
     begins = [{re.split(r"[-_.]?\d*$", name)[0] for name in group} for group in found]
-    sites = {}
+    sites: dict[str, str] = {}
     for at, (group, own) in enumerate(zip(found, begins, strict=True)):
         clear = len(own) == 1 and sum(bool(own & other) for other in begins) == 1
         name = next(iter(own)) if clear and own != {""} else f"site-{at + 1}"

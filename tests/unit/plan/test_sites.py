@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from networks import GBIT, Noisy, machine, partition
 
 from echelon.errors import ConfigError
 from echelon.plan.measured import FlowsMeasured, PairMeasured
 from echelon.plan.sites import find_sites, worthwhile_flows
 from echelon.plan.topology import Node, Topology, Uplink
+from networks import GBIT, Noisy, machine, partition
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
 
