@@ -2,6 +2,7 @@
 
     policy.py     the contract of a policy, what it knows of the cluster, and the registry
     cluster.py    what a policy knows of a run's cluster, from the plan
+    delay_rate.py which learning rate is safe with delayed gradients
     policies/     the policies, one file each
     families/     what the policies of a family have in common
     detector.py   the contract of detectors, which tell slow workers from normal ones

@@ -50,6 +50,10 @@ class Policy(Strategy):
     def check(self, cluster: ClusterInfo) -> None:
         """Raise ConfigError, with a fix, if the policy cannot work with this cluster."""
 
+    def advice(self, cluster: ClusterInfo) -> str:
+        """A sentence for the user on this cluster, such as on the learning rate; empty if there is none."""
+        return ""
+
     def resolved(self) -> Policy:
         """The policy that is executed; with some options it belongs to another family."""
         return self

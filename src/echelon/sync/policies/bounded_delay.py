@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from echelon.errors import ConfigError
+from echelon.sync.delay_rate import rate_advice
 from echelon.sync.families.serve import (
     Apply,
     Arrival,
@@ -50,6 +51,13 @@ class BoundedDelay(ServePolicy):
     def check(self, cluster: ClusterInfo) -> None:
         """Needs a server."""
         needs_server(self, cluster)
+
+    def advice(self, cluster: ClusterInfo) -> str:
+        """Which learning rate is safe with this delay."""
+        if cluster.lr is None:
+            return ""
+        summed = cluster.workers if self.scale == "sum" else 1
+        return rate_advice(self.bound, cluster.lr, summed_workers=summed)
 
     def rule(self, cluster: ClusterInfo) -> Rule:
         """Counts each worker's steps."""

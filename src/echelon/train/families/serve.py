@@ -101,7 +101,9 @@ class ServeSynchronizer(IndependentSynchronizer):
     def begin(self) -> None:
         """Open the tables of the new optimizers."""
         for optimizer, overlap, before, after in self._new:
-            self._checked(optimizer)
+            advice = self._policy.advice(self._checked(optimizer))
+            if advice:
+                self._explain("learning rate", advice, f"sync {self._name}: {advice}")
             client = ServerClient(
                 self._channel,
                 optimizer,
