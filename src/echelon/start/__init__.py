@@ -9,7 +9,9 @@ processes.py  the worker processes of one run: start, watch, end; none is left b
 input.py      what workers read: the leader what the launcher was given, the others nothing
 output.py     what the launcher shows of the leader's log
 failure.py    which worker failed first, and why
-run.py        a whole run: folder, plan, lab, processes, faults, summary
+run.py        a whole run: folder, plan, lab, processes, summary
+lab_course.py what happens to a lab in the course of a run: quotas, faults
+quotas.py     when do the CPU quotas of a lab come into force?
 launcher.py   the contract of what starts agents on other machines
 launchers/    one file for each: local, ssh, mpi, slurm, ray, spark, dask
 engines/      how engines start agents and end them: the parts that know an engine's own interface
