@@ -16,7 +16,7 @@ from echelon.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
     from echelon.cluster.lab.execute import NodeJob
-    from echelon.cluster.lab.lab import Lab
+    from echelon.cluster.lab.lab import Lab, NodeStatus
 
 app = typer.Typer(
     cls=PlainGroup,
@@ -233,7 +233,7 @@ def _status_table(lab: Lab) -> Table:
     table = Table("node", "site", "cpu", "address", "processes", box=None, pad_edge=False)
     for node in lab.status():
         processes = Text("\n".join(f"{pid} {command[:100]}" for pid, command in node.processes.items()))
-        table.add_row(node.seat.node, node.seat.site, _cpu(node.cpu), node.seat.address, processes)
+        table.add_row(node.seat.node, node.seat.site, _cpu_now(node), node.seat.address, processes)
     return table
 
 
@@ -250,6 +250,13 @@ def _headline(lab: Lab) -> str:
 
 def _cpu(cores: float | None) -> str:
     return "unlimited" if cores is None else f"{cores:.3g}"
+
+
+def _cpu_now(node: NodeStatus) -> str:
+    """The limit now; also that of the file, if it is not in force."""
+    if node.cpu is None and node.seat.speed is not None:
+        return f"unlimited; {_cpu(node.seat.speed)} later"
+    return _cpu(node.cpu)
 
 
 def _latency(seconds: float, lab: Lab) -> str:

@@ -70,4 +70,4 @@ def _file(key: str) -> Path | None:
         folder = Path(given).expanduser() if given else cache_folder()
     except RuntimeError:  # no home folder
         return None
-    return folder / "probe" / f"{xxhash.xxh64_hexdigest(key)}.json"
+    return folder / "probe" / f"{xxhash.xxh64_hexdigest(key.encode())}.json"

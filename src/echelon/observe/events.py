@@ -268,6 +268,18 @@ class Decided(Event, frozen=True, kw_only=True, tag="decision"):
     reason: str = ""
 
 
+class QuotasApplied(Event, frozen=True, kw_only=True, tag="quotas-applied"):
+    """The CPU quotas of a lab came into force; its faults by seconds count from here.
+
+    `quotas` are the cores of each node that has a quota, by name; `after_s` is the time since workers were
+    started.
+    """
+
+    reason: str
+    after_s: float
+    quotas: dict[str, float]
+
+
 class FaultInjected(Event, frozen=True, kw_only=True, tag="fault-injected"):
     """The lab injected a fault into the cluster."""
 
@@ -309,6 +321,7 @@ AnyEvent: TypeAlias = (
     | CheckpointLoaded
     | Arrived
     | Decided
+    | QuotasApplied
     | FaultInjected
     | WorkerFailed
     | RunEnded

@@ -26,6 +26,7 @@ from echelon.observe.events import (
     Evaluated,
     FaultInjected,
     Noted,
+    QuotasApplied,
     RunEnded,
     StepEnded,
     StepsExpected,
@@ -103,6 +104,10 @@ class Progress:
         match event:
             case Noted() if event.rank != LAUNCHER and event.text not in self._said:
                 return self._note(event, now)
+            case Noted() if event.rank == LAUNCHER and event.warning:  # its notes were shown at the start
+                return [f"warning: {event.text}"]
+            case QuotasApplied() if event.quotas:
+                return [f"CPU quotas are in force: {event.reason}"]
             case StepsExpected():
                 self._total_steps = event.steps
             case FaultInjected():

@@ -7,7 +7,8 @@
     errors/         rank-N.json: why a worker failed
     summary.json    the figures of the whole run
 
-While workers run a function, and not a script, there are also `call`, which holds it, and `results/`.
+While workers run a function, and not a script, there are also `call`, which holds it, and `results/`. While
+the launcher of a lab asks how far workers are, there is `ready/`.
 
 A folder is never reused; its name is the run's id.
 """
@@ -118,6 +119,11 @@ class RunFolder:
     def results(self) -> Path:
         """The folder of what the function returned; gone at the end of the run."""
         return self.path / "results"
+
+    @property
+    def ready(self) -> Path:
+        """Where workers say how far they are, see readiness.py; gone at the end of the run."""
+        return self.path / "ready"
 
     def result_of(self, rank: int) -> Path:
         """What the function returned on one worker."""

@@ -39,6 +39,7 @@ from echelon.observe.events import (
     Evaluated,
     FaultInjected,
     Noted,
+    QuotasApplied,
     RunEnded,
     RunStarted,
     StepEnded,
@@ -315,6 +316,8 @@ def _instant(event: AnyEvent, start: float) -> TraceEvent | None:
     match event:
         case FaultInjected():
             name, scope = f"fault: {event.action} {event.target}", "g"
+        case QuotasApplied():
+            name, scope = "CPU quotas are in force", "g"
         case WorkerFailed():
             name, scope = f"rank {event.failed} failed", "g"
         case RunEnded():

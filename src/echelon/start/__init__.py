@@ -11,6 +11,9 @@ output.py     what the launcher shows of the leader's log
 failure.py    which worker failed first, and why
 run.py        a whole run: folder, plan, lab, processes, faults, summary
 planned.py    a run by a plan's file: is it right for this place, and what does it decide?
+run.py        a whole run: folder, plan, lab, processes, summary
+lab_course.py what happens to a lab in the course of a run: quotas, faults
+quotas.py     when do the CPU quotas of a lab come into force?
 launcher.py   the contract of what starts agents on other machines
 launchers/    one file for each: local, ssh, mpi, slurm, ray, spark, dask
 engines/      how engines start agents and end them: the parts that know an engine's own interface

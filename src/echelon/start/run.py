@@ -24,7 +24,6 @@ from typing import Protocol
 import psutil  # type: ignore[import-untyped]
 
 from echelon.cluster.delay import DELAYS
-from echelon.cluster.lab.faults import FaultClock
 from echelon.cluster.lab.lab import Lab, Seat
 from echelon.cluster.lab.spec import LabSpec, NodeSpec, read_lab
 from echelon.cluster.machine import usable_cores
@@ -38,7 +37,7 @@ from echelon.errors import ConfigError, LaunchError
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
-    FaultInjected,
+    Event,
     Noted,
     RunEnded,
     RunStarted,
@@ -58,6 +57,7 @@ from echelon.start import remote
 from echelon.start.agents.driver import AgentProcesses, ConnectedAgent
 from echelon.start.command import WorkerCommand
 from echelon.start.failure import Failure, alike, read_failures
+from echelon.start.lab_course import LabCourse
 from echelon.start.output import LeaderOutput
 from echelon.start.planned import by_plan, in_order_of_plan
 from echelon.start.processes import WorkerProcesses
@@ -163,7 +163,14 @@ def _run(
         )
         stopped = stack.enter_context(_signals())
         lab = stack.enter_context(Lab.up(spec, folder.name)) if spec else None
-        watch = _Watch(folder, plan, lab, recorder, watcher, stopped)
+        # The job of `echelon train` is known to train; another script may never join, or never train.
+        bounded = not isinstance(settings, TrainSettings)
+        course = None
+        if lab is not None:
+            course = stack.enter_context(LabCourse(lab, folder, len(plan.workers), bounded=bounded))
+        watch = _Watch(folder, plan, course, recorder, watcher, stopped)
+        for note in lab.notes if lab else ():
+            watch.note(note)
         if agents:
             failure, code = watch.run(
                 lambda: remote.start(agents, plan, settings, target.argv, folder, target.call)
@@ -336,14 +343,15 @@ class _Watch:
         self,
         folder: RunFolder,
         plan: Plan,
-        lab: Lab | None,
+        course: LabCourse | None,
         recorder: Recorder,
         watcher: Watcher,
         stopped: list[int],
     ) -> None:
         self._folder = folder
         self._plan = plan
-        self._lab = lab
+        self._course = course
+        self._notes: list[str] = []
         self._recorder = recorder
         self._watcher = watcher
         self._stopped = stopped
@@ -353,20 +361,23 @@ class _Watch:
         self._joined: set[int] = set()
         self._joined_at: float | None = None
         self._step: int | None = None
-        self._faults: FaultClock | None = None
+
+    def note(self, text: str) -> None:
+        """Record a note that is shown when workers start."""
+        self._notes.append(text)
+        self._recorder.emit(Noted(t=time.time(), rank=LAUNCHER, text=text))
 
     def run(self, start: Callable[[], Processes]) -> tuple[Failure | None, int]:
         """Start the workers and watch until all have ended. Returns the first failure and the exit code."""
-        notes = list(self._lab.notes) if self._lab else []
-        for note in notes:
-            self._recorder.emit(Noted(t=time.time(), rank=LAUNCHER, text=note))
-        self._watcher.starting(self._folder, self._plan, notes)
-        if self._lab:
-            self._lab.lift_quotas()  # until all have joined: imports should not be slow too
+        self._watcher.starting(self._folder, self._plan, self._notes)
+        if self._course is not None:
+            self._course.begin()
         with start() as processes:
-            if self._lab:
-                self._faults = FaultClock(self._lab, pids_of_node=processes.pids_on)
+            if self._course is not None:
+                self._course.started(processes.pids_on)
             failure = self._until_done(processes)
+        if self._course is not None:
+            self._emit(self._course.end(completed=failure is None and not self._stopped))
         self._look()
         self._show(self._output.rest(failure))
         return failure, self._conclude(processes, failure)
@@ -376,6 +387,8 @@ class _Watch:
         while not processes.all_done():
             time.sleep(_LOOK_EVERY_S)
             self._look()
+            if self._course is not None:
+                self._emit(self._course.look(processes.exit_codes(), self._step))
             if self._stopped and interrupted_at is None:
                 interrupted_at = time.monotonic()
                 processes.interrupt()
@@ -389,7 +402,7 @@ class _Watch:
         return None if self._stopped else processes.failure()
 
     def _look(self) -> None:
-        """Show new output and events; inject the faults that are due."""
+        """Show new output and events."""
         output = self._output.read()  # before the events, so that what they tell comes first
         events = self._follower.poll()
         for event in events:
@@ -400,29 +413,17 @@ class _Watch:
         if self._joined_at is None and len(self._joined) == len(self._plan.workers):
             self._joined_at = time.monotonic()
             self._watcher.joined(self._joined_at - self._started_at)
-            if self._lab:
-                self._lab.apply_quotas()
         self._show(output)
         self._watcher.events(events)
-        self._inject_faults()
 
     def _show(self, data: bytes) -> None:
         if data:
             self._watcher.output(data)
 
-    def _inject_faults(self) -> None:
-        if self._faults is None or self._joined_at is None:
-            return
-        for fault in self._faults.tick(time.monotonic() - self._joined_at, self._step):
-            self._recorder.emit(
-                FaultInjected(
-                    t=time.time(),
-                    rank=LAUNCHER,
-                    action=fault.action,
-                    target=fault.target,
-                    detail=fault.detail,
-                )
-            )
+    def _emit(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._recorder.emit(event)
+        if events:
             self._recorder.flush()
 
     def _conclude(self, processes: Processes, failure: Failure | None) -> int:

@@ -64,7 +64,8 @@ class _StepTimes:
 class StepClock:
     """Measures one step at a time and records it. One per worker.
 
-    Without `thread_times` it does not measure whether the thread had a core.
+    Without `thread_times` it does not measure whether the thread had a core. `on_begun` is called when
+    training begins.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class StepClock:
         delay: Delay | None = None,
         seed: int = 0,
         thread_times: ThreadTimes | None = None,
+        on_begun: Callable[[], None] | None = None,
     ) -> None:
         self._thread = thread_times
         self._averages = False
+        self._on_begun = on_begun
         self._recorder = recorder
         self._rank = rank
         self._pace = pace
@@ -92,8 +95,15 @@ class StepClock:
         self.on_ended: Callable[[float, int], None] | None = None
         """Called at the end of a step with its seconds of data and computing, and its global batch."""
 
+    def begun(self) -> None:
+        """The script works on its first batch, or asks for it; `on_begun` is called the first time."""
+        if self._on_begun is not None:
+            on_begun, self._on_begun = self._on_begun, None
+            on_begun()
+
     def data_asked(self) -> None:
         """The loop requests the next batch: the previous step is over."""
+        self.begun()
         now = time.perf_counter()
         if self._now.by:
             self.close()
@@ -122,6 +132,7 @@ class StepClock:
 
     def computing(self) -> None:
         """A gradient is ready. Injected delays and emulated slowness take effect here."""
+        self.begun()
         self._go_on_if_over()
         step = self._now
         step.learning = True
@@ -250,6 +261,7 @@ class StepClock:
 
     def applying(self, optimizer: int = 0) -> None:
         """An optimizer begins its step. Several optimizers share a step until one of them steps again."""
+        self.begun()
         if optimizer in self._now.by:
             self._go_on()
         if self._now.computing and not self._now.rounds:  # alone, there is no round to arrive at

@@ -39,6 +39,7 @@ from echelon.config.registry import convert
 from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError, EchelonError
 from echelon.observe.events import LinkMeasured, WorkerJoined, WorkersAwaited
+from echelon.observe.readiness import Phase, tell
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan, PlanRequest, check_weights, make_plan
@@ -339,7 +340,8 @@ def _session(
             groups=groups,
         )
     )
-    record.flush()  # the launcher waits for it
+    record.flush()
+    tell(Phase.JOINED)
     clock = StepClock(
         record.recorder,
         group.rank,
@@ -347,6 +349,7 @@ def _session(
         delay=DELAYS.build(mine.delay) if mine.delay else None,
         seed=plan.seed,
         thread_times=ThreadTimes() if group.size > 1 and record.folder is not None else None,
+        on_begun=partial(tell, Phase.TRAINING),
     )
     group.on_waiting(partial(_record_wait, record, clock, group.rank))
     try:

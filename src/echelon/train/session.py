@@ -421,6 +421,8 @@ class Session(ScriptCollectives, ScriptLog):
 
     def _combined(self) -> None:
         self._guard.combined()
+        if self._prepared.models:
+            self._clock.begun()
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if self._synchronizer.claims:

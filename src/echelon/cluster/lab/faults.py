@@ -62,6 +62,11 @@ class FaultClock:
         self.pids_of_node = pids_of_node or lab.pids
         self._done: set[int] = set()
 
+    @property
+    def left(self) -> list[FaultSpec]:
+        """The faults that have not happened."""
+        return [fault for index, fault in enumerate(self.faults) if index not in self._done]
+
     def tick(self, elapsed_s: float, step: int | None) -> list[InjectedFault]:
         """Inject all faults that are due now; `step` is None while no step is known."""
         injected = []

@@ -9,7 +9,7 @@ alone    One flow after the other: two that cross the same uplink would each sho
          the next receiver. Flows go by shifts, from every member to the member d ranks further; after each
          shift all members learn all rates, and agree on the lengths of the next messages: 20 ms at the
          lowest rate that is known of either end. Pairs that turn out faster are measured once more, with
-         longer messages.
+         three longer messages, of which the median counts: a process that waits for a core stops a flow.
 together Sets of flows that the caller proposes, at the same time: what they share shows.
 
 Up to 16 members all pairs are measured both ways. Beyond, 15 shifts are: 1, 2, 4, ... and further ones,
@@ -22,6 +22,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -36,10 +38,12 @@ _MOST_ROUNDS = 63  # of latencies, beyond 64 members
 _FIRST = (64 << 10, 64 << 10)  # bytes of the two messages while nothing is known
 _OPENING_S = 6e-3
 _MESSAGE_S = 20e-3
+_REPEATED_S = 10e-3
+_REPEATS = 3
 _TOGETHER_S = 40e-3
 _SHORT_S = 8e-3
 _OPENING_BYTES = (16 << 10, 1 << 20)  # at least and at most
-_MESSAGE_BYTES = (32 << 10, 4 << 20)
+_MESSAGE_BYTES = (32 << 10, 8 << 20)
 _SHORTEST_S = 1e-6  # clock resolution; avoids a division by zero
 _ALONE, _AGAIN, _TOGETHER = 0.5, 0.7, 1.0  # when the last shift, repetition and set begins, of the limit
 
@@ -171,15 +175,17 @@ class _Table:
         self.bytes_per_s: dict[Pair, float] = {}
         self.seconds: dict[Pair, float] = {}
 
-    def lengths(self, flow: Pair) -> tuple[int, int]:
-        """The bytes of the two messages of a flow alone."""
+    def lengths(self, flow: Pair) -> list[int]:
+        """The bytes of the messages of a flow alone: the opening one, and those that are timed."""
         rate = self.bytes_per_s.get(flow)
+        seconds = [_MESSAGE_S] if rate is None else [_REPEATED_S] * _REPEATS
         if rate is None:
             known = [rate for pair, rate in self.bytes_per_s.items() if set(pair) & set(flow)]
             if not known:
-                return _FIRST
+                return [*_FIRST]
             rate = min(known)
-        return _clamped(rate * _OPENING_S, _OPENING_BYTES), _clamped(rate * _MESSAGE_S, _MESSAGE_BYTES)
+        opening = _clamped(rate * _OPENING_S, _OPENING_BYTES)
+        return [opening, *(_clamped(rate * each_s, _MESSAGE_BYTES) for each_s in seconds)]
 
     def learn(self, flow: Pair, length: int, seconds: float) -> None:
         self.bytes_per_s[flow] = length / max(_SHORTEST_S, seconds)
@@ -245,11 +251,11 @@ def _measure_shift(group: Wired, table: _Table, flows: Sequence[Pair]) -> None:
                 turn.wait()
             else:
                 pending.append(turn)
-        both = _two_messages(group, flow, *lengths[flow])
+        messages = _messages(group, flow, lengths[flow])
         if group.rank == receiver:
-            took_s[at] = _second_s(both)
+            took_s[at] = median(_timed_s(messages))
         else:
-            pending += both
+            pending += messages
     for future in pending:
         future.wait()
     group.all_reduce(took_s, "max").wait()
@@ -278,21 +284,22 @@ def _measure_together(group: Wired, table: _Table, flows: Sequence[Pair]) -> Tog
     return Together(flows=tuple(flows), bytes_per_s=tuple(rates))
 
 
-def _two_messages(group: Wired, flow: Pair, opening: int, length: int) -> list[Future[Tensor]]:
-    """The receiver asks for both at once; all others but the sender do nothing."""
-    # One buffer serves both: it holds only ones, so incoming data does not change outgoing data.
-    count = max(opening, length) if group.rank in flow else 1
-    ones = torch.ones(count, dtype=torch.uint8)
+def _messages(group: Wired, flow: Pair, lengths: Sequence[int]) -> list[Future[Tensor]]:
+    """The receiver asks for all of them at once; all others but the sender do nothing."""
+    # One buffer serves all: it holds only ones, so incoming data does not change outgoing data.
+    ones = torch.ones(max(lengths) if group.rank in flow else 1, dtype=torch.uint8)
     return [
-        group.exchange(ones, asked_for(group.rank, *flow, opening), priority=0),
-        group.exchange(ones, asked_for(group.rank, *flow, length), priority=1),
+        group.exchange(ones, asked_for(group.rank, *flow, length), priority=at)
+        for at, length in enumerate(lengths)
     ]
 
 
-def _second_s(both: Sequence[Future[Tensor]]) -> float:
-    for future in both:
+def _timed_s(messages: Sequence[Future[Tensor]]) -> list[float]:
+    """Each message's seconds, from the end of the one before it; the first is not timed."""
+    for future in messages:
         future.wait()
-    return max(_SHORTEST_S, both[1].timing.ended - both[0].timing.ended)
+    ends = [future.timing.ended for future in messages]
+    return [max(_SHORTEST_S, later - sooner) for sooner, later in pairwise(ends)]
 
 
 def _pass_on(rank: int, before: int, now: int) -> Schedule:

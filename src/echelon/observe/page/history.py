@@ -19,6 +19,7 @@ from echelon.observe.events import (
     FaultInjected,
     Logged,
     Noted,
+    QuotasApplied,
     RunEnded,
     RunStarted,
     StepEnded,
@@ -241,6 +242,8 @@ def _in_words(event: AnyEvent) -> tuple[str, str] | None:
     match event:
         case FaultInjected():
             return "fault", event.detail or f"{event.action} {event.target}"
+        case QuotasApplied() if event.quotas:
+            return "lab", f"CPU quotas are in force: {event.reason}"
         case WorkerFailed():
             node = f" ({event.node})" if event.node else ""
             return "failure", f"rank {event.failed}{node}: {event.cause}"

@@ -111,14 +111,14 @@ def test_one_member_has_nothing_to_measure() -> None:
 def test_flows_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """No receiver asks before the one in front of it has everything."""
     spans = []
-    second_s = flows._second_s
+    timed_s = flows._timed_s
 
-    def noted(both):
-        found = second_s(both)
-        spans.append((both[0].timing.begun, both[1].timing.ended))
+    def noted(messages):
+        found = timed_s(messages)
+        spans.append((messages[0].timing.begun, messages[-1].timing.ended))
         return found
 
-    monkeypatch.setattr(flows, "_second_s", noted)
+    monkeypatch.setattr(flows, "_timed_s", noted)
     _on_all(4, lambda member: measure_flows(member, limit_s=0.0))
     spans.sort()
     assert len(spans) == 4

@@ -1,0 +1,54 @@
+"""How far each worker is: its script runs, it has joined, it trains. The launcher of a lab asks.
+
+A worker says it by an empty file in the run's `ready/`, which exists only while a launcher asks: elsewhere
+nothing is written. It does not depend on the record, so it works with `record=False`, and for scripts that
+never join.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import IntEnum
+from pathlib import Path
+
+from echelon.observe.run_folder import RunFolder
+
+
+class Phase(IntEnum):
+    """How far a worker is; a later phase has a larger number."""
+
+    RUNNING = 1
+    JOINED = 2
+    TRAINING = 3
+
+
+def tell(phase: Phase, environment: Mapping[str, str] = os.environ) -> None:
+    """Say that this worker has come so far, if a launcher asks. Never fails: training goes on."""
+    run, rank = environment.get("ECHELON_RUN"), environment.get("RANK")
+    if run and rank:
+        with suppress(OSError):  # most often there is no such folder: nobody asks
+            (RunFolder(Path(run)).ready / f"{rank}.{phase.name.lower()}").touch()
+
+
+def ask(folder: RunFolder) -> None:
+    """Let workers say how far they are; the launcher calls it before it starts them."""
+    folder.ready.mkdir(exist_ok=True)
+
+
+def told(folder: RunFolder) -> dict[int, Phase]:
+    """How far each worker is, by rank; a worker that has said nothing is missing."""
+    found: dict[int, Phase] = {}
+    with suppress(OSError):
+        for file in folder.ready.iterdir():
+            rank, _, phase = file.name.partition(".")
+            number = int(rank)
+            found[number] = max(Phase[phase.upper()], found.get(number, Phase.RUNNING))
+    return found
+
+
+def forget(folder: RunFolder) -> None:
+    """Ask no more, and remove what was told."""
+    shutil.rmtree(folder.ready, ignore_errors=True)
