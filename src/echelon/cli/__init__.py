@@ -10,6 +10,9 @@ listing.py   echelon list
 lab.py       echelon lab up | status | exec | down
 look.py      echelon trace, echelon report
 check.py     echelon check
+plan.py      echelon plan
+plan_output.py what it prints
+what_if.py   echelon what-if
 simulate.py  echelon simulate
 bench.py     echelon bench codecs
 doctor.py    echelon doctor
@@ -23,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from echelon.cli import bench, check, config, lab, listing, look, run, runs, simulate
+from echelon.cli import bench, check, config, lab, listing, look, plan, run, runs, simulate, what_if
 from echelon.cli.adapt import adapt
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.doctor import doctor
@@ -41,6 +44,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 run.register(app)
+plan.register(app)
 app.command("adapt", cls=PlainCommand)(adapt)
 check.register(app)
 app.command("runs", cls=PlainCommand)(runs.runs)
@@ -48,6 +52,7 @@ app.command("report", cls=PlainCommand)(look.report)
 app.command("trace", cls=PlainCommand)(look.trace)
 app.command("list", cls=PlainCommand)(listing.show)
 app.command("simulate", cls=PlainCommand)(simulate.simulate)
+app.command("what-if", cls=PlainCommand)(what_if.what_if)
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.add_typer(config.app, name="config")

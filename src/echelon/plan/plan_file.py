@@ -40,7 +40,7 @@ def plan_text(plan: Plan) -> str:
     if plan.servers:
         lines.append(_pair("servers", list(plan.servers)))
     if plan.groups:
-        lines.append(f"groups = {[list(group) for group in plan.groups]}  # ranks that sum together first")
+        lines.append(_pair("groups", plan.groups) + "  # ranks that sum together first")
     weights = "samples of the batch" if plan.batch is not None else "parts of a batch, relative to others"
     lines += ["", f"# Ranks follow this order; weights are {weights}.", "workers = ["]
     lines += [f"    {_inline(_worker(worker))}," for worker in plan.workers]
@@ -90,6 +90,12 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pair(key: str, value: Any) -> str:
+    """A key and its value on one line."""
+    if isinstance(value, list | tuple):
+        items = ", ".join(_pair("x", item).removeprefix("x = ") for item in value)
+        return f"{tomli_w.dumps({key: 0}).strip().removesuffix(' = 0')} = [{items}]"
+    if isinstance(value, float):
+        value = float(f"{value:.6g}")
     return tomli_w.dumps({key: value}).strip()
 
 
