@@ -79,7 +79,7 @@ def _one_way(topology: Topology, uplink: Uplink, measured: Measurements) -> list
     for start, stop in (uplink.between, uplink.between[::-1]):
         rates = [
             rate
-            for (sender, receiver), rate in measured.alone().items()
+            for (sender, receiver), rate in measured.alone.items()
             if (topology.node(sender).site, topology.node(receiver).site) == (start, stop)
         ]
         ways.append((median(rates) if rates else 0.0, start, stop))
@@ -109,7 +109,7 @@ def _rates(topology: Topology, measured: Measurements) -> tuple[list[float], lis
     """Of pairs inside sites, and of pairs between sites."""
     inside: list[float] = []
     between: list[float] = []
-    for (sender, receiver), rate in measured.alone().items():
+    for (sender, receiver), rate in measured.alone.items():
         same = topology.node(sender).site == topology.node(receiver).site
         (inside if same else between).append(rate)
     return inside, between

@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from statistics import fmean
 
 import numpy as np
 
@@ -141,18 +140,21 @@ def _found(measured: Measurements) -> Clusters:
     distances = by_pairs(names, measured.pairs)
     found = _settled(clusters(names, distances), names, distances, measured)
     found = _split(found, measured)
-    ordered = [sorted(group, key=names.index) for group in found]
-    return sorted(ordered, key=lambda group: names.index(group[0]))
+    place = {name: at for at, name in enumerate(names)}
+    return sorted((sorted(group, key=place.__getitem__) for group in found), key=lambda one: place[one[0]])
 
 
 def _split(found: Clusters, measured: Measurements) -> Clusters:
     """Sites whose members lose rate to each other when they send at the same time are several."""
     names = [node.name for node in measured.nodes]
-    lost = by_flows(names, measured.flows, measured.alone())
+    lost = by_flows(names, measured.flows, measured.alone)
+    place = {name: at for at, name in enumerate(names)}
     for group in list(found):
-        places = [names.index(name) for name in group]
+        places = [place[name] for name in group]
+        if np.isnan(lost[np.ix_(places, places)]).all():
+            continue
         parts = clusters(group, lost[np.ix_(places, places)])
-        if len(parts) < 2 or min(map(len, parts)) < 2 or not _all_known(parts, names, lost):
+        if len(parts) < 2 or min(map(len, parts)) < 2 or not _all_known(parts, place, lost):
             continue
         split = [one for other in found for one in (parts if other is group else [other])]
         if _error(split, measured) < _CLEAR * _error(found, measured):
@@ -160,9 +162,9 @@ def _split(found: Clusters, measured: Measurements) -> Clusters:
     return found
 
 
-def _all_known(parts: Clusters, names: Sequence[str], lost: Matrix) -> bool:
+def _all_known(parts: Clusters, place: Mapping[str, int], lost: Matrix) -> bool:
     """Whether any flow went between each two parts; otherwise they only look apart."""
-    places = [[names.index(name) for name in part] for part in parts]
+    places = [[place[name] for name in part] for part in parts]
     return all(not np.isnan(lost[np.ix_(one, other)]).all() for one, other in combinations(places, 2))
 
 
@@ -191,7 +193,8 @@ def _unsure(found: Clusters, names: Sequence[str], distances: Matrix) -> dict[st
     sites = [set(group) for group in found if len(group) > 1]
     unsure: dict[str, list[set[str]]] = {}
     for name in names if len(sites) > 1 else []:
-        near = [_mean([distances[at[name], at[other]] for other in site - {name}]) for site in sites]
+        row = distances[at[name]]
+        near = [_mean(row[[at[other] for other in site if other != name]]) for site in sites]
         fits = [
             site for site, far in zip(sites, near, strict=True) if far < min(_NEAR, min(near) + _UNSURE)
         ]
@@ -200,9 +203,9 @@ def _unsure(found: Clusters, names: Sequence[str], distances: Matrix) -> dict[st
     return {name: [site - unsure.keys() for site in fits] for name, fits in unsure.items()}
 
 
-def _mean(distances: Sequence[float]) -> float:
-    known = [distance for distance in distances if not math.isnan(distance)]
-    return fmean(known) if known else math.inf
+def _mean(distances: Matrix) -> float:
+    known = distances[~np.isnan(distances)]
+    return float(known.mean()) if len(known) else math.inf
 
 
 def _error(found: Clusters, measured: Measurements, name: str | None = None) -> float:
