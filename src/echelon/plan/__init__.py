@@ -23,6 +23,7 @@ strategy.py one way to run a job on a topology, and what it would take
 bound.py    what limits a job: computing, memory or communication?
 reach.py    which nodes can take part, and which of them together?
 subsets.py  which sets of nodes are worth trying?
+explore.py  where does a search go, from what was tried to what is tried next?
 ways.py     in which ways could some nodes run a job?
 servers.py  how many parameter servers should there be?
 trials.py   every strategy that a search tries, with its prediction

@@ -6,19 +6,16 @@ than `full`) is listed only where the user allows it; what the user fixed is the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 from echelon.config.choices import Overlap
 from echelon.plan.groups import Groups
+from echelon.plan.hierarchy import Hierarchy, candidate_hierarchies
 from echelon.plan.job import JobProfile
 from echelon.plan.servers import best_servers
 from echelon.plan.topology import Node, Topology
-
-_FEWEST_FOR_GROUPS = 9  # three groups of three; fewer are as quick in one ring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +29,7 @@ class SearchSpace:
     served_syncs  policies that need servers
     servers       how many servers; 0 lets the cost decide
     shares        auto, equal or by-speed
-    most_work     a limit of the search of many nodes: predictions, each counted once for each worker
+    most_work     a limit of the search: predictions, each counted by its workers (`trials.work_of`)
     """
 
     collectives: tuple[str, ...] = ("auto", "ring", "halving-doubling")
@@ -45,7 +42,7 @@ class SearchSpace:
     served_syncs: tuple[str, ...] = ()
     servers: int = 0
     shares: Literal["auto", "equal", "by-speed"] = "auto"
-    most_work: int = 60_000
+    most_work: int = 40_000
 
     def exactly(self) -> SearchSpace:
         """Without what changes results, except where the user fixed it."""
@@ -61,11 +58,17 @@ class SearchSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """Who is whose neighbour: the nodes by rank, the groups that sum first, and the collective."""
+    """Who is whose neighbour: the nodes by rank, the groups that sum first, and the collective.
+
+    `kind` is how the groups came about, empty without groups; `form` is the same for arrangements of other
+    nodes in the same way.
+    """
 
     nodes: tuple[str, ...]
     groups: Groups = ()
     collective: str = "auto"
+    kind: str = ""
+    form: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,26 +88,16 @@ class Way:
         return self.codec, self.overlap, self.factors, self.sync
 
 
-# The hierarchies that are worth considering for some nodes, in at most so many levels.
-Hierarchies = Callable[[Topology, Sequence[Node], int], list[Arrangement]]
-
-
-def ways_of(
-    topology: Topology,
-    job: JobProfile,
-    members: Sequence[Node],
-    space: SearchSpace,
-    hierarchies: Hierarchies | None = None,
-) -> list[Way]:
+def ways_of(topology: Topology, job: JobProfile, members: Sequence[Node], space: SearchSpace) -> list[Way]:
     """All ways to run a job on these nodes, the simplest first."""
     flat = in_site_order(topology, members)
     if len(members) == 1:
         return [Way(arrangement=flat)]
-    arrangements = [
-        Arrangement(nodes=flat.nodes, groups=flat.groups, collective=name) for name in space.collectives
-    ]
+    # Two workers use the same algorithm whatever its name.
+    names = space.collectives if len(members) > 2 else space.collectives[:1]
+    arrangements = [Arrangement(nodes=flat.nodes, collective=name, form=name) for name in names]
     if space.hierarchies:
-        arrangements += (hierarchies or site_hierarchies)(topology, members, space.most_levels)
+        arrangements += hierarchies(topology, members, space.most_levels)
     ways = []
     if "full" in space.syncs:
         if "none" in space.codecs:
@@ -136,7 +129,7 @@ def _encoded_ways(
             continue
         places = [(codec, flat)]
         if sites and not codec.startswith("between("):
-            grouped = Arrangement(nodes=flat.nodes, groups=sites, collective="auto")
+            grouped = Arrangement(nodes=flat.nodes, groups=sites, kind="sites", form="between sites")
             places.append((f"between({codec})", grouped))
         ways += [
             Way(arrangement=arrangement, codec=name, overlap=overlap)
@@ -173,29 +166,23 @@ def site_groups(topology: Topology, members: Sequence[Node]) -> Groups:
     return tuple(tuple(ranks) for ranks in found.values()) if len(found) > 1 else ()
 
 
-def site_hierarchies(topology: Topology, members: Sequence[Node], most_levels: int) -> list[Arrangement]:
-    """Sites sum first; within one site, about the square root of the nodes do."""
-    flat = in_site_order(topology, members)
-    if most_levels < 2:
-        return []
-    groups = site_groups(topology, members)
-    if not groups and len(members) >= _FEWEST_FOR_GROUPS:
-        groups = _square_root(len(members))
-    if not groups or all(len(group) == 1 for group in groups):
-        return []
-    sizes = ", ".join(str(len(group)) for group in groups)
+def hierarchies(topology: Topology, members: Sequence[Node], most_levels: int) -> list[Arrangement]:
+    """Those worth comparing, as arrangements; the flat ring is not among them."""
+    found = candidate_hierarchies(topology, [node.name for node in members], most_levels=most_levels)
     return [
         Arrangement(
-            nodes=flat.nodes,
-            groups=groups,
-            collective=f"hierarchical(sizes=[{sizes}], inner=ring, outer=ring{rails})",
+            nodes=one.order,
+            groups=one.ranks(one.order),
+            collective=one.collective,
+            kind=one.shape if one.levels else one.top,
+            form=_form(one),
         )
-        for rails in ("", ", rails=false")
+        for one in found
+        if one.levels or one.top != "ring"
     ]
 
 
-def _square_root(count: int) -> Groups:
-    """About the square root of `count` groups, as equal as possible."""
-    groups = math.isqrt(count)
-    starts = [count * index // groups for index in range(groups + 1)]
-    return tuple(tuple(range(start, stop)) for start, stop in pairwise(starts))
+def _form(one: Hierarchy) -> str:
+    """How it came about, and how each level sums, without the sizes."""
+    levels = [f"{level.algorithm}{' with rails' * level.rails}" for level in one.levels]
+    return f"{one.shape}: {', '.join([*levels, one.top])}"
