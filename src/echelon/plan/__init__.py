@@ -31,6 +31,7 @@ static_choice.py
             what do the first seed's equations say of a job on these machines?
 search.py   which strategy is best?
 make.py     how the result of a search becomes a plan, with a reason for each choice
+predict/    what would a step take?
 groups.py   which workers form a group, as the user says
 balance.py  which shares let all workers arrive together?
 shares.py   a batch cut into one share per worker, an epoch cut into batches
