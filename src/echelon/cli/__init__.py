@@ -16,6 +16,7 @@ what_if.py   echelon what-if
 simulate.py  echelon simulate
 bench.py     echelon bench codecs
 doctor.py    echelon doctor
+probe.py     echelon probe
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from echelon.cli import bench, check, config, lab, listing, look, plan, run, run
 from echelon.cli.adapt import adapt
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.doctor import doctor
+from echelon.cli.probe import probe
 from echelon.errors import EchelonError
 
 app = typer.Typer(
@@ -50,6 +52,7 @@ check.register(app)
 app.command("runs", cls=PlainCommand)(runs.runs)
 app.command("report", cls=PlainCommand)(look.report)
 app.command("trace", cls=PlainCommand)(look.trace)
+app.command("probe", cls=PlainCommand)(probe)
 app.command("list", cls=PlainCommand)(listing.show)
 app.command("simulate", cls=PlainCommand)(simulate.simulate)
 app.command("what-if", cls=PlainCommand)(what_if.what_if)

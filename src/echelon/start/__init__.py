@@ -24,6 +24,8 @@ hosts.py      which machines, and how many workers on each?
 remote.py     workers on other machines: ranks, where they meet, what they are told
 doctor.py     will a run on these machines work? Asks each, step by step
 diagnosis.py  what do a machine's answers mean for a run there?
+probe.py      a whole probe: a worker on every node, what they measure, who did not answer
+probe_result.py  what does a probe's raw data say?
 agents/       the process on another machine that starts workers and sends back what they write
 history.py    the runs of a folder, with their figures
 """

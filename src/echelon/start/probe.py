@@ -6,6 +6,7 @@ machine that does not answer is left out and named, if others are left.
 
 from __future__ import annotations
 
+import platform
 import shutil
 import tempfile
 import time
@@ -13,13 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echelon.cluster.lab.spec import LabSpec, read_lab
+import torch
+
+from echelon.cluster import probe_cache
+from echelon.cluster.lab.spec import read_lab
+from echelon.cluster.probe import fingerprint
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunSettings
 from echelon.config.units import show_seconds
-from echelon.errors import EchelonError, FunctionFailed, LaunchError
+from echelon.errors import ConfigError, EchelonError, FunctionFailed, LaunchError
 from echelon.observe.run_folder import RunFolder
+from echelon.plan.cluster_file import read_cluster, write_cluster
 from echelon.plan.plan import Plan
+from echelon.plan.topology import Topology
 from echelon.start.doctor import MachinesAsked, check_machines
 from echelon.start.function import QuietWatcher, call_on_workers
 from echelon.start.hosts import Host, read_hosts
@@ -68,30 +75,57 @@ class ProbeAsked:
 def probe(asked: ProbeAsked, say: Say) -> Probed:
     """Measure; `say` is told what is going on."""
     begun = time.monotonic()
-    spec = read_lab(asked.lab) if asked.lab else None
-    request = _request(asked, spec)
+    request = _request(asked)
     left_out: dict[str, str] = {}
     try:
         found = _carried_out(asked, request, say)
     except (LaunchError, FunctionFailed) as error:
         hosts = _answering(asked, error, left_out, say)
         found = _carried_out(replace(asked, hosts=_text(hosts)), request, say)
-    return replace(
-        conclude(found, known=_known(asked), left_out=left_out), total_s=time.monotonic() - begun
-    )
+    probed = conclude(found, known=_known(asked), left_out=left_out)
+    key = _cluster_key(asked, [each.node for each in found])
+    probe_cache.keep(key, write_cluster(probed.topology, probed.job))
+    return replace(probed, total_s=time.monotonic() - begun)
 
 
-def _request(asked: ProbeAsked, spec: LabSpec | None) -> ProbeRequest:
+def cached_topology(asked: ProbeAsked, nodes: Sequence[str]) -> Topology | None:
+    """What a probe of these nodes, by rank, found within a day; None if it has to be measured.
+
+    Another launcher, other hosts, another description of the lab or another machine here is another cluster.
+    """
+    entry = probe_cache.cached(_cluster_key(asked, nodes), within_s=probe_cache.LINKS_AGE_S)
+    if entry is None:
+        return None
+    try:
+        return read_cluster(entry.text, "cache").topology
+    except ConfigError:
+        return None
+
+
+def _cluster_key(asked: ProbeAsked, nodes: Sequence[str]) -> str:
+    return f"cluster of {', '.join(nodes)}; {_place(asked)}; from {platform.node()}, {fingerprint()}"
+
+
+def _place(asked: ProbeAsked) -> str:
+    """What links depend on besides the nodes."""
+    if asked.lab:
+        spec = read_lab(asked.lab)
+        return f"lab {spec.nodes} {spec.uplinks}"
+    return f"{asked.on} {asked.hosts or ''}"
+
+
+def _request(asked: ProbeAsked) -> ProbeRequest:
     """What the workers are asked; the model and its data are checked before any of them starts."""
     model = None
     if asked.model:
-        MODELS.build(asked.model, where="--model")
+        kind = MODELS.build(asked.model, where="--model")
         sample = DATASETS.build(asked.data, where="--data").load().spec
-        MODELS.build(asked.model, where="--model").build(sample)
+        with torch.device("meta"):  # a model that does not fit here may fit there
+            kind.build(sample)
         model = ModelAsked(model=asked.model, sample=sample, batch=asked.batch, optimizer=asked.optimizer)
-    quotas = {node.name: node.cpu for node in spec.nodes if node.cpu is not None} if spec else {}
-    links = f"lab {spec.nodes} {spec.uplinks}" if spec else f"{asked.on} {asked.hosts or ''}"
-    return ProbeRequest(model=model, quotas=quotas, links_key=links, fresh=asked.fresh)
+    limited = read_lab(asked.lab).nodes if asked.lab else ()
+    quotas = {node.name: node.cpu for node in limited if node.cpu is not None}
+    return ProbeRequest(model=model, quotas=quotas, links_key=_place(asked), fresh=asked.fresh)
 
 
 def _carried_out(asked: ProbeAsked, request: ProbeRequest, say: Say) -> list[NodeProbe]:

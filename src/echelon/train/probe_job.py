@@ -3,6 +3,7 @@
 In this order, because a lab's CPU quotas come into force when workers begin to train, and computing is to
 be measured under them:
 
+    warm up                 a pass that is not timed: the first one loads code
     join, exchange facts    which workers share a machine
     links, clocks           all workers together (comm/meet/flows.py, clocks.py), or from the leader's cache
     quota                   wait for it, in a lab
@@ -42,6 +43,7 @@ from echelon.comm.meet.flows import FlowRates, Together, measure_flows
 from echelon.comm.meet.links import Pair, Wired
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError
+from echelon.observe.readiness import Phase, tell
 from echelon.plan.cluster_file import read_cluster, write_cluster
 from echelon.plan.job import JobProfile
 from echelon.plan.measured import PairMeasured
@@ -115,6 +117,7 @@ class NodeProbe:
 
 def probe_worker(request: ProbeRequest) -> NodeProbe:
     """Join the run, measure, and return what was found; called on every worker."""
+    warm_up(request.model)
     with join() as session:
         say = _say if session.is_leader else _silent
         # The probe measures below what a session offers to scripts.
@@ -125,9 +128,9 @@ def _probe(group: Group, node: str, request: ProbeRequest, say: Callable[[str], 
     begun = time.perf_counter()
     facts = [msgspec.json.decode(each) for each in group.all_gather_bytes(_facts(node))]
     here = sum(each["boot"] == facts[group.rank]["boot"] for each in facts)
-    warm_up(request.model)
     flows, links_age_s = _links(group, facts, request, say)
-    clocks = measure_clocks(_wired(group))
+    clocks = measure_clocks(_wired(group)) if group.size > 1 else [ClockOffset()]
+    tell(Phase.TRAINING)  # a lab's quotas come into force
     notes = _under_quota(node, request.quotas)
     group.barrier()
     allowed = allowance(here)
@@ -170,6 +173,7 @@ def warm_up(asked: ModelAsked | None) -> None:
         model = MODELS.build(asked.model, where="--model").build(asked.sample)
         x, y = _batch(asked.sample, 2)
         cross_entropy(model(x), y).backward()
+        _optimizer(model, asked).step()  # its first step imports much
 
 
 # Links.
@@ -310,17 +314,19 @@ def _computing(request: ProbeRequest, allowed: Allowance, say: Callable[[str], N
 def _profile(asked: ModelAsked, limit_s: float) -> JobProfile:
     torch.manual_seed(0)
     model = MODELS.build(asked.model, where="--model").build(asked.sample)
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(model.parameters())
-        if asked.optimizer == "adamw"
-        else torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    )
+    optimizer = _optimizer(model, asked)
 
     def loss_of(count: int) -> Callable[[], Tensor]:
         x, y = _batch(asked.sample, count)
         return lambda: cross_entropy(model(x), y)
 
     return profile_model(asked.model, model, loss_of, optimizer, batch=asked.batch, limit_s=limit_s)
+
+
+def _optimizer(model: nn.Module, asked: ModelAsked) -> torch.optim.Optimizer:
+    if asked.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters())
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def _batch(sample: SampleSpec, count: int) -> tuple[Tensor, Tensor]:

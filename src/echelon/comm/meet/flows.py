@@ -7,9 +7,11 @@ alone    One flow after the other: two that cross the same uplink would each sho
          whoever they belong to. The receiver asks for two messages, one right behind the other, and times
          the second from the end of the first, as links.py does. When it has them, it passes the turn to
          the next receiver. Flows go by shifts, from every member to the member d ranks further; after each
-         shift all members learn all rates, and agree on the lengths of the next messages: 20 ms at the
-         lowest rate that is known of either end. Pairs that turn out faster are measured once more, with
-         three longer messages, of which the median counts: a process that waits for a core stops a flow.
+         shift all members learn all rates, and agree on the lengths of the next messages: 10 ms at the
+         lowest rate that is known of either end. Then all are measured once more, with four messages of
+         5 ms at their own rate. Their rate is the median of those between any two of the five ends: a
+         process that waits for a core sees one end late, and what follows too early. As long as there is
+         time, doubtful ones are measured again: too short, or slower than back.
 together Sets of flows that the caller proposes, at the same time: what they share shows.
 
 Up to 16 members all pairs are measured both ways. Beyond, 15 shifts are: 1, 2, 4, ... and further ones,
@@ -22,8 +24,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import median
+from itertools import combinations
+from statistics import median, median_high
 
 import torch
 from torch import Tensor
@@ -36,16 +38,18 @@ ALL_PAIRS = 16
 _ROUND_TRIPS = 6
 _MOST_ROUNDS = 63  # of latencies, beyond 64 members
 _FIRST = (64 << 10, 64 << 10)  # bytes of the two messages while nothing is known
-_OPENING_S = 6e-3
-_MESSAGE_S = 20e-3
-_REPEATED_S = 10e-3
-_REPEATS = 3
+_OPENING_S = 4e-3
+_MESSAGE_S = 10e-3
+_REPEATED_S = 5e-3
+_REPEATS = 4
 _TOGETHER_S = 40e-3
-_SHORT_S = 8e-3
+_SHORT_S = 2.5e-3
+_ATTEMPTS = 3
+_BACK = 0.8  # of the rate back: a lower one is doubtful
 _OPENING_BYTES = (16 << 10, 1 << 20)  # at least and at most
 _MESSAGE_BYTES = (32 << 10, 8 << 20)
 _SHORTEST_S = 1e-6  # clock resolution; avoids a division by zero
-_ALONE, _AGAIN, _TOGETHER = 0.5, 0.7, 1.0  # when the last shift, repetition and set begins, of the limit
+_ALONE, _AGAIN, _TOGETHER = 0.5, 0.75, 1.0  # when the last shift, repetition and set begins, of the limit
 
 Propose = Callable[[Mapping[Pair, float], Mapping[Pair, float]], Iterable[Sequence[Pair]]]
 Say = Callable[[str], None]
@@ -100,12 +104,13 @@ def measure_flows(
         say(f"rates of one flow at a time, {at + 1} of {len(order)} shifts")
         _measure_shift(group, table, shifted(group.size, shift))
         spent_s = _agreed_s(group, begun)
-    for shift in order:
-        short = [flow for flow in shifted(group.size, shift) if table.seconds.get(flow, 1.0) < _SHORT_S]
-        if short and spent_s <= _AGAIN * limit_s:
-            say("rates of fast links, with longer messages")
-            _measure_shift(group, table, short)
-            spent_s = _agreed_s(group, begun)
+    for attempt in range(_ATTEMPTS):
+        for shift in order:
+            again = [flow for flow in shifted(group.size, shift) if table.wants(flow, attempt)]
+            if again and spent_s <= _AGAIN * limit_s:
+                say(f"rates again, with several messages, {'all' if not attempt else 'doubtful ones'}")
+                _measure_shift(group, table, again)
+                spent_s = _agreed_s(group, begun)
     sets: list[Together] = []
     wanted = (propose or disjoint_sets)(latency_s, table.bytes_per_s)
     for flows in wanted:
@@ -173,7 +178,8 @@ class _Table:
     def __init__(self, size: int) -> None:
         self.size = size
         self.bytes_per_s: dict[Pair, float] = {}
-        self.seconds: dict[Pair, float] = {}
+        self._short: dict[Pair, bool] = {}
+        self._rates: dict[Pair, list[float]] = {}
 
     def lengths(self, flow: Pair) -> list[int]:
         """The bytes of the messages of a flow alone: the opening one, and those that are timed."""
@@ -187,9 +193,20 @@ class _Table:
         opening = _clamped(rate * _OPENING_S, _OPENING_BYTES)
         return [opening, *(_clamped(rate * each_s, _MESSAGE_BYTES) for each_s in seconds)]
 
-    def learn(self, flow: Pair, length: int, seconds: float) -> None:
-        self.bytes_per_s[flow] = length / max(_SHORTEST_S, seconds)
-        self.seconds[flow] = seconds
+    def learn(self, flow: Pair, lengths: Sequence[int], seconds: float) -> None:
+        """From the typical seconds of a message; of several measurements, the median."""
+        rate = lengths[1] / max(_SHORTEST_S, seconds)
+        self._short[flow] = seconds < _SHORT_S and lengths[1] < _MESSAGE_BYTES[1]
+        if len(lengths) > 2 and not self._short[flow]:
+            self._rates.setdefault(flow, []).append(rate)
+        self.bytes_per_s[flow] = median_high(self._rates.get(flow, [rate]))
+
+    def wants(self, flow: Pair, attempt: int) -> bool:
+        """Whether to measure it again: all the first time, then what is doubtful."""
+        if flow not in self.bytes_per_s or attempt == 0:
+            return flow in self.bytes_per_s
+        back = self.bytes_per_s.get((flow[1], flow[0]), 0.0)
+        return self._short[flow] or self.bytes_per_s[flow] < _BACK * back
 
 
 def _clamped(count: float, limits: tuple[int, int]) -> int:
@@ -253,14 +270,14 @@ def _measure_shift(group: Wired, table: _Table, flows: Sequence[Pair]) -> None:
                 pending.append(turn)
         messages = _messages(group, flow, lengths[flow])
         if group.rank == receiver:
-            took_s[at] = median(_timed_s(messages))
+            took_s[at] = _message_s(messages)
         else:
             pending += messages
     for future in pending:
         future.wait()
     group.all_reduce(took_s, "max").wait()
     for flow, seconds in zip(flows, took_s.tolist(), strict=True):
-        table.learn(flow, lengths[flow][1], seconds)
+        table.learn(flow, lengths[flow], seconds)
 
 
 def _measure_together(group: Wired, table: _Table, flows: Sequence[Pair]) -> Together:
@@ -270,13 +287,11 @@ def _measure_together(group: Wired, table: _Table, flows: Sequence[Pair]) -> Tog
     _agreed_s(group, time.perf_counter())
     started = []
     for flow in flows:
-        opening, length = table.lengths(flow)
-        lengths.append(
-            max(length, _clamped(table.bytes_per_s.get(flow, 0.0) * _TOGETHER_S, _MESSAGE_BYTES))
-        )
-        started.append(_two_messages(group, flow, opening, lengths[-1]))
-    for at, (flow, both) in enumerate(zip(flows, started, strict=True)):
-        seconds = _second_s(both)
+        alone = table.bytes_per_s.get(flow, 0.0)
+        lengths.append(_clamped(alone * _TOGETHER_S, _MESSAGE_BYTES))
+        started.append(_messages(group, flow, [table.lengths(flow)[0], lengths[-1]]))
+    for at, (flow, messages) in enumerate(zip(flows, started, strict=True)):
+        seconds = _message_s(messages)
         if group.rank == flow[1]:
             took_s[at] = seconds
     group.all_reduce(took_s, "max").wait()
@@ -294,12 +309,17 @@ def _messages(group: Wired, flow: Pair, lengths: Sequence[int]) -> list[Future[T
     ]
 
 
-def _timed_s(messages: Sequence[Future[Tensor]]) -> list[float]:
-    """Each message's seconds, from the end of the one before it; the first is not timed."""
+def _message_s(messages: Sequence[Future[Tensor]]) -> float:
+    """The seconds of one message, of those behind the first, which all have the same length."""
     for future in messages:
         future.wait()
-    ends = [future.timing.ended for future in messages]
-    return [max(_SHORTEST_S, later - sooner) for sooner, later in pairwise(ends)]
+    return typical_s([future.timing.ended for future in messages])
+
+
+def typical_s(ends: Sequence[float]) -> float:
+    """The seconds between two ends in a row: the median over any two (the estimator of Theil and Sen)."""
+    between = [(ends[b] - ends[a]) / (b - a) for a, b in combinations(range(len(ends)), 2)]
+    return max(_SHORTEST_S, median(between))
 
 
 def _pass_on(rank: int, before: int, now: int) -> Schedule:

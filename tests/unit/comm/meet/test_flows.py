@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from echelon.comm.meet import flows
 from echelon.comm.meet.clocks import ClockOffset, measure_clocks, offset_of
-from echelon.comm.meet.flows import disjoint_rounds, disjoint_sets, measure_flows, shifted, shifts
+from echelon.comm.meet.flows import (
+    disjoint_rounds,
+    disjoint_sets,
+    measure_flows,
+    shifted,
+    shifts,
+    typical_s,
+)
 from wires import Wires
 
 
@@ -111,19 +118,27 @@ def test_one_member_has_nothing_to_measure() -> None:
 def test_flows_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """No receiver asks before the one in front of it has everything."""
     spans = []
-    timed_s = flows._timed_s
+    message_s = flows._message_s
 
     def noted(messages):
-        found = timed_s(messages)
+        found = message_s(messages)
         spans.append((messages[0].timing.begun, messages[-1].timing.ended))
         return found
 
-    monkeypatch.setattr(flows, "_timed_s", noted)
+    monkeypatch.setattr(flows, "_message_s", noted)
     _on_all(4, lambda member: measure_flows(member, limit_s=0.0))
     spans.sort()
     assert len(spans) == 4
     for (_, ended), (begun, _) in pairwise(spans):
         assert begun >= ended
+
+
+@given(st.floats(1e-4, 1.0), st.integers(0, 4), st.floats(0, 1.0))
+def test_one_end_that_is_seen_late_does_not_change_the_rate(each_s, late, by_s) -> None:
+    ends = [at * each_s for at in range(5)]
+    ends[late] += min(by_s, each_s) if late < 4 else by_s
+    assert typical_s(ends) == pytest.approx(each_s, rel=0.01) or late in (0, 4)
+    assert 0.5 * each_s <= typical_s(ends) <= 1.5 * each_s or late == 4
 
 
 def test_sets_leave_out_what_was_not_measured() -> None:
