@@ -14,6 +14,7 @@ plan.py      echelon plan
 plan_output.py what it prints
 what_if.py   echelon what-if
 simulate.py  echelon simulate
+scaling.py   echelon simulate --nodes
 bench.py     echelon bench codecs
 doctor.py    echelon doctor
 probe.py     echelon probe

@@ -19,6 +19,7 @@ from echelon.plan.make import strategy_text
 from echelon.plan.optimal_shares import best_shares
 from echelon.plan.plan import Plan
 from echelon.plan.predict.predict import predict
+from echelon.plan.predict.scaling import Improvement, what_helps
 from echelon.plan.search import SearchResult, distinct
 from echelon.plan.static_choice import static_choice
 from echelon.plan.strategy import Prediction, Strategy
@@ -26,6 +27,8 @@ from echelon.plan.trials import SearchCandidate
 from echelon.start.planning import Known
 
 _LINKS = 6
+_HELPS = 5
+_WORTH = 0.005  # of the samples per second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,8 @@ def said(output: PlanOutput, console: Console) -> None:
     for title, table in (
         ("best candidates", _candidates(output)),
         ("timed", _timed(output)),
-        ("busiest links, bytes in a step", _links(output.result.best.prediction)),
+        ("links, bytes in a step", _links(output)),
+        ("what would help", _helps(output)),
         ("equations (1) to (5) of the first seed, beside the prediction", _equations(output)),
     ):
         if table.row_count:
@@ -72,6 +76,7 @@ def as_json(output: PlanOutput) -> dict[str, Any]:
             {"groups": name, "equation": equation, "cost_s": cost_s, "predicted_s": step_s}
             for name, equation, cost_s, step_s in equation_rows(output.known, output.result)
         ],
+        "helps": helps(output),
         "left_out": output.result.left_out,
         "notes": output.known.notes,
         "known": output.known.topology.known,
@@ -121,13 +126,30 @@ def _timed(output: PlanOutput) -> Table:
     return table
 
 
-def _links(found: Prediction) -> Table:
+def _links(output: PlanOutput) -> Table:
+    """The links between sites first, then the busiest of nodes."""
     table = _table("bytes", "link")
-    busiest = sorted(found.link_bytes.items(), key=lambda item: -item[1])
+    nodes = {node.name for node in output.known.topology.nodes}
+    counted = output.result.best.prediction.link_bytes.items()
+    busiest = sorted(counted, key=lambda item: (item[0] in nodes, -item[1]))
     for name, count in busiest[:_LINKS]:
         if count > 0:
             table.add_row(show_bytes(count), Text(name))
     return table
+
+
+def _helps(output: PlanOutput) -> Table:
+    """What single changes would bring, but for those that bring nothing."""
+    drawn = _table("step", "gain", "change")
+    for one in helps(output)[:_HELPS]:
+        if one.gain >= _WORTH:
+            drawn.add_row(show_seconds(one.step_s), f"+{100 * one.gain:.0f} %", Text(one.what))
+    return drawn
+
+
+def helps(output: PlanOutput) -> list[Improvement]:
+    """What one more node or a faster link would bring."""
+    return what_helps(output.known.topology, output.known.job, output.result.best.strategy)
 
 
 def _equations(output: PlanOutput) -> Table:

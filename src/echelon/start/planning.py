@@ -32,7 +32,7 @@ from echelon.start.few_steps import profile_script, timed_step_s
 from echelon.start.run import Target
 
 Say = Callable[[str], None]
-TIMED_STEPS = 40
+TIMED_STEPS = 25
 _SOURCES = ("cluster", "lab", "hosts", "run", "workers")
 
 

@@ -9,42 +9,6 @@ import pytest
 from echelon.plan.check_file import Surroundings, contradictions
 from echelon.plan.plan_file import parse_plan
 
-CLUSTER = """\
-known = "written by hand"
-[[node]]
-name = "east"
-count = 3
-site = "east"
-link = "1gbit"
-[[node]]
-name = "old"
-site = "west"
-speed = 0.03
-link = "100mbit"
-[[uplink]]
-between = ["east", "west"]
-rate = "10mbit"
-latency = "5ms"
-"""
-JOB = """\
-[job]
-name = "lenet"
-batch = 96
-fixed = "2ms"
-per_sample = "0.5ms"
-memory = "200MiB"
-[[job.layer]]
-name = "fc"
-gradients = "400KiB"
-"""
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    file = tmp_path / "cluster.toml"
-    file.write_text(CLUSTER + JOB)
-    return str(file)
-
 
 def test_the_best_plan_is_explained_and_says_how_it_is_kept(echelon, cluster):
     ended = echelon("plan", "--cluster", cluster)
@@ -124,8 +88,8 @@ def test_bad_input_is_named_with_the_way_out(echelon, args, words):
     assert "Traceback" not in ended.err
 
 
-def test_a_cluster_without_a_job_says_what_to_give(echelon, tmp_path):
-    (tmp_path / "bare.toml").write_text(CLUSTER)
+def test_a_cluster_without_a_job_says_what_to_give(echelon, cluster_text, tmp_path):
+    (tmp_path / "bare.toml").write_text(cluster_text.partition("[job]")[0])
     ended = echelon("plan", "--cluster", "bare.toml")
     assert ended.code == 2
     assert "give a script, --model M" in ended.err
