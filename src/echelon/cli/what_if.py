@@ -22,7 +22,7 @@ from echelon.plan.make import strategy_text
 from echelon.plan.plan import Plan
 from echelon.plan.strategy import Prediction
 from echelon.simulate.recorded_job import RecordedJob, recorded_job
-from echelon.simulate.what_if import Changes, WhatIf
+from echelon.simulate.what_if import WhatIfChanges, WhatIf
 from echelon.simulate.what_if import what_if as changed_run
 from echelon.sync.policy import POLICIES
 
@@ -70,10 +70,10 @@ def what_if(
     """
     folder = RunFolder.find(run, runs)
     chosen = _chosen({"codec": codec, "collective": collective, "sync": sync, "overlap": overlap})
-    changes = Changes(
+    changes = WhatIfChanges(
         add=tuple(add or ()), drop=tuple(drop or ()), links=tuple(link or ()), chosen=tuple(chosen.items())
     )
-    if changes == Changes():
+    if changes == WhatIfChanges():
         raise ConfigError(
             "nothing is changed",
             where="echelon what-if",

@@ -1,7 +1,7 @@
 """What contradicts itself in a plan that was edited by hand? Everything at once, each with its line. Pure.
 
 The text of the plan and what is known about the place where it is to run go in; contradictions come out.
-Names of strategies are checked by the functions in `Surroundings.strategies`, because the registries that
+Names of strategies are checked by the functions in `PlanSurroundings.strategies`, because the registries that
 know them are not part of this room.
 """
 
@@ -40,7 +40,7 @@ class Contradiction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class PlanSurroundings:
     """What is known about the place where a plan is to run.
 
     place         as errors call it: `lab two-sites`, `--hosts`
@@ -59,7 +59,7 @@ class Surroundings:
     with_servers: Callable[[str], bool] | None = None
 
 
-def contradictions(text: str, around: Surroundings) -> tuple[Contradiction, ...]:
+def contradictions(text: str, around: PlanSurroundings) -> tuple[Contradiction, ...]:
     """Everything that is wrong with a plan's text, in the order of lines."""
     try:
         values = tomllib.loads(text)
@@ -67,7 +67,7 @@ def contradictions(text: str, around: Surroundings) -> tuple[Contradiction, ...]
         at = re.search(r"line (\d+)", str(error))
         line = int(at.group(1)) if at else max(1, text.count("\n"))  # without a line, it ends too early
         return (Contradiction(line=line, message=f"not valid TOML: {error}", fix="correct that line"),)
-    return tuple(sorted(set(_Check(values, lines_of(text), around).all())))
+    return tuple(sorted(set(_PlanCheck(values, lines_of(text), around).all())))
 
 
 def listed(found: Sequence[Contradiction], file: str) -> ConfigError:
@@ -77,8 +77,8 @@ def listed(found: Sequence[Contradiction], file: str) -> ConfigError:
     return ConfigError("\n  ".join([f"{many}:", *lines]), where=file, fix="correct these lines")
 
 
-class _Check:
-    def __init__(self, values: dict[str, Any], lines: Mapping[Path, int], around: Surroundings) -> None:
+class _PlanCheck:
+    def __init__(self, values: dict[str, Any], lines: Mapping[Path, int], around: PlanSurroundings) -> None:
         self._values = values
         self._lines = lines
         self._around = around

@@ -24,7 +24,7 @@ Predictor = Callable[[Topology, JobProfile, Strategy], Prediction]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
+class WhatIfChanges:
     """What is to be different.
 
     add     nodes to add, each like one that is there; `node-a:3` adds three
@@ -61,7 +61,7 @@ class WhatIf:
         return self.changed.step_s * self.calibration
 
 
-def what_if(run: RecordedJob, changes: Changes, predict: Predictor) -> WhatIf:
+def what_if(run: RecordedJob, changes: WhatIfChanges, predict: Predictor) -> WhatIf:
     """Predict a recorded run as it was, and with the changes."""
     topology, job, strategy = changed(run, changes)
     before = predict(run.topology, run.job, run.strategy)
@@ -76,7 +76,7 @@ def what_if(run: RecordedJob, changes: Changes, predict: Predictor) -> WhatIf:
     )
 
 
-def changed(run: RecordedJob, changes: Changes) -> tuple[Topology, JobProfile, Strategy]:
+def changed(run: RecordedJob, changes: WhatIfChanges) -> tuple[Topology, JobProfile, Strategy]:
     """Topology, job and strategy with the changes; UnknownName names the nearest node or link."""
     topology = _relinked(run.topology, changes.links)
     members = {name: at for at, name in enumerate(run.strategy.nodes)}

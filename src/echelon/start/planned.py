@@ -23,7 +23,7 @@ from echelon.config.choices import CHOICES, flag
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.errors import ConfigError
-from echelon.plan.check_file import Surroundings, contradictions, listed
+from echelon.plan.check_file import PlanSurroundings, contradictions, listed
 from echelon.plan.plan import Plan, WorkerPlan
 from echelon.plan.plan_file import parse_plan
 from echelon.start.hosts import Host, read_hosts
@@ -49,7 +49,7 @@ def read_plan_file(file: str) -> str:
         ) from None
 
 
-def checked_plan(file: str, around: Surroundings) -> Plan:
+def checked_plan(file: str, around: PlanSurroundings) -> Plan:
     """The plan of a file; one ConfigError lists everything that contradicts itself or the place."""
     text = read_plan_file(file)
     found = contradictions(text, around)
@@ -76,9 +76,9 @@ def in_order_of_plan(resolved: Resolved[S]) -> Resolved[S]:
     return Resolved(replace(settings, hosts=text), resolved.origins)
 
 
-def strategies() -> Surroundings:
+def strategies() -> PlanSurroundings:
     """Checks of the names of strategies, for any place."""
-    return Surroundings(
+    return PlanSurroundings(
         strategies={
             "collective": COLLECTIVES.build,
             "codec": CODECS.build,
@@ -89,7 +89,7 @@ def strategies() -> Surroundings:
     )
 
 
-def surroundings(spec: LabSpec | None, machines: Sequence[str]) -> Surroundings:
+def surroundings(spec: LabSpec | None, machines: Sequence[str]) -> PlanSurroundings:
     """What a run knows about its place: a lab, other machines, or this one."""
     if spec is not None:
         place, nodes = f"lab {spec.name}", {node.name: float("inf") for node in spec.nodes}

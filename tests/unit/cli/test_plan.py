@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from echelon.plan.check_file import Surroundings, contradictions
+from echelon.plan.check_file import PlanSurroundings, contradictions
 from echelon.plan.plan_file import parse_plan
 
 
@@ -36,7 +36,7 @@ def test_the_plan_that_is_written_is_right_and_is_the_one_that_was_shown(echelon
     assert "to follow it: echelon run --plan plan.toml SCRIPT" in ended.out
     text = (tmp_path / "plan.toml").read_text()
     nodes = dict.fromkeys(["east-0", "east-1", "east-2", "old"], 1.0)
-    assert contradictions(text, Surroundings(nodes=nodes)) == ()
+    assert contradictions(text, PlanSurroundings(nodes=nodes)) == ()
     plan = parse_plan(text)
     assert [(worker.node, worker.weight) for worker in plan.workers] == [
         ("east-0", 32),

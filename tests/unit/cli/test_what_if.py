@@ -104,7 +104,7 @@ def test_json_says_what_the_change_would_bring(echelon, folder):
     ("args", "words"),
     [
         ([], "nothing is changed"),
-        (["--add", "est-0"], "did you mean 'east-0'?"),
+        (["--add", "east0"], "did you mean 'east-0'?"),
         (["--drop", "wst-0"], "did you mean 'west-0'?"),
         (["--link", "east/wst=1gbit"], "did you mean 'east/west'?"),
         (["--codec", "one-bits"], "did you mean 'one-bit'?"),

@@ -4,7 +4,7 @@ import pytest
 
 from echelon.codec.codec import CODECS
 from echelon.comm.schedule.collective import COLLECTIVES
-from echelon.plan.check_file import Surroundings, contradictions, listed
+from echelon.plan.check_file import PlanSurroundings, contradictions, listed
 from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.plan.plan import LeftOut, Plan, PlannedUplink, PredictedStep, WorkerPlan
 from echelon.plan.plan_file import parse_plan, plan_text
@@ -20,7 +20,7 @@ workers = [
     { rank = 2, node = "c", weight = 2 },
 ]
 """
-_HERE = Surroundings(
+_HERE = PlanSurroundings(
     place="lab small",
     nodes={"a": 1, "b": 1, "c": 1, "west-1": 2},
     strategies={"collective": COLLECTIVES.build, "codec": CODECS.build, "sync": POLICIES.build},
@@ -28,7 +28,7 @@ _HERE = Surroundings(
 )
 
 
-def _said(text: str, around: Surroundings = _HERE) -> list[tuple[int, str]]:
+def _said(text: str, around: PlanSurroundings = _HERE) -> list[tuple[int, str]]:
     return [(one.line, one.message) for one in contradictions(text, around)]
 
 
@@ -96,7 +96,7 @@ def test_a_share_that_needs_more_memory_than_the_node_has_is_named_with_what_fit
         base_bytes=1e9,
         sample_bytes=1e9,
     )
-    around = Surroundings(memory_bytes={"a": 4.5e9, "b": 4e9}, job=job)
+    around = PlanSurroundings(memory_bytes={"a": 4.5e9, "b": 4e9}, job=job)
     found = contradictions(_GOOD, around)
     assert [(one.line, one.fix) for one in found] == [(5, "give it at most 3 samples")]
     assert "5 samples need 6.0 GB, a has 4.5 GB" in found[0].message
@@ -129,4 +129,4 @@ def test_a_plan_is_the_same_after_it_was_written_for_people_and_read():
     text = plan_text(plan)
     assert parse_plan(text) == plan
     assert max(line.count("rank = ") for line in text.split("\n")) == 1
-    assert _said(text, Surroundings(strategies=_HERE.strategies)) == []
+    assert _said(text, PlanSurroundings(strategies=_HERE.strategies)) == []

@@ -9,7 +9,7 @@ from echelon.observe.events import BucketReduced, LinkMeasured, StepEnded
 from echelon.plan.plan import Plan, PlannedUplink, WorkerPlan
 from echelon.plan.strategy import Prediction
 from echelon.simulate.recorded_job import recorded_job
-from echelon.simulate.what_if import Changes, changed, what_if
+from echelon.simulate.what_if import WhatIfChanges, changed, what_if
 
 _PER_SAMPLE_S = {0: 0.001, 1: 0.002, 2: 0.004}
 _FIXED = 4.0  # samples' worth, for every worker
@@ -123,7 +123,7 @@ def test_a_run_that_is_too_short_is_refused():
 
 def test_without_changes_the_run_is_expected_to_take_what_it_took():
     run = recorded_job(_events(), _plan())
-    found = what_if(run, Changes(), _predict)
+    found = what_if(run, WhatIfChanges(), _predict)
     assert found.recorded == found.changed
     assert found.expected_s == pytest.approx(run.measured_s)
     assert found.calibration == pytest.approx(0.06 / found.recorded.step_s)
@@ -131,7 +131,7 @@ def test_without_changes_the_run_is_expected_to_take_what_it_took():
 
 def test_a_node_more_gets_a_share_and_computing_falls():
     run = recorded_job(_events(), _plan())
-    found = what_if(run, Changes(add=("n0:2",)), _predict)
+    found = what_if(run, WhatIfChanges(add=("n0:2",)), _predict)
     assert found.strategy.nodes == ("n0", "n1", "n2", "n0+1", "n0+2")
     assert sum(found.strategy.shares) == 24
     assert abs(found.strategy.shares[3] - found.strategy.shares[0]) <= 1
@@ -142,34 +142,34 @@ def test_a_node_more_gets_a_share_and_computing_falls():
 def test_a_dropped_node_leaves_its_share_to_the_others_and_groups_shrink():
     plan = _plan(groups=((0, 1), (2,)), collective="hierarchical(sizes=[2, 1], inner=direct)")
     run = recorded_job(_events(), plan)
-    _, _, strategy = changed(run, Changes(drop=("n1",)))
+    _, _, strategy = changed(run, WhatIfChanges(drop=("n1",)))
     assert (strategy.nodes, strategy.groups) == (("n0", "n2"), ((0,), (1,)))
     assert strategy.collective == "hierarchical(sizes=[1, 1], inner=direct)"
     assert sum(strategy.shares) == 24
-    _, _, strategy = changed(run, Changes(add=("n1",)))
+    _, _, strategy = changed(run, WhatIfChanges(add=("n1",)))
     assert (strategy.nodes, strategy.groups) == (("n0", "n1", "n1+1", "n2"), ((0, 1, 2), (3,)))
     assert strategy.collective == "hierarchical(sizes=[3, 1], inner=direct)"
-    _, _, strategy = changed(run, Changes(drop=("n0", "n1")))
+    _, _, strategy = changed(run, WhatIfChanges(drop=("n0", "n1")))
     assert (strategy.nodes, strategy.collective) == (("n2",), "direct")
 
 
 def test_links_and_codecs_can_be_others():
     run = recorded_job(_events(), _plan())
-    faster = what_if(run, Changes(links=("west/east=1gbit",)), _predict)
+    faster = what_if(run, WhatIfChanges(links=("west/east=1gbit",)), _predict)
     assert faster.topology.uplinks[0].bytes_per_s == 1.25e8
     assert faster.changed.exposed_s < faster.recorded.exposed_s
-    topology, _, _ = changed(run, Changes(links=("n1=8mbit",)))
+    topology, _, _ = changed(run, WhatIfChanges(links=("n1=8mbit",)))
     assert topology.node("n1").up_bytes_per_s == topology.node("n1").down_bytes_per_s == 1e6
     assert topology.node("n0").up_bytes_per_s == 1.25e8
-    assert what_if(run, Changes(chosen=(("codec", "one-bit"),)), _predict).changed.exposed_s == 0
+    assert what_if(run, WhatIfChanges(chosen=(("codec", "one-bit"),)), _predict).changed.exposed_s == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "nearest"),
     [
-        (Changes(add=("m1",)), "n1"),
-        (Changes(drop=("N2",)), "n2"),
-        (Changes(links=("east/wst=1gbit",)), "east/west"),
+        (WhatIfChanges(add=("m1",)), "n1"),
+        (WhatIfChanges(drop=("N2",)), "n2"),
+        (WhatIfChanges(links=("east/wst=1gbit",)), "east/west"),
     ],
 )
 def test_an_unknown_name_names_the_nearest(changes, nearest):
@@ -181,12 +181,12 @@ def test_an_unknown_name_names_the_nearest(changes, nearest):
 @pytest.mark.parametrize(
     "changes",
     [
-        Changes(drop=("n0", "n1", "n2")),
-        Changes(links=("east/west",)),
-        Changes(links=("east/west=0bit",)),
-        Changes(links=("east/west=fast",)),
-        Changes(add=("n0:many",)),
-        Changes(add=("n0:30",)),
+        WhatIfChanges(drop=("n0", "n1", "n2")),
+        WhatIfChanges(links=("east/west",)),
+        WhatIfChanges(links=("east/west=0bit",)),
+        WhatIfChanges(links=("east/west=fast",)),
+        WhatIfChanges(add=("n0:many",)),
+        WhatIfChanges(add=("n0:30",)),
     ],
 )
 def test_changes_that_cannot_be_are_refused(changes):
