@@ -22,7 +22,7 @@ from echelon.plan.make import strategy_text
 from echelon.plan.plan import Plan
 from echelon.plan.strategy import Prediction
 from echelon.simulate.recorded_job import RecordedJob, recorded_job
-from echelon.simulate.what_if import WhatIfChanges, WhatIf
+from echelon.simulate.what_if import WhatIf, WhatIfChanges
 from echelon.simulate.what_if import what_if as changed_run
 from echelon.sync.policy import POLICIES
 

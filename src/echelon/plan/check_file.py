@@ -1,8 +1,8 @@
 """What contradicts itself in a plan that was edited by hand? Everything at once, each with its line. Pure.
 
 The text of the plan and what is known about the place where it is to run go in; contradictions come out.
-Names of strategies are checked by the functions in `PlanSurroundings.strategies`, because the registries that
-know them are not part of this room.
+Names of strategies are checked by the functions in `PlanSurroundings.strategies`, because the registries
+that know them are not part of this room.
 """
 
 from __future__ import annotations

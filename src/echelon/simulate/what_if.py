@@ -88,7 +88,8 @@ def changed(run: RecordedJob, changes: WhatIfChanges) -> tuple[Topology, JobProf
         group = _group(run.strategy.groups, members[like])
         for _ in range(count):
             topology, name = _with_one_like(topology, like)
-            order.append((name, group))
+            near = max(at for at, (known, _) in enumerate(order) if known.partition("+")[0] == like)
+            order.insert(near + 1, (name, group))  # neighbours of one site stay neighbours
             if like in costs:
                 costs[name] = costs[like]
     for name in changes.drop:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from echelon.cluster.lab.needs import has_netem
 from echelon.cluster.lab.spec import read_lab
 from echelon.cluster.machine import usable_cores
 from echelon.config.schema import TrainSettings
@@ -86,7 +87,8 @@ def machines_and_job(asked: PlanningAsked, say: Say) -> Known:
         return _from_file(asked, say)
     if asked.lab and not asked.probe:
         spec = read_lab(asked.lab)
-        topology = topology_of_lab(spec, cores=usable_cores(), latency_emulated=False)
+        emulated = spec.wants_latency and has_netem()
+        topology = topology_of_lab(spec, cores=usable_cores(), latency_emulated=emulated)
         return Known(topology=topology, job=_job(asked, say, threads=1))
     if asked.script:
         job = _job(asked, say, threads=1)

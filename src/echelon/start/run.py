@@ -25,6 +25,7 @@ import psutil  # type: ignore[import-untyped]
 
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.lab.lab import Lab, Seat
+from echelon.cluster.lab.needs import has_netem
 from echelon.cluster.lab.spec import LabSpec, NodeSpec, read_lab
 from echelon.cluster.machine import usable_cores
 from echelon.codec.codec import CODECS
@@ -140,7 +141,8 @@ def _run(
         if agents:
             plan = remote.with_threads(plan, agents, settings.threads)
     if spec is not None:
-        plan = placed(plan, topology_of_lab(spec))
+        emulated = spec.wants_latency and has_netem()
+        plan = placed(plan, topology_of_lab(spec, latency_emulated=emulated))
     if settings.port is not None and spec is None and not agents:
         _check_port(settings.port)
     folder = RunFolder.create(Path(settings.runs), settings.name or target.name)
