@@ -8,6 +8,7 @@ come from the plan where it has their rates (a lab's file), else from what the w
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from echelon.plan.plan import Plan, WorkerPlan
 from echelon.plan.strategy import Strategy
 from echelon.plan.topology import Node, Topology, Uplink
 
+_CHOSEN = re.compile(r"([a-z-]+(?:\(.*?\))?): ")
 _BUCKETS_KEPT = 400  # of one worker, for medians
 
 
@@ -89,7 +91,7 @@ def recorded_job(events: Iterable[AnyEvent], plan: Plan, *, name: str = "recorde
         nodes=tuple(names),
         shares=tuple(seen.shares[cost.rank].most_common(1)[0][0] for cost in costs),
         groups=plan.groups,
-        collective=plan.collective,
+        collective=_collective(plan),
         codec=plan.codec,
         overlap=plan.overlap,
         factors=any(bucket.how == "factors" for kept in seen.buckets.values() for bucket in kept),
@@ -99,6 +101,12 @@ def recorded_job(events: Iterable[AnyEvent], plan: Plan, *, name: str = "recorde
     return RecordedJob(
         topology=topology, job=job, strategy=strategy, measured_s=measured_s, notes=(*notes, *said)
     )
+
+
+def _collective(plan: Plan) -> str:
+    """What `auto` became in the run, which the plan's reasons begin with: `direct: 8 workers, ...`."""
+    found = _CHOSEN.match(plan.reasons.get("collective", ""))
+    return found.group(1) if found is not None and plan.collective == "auto" else plan.collective
 
 
 def _fold(events: Iterable[AnyEvent]) -> _Seen:

@@ -116,6 +116,17 @@ def test_links_that_no_file_tells_come_from_what_workers_measured():
     assert run.topology.latency_s(run.topology.nodes[0], run.topology.nodes[1]) == pytest.approx(0.002)
 
 
+def test_the_collective_is_the_one_that_auto_became():
+    def collective(reason: str, asked: str = "auto") -> str:
+        plan = _plan(collective=asked, reasons={"collective": reason})
+        return recorded_job(_events(), plan).strategy.collective
+
+    assert collective("direct: 8 workers, 524.3 kB: 2 steps of latency beat 14") == "direct"
+    assert collective("hierarchical(sizes=[2, 1]): two sites") == "hierarchical(sizes=[2, 1])"
+    assert collective("auto; ring would take 20.8 ms instead of 20.7 ms") == "auto"
+    assert collective("direct: 8 workers", asked="ring") == "ring"
+
+
 def test_a_run_that_is_too_short_is_refused():
     with pytest.raises(ConfigError, match="too short"):
         recorded_job(_events(steps=1), _plan())
