@@ -10,9 +10,14 @@ listing.py   echelon list
 lab.py       echelon lab up | status | exec | down
 look.py      echelon trace, echelon report
 check.py     echelon check
+plan.py      echelon plan
+plan_output.py what it prints
+what_if.py   echelon what-if
 simulate.py  echelon simulate
+scaling.py   echelon simulate --nodes
 bench.py     echelon bench codecs
 doctor.py    echelon doctor
+probe.py     echelon probe
 """
 
 from __future__ import annotations
@@ -23,10 +28,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from echelon.cli import bench, check, config, lab, listing, look, run, runs, simulate
+from echelon.cli import bench, check, config, lab, listing, look, plan, run, runs, simulate, what_if
 from echelon.cli.adapt import adapt
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.doctor import doctor
+from echelon.cli.probe import probe
 from echelon.errors import EchelonError
 
 app = typer.Typer(
@@ -41,13 +47,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 run.register(app)
+plan.register(app)
 app.command("adapt", cls=PlainCommand)(adapt)
 check.register(app)
 app.command("runs", cls=PlainCommand)(runs.runs)
 app.command("report", cls=PlainCommand)(look.report)
 app.command("trace", cls=PlainCommand)(look.trace)
+app.command("probe", cls=PlainCommand)(probe)
 app.command("list", cls=PlainCommand)(listing.show)
 app.command("simulate", cls=PlainCommand)(simulate.simulate)
+app.command("what-if", cls=PlainCommand)(what_if.what_if)
 app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.add_typer(config.app, name="config")

@@ -150,6 +150,7 @@ def _run(
       echelon run --workers 4 -m package.train
       echelon run --hosts a:2,b:4 train.py
       echelon run --lab two-sites train.py
+      echelon run --lab two-sites --plan plan.toml train.py
       echelon run --hosts a:2,b:4 --shares auto train.py
       echelon run --workers 4 --speed 1,0.5,0.5,0.25 --shares by-speed train.py
       echelon run --workers 4 --delay "normal(0, 0.25)" --delayed 0.5 train.py

@@ -31,6 +31,7 @@ from echelon.simulate.profile import Profile, measure
 from echelon.simulate.recorded import Replayed, replay_run
 from echelon.simulate.setting import Setting, SimulateSettings
 from echelon.simulate.sweep import check_policies, simulate_several
+from echelon.start.planning import PlanningAsked
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 
@@ -44,6 +45,11 @@ _PANELS = {
     **dict.fromkeys(["every", "test_samples", "train_samples", "until_accuracy", "jobs"], "Output"),
 }
 _OUTPUT: Any = {"rich_help_panel": "Output", "show_default": False}
+_MANY: Any = {
+    "rich_help_panel": "Many nodes: steps by prediction, without gradients",
+    "show_default": False,
+}
+_FOR_MANY = ("model", "data", "batch", "seed")
 
 
 @with_options(SimulateSettings, _PANELS)
@@ -73,7 +79,30 @@ def simulate(
             **_OUTPUT,
         ),
     ] = None,
-    runs: Annotated[Path, typer.Option(help="The folder of runs, for --replay.", **_OUTPUT)] = Path("runs"),
+    runs: Annotated[
+        Path, typer.Option(help="The folder of runs, for --replay and --like-run.", **_OUTPUT)
+    ] = Path("runs"),
+    nodes: Annotated[
+        int | None, typer.Option(help="Predict the steps of so many nodes, up to 10,000.", **_MANY)
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(metavar="NODE", help="Nodes like this one. Default: the first.", **_MANY),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="The cluster file that has it, perhaps with [job].", **_MANY)
+    ] = None,
+    lab: Annotated[str | None, typer.Option(help="The lab that has it.", **_MANY)] = None,
+    like_run: Annotated[
+        str | None, typer.Option(metavar="RUN", help="The recorded run that has it.", **_MANY)
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps. Default: 100.", **_MANY)] = 100,
+    noise: Annotated[
+        float, typer.Option(min=0, max=2, help="How much computing varies. Default: 0.1.", **_MANY)
+    ] = 0.1,
+    grow: Annotated[
+        bool, typer.Option("--grow", help="--batch is for each node, not for all together.", **_MANY)
+    ] = False,
 ) -> None:
     """Compare sync policies on a virtual clock: real gradients, virtual time.
 
@@ -85,8 +114,30 @@ def simulate(
       echelon simulate --workers 25 --sync "smooth-switch(step=500)" --seeds 5
       echelon simulate --workers 1000 --sync async --no-gradients --compute 20ms
       echelon simulate --replay latest
+      echelon simulate --nodes 1000 --like node-a --cluster cluster.toml
     """
     settings = given.settings
+    if nodes is not None:
+        _refuse_others(given, {"--replay": replay, "--events": events})
+        machines = PlanningAsked(
+            cluster=cluster,
+            lab=lab,
+            run=like_run,
+            runs=str(runs),
+            model=settings.model if "model" in given.names else None,
+            data=settings.data,
+            batch=settings.batch if "batch" in given.names else None,
+        )
+        from echelon.cli.scaling import ScalingAsked, show_scaling  # with numpy
+
+        asked = ScalingAsked(
+            nodes=nodes, like=like, steps=steps, noise=noise, seed=settings.seed, grow=grow
+        )
+        show_scaling(machines, asked, json=json, out=out, show=show)
+        return
+    _needs_nodes(
+        {"--like": like, "--cluster": cluster, "--lab": lab, "--like-run": like_run, "--grow": grow}
+    )
     if replay is not None:
         _check_replay(given, {"--out": out, "--open": show, "--events": events})
         _replay(RunFolder.find(replay, runs), settings.lr if "lr" in given.names else None, json)
@@ -146,6 +197,20 @@ def _check_replay(given: Given[SimulateSettings], others: Mapping[str, object]) 
         raise ConfigError(
             f"{flag} is not for a replay: all is as it was in the run", where=flag, fix="leave it out"
         )
+
+
+def _refuse_others(given: Given[SimulateSettings], others: Mapping[str, object]) -> None:
+    """Refuse options that a prediction of many nodes does not use."""
+    flags = [flag_of(name) for name in given.names if name not in _FOR_MANY]
+    for flag in [*flags, *(flag for flag, value in others.items() if value)]:
+        raise ConfigError(f"{flag} is not for --nodes", where=flag, fix="leave one of the two out")
+
+
+def _needs_nodes(given: Mapping[str, object]) -> None:
+    """Refuse options that only --nodes uses."""
+    for flag, value in given.items():
+        if value:
+            raise ConfigError(f"{flag} is for --nodes", where=flag, fix="give --nodes 1000 too")
 
 
 def _page_name(setting: Setting) -> str:

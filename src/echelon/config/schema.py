@@ -33,6 +33,9 @@ class RunSettings:
         None, "The name of the run's folder. Default: the name of the script or model."
     )
     runs: str = setting("runs", "The folder in which the run's folder is made.")
+    plan: str | None = setting(
+        None, "Follow a plan's file, from `echelon plan -o`, perhaps edited: workers, shares, groups, ..."
+    )
     shares: str = setting(
         "equal",
         "Parts of a batch: equal, auto (by measured speed), by-speed (stated), or numbers: 4,2,1,1.",

@@ -21,6 +21,8 @@ progress.py    what is shown while a run goes on: sentences and a panel
 pane.py        lines that stay at the bottom of a terminal
 display.py     shows progress and the script's output in a terminal or elsewhere
 closing.py     the closing table
+plan_view.py   what a plan says that a reader wants to see
+plan_tree.py   a plan as a tree of lines
 trace.py       Chrome-trace JSON, for Perfetto
 report.py      one self-contained HTML page
 page/          the parts of that page

@@ -19,12 +19,14 @@ from echelon.observe.events import LAUNCHER, BucketReduced, StepEnded
 from echelon.observe.follow import read_run
 from echelon.observe.page.history import Incident, RunHistory, collect_history, middle_steps, middle_window
 from echelon.observe.page.markup import about, safe, section, table
+from echelon.observe.page.planned import planned
 from echelon.observe.page.sections import close_up, communication, learning, speed, time_split, waiting
 from echelon.observe.page.sync import synchronisation
+from echelon.observe.plan_view import PlanView, view_of
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.spans import end_of
 from echelon.observe.summary import Summary
-from echelon.observe.sync import policy_of
+from echelon.observe.sync import plan_values, policy_of
 
 _MOST_INCIDENTS = 200
 _OUTCOMES = ("completed", "failed", "interrupted")
@@ -41,7 +43,8 @@ def write_report(folder: RunFolder, out: Path) -> Path:
         )
     sample = _sample(folder, history)
     quoted = {"Configuration": _quote(folder.config), "Plan": _quote(folder.plan)}
-    page = page_html(history, sample, title=folder.name, quoted=quoted)
+    view = view_of(plan_values(folder))
+    page = page_html(history, sample, title=folder.name, quoted=quoted, plan=view)
     write_whole(out, page.encode("utf-8"))
     return out
 
@@ -71,6 +74,7 @@ def page_html(
     *,
     title: str,
     quoted: Mapping[str, str],
+    plan: PlanView | None = None,
 ) -> str:
     """The whole page; `sample` has the steps to draw one by one, `quoted` the files to show verbatim."""
     steps = [event for event in sample if isinstance(event, StepEnded)]
@@ -86,6 +90,7 @@ def page_html(
         parts += [communication(history.summary), close_up(steps, history.summary, buckets)]
     else:
         parts.append(section("No steps", "<p>No step was recorded, so there is nothing to draw.</p>"))
+    parts.append(planned(plan, history) if plan is not None else "")
     parts += [_incidents(history.incidents), _logged(history), _appendix(quoted)]
     return _document(title, "".join(parts))
 

@@ -103,11 +103,12 @@ class SyncFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def policy_of(folder: RunFolder) -> str:
     """The sync policy in the run's plan; empty without a readable plan."""
-    sync = _plan_of(folder).get("sync", "")
+    sync = plan_values(folder).get("sync", "")
     return sync if isinstance(sync, str) else ""
 
 
-def _plan_of(folder: RunFolder) -> dict[str, Any]:
+def plan_values(folder: RunFolder) -> dict[str, Any]:
+    """The values of the run's plan; none without a readable plan."""
     try:
         plan: dict[str, Any] = msgspec.toml.decode(folder.plan.read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):

@@ -17,6 +17,8 @@ equal_power.py
 hierarchy.py
             levels of groups, the collective that sums along them, and candidates for a search
 job.py      what a training job costs: computing, gradients, memory
+cluster_file.py  reads and writes the file that says what machines, links and job there are
+told.py     what a lab's file tells about its machines
 strategy.py one way to run a job on a topology, and what it would take
 bound.py    what limits a job: computing, memory or communication?
 reach.py    which nodes can take part, and which of them together?
@@ -39,4 +41,8 @@ shares.py   a batch cut into one share per worker, an epoch cut into batches
 optimal_shares.py
             which whole shares are best, by cost, link and memory?
 plan.py     the whole assignment of a run, and its form on disk
+placed.py   what a plan's file says about machines and links
+plan_file.py a plan's file as a person reads and edits it
+check_file.py what contradicts itself in a plan that was edited by hand?
+toml_lines.py on which line of a TOML text does each key stand?
 """

@@ -20,7 +20,11 @@ from echelon.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """One worker's assignment. `weight` is its part of every batch, relative to the other workers'."""
+    """One worker's assignment. `weight` is its part of every batch, relative to the other workers'.
+
+    `speed` below 1 is emulated. `site`, `node_speed` (how fast its node computes, relative to others) and
+    `link` (as text, with units) are what the plan was made from, for pictures; empty if unknown.
+    """
 
     rank: int
     node: str
@@ -28,6 +32,18 @@ class WorkerPlan:
     threads: int = 1
     speed: float = 1.0
     delay: str = ""
+    site: str = ""
+    node_speed: float = 1.0
+    link: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedUplink:
+    """The line between two sites that the plan was made for: its rate and latency as text, with units."""
+
+    between: tuple[str, str]
+    rate: str = ""
+    latency: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +100,7 @@ class Plan(Choices):
     predicted: PredictedStep | None = None
     left_out: tuple[LeftOut, ...] = ()
     candidates: tuple[PlanCandidate, ...] = ()
+    uplinks: tuple[PlannedUplink, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -9,6 +9,9 @@ processes.py  the worker processes of one run: start, watch, end; none is left b
 input.py      what workers read: the leader what the launcher was given, the others nothing
 output.py     what the launcher shows of the leader's log
 failure.py    which worker failed first, and why
+few_steps.py  a few steps of a run, and then no more: what a step takes, what a script's step costs
+planning.py   which machines and which job is to be planned? From a lab, hosts, a file, a run
+planned.py    a run by a plan's file: is it right for this place, and what does it decide?
 run.py        a whole run: folder, plan, lab, processes, summary
 lab_course.py what happens to a lab in the course of a run: quotas, faults
 quotas.py     when do the CPU quotas of a lab come into force?
@@ -21,6 +24,8 @@ hosts.py      which machines, and how many workers on each?
 remote.py     workers on other machines: ranks, where they meet, what they are told
 doctor.py     will a run on these machines work? Asks each, step by step
 diagnosis.py  what do a machine's answers mean for a run there?
+probe.py      a whole probe: a worker on every node, what they measure, who did not answer
+probe_result.py  what does a probe's raw data say?
 agents/       the process on another machine that starts workers and sends back what they write
 history.py    the runs of a folder, with their figures
 """

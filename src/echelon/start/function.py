@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from echelon.config.resolve import resolve
+from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunSettings
 from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError, FunctionFailed, LaunchError
@@ -23,7 +23,7 @@ from echelon.observe.events import AnyEvent
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.start.call import Returned, packed
-from echelon.start.run import RunResult, Target, run
+from echelon.start.run import RunResult, Target, Watcher, run
 
 R = TypeVar("R")
 _MOST_BYTES = 200_000_000
@@ -68,8 +68,20 @@ def launch(
         )
     given = {"workers": workers, "on": on, "hosts": hosts, **settings}
     resolved = resolve(RunSettings, {name: value for name, value in given.items() if value is not None})
+    watcher = QuietWatcher() if quiet else _FunctionWatcher()
+    return call_on_workers(function, args, kwargs or {}, resolved, watcher)
+
+
+def call_on_workers(
+    function: Callable[..., R],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    resolved: Resolved[RunSettings],
+    watcher: Watcher,
+) -> list[R]:
+    """As `launch`, with settings that are resolved already, and shown by any watcher."""
     name = getattr(function, "__name__", type(function).__name__)
-    call = packed(function, args, kwargs or {})
+    call = packed(function, args, kwargs)
     if len(call) > _MOST_BYTES:
         raise LaunchError(
             f"the function and its arguments have {show_bytes(len(call))}, too much to send to workers",
@@ -77,7 +89,7 @@ def launch(
             fix="load the data inside of the function, or pass a path",
         )
     target = Target(argv=["-m", "echelon.start.call"], name=name.strip("<>"), call=call)
-    outcome = run(resolved, target, _QuietWatcher() if quiet else _FunctionWatcher())
+    outcome = run(resolved, target, watcher)
     try:
         return _results(outcome)
     finally:
@@ -128,7 +140,7 @@ def _read(folder: RunFolder, rank: int) -> Returned | None:
     return returned if isinstance(returned, Returned) else None
 
 
-class _QuietWatcher:
+class QuietWatcher:
     """Shows nothing."""
 
     def starting(self, folder: RunFolder, plan: Plan, notes: Sequence[str]) -> None:
@@ -144,7 +156,7 @@ class _QuietWatcher:
         """Not shown."""
 
 
-class _FunctionWatcher(_QuietWatcher):
+class _FunctionWatcher(QuietWatcher):
     """Shows the leader's output, on whatever the program's output is: a terminal, or a notebook's cell."""
 
     def __init__(self) -> None:

@@ -87,6 +87,11 @@ def nodes(agents: Sequence[ConnectedAgent]) -> list[str]:
     return [agent.node for agent in agents for _ in range(agent.slots)]
 
 
+def threads_on(agents: Sequence[ConnectedAgent]) -> dict[str, int]:
+    """How many threads each machine has cores for, for one of its workers."""
+    return {agent.node: own for agent, own in zip(agents, threads_each(agents), strict=True)}
+
+
 def with_threads(plan: Plan, agents: Sequence[ConnectedAgent], threads: int | None) -> Plan:
     """The plan with as many threads for each worker as its machine has cores for."""
     found = zip(agents, threads_each(agents), strict=True)
@@ -128,8 +133,10 @@ def _divided(
     agents: Sequence[ConnectedAgent], plan: Plan, settings: RunSettings, program: Sequence[str]
 ) -> list[list[AgentWorker]]:
     """The workers and servers that each agent starts."""
-    places = [at for at, agent in enumerate(agents) for _ in range(agent.slots)]
     names = [agent.node for agent in agents]
+    places = [at for at, agent in enumerate(agents) for _ in range(agent.slots)]
+    if [w.node for w in plan.workers] != [names[at] for at in places]:  # a plan with an order of its own
+        places = [names.index(w.node) for w in plan.workers]
     jobs = [
         (places[w.rank], w.rank, w.node, w.threads, list(program), settings.start == "fork")
         for w in plan.workers

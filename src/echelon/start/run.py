@@ -25,6 +25,7 @@ import psutil  # type: ignore[import-untyped]
 
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.lab.lab import Lab, Seat
+from echelon.cluster.lab.needs import has_netem
 from echelon.cluster.lab.spec import LabSpec, NodeSpec, read_lab
 from echelon.cluster.machine import usable_cores
 from echelon.codec.codec import CODECS
@@ -50,13 +51,16 @@ from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.summary import Summary, write_summary
 from echelon.plan.groups import by_site, parse_groups
+from echelon.plan.placed import placed
 from echelon.plan.plan import Plan, PlanRequest, WorkerPlan, make_plan
+from echelon.plan.told import topology_of_lab
 from echelon.start import remote
 from echelon.start.agents.driver import AgentProcesses, ConnectedAgent
 from echelon.start.command import WorkerCommand
 from echelon.start.failure import Failure, alike, read_failures
 from echelon.start.lab_course import LabCourse
 from echelon.start.output import LeaderOutput
+from echelon.start.planned import by_plan, in_order_of_plan
 from echelon.start.processes import WorkerProcesses
 from echelon.sync.cluster import planned_cluster
 from echelon.train.checks import check_plan
@@ -116,6 +120,7 @@ class Target:
 
 def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> RunResult:
     """Carry out a whole run."""
+    resolved = in_order_of_plan(resolved)
     with remote.connected(resolved.settings) as agents:
         return _run(resolved, target, watcher, agents)
 
@@ -128,9 +133,16 @@ def _run(
 ) -> RunResult:
     settings = resolved.settings
     spec = read_lab(settings.lab) if settings.lab else None
-    plan = _plan(settings, spec, remote.nodes(agents))
-    if agents:
-        plan = remote.with_threads(plan, agents, settings.threads)
+    if settings.plan:
+        resolved, plan = _by_plan(resolved, spec, agents)
+        settings = resolved.settings
+    else:
+        plan = _plan(settings, spec, remote.nodes(agents))
+        if agents:
+            plan = remote.with_threads(plan, agents, settings.threads)
+    if spec is not None:
+        emulated = spec.wants_latency and has_netem()
+        plan = placed(plan, topology_of_lab(spec, latency_emulated=emulated))
     if settings.port is not None and spec is None and not agents:
         _check_port(settings.port)
     folder = RunFolder.create(Path(settings.runs), settings.name or target.name)
@@ -185,6 +197,18 @@ def _run(
         node=[*(worker.node for worker in plan.workers), *plan.servers][failure.rank] if failure else "",
         log_tail=tail.decode(errors="replace"),
     )
+
+
+def _by_plan(
+    resolved: Resolved[RunSettings], spec: LabSpec | None, agents: Sequence[ConnectedAgent]
+) -> tuple[Resolved[RunSettings], Plan]:
+    """The plan of a file, and settings that agree with it; raises ConfigError if it cannot work."""
+    machines, threads_on = remote.nodes(agents), remote.threads_on(agents)
+    resolved, plan = by_plan(resolved, spec, machines, threads_on=threads_on, cores=usable_cores())
+    if not agents:
+        _check_memory(len(plan.workers) + len(plan.servers))
+    _check_sync(plan, resolved.settings)
+    return resolved, plan
 
 
 def _plan(settings: RunSettings, spec: LabSpec | None, machines: Sequence[str] = ()) -> Plan:

@@ -32,4 +32,6 @@ threads.py      how many threads does each worker compute with under another lau
 user_traceback.py  the traceback of a user's error, without Echelon's wrappers
 resume.py       the state of a run for a checkpoint, and how it is restored
 job.py          the built-in training job of `echelon train`
+probe_job.py    what every worker measures for `echelon probe`
+first_steps.py  what a script's own model costs, from its first steps
 """

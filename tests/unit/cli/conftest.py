@@ -35,3 +35,45 @@ def echelon(monkeypatch, capfd, tmp_path) -> Callable[..., Ended]:
         return Ended(int(ended.value.code or 0), out, err)
 
     return call
+
+
+_CLUSTER = """\
+known = "written by hand"
+[[node]]
+name = "east"
+count = 3
+site = "east"
+link = "1gbit"
+[[node]]
+name = "old"
+site = "west"
+speed = 0.03
+link = "100mbit"
+[[uplink]]
+between = ["east", "west"]
+rate = "10mbit"
+latency = "5ms"
+[job]
+name = "lenet"
+batch = 96
+fixed = "2ms"
+per_sample = "0.5ms"
+memory = "200MiB"
+[[job.layer]]
+name = "fc"
+gradients = "400KiB"
+"""
+
+
+@pytest.fixture
+def cluster_text() -> str:
+    """A cluster file: three equal nodes, an old one behind a slow uplink, and a job."""
+    return _CLUSTER
+
+
+@pytest.fixture
+def cluster(tmp_path) -> str:
+    """The path of that file."""
+    file = tmp_path / "cluster.toml"
+    file.write_text(_CLUSTER)
+    return str(file)

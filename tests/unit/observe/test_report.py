@@ -75,6 +75,7 @@ _HEADINGS = (
     "Where the time went",
     "Communication",
     "A few steps close up",
+    "The plan",
     "What happened",
 )
 
@@ -90,7 +91,9 @@ def page_of(folder, imagined, a_plan, written, tmp_path):
 
 def test_the_page_has_all_its_parts(page_of):
     page = page_of(faults=True)
-    assert page.headings() == [h for h in _HEADINGS if h not in ("Synchronisation", "Communication")]
+    assert page.headings() == [
+        h for h in _HEADINGS if h not in ("Synchronisation", "Communication", "The plan")
+    ]
     assert page.charts() == [
         "how long each worker kept the others waiting",
         "spread of arrivals over time",
@@ -151,7 +154,7 @@ def test_any_run_has_a_complete_page_without_impossible_numbers(page_of, situati
 
 def test_communication_has_a_sentence_and_a_row_per_worker(page_of):
     page = page_of(buckets=4, links=((0, 1, 180e4), (1, 0, 360e4)))
-    assert page.headings() == list(_HEADINGS[1:])
+    assert page.headings() == [heading for heading in _HEADINGS[1:] if heading != "The plan"]
     assert (
         "times its lower limit: 100.0 ms for 180.0 kB at 1.8 MB/s on the link from rank 0 (node-a) to "
         in (page.text)
@@ -443,3 +446,18 @@ def test_the_throughput_curve_of_a_served_run_integrates_to_the_samples(imagined
     curve = throughput(history.rounds)
     width = curve[1][0] - curve[0][0]
     assert sum(rate * width for _, rate in curve) == pytest.approx(history.summary.samples)
+
+
+def test_the_plan_is_drawn_and_its_prediction_is_compared_with_what_was_measured(folder, page_of):
+    page = page_of()
+    assert "The plan" not in page.headings()
+    workers = [f'{{ rank = {rank}, node = "node-{rank}", weight = 8 }}' for rank in range(4)]
+    folder.plan.write_text(
+        f"batch = 32\nworkers = [{', '.join(workers)}]\n"
+        "[predicted]\nstep_s = 10.0\nsamples_per_s = 3.2\nbottleneck = 'the link a/b'\n"
+    )
+    page = page_of()
+    assert "The plan" in page.headings()
+    assert "the plan's 4 workers, their groups and links" in page.charts()
+    assert "A step was to take 10.0 s and took" in page.text
+    assert "the link a/b limits it" in page.text

@@ -8,4 +8,6 @@ stream.py      opens streams from some workers to the leader, besides those conn
 handshake.py   a peer proves that it knows the run's secret
 tls.py         optional encryption: certificates and TLS sockets
 links.py       measures latency and bandwidth between the workers
+flows.py       measures one flow alone, and several at the same time, so that shared links show
+clocks.py      by how much do the workers' clocks differ?
 """

@@ -154,7 +154,7 @@ def _receive_s(group: Wired, shift: int, length: int) -> float:
     for senders in _at_once(group.size, shift):
         for opening, count in ((True, _OPENING_BYTES), (False, length)):
             for sender in senders:
-                steps = _asked_for(group.rank, sender, (sender + shift) % group.size, count)
+                steps = asked_for(group.rank, sender, (sender + shift) % group.size, count)
                 pending[sender, opening] = group.exchange(ones, steps, priority=0 if opening else 1)
         for each in pending.values():
             each.wait()
@@ -171,7 +171,7 @@ def _at_once(size: int, shift: int) -> list[range]:
     return [range(shift), range(shift, size)] if 2 * shift == size else [range(size)]
 
 
-def _asked_for(rank: int, sender: int, receiver: int, length: int) -> Schedule:
+def asked_for(rank: int, sender: int, receiver: int, length: int) -> Schedule:
     """The receiver requests `length` bytes with one byte; all other members do nothing."""
     if rank == receiver:
         return [ScheduleStep(sends=(Move(sender, 0, 1),)), ScheduleStep(takes=(Move(sender, 0, length),))]

@@ -88,14 +88,14 @@ def line_chart(
             points = [[round(px, 1), round(py, 1), tip] for (px, py), tip in tipped]
             hover.append({"look": one.look, "points": points})
     attribute = f' data-hover="{safe(json.dumps(hover, ensure_ascii=False))}"' if hover else ""
-    return _svg(parts, width, height, label, attribute)
+    return svg(parts, width, height, label, attribute)
 
 
 def row_chart(
     bars: Sequence[Bar], x: Axis, *, label: str, uprights: Sequence[float] = (), width: int = _WIDTH
 ) -> str:
     """Horizontal bars, one row each, over a common axis; `uprights` are dotted lines through all rows."""
-    labels = [_shortened(bar.label, 34) for bar in bars]
+    labels = [shortened(bar.label, 34) for bar in bars]
     left = 16 + _widest(labels)
     right = width - 14 - (_widest([bar.note for bar in bars]) + 8 if any(bar.note for bar in bars) else 0)
     top, bottom = 8, 12 + _ROW_PX * len(bars)
@@ -103,18 +103,18 @@ def row_chart(
     for row, (bar, name) in enumerate(zip(bars, labels, strict=True)):
         y = top + _ROW_PX * row + (_ROW_PX - _BAR_PX) / 2
         text_y = y + _BAR_PX / 2
-        parts.append(_text(left - 8, text_y, name, "label", anchor="end", middle=True, tip=bar.label))
+        parts.append(svg_text(left - 8, text_y, name, "label", anchor="end", middle=True, tip=bar.label))
         lanes = ((bar.segments, y, _BAR_PX), (bar.under, y + _BAR_PX + 1, _UNDER_PX))
         for pieces, lane_y, height in lanes:
             for piece in pieces:
                 begin, end = x.place(piece.begin, left, right), x.place(piece.end, left, right)
                 parts.append(_segment(piece, begin, end, lane_y, height))
         if bar.note:
-            parts.append(_text(right + 10, text_y, bar.note, "note", middle=True))
+            parts.append(svg_text(right + 10, text_y, bar.note, "note", middle=True))
     for at in uprights:
         px = x.place(at, left, right)
         parts.append(f'<line class="upright" x1="{px:.1f}" x2="{px:.1f}" y1="{top}" y2="{bottom}"/>')
-    return _svg(parts, width, bottom + 40, label)
+    return svg(parts, width, bottom + 40, label)
 
 
 def _segment(piece: Segment, begin: float, end: float, y: float, height: float) -> str:
@@ -129,7 +129,9 @@ def _segment(piece: Segment, begin: float, end: float, y: float, height: float) 
     )
     if piece.text and width > len(piece.text) * _CHAR_PX + 8:
         inside = f"inside on-{piece.look}"
-        drawn += _text((begin + end) / 2, y + height / 2, piece.text, inside, anchor="middle", middle=True)
+        drawn += svg_text(
+            (begin + end) / 2, y + height / 2, piece.text, inside, anchor="middle", middle=True
+        )
     return drawn
 
 
@@ -160,10 +162,10 @@ def _marks(
         tip = safe(mark.text)
         line = f'<line class="mark" x1="{px:.1f}" x2="{px:.1f}" y1="{top - 6}" y2="{bottom}"'
         parts.append(f'{line} data-tip="{tip}"/>')
-        text = _shortened(mark.text)
+        text = shortened(mark.text)
         begin = min(max(left, px - len(text) * _CHAR_PX / 2), right - len(text) * _CHAR_PX)
         if begin >= free_from:  # otherwise it would overlap the text before; the tooltip still has it
-            parts.append(_text(begin, top - 10, text, "note"))
+            parts.append(svg_text(begin, top - 10, text, "note"))
             free_from = begin + (len(text) + 2) * _CHAR_PX
     return parts
 
@@ -178,22 +180,22 @@ def _x_axis(x: Axis, left: float, right: float, bottom: float, grid_from: float 
         parts.append(f'<line class="axis" x1="{px:.1f}" x2="{px:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
         half = len(text) * _CHAR_PX / 2
         if px - half >= free_from:
-            parts.append(_text(px, bottom + 17, text, "tick", anchor="middle"))
+            parts.append(svg_text(px, bottom + 17, text, "tick", anchor="middle"))
             free_from = px + half + 6
-    parts.append(_text((left + right) / 2, bottom + 33, x.title, "title", anchor="middle"))
+    parts.append(svg_text((left + right) / 2, bottom + 33, x.title, "title", anchor="middle"))
     return "".join(parts)
 
 
 def _y_axis(y: Axis, left: float, right: float, top: float, bottom: float) -> str:
-    parts = [_text(2, 12, y.title, "title")]
+    parts = [svg_text(2, 12, y.title, "title")]
     for tick, text in zip(y.ticks, y.labels, strict=True):
         py = y.place(tick, bottom, top)
         parts.append(f'<line class="grid" x1="{left:.1f}" x2="{right:.1f}" y1="{py:.1f}" y2="{py:.1f}"/>')
-        parts.append(_text(left - 7, py, text, "tick", anchor="end", middle=True))
+        parts.append(svg_text(left - 7, py, text, "tick", anchor="end", middle=True))
     return "".join(parts)
 
 
-def _text(
+def svg_text(
     x: float,
     y: float,
     text: str,
@@ -203,6 +205,7 @@ def _text(
     middle: bool = False,
     tip: str = "",
 ) -> str:
+    """A text at a place, with a tooltip if it says more."""
     shift = ' dy="0.35em"' if middle else ""
     hover = f' data-tip="{safe(tip)}"' if tip and tip != text else ""
     return (
@@ -211,7 +214,8 @@ def _text(
     )
 
 
-def _svg(parts: Sequence[str], width: int, height: int, label: str, attribute: str = "") -> str:
+def svg(parts: Sequence[str], width: int, height: int, label: str, attribute: str = "") -> str:
+    """A whole drawing."""
     size = f'viewBox="0 0 {width} {height}" width="{width}"'
     return f'<svg {size} role="img" aria-label="{safe(label)}"{attribute}>{"".join(parts)}</svg>'
 
@@ -220,5 +224,6 @@ def _widest(texts: Sequence[str]) -> float:
     return max((len(text) for text in texts), default=0) * _CHAR_PX
 
 
-def _shortened(text: str, most: int = 26) -> str:
+def shortened(text: str, most: int = 26) -> str:
+    """The text, or its begin if it is too long."""
     return text if len(text) <= most else text[: most - 1] + "…"
