@@ -49,7 +49,8 @@ _BACK = 0.8  # of the rate back: a lower one is doubtful
 _OPENING_BYTES = (16 << 10, 1 << 20)  # at least and at most
 _MESSAGE_BYTES = (32 << 10, 8 << 20)
 _SHORTEST_S = 1e-6  # clock resolution; avoids a division by zero
-_ALONE, _AGAIN, _TOGETHER = 0.5, 0.75, 1.0  # when the last shift, repetition and set begins, of the limit
+# When the last shift, repetition and set begins, as parts of the limit. All pairs once come first.
+_ALONE, _AGAIN, _TOGETHER = 0.8, 0.7, 1.0
 
 Propose = Callable[[Mapping[Pair, float], Mapping[Pair, float]], Iterable[Sequence[Pair]]]
 Say = Callable[[str], None]
