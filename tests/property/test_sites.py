@@ -1,4 +1,4 @@
-"""Sites are found in any network whose sites differ by a factor of 2 in rate or latency, with 10 % noise."""
+"""Sites are found where they differ by a factor of 2 in rate or latency, with 10 % noise."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import GBIT, Noisy, machine, partition
 
 from echelon.plan.fair import fair_rates
 from echelon.plan.sites import worthwhile_flows
 from echelon.plan.topology import Topology, Uplink
+from networks import GBIT, Noisy, machine, partition
 
 
 @st.composite

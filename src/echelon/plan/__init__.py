@@ -11,6 +11,11 @@ site_reasons.py
             what was found about sites, in sentences
 equations.py
             equations (1) to (5) of the first seed: serial, or how many groups
+grouping.py who forms a group: by transfer cost and compute power, by equal power, at random
+equal_power.py
+            groups of unequal nodes whose total power is equal
+hierarchy.py
+            levels of groups, the collective that sums along them, and candidates for a search
 job.py      what a training job costs: computing, gradients, memory
 cluster_file.py  reads and writes the file that says what machines, links and job there are
 told.py     what a lab's file tells about its machines

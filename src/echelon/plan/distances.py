@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from statistics import fmean, median
 
 import numpy as np
@@ -36,7 +36,8 @@ def best_rates(rates: Mapping[Flow, float], end: int) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for flow, rate in rates.items():
         found.setdefault(flow[end], []).append(rate)
-    return {name: fmean(rate for rate in own if rate >= _BEST * max(own)) for name, own in found.items()}
+    least = {name: _BEST * max(own) for name, own in found.items()}
+    return {name: fmean(rate for rate in own if rate >= least[name]) for name, own in found.items()}
 
 
 def by_pairs(nodes: Sequence[str], pairs: Iterable[PairMeasured]) -> Matrix:
@@ -151,7 +152,7 @@ def _cut(heights: Sequence[float]) -> float:
     """The middle of the widest gap between `_NEAR` and `_FAR`."""
     inside = sorted(height for height in heights if _NEAR < height < _FAR)
     marks = [_NEAR, *inside, _FAR]
-    gaps = [(right - left, (left + right) / 2) for left, right in zip(marks, marks[1:], strict=False)]
+    gaps = [(right - left, (left + right) / 2) for left, right in pairwise(marks)]
     return max(gaps)[1]
 
 

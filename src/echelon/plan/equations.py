@@ -16,9 +16,10 @@ N     cost of computing one job on a node of group 1
     (3)      (n T_r + N) m / (N^2 M_1 + N M_2 + M_3)
     (4, 5)   (n T_r + N) m / (N^(p-1) M_1 + N^(p-2) M_2 + ... + M_p)
 
-(4) and (5) are one equation on two lines. Costs are in units of time. N has two roles, a cost and the factor
-between neighbouring groups, so the unit is given by it: one job on group 1 takes N units, where a node of
-group 2 takes N times as long. `in_units` converts seconds, with N = 10 for decimal orders of magnitude.
+(4) and (5) are one equation on two lines. Costs are in units of time. N has two roles, a cost and the
+factor between neighbouring groups, so the unit is given by it: one job on group 1 takes N units, where a
+node of group 2 takes N times as long. `in_units` converts seconds, with N = 10 for decimal orders of
+magnitude.
 
 What is odd in them, and kept:
 - (1) adds 1 to m / M_1, as if rounding up, so it counts a round too many where M_1 divides m. The others
@@ -144,6 +145,6 @@ def cheapest(costs: StaticCosts, groups: Sequence[int]) -> StaticChoice:
 
 
 def in_units(costs: StaticCosts, factor: float = 10.0) -> tuple[StaticCosts, float]:
-    """Costs in seconds in units of time, such that N is the factor between groups; and a unit in seconds."""
+    """Costs in seconds in units of time, where N is the factor between groups; and a unit in seconds."""
     unit_s = costs.compute / factor
     return replace(costs, transfer=costs.transfer / unit_s, compute=factor), unit_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from echelon.config.units import show_bytes, show_seconds
@@ -20,8 +20,11 @@ def reasons(topology: Topology, measured: Measurements) -> tuple[str, ...]:
     said = [_sites(topology, measured)]
     if len(topology.sites) > 2:
         said += [_uplink(topology, uplink) for uplink in topology.uplinks]
+    rates: dict[tuple[str, str], list[float]] = {}
+    for (sender, receiver), rate in measured.alone.items():
+        rates.setdefault((topology.node(sender).site, topology.node(receiver).site), []).append(rate)
     for uplink in topology.uplinks:
-        said += _one_way(topology, uplink, measured)
+        said += _one_way(uplink, rates)
     for site in topology.sites:
         said += _slow([node for node in topology.nodes if node.site == site])
     return tuple(said)
@@ -73,16 +76,12 @@ def _line(topology: Topology, uplink: Uplink) -> str:
     return f"{_rate([uplink.bytes_per_s])}{shared}{late}"
 
 
-def _one_way(topology: Topology, uplink: Uplink, measured: Measurements) -> list[str]:
+def _one_way(uplink: Uplink, rates: Mapping[tuple[str, str], list[float]]) -> list[str]:
     """If one direction is slower: the uplink has the rate of the slower one."""
-    ways = []
-    for start, stop in (uplink.between, uplink.between[::-1]):
-        rates = [
-            rate
-            for (sender, receiver), rate in measured.alone().items()
-            if (topology.node(sender).site, topology.node(receiver).site) == (start, stop)
-        ]
-        ways.append((median(rates) if rates else 0.0, start, stop))
+    ways = [
+        (median(rates.get((start, stop), [0.0])), start, stop)
+        for start, stop in (uplink.between, uplink.between[::-1])
+    ]
     (slow, start, stop), (fast, _, _) = sorted(ways)
     if not slow or slow > LIMITED * fast:
         return []
@@ -107,8 +106,9 @@ def _slow(nodes: Sequence[Node]) -> list[str]:
 
 def _rates(topology: Topology, measured: Measurements) -> tuple[list[float], list[float]]:
     """Of pairs inside sites, and of pairs between sites."""
-    inside, between = [], []
-    for (sender, receiver), rate in measured.alone().items():
+    inside: list[float] = []
+    between: list[float] = []
+    for (sender, receiver), rate in measured.alone.items():
         same = topology.node(sender).site == topology.node(receiver).site
         (inside if same else between).append(rate)
     return inside, between

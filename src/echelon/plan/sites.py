@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from statistics import fmean
 
 import numpy as np
 
@@ -33,6 +32,7 @@ _UNSURE = 0.25  # distances (log 2 of a factor) that differ by less do not tell 
 _NEAR = 0.5
 _ROUNDS = 6
 _MOST_FLOWS = 8
+_MOST_MET = 6
 
 Clusters = list[list[str]]
 
@@ -65,6 +65,38 @@ def find_sites(
     if not is_connected(topology):
         raise _apart(topology)
     return SitesFound(topology=topology, reasons=reasons(topology, measured))
+
+
+def worthwhile_pairs(nodes: Sequence[str], pairs: Sequence[PairMeasured]) -> list[Flow]:
+    """Pairs to measure next, both ways, if only a sample was: each node with each site that it never met.
+
+    A node that met nobody of its own site looks as if its link were slow: it fits several sites, so it is
+    one of its own. Such nodes are also measured with the first of them, which may be of their site.
+    """
+    names = list(dict.fromkeys(nodes))
+    if len(names) < 3:
+        return []
+    found = find_sites(pairs, nodes=[Node(name=name) for name in names]).topology
+    met: dict[str, set[str]] = {name: {name} for name in names}
+    for pair in pairs:
+        met.setdefault(pair.sender, set()).add(pair.receiver)
+        met.setdefault(pair.receiver, set()).add(pair.sender)
+    sites = [{node.name for node in found.nodes if node.site == site} for site in found.sites]
+    wanted: dict[frozenset[str], Flow] = {}
+    # Small sites may be parts of larger ones that nothing has joined yet.
+    for site in sorted(sites, key=len, reverse=True)[:_MOST_MET]:
+        known = max(sorted(site), key=lambda name: len(met[name] & site))
+        wanted |= {
+            frozenset((name, known)): (name, known) for name in names if not met[name] & site - {name}
+        }
+    singles = [name for name in names if {name} in sites]
+    wanted |= {
+        frozenset((name, singles[0])): (name, singles[0])
+        for name in singles[1:]
+        if name not in met[singles[0]]
+    }
+    asked = [flow for flow in wanted.values() if flow[0] != flow[1]]
+    return [flow for one, other in asked for flow in ((one, other), (other, one))]
 
 
 def worthwhile_flows(
@@ -141,18 +173,21 @@ def _found(measured: Measurements) -> Clusters:
     distances = by_pairs(names, measured.pairs)
     found = _settled(clusters(names, distances), names, distances, measured)
     found = _split(found, measured)
-    ordered = [sorted(group, key=names.index) for group in found]
-    return sorted(ordered, key=lambda group: names.index(group[0]))
+    place = {name: at for at, name in enumerate(names)}
+    return sorted((sorted(group, key=place.__getitem__) for group in found), key=lambda one: place[one[0]])
 
 
 def _split(found: Clusters, measured: Measurements) -> Clusters:
     """Sites whose members lose rate to each other when they send at the same time are several."""
     names = [node.name for node in measured.nodes]
-    lost = by_flows(names, measured.flows, measured.alone())
+    lost = by_flows(names, measured.flows, measured.alone)
+    place = {name: at for at, name in enumerate(names)}
     for group in list(found):
-        places = [names.index(name) for name in group]
+        places = [place[name] for name in group]
+        if np.isnan(lost[np.ix_(places, places)]).all():
+            continue
         parts = clusters(group, lost[np.ix_(places, places)])
-        if len(parts) < 2 or min(map(len, parts)) < 2 or not _all_known(parts, names, lost):
+        if len(parts) < 2 or min(map(len, parts)) < 2 or not _all_known(parts, place, lost):
             continue
         split = [one for other in found for one in (parts if other is group else [other])]
         if _error(split, measured) < _CLEAR * _error(found, measured):
@@ -160,18 +195,22 @@ def _split(found: Clusters, measured: Measurements) -> Clusters:
     return found
 
 
-def _all_known(parts: Clusters, names: Sequence[str], lost: Matrix) -> bool:
+def _all_known(parts: Clusters, place: Mapping[str, int], lost: Matrix) -> bool:
     """Whether any flow went between each two parts; otherwise they only look apart."""
-    places = [[names.index(name) for name in part] for part in parts]
+    places = [[place[name] for name in part] for part in parts]
     return all(not np.isnan(lost[np.ix_(one, other)]).all() for one, other in combinations(places, 2))
 
 
 def _settled(found: Clusters, names: Sequence[str], distances: Matrix, measured: Measurements) -> Clusters:
     """Nodes that are as near to another site as to their own: where flows fit best, or on their own."""
     unsure = _unsure(found, names, distances)
+    sent = {name for one in measured.flows for flow in one.flows for name in flow}
     for name, possible in unsure.items():
         rest = [left for group in found if (left := [other for other in group if other != name])]
         alone = [*rest, [name]]
+        if name not in sent:
+            found = alone
+            continue
         tried = [
             [[*group, name] if set(group) & home else group for group in rest]
             for home in possible
@@ -191,7 +230,8 @@ def _unsure(found: Clusters, names: Sequence[str], distances: Matrix) -> dict[st
     sites = [set(group) for group in found if len(group) > 1]
     unsure: dict[str, list[set[str]]] = {}
     for name in names if len(sites) > 1 else []:
-        near = [_mean([distances[at[name], at[other]] for other in site - {name}]) for site in sites]
+        row = distances[at[name]]
+        near = [_mean(row[[at[other] for other in site if other != name]]) for site in sites]
         fits = [
             site for site, far in zip(sites, near, strict=True) if far < min(_NEAR, min(near) + _UNSURE)
         ]
@@ -200,9 +240,9 @@ def _unsure(found: Clusters, names: Sequence[str], distances: Matrix) -> dict[st
     return {name: [site - unsure.keys() for site in fits] for name, fits in unsure.items()}
 
 
-def _mean(distances: Sequence[float]) -> float:
-    known = [distance for distance in distances if not math.isnan(distance)]
-    return fmean(known) if known else math.inf
+def _mean(distances: Matrix) -> float:
+    known = distances[~np.isnan(distances)]
+    return float(known.mean()) if len(known) else math.inf
 
 
 def _error(found: Clusters, measured: Measurements, name: str | None = None) -> float:
@@ -222,7 +262,7 @@ def _site_names(found: Clusters) -> Mapping[str, str]:
     if len(found) == 1:
         return dict.fromkeys(found[0], "main")
     begins = [{re.split(r"[-_.]?\d*$", name)[0] for name in group} for group in found]
-    sites = {}
+    sites: dict[str, str] = {}
     for at, (group, own) in enumerate(zip(found, begins, strict=True)):
         clear = len(own) == 1 and sum(bool(own & other) for other in begins) == 1
         name = next(iter(own)) if clear and own != {""} else f"site-{at + 1}"

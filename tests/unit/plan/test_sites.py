@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from networks import GBIT, Noisy, machine, partition
 
 from echelon.errors import ConfigError
 from echelon.plan.measured import FlowsMeasured, PairMeasured
-from echelon.plan.sites import find_sites, worthwhile_flows
+from echelon.plan.sites import find_sites, worthwhile_flows, worthwhile_pairs
 from echelon.plan.topology import Node, Topology, Uplink
+from networks import GBIT, Noisy, machine, partition
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
 
@@ -76,7 +76,7 @@ def test_a_link_that_is_slow_one_way_stays_so(seed):
 @SEEDS
 def test_latency_alone_separates_sites(seed):
     real = two_sites(rate=GBIT, latency_s=5e-3)
-    found = Noisy(real, seed=seed).find()
+    found = Noisy(real, seed=seed).find(rounds=0)
     assert partition(found.topology) == partition(real)
     assert found.topology.uplinks[0].latency_s == pytest.approx(5e-3, rel=0.1)
     assert "ms one way" in found.reasons[0]
@@ -154,6 +154,44 @@ def test_a_sample_of_pairs_is_enough(seed):
     ]
     assert len(pairs) < 500
     assert partition(find_sites(pairs, nodes=real.nodes).topology) == partition(real)
+
+
+@SEEDS
+def test_nodes_that_met_nobody_of_their_site_are_measured_again(seed):
+    """Each node with three others at random: 60 nodes in three sites."""
+    nodes = tuple(machine(f"n{at}", f"s{at % 3}") for at in range(60))
+    between = [("s0", "s1"), ("s0", "s2"), ("s1", "s2")]
+    uplinks = tuple(Uplink(between=pair, bytes_per_s=GBIT / 10) for pair in between)
+    noisy = Noisy(Topology(nodes=nodes, uplinks=uplinks), seed=seed)
+    names = [node.name for node in nodes]
+    every = {(pair.sender, pair.receiver): pair for pair in noisy.pairs()}
+    chosen = set()
+    for name in names:
+        for other in noisy.draw.sample([other for other in names if other != name], 3):
+            chosen |= {(name, other), (other, name)}
+    for _ in range(3):
+        chosen |= set(worthwhile_pairs(names, [every[flow] for flow in chosen]))
+    found = find_sites([every[flow] for flow in sorted(chosen)], nodes=nodes).topology
+    assert partition(found) == partition(noisy.topology)
+    assert len(chosen) < len(every) / 3
+
+
+@SEEDS
+def test_a_few_nodes_that_all_others_measure_with_are_a_good_sample(seed):
+    """Six of 90 nodes in five sites: some site has none of the six, and is found in the next round."""
+    nodes = tuple(machine(f"n{at}", f"s{at % 5}") for at in range(90))
+    between = [(f"s{at}", f"s{other}") for at in range(5) for other in range(at)]
+    uplinks = tuple(Uplink(between=pair, bytes_per_s=GBIT / 10) for pair in between)
+    noisy = Noisy(Topology(nodes=nodes, uplinks=uplinks), seed=seed)
+    names = [node.name for node in nodes]
+    every = {(pair.sender, pair.receiver): pair for pair in noisy.pairs()}
+    chosen = {flow for flow in every if {"n0", "n1", "n5", "n6", "n10", "n12"} & set(flow)}
+    for _ in range(3):
+        chosen |= set(worthwhile_pairs(names, [every[flow] for flow in chosen]))
+    found = find_sites([every[flow] for flow in sorted(chosen)], nodes=nodes).topology
+    assert partition(found) == partition(noisy.topology)
+    assert worthwhile_pairs(names, [every[flow] for flow in chosen]) == []
+    assert len(chosen) < len(every) / 4
 
 
 def test_what_is_known_of_nodes_is_kept():
