@@ -201,10 +201,16 @@ def _variables(given: list[str]) -> dict[str, str]:
 
 def _nodes_table(lab: Lab) -> Table:
     from echelon.cluster.lab.spec import show_rate
+    from echelon.config.units import show_seconds
 
-    columns = ["node", "site", "cpu", "link", "latency", "address"]
-    if not lab.spec.wants_latency:
-        columns.remove("latency")
+    columns = ["node", "site", "cpu", "link", "latency", "jitter", "loss", "address"]
+    nodes = lab.spec.nodes
+    absent = {
+        "latency": not lab.spec.wants_latency,
+        "jitter": not any(node.jitter_s for node in nodes),
+        "loss": not any(node.loss for node in nodes),
+    }
+    columns = [column for column in columns if not absent.get(column)]
     table = Table(*columns, box=None, pad_edge=False)
     for node, seat in zip(lab.spec.nodes, lab.seats, strict=True):
         cells = {
@@ -213,6 +219,8 @@ def _nodes_table(lab: Lab) -> Table:
             "cpu": _cpu(seat.speed),
             "link": show_rate(node.link_bytes_per_s),
             "latency": _latency(node.latency_s, lab),
+            "jitter": show_seconds(node.jitter_s) if node.jitter_s else "none",
+            "loss": f"{100 * node.loss:g} %" if node.loss else "none",
             "address": seat.address,
         }
         table.add_row(*(cells[column] for column in columns))
@@ -221,10 +229,13 @@ def _nodes_table(lab: Lab) -> Table:
 
 def _uplink_lines(lab: Lab) -> list[str]:
     from echelon.cluster.lab.spec import show_rate
+    from echelon.config.units import show_seconds
 
     return [
         f"uplink {uplink.name}: {show_rate(uplink.rate_bytes_per_s)}"
         + (f", latency {_latency(uplink.latency_s, lab)}" if uplink.latency_s else "")
+        + (f", jitter {show_seconds(uplink.jitter_s)}" if uplink.jitter_s else "")
+        + (f", loss {100 * uplink.loss:g} %" if uplink.loss else "")
         for uplink in lab.spec.uplinks
     ]
 

@@ -38,7 +38,9 @@ _PANELS = {
     **dict.fromkeys(["workers", "servers", "groups", "speed", "delay", "delayed"], "The cluster"),
     **dict.fromkeys(["sync", "model", "data", "batch", "optimizer", "lr", "momentum"], "Training"),
     **dict.fromkeys(["weight_decay", "seconds", "seed", "seeds", "no_gradients"], "Training"),
-    **dict.fromkeys(["compute", "server_costs", "link", "latency"], "How long things take"),
+    **dict.fromkeys(
+        ["compute", "server_costs", "link", "latency", "jitter", "loss"], "How long things take"
+    ),
     **dict.fromkeys(["every", "test_samples", "train_samples", "until_accuracy", "jobs"], "Output"),
 }
 _OUTPUT: Any = {"rich_help_panel": "Output", "show_default": False}
@@ -117,6 +119,8 @@ def _prepare(settings: SimulateSettings) -> tuple[Setting, dict[str, str]]:
     DATASETS.build(setting.data, where="--data")
     if setting.delay:
         DELAYS.build(setting.delay, where="--delay")
+    if setting.jitter:
+        DELAYS.build(setting.jitter, where="--jitter")
     check_policies(setting, settings.sync)
     measured = "measured on this machine"
     return dataclasses.replace(setting, profile=_profile(setting, settings)), {

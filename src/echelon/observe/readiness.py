@@ -17,7 +17,7 @@ from pathlib import Path
 from echelon.observe.run_folder import RunFolder
 
 
-class Phase(IntEnum):
+class WorkerPhase(IntEnum):
     """How far a worker is; a later phase has a larger number."""
 
     RUNNING = 1
@@ -25,7 +25,7 @@ class Phase(IntEnum):
     TRAINING = 3
 
 
-def tell(phase: Phase, environment: Mapping[str, str] = os.environ) -> None:
+def tell(phase: WorkerPhase, environment: Mapping[str, str] = os.environ) -> None:
     """Say that this worker has come so far, if a launcher asks. Never fails: training goes on."""
     run, rank = environment.get("ECHELON_RUN"), environment.get("RANK")
     if run and rank:
@@ -38,14 +38,14 @@ def ask(folder: RunFolder) -> None:
     folder.ready.mkdir(exist_ok=True)
 
 
-def told(folder: RunFolder) -> dict[int, Phase]:
+def told(folder: RunFolder) -> dict[int, WorkerPhase]:
     """How far each worker is, by rank; a worker that has said nothing is missing."""
-    found: dict[int, Phase] = {}
+    found: dict[int, WorkerPhase] = {}
     with suppress(OSError):
         for file in folder.ready.iterdir():
             rank, _, phase = file.name.partition(".")
             number = int(rank)
-            found[number] = max(Phase[phase.upper()], found.get(number, Phase.RUNNING))
+            found[number] = max(WorkerPhase[phase.upper()], found.get(number, WorkerPhase.RUNNING))
     return found
 
 

@@ -5,6 +5,7 @@
     clock.py      virtual time: a queue of actions
     order.py      the order in which samples are taken
     learner.py    a model as one flat tensor: its gradient and its evaluation
+    late.py       how much later transfers arrive: jitter and loss
     virtual.py    the virtual cluster: workers with speeds, delays and links; counts and curve
     families/     runs the policies of each family
     averaging.py  how long averages and broadcasts take

@@ -295,10 +295,13 @@ def profile_rows(
         f"{name} {show_seconds(cost)}"
         for name, cost in (("push", costs.queue_s), ("update", costs.apply_s), ("pull", costs.hand_s))
     )
+    late = (f", jitter {setting.jitter}" if setting.jitter else "") + (
+        f", loss {setting.loss:g}" if setting.loss else ""
+    )
     return [
         ("a gradient", show_seconds(profile.compute_s), sources.get("compute", "")),
         ("the server", served, sources.get("costs", "")),
-        ("a link", f"{shown}, latency {show_seconds(link.latency_s)}", sources.get("link", "")),
+        ("a link", f"{shown}, latency {show_seconds(link.latency_s)}{late}", sources.get("link", "")),
     ]
 
 

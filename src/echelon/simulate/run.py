@@ -1,8 +1,9 @@
 """Simulates several policies on the same virtual cluster, with the same weights, data and delays.
 
 For each seed all policies start with the same weights and get the same order of samples, and each worker
-draws the same delays. The result is a function of the setting and the profile, to the bit: one thread
-computes, and all random numbers come from generators of the run.
+draws the same delays, and the same jitter and loss for its transfers. The result is a function of the
+setting and the profile, to the bit: one thread computes, and all random numbers come from generators of the
+run.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ class Setting:
 
     `batch` is per worker. `speeds` (1 is full speed) and `links` (bytes per second, instead of the
     profile's) are per worker, or empty. `groups`, if any, contain each worker once. `delay` slows the
-    fraction `delayed` of workers, the highest ranks. There is one run for each of `seeds` seeds, starting
+    fraction `delayed` of workers, the highest ranks. Every transfer is later by a draw from `jitter`, and
+    lost and sent again with probability `loss`. There is one run for each of `seeds` seeds, starting
     with `seed`. Without `gradients` nothing is learned, and only times are simulated. `profile` is measured
     if it is not given. Evaluations use `test_samples` test samples (0: all) and `train_samples` fixed
     training samples.
@@ -44,6 +45,8 @@ class Setting:
     groups: tuple[tuple[int, ...], ...] = ()
     delay: str = ""
     delayed: float = 0.5
+    jitter: str = ""
+    loss: float = 0.0
     seconds: float = 10.0
     seed: int = 0
     seeds: int = 1
@@ -60,6 +63,7 @@ class Setting:
             _require(name, getattr(self, name), 0 <= getattr(self, name) < math.inf, "at least 0")
         for name in ("lr", "seconds"):
             _require(name, getattr(self, name), 0 < getattr(self, name) < math.inf, "a number above 0")
+        _require("loss", self.loss, 0 <= self.loss < 1, "a fraction from 0 to below 1")
         every_s = self.evaluate_every_s
         if every_s is not None:
             _require("evaluate_every_s", every_s, 0 < every_s < math.inf, "a number above 0")
@@ -160,6 +164,8 @@ class SimulateSettings:
     )
     link: str | None = described(None, "A rate such as 100mbit for all, or one per worker. Default: 1gbit.")
     latency: str | None = described(None, "The links' latency, such as 5ms. Default: 0.1ms.")
+    jitter: str | None = described(None, 'Delay every transfer: "normal(0, 0.01)" seconds.')
+    loss: float = like(Setting, "loss", "The fraction of transfers that are lost and sent again.")
     every: str | None = described(None, "Evaluate every so many virtual seconds. Default: 20 times.")
     test_samples: int = like(Setting, "test_samples", "How many test samples to evaluate on; 0 is all.")
     train_samples: int = like(Setting, "train_samples", "How many samples the train loss is computed on.")
@@ -211,6 +217,8 @@ class SimulateSettings:
             groups=parse_groups(self.groups, self.workers) if self.groups else (),
             delay=self.delay or "",
             delayed=self.delayed,
+            jitter=self.jitter or "",
+            loss=self.loss,
             seconds=self.seconds,
             seed=self.seed,
             seeds=self.seeds,

@@ -21,6 +21,7 @@ from echelon.errors import ConfigError
 from echelon.observe.events import AnyEvent, Evaluated
 from echelon.plan.plan import PlanRequest, make_plan
 from echelon.simulate.clock import Clock
+from echelon.simulate.late import LateTransfers
 from echelon.simulate.learner import Learner, Quality
 from echelon.simulate.order import Order
 from echelon.simulate.outcome import Point, Totals
@@ -55,14 +56,24 @@ class VirtualWorkers(Protocol):
         """Seconds until all of them have the weights that one of them received."""
 
     def transfer_s(self, rank: int) -> float:
-        """Seconds for one model to the server or back."""
+        """Seconds for one model to the server or back, this time."""
+
+    def message_s(self, rank: int) -> float:
+        """Seconds for the smallest message to the server or back, this time."""
+
+    def late_s(self, rank: int) -> float:
+        """How much later than rate and latency say the next transfer arrives."""
 
     def bytes_per_s(self, rank: int) -> float:
         """The rate of the link to others."""
 
     @property
     def latency_s(self) -> float:
-        """Seconds for the smallest message."""
+        """Seconds for the smallest message that is not late."""
+
+    @property
+    def has_late_links(self) -> bool:
+        """Whether transfers may be late: whether there is jitter or loss."""
 
 
 class VirtualCluster:
@@ -87,6 +98,7 @@ class VirtualCluster:
         self.curve: list[Point] = []
         self._order = order
         self._compute_s, self._delays = _paces(setting, profile)
+        self._late = LateTransfers(setting, seed)
         self._draws = [random.Random(f"{seed}/{rank}") for rank in range(setting.workers)]
 
     def begin(self, rank: int) -> tuple[Tensor, float]:
@@ -111,7 +123,15 @@ class VirtualCluster:
 
     def transfer_s(self, rank: int) -> float:
         """Seconds for one model between a worker and the server."""
-        return self.latency_s + self.learner.size_bytes / self.bytes_per_s(rank)
+        return self.message_s(rank) + self.learner.size_bytes / self.bytes_per_s(rank)
+
+    def message_s(self, rank: int) -> float:
+        """Seconds for the smallest message between a worker and the server."""
+        return self.latency_s + self.late_s(rank)
+
+    def late_s(self, rank: int) -> float:
+        """How much later the worker's next transfer arrives, by jitter and loss."""
+        return self._late.next_s(rank)
 
     def bytes_per_s(self, rank: int) -> float:
         """The rate of the worker's link."""
@@ -119,8 +139,13 @@ class VirtualCluster:
 
     @property
     def latency_s(self) -> float:
-        """Seconds for the smallest message."""
+        """Seconds for the smallest message that is not late."""
         return self.profile.link.latency_s
+
+    @property
+    def has_late_links(self) -> bool:
+        """Whether there is jitter or loss."""
+        return self._late.happen
 
     def run(self, shown: Callable[[], Sequence[Tensor]]) -> None:
         """Run until the end. `shown` gives the weights to evaluate; the figures of several are averaged."""

@@ -1,4 +1,4 @@
-"""What happens to a lab in the course of a run: CPU quotas come into force, faults are injected.
+"""What happens to a lab in the course of a run: CPU quotas come into force, faults come, links vary.
 
 Every change is an event, and its time is known: quotas come into force once, for a stated reason
 (quotas.py), and faults by seconds count from then. What was not done by the end of the run is said.
@@ -13,6 +13,7 @@ from types import TracebackType
 from echelon.cluster.lab.faults import FaultClock, InjectedFault
 from echelon.cluster.lab.lab import Lab
 from echelon.cluster.lab.spec import FaultSpec
+from echelon.cluster.lab.variation import varying
 from echelon.observe import readiness
 from echelon.observe.events import LAUNCHER, Event, FaultInjected, Noted, QuotasApplied
 from echelon.observe.run_folder import RunFolder
@@ -22,8 +23,9 @@ from echelon.start.quotas import QuotaTrigger
 class LabCourse:
     """The course of one run's lab. The launcher calls `look` a few times a second."""
 
-    def __init__(self, lab: Lab, folder: RunFolder, workers: int, *, bounded: bool) -> None:
+    def __init__(self, lab: Lab, folder: RunFolder, workers: int, *, bounded: bool, seed: int) -> None:
         self._lab = lab
+        self._variation = varying(lab, seed)
         self._folder = folder
         self._trigger = QuotaTrigger(workers, bounded=bounded)
         self._faults: FaultClock | None = None
@@ -71,12 +73,14 @@ class LabCourse:
         return [Noted(t=time.time(), rank=LAUNCHER, text=text, warning=True) for text in said]
 
     def __enter__(self) -> LabCourse:
+        self._variation.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         readiness.forget(self._folder)
+        self._variation.__exit__(kind, error, trace)
 
     @property
     def _quotas(self) -> dict[str, float]:

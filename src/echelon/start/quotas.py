@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from echelon.observe.readiness import Phase
+from echelon.observe.readiness import WorkerPhase
 
 JOINED_S = 20.0
 RUNNING_S = 30.0
@@ -29,29 +29,29 @@ class QuotaTrigger:
     def __init__(self, workers: int, *, bounded: bool = True) -> None:
         self._workers = workers
         self._bounded = bounded
-        self._since: dict[tuple[int, Phase], float] = {}
+        self._since: dict[tuple[int, WorkerPhase], float] = {}
 
-    def look(self, phases: Mapping[int, Phase], ended: Collection[int], now: float) -> str | None:
+    def look(self, phases: Mapping[int, WorkerPhase], ended: Collection[int], now: float) -> str | None:
         """Why quotas come into force now; None if they do not yet. `now` is on a clock that only grows."""
         joined: list[int] = []
         running: list[int] = []
         waits = all(rank in ended for rank in range(self._workers))  # there is nothing left to limit
         for rank in range(self._workers):
             phase = phases.get(rank)
-            if rank in ended or phase is Phase.TRAINING:
+            if rank in ended or phase is WorkerPhase.TRAINING:
                 continue
             if phase is None:
                 waits = True
                 continue
             for_s = now - self._since.setdefault((rank, phase), now)
-            bound_s = JOINED_S if phase is Phase.JOINED else RUNNING_S
+            bound_s = JOINED_S if phase is WorkerPhase.JOINED else RUNNING_S
             waits |= not self._bounded or for_s < bound_s
-            (joined if phase is Phase.JOINED else running).append(rank)
+            (joined if phase is WorkerPhase.JOINED else running).append(rank)
         return None if waits else _reason(joined, running)
 
-    def awaited(self, phases: Mapping[int, Phase]) -> str:
+    def awaited(self, phases: Mapping[int, WorkerPhase]) -> str:
         """What was awaited, for a run that ends before."""
-        late = [rank for rank in range(self._workers) if phases.get(rank) is not Phase.TRAINING]
+        late = [rank for rank in range(self._workers) if phases.get(rank) is not WorkerPhase.TRAINING]
         return f"{_ranks(late)} had not begun to train" if late else "all had only just begun to train"
 
 

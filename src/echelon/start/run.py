@@ -157,7 +157,8 @@ def _run(
         bounded = not isinstance(settings, TrainSettings)
         course = None
         if lab is not None:
-            course = stack.enter_context(LabCourse(lab, folder, len(plan.workers), bounded=bounded))
+            workers = len(plan.workers)
+            course = stack.enter_context(LabCourse(lab, folder, workers, bounded=bounded, seed=plan.seed))
         watch = _Watch(folder, plan, course, recorder, watcher, stopped)
         for note in lab.notes if lab else ():
             watch.note(note)

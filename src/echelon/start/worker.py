@@ -25,7 +25,7 @@ from types import TracebackType
 import msgspec
 
 from echelon.errors import EchelonError, GradientError, MismatchedCalls, WorkerError
-from echelon.observe.readiness import Phase, tell
+from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
 from echelon.start.failure import Failure
 from echelon.start.warn import WarningHandler
@@ -46,7 +46,7 @@ def run_program(program: Sequence[str]) -> None:
     faulthandler.enable()
     _hand_on_warnings()
     sys.excepthook = _keep_error
-    tell(Phase.RUNNING)
+    tell(WorkerPhase.RUNNING)
     if program[0] == "-m":
         sys.argv = list(program[1:])
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)

@@ -39,7 +39,7 @@ from echelon.config.registry import convert
 from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError, EchelonError
 from echelon.observe.events import LinkMeasured, WorkerJoined, WorkersAwaited
-from echelon.observe.readiness import Phase, tell
+from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan, PlanRequest, check_weights, make_plan
@@ -341,7 +341,7 @@ def _session(
         )
     )
     record.flush()
-    tell(Phase.JOINED)
+    tell(WorkerPhase.JOINED)
     clock = StepClock(
         record.recorder,
         group.rank,
@@ -349,7 +349,7 @@ def _session(
         delay=DELAYS.build(mine.delay) if mine.delay else None,
         seed=plan.seed,
         thread_times=ThreadTimes() if group.size > 1 and record.folder is not None else None,
-        on_begun=partial(tell, Phase.TRAINING),
+        on_begun=partial(tell, WorkerPhase.TRAINING),
     )
     group.on_waiting(partial(_record_wait, record, clock, group.rank))
     try:

@@ -252,7 +252,7 @@ def test_a_shipped_lab_is_valid_and_needs_at_most_two_cores(name: str) -> None:
     assert spec.name == name
     assert all(node.cpu is not None for node in spec.nodes)
     assert sum(node.cpu or 0 for node in spec.nodes) < 2
-    assert spec.notes(cores=2, latency_emulated=True) == ()
+    assert spec.notes(cores=2, netem=True) == ()
 
 
 def test_the_shipped_labs_are_those_that_the_help_names() -> None:
@@ -275,16 +275,16 @@ def test_table_one_of_the_first_seed_has_its_groups_and_magnitudes() -> None:
 
 def test_speeds_beyond_the_machine_are_a_note_not_an_error() -> None:
     spec = parse('[[node]]\nname = "a"\ncount = 4\ncpu = 0.75')
-    (note,) = spec.notes(cores=2, latency_emulated=False)
+    (note,) = spec.notes(cores=2, netem=False)
     assert "3 cores" in note
     assert "has 2" in note
-    assert spec.notes(cores=4, latency_emulated=False) == ()
+    assert spec.notes(cores=4, netem=False) == ()
 
 
 def test_latency_that_the_kernel_cannot_emulate_is_a_note() -> None:
-    (note,) = parse(TWO_SITES).notes(cores=2, latency_emulated=False)
+    (note,) = parse(TWO_SITES).notes(cores=2, netem=False)
     assert "latency is not emulated" in note
-    assert parse(TWO_SITES).notes(cores=2, latency_emulated=True) == ()
+    assert parse(TWO_SITES).notes(cores=2, netem=True) == ()
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.observe import readiness
-from echelon.observe.readiness import Phase
+from echelon.observe.readiness import WorkerPhase
 from echelon.observe.run_folder import RunFolder
 from echelon.start.quotas import JOINED_S, RUNNING_S, QuotaTrigger
 
-RUNNING, JOINED, TRAINING = Phase.RUNNING, Phase.JOINED, Phase.TRAINING
+RUNNING, JOINED, TRAINING = WorkerPhase.RUNNING, WorkerPhase.JOINED, WorkerPhase.TRAINING
 
 
 def test_quotas_come_when_the_last_worker_trains() -> None:
@@ -59,8 +59,8 @@ def test_a_worker_that_has_ended_is_not_awaited() -> None:
     assert QuotaTrigger(2).look({0: TRAINING}, {0: 0, 1: 0}, 0.0) is None  # nobody is left
 
 
-@given(st.lists(st.sampled_from([None, *Phase]), min_size=1, max_size=6), st.floats(0, 100))
-def test_quotas_never_come_before_every_script_runs(phases: list[Phase | None], now: float) -> None:
+@given(st.lists(st.sampled_from([None, *WorkerPhase]), min_size=1, max_size=6), st.floats(0, 100))
+def test_quotas_never_come_before_every_script_runs(phases: list[WorkerPhase | None], now: float) -> None:
     trigger = QuotaTrigger(len(phases))
     known = {rank: phase for rank, phase in enumerate(phases) if phase is not None}
     first = trigger.look(known, (), 0.0)

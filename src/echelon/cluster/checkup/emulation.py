@@ -31,6 +31,6 @@ def emulation() -> Iterator[Finding]:
         level="note",
         topic="lab",
         subject="latency",
-        text="the kernel has no netem: link rates are emulated, latencies are not",
+        text="the kernel has no netem: link rates are emulated, latencies are not, jitter and loss roughly",
         fix="load the module sch_netem, if this kernel has it",
     )

@@ -12,6 +12,7 @@ state.py      the state files of labs that are up
 processes.py  finds and ends the processes of a node
 remove.py     removes a lab, even after a crash
 lab.py        a lab that is up: its seats and its controls
+variation.py  jitter and loss of links where the kernel has no netem
 faults.py     injects faults at a second or at a step: kill, stop, slow, cut, ...
 execute.py    runs a program in the nodes
 

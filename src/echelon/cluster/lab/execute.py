@@ -22,6 +22,7 @@ from typing import IO
 
 from echelon.cluster.lab.lab import Lab, Seat
 from echelon.cluster.lab.processes import end, send
+from echelon.cluster.lab.variation import varying
 from echelon.errors import LabError
 
 OnLine = Callable[[str, str, str], None]
@@ -57,7 +58,7 @@ def run_job(lab: Lab, job: NodeJob, on_line: OnLine) -> JobResult:
     stream is "stdout" or "stderr".
     """
     places = list(placements(lab, job))
-    with _groups(lab, job) as groups, _signals() as received:
+    with varying(lab), _groups(lab, job) as groups, _signals() as received:
         lines = threading.Lock()
         running: dict[str, subprocess.Popen[str]] = {}
         readers: list[threading.Thread] = []
@@ -81,7 +82,7 @@ def run_job(lab: Lab, job: NodeJob, on_line: OnLine) -> JobResult:
 def run_attached(lab: Lab, job: NodeJob) -> JobResult:
     """Run the job on its one node with this process's own input and output, as in a terminal."""
     ((seat, words, env),) = placements(lab, job)
-    with _groups(lab, job) as groups, _signals() as received:
+    with varying(lab), _groups(lab, job) as groups, _signals() as received:
         process = _start([*lab.prefix_of(seat.node, groups[seat.node]), *words], env, piped=False)
         try:
             with _foreground(process.pid):

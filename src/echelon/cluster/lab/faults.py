@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from echelon.cluster.lab.lab import Lab
 from echelon.cluster.lab.processes import send
 from echelon.cluster.lab.spec import FaultSpec, show_rate
+from echelon.config.units import show_seconds
 
 PidsOfNode = Callable[[str], Iterable[int]]
 
@@ -88,6 +89,12 @@ def apply(lab: Lab, fault: FaultSpec, pids_of_node: PidsOfNode | None = None) ->
     if fault.action == "rate":
         lab.set_rate(fault.target, fault.rate_bytes_per_s)
         return f"gave the link {fault.target} a rate of {show_rate(fault.rate_bytes_per_s)}"
+    if fault.action == "jitter":
+        lab.set_jitter(fault.target, fault.jitter_s or 0.0)
+        return f"gave the link {fault.target} a jitter of {show_seconds(fault.jitter_s or 0.0)}"
+    if fault.action == "loss":
+        lab.set_loss(fault.target, fault.loss or 0.0)
+        return f"let the link {fault.target} lose {fault.loss or 0.0:.3g} of what it carries"
     if fault.action == "cut":
         lab.cut(fault.target)
         return f"cut the link {fault.target}"

@@ -10,9 +10,10 @@ A lab is built completely or not at all. Any process can remove it with `down`.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +21,7 @@ from echelon.cluster.lab import needs
 from echelon.cluster.lab.commands import tool
 from echelon.cluster.lab.cpu import CpuGroups, find_controller
 from echelon.cluster.lab.names import INTERFACE, NAMESPACES, PREFIX, Names, short_id
-from echelon.cluster.lab.network import Network
+from echelon.cluster.lab.network import LinkCondition, Network
 from echelon.cluster.lab.processes import command_of, in_namespaces
 from echelon.cluster.lab.remove import lab_ids, remove, uninterrupted
 from echelon.cluster.lab.spec import LabSpec
@@ -63,12 +64,15 @@ class Lab:
         self.state = state
         self.network = Network(state.spec, state.names, netem=state.netem)
         self.groups = CpuGroups(controller, state.names.stem)
+        self.changing = threading.RLock()
+        """Held by whoever changes links: faults, and the thread that varies them."""
+        self._conditions: dict[str, LinkCondition] = {}
 
     @classmethod
     def up(cls, spec: LabSpec, run_id: str, *, keep: bool = False, prefix: str = PREFIX) -> Lab:
         """Build a lab, completely or not at all. With `keep`, it outlives this process."""
         needs.check(spec.name)
-        netem = spec.wants_latency and needs.has_netem()
+        netem = (spec.wants_latency or spec.varies) and needs.has_netem()
         pid, started = maker()
         state = LabState(
             id=short_id(run_id),
@@ -80,7 +84,7 @@ class Lab:
             maker_pid=pid,
             maker_started=started,
             netem=netem,
-            notes=spec.notes(cores=len(os.sched_getaffinity(0)), latency_emulated=netem),
+            notes=spec.notes(cores=len(os.sched_getaffinity(0)), netem=netem, kept=keep),
         )
         claimed = False
         try:
@@ -138,7 +142,7 @@ class Lab:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Warnings for the user: latency not emulated, quotas too large."""
+        """Warnings for the user: what is not emulated, or how; quotas too large."""
         return self.state.notes
 
     @property
@@ -195,18 +199,49 @@ class Lab:
         for node in self.spec.nodes:
             self.groups.limit(node.name, node.cpu)
 
+    @property
+    def link_names(self) -> tuple[str, ...]:
+        """Every node's link, by the node's name, and the uplinks."""
+        return self.spec.link_names
+
+    def condition(self, link: str) -> LinkCondition:
+        """How a node's link or an uplink should behave: as in the file, or as a fault has changed it."""
+        return self._conditions.get(link) or self.network.link(link).condition
+
     def set_rate(self, link: str, bytes_per_s: float | None) -> None:
         """Give a node's link or an uplink this rate in both directions; None is unlimited."""
-        self.network.shape(link, bytes_per_s)
+        self._change(link, replace(self.condition(link), rate_bytes_per_s=bytes_per_s))
+
+    def set_jitter(self, link: str, jitter_s: float) -> None:
+        """Give a link this jitter. Without netem it takes effect while `variation.varying` runs."""
+        self._change(link, replace(self.condition(link), jitter_s=jitter_s))
+
+    def set_loss(self, link: str, loss: float) -> None:
+        """Let a link lose this fraction. Without netem it takes effect while `variation.varying` runs."""
+        self._change(link, replace(self.condition(link), loss=loss))
 
     def cut(self, link: str) -> None:
         """Silently drop all traffic on a node's link or an uplink."""
-        self.network.cut(link)
+        self._change(link, replace(self.condition(link), is_cut=True))
 
     def restore(self, link: str) -> None:
-        """Reconnect a node's link or an uplink and give it the rate of its file."""
-        self.network.mend(link)
-        self.network.shape(link, self.network.link(link).rate_bytes_per_s)
+        """Reconnect a node's link or an uplink and give it the rate, jitter and loss of its file."""
+        self._change(link, self.network.link(link).condition)
+
+    def _change(self, link: str, condition: LinkCondition) -> None:
+        with self.changing:
+            self._conditions[link] = condition
+            self.settle(link)
+
+    def settle(self, link: str) -> None:
+        """Make the kernel's link as its condition says; jitter and loss only with netem."""
+        condition = self.condition(link)
+        with self.changing:
+            if condition.is_cut:
+                self.network.cut(link)
+            else:
+                self.network.mend(link)
+            self.network.shape(link, condition)
 
     def status(self) -> list[NodeStatus]:
         """Every node with its current CPU limit and processes."""

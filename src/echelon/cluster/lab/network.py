@@ -13,6 +13,7 @@ The functions that make the commands are pure; `Network` runs them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from echelon.cluster.lab.commands import batch, run
 from echelon.cluster.lab.names import INTERFACE, Names, hardware_address
@@ -27,14 +28,33 @@ _LEAST_BURST_BYTES = 16 * 1024
 _QUEUE_S = 0.1
 _LEAST_QUEUE_BYTES = 64 * 1024
 _NETEM_PACKETS = 20_000
+# The rate of a link without one while its rate varies: about what a namespace's links reach.
+_UNLIMITED_BYTES_PER_S = 1.25e9
+
+
+class Send(Protocol):
+    """Carries out commands of tc or bridge in a namespace."""
+
+    def __call__(self, tool_name: str, lines: list[str], *, doing: str, namespace: str) -> None:
+        """Carry out the commands, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCondition:
+    """How a link should behave now."""
+
+    rate_bytes_per_s: float | None
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabLink:
-    """One link: its rate and latency in the file, its two ends, and the switch ports that cut it."""
+    """One link: its latency and condition in the file, its two ends, and the switch ports that cut it."""
 
-    rate_bytes_per_s: float | None
     latency_s: float
+    condition: LinkCondition
     ends: tuple[tuple[str, str], tuple[str, str]]
     ports: tuple[str, ...]
 
@@ -46,6 +66,12 @@ class Network:
         self.spec = spec
         self.names = names
         self.netem = netem
+        self.send: Send = batch
+        """Carries out changes of links."""
+
+    def reset_sender(self) -> None:
+        """Carry out changes one by one again."""
+        self.send = batch
 
     def build(self) -> None:
         """Build everything. On failure the caller removes what exists."""
@@ -58,10 +84,11 @@ class Network:
         for index, node in enumerate(spec.nodes):
             lines = node_lines(spec, names, index)
             batch("ip", lines, doing=f"set up node {node.name}", namespace=names.namespace(node.name))
-        for name in (*(node.name for node in spec.nodes), *(uplink.name for uplink in spec.uplinks)):
+        for name in spec.link_names:
             link = self.link(name)
-            if link.rate_bytes_per_s is not None or (link.latency_s and self.netem):
-                self.shape(name, link.rate_bytes_per_s)
+            needs_netem = link.latency_s or link.condition.jitter_s or link.condition.loss
+            if link.condition.rate_bytes_per_s is not None or (needs_netem and self.netem):
+                self.shape(name, link.condition)
 
     def link(self, name: str) -> LabLink:
         """The uplink of that name ('east/west'), or the node's own link."""
@@ -69,27 +96,41 @@ class Network:
             if uplink.name == name:
                 ports = (f"u{number}a", f"u{number}b")
                 return LabLink(
-                    rate_bytes_per_s=uplink.rate_bytes_per_s,
                     latency_s=uplink.latency_s,
+                    condition=LinkCondition(
+                        rate_bytes_per_s=uplink.rate_bytes_per_s, jitter_s=uplink.jitter_s, loss=uplink.loss
+                    ),
                     ends=((self.names.switch, ports[0]), (self.names.switch, ports[1])),
                     ports=ports,
                 )
         index = self.spec.index_of(name)
         node = self.spec.nodes[index]
         return LabLink(
-            rate_bytes_per_s=node.link_bytes_per_s,
             latency_s=node.latency_s,
+            condition=LinkCondition(
+                rate_bytes_per_s=node.link_bytes_per_s, jitter_s=node.jitter_s, loss=node.loss
+            ),
             ends=((self.names.namespace(name), INTERFACE), (self.names.switch, f"p{index}")),
             ports=(f"p{index}",),
         )
 
-    def shape(self, name: str, bytes_per_s: float | None) -> None:
-        """Give a link this rate in both directions, now; None removes the limit."""
+    def shape(self, name: str, condition: LinkCondition) -> None:
+        """Give a link this rate and, with netem, this jitter and loss, in both directions, now."""
         link = self.link(name)
-        latency_s = link.latency_s if self.netem else 0.0
         for namespace, device in link.ends:
-            lines = shaping_lines(device, bytes_per_s, latency_s)
-            batch("tc", lines, doing=f"shape the link {name}", namespace=namespace)
+            if self.netem:
+                lines = shaping_lines(
+                    device, condition.rate_bytes_per_s, link.latency_s, condition.jitter_s, condition.loss
+                )
+            else:
+                lines = shaping_lines(device, condition.rate_bytes_per_s, 0.0)
+            self.send("tc", lines, doing=f"shape the link {name}", namespace=namespace)
+
+    def reshape(self, name: str, bytes_per_s: float | None, factor: float) -> None:
+        """Let a link have a fraction of its rate for a while; its queue keeps its size."""
+        for namespace, device in self.link(name).ends:
+            line = rate_line(device, bytes_per_s or _UNLIMITED_BYTES_PER_S, factor=factor)
+            self.send("tc", [line], doing=f"shape the link {name}", namespace=namespace)
 
     def cut(self, name: str) -> None:
         """Silently drop all traffic on a link: no carrier is lost, no connection is reset."""
@@ -101,7 +142,7 @@ class Network:
 
     def _set_ports(self, name: str, state: str) -> None:
         lines = [f"link set dev {port} state {state}" for port in self.link(name).ports]
-        batch("bridge", lines, doing=f"change the link {name}", namespace=self.names.switch)
+        self.send("bridge", lines, doing=f"change the link {name}", namespace=self.names.switch)
 
 
 def cable_lines(spec: LabSpec, names: Names) -> list[str]:
@@ -170,19 +211,33 @@ def node_lines(spec: LabSpec, names: Names, index: int) -> list[str]:
     return lines
 
 
-def shaping_lines(device: str, bytes_per_s: float | None, latency_s: float) -> list[str]:
+def shaping_lines(
+    device: str, bytes_per_s: float | None, latency_s: float, jitter_s: float = 0.0, loss: float = 0.0
+) -> list[str]:
     """The queueing disciplines of one end of a link; they replace existing ones."""
     lines = []
     parent = "root"
-    if latency_s > 0:
-        delay = f"delay {round(latency_s * 1e6)}us limit {_NETEM_PACKETS}"
-        lines.append(f"qdisc replace dev {device} root handle 1: netem {delay}")
+    if latency_s > 0 or jitter_s > 0 or loss > 0:
+        words = [f"delay {_us(latency_s)}" + (f" {_us(jitter_s)}" if jitter_s > 0 else "")]
+        words += [f"loss {loss * 100:.6g}%"] if loss > 0 else []
+        lines.append(
+            f"qdisc replace dev {device} root handle 1: netem {' '.join(words)} limit {_NETEM_PACKETS}"
+        )
         parent = "parent 1:1"
     if bytes_per_s is not None:
-        burst = max(round(bytes_per_s * _BURST_S), _LEAST_BURST_BYTES)
-        limit = max(round(bytes_per_s * _QUEUE_S), _LEAST_QUEUE_BYTES) + burst
-        lines.append(
-            f"qdisc replace dev {device} {parent} handle 2:"
-            f" tbf rate {round(bytes_per_s * 8)}bit burst {burst} limit {limit}"
-        )
+        lines.append(rate_line(device, bytes_per_s, parent=parent))
     return lines or [f"qdisc replace dev {device} root noqueue"]
+
+
+def rate_line(device: str, bytes_per_s: float, *, factor: float = 1.0, parent: str = "root") -> str:
+    """The discipline that gives one end of a link a fraction of a rate; burst and queue are the rate's."""
+    burst = max(round(bytes_per_s * _BURST_S), _LEAST_BURST_BYTES)
+    limit = max(round(bytes_per_s * _QUEUE_S), _LEAST_QUEUE_BYTES) + burst
+    return (
+        f"qdisc replace dev {device} {parent} handle 2:"
+        f" tbf rate {round(bytes_per_s * factor * 8)}bit burst {burst} limit {limit}"
+    )
+
+
+def _us(seconds: float) -> str:
+    return f"{round(seconds * 1e6)}us"

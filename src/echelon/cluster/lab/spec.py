@@ -9,18 +9,20 @@
     cpu = 0.4               # in cores; unlimited if omitted
     link = "1gbit"          # each way; unlimited if omitted
     latency = "1ms"         # one way between node and switch, if the kernel has netem
+    jitter = "2ms"          # how much later or earlier than that
+    loss = "1%"             # the fraction that is lost, or a number: 0.01
 
     [[uplink]]
     between = ["east", "west"]
     rate = "100mbit"        # each way, shared by all traffic across it
-    latency = "5ms"
+    latency = "5ms"         # jitter and loss, too
 
     [[fault]]
     at_s = 5                # or at_step = 100
-    action = "kill"         # kill stop continue slow rate cut restore
-    node = "a-2"            # or link = "east/west", for rate, cut and restore
+    action = "kill"         # kill stop continue slow rate jitter loss cut restore
+    node = "a-2"            # or link = "east/west", for rate, jitter, loss, cut and restore
     cpu = 0.1               # for slow
-    rate = "10mbit"         # for rate
+    rate = "10mbit"         # for rate; likewise jitter and loss
 
 Every mistake is a ConfigError that names the file, the table and the key.
 """
@@ -32,7 +34,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -41,7 +43,7 @@ from echelon.config.registry import build_options
 from echelon.config.units import duration_s, rate_bytes_per_s
 from echelon.errors import ConfigError, UnknownName
 
-Action = Literal["kill", "stop", "continue", "slow", "rate", "cut", "restore"]
+Action = Literal["kill", "stop", "continue", "slow", "rate", "jitter", "loss", "cut", "restore"]
 ACTIONS: tuple[str, ...] = get_args(Action)
 
 # The kernel's limits: a quota is at least 1 ms, a period at most 1 s.
@@ -51,7 +53,15 @@ MOST_NODES = 256
 
 _FILES = Path(__file__).parent / "files"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
-_LINK_ACTIONS = ("rate", "cut", "restore")
+_LINK_ACTIONS = ("rate", "jitter", "loss", "cut", "restore")
+# The value that an action needs, and how it is written.
+_VALUE_OF = {
+    "cpu": ("slow", "cpu = 0.1"),
+    "rate": ("rate", 'rate = "10mbit"'),
+    "jitter": ("jitter", 'jitter = "5ms"'),
+    "loss": ("loss", 'loss = "1%"'),
+}
+_MOST_LOSS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +73,8 @@ class NodeSpec:
     cpu: float | None = None
     link_bytes_per_s: float | None = None
     latency_s: float = 0.0
+    jitter_s: float = 0.0
+    loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +84,8 @@ class UplinkSpec:
     between: tuple[str, str]
     rate_bytes_per_s: float | None = None
     latency_s: float = 0.0
+    jitter_s: float = 0.0
+    loss: float = 0.0
 
     @property
     def name(self) -> str:
@@ -83,7 +97,7 @@ class UplinkSpec:
 class FaultSpec:
     """A fault to inject once. Exactly one of `at_s` and `at_step` is set.
 
-    Exactly one of `node` and `link` is set; for rate and cut a node means its own link.
+    Exactly one of `node` and `link` is set; for rate, jitter, loss and cut a node means its own link.
     """
 
     action: Action
@@ -93,6 +107,8 @@ class FaultSpec:
     link: str | None = None
     cpu: float | None = None
     rate_bytes_per_s: float | None = None
+    jitter_s: float | None = None
+    loss: float | None = None
 
     @property
     def target(self) -> str:
@@ -119,6 +135,18 @@ class LabSpec:
         """Whether any link has a latency."""
         return any(n.latency_s > 0 for n in self.nodes) or any(u.latency_s > 0 for u in self.uplinks)
 
+    @property
+    def varies(self) -> bool:
+        """Whether any link has jitter or loss, or gets some by a fault."""
+        links: tuple[NodeSpec | UplinkSpec, ...] = (*self.nodes, *self.uplinks)
+        given = any(link.jitter_s > 0 or link.loss > 0 for link in links)
+        return given or any(fault.action in ("jitter", "loss") for fault in self.faults)
+
+    @property
+    def link_names(self) -> tuple[str, ...]:
+        """The names of all links: of nodes, then of uplinks."""
+        return (*(node.name for node in self.nodes), *(uplink.name for uplink in self.uplinks))
+
     def index_of(self, node: str) -> int:
         """A node's index in the order of the file; UnknownName names the nearest."""
         for index, known in enumerate(self.nodes):
@@ -126,10 +154,16 @@ class LabSpec:
                 return index
         raise UnknownName("node", node, [n.name for n in self.nodes], where=f"lab {self.name}")
 
-    def notes(self, *, cores: int, latency_emulated: bool) -> tuple[str, ...]:
-        """Warnings about this cluster on a machine with `cores` cores."""
+    def notes(self, *, cores: int, netem: bool, kept: bool = False) -> tuple[str, ...]:
+        """Warnings about this cluster on a machine with `cores` cores, with netem or without it."""
         out = []
-        if self.wants_latency and not latency_emulated:
+        if self.varies and not netem:
+            when = "; only while `echelon lab exec` runs, for a lab that is kept" if kept else ""
+            out.append(
+                "jitter is emulated by varying rates, loss by short cuts, because this kernel has no netem"
+                + when
+            )
+        if self.wants_latency and not netem:
             out.append(
                 "latency is not emulated, because this kernel has no netem; rates and CPU speeds are"
             )
@@ -224,6 +258,8 @@ class _Node:
     cpu: float | None = None
     link: Any = None
     latency: Any = 0.0
+    jitter: Any = 0.0
+    loss: Any = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +267,8 @@ class _Uplink:
     between: list[str]
     rate: Any = None
     latency: Any = 0.0
+    jitter: Any = 0.0
+    loss: Any = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +280,8 @@ class _Fault:
     link: str | None = None
     cpu: float | None = None
     rate: Any = None
+    jitter: Any = None
+    loss: Any = None
 
 
 def _nodes(tables: Iterable[Mapping[str, Any]], file: str) -> tuple[NodeSpec, ...]:
@@ -261,17 +301,13 @@ def _nodes(tables: Iterable[Mapping[str, Any]], file: str) -> tuple[NodeSpec, ..
             cpu=_cpu(table.cpu, f"{where}, cpu"),
             link_bytes_per_s=_rate(table.link, f"{where}, link"),
             latency_s=_latency(table.latency, f"{where}, latency"),
+            jitter_s=_latency(table.jitter, f"{where}, jitter"),
+            loss=_loss(table.loss, f"{where}, loss"),
         )
         for name in _counted(table.name, table.count):
             if name in nodes:
                 raise ConfigError(f"two nodes are named {name!r}", where=f"{where}, name", fix="rename one")
-            nodes[name] = NodeSpec(
-                name=name,
-                site=template.site,
-                cpu=template.cpu,
-                link_bytes_per_s=template.link_bytes_per_s,
-                latency_s=template.latency_s,
-            )
+            nodes[name] = replace(template, name=name)
     if not 1 <= len(nodes) <= MOST_NODES:
         found = "the lab has no nodes" if not nodes else f"the lab has {len(nodes)} nodes"
         raise ConfigError(found, where=file, fix=f"describe 1 to {MOST_NODES} nodes with [[node]] tables")
@@ -308,6 +344,8 @@ def _uplinks(tables: Iterable[Mapping[str, Any]], sites: list[str], file: str) -
                 between=(ends[0], ends[1]),
                 rate_bytes_per_s=_rate(table.rate, f"{where}, rate"),
                 latency_s=_latency(table.latency, f"{where}, latency"),
+                jitter_s=_latency(table.jitter, f"{where}, jitter"),
+                loss=_loss(table.loss, f"{where}, loss"),
             )
         )
     lost = unreachable(sites, [uplink.between for uplink in found])
@@ -327,7 +365,7 @@ def _fault(
     if table.action not in ACTIONS:
         raise UnknownName("action", table.action, ACTIONS, where=f"{where}, action")
     _check_time(table, where)
-    for key, action, example in (("cpu", "slow", "cpu = 0.1"), ("rate", "rate", 'rate = "10mbit"')):
+    for key, (action, example) in _VALUE_OF.items():
         if (getattr(table, key) is not None) == (table.action == action):
             continue
         needed = table.action == action
@@ -345,6 +383,8 @@ def _fault(
         link=link,
         cpu=_cpu(table.cpu, f"{where}, cpu"),
         rate_bytes_per_s=_rate(table.rate, f"{where}, rate"),
+        jitter_s=None if table.jitter is None else _latency(table.jitter, f"{where}, jitter"),
+        loss=None if table.loss is None else _loss(table.loss, f"{where}, loss"),
     )
 
 
@@ -418,5 +458,24 @@ def _latency(value: Any, where: str) -> float:
         raise ConfigError(f"{value!r} is not a duration", where=where, fix='write a duration such as "5ms"')
     latency = duration_s(value, where=where)
     if not 0 <= latency <= 10:
-        raise ConfigError(f"latency cannot be {value}", where=where, fix="give 0 to 10 s")
+        key = where.rpartition(", ")[2]
+        raise ConfigError(f"{key} cannot be {value}", where=where, fix="give 0 to 10 s")
     return latency
+
+
+def _loss(value: Any, where: str) -> float:
+    """A fraction from a number or a percentage in text."""
+    try:
+        text = value.strip() if isinstance(value, str) else value
+        percent = isinstance(text, str) and text.endswith("%")
+        loss = math.nan if isinstance(value, bool) else float(text[:-1] if percent else text)
+    except (TypeError, ValueError):
+        loss, percent = math.nan, False
+    loss = loss / 100 if percent else loss
+    if not 0 <= loss <= _MOST_LOSS:
+        raise ConfigError(
+            f"{value!r} is not a loss",
+            where=where,
+            fix='give a fraction from 0 to 0.5, or a percentage such as "1%"',
+        )
+    return loss

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from echelon.simulate.averaging import ring_s, spread_s
+from echelon.simulate.averaging import ring_late_s, ring_s, spread_late_s, spread_s
 from echelon.simulate.families.mix import Averager, Worker
 from echelon.simulate.virtual import VirtualCluster, mean_of
 from echelon.sync.families.mix import MixPolicy
@@ -43,7 +43,8 @@ class VirtualGroups:
         """All members begin a step: their samples, and the seconds until the group has its gradient."""
         begun = [self._virtual.begin(member) for member in self._groups[rank]]
         slowest_s = max(compute_s for _, compute_s in begun)
-        return torch.cat([indices for indices, _ in begun]), slowest_s + self._reduce_s[rank]
+        reduce_s = self._reduce_s[rank] + ring_late_s(self._virtual, self._groups[rank])
+        return torch.cat([indices for indices, _ in begun]), slowest_s + reduce_s
 
     def gradient(self, weights: Tensor, indices: Tensor) -> Tensor:
         """The mean of the members' gradients; each is counted."""
@@ -57,11 +58,19 @@ class VirtualGroups:
 
     def spread_s(self, rank: int) -> float:
         """Seconds until all members have the first member's weights."""
-        return self._spread_s[rank]
+        return self._spread_s[rank] + spread_late_s(self._virtual, self._groups[rank])
 
     def transfer_s(self, rank: int) -> float:
         """Seconds for one model between the first member and the server."""
         return self._virtual.transfer_s(self._groups[rank][0])
+
+    def message_s(self, rank: int) -> float:
+        """Seconds for the smallest message between the first member and the server."""
+        return self._virtual.message_s(self._groups[rank][0])
+
+    def late_s(self, rank: int) -> float:
+        """How much later the first member's next transfer arrives."""
+        return self._virtual.late_s(self._groups[rank][0])
 
     def bytes_per_s(self, rank: int) -> float:
         """The rate of the first member's link."""
@@ -69,8 +78,13 @@ class VirtualGroups:
 
     @property
     def latency_s(self) -> float:
-        """Seconds for the smallest message."""
+        """Seconds for the smallest message that is not late."""
         return self._virtual.latency_s
+
+    @property
+    def has_late_links(self) -> bool:
+        """Whether there is jitter or loss."""
+        return self._virtual.has_late_links
 
 
 class _Group:
@@ -150,7 +164,8 @@ class LevelsRunner:
         group.here += 1
         if group.here == len(group.workers):
             group.here = 0
-            self._virtual.clock.after(group.reduce_s, partial(self._join_outer, group, step))
+            reduce_s = group.reduce_s + ring_late_s(self._virtual, group.ranks)
+            self._virtual.clock.after(reduce_s, partial(self._join_outer, group, step))
 
     def _join_outer(self, group: _Group, step: int) -> None:
         """Take part in the average of groups with the mean of the members."""
@@ -159,9 +174,10 @@ class LevelsRunner:
 
     def _averaged_outside(self, number: int, averaged: bool) -> None:
         group = self._groups[number]
+        late_s = group.spread_s + spread_late_s(self._virtual, group.ranks)
         for place, worker in enumerate(group.workers):
             worker.weights.copy_(group.weights)
-            self._resume(group, place, group.spread_s)
+            self._resume(group, place, late_s)
 
     def _resume(self, group: _Group, place: int, late_s: float) -> None:
         group.workers[place].steps += 1

@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from echelon.simulate.averaging import ring_s
+from echelon.simulate.averaging import ring_late_s, ring_s
 from echelon.simulate.learner import optimizer_for
 from echelon.simulate.virtual import VirtualWorkers, mean_of
 from echelon.sync.families.mix import Average, MixPolicy, Neighbours
@@ -116,9 +116,11 @@ class Averager:
         if len(here) < len(members):
             return
         del self._waiting[number, members]
+        ranks = [self._ranks[member] for member in members]
         if members not in self._ring_s:
-            self._ring_s[members] = ring_s(self._virtual, [self._ranks[member] for member in members])
-        self._virtual.clock.after(self._ring_s[members], partial(self._settle, number, averaging))
+            self._ring_s[members] = ring_s(self._virtual, ranks)
+        average_s = self._ring_s[members] + ring_late_s(self._virtual, ranks)
+        self._virtual.clock.after(average_s, partial(self._settle, number, averaging))
 
     def _settle(self, number: int, averaging: Average) -> None:
         shares = (
@@ -155,7 +157,8 @@ class Averager:
         if not others:
             return 0.0
         slowest = min(self._virtual.bytes_per_s(self._ranks[one]) for one in (place, *others))
-        return self._virtual.latency_s + len(others) * self._virtual.learner.size_bytes / slowest
+        sending_s = self._virtual.latency_s + len(others) * self._virtual.learner.size_bytes / slowest
+        return sending_s + max(self._virtual.late_s(self._ranks[other]) for other in others)
 
     def _mixed(self, place: int, number: int, step: _MixStep) -> None:
         own = self._weights[place]

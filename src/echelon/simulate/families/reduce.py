@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from echelon.simulate.averaging import ring_s
+from echelon.simulate.averaging import ring_late_s, ring_s
 from echelon.simulate.learner import optimizer_for
 from echelon.simulate.virtual import VirtualCluster
 
@@ -22,7 +22,8 @@ class ReduceRunner:
         self._virtual = virtual
         self._flat = virtual.learner.initial()
         self._optimizer = optimizer_for(virtual.setting, self._flat) if virtual.setting.gradients else None
-        self._reduce_s = ring_s(virtual, range(virtual.setting.workers))
+        self._ranks = range(virtual.setting.workers)
+        self._reduce_s = ring_s(virtual, self._ranks)
 
     def start(self) -> None:
         """Begin the first round."""
@@ -33,10 +34,11 @@ class ReduceRunner:
         return [self._flat]
 
     def _begin(self) -> None:
-        begun = [self._virtual.begin(rank) for rank in range(self._virtual.setting.workers)]
+        begun = [self._virtual.begin(rank) for rank in self._ranks]
         taken = [indices for indices, _ in begun]
         slowest_s = max(compute_s for _, compute_s in begun)
-        self._virtual.clock.after(slowest_s + self._reduce_s, lambda: self._end(taken))
+        reduce_s = self._reduce_s + ring_late_s(self._virtual, self._ranks)
+        self._virtual.clock.after(slowest_s + reduce_s, lambda: self._end(taken))
 
     def _end(self, taken: Sequence[Tensor]) -> None:
         self._virtual.counts.gradients += len(taken)

@@ -111,11 +111,11 @@ class ServeRunner:
         if self._explores:
             self._step(worker)
         if worker.ask:
-            self._reach(self._virtual.latency_s, 0.0, partial(self._arrive, worker, None))
+            self._reach(self._virtual.message_s(worker.rank), 0.0, partial(self._arrive, worker, None))
         elif worker.steps % self._push_every == 0:
             self._push(worker)
         elif worker.steps % self._pull_every == 0:
-            self._reach(self._virtual.latency_s, 0.0, partial(self._hand, worker, 0.0))
+            self._reach(self._virtual.message_s(worker.rank), 0.0, partial(self._hand, worker, 0.0))
         else:
             self._begin(worker)
 
@@ -247,7 +247,8 @@ class ServeRunner:
                 self._drop(decision)
             elif isinstance(decision, Invite):
                 invited = self._answered(decision.worker)
-                self._virtual.clock.after(spent_s + self._virtual.latency_s, partial(self._push, invited))
+                message_s = self._virtual.message_s(invited.rank)
+                self._virtual.clock.after(spent_s + message_s, partial(self._push, invited))
             elif isinstance(decision, Wake):
                 at = max(decision.t, self._virtual.clock.now + _AT_LEAST_S)
                 self._virtual.clock.at(at, partial(self._enqueue, 0.0, self._tick))
@@ -290,7 +291,7 @@ class ServeRunner:
         if decision.fresh and worker.steps % self._pull_every == 0:
             return self._hand(worker, spent_s, released=True)
         resume = partial(self._continue_alone, worker, decision.fresh)
-        self._virtual.clock.after(spent_s + self._virtual.latency_s, resume)
+        self._virtual.clock.after(spent_s + self._virtual.message_s(worker.rank), resume)
         return 0.0
 
     def _hand(self, worker: _VirtualWorker, spent_s: float, released: bool = False) -> float:
