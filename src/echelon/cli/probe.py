@@ -138,7 +138,7 @@ def _print(found: Probed, console: Console) -> None:
 
 def node_table(found: Probed) -> Table:
     """One line for each node."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table = Table(box=None, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for heading in ("node", "site"):
         table.add_column(heading)
     figures = ["cores", "speed", "memory", "cache", "up", "down", "latency"]

@@ -52,6 +52,7 @@ class ProbeAsked:
 
     model   a model of the zoo for samples of `data`; empty: a fixed small step is timed
     fresh   measure what the cache has, too
+    links_limit_s  when the last measurement of links begins
     """
 
     workers: int | None = None
@@ -65,11 +66,12 @@ class ProbeAsked:
     optimizer: str = "sgd"
     fresh: bool = False
     timeout_s: float = 60.0
+    links_limit_s: float = LINKS_LIMIT_S
 
     @property
     def bound_s(self) -> float:
         """About how long measuring takes at most, once workers are connected."""
-        return LINKS_LIMIT_S + COMPUTE_LIMIT_S + 1.0
+        return self.links_limit_s + COMPUTE_LIMIT_S + 1.0
 
 
 def probe(asked: ProbeAsked, say: Say) -> Probed:
@@ -91,7 +93,7 @@ def probe(asked: ProbeAsked, say: Say) -> Probed:
 def cached_topology(asked: ProbeAsked, nodes: Sequence[str]) -> Topology | None:
     """What a probe of these nodes, by rank, found within a day; None if it has to be measured.
 
-    Another launcher, other hosts, another description of the lab or another machine here is another cluster.
+    With another launcher, other hosts, another lab or another machine here, it is another cluster.
     """
     entry = probe_cache.cached(_cluster_key(asked, nodes), within_s=probe_cache.LINKS_AGE_S)
     if entry is None:
@@ -125,7 +127,13 @@ def _request(asked: ProbeAsked) -> ProbeRequest:
         model = ModelAsked(model=asked.model, sample=sample, batch=asked.batch, optimizer=asked.optimizer)
     limited = read_lab(asked.lab).nodes if asked.lab else ()
     quotas = {node.name: node.cpu for node in limited if node.cpu is not None}
-    return ProbeRequest(model=model, quotas=quotas, links_key=_place(asked), fresh=asked.fresh)
+    return ProbeRequest(
+        model=model,
+        quotas=quotas,
+        links_key=_place(asked),
+        fresh=asked.fresh,
+        links_limit_s=asked.links_limit_s,
+    )
 
 
 def _carried_out(asked: ProbeAsked, request: ProbeRequest, say: Say) -> list[NodeProbe]:
@@ -138,6 +146,13 @@ def _carried_out(asked: ProbeAsked, request: ProbeRequest, say: Say) -> list[Nod
         "lab": asked.lab,
         "threads": asked.threads,
         "transport": "tcp",
+        # Whatever the configuration says of training: a probe has nothing to do with it.
+        "sync": "full",
+        "codec": "none",
+        "collective": "auto",
+        "servers": 0,
+        "replicas": 0,
+        "shares": "equal",
         "runs": str(folder),
         "name": "probe",
         "join_timeout_s": asked.timeout_s,

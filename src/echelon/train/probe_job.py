@@ -43,11 +43,11 @@ from echelon.comm.meet.flows import FlowRates, Together, measure_flows
 from echelon.comm.meet.links import Pair, Wired
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError
-from echelon.observe.readiness import Phase, tell
+from echelon.observe.readiness import WorkerPhase, tell
 from echelon.plan.cluster_file import read_cluster, write_cluster
 from echelon.plan.job import JobProfile
 from echelon.plan.measured import PairMeasured
-from echelon.plan.sites import worthwhile_flows
+from echelon.plan.sites import worthwhile_flows, worthwhile_pairs
 from echelon.plan.topology import Node, Topology
 from echelon.train.join import join
 from echelon.train.profile_job import profile_model
@@ -130,7 +130,7 @@ def _probe(group: Group, node: str, request: ProbeRequest, say: Callable[[str], 
     here = sum(each["boot"] == facts[group.rank]["boot"] for each in facts)
     flows, links_age_s = _links(group, facts, request, say)
     clocks = measure_clocks(_wired(group)) if group.size > 1 else [ClockOffset()]
-    tell(Phase.TRAINING)  # a lab's quotas come into force
+    tell(WorkerPhase.TRAINING)  # a lab's quotas come into force
     notes = _under_quota(node, request.quotas)
     group.barrier()
     allowed = allowance(here)
@@ -203,7 +203,17 @@ def _links(
         told = group.broadcast_bytes(msgspec.json.encode(sets))
         return msgspec.json.decode(told, type=list[list[tuple[int, int]]])
 
-    flows = measure_flows(_wired(group), limit_s=request.links_limit_s, propose=propose, say=say)
+    def further(latency_s: Mapping[Pair, float], bytes_per_s: Mapping[Pair, float]) -> list[Pair]:
+        found = []
+        if group.rank == 0:
+            pairs = worthwhile_pairs(names, measured_pairs(names, latency_s, bytes_per_s))
+            found = [(names.index(sender), names.index(receiver)) for sender, receiver in pairs]
+        told = group.broadcast_bytes(msgspec.json.encode(found))
+        return msgspec.json.decode(told, type=list[tuple[int, int]])
+
+    flows = measure_flows(
+        _wired(group), limit_s=request.links_limit_s, further=further, propose=propose, say=say
+    )
     if group.rank == 0 and flows.complete:
         probe_cache.keep(key, _written_flows(flows))
     return flows, None

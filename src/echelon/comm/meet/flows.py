@@ -15,8 +15,9 @@ alone    One flow after the other: two that cross the same uplink would each sho
 together Sets of flows that the caller proposes, at the same time: what they share shows.
 
 Up to 16 members all pairs are measured both ways. Beyond, 15 shifts are: 1, 2, 4, ... and further ones,
-evenly spread. No shift and no set begins after its part of `limit_s`, so that links below about 10 Mb/s, or
-very many members, leave pairs out. A shift that has begun is finished.
+evenly spread, and then the pairs that `further` asks for. No shift and no set begins after its part of
+`limit_s`, so that links below about 10 Mb/s, or very many members, leave pairs out. A shift that has begun
+is finished.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ _BACK = 0.8  # of the rate back: a lower one is doubtful
 _OPENING_BYTES = (16 << 10, 1 << 20)  # at least and at most
 _MESSAGE_BYTES = (32 << 10, 8 << 20)
 _SHORTEST_S = 1e-6  # clock resolution; avoids a division by zero
-_ALONE, _AGAIN, _TOGETHER = 0.5, 0.75, 1.0  # when the last shift, repetition and set begins, of the limit
+# When the last shift, repetition and set begins, as parts of the limit. All pairs once come first.
+_ALONE, _AGAIN, _TOGETHER = 0.8, 0.7, 1.0
 
 Propose = Callable[[Mapping[Pair, float], Mapping[Pair, float]], Iterable[Sequence[Pair]]]
+Further = Callable[[Mapping[Pair, float], Mapping[Pair, float]], Sequence[Pair]]
 Say = Callable[[str], None]
 
 
@@ -80,11 +83,17 @@ class FlowRates:
 
 
 def measure_flows(
-    group: Wired, *, limit_s: float = 4.0, propose: Propose | None = None, say: Say | None = None
+    group: Wired,
+    *,
+    limit_s: float = 4.0,
+    further: Further | None = None,
+    propose: Propose | None = None,
+    say: Say | None = None,
 ) -> FlowRates:
     """Measure the links of a group.
 
     limit_s  when the last measurement begins, in seconds
+    further  which flows to measure alone next, if not all pairs were; none: enough is known
     propose  which flows to measure at the same time, from the latencies and the rates of pairs; default:
              some rounds of disjoint pairs
     say      is told what is measured now
@@ -104,9 +113,16 @@ def measure_flows(
         say(f"rates of one flow at a time, {at + 1} of {len(order)} shifts")
         _measure_shift(group, table, shifted(group.size, shift))
         spent_s = _agreed_s(group, begun)
+    while further is not None and len(table.bytes_per_s) < group.size * (group.size - 1):
+        flows = [] if spent_s > _ALONE * limit_s else further(latency_s, table.bytes_per_s)
+        unknown = [flow for flow in flows if flow not in table.bytes_per_s]
+        if not unknown:
+            break
+        say(f"rates of one flow at a time, {len(unknown)} further pairs")
+        _measure_shift(group, table, unknown)
+        spent_s = _agreed_s(group, begun)
     for attempt in range(_ATTEMPTS):
-        for shift in order:
-            again = [flow for flow in shifted(group.size, shift) if table.wants(flow, attempt)]
+        for again in table.again(order, attempt):
             if again and spent_s <= _AGAIN * limit_s:
                 say(f"rates again, with several messages, {'all' if not attempt else 'doubtful ones'}")
                 _measure_shift(group, table, again)
@@ -200,6 +216,13 @@ class _Table:
         if len(lengths) > 2 and not self._short[flow]:
             self._rates.setdefault(flow, []).append(rate)
         self.bytes_per_s[flow] = median_high(self._rates.get(flow, [rate]))
+
+    def again(self, order: Sequence[int], attempt: int) -> Iterable[list[Pair]]:
+        """What to measure again, shift by shift, and then what is in none of them."""
+        by_shift = [shifted(self.size, shift) for shift in order]
+        inside = {flow for flows in by_shift for flow in flows}
+        for flows in (*by_shift, [flow for flow in self.bytes_per_s if flow not in inside]):
+            yield [flow for flow in flows if self.wants(flow, attempt)]
 
     def wants(self, flow: Pair, attempt: int) -> bool:
         """Whether to measure it again: all the first time, then what is doubtful."""

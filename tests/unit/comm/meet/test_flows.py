@@ -110,6 +110,20 @@ def test_nothing_begins_after_the_limit_but_the_first_shift() -> None:
     assert not found.together
 
 
+def test_further_pairs_are_asked_for_until_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flows, "shifts", lambda size: [1])
+    asked = []
+
+    def further(latency_s, bytes_per_s):
+        asked.append(len(bytes_per_s))
+        return [(0, 2), (1, 0)] if (0, 2) not in bytes_per_s else []
+
+    found = _on_all(4, lambda member: measure_flows(member, limit_s=20.0, further=further))
+    assert set(found[0].bytes_per_s) == {*shifted(4, 1), (0, 2), (1, 0)}
+    assert found[0].bytes_per_s == found[3].bytes_per_s
+    assert sorted(set(asked)) == [4, 6]
+
+
 def test_one_member_has_nothing_to_measure() -> None:
     assert _on_all(1, measure_flows)[0].complete
     assert _on_all(1, measure_clocks)[0] == [ClockOffset()]
