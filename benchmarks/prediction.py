@@ -25,7 +25,7 @@ from echelon.cluster.lab.spec import LabSpec, parse_lab
 from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.plan.predict.engine_costs import EngineCosts
 from echelon.plan.predict.predict import predict
-from echelon.plan.strategy import Prediction, Strategy
+from echelon.plan.strategy import Prediction, RunStrategy
 from echelon.plan.topology import Node, Topology, Uplink
 
 MBIT = 125_000.0
@@ -281,7 +281,7 @@ def predicted(
         predict(
             topology,
             job,
-            Strategy(
+            RunStrategy(
                 nodes=tuple(names),
                 shares=case.shares(kind),
                 collective=collective,

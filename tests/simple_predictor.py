@@ -6,11 +6,11 @@ It never predicts less than computing takes, and a faster node or link never mak
 from __future__ import annotations
 
 from echelon.plan.job import JobProfile
-from echelon.plan.strategy import Prediction, Strategy
+from echelon.plan.strategy import Prediction, RunStrategy
 from echelon.plan.topology import Topology
 
 
-def simple_prediction(topology: Topology, job: JobProfile, strategy: Strategy) -> Prediction:
+def simple_prediction(topology: Topology, job: JobProfile, strategy: RunStrategy) -> Prediction:
     nodes = [topology.node(name) for name in strategy.nodes]
     costs = [job.cost_on(node) for node in nodes]
     compute = tuple(cost.at(share) for cost, share in zip(costs, strategy.shares, strict=True))

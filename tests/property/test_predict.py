@@ -17,7 +17,7 @@ from echelon.plan.predict.engine_costs import EngineCosts, burst_s
 from echelon.plan.predict.flows import phases_of
 from echelon.plan.predict.network import SharedLinks
 from echelon.plan.predict.predict import predict
-from echelon.plan.strategy import Prediction, Strategy
+from echelon.plan.strategy import Prediction, RunStrategy
 from echelon.plan.topology import Node, Topology, Uplink
 
 FLAT = ("ring", "direct", "halving-doubling", "butterfly", "binary-blocks", "ps(servers=1)")
@@ -64,11 +64,11 @@ def clusters(draw: st.DrawFn, least: int = 2) -> Topology:
 
 
 @st.composite
-def settings(draw: st.DrawFn) -> tuple[Topology, JobProfile, Strategy]:
+def settings(draw: st.DrawFn) -> tuple[Topology, JobProfile, RunStrategy]:
     """A cluster, a job and a strategy."""
     topology = draw(clusters())
     size = len(topology.nodes)
-    strategy = Strategy(
+    strategy = RunStrategy(
         nodes=tuple(node.name for node in topology.nodes),
         shares=tuple(draw(st.integers(1, 40)) for _ in range(size)),
         collective=draw(st.sampled_from((*FLAT, "hierarchical"))),
@@ -150,14 +150,14 @@ def test_bytes_through_links_are_those_of_the_schedules(topology, text):
         layers=(Layer(name="w", size_bytes=4 * (length - 1)),),
     )
     names = tuple(node.name for node in topology.nodes)
-    found = predict(topology, job, Strategy(nodes=names, shares=(1,) * size, collective=text)).link_bytes
+    found = predict(topology, job, RunStrategy(nodes=names, shares=(1,) * size, collective=text)).link_bytes
     assert found["east/west"] == pytest.approx(4 * across, rel=1e-3, abs=1e3)
     assert [found[name] for name in names] == pytest.approx([4 * one for one in through], rel=1e-3, abs=1e3)
 
 
 @given(clusters(least=1), jobs())
 def test_one_worker_does_not_communicate(topology, job):
-    found = predict(topology, job, Strategy(nodes=("n0",), shares=(8,)))
+    found = predict(topology, job, RunStrategy(nodes=("n0",), shares=(8,)))
     assert found.exposed_s == 0
     assert not any(found.link_bytes.values())
     cost = job.cost_on(topology.nodes[0])

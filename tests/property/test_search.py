@@ -13,7 +13,7 @@ from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.plan.optimal_shares import most_share
 from echelon.plan.predict.predict import predict
 from echelon.plan.search import search
-from echelon.plan.strategy import Strategy
+from echelon.plan.strategy import RunStrategy
 from echelon.plan.topology import Node, Topology, Uplink
 from echelon.plan.trials import Trials
 from echelon.plan.ways import SearchSpace, ways_of
@@ -75,7 +75,7 @@ def _brute_force(topology, job, space):
                 names = way.arrangement.nodes
                 for shares in itertools.product(*(range(1, most[name] + 1) for name in names)):
                     if sum(shares) == job.batch:
-                        strategy = Strategy(
+                        strategy = RunStrategy(
                             nodes=names,
                             shares=shares,
                             groups=way.arrangement.groups,

@@ -22,7 +22,7 @@ from echelon.plan.predict.predict import predict
 from echelon.plan.predict.scaling import Improvement, what_helps
 from echelon.plan.search import SearchResult, distinct
 from echelon.plan.static_choice import static_choice
-from echelon.plan.strategy import Prediction, Strategy
+from echelon.plan.strategy import Prediction, RunStrategy
 from echelon.plan.trials import SearchCandidate
 from echelon.start.planning import Known
 
@@ -183,7 +183,7 @@ def _predicted(known: Known, candidates: Sequence[SearchCandidate], members: lis
     job, topology = known.job, known.topology
     most = min(len(members), job.batch)
     shares = best_shares([job.cost_on(topology.node(name)) for name in members[:most]], job.batch)
-    strategy = Strategy(nodes=tuple(members[:most]), shares=shares)
+    strategy = RunStrategy(nodes=tuple(members[:most]), shares=shares)
     return predict(topology, job, strategy).step_s
 
 

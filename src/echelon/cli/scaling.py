@@ -28,7 +28,7 @@ from echelon.plan.job import JobProfile
 from echelon.plan.predict.predict import predict, simulate_steps
 from echelon.plan.predict.scaling import scaling_curve
 from echelon.plan.shares import split
-from echelon.plan.strategy import Prediction, Strategy
+from echelon.plan.strategy import Prediction, RunStrategy
 from echelon.plan.topology import Node, Topology
 from echelon.simulate.page import document
 from echelon.start.planning import PlanningAsked, machines_and_job
@@ -105,7 +105,7 @@ def scaled(topology: Topology, job: JobProfile, asked: ScalingAsked) -> Scaled:
     shares = (job.batch,) * asked.nodes if asked.grow else split(job.batch, [1.0] * asked.nodes)
     together = Topology(nodes=many)
     names = tuple(one.name for one in many)
-    ways = [Strategy(nodes=names, shares=shares, collective=way) for way in ("auto", "hierarchical")]
+    ways = [RunStrategy(nodes=names, shares=shares, collective=way) for way in ("auto", "hierarchical")]
     best = min(ways if asked.nodes > 3 else ways[:1], key=lambda way: predict(together, like, way).step_s)
     drawn = simulate_steps(together, like, best, steps=asked.steps, noise=asked.noise, seed=asked.seed)
     return Scaled(

@@ -19,7 +19,7 @@ from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.plan.measured import PairMeasured
 from echelon.plan.predict.predict import predict
 from echelon.plan.sites import find_sites
-from echelon.plan.strategy import Strategy
+from echelon.plan.strategy import RunStrategy
 from echelon.plan.topology import Node, Topology, Uplink
 
 Pair = tuple[int, int]  # sender's rank, receiver's rank
@@ -93,9 +93,9 @@ def arrange(topology: Topology, machines: Sequence[Sequence[int]], length_bytes:
         cost=ComputeCost(fixed_s=0.0, per_sample_s=0.0),
         layers=(Layer(name="all", size_bytes=length_bytes),),
     )
-    plain = Strategy(nodes=tuple(names), shares=(1,) * len(names))
+    plain = RunStrategy(nodes=tuple(names), shares=(1,) * len(names))
     instead_s = predict(topology, job, plain).step_s
-    found: list[tuple[float, Strategy]] = []
+    found: list[tuple[float, RunStrategy]] = []
     for one in candidate_hierarchies(topology, names, most_levels=2):
         neighbours = one.ranks(names) or (tuple(names.index(name) for name in one.order),)
         strategy = replace(plain, groups=neighbours, collective=one.collective)

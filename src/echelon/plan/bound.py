@@ -22,10 +22,10 @@ from echelon.errors import PlanError
 from echelon.plan.job import JobProfile
 from echelon.plan.optimal_shares import best_shares, check_memory, most_share
 from echelon.plan.reach import Usable, usable_nodes
-from echelon.plan.strategy import Prediction, Strategy
+from echelon.plan.strategy import Prediction, RunStrategy
 from echelon.plan.topology import Node, Topology
 
-Predictor = Callable[[Topology, JobProfile, Strategy], Prediction]
+Predictor = Callable[[Topology, JobProfile, RunStrategy], Prediction]
 Bound = Literal["compute", "memory", "communication"]
 
 
@@ -130,7 +130,7 @@ def _exposed_s(
         return 0.0
     if predict is not None:
         names = tuple(node.name for node in workers)
-        return predict(topology, job, Strategy(nodes=names, shares=tuple(shares))).exposed_s
+        return predict(topology, job, RunStrategy(nodes=names, shares=tuple(shares))).exposed_s
     ring_s = ring_seconds(topology, job, workers)
     begins = min((layer.ready_at for layer in job.layers), default=1.0)
     level_s = min(job.cost_on(node).at(share) for node, share in zip(workers, shares, strict=True))

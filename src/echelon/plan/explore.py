@@ -18,7 +18,7 @@ from dataclasses import replace
 from echelon.errors import PlanError
 from echelon.plan.optimal_shares import most_share
 from echelon.plan.shares import split
-from echelon.plan.strategy import Strategy
+from echelon.plan.strategy import RunStrategy
 from echelon.plan.subsets import Members, NodeSets
 from echelon.plan.topology import Topology
 from echelon.plan.trials import SearchCandidate, Trials, work_of
@@ -62,7 +62,7 @@ class Explorer:
         self._fine(sets)
         return False
 
-    def equal_shares(self, strategy: Strategy) -> None:
+    def equal_shares(self, strategy: RunStrategy) -> None:
         """Try a strategy with equal shares, if the user left shares open and memory holds them."""
         job = self._job
         shares = split(job.batch, [1.0] * len(strategy.nodes))
@@ -87,7 +87,7 @@ class Explorer:
             return
         names = in_site_order(self._topology, sets.nodes).nodes
         self.equal_shares(
-            Strategy(
+            RunStrategy(
                 nodes=names,
                 shares=(),
                 collective=space.collectives[0],
@@ -206,6 +206,6 @@ class Explorer:
             return [way for kind, way in chosen.items() if kind in ("", self._kind)]
         return list(chosen.values())
 
-    def _members(self, strategy: Strategy) -> Members:
+    def _members(self, strategy: RunStrategy) -> Members:
         names = set(strategy.nodes)
         return tuple(node for node in self._topology.nodes if node.name in names)

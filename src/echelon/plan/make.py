@@ -13,7 +13,7 @@ from echelon.config.units import show_seconds
 from echelon.plan.job import JobProfile
 from echelon.plan.plan import Plan, PlanCandidate, PlanRequest, PredictedStep, make_plan
 from echelon.plan.search import SearchResult, distinct
-from echelon.plan.strategy import Strategy
+from echelon.plan.strategy import RunStrategy
 from echelon.plan.topology import Topology
 from echelon.plan.trials import SearchCandidate
 
@@ -71,7 +71,7 @@ def predicted_step(candidate: SearchCandidate) -> PredictedStep:
     )
 
 
-def strategy_text(strategy: Strategy) -> str:
+def strategy_text(strategy: RunStrategy) -> str:
     """A strategy in a line: `3 nodes (a, b, c), shares 4,2,1, ring, overlap step`."""
     count = len(strategy.nodes)
     if count == 1:
@@ -98,7 +98,7 @@ def _by_node(speeds: Sequence[float], topology: Topology) -> dict[str, float]:
     return {node.name: speed for node, speed in zip(topology.nodes, speeds, strict=True)}
 
 
-def _server_nodes(strategy: Strategy, topology: Topology) -> tuple[str, ...]:
+def _server_nodes(strategy: RunStrategy, topology: Topology) -> tuple[str, ...]:
     """The nodes with the best links have the servers."""
 
     def rate(name: str) -> float:

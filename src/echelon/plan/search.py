@@ -24,7 +24,7 @@ from echelon.plan.optimal_shares import check_memory, most_share
 from echelon.plan.plan import LeftOut
 from echelon.plan.reach import Usable, usable_nodes
 from echelon.plan.static_choice import static_choice
-from echelon.plan.strategy import Strategy
+from echelon.plan.strategy import RunStrategy
 from echelon.plan.subsets import NodeSets
 from echelon.plan.topology import Node, Topology
 from echelon.plan.trials import SearchCandidate, Trials
@@ -66,7 +66,7 @@ def search(
     most_workers: int | None = None,
     allowed: SearchSpace | None = None,
     keep: int = 3,
-    also: Sequence[Strategy] = (),
+    also: Sequence[RunStrategy] = (),
 ) -> SearchResult:
     """Find the best strategy for a job; `exact` leaves out what changes results.
 
@@ -173,7 +173,7 @@ class _Reasons:
 
 def distinct(candidates: Iterable[SearchCandidate], count: int) -> list[SearchCandidate]:
     """The first few that differ in more than their shares."""
-    found: dict[Strategy, SearchCandidate] = {}
+    found: dict[RunStrategy, SearchCandidate] = {}
     for candidate in candidates:
         if len(found) == count:
             break
@@ -193,7 +193,7 @@ def why(candidate: SearchCandidate, best: SearchCandidate) -> str:
     return f"{more:.1f} % slower: {show_seconds(said.exposed_s)} of communication are not hidden{limit}"
 
 
-def _possible(topology: Topology, job: JobProfile, strategy: Strategy, usable: Usable) -> bool:
+def _possible(topology: Topology, job: JobProfile, strategy: RunStrategy, usable: Usable) -> bool:
     """Whether a strategy that was made for other machines or another batch still works here."""
     if strategy.batch != job.batch or len(strategy.shares) != len(strategy.nodes):
         return False

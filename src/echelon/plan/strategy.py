@@ -13,7 +13,7 @@ from echelon.plan.groups import Groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
+class RunStrategy:
     """Who takes part, and how.
 
     nodes       names of the topology's nodes, by rank

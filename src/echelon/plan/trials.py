@@ -20,7 +20,7 @@ from echelon.plan.bound import Predictor
 from echelon.plan.job import ComputeCost, JobProfile
 from echelon.plan.optimal_shares import best_shares, most_share
 from echelon.plan.shares import split
-from echelon.plan.strategy import Prediction, Strategy
+from echelon.plan.strategy import Prediction, RunStrategy
 from echelon.plan.subsets import Members
 from echelon.plan.topology import Node, Topology
 from echelon.plan.ways import Way
@@ -32,7 +32,7 @@ _POLISHINGS = 2
 class SearchCandidate:
     """A strategy, what a step of it would take, and a sentence on how it compares."""
 
-    strategy: Strategy
+    strategy: RunStrategy
     prediction: Prediction
     why: str = ""
 
@@ -59,7 +59,7 @@ class Trials:
         self.best: SearchCandidate | None = None
         self._predict = predict
         self._rule = shares
-        self._tried: dict[Strategy, SearchCandidate] = {}
+        self._tried: dict[RunStrategy, SearchCandidate] = {}
         self._shares: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
         self._costs: dict[str, ComputeCost] = {}
 
@@ -114,7 +114,7 @@ class Trials:
         shares = tuple(by_name[name] for name in names)
         self._shares[names] = list(dict.fromkeys([shares, *self.shares_of(members)]))
 
-    def take_strategy(self, strategy: Strategy) -> SearchCandidate:
+    def take_strategy(self, strategy: RunStrategy) -> SearchCandidate:
         """Predict a strategy as it is."""
         found = self._tried.get(strategy)
         if found is None:
@@ -211,8 +211,8 @@ def link_seconds(topology: Topology, job: JobProfile, members: Members) -> list[
     return [one - least for one in seconds] if max(seconds) > least else []
 
 
-def _strategy(way: Way, shares: dict[str, int]) -> Strategy:
-    return Strategy(
+def _strategy(way: Way, shares: dict[str, int]) -> RunStrategy:
+    return RunStrategy(
         nodes=way.arrangement.nodes,
         shares=tuple(shares[name] for name in way.arrangement.nodes),
         groups=way.arrangement.groups,

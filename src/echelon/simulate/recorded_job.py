@@ -21,7 +21,7 @@ from echelon.observe.plan_view import measured_step_s
 from echelon.observe.step_cost import CostTally, StepCost
 from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.plan.plan import Plan, WorkerPlan
-from echelon.plan.strategy import Strategy
+from echelon.plan.strategy import RunStrategy
 from echelon.plan.topology import Node, Topology, Uplink
 
 _CHOSEN = re.compile(r"([a-z-]+(?:\(.*?\))?): ")
@@ -34,7 +34,7 @@ class RecordedJob:
 
     topology: Topology
     job: JobProfile
-    strategy: Strategy
+    strategy: RunStrategy
     measured_s: float
     notes: tuple[str, ...] = ()
 
@@ -87,7 +87,7 @@ def recorded_job(events: Iterable[AnyEvent], plan: Plan, *, name: str = "recorde
         costs=own,
     )
     topology, said = _topology(plan, names, costs, seen)
-    strategy = Strategy(
+    strategy = RunStrategy(
         nodes=tuple(names),
         shares=tuple(seen.shares[cost.rank].most_common(1)[0][0] for cost in costs),
         groups=plan.groups,

@@ -16,11 +16,11 @@ from echelon.errors import ConfigError, UnknownName
 from echelon.plan.groups import Groups
 from echelon.plan.job import JobProfile
 from echelon.plan.optimal_shares import best_shares
-from echelon.plan.strategy import Prediction, Strategy
+from echelon.plan.strategy import Prediction, RunStrategy
 from echelon.plan.topology import Topology
 from echelon.simulate.recorded_job import RecordedJob
 
-Predictor = Callable[[Topology, JobProfile, Strategy], Prediction]
+Predictor = Callable[[Topology, JobProfile, RunStrategy], Prediction]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class WhatIf:
     recorded: Prediction
     changed: Prediction
     topology: Topology
-    strategy: Strategy
+    strategy: RunStrategy
     measured_s: float
     reason: str
 
@@ -76,7 +76,7 @@ def what_if(run: RecordedJob, changes: WhatIfChanges, predict: Predictor) -> Wha
     )
 
 
-def changed(run: RecordedJob, changes: WhatIfChanges) -> tuple[Topology, JobProfile, Strategy]:
+def changed(run: RecordedJob, changes: WhatIfChanges) -> tuple[Topology, JobProfile, RunStrategy]:
     """Topology, job and strategy with the changes; UnknownName names the nearest node or link."""
     topology = _relinked(run.topology, changes.links)
     members = {name: at for at, name in enumerate(run.strategy.nodes)}
@@ -104,7 +104,7 @@ def changed(run: RecordedJob, changes: WhatIfChanges) -> tuple[Topology, JobProf
 
 def _rearranged(
     run: RecordedJob, topology: Topology, job: JobProfile, order: list[tuple[str, int]], *, same: bool
-) -> Strategy:
+) -> RunStrategy:
     """The strategy for other nodes: groups stay together, and shares fit the nodes again."""
     if same:
         return run.strategy
@@ -196,7 +196,7 @@ def _relinked(topology: Topology, links: Sequence[str]) -> Topology:
     return topology
 
 
-def _reason(before: Prediction, after: Prediction, was: Strategy, now: Strategy) -> str:
+def _reason(before: Prediction, after: Prediction, was: RunStrategy, now: RunStrategy) -> str:
     """Which part of a step changes most, in a sentence."""
     parts = {
         "computing": (max(before.compute_s), max(after.compute_s)),

@@ -12,7 +12,7 @@ from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.plan.predict.engine_costs import CodecCost, EngineCosts, burst_s
 from echelon.plan.predict.predict import predict, simulate_steps
 from echelon.plan.predict.scaling import scaling_curve, what_helps
-from echelon.plan.strategy import Strategy
+from echelon.plan.strategy import RunStrategy
 from echelon.plan.topology import Node, Topology, Uplink
 
 JOB = JobProfile(
@@ -43,9 +43,9 @@ def two_sites(uplink: float) -> Topology:
     return Topology(nodes=placed, uplinks=(Uplink(between=("east", "west"), bytes_per_s=uplink),))
 
 
-def even(topology: Topology, **fields: object) -> Strategy:
+def even(topology: Topology, **fields: object) -> RunStrategy:
     names = tuple(node.name for node in topology.nodes)
-    return Strategy(nodes=names, shares=(64 // len(names),) * len(names), **fields)  # type: ignore[arg-type]
+    return RunStrategy(nodes=names, shares=(64 // len(names),) * len(names), **fields)  # type: ignore[arg-type]
 
 
 def test_a_ring_on_slow_links_takes_as_long_as_its_bytes():
@@ -188,7 +188,7 @@ def test_levels_reduce_inside_groups_and_average_between_them():
 
 def test_workers_of_one_node_exchange_bytes_through_memory():
     topology = flat(2, rate=1e6)
-    beside = Strategy(nodes=("n0", "n0"), shares=(32, 32), collective="ring")
+    beside = RunStrategy(nodes=("n0", "n0"), shares=(32, 32), collective="ring")
     found = predict(topology, JOB, beside)
     assert not any(found.link_bytes.values())
     assert found.step_s < 0.1
@@ -229,9 +229,9 @@ def test_a_faster_cpu_helps_most_where_one_node_is_slow():
 
 def test_an_unknown_node_is_named():
     with pytest.raises(ConfigError, match="no node nobody"):
-        predict(flat(2), JOB, Strategy(nodes=("n0", "nobody"), shares=(1, 1)))
+        predict(flat(2), JOB, RunStrategy(nodes=("n0", "nobody"), shares=(1, 1)))
 
 
 def test_shares_are_needed_for_every_node():
     with pytest.raises(ConfigError, match="2 nodes have 1 shares"):
-        predict(flat(2), JOB, Strategy(nodes=("n0", "n1"), shares=(1,)))
+        predict(flat(2), JOB, RunStrategy(nodes=("n0", "n1"), shares=(1,)))

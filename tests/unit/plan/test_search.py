@@ -13,7 +13,7 @@ from echelon.plan.optimal_shares import best_shares
 from echelon.plan.plan import Plan, PlanRequest
 from echelon.plan.search import search
 from echelon.plan.servers import best_servers
-from echelon.plan.strategy import Strategy
+from echelon.plan.strategy import RunStrategy
 from echelon.plan.topology import Node, Topology, Uplink
 from echelon.plan.ways import SearchSpace
 from simple_predictor import simple_prediction
@@ -180,7 +180,7 @@ def test_latency_limits_the_number_of_servers():
 
 def test_the_current_strategy_is_a_candidate_and_wins_if_nothing_is_better():
     nodes = _nodes([1] * 8)
-    current = Strategy(nodes=("main-7",), shares=(96,))
+    current = RunStrategy(nodes=("main-7",), shares=(96,))
     result = _search(
         nodes, also=[current, replace(current, shares=(95,)), replace(current, nodes=("gone",))]
     )
@@ -243,9 +243,9 @@ def test_emulated_speeds_follow_their_nodes_into_the_plan():
 
 
 def test_a_strategy_in_a_line():
-    strategy = Strategy(nodes=("a", "b"), shares=(3, 1), collective="ring", factors=True)
+    strategy = RunStrategy(nodes=("a", "b"), shares=(3, 1), collective="ring", factors=True)
     assert strategy_text(strategy) == "2 nodes (a, b), shares 3,1, ring, overlap backward, factors"
-    assert strategy_text(Strategy(nodes=("a",), shares=(4,))) == "a alone"
+    assert strategy_text(RunStrategy(nodes=("a",), shares=(4,))) == "a alone"
 
 
 def test_a_thousand_nodes_need_few_predictions():
@@ -285,7 +285,7 @@ def test_about_the_best_number_of_nodes_that_are_alike_is_found(latency_s):
     for count in range(1, 41):
         shares = best_shares([JOB.cost] * count, JOB.batch)
         names = tuple(node.name for node in nodes[:count])
-        strategy = Strategy(nodes=names, shares=shares, collective="ring")
+        strategy = RunStrategy(nodes=names, shares=shares, collective="ring")
         steps.append(simple_prediction(topology, JOB, strategy).step_s)
     # Whole samples make it rugged: 40 nodes compute as long as 32.
     assert result.best.step_s <= 1.02 * min(steps)

@@ -18,7 +18,7 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrangement:
+class Positions:
     """A collective as text, and the units by position."""
 
     collective: str
@@ -30,9 +30,7 @@ class Arrangement:
         return tuple(chain.from_iterable(self.units))
 
 
-def arranged(
-    collective: str, units: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]
-) -> Arrangement:
+def arranged(collective: str, units: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]) -> Positions:
     """Arrange units by groups of ranks; `units` have their order without groups.
 
     `hierarchical` without `group` and `sizes` gets the groups' sizes, in units. `weights` of `direct` are
@@ -56,7 +54,7 @@ def arranged(
             )
         by_unit: list[Value] = [sum(float(str(weights[rank])) for rank in unit) for unit in found]
         call = Call(call.name, call.args, {**call.options, "weights": by_unit})
-    return Arrangement(collective=str(call), units=tuple(found))
+    return Positions(collective=str(call), units=tuple(found))
 
 
 def _of_group(units: Sequence[Ranks], group: Sequence[int]) -> list[Ranks]:

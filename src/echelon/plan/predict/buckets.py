@@ -17,7 +17,7 @@ from echelon.plan.job import JobProfile, Layer
 from echelon.plan.predict.engine_costs import CodecCost, EngineCosts
 from echelon.plan.predict.flows import Floats, Phases, gathered_phases, on_members, phases_of
 from echelon.plan.predict.network import EXACT, CollectiveCost, SharedLinks
-from echelon.plan.strategy import Strategy
+from echelon.plan.strategy import RunStrategy
 from echelon.reduce.factors import LinearShape, decide
 from echelon.reduce.packing import Item, assign, sizes
 
@@ -50,7 +50,7 @@ class BucketLoad:
 
 def buckets_of(
     job: JobProfile,
-    strategy: Strategy,
+    strategy: RunStrategy,
     network: SharedLinks,
     engine: EngineCosts,
     collective: CollectiveCost | None,
@@ -81,7 +81,7 @@ def _packed(layers: Sequence[Layer], network: SharedLinks, *, coded: bool) -> li
 
 def _dense(
     layers: Sequence[Layer],
-    strategy: Strategy,
+    strategy: RunStrategy,
     network: SharedLinks,
     engine: EngineCosts,
     collective: CollectiveCost | None,
@@ -120,7 +120,7 @@ def _dense(
     )
 
 
-def _between(strategy: Strategy, smaller: float) -> Phases:
+def _between(strategy: RunStrategy, smaller: float) -> Phases:
     """Groups sum inside; what crosses from one to another is encoded."""
     sizes_text = [len(group) for group in strategy.groups]
     order = [rank for group in strategy.groups for rank in group]
@@ -138,7 +138,7 @@ def _between(strategy: Strategy, smaller: float) -> Phases:
 
 
 def _factored(
-    job: JobProfile, strategy: Strategy, network: SharedLinks, engine: EngineCosts
+    job: JobProfile, strategy: RunStrategy, network: SharedLinks, engine: EngineCosts
 ) -> dict[int, BucketLoad]:
     """The layers that send factors, by index."""
     found: dict[int, BucketLoad] = {}

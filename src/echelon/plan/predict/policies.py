@@ -21,7 +21,7 @@ import numpy as np
 from echelon.config.call import Call, parse_call
 from echelon.plan.predict.flows import Floats, Phases, at_once, on_members, phases_of, served_phases
 from echelon.plan.predict.network import CollectiveCost, SharedLinks
-from echelon.plan.strategy import Strategy
+from echelon.plan.strategy import RunStrategy
 
 PolicyKind = Literal["reduce", "none", "average", "serve", "levels"]
 _AVERAGING = {"local": 8, "gossip": 1, "elastic-averaging": 4}
@@ -56,12 +56,12 @@ def _period(call: Call, usual: int) -> int:
     return max(1, int(given)) if isinstance(given, int | float) else usual
 
 
-def inside_phases(strategy: Strategy, collective: str = "ring") -> Phases:
+def inside_phases(strategy: RunStrategy, collective: str = "ring") -> Phases:
     """All groups reduce at the same time, each for itself."""
     return at_once([on_members(phases_of(collective, len(group)), group) for group in strategy.groups])
 
 
-def between_phases(strategy: Strategy) -> Phases:
+def between_phases(strategy: RunStrategy) -> Phases:
     """The groups' first members reduce."""
     first = [group[0] for group in strategy.groups]
     return on_members(phases_of("ring", len(first)), first)

@@ -26,7 +26,7 @@ from echelon.plan.predict.policies import (
 )
 from echelon.plan.predict.step import StepSimulation
 from echelon.plan.predict.workers import WorkerCosts
-from echelon.plan.strategy import Prediction, Strategy
+from echelon.plan.strategy import Prediction, RunStrategy
 from echelon.plan.topology import Topology
 
 _STEPS = 7
@@ -59,7 +59,7 @@ class _Parts:
 
 
 def predict(
-    topology: Topology, job: JobProfile, strategy: Strategy, engine: EngineCosts | None = None
+    topology: Topology, job: JobProfile, strategy: RunStrategy, engine: EngineCosts | None = None
 ) -> Prediction:
     """What a step of this strategy would take."""
     engine = engine or EngineCosts()
@@ -89,7 +89,7 @@ def predict(
 def simulate_steps(
     topology: Topology,
     job: JobProfile,
-    strategy: Strategy,
+    strategy: RunStrategy,
     steps: int,
     noise: float,
     seed: int = 0,
@@ -114,7 +114,7 @@ def simulate_steps(
     return seconds + extra_s
 
 
-def _parts(topology: Topology, job: JobProfile, strategy: Strategy, engine: EngineCosts) -> _Parts:
+def _parts(topology: Topology, job: JobProfile, strategy: RunStrategy, engine: EngineCosts) -> _Parts:
     _check(topology, strategy)
     order = [rank for group in strategy.groups for rank in group]
     servers = min(strategy.servers, len(strategy.nodes))
@@ -152,7 +152,9 @@ def _whole(job: JobProfile, network: SharedLinks, cost: CollectiveCost) -> Bucke
     )
 
 
-def _simulation(parts: _Parts, job: JobProfile, strategy: Strategy, engine: EngineCosts) -> StepSimulation:
+def _simulation(
+    parts: _Parts, job: JobProfile, strategy: RunStrategy, engine: EngineCosts
+) -> StepSimulation:
     return StepSimulation(
         parts.buckets,
         parts.costs,
@@ -176,7 +178,7 @@ def _no_less(step_s: float, parts: _Parts) -> float:
     return max(step_s, float(parts.costs.wall_s.max()), float(parts.seconds_by_link().max(initial=0.0)))
 
 
-def _served(parts: _Parts, job: JobProfile, strategy: Strategy, engine: EngineCosts) -> Prediction:
+def _served(parts: _Parts, job: JobProfile, strategy: RunStrategy, engine: EngineCosts) -> Prediction:
     """Workers do not wait for each other."""
     costs, network = parts.costs, parts.network
     alone_s = costs.wall_s + (costs.apply_s + costs.engine * engine.step_s) / costs.quotas
@@ -213,7 +215,7 @@ def _served(parts: _Parts, job: JobProfile, strategy: Strategy, engine: EngineCo
 def _prediction(
     parts: _Parts,
     job: JobProfile,
-    strategy: Strategy,
+    strategy: RunStrategy,
     *,
     step_s: float,
     waits: Floats,
@@ -255,7 +257,7 @@ def _bottleneck(parts: _Parts, step_s: float) -> str:
     return name
 
 
-def _check(topology: Topology, strategy: Strategy) -> None:
+def _check(topology: Topology, strategy: RunStrategy) -> None:
     known = {node.name for node in topology.nodes}
     for name in strategy.nodes:
         if name not in known:

@@ -14,7 +14,7 @@ from echelon.plan.job import ComputeCost, JobProfile
 from echelon.plan.predict.engine_costs import EngineCosts
 from echelon.plan.predict.predict import predict
 from echelon.plan.shares import split
-from echelon.plan.strategy import Prediction, Strategy
+from echelon.plan.strategy import Prediction, RunStrategy
 from echelon.plan.topology import Node, Topology
 
 _MOST_LINKS = 16  # of nodes, each tried by itself; of more only the busiest
@@ -56,7 +56,7 @@ def scaling_curve(
         names = tuple(one.name for one in nodes)
         ways = _WAYS if count > 3 else _WAYS[:1]
         found = [
-            predict(topology, like, Strategy(nodes=names, shares=shares, collective=way), engine)
+            predict(topology, like, RunStrategy(nodes=names, shares=shares, collective=way), engine)
             for way in ways
         ]
         curve.append((count, min(found, key=lambda one: one.step_s)))
@@ -68,7 +68,7 @@ def _equal(batch: int, count: int) -> tuple[int, ...]:
 
 
 def what_helps(
-    topology: Topology, job: JobProfile, strategy: Strategy, engine: EngineCosts | None = None
+    topology: Topology, job: JobProfile, strategy: RunStrategy, engine: EngineCosts | None = None
 ) -> list[Improvement]:
     """What single changes would bring, the best first."""
     base = predict(topology, job, strategy, engine)
@@ -86,11 +86,11 @@ def what_helps(
     return sorted(found, key=lambda one: -one.gain)
 
 
-_Changed = tuple[Topology, JobProfile, Strategy]
+_Changed = tuple[Topology, JobProfile, RunStrategy]
 
 
 def _changes(
-    topology: Topology, job: JobProfile, strategy: Strategy, base: Prediction
+    topology: Topology, job: JobProfile, strategy: RunStrategy, base: Prediction
 ) -> Iterator[tuple[str, _Changed]]:
     speeds = [1 / max(job.cost_on(topology.node(name)).at(1.0), 1e-12) for name in strategy.nodes]
     best, worst = speeds.index(max(speeds)), speeds.index(min(speeds))
@@ -115,7 +115,7 @@ def _changes(
         yield "links of twice the rate for all nodes", (_linked(topology, names), job, strategy)
 
 
-def _with_another(topology: Topology, job: JobProfile, strategy: Strategy, rank: int) -> _Changed:
+def _with_another(topology: Topology, job: JobProfile, strategy: RunStrategy, rank: int) -> _Changed:
     like = topology.node(strategy.nodes[rank])
     taken = {node.name for node in topology.nodes}
     name = next(one for at in range(len(taken) + 1) if (one := f"{like.name}-more-{at}") not in taken)
@@ -134,7 +134,7 @@ def _with_another(topology: Topology, job: JobProfile, strategy: Strategy, rank:
     return more, replace(job, costs=costs), changed
 
 
-def _resized(strategy: Strategy, rank: int) -> str:
+def _resized(strategy: RunStrategy, rank: int) -> str:
     """The collective with one more worker in this rank's group."""
     call = parse_call(strategy.collective)
     sizes = call.options.get("sizes")

@@ -14,7 +14,7 @@ from echelon.plan.job import JobProfile
 from echelon.plan.predict.engine_costs import EngineCosts, slack_s
 from echelon.plan.predict.flows import Floats
 from echelon.plan.predict.network import SharedLinks
-from echelon.plan.strategy import Strategy
+from echelon.plan.strategy import RunStrategy
 
 
 class WorkerCosts:
@@ -26,7 +26,7 @@ class WorkerCosts:
     """
 
     def __init__(
-        self, job: JobProfile, strategy: Strategy, network: SharedLinks, engine: EngineCosts
+        self, job: JobProfile, strategy: RunStrategy, network: SharedLinks, engine: EngineCosts
     ) -> None:
         nodes = network.nodes
         costs = [job.cost_on(node) for node in nodes]
