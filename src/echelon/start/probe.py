@@ -71,7 +71,7 @@ class ProbeAsked:
     @property
     def bound_s(self) -> float:
         """About how long measuring takes at most, once workers are connected."""
-        return self.links_limit_s + COMPUTE_LIMIT_S + 1.0
+        return self.links_limit_s + COMPUTE_LIMIT_S + 0.5
 
 
 def probe(asked: ProbeAsked, say: Say) -> Probed:

@@ -4,14 +4,14 @@ All members call `measure_flows` together, and end with identical figures.
 
 latency  All pairs in rounds of disjoint pairs: half of the shortest of a few round trips of one byte.
 alone    One flow after the other: two that cross the same uplink would each show half of its rate,
-         whoever they belong to. The receiver asks for two messages, one right behind the other, and times
-         the second from the end of the first, as links.py does. When it has them, it passes the turn to
-         the next receiver. Flows go by shifts, from every member to the member d ranks further; after each
-         shift all members learn all rates, and agree on the lengths of the next messages: 10 ms at the
-         lowest rate that is known of either end. Then all are measured once more, with four messages of
-         5 ms at their own rate. Their rate is the median of those between any two of the five ends: a
-         process that waits for a core sees one end late, and what follows too early. As long as there is
-         time, doubtful ones are measured again: too short, or slower than back.
+         whoever they belong to. The receiver asks for five messages, one right behind the other. The first
+         empties token buckets and opens TCP windows, as in links.py; the rate is the median of those
+         between any two of the five ends, because a process that waits for a core sees one end late. When
+         it has them, it passes the turn to the next receiver. Flows go by shifts, from every member to the
+         member d ranks further; after each shift all members learn all rates, and agree on the lengths of
+         the next messages: 7 ms at a rate between the lowest and the highest that are known of either end.
+         Then doubtful ones are measured again, for 20 ms at their own rate: those that were too short, or
+         slower than back; then, as long as there is time, all others.
 together Sets of flows that the caller proposes, at the same time: what they share shows.
 
 Up to 16 members all pairs are measured both ways. Beyond, 15 shifts are: 1, 2, 4, ... and further ones,
@@ -22,6 +22,7 @@ is finished.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,20 +39,20 @@ from echelon.comm.schedule.collective import Move, Schedule, ScheduleStep
 ALL_PAIRS = 16
 _ROUND_TRIPS = 6
 _MOST_ROUNDS = 63  # of latencies, beyond 64 members
-_FIRST = (64 << 10, 64 << 10)  # bytes of the two messages while nothing is known
+_FIRST = (64 << 10, *(32 << 10,) * 4)  # bytes of the messages while nothing is known
 _OPENING_S = 4e-3
-_MESSAGE_S = 10e-3
+_MESSAGES = 4
+_MESSAGE_S = 1.75e-3
 _REPEATED_S = 5e-3
-_REPEATS = 4
 _TOGETHER_S = 40e-3
-_SHORT_S = 2.5e-3
-_ATTEMPTS = 3
+_ATTEMPTS = 4
+_DOUBTFUL_FIRST = 2  # attempts at what is doubtful, before the others
 _BACK = 0.8  # of the rate back: a lower one is doubtful
 _OPENING_BYTES = (16 << 10, 1 << 20)  # at least and at most
-_MESSAGE_BYTES = (32 << 10, 8 << 20)
+_MESSAGE_BYTES = (16 << 10, 8 << 20)
 _SHORTEST_S = 1e-6  # clock resolution; avoids a division by zero
 # When the last shift, repetition and set begins, as parts of the limit. All pairs once come first.
-_ALONE, _AGAIN, _TOGETHER = 0.8, 0.7, 1.0
+_ALONE, _AGAIN, _TOGETHER = 0.8, 0.8, 1.0
 
 Propose = Callable[[Mapping[Pair, float], Mapping[Pair, float]], Iterable[Sequence[Pair]]]
 Further = Callable[[Mapping[Pair, float], Mapping[Pair, float]], Sequence[Pair]]
@@ -124,7 +125,7 @@ def measure_flows(
     for attempt in range(_ATTEMPTS):
         for again in table.again(order, attempt):
             if again and spent_s <= _AGAIN * limit_s:
-                say(f"rates again, with several messages, {'all' if not attempt else 'doubtful ones'}")
+                say(f"rates again, with several messages: {len(again)} flows")
                 _measure_shift(group, table, again)
                 spent_s = _agreed_s(group, begun)
     sets: list[Together] = []
@@ -200,20 +201,22 @@ class _Table:
     def lengths(self, flow: Pair) -> list[int]:
         """The bytes of the messages of a flow alone: the opening one, and those that are timed."""
         rate = self.bytes_per_s.get(flow)
-        seconds = [_MESSAGE_S] if rate is None else [_REPEATED_S] * _REPEATS
+        seconds = _MESSAGE_S if rate is None else _REPEATED_S
         if rate is None:
             known = [rate for pair, rate in self.bytes_per_s.items() if set(pair) & set(flow)]
             if not known:
                 return [*_FIRST]
-            rate = min(known)
+            rate = math.sqrt(min(known) * max(known))  # neither too long nor too short, whichever it is
         opening = _clamped(rate * _OPENING_S, _OPENING_BYTES)
-        return [opening, *(_clamped(rate * each_s, _MESSAGE_BYTES) for each_s in seconds)]
+        return [opening, *[_clamped(rate * seconds, _MESSAGE_BYTES)] * _MESSAGES]
 
     def learn(self, flow: Pair, lengths: Sequence[int], seconds: float) -> None:
         """From the typical seconds of a message; of several measurements, the median."""
         rate = lengths[1] / max(_SHORTEST_S, seconds)
-        self._short[flow] = seconds < _SHORT_S and lengths[1] < _MESSAGE_BYTES[1]
-        if len(lengths) > 2 and not self._short[flow]:
+        again = flow in self.bytes_per_s
+        expected_s = _REPEATED_S if again else _MESSAGE_S
+        self._short[flow] = seconds < expected_s / 2 and lengths[1] < _MESSAGE_BYTES[1]
+        if again and not self._short[flow]:
             self._rates.setdefault(flow, []).append(rate)
         self.bytes_per_s[flow] = median_high(self._rates.get(flow, [rate]))
 
@@ -225,9 +228,11 @@ class _Table:
             yield [flow for flow in flows if self.wants(flow, attempt)]
 
     def wants(self, flow: Pair, attempt: int) -> bool:
-        """Whether to measure it again: all the first time, then what is doubtful."""
-        if flow not in self.bytes_per_s or attempt == 0:
-            return flow in self.bytes_per_s
+        """Whether to measure it again: what is doubtful, twice; then what was measured only once."""
+        if flow not in self.bytes_per_s:
+            return False
+        if attempt == _DOUBTFUL_FIRST:
+            return flow not in self._rates
         back = self.bytes_per_s.get((flow[1], flow[0]), 0.0)
         return self._short[flow] or self.bytes_per_s[flow] < _BACK * back
 
