@@ -37,8 +37,8 @@ class RunSettings:
         None, "Follow a plan's file, from `echelon plan -o`, perhaps edited: workers, shares, groups, ..."
     )
     shares: str = setting(
-        "equal",
-        "Parts of a batch: equal, auto (by measured speed), by-speed (stated), or numbers: 4,2,1,1.",
+        "auto",
+        "Parts of a batch: auto (by measured speed), equal, by-speed (stated), or numbers: 4,2,1,1.",
     )
     speed: str | None = setting(
         None, "Emulate slower processors, without root: a speed in (0, 1] per worker: 1,0.5,0.5,0.25."

@@ -174,7 +174,8 @@ def _groups(nodes: Sequence[NodeView], values: Mapping[str, Any]) -> list[tuple[
     """The plan's groups; else the sites."""
     by_rank = {node.rank: node for node in nodes}
     groups = [ranks for ranks in _list(values, "groups") if isinstance(ranks, list)]
-    members = [[by_rank[rank] for rank in ranks if rank in by_rank] for ranks in groups]
+    known = [[rank for rank in ranks if isinstance(rank, int) and rank in by_rank] for ranks in groups]
+    members = [[by_rank[rank] for rank in ranks] for ranks in known]
     if sorted(node.rank for group in members for node in group) == sorted(by_rank) and all(members):
         return [(_title(at, group), group) for at, group in enumerate(members)]
     sites: dict[str, list[NodeView]] = {}

@@ -207,7 +207,7 @@ def _weights(shares: str, speeds: Sequence[float]) -> tuple[list[float], str]:
     if shares == "auto":
         return [1.0] * len(speeds), "equal at first; they follow the workers' measured speeds"
     if shares == "equal":
-        return [1.0] * len(speeds), "equal, as nothing else was asked for"
+        return [1.0] * len(speeds), "equal, as asked"
     if shares == "by-speed":
         return list(speeds), "in proportion to the workers' stated speeds"
     try:

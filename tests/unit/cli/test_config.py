@@ -16,7 +16,7 @@ def test_every_setting_is_shown_with_its_table_value_and_origin(echelon):
     rows = _rows(ended.out)
     assert ended.code == 0
     assert len(rows) == len(dataclasses.fields(TrainSettings))
-    assert rows["run.shares"] == ["equal", "default"]
+    assert rows["run.shares"] == ["auto", "default"]
     assert rows["run.workers"] == ["-", "default"]
     assert rows["train.epochs"] == ["3", "default"]
 

@@ -9,7 +9,7 @@ from echelon.errors import ConfigError
 
 def test_defaults_alone_make_valid_settings():
     settings = TrainSettings()
-    assert (settings.workers, settings.shares, settings.seed) == (None, "equal", 0)
+    assert (settings.workers, settings.shares, settings.seed) == (None, "auto", 0)
     assert (settings.model, settings.data) == ("lenet", "digits")
 
 
