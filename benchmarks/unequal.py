@@ -25,8 +25,8 @@ from pathlib import Path
 _WAYS = ("ddp", "equal", "by-speed", "auto")
 
 
-def work(way: str, batch: int, seconds: float, warm_up_s: float) -> None:
-    """In every worker: train for some seconds; rank 0 prints samples per second, second by second."""
+def work(way: str, batch: int, seconds: float, warm_up_s: float, steps: int = 0) -> None:
+    """In every worker: train for some seconds, or steps; rank 0 prints samples per second."""
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -42,11 +42,14 @@ def work(way: str, batch: int, seconds: float, warm_up_s: float) -> None:
     if way == "ddp":
         import torch.distributed as dist
 
+        from echelon.observe.readiness import WorkerPhase, tell
+
         dist.init_process_group("gloo")
         rank, size = dist.get_rank(), dist.get_world_size()
         model = nn.parallel.DistributedDataParallel(model)
         loader = DataLoader(data, batch_size=batch // size, shuffle=True)
         together = dist.all_reduce
+        tell(WorkerPhase.TRAINING)  # the lab's CPU quotas begin when all workers say so
     else:
         import echelon
 
@@ -65,7 +68,9 @@ def work(way: str, batch: int, seconds: float, warm_up_s: float) -> None:
             optimizer.step()
             step += 1
             ends.append(time.perf_counter() - begun)
-            if step % 16 == 0:
+            if steps and step == steps:
+                break
+            if not steps and step % 16 == 0:
                 over = torch.tensor([1.0 if rank == 0 and ends[-1] > seconds + warm_up_s else 0.0])
                 together(over)
                 if float(over) > 0:
@@ -74,7 +79,7 @@ def work(way: str, batch: int, seconds: float, warm_up_s: float) -> None:
             continue
         break
     if rank == 0:
-        late = [end for end in ends if end > warm_up_s]
+        late = [end for end in ends if end > warm_up_s] or ends
         rate = batch * (len(late) - 1) / (late[-1] - late[0])
         print(
             json.dumps({"rate": rate, "steps": step, "ends": [round(end, 3) for end in ends[:60]]}),
@@ -125,6 +130,7 @@ def main() -> None:
     options.add_argument("--batch", type=int, default=96)
     options.add_argument("--seconds", type=float, default=12.0)
     options.add_argument("--warm-up", type=float, default=5.0)
+    options.add_argument("--steps", type=int, default=0)
     options.add_argument("--clusters", type=int, default=5)
     options.add_argument("--rounds", type=int, default=1)
     options.add_argument("--only", default="")
@@ -132,7 +138,7 @@ def main() -> None:
     options.add_argument("--verbose", action="store_true")
     asked = options.parse_args()
     if asked.work and "RANK" in os.environ:
-        work(asked.work, asked.batch, asked.seconds, asked.warm_up)
+        work(asked.work, asked.batch, asked.seconds, asked.warm_up, asked.steps)
         return
     ways = [way for way in _WAYS if not asked.only or way in asked.only.split(",")]
     clusters = [[0.8, 0.4, 0.2, 0.1], *(() if asked.quick else drawn(asked.clusters))]

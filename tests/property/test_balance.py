@@ -133,3 +133,81 @@ def test_an_interval_without_steps_decides_nothing():
     for _ in range(9):
         assert balancer.take([StepReport.of([]), StepReport.of([1.0, 1.0])]) is None
     assert balancer.shares == split(64, [1.0, 1.0])
+
+
+@given(SPEEDS, st.integers(0, 2**32), st.floats(0, 0.1), st.data())
+@settings(max_examples=100)
+def test_once_the_fixed_cost_is_known_a_real_change_leads_to_one_change_of_shares(
+    speeds, seed, noise, data
+):
+    cluster = Cluster(speeds, 8.0, noise, seed, 256)
+    cluster.go(100)
+    cluster.changes.clear()
+    rank = data.draw(st.integers(0, len(speeds) - 1))
+    cluster.speeds[rank] *= data.draw(st.sampled_from([0.25, 4.0]))
+    cluster.go(60)
+    assert len(cluster.changes) <= 2  # the second corrects what the first, half throttled steps misled
+    assert cluster.slowest(cluster.balancer.shares) <= 1.25 * cluster.best()
+
+
+class Tailed(Cluster):
+    """A step ends some time after the last worker has arrived, which depends on who it was."""
+
+    def __init__(self, tails_s, *about):
+        super().__init__(*about)
+        self.tails_s = tails_s
+
+    def ended(self, busy):
+        last = busy.index(max(busy))
+        return busy[last] + self.tails_s[last]
+
+    def go(self, reports, steps=1):
+        for _ in range(reports):
+            shares = self.balancer.shares
+            busy = [self.time(rank, share) * self.noisy() for rank, share in enumerate(shares)]
+            end = self.ended(busy)
+            change = self.balancer.take([StepReport.of([one], end - one) for one in busy])
+            if change is not None:
+                self.changes.append(change)
+
+
+def test_a_worker_whose_gradients_travel_longer_arrives_earlier():
+    cluster = Tailed([0.0, 0.0, 0.03], [1.0, 1.0, 1.0], 0, 0.05, 3, 240)
+    cluster.go(80)
+    assert cluster.balancer.shares[2] < 74
+    busy = [cluster.time(rank, share) for rank, share in enumerate(cluster.balancer.shares)]
+    assert cluster.ended(busy) < 0.09  # 0.08 and half of the tail, or all of it, if the third were last
+
+
+def test_tails_that_are_alike_change_nothing():
+    cluster = Tailed([0.03] * 4, [1.0] * 4, 0, 0.1, 3, 240)
+    cluster.go(100)
+    assert cluster.changes == []
+
+
+class Bursty(Cluster):
+    """Processors that are fast for a while and then slow, as with a quota."""
+
+    def time(self, rank, share):
+        cpu_s = share * 1e-3
+        return max(cpu_s, cpu_s / self.speeds[rank] - 0.016)
+
+    def best_of_all(self):
+        """Samples one by one, each to the worker that would end first with it."""
+        shares = [1] * len(self.speeds)
+        for _ in range(self.balancer.batch - len(shares)):
+            ends = [self.time(rank, share + 1) for rank, share in enumerate(shares)]
+            shares[ends.index(min(ends))] += 1
+        return self.slowest(shares)
+
+
+@given(st.lists(st.floats(0.15, 0.9), min_size=2, max_size=5), st.integers(0, 2**32))
+@settings(max_examples=60)
+def test_shares_settle_where_times_are_no_straight_line(speeds, seed):
+    cluster = Bursty(speeds, 0.0, 0.05, seed, 96)
+    cluster.go(150, steps=1)
+    assert len(cluster.changes) <= 6
+    before = len(cluster.changes)
+    cluster.go(200, steps=1)
+    assert len(cluster.changes) - before <= 1
+    assert cluster.slowest(cluster.balancer.shares) <= 1.3 * cluster.best_of_all()

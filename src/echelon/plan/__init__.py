@@ -33,7 +33,7 @@ search.py   which strategy is best?
 make.py     how the result of a search becomes a plan, with a reason for each choice
 predict/    what would a step take?
 groups.py   which workers form a group, as the user says
-fixed_cost.py what does a step cost apart from its samples?
+share_times.py how does a step's time depend on the share?
 balance.py  which shares let all workers arrive together?
 arrange.py  who are neighbours, and how do they sum? From links
 owners.py   who sums, if workers are unequal?

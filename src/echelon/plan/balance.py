@@ -7,16 +7,17 @@ change are kept, so that it is known how far a mean can be trusted.
 
 A step ends some time after the last worker has arrived: its gradients still have to travel. That time is
 the tail of the worker that arrived last, which is the one that waited least. Tails differ: a worker with a
-thin link or a busy processor needs longer. So t_r plus the tail of r is what is balanced. A worker that was
-never last has the smallest tail that is known.
+thin link or a busy processor needs longer. So t_r plus the tail of r is what is balanced. The tail of a
+worker that was seldom last is drawn towards the mean of all.
 
     a change      the shares that balance the means, as whole samples, cut the slowest worker's time by more
                   than 5 %, and by more than three standard errors
     other speed   the last steps of a worker differ from those before by more than four standard errors and
                   by more than 15 %: what was measured before is forgotten
-    c             follows from the times that different shares took (plan/fixed_cost.py)
+    c             follows from the times that different shares took, and so does how a worker's own time
+                  depends on its share (plan.share_times.py)
 
-The threshold grows after each change that no other speed explains, from the second on (the first is made
+The threshold grows after each change that no other speed explains, from the third on (the first is made
 before c is known), so that shares do not swing.
 """
 
@@ -28,8 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.observe.step_cost import StepCost
-from echelon.plan.fixed_cost import ShareTime, fixed_samples
 from echelon.plan.optimal_shares import best_shares
+from echelon.plan.share_times import ShareTime, elasticity, fixed_samples
 from echelon.plan.shares import split
 
 _WORTHWHILE = 0.05
@@ -40,9 +41,10 @@ _LEAST_VARIANCE = 0.02**2  # no clock of a busy machine is better
 _RECENT = 2  # reports
 _FEWEST_STEPS = 3
 _MORE_CAUTION = 1.5
-_FREE_CHANGES = 2  # of shares, without more caution
+_FREE_CHANGES = 3  # of shares, without more caution
 _KEPT = 4  # times of different shares that are kept for each worker
-_NEWEST_TAIL = 0.2  # its part of the mean
+_TAILS = 12  # steps over which a mean tail is taken
+_COMMON = 2  # times that a worker must have been last for its own tail to count half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,18 @@ class ShareChange:
     speeds: tuple[float, ...]
 
 
+@dataclass(slots=True)
+class _MeanTail:
+    """The mean of the last tails, and how many of them count."""
+
+    mean_s: float = 0.0
+    count: int = 0
+
+    def add(self, tail_s: float) -> None:
+        self.count = min(self.count + 1, _TAILS)
+        self.mean_s += (tail_s - self.mean_s) / self.count
+
+
 class Balancer:
     """Reports of all workers in, changes of shares out. All workers that see the same reports agree."""
 
@@ -123,11 +137,13 @@ class Balancer:
         self._fixed_from = 0  # how many steps it was found from
         self._earlier: list[deque[ShareTime]] = [deque(maxlen=_KEPT) for _ in self.shares]
         self._changes = 0  # since a worker's speed changed
-        self._tails: dict[int, float] = {}
+        self._tails = [_MeanTail() for _ in self.shares]
+        self._usual_tail = _MeanTail()
 
     def forget_tails(self) -> None:
         """Gradients travel in another way from now on."""
-        self._tails.clear()
+        self._tails = [_MeanTail() for _ in self.shares]
+        self._usual_tail = _MeanTail()
 
     def take(self, reports: Sequence[StepReport]) -> ShareChange | None:
         """Take the reports of one interval, by rank; returns new shares if they are worth it."""
@@ -151,11 +167,12 @@ class Balancer:
         """The worker that waited least was last."""
         waits = [report.waited_s / report.steps for report in reports]
         last = waits.index(min(waits))
-        known = self._tails.get(last, waits[last])
-        self._tails[last] = known + _NEWEST_TAIL * (waits[last] - known)
+        self._tails[last].add(waits[last])
+        self._usual_tail.add(waits[last])
 
     def _tail_s(self, rank: int) -> float:
-        return self._tails.get(rank, min(self._tails.values(), default=0.0))
+        own = self._tails[rank]
+        return (own.count * own.mean_s + _COMMON * self._usual_tail.mean_s) / (own.count + _COMMON)
 
     def _add(self, reports: Sequence[StepReport]) -> None:
         self._known = [one + other for one, other in zip(self._known, reports, strict=True)]
@@ -184,15 +201,11 @@ class Balancer:
     def _change(self) -> ShareChange | None:
         if min(known.steps for known in self._known) < _FEWEST_STEPS:
             return None
-        self._learn_fixed()
+        now = self._now()
+        self._learn_fixed(now)
         costs = [
-            StepCost(
-                rank=rank,
-                share=share,
-                per_sample_s=math.exp(known.mean) / (share + self._fixed),
-                fixed_s=self._fixed * math.exp(known.mean) / (share + self._fixed) + self._tail_s(rank),
-            )
-            for rank, (share, known) in enumerate(zip(self.shares, self._known, strict=True))
+            self._cost(rank, one, elasticity(self._earlier[rank], one, self._fixed))
+            for rank, one in enumerate(now)
         ]
         ends = [cost.usual_s for cost in costs]
         slowest_s = max(ends)
@@ -204,17 +217,17 @@ class Balancer:
         expected_s = max(cost.at(share) for cost, share in zip(costs, shares, strict=True))
         if shares == self.shares or math.log(slowest_s / expected_s) <= least:
             return None
-        least_s = min(cost.per_sample_s for cost in costs)
+        speeds = [one.share / math.exp(one.log_s) for one in now]
         change = ShareChange(
             shares=shares,
             before=self.shares,
             slowest_s=slowest_s,
             expected_s=expected_s,
             rank=rank,
-            speeds=tuple(least_s / cost.per_sample_s for cost in costs),
+            speeds=tuple(speed / max(speeds) for speed in speeds),
         )
-        for earlier, share, known in zip(self._earlier, self.shares, self._known, strict=True):
-            earlier.append(ShareTime(share=share, log_s=known.mean, error=known.error))
+        for earlier, one in zip(self._earlier, now, strict=True):
+            earlier.append(one)
         self.shares = shares
         self._known = [_NOTHING] * len(shares)
         self._recent.clear()
@@ -237,24 +250,39 @@ class Balancer:
         usual = sum(known.variance for known in self._known) / count
         return math.sqrt(max(self._known[rank].variance, usual) / steps * (1 + 2 / count))
 
-    def _learn_fixed(self) -> None:
+    def _now(self) -> list[ShareTime]:
+        """Every worker's time for its present share."""
+        return [
+            ShareTime(share=share, log_s=known.mean, error=known.error)
+            for share, known in zip(self.shares, self._known, strict=True)
+        ]
+
+    def _cost(self, rank: int, now: ShareTime, slope: float) -> StepCost:
+        """What a worker's shares near the present one cost, with its tail."""
+        seconds = math.exp(now.log_s)
+        return StepCost(
+            rank=rank,
+            share=now.share,
+            per_sample_s=slope * seconds / now.share,
+            fixed_s=(1 - slope) * seconds + self._tail_s(rank),
+        )
+
+    def _learn_fixed(self, now: Sequence[ShareTime]) -> None:
         """Find c anew when twice as much is known since the last change of shares."""
         steps = min(known.steps for known in self._known)
         if steps < 2 * self._fixed_from or not any(self._earlier):
             return
         self._fixed_from = steps
-        times = [
-            [*earlier, ShareTime(share=share, log_s=known.mean, error=known.error)]
-            for earlier, share, known in zip(self._earlier, self.shares, self._known, strict=True)
-        ]
+        times = [[*earlier, one] for earlier, one in zip(self._earlier, now, strict=True)]
         self._fixed = fixed_samples(times, self.batch / len(self.shares))
 
 
 def _level_s(costs: Sequence[StepCost], batch: int) -> float:
     """What a step would take if samples could be divided, and a worker could have less than none."""
-    return (batch + sum(cost.fixed_s / cost.per_sample_s for cost in costs)) / sum(
+    level_s = (batch + sum(cost.fixed_s / cost.per_sample_s for cost in costs)) / sum(
         1 / cost.per_sample_s for cost in costs
     )
+    return max(level_s, 1e-7)
 
 
 def _without(known: StepReport, part: StepReport) -> StepReport:

@@ -22,6 +22,8 @@ from echelon.plan.plan import Plan
 from echelon.train.clock import StepClock
 from echelon.train.families.synchronizer import Explain, Synchronizer
 
+_WORTHWHILE = 0.03  # of a step
+
 
 def arranges(plan: Plan, group: Group, synchronizer: Synchronizer) -> bool:
     """Whether it is for Echelon to decide how this run's gradients travel."""
@@ -72,11 +74,13 @@ class Arranger:
         self._group.arrange(found.collective, found.groups)
         self._changed(found.collective, found.reason, found.seconds, found.instead_s)
 
-    def speeds(self, speeds: Sequence[float]) -> bool:
+    def speeds(self, speeds: Sequence[float], step_s: float) -> bool:
         """Workers have these speeds; returns whether gradients travel in another way from now on."""
         if self._by_site or len(self._machines) != len(speeds):
             return False
         found = fewer_owners(speeds, self._length_bytes, self._links.slowest)
+        if found is not None and found.instead_s - found.seconds < _WORTHWHILE * step_s:
+            found = None
         collective = found.collective if found is not None else self._usual
         if collective == self._now:
             return False

@@ -43,7 +43,7 @@ class AutoShares:
     """Adapts the shares of one run, on one worker. All workers call it alike.
 
     `loaders` are those that are prepared; more may come. When shares change, `on_speeds` gets the speeds of
-    all workers; it returns whether gradients travel in another way from then on.
+    all workers and the expected seconds of a step; it returns whether gradients travel in another way now.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AutoShares:
         clock: StepClock,
         emit: Callable[[SharesChanged], None],
         explain: Explain,
-        on_speeds: Callable[[Sequence[float]], bool] = lambda speeds: False,
+        on_speeds: Callable[[Sequence[float], float], bool] = lambda speeds, step_s: False,
     ) -> None:
         self._group = group.fork()
         self._table = table
@@ -153,7 +153,7 @@ class AutoShares:
         self._table.change(change.shares, first)
         self._forget()
         self._record(change)
-        if self._on_speeds(change.speeds) and self._balancer is not None:
+        if self._on_speeds(change.speeds, change.expected_s) and self._balancer is not None:
             self._balancer.forget_tails()
 
     def _forget(self) -> None:
