@@ -15,9 +15,9 @@ TEST_OPTIONS ?=
 DEMO := train --workers 4 --speed 0.5,0.5,0.5,0.125 --batch 256 --epochs 8 --optimizer adamw --lr 0.002
 
 demo: install
-	$(BIN)/echelon $(DEMO) --name equal
+	$(BIN)/echelon $(DEMO) --shares equal --name equal
 	$(BIN)/echelon report
-	$(BIN)/echelon $(DEMO) --shares by-speed --name by-speed
+	$(BIN)/echelon $(DEMO) --name auto
 	$(BIN)/echelon report
 
 test: dev

@@ -17,7 +17,8 @@ from pathlib import Path
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _DEMO = (
-    "--workers 4 --speed 0.5,0.5,0.5,0.125 --batch 256 --epochs 8 --optimizer adamw --lr 0.002 --name equal"
+    "--workers 4 --speed 0.5,0.5,0.5,0.125 --batch 256 --epochs 8 --optimizer adamw --lr 0.002 "
+    "--shares equal --name equal"
 )
 # The report shows the command as it was typed, without the folder of this installation.
 _ECHELON = "import sys; sys.argv[0] = 'echelon'; from echelon.cli import main; main()"

@@ -151,8 +151,8 @@ def _run(
       echelon run --hosts a:2,b:4 train.py
       echelon run --lab two-sites train.py
       echelon run --lab two-sites --plan plan.toml train.py
-      echelon run --hosts a:2,b:4 --shares auto train.py
-      echelon run --workers 4 --speed 1,0.5,0.5,0.25 --shares by-speed train.py
+      echelon run --workers 4 --speed 1,0.5,0.5,0.25 train.py
+      echelon run --workers 4 --shares 4,2,1,1 train.py
       echelon run --workers 4 --delay "normal(0, 0.25)" --delayed 0.5 train.py
     """
     if script is None:
@@ -175,8 +175,8 @@ def _train(resolved: Resolved[TrainSettings]) -> None:
 
     Examples:
       echelon train --model lenet --data digits --workers 4
-      echelon train --workers 4 --speed 1,0.5,0.5,0.25 --shares by-speed
-      echelon train --lab four-unequal --shares by-speed --epochs 5
+      echelon train --workers 4 --speed 1,0.5,0.5,0.25
+      echelon train --lab four-unequal --epochs 5
       echelon train --model "mlp(width=1024)" --data mnist --until-accuracy 0.95
     """
     settings = resolved.settings
