@@ -176,7 +176,7 @@ def test_a_worker_whose_gradients_travel_longer_arrives_earlier():
     cluster.go(80)
     assert cluster.balancer.shares[2] < 74
     busy = [cluster.time(rank, share) for rank, share in enumerate(cluster.balancer.shares)]
-    assert cluster.ended(busy) < 0.09  # 0.08 and half of the tail, or all of it, if the third were last
+    assert cluster.ended(busy) < 0.1  # with equal shares 0.11 whenever the third is last
 
 
 def test_tails_that_are_alike_change_nothing():

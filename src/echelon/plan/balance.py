@@ -7,8 +7,8 @@ change are kept, so that it is known how far a mean can be trusted.
 
 A step ends some time after the last worker has arrived: its gradients still have to travel. That time is
 the tail of the worker that arrived last, which is the one that waited least. Tails differ: a worker with a
-thin link or a busy processor needs longer. So t_r plus the tail of r is what is balanced. The tail of a
-worker that was seldom last is drawn towards the mean of all.
+thin link or a busy processor needs longer. So t_r plus the tail of r is what is balanced. A worker has the
+mean tail of all, unless its own is known to be another, by more than three standard errors.
 
     a change      the shares that balance the means, as whole samples, cut the slowest worker's time by more
                   than 5 %, and by more than three standard errors
@@ -17,7 +17,7 @@ worker that was seldom last is drawn towards the mean of all.
     c             follows from the times that different shares took, and so does how a worker's own time
                   depends on its share (plan.share_times.py)
 
-The threshold grows after each change that no other speed explains, from the third on (the first is made
+The threshold grows after each change that no other speed explains, from the second on (the first is made
 before c is known), so that shares do not swing.
 """
 
@@ -41,10 +41,12 @@ _LEAST_VARIANCE = 0.02**2  # no clock of a busy machine is better
 _RECENT = 2  # reports
 _FEWEST_STEPS = 3
 _MORE_CAUTION = 1.5
-_FREE_CHANGES = 3  # of shares, without more caution
+_FREE_CHANGES = 2  # of shares, without more caution
 _KEPT = 4  # times of different shares that are kept for each worker
-_TAILS = 12  # steps over which a mean tail is taken
-_COMMON = 2  # times that a worker must have been last for its own tail to count half
+_TAILS = 20  # steps over which a mean tail is taken
+_FEWEST_TAILS = 4
+_TAIL_ERRORS = 3.0
+_ALIKE = 4  # steps that follow each other and are late or early together: quotas, other programs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +117,21 @@ class ShareChange:
 
 @dataclass(slots=True)
 class _MeanTail:
-    """The mean of the last tails, and how many of them count."""
+    """Mean and variance of the last tails, and how many of them count."""
 
     mean_s: float = 0.0
+    variance: float = 0.0
     count: int = 0
 
     def add(self, tail_s: float) -> None:
         self.count = min(self.count + 1, _TAILS)
-        self.mean_s += (tail_s - self.mean_s) / self.count
+        before = tail_s - self.mean_s
+        self.mean_s += before / self.count
+        self.variance += (before * (tail_s - self.mean_s) - self.variance) / self.count
+
+    @property
+    def error_s(self) -> float:
+        return math.sqrt(self.variance / max(1, self.count - 1))
 
 
 class Balancer:
@@ -171,8 +180,9 @@ class Balancer:
         self._usual_tail.add(waits[last])
 
     def _tail_s(self, rank: int) -> float:
-        own = self._tails[rank]
-        return (own.count * own.mean_s + _COMMON * self._usual_tail.mean_s) / (own.count + _COMMON)
+        own, usual = self._tails[rank], self._usual_tail
+        known = own.count >= _FEWEST_TAILS and abs(own.mean_s - usual.mean_s) > _TAIL_ERRORS * own.error_s
+        return own.mean_s if known else usual.mean_s
 
     def _add(self, reports: Sequence[StepReport]) -> None:
         self._known = [one + other for one, other in zip(self._known, reports, strict=True)]
@@ -242,13 +252,13 @@ class Balancer:
     def _error(self, rank: int) -> float:
         """How far the slowest worker's lateness can be trusted.
 
-        Few steps tell little about one worker's variance, so all workers' count; and the slowest is one of
-        several, so it is late by chance too.
+        Few steps tell little about one worker's variance, so all workers' count; the slowest is one of
+        several, so it is late by chance too; and steps that follow each other are not independent.
         """
         count = len(self._known)
         steps = min(known.steps for known in self._known)
         usual = sum(known.variance for known in self._known) / count
-        return math.sqrt(max(self._known[rank].variance, usual) / steps * (1 + 2 / count))
+        return math.sqrt(max(self._known[rank].variance, usual) * _ALIKE / steps * (1 + 2 / count))
 
     def _now(self) -> list[ShareTime]:
         """Every worker's time for its present share."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -17,6 +18,7 @@ from echelon.comm.schedule.collectives.auto import AutoCollective
 from echelon.config.units import show_bytes, show_seconds
 from echelon.observe.events import CollectiveChanged
 from echelon.plan.arrange import arrange, topology_of_links
+from echelon.plan.groups import Groups
 from echelon.plan.owners import fewer_owners
 from echelon.plan.plan import Plan
 from echelon.train.clock import StepClock
@@ -61,18 +63,54 @@ class Arranger:
         self._usual = str(AutoCollective.measured(links.slowest))
         self._now = self._usual
         self._by_site = False
+        self._groups: Groups = ()
         self._length_bytes = 0
+
+    @property
+    def callbacks(self) -> dict[str, Any]:
+        """What adapts shares tells this of."""
+        return {"on_speeds": self.speeds, "on_congestion": self.measure_again}
 
     def prepared(self, length_bytes: int) -> None:
         """The gradients of all models have so many bytes."""
         self._length_bytes = length_bytes
+        self._arrange("")
+
+    def measure_again(self) -> bool:
+        """Gradients take another time: measure links again; returns whether they travel in another way."""
+        before = self._links.slowest
+        with self._clock.exchange(begins_step=False):
+            links = self._group.measure_links()
+        if links is None:
+            return False
+        self._links = links
+        self._usual = str(AutoCollective.measured(links.slowest))
+        now = links.slowest
+        rates = (
+            f"{show_bytes(1 / now.seconds_per_byte)}/s, before {show_bytes(1 / before.seconds_per_byte)}/s"
+        )
+        why = f"links were measured again, because gradients took another time: the slowest has {rates}"
+        self._explain("links", why, f"at step {self._clock.step}, {why}")
+        return self._arrange(f"{why}; ")
+
+    def _arrange(self, why: str) -> bool:
+        """Arrange workers by the sites that links show; returns whether that changed something."""
         topology = topology_of_links(self._links.latency_s, self._links.bytes_per_s, self._machines)
-        found = arrange(topology, self._machines, length_bytes)
-        if found is None or found.collective == self._now:
-            return
+        found = arrange(topology, self._machines, self._length_bytes)
+        if found is None:
+            if not self._by_site:
+                return False
+            self._by_site = False
+            self._group.arrange(self._usual)
+            self._changed(self._usual, f"{why}no way by sites is cheaper", 0.0, 0.0)
+            return True
+        if (found.collective, found.groups) == (self._now, self._groups):
+            return False
         self._by_site = True
+        self._groups = found.groups
         self._group.arrange(found.collective, found.groups)
-        self._changed(found.collective, found.reason, found.seconds, found.instead_s)
+        self._changed(found.collective, f"{why}{found.reason}", found.seconds, found.instead_s)
+        return True
 
     def speeds(self, speeds: Sequence[float], step_s: float) -> bool:
         """Workers have these speeds; returns whether gradients travel in another way from now on."""

@@ -24,6 +24,7 @@ from echelon.comm.group import Group
 from echelon.config.units import show_seconds
 from echelon.observe.events import SharesChanged
 from echelon.plan.balance import Balancer, ShareChange, StepReport
+from echelon.plan.congestion import TailWatch
 from echelon.plan.shares import ShareTable
 from echelon.reduce.piggyback import Piggyback
 from echelon.train.clock import StepClock
@@ -44,6 +45,7 @@ class AutoShares:
 
     `loaders` are those that are prepared; more may come. When shares change, `on_speeds` gets the speeds of
     all workers and the expected seconds of a step; it returns whether gradients travel in another way now.
+    So does `on_congestion`, which is called when they travel slower or faster than before.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class AutoShares:
         emit: Callable[[SharesChanged], None],
         explain: Explain,
         on_speeds: Callable[[Sequence[float], float], bool] = lambda speeds, step_s: False,
+        on_congestion: Callable[[], bool] = lambda: False,
     ) -> None:
         self._group = group.fork()
         self._table = table
@@ -63,6 +66,8 @@ class AutoShares:
         self._emit = emit
         self._explain = explain
         self._on_speeds = on_speeds
+        self._on_congestion = on_congestion
+        self._tails = TailWatch()
         self._balancer: Balancer | None = None
         self._drawn = 0  # the batch that was drawn last
         self._batch = 0  # of one draw, in a usual step
@@ -145,6 +150,8 @@ class AutoShares:
         change = self._balancer.take(reports)
         if change is not None:
             self._change(change)
+        elif self._congested(reports, slowest_s) and self._on_congestion():
+            self._balancer.forget_tails()
 
     def _change(self, change: ShareChange) -> None:
         drawn = torch.tensor([loader.batches_drawn for loader in self._loaders], dtype=torch.int64)
@@ -155,6 +162,11 @@ class AutoShares:
         self._record(change)
         if self._on_speeds(change.speeds, change.expected_s) and self._balancer is not None:
             self._balancer.forget_tails()
+            self._tails.reset()
+
+    def _congested(self, reports: Sequence[StepReport], slowest_s: float) -> bool:
+        tail_s = min(report.waited_s / report.steps for report in reports)
+        return self._tails.take(tail_s, slowest_s + tail_s)
 
     def _forget(self) -> None:
         self._times = []

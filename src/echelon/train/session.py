@@ -122,7 +122,7 @@ class Session(ScriptCollectives, ScriptLog):
                 clock,
                 record.emit,
                 self.explain,
-                on_speeds=self._arranger.speeds if self._arranger is not None else lambda *_: False,
+                **(self._arranger.callbacks if self._arranger is not None else {}),
             )
             clock.on_ended = self._auto_shares.step_ended
             self._synchronizer.carry(self._auto_shares.piggyback)
