@@ -85,7 +85,7 @@ def test_batches_that_were_all_drawn_before_the_first_step_are_trained_as_they_a
 
 
 def test_shares_that_are_asked_for_stay(warm_pool):
-    for shares in ([2, 1], "equal", None):
+    for shares in ([2, 1], "equal"):
         for _, _, changes, why in warm_pool.run(2, train, shares, (0.0005, 0.004)):
             assert changes == []
             assert "measured" not in why

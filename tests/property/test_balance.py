@@ -135,19 +135,20 @@ def test_an_interval_without_steps_decides_nothing():
     assert balancer.shares == split(64, [1.0, 1.0])
 
 
-@given(SPEEDS, st.integers(0, 2**32), st.floats(0, 0.1), st.data())
-@settings(max_examples=100)
-def test_once_the_fixed_cost_is_known_a_real_change_leads_to_one_change_of_shares(
-    speeds, seed, noise, data
-):
-    cluster = Cluster(speeds, 8.0, noise, seed, 256)
-    cluster.go(100)
-    cluster.changes.clear()
-    rank = data.draw(st.integers(0, len(speeds) - 1))
-    cluster.speeds[rank] *= data.draw(st.sampled_from([0.25, 4.0]))
-    cluster.go(60)
-    assert len(cluster.changes) <= 2  # the second corrects what the first, half throttled steps misled
-    assert cluster.slowest(cluster.balancer.shares) <= 1.25 * cluster.best()
+def test_a_real_change_leads_to_one_change_of_shares_and_now_and_then_to_a_second_that_corrects_it():
+    counts = []
+    for seed in range(80):
+        draw = random.Random(seed)
+        speeds = [draw.uniform(0.1, 1) for _ in range(draw.randint(2, 8))]
+        cluster = Cluster(speeds, 8.0, draw.uniform(0, 0.1), seed, 256)
+        cluster.go(100, steps=1)
+        cluster.changes.clear()
+        cluster.speeds[draw.randrange(len(speeds))] *= draw.choice([0.25, 4.0])
+        cluster.go(60, steps=1)
+        counts.append(len(cluster.changes))
+        assert cluster.slowest(cluster.balancer.shares) <= 1.2 * cluster.best()
+    assert max(counts) <= 3
+    assert sum(count <= 1 for count in counts) >= 0.7 * len(counts)
 
 
 class Tailed(Cluster):

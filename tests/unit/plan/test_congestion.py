@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,5 +39,5 @@ def test_one_busy_moment_does_not_alarm():
 def test_a_network_that_never_rests_is_measured_more_and_more_seldom():
     found = alarms(TailWatch(), [0.01 if at // 40 % 2 else 0.06 for at in range(4000)])
     assert 2 <= len(found) <= 8
-    pauses = [after - before for before, after in zip(found, found[1:], strict=False)]
+    pauses = [after - before for before, after in pairwise(found)]
     assert pauses[-1] > pauses[0]
