@@ -55,12 +55,12 @@ class Cluster:
 
 @given(SPEEDS, st.floats(0, 40), st.integers(0, 2**32), st.integers(64, 512))
 @settings(max_examples=200)
-def test_without_noise_the_slowest_worker_is_soon_within_a_tenth_of_the_best(speeds, fixed, seed, batch):
+def test_without_noise_the_slowest_worker_is_soon_within_an_eighth_of_the_best(speeds, fixed, seed, batch):
     cluster = Cluster(speeds, fixed, 0.0, seed, batch)
     cluster.go(12)
     assert sum(cluster.balancer.shares) == batch
     assert min(cluster.balancer.shares) >= 1
-    assert cluster.slowest(cluster.balancer.shares) <= 1.1 * cluster.best() + 1e-12
+    assert cluster.slowest(cluster.balancer.shares) <= 1.125 * cluster.best() + 1e-12
 
 
 @given(SPEEDS, st.floats(0, 40), st.integers(0, 2**32))
