@@ -11,8 +11,11 @@ lateness.py    who was late over a whole run: in every round, now and then, or o
 encoding.py    how many bytes a codec saved
 overlap.py     how much of communication was hidden, and what limits a step
 step_cost.py   what a step costs each worker, and which shares would balance it
+decisions.py   what a run's own decisions were expected to bring, and what came of them
 sync.py        what a sync policy other than full did with the workers' steps
 spans.py       when each part of a step took place
+worker_figures.py one worker's figures, from its steps
+settled.py     the same since the last change of shares, from which lateness is judged
 summary.py     the figures of a run, from its events
 reason.py      why a worker keeps the others waiting, and what helps
 verdict.py     what the figures mean, in sentences

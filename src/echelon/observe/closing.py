@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.config.units import show_bytes, show_seconds
+from echelon.observe.decisions import decisions_verdict
 from echelon.observe.summary import Summary
 from echelon.observe.sync import SyncFigures
 from echelon.observe.verdict import verdict, wire_verdict
@@ -39,11 +40,22 @@ def closing_table(summary: Summary) -> RenderableType:
         table.add_row(*(Text(cells[row + 1]) for cells in columns.values()))
     rate = f"{summary.samples_per_s:,.0f} samples/s"
     lines = [f"{_made(summary)} in {show_seconds(summary.seconds)}, {rate}", ", ".join(quality(summary))]
-    lines += [verdict(summary), wire_verdict(summary)]
-    meanings = _LEGEND | {"last": _LAST_OF_SEVERAL} if summary.meet_often else _LEGEND
+    lines += [verdict(summary), decisions_verdict(summary.decisions), wire_verdict(summary)]
+    meanings = _meanings(summary)
     known = [f"{name}: {meaning}" for name, meaning in meanings.items() if name in columns]
     texts = [Text("; ".join(known), style="dim")] if summary.world_size > 1 else []
     return Group(table, *texts, *(Text(line) for line in lines if line))
+
+
+def _meanings(summary: Summary) -> dict[str, str]:
+    """What the columns mean; some cover only the rounds that are judged."""
+    meanings = dict(_LEGEND)
+    if summary.judged.meet_often:
+        meanings["last"] = _LAST_OF_SEVERAL
+    if summary.settled is not None:
+        for name in ("last", "delayed"):
+            meanings[name] += f", from step {summary.settled.step:,} on"
+    return meanings
 
 
 def quality(summary: Summary) -> list[str]:
@@ -86,11 +98,12 @@ def _columns(summary: Summary) -> dict[str, list[str]]:
         sent_bytes = [sum(w.sent_bytes for w in workers), *(w.sent_bytes for w in workers)]
         columns["sent"] = [show_bytes(count) for count in sent_bytes]
     if summary.rounds > 0:
+        judged = summary.judged
         columns |= {
-            "last": ["", *(percent(w.times_last, w.rounds) for w in workers)],
+            "last": ["", *(percent(w.times_last, w.rounds) for w in judged.workers)],
             "delayed": [
-                _seconds(summary.spread_s, summary),
-                *(_seconds(w.held_up_s, summary) for w in workers),
+                _seconds(judged.spread_s, summary),
+                *(_seconds(w.held_up_s, summary) for w in judged.workers),
             ],
         }
     if summary.sync is not None and summary.sync.served:

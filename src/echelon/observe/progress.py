@@ -32,7 +32,8 @@ from echelon.observe.events import (
     StepsExpected,
 )
 from echelon.observe.stall import Stall, StallWatch
-from echelon.observe.summary import Summary, Tally, WorkerSummary
+from echelon.observe.summary import Summary, Tally
+from echelon.observe.worker_figures import WorkerSummary
 
 _LINE_EVERY_S = 10.0
 _RECENT_S = 5.0

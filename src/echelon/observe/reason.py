@@ -20,7 +20,8 @@ from typing import Literal, TypeAlias
 
 from echelon.config.units import show_seconds
 from echelon.observe.step_cost import StepCost, balanced_shares
-from echelon.observe.summary import Summary, WorkerSummary
+from echelon.observe.summary import Summary
+from echelon.observe.worker_figures import WorkerSummary
 
 Kind: TypeAlias = Literal["starved", "late result", "now and then", "steady"]
 StepPart: TypeAlias = Literal["data", "compute", "apply", "other"]
@@ -136,8 +137,13 @@ def _against_slowness(worst: WorkerSummary, summary: Summary) -> str:
                 f"for {show_seconds(idle_s)} it did not want a core: look for a sleep, a lock, or reading "
                 "and writing in its script."
             )
-    better = better_shares(worst, summary)
     cost = _cost_of(worst, summary)
+    if summary.shares_adapt and (cost is None or cost.share > 1):
+        return (
+            "shares follow measured speeds already: look for other load on its node, and whether its speed "
+            "varies from step to step."
+        )
+    better = better_shares(worst, summary)
     if better and cost is not None and round(fitting_shares(summary)[cost.rank]) < round(cost.share):
         return f"give it a smaller share: {better}"
     if cost is not None and cost.share <= 1:

@@ -17,6 +17,7 @@ from echelon.errors import ConfigError
 from echelon.observe.atomic import write_whole
 from echelon.observe.events import LAUNCHER, BucketReduced, StepEnded
 from echelon.observe.follow import read_run
+from echelon.observe.page.decided import decided
 from echelon.observe.page.history import Incident, RunHistory, collect_history, middle_steps, middle_window
 from echelon.observe.page.markup import about, safe, section, table
 from echelon.observe.page.planned import planned
@@ -91,6 +92,7 @@ def page_html(
     else:
         parts.append(section("No steps", "<p>No step was recorded, so there is nothing to draw.</p>"))
     parts.append(planned(plan, history) if plan is not None else "")
+    parts.append(decided(history.summary.decisions))
     parts += [_incidents(history.incidents), _logged(history), _appendix(quoted)]
     return _document(title, "".join(parts))
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 
 from echelon.observe.arrival import Basis, ObservedRound, RoundTally
 from echelon.observe.atomic import write_whole
+from echelon.observe.decisions import Decision, DecisionTally
 from echelon.observe.encoding import CodecFigures, CodecTally
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
     Arrived,
     BucketReduced,
+    CollectiveChanged,
     Decided,
     EpochEnded,
     Evaluated,
@@ -27,74 +28,22 @@ from echelon.observe.events import (
     RunEnded,
     RunStarted,
     ServerEnded,
+    SharesChanged,
     StepEnded,
     WorkerFailed,
     WorkerJoined,
 )
 from echelon.observe.follow import read_run
-from echelon.observe.lateness import CircleTally, Lateness, LatenessTally, Standstill
+from echelon.observe.lateness import CircleTally, LatenessTally, Standstill
 from echelon.observe.overlap import Communication, TrafficTally
 from echelon.observe.run_folder import RunFolder
-from echelon.observe.spans import end_of, length_s, other_s
+from echelon.observe.settled import SettledFigures, SettledTally
+from echelon.observe.spans import end_of
 from echelon.observe.step_cost import CostTally, StepCost
 from echelon.observe.sync import Stretch, SyncFigures, SyncTally, policy_of, steps_together
+from echelon.observe.worker_figures import WorkerSummary, WorkerSums, worker_summary
 
 UNFINISHED = "unfinished"
-
-
-class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's figures.
-
-    `step_s` is the time this worker spent in steps, the sum of the five parts from `data_s` to `other_s`;
-    `samples_per_s` is relative to it. `late_s` is the part of `wait_s` before the last worker arrived; the
-    rest of it is the exchange itself. `held_up_s` is how long this worker kept the others waiting,
-    `alone_s` the part of that in which only it was missing, and `late_result_s` the part that began with a
-    result that reached it late; arrival.py has the definitions. `rounds` counts the worker's rounds that
-    were judged, `times_last` those in which it kept the others waiting longest, and `steady` is the share
-    of them in which it was about as late as usual; lateness.py has the definition.
-
-    Of `own_s`, the time in steps but for waiting, the training thread was `cpu_s` on a core and `starved_s`
-    ready without one; None if unknown, `cpu_s` also if another device computes.
-    """
-
-    rank: int
-    node: str
-    steps: int
-    samples: int
-    mean_share: float
-    samples_per_s: float
-    step_s: float
-    data_s: float
-    compute_s: float
-    wait_s: float
-    apply_s: float
-    other_s: float
-    late_s: float
-    delay_s: float
-    sent_bytes: int
-    times_last: int
-    held_up_s: float
-    alone_s: float
-    rounds: int = 0
-    late_result_s: float = 0.0
-    steady: float = 0.0
-    cpu_s: float | None = None
-    starved_s: float | None = None
-
-    @property
-    def own_s(self) -> float:
-        """The time in steps that was not spent waiting for other workers."""
-        return max(0.0, self.step_s - self.wait_s)
-
-    @property
-    def idle_s(self) -> float | None:
-        """Own time in which the thread neither ran nor wanted to: it slept, or waited for something else.
-
-        Injected delays are not counted; None if unknown.
-        """
-        if self.cpu_s is None or self.starved_s is None:
-            return None
-        return max(0.0, self.own_s - self.cpu_s - self.starved_s - self.delay_s)
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +60,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     `outcome` is completed, failed, interrupted, or unfinished if no end was recorded.
     `communication` is None if no bucket was reported; overlap.py has the definitions. `coding` is None
     if nothing was encoded. `costs` is empty if they are unknown; step_cost.py has the definition.
+
+    `decisions` are those that the run took by itself; decisions.py has the definitions. `settled` has the
+    figures since the last change of shares, if enough rounds followed it; then sentences and columns on
+    who kept the others waiting are from these: `judged`.
 
     With sync policies of other families than that of `full` workers do not step together: `rounds` are
     only the steps in which they exchanged weights, none with a server, and `train_loss` is over the last
@@ -140,50 +93,27 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     met: int = 0
     meet_often: bool = False
     standstills: tuple[Standstill, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    settled: SettledFigures | None = None
+
+    @property
+    def shares_adapt(self) -> bool:
+        """Whether shares followed the workers' measured speeds."""
+        return any(decision.kind == "shares" for decision in self.decisions)
+
+    @property
+    def judged(self) -> Summary:
+        """The same with the figures from which it is judged who kept the others waiting."""
+        if self.settled is None:
+            return self
+        since = {name: getattr(self.settled, name) for name in SettledFigures.__struct_fields__}
+        del since["step"]
+        return msgspec.structs.replace(self, **since)
 
     @property
     def all_steps(self) -> int:
         """The number of steps of all workers together."""
         return sum(worker.steps for worker in self.workers)
-
-
-@dataclass(slots=True)
-class _WorkerSums:
-    node: str = ""
-    device: str = ""
-    steps: int = 0
-    samples: int = 0
-    step_s: float = 0.0
-    data_s: float = 0.0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    apply_s: float = 0.0
-    other_s: float = 0.0
-    delay_s: float = 0.0
-    sent_bytes: int = 0
-    exchanges: int = 0
-    cpu_s: float | None = 0.0
-    starved_s: float | None = 0.0
-
-    def add(self, event: StepEnded) -> None:
-        self.steps += 1
-        self.exchanges += event.sent_bytes > 0
-        self.samples += event.share
-        self.step_s += length_s(event)
-        self.data_s += event.data_s
-        self.compute_s += event.compute_s
-        self.wait_s += event.wait_s
-        self.apply_s += event.apply_s
-        self.other_s += other_s(event)
-        self.delay_s += event.delay_s
-        self.sent_bytes += event.sent_bytes
-        self.cpu_s = _plus(self.cpu_s, event.cpu_s)
-        self.starved_s = _plus(self.starved_s, event.starved_s)
-
-
-def _plus(sum_s: float | None, seconds: float | None) -> float | None:
-    """A sum that is unknown if one of its parts is."""
-    return None if sum_s is None or seconds is None else sum_s + seconds
 
 
 class _RecentLoss:
@@ -222,9 +152,9 @@ class _RecentLoss:
 class Tally:
     """Takes events one by one, workers in any order; `summary()` gives the figures so far.
 
-    `limit` bounds how many incomplete rounds are kept, for live displays; then communication and step
-    costs, whose medians take long to compute, are left out. `policy` is the sync policy if it is known from
-    elsewhere than from events.
+    `limit` bounds how many incomplete rounds are kept, for live displays; then communication, step costs
+    and decisions, whose medians take long to compute, are left out. `policy` is the sync policy if it is
+    known from elsewhere than from events.
     """
 
     def __init__(self, limit: int | None = None, policy: str = "") -> None:
@@ -232,13 +162,15 @@ class Tally:
         self._asked = policy
         self._policy = self._family = ""  # as the workers say
         self._sync = SyncTally()
-        self._workers: dict[int, _WorkerSums] = {}
+        self._workers: dict[int, WorkerSums] = {}
         self._declared: int | None = None
         self._rounds_open = RoundTally(limit)
         self._circles: CircleTally | None = None
         self._lateness = LatenessTally()
         self._traffic = TrafficTally() if limit is None else None
         self._costs = CostTally() if limit is None else None
+        self._decisions = DecisionTally() if limit is None else None
+        self._settled: SettledTally | None = None
         self._codecs = CodecTally()
         self._hosts: set[str] = set()
         self._loss = _RecentLoss()
@@ -252,9 +184,13 @@ class Tally:
 
     def add(self, event: AnyEvent) -> None:
         """Take one event into account."""
+        if self._decisions is not None and isinstance(event, StepEnded | SharesChanged | CollectiveChanged):
+            self._decisions.add(event)
         match event:
             case StepEnded():
                 self._step(event)
+            case SharesChanged(rank=0) if self._limit is None:
+                self._settled = (self._settled or SettledTally(event.step)).after(event.step)
             case Arrived():
                 self._sync.arrived(event)
             case Decided():
@@ -285,10 +221,10 @@ class Tally:
             case _:
                 pass
 
-    def _worker(self, rank: int) -> _WorkerSums:
+    def _worker(self, rank: int) -> WorkerSums:
         worker = self._workers.get(rank)
         if worker is None:
-            worker = self._workers[rank] = _WorkerSums()
+            worker = self._workers[rank] = WorkerSums()
         return worker
 
     def _joined(self, event: WorkerJoined) -> None:
@@ -332,6 +268,8 @@ class Tally:
             complete = self._rounds_open.add(event, self._declared)
             if complete is not None and len(complete.workers) > 1:
                 self._lateness.add(complete)
+                if self._settled is not None:
+                    self._settled.add(complete)
                 if self._traffic is not None and not self.apart:
                     self._traffic.round(complete)
 
@@ -381,7 +319,7 @@ class Tally:
             outcome=self._outcome(),
             failure=self._failure(),
             workers=tuple(
-                _worker_summary(rank, self._workers[rank], lateness) for rank in sorted(self._workers)
+                worker_summary(rank, self._workers[rank], lateness) for rank in sorted(self._workers)
             ),
             communication=self._communication(lateness.judged_by, late_rounds),
             coding=self._codecs.figures(),
@@ -390,7 +328,15 @@ class Tally:
             met=lateness.met,
             meet_often=lateness.meet_often,
             standstills=lateness.standstills,
+            decisions=self._decisions.decisions() if self._decisions is not None else (),
+            settled=self._settled_figures(late_rounds, lateness.rounds),
         )
+
+    def _settled_figures(self, late_rounds: list[ObservedRound], rounds: int) -> SettledFigures | None:
+        if self._settled is None or self.apart:
+            return None
+        settled = self._settled.with_more(late_rounds)
+        return settled.figures(self._workers, len(self._hosts), rounds)
 
     def _own_loss(self) -> float | None:
         """The mean over samples of the last tenth of each worker's own steps."""
@@ -421,36 +367,6 @@ class Tally:
         if self._ended is not None and self._ended.outcome != "completed":
             return self._ended.detail
         return ""
-
-
-def _worker_summary(rank: int, worker: _WorkerSums, lateness: Lateness) -> WorkerSummary:
-    late = lateness.of(rank)
-    return WorkerSummary(
-        rank=rank,
-        node=worker.node,
-        steps=worker.steps,
-        samples=worker.samples,
-        mean_share=_ratio(worker.samples, worker.steps),
-        samples_per_s=_ratio(worker.samples, worker.step_s),
-        step_s=worker.step_s,
-        data_s=worker.data_s,
-        compute_s=worker.compute_s,
-        wait_s=worker.wait_s,
-        apply_s=worker.apply_s,
-        other_s=worker.other_s,
-        late_s=late.late_s,
-        delay_s=worker.delay_s,
-        sent_bytes=worker.sent_bytes,
-        times_last=late.times_last,
-        held_up_s=late.held_up_s,
-        alone_s=late.alone_s,
-        rounds=late.rounds,
-        late_result_s=late.late_result_s,
-        steady=late.steady,
-        # On another device the thread waits for its own computation.
-        cpu_s=worker.cpu_s if worker.steps and worker.device in ("", "cpu") else None,
-        starved_s=worker.starved_s if worker.steps else None,
-    )
 
 
 def _ratio(value: float, by: float) -> float:

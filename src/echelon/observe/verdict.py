@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 from echelon.config.units import show_bytes, show_seconds
+from echelon.observe.decisions import shares_sentence
 from echelon.observe.lateness import Standstill
 from echelon.observe.overlap import Communication
 from echelon.observe.reason import (
@@ -27,8 +28,9 @@ from echelon.observe.reason import (
     without_standstills_s,
     worker_name,
 )
-from echelon.observe.summary import Summary, WorkerSummary
+from echelon.observe.summary import Summary
 from echelon.observe.sync import SyncFigures, WorkerSync
+from echelon.observe.worker_figures import WorkerSummary
 
 _STANDS_OUT = 0.5  # of the spread: above this, one worker is the reason; of two, one always has half
 _STANDS_OUT_OF_TWO = 0.75
@@ -52,7 +54,20 @@ def verdict(summary: Summary) -> str:
         return _served(sync, summary) if sync.served else _without_server(sync, summary)
     if summary.rounds == 0:
         return "No step was reported by all workers, so their arrivals cannot be compared."
-    return _finding(summary) + _few_note(summary) + _clock_note(summary)
+    changed = shares_sentence(summary.decisions)
+    if changed and summary.settled is None:
+        return f"{changed} {_changed_late(summary)}"
+    judged = summary.judged
+    found = _finding(judged) + _few_note(judged) + _clock_note(judged)
+    return f"{changed} Since then: {found}" if changed else found
+
+
+def _changed_late(summary: Summary) -> str:
+    """What can be said if shares changed so late that nothing can be judged since."""
+    return (
+        "Shares changed shortly before the end, so it is not judged who kept the others waiting since; "
+        f"in the whole run, waiting for the last worker cost {_of_run(summary.spread_s, summary)}."
+    )
 
 
 def _few_note(summary: Summary) -> str:
@@ -329,6 +344,8 @@ def _crowd_note(summary: Summary) -> str:
 
 
 def _shares_note(worst: WorkerSummary, summary: Summary) -> str:
+    if summary.shares_adapt:
+        return "Shares follow the workers' measured speeds already."
     better = better_shares(worst, summary)
     if better:
         return f"Other shares would help: {better}"
@@ -344,7 +361,8 @@ def _clock_note(summary: Summary) -> str:
 
 
 def _of_run(seconds: float, summary: Summary) -> str:
-    return f"{show_seconds(seconds)}, {percent(seconds, summary.seconds)} of the run"
+    whole = "the run" if summary.settled is None else "that time"
+    return f"{show_seconds(seconds)}, {percent(seconds, summary.seconds)} of {whole}"
 
 
 def _capital(text: str) -> str:

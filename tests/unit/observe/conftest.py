@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,7 @@ from echelon.observe.events import (
     Noted,
     RunEnded,
     RunStarted,
+    SharesChanged,
     StepEnded,
     StepsExpected,
     WorkerFailed,
@@ -150,6 +151,37 @@ def imagine(plan: Plan | None = None) -> list[AnyEvent]:
     outcome = "failed" if plan.dies is not None else "completed"
     events.append(RunEnded(t=over + 0.1, rank=LAUNCHER, outcome=outcome))
     return sorted(events, key=lambda event: event.t)
+
+
+def imagine_rebalanced(
+    plan: Plan, shares: Sequence[int], *, steps: int, expected_s: float = 0.02
+) -> list[AnyEvent]:
+    """Such a run, whose shares change after it for so many more steps."""
+    first = imagine(plan)
+    changed = plan.epochs * plan.steps_per_epoch
+    later = imagine(replace(plan, shares=shares, epochs=1, steps_per_epoch=steps, links=()))
+    over = max(event.t for event in first if isinstance(event, StepEnded))
+    shift_s = over - BEGIN - 1.0 + max([0.0, *plan.skew_s]) - min([0.0, *plan.skew_s])
+    events = [event for event in first if not isinstance(event, RunEnded)]
+    events += [
+        SharesChanged(
+            t=over + 1e-3,
+            rank=rank,
+            step=changed,
+            shares=list(shares),
+            before=list(plan.shares),
+            slowest=3,
+            slowest_s=0.04,
+            expected_s=expected_s,
+        )
+        for rank in range(len(shares))
+    ]
+    for event in later:
+        if isinstance(event, StepEnded):
+            at = {"t": event.t, "start": event.start, "arrival": event.arrival}
+            moved = {name: value + shift_s for name, value in at.items()}
+            events.append(msgspec.structs.replace(event, step=event.step + changed, epoch=99, **moved))
+    return events  # each worker's in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +330,11 @@ def a_plan() -> type[Plan]:
 @pytest.fixture(scope="session")
 def imagined():
     return imagine
+
+
+@pytest.fixture(scope="session")
+def rebalanced():
+    return imagine_rebalanced
 
 
 @pytest.fixture(scope="session")

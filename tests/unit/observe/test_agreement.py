@@ -148,6 +148,31 @@ def test_sentences_and_columns_of_a_run_agree(imagined, a_plan, drawn, late_s):
     assert summary.spread_s <= summary.seconds
 
 
+@settings(max_examples=25)
+@given(RUNS, st.lists(st.integers(1, 40), min_size=4, max_size=4), st.integers(1, 50))
+def test_sentences_and_columns_agree_if_shares_change(rebalanced, a_plan, drawn, shares, steps):
+    plan = a_plan(epochs=1, **(drawn | {"buckets": 0}))
+    events = rebalanced(plan, shares, steps=steps)
+    history = collect_history(events)
+    summary = history.summary
+    assert summarise(events) == summary
+    said, rows = verdict(summary), closing_rows(closing(summary))
+    judged = max(0, steps - 3)
+    changed = f"from step {drawn['steps_per_epoch']} on: {','.join(map(str, shares))} (before "
+    assert changed in said
+    assert (summary.settled is not None) == (judged >= min(20, summary.rounds / 2) and judged > 0)
+    assert ("shortly before the end" in said) == (summary.settled is None)
+    assert all(worker.rounds == summary.judged.rounds for worker in summary.judged.workers)
+    if summary.settled is not None:
+        assert summary.judged.rounds == judged
+    last = rows[""].index("last")
+    if found := re.search(r"ank (\d+) \(\S*\) arrived last in (\d+ %)", said):
+        assert summary.settled is not None
+        assert rows[found.group(1)][last] == found.group(2)
+        assert f"last in {found.group(2)} of rounds" in waiting(history)
+    assert "--shares" not in said
+
+
 @settings(max_examples=40)
 @given(
     step_s=st.lists(st.sampled_from([0.01, 0.013, 0.02, 0.07]), min_size=2, max_size=4),

@@ -7,6 +7,7 @@ markup.py    sections, tables and legends as HTML text
 sections.py  the page's sections: charts and their explanations
 sync.py      the section on runs in which workers do not step together
 planned.py   the section on the plan: predicted against measured
+decided.py   the section on the run's own decisions: expected against measured
 plan_picture.py the picture of a plan: groups, workers, links
 style.css    colours for light, dark and print
 hover.js     the tooltip

@@ -24,8 +24,9 @@ from echelon.observe.page.scale import (
 )
 from echelon.observe.reason import fitting_shares, percent, shares_may_help, worker_name
 from echelon.observe.spans import end_of, spans
-from echelon.observe.summary import Summary, WorkerSummary
+from echelon.observe.summary import Summary
 from echelon.observe.verdict import verdict, wire_verdict
+from echelon.observe.worker_figures import WorkerSummary
 
 _ACTIVITIES = {
     "data": "data",
@@ -54,8 +55,15 @@ def waiting(history: RunHistory) -> str:
             "In each round, the time between two arrivals is charged in equal parts to the workers still "
             "missing, so a round's charges sum to the time from its first to its last arrival."
         )
-        body += about(remark + _MEET_OFTEN if summary.meet_often else remark)
-        body += held_up(summary) + _spread(history)
+        if summary.judged.meet_often:
+            remark += _MEET_OFTEN
+        if summary.settled is not None:
+            remark += (
+                f" Bars: rounds from step {summary.settled.step:,} on, after the last change of shares. "
+                "Curve: the whole run."
+            )
+        body += about(remark)
+        body += held_up(summary.judged) + _spread(history)
     return section("Who kept the others waiting", body)
 
 
@@ -255,7 +263,9 @@ def _legend_of(bars: Sequence[Bar]) -> str:
 
 
 def _worker_table(summary: Summary) -> str:
-    fitting = fitting_shares(summary) if summary.sync is None and shares_may_help(summary) else {}
+    # Shares that follow measured speeds already need no better ones.
+    wanted = summary.sync is None and not summary.shares_adapt and shares_may_help(summary)
+    fitting = fitting_shares(summary) if wanted else {}
     rows = []
     for worker in summary.workers:
         row = {
