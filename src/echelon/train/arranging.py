@@ -17,6 +17,7 @@ from echelon.comm.schedule.collectives.auto import AutoCollective
 from echelon.config.units import show_bytes, show_seconds
 from echelon.observe.events import CollectiveChanged
 from echelon.plan.arrange import arrange, topology_of_links
+from echelon.plan.groups import Groups
 from echelon.plan.owners import fewer_owners
 from echelon.plan.plan import Plan
 from echelon.train.clock import StepClock
@@ -72,7 +73,7 @@ class Arranger:
             return
         self._by_site = True
         self._group.arrange(found.collective, found.groups)
-        self._changed(found.collective, found.reason, found.seconds, found.instead_s)
+        self._changed(found.collective, found.reason, found.seconds, found.instead_s, found.groups)
 
     def speeds(self, speeds: Sequence[float], step_s: float) -> bool:
         """Workers have these speeds; returns whether gradients travel in another way from now on."""
@@ -101,7 +102,9 @@ class Arranger:
         self._changed(collective, why, found.seconds, found.instead_s)
         return True
 
-    def _changed(self, collective: str, why: str, expected_s: float, before_s: float) -> None:
+    def _changed(
+        self, collective: str, why: str, expected_s: float, before_s: float, groups: Groups = ()
+    ) -> None:
         before, self._now = self._now, collective
         step = self._clock.step
         self._emit(
@@ -114,6 +117,7 @@ class Arranger:
                 reason=why,
                 expected_s=expected_s,
                 before_s=before_s,
+                groups=[list(group) for group in groups],
             )
         )
         self._explain("collective", why, f"from step {step} on, {why}" if step else why)
