@@ -140,7 +140,7 @@ def _resized(collective: str, sizes: Sequence[int]) -> str:
 
 
 def _reweighed(collective: str, before: Sequence[str], now: Sequence[str]) -> str:
-    """Weights of a collective are by rank: nodes keep theirs, and a new one has that of the one it is like."""
+    """Weights of a collective are by rank: nodes keep theirs, and a new one has that of its like."""
     call = parse_call(collective)
     weights = call.options.get("weights")
     if not isinstance(weights, list) or len(weights) != len(before):

@@ -33,5 +33,6 @@ user_traceback.py  the traceback of a user's error, without Echelon's wrappers
 resume.py       the state of a run for a checkpoint, and how it is restored
 job.py          the built-in training job of `echelon train`
 probe_job.py    what every worker measures for `echelon probe`
+profiling.py    what kind of job is this run?
 first_steps.py  what a script's own model costs, from its first steps
 """

@@ -50,6 +50,7 @@ from echelon.train.families.synchronizer import ModelOptions, Synchronizer
 from echelon.train.guard import Guard, Surroundings
 from echelon.train.left_loop import when_unwound
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
+from echelon.train.profiling import JobProfiling, ProfiledRun
 from echelon.train.record import RunRecord
 from echelon.train.script_log import ScriptLog
 from echelon.train.weighing import LossWeights
@@ -148,6 +149,9 @@ class Session(ScriptCollectives, ScriptLog):
             strange=self._guard.not_finite,
         )
         self._synchronizer.resolve_with(self._weights.resolve)
+        members = rendezvous.members[: group.size] if rendezvous is not None else []
+        seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
+        self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
 
     @property
     def is_leader(self) -> bool:
@@ -225,11 +229,13 @@ class Session(ScriptCollectives, ScriptLog):
         for position, thing in enumerate(things):
             out.append(self._take(thing, position, batch, rules, models, facts))
         consistency.check(self._group, facts, [worker.node for worker in self._plan.workers])
+        self._profiling.preparing(models)
         for model in models:
             self._synchronizer.add(model, rules)
             if self.world_size > 1:
                 self._weights.attach(model, marks=rules.loss == "mean")
         self._synchronizer.begin()
+        self._profiling.prepared()
         if models and self._arranger is not None:
             self._arranger.prepared(sum(gradient_bytes(model) for model in self._prepared.models))
         self._guard.prepared(own_streams=random == "own")
@@ -544,6 +550,7 @@ class Session(ScriptCollectives, ScriptLog):
             return
         self._closed = True
         self._guard.remove()
+        self._profiling.end()
         if cause:
             self._leave(cause)
             return
