@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import socket
+from unittest import mock
 
 import pytest
 import torch
@@ -18,15 +19,14 @@ from echelon.plan.cluster_file import read_cluster
 from echelon.plan.plan import Plan
 
 
-def train(steps: int, options, prepare_apart: bool = False, break_it: bool = False):
-    """Train; returns the folder's files, the plan's reasons, notes, and what is left in the model."""
-    if break_it:
-        from echelon.train import profiling
+def train_with_a_broken_classifier():
+    broken = ZeroDivisionError("a broken classifier")
+    with mock.patch("echelon.train.profiling.classify", side_effect=broken):
+        return train(13, {})
 
-        def broken(*_, **__):
-            raise ZeroDivisionError("a broken classifier")
 
-        profiling.classify = broken
+def train(steps: int, options, prepare_apart: bool = False):
+    """Train; returns the cluster file, the plan's reasons, notes, and what watches models then and later."""
     with echelon.join(round_timeout_s=90, **options) as session:
         model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -81,7 +81,7 @@ def test_other_policies_are_not_profiled(warm_pool):
 
 
 def test_what_fails_there_is_noted_and_does_not_end_the_run(warm_pool):
-    results = warm_pool.run(2, train, 13, {}, False, True)
+    results = warm_pool.run(2, train_with_a_broken_classifier)
     (told,) = [note for note in results[0][2] if "profile" in note]
     assert told == "no profile of the job could be made: ZeroDivisionError: a broken classifier"
     assert results[0][0] == ""

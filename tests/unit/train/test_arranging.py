@@ -1,4 +1,4 @@
-"""What a worker records when gradients travel in another way: the collective, and who is whose neighbour."""
+"""What a worker records when gradients travel in another way: the collective, and who are neighbours."""
 
 from __future__ import annotations
 
