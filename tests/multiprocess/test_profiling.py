@@ -26,7 +26,7 @@ def train_with_a_broken_classifier():
 
 
 def train(steps: int, options, prepare_apart: bool = False):
-    """Train; returns the cluster file, the plan's reasons, notes, and what watches models then and later."""
+    """Train; returns the cluster file, the plan's reasons, notes, and what watches models then, later."""
     with echelon.join(round_timeout_s=90, **options) as session:
         model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
