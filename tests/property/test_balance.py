@@ -212,3 +212,16 @@ def test_shares_settle_where_times_are_no_straight_line(speeds, seed):
     cluster.go(200, steps=1)
     assert len(cluster.changes) - before <= 1
     assert cluster.slowest(cluster.balancer.shares) <= 1.3 * cluster.best_of_all()
+
+
+def test_no_share_grows_beyond_what_memory_holds():
+    draw = random.Random(1)
+    balancer = Balancer(256, [1.0] * 4)
+    for _ in range(40):
+        told = [
+            StepReport.of([(share + 4) * (1 if rank else 0.2) * draw.uniform(0.95, 1.05)])
+            for rank, share in enumerate(balancer.shares)
+        ]
+        balancer.take(told, [90, 0, 0, 0])
+    assert balancer.shares[0] == 90
+    assert sum(balancer.shares) == 256

@@ -73,7 +73,7 @@ def plan(
         bool,
         typer.Option(
             "--inexact/--exact",
-            help="Allow codecs and policies that change results. Default: --exact.",
+            help="Allow codecs and local(8), which change results. Default: --exact.",
             **_SEARCH,
         ),
     ] = False,

@@ -163,6 +163,8 @@ class CollectiveChanged(Event, frozen=True, kw_only=True, tag="collective-change
     """Gradients travel in another way from now on, because of the workers' links or speeds.
 
     Summing all gradients should take `expected_s`, where it would take `before_s` as before; 0 if unknown.
+    `groups` are the ranks that are neighbours, for a collective that sums in groups first; empty if workers
+    are neighbours by rank.
     """
 
     step: int
@@ -171,6 +173,7 @@ class CollectiveChanged(Event, frozen=True, kw_only=True, tag="collective-change
     reason: str
     expected_s: float = 0.0
     before_s: float = 0.0
+    groups: list[list[int]] = []
 
 
 class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):

@@ -6,6 +6,7 @@
     logs/           rank-N.log: a worker's output
     errors/         rank-N.json: why a worker failed
     summary.json    the figures of the whole run
+    cluster.toml    machines, links and the job, as the first steps showed them
 
 While workers run a function, and not a script, there are also `call`, which holds it, and `results/`. While
 the launcher of a lab asks how far workers are, there is `ready/`.
@@ -89,6 +90,11 @@ class RunFolder:
     def plan(self) -> Path:
         """The plan."""
         return self.path / "plan.toml"
+
+    @property
+    def cluster(self) -> Path:
+        """Machines, links and the job, if they were profiled."""
+        return self.path / "cluster.toml"
 
     @property
     def summary(self) -> Path:

@@ -146,6 +146,7 @@ class Balancer:
         self._fixed_from = 0  # how many steps it was found from
         self._earlier: list[deque[ShareTime]] = [deque(maxlen=_KEPT) for _ in self.shares]
         self._changes = 0  # since a worker's speed changed
+        self._most: Sequence[int] = ()
         self._tails = [_MeanTail() for _ in self.shares]
         self._usual_tail = _MeanTail()
 
@@ -154,8 +155,12 @@ class Balancer:
         self._tails = [_MeanTail() for _ in self.shares]
         self._usual_tail = _MeanTail()
 
-    def take(self, reports: Sequence[StepReport]) -> ShareChange | None:
-        """Take the reports of one interval, by rank; returns new shares if they are worth it."""
+    def take(self, reports: Sequence[StepReport], most: Sequence[int] = ()) -> ShareChange | None:
+        """Take the reports of one interval, by rank; returns new shares if they are worth it.
+
+        `most` are the most samples that workers' memory holds, 0 if unknown.
+        """
+        self._most = most
         if any(report.steps == 0 for report in reports):
             return None
         self._note_tail(reports)
@@ -223,7 +228,7 @@ class Balancer:
         least = self._caution * max(_WORTHWHILE, _ERRORS * self._error(rank))
         if math.log(slowest_s / _level_s(costs, self.batch)) <= least:
             return None
-        shares = best_shares(costs, self.batch)
+        shares = best_shares(costs, self.batch, most=self._limits())
         expected_s = max(cost.at(share) for cost, share in zip(costs, shares, strict=True))
         if shares == self.shares or math.log(slowest_s / expected_s) <= least:
             return None
@@ -244,6 +249,15 @@ class Balancer:
         self._changes += 1
         self._fixed_from = 0
         return change
+
+    def _limits(self) -> list[int] | None:
+        """The most samples of each worker: at least what it has now."""
+        if not any(self._most):
+            return None
+        return [
+            max(most, share) if most else self.batch
+            for most, share in zip(self._most, self.shares, strict=True)
+        ]
 
     @property
     def _caution(self) -> float:

@@ -38,7 +38,7 @@ class SearchSpace:
     overlaps: tuple[Overlap, ...] = ("backward", "step")
     factors: tuple[bool, ...] = (False, True)
     codecs: tuple[str, ...] = ("none", "error-feedback(bf16)", "one-bit", "top-k(ratio=0.01)")
-    syncs: tuple[str, ...] = ("full",)
+    syncs: tuple[str, ...] = ("full", "local(8)")
     served_syncs: tuple[str, ...] = ()
     servers: int = 0
     shares: Literal["auto", "equal", "by-speed"] = "auto"
@@ -143,7 +143,11 @@ def _inexact_ways(
     topology: Topology, job: JobProfile, members: Sequence[Node], flat: Arrangement, space: SearchSpace
 ) -> list[Way]:
     """Policies other than `full`: workers average weights, or servers keep them."""
-    ways = [Way(arrangement=flat, sync=sync) for sync in space.syncs if sync != "full"]
+    collective = space.collectives[0] if len(space.collectives) == 1 else flat.collective
+    averaged = replace(flat, collective=collective, form=collective)
+    # These ways have no codec: with a codec that the user fixed, they are not among the choices.
+    tried = space.syncs if "none" in space.codecs or "full" not in space.syncs else ()
+    ways = [Way(arrangement=averaged, sync=sync) for sync in tried if sync != "full"]
     if space.served_syncs:
         servers = space.servers or best_servers(topology, job, members)
         ways += [Way(arrangement=flat, sync=sync, servers=servers) for sync in space.served_syncs]

@@ -2,7 +2,9 @@
 
 Computing comes from the steps: a fixed part and a part for each sample, by worker; the fixed part is known
 only where shares varied. Gradients come from the buckets, with the moment at which each was ready. Links
-come from the plan where it has their rates (a lab's file), else from what the workers measured.
+come from the plan where it has their rates (a lab's file), else from what the workers measured. Shares and
+collective are those that the run ended with, and the time of a step is that of the steps with them, if
+there are enough.
 """
 
 from __future__ import annotations
@@ -11,14 +13,23 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
+from echelon.config.call import Call, parse_call
 from echelon.config.units import duration_s, rate_bytes_per_s
 from echelon.errors import ConfigError
-from echelon.observe.events import AnyEvent, BucketReduced, LinkMeasured, StepEnded
+from echelon.observe.events import (
+    AnyEvent,
+    BucketReduced,
+    CollectiveChanged,
+    LinkMeasured,
+    SharesChanged,
+    StepEnded,
+)
 from echelon.observe.plan_view import measured_step_s
 from echelon.observe.step_cost import CostTally, StepCost
+from echelon.plan.groups import Groups
 from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.plan.plan import Plan, WorkerPlan
 from echelon.plan.strategy import RunStrategy
@@ -26,6 +37,7 @@ from echelon.plan.topology import Node, Topology, Uplink
 
 _CHOSEN = re.compile(r"([a-z-]+(?:\(.*?\))?): ")
 _BUCKETS_KEPT = 400  # of one worker, for medians
+_ENOUGH_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +54,7 @@ class RecordedJob:
 @dataclass(slots=True)
 class _Seen:
     costs: CostTally = field(default_factory=CostTally)
-    begins: list[float] = field(default_factory=list)
+    begins: dict[int, float] = field(default_factory=dict)  # of rank 0, by step
     shares: dict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     batches: Counter[int] = field(default_factory=Counter)
     apply_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -52,13 +64,21 @@ class _Seen:
     )  # of rank 0: compute's begin and length
     buckets: dict[int, list[BucketReduced]] = field(default_factory=lambda: defaultdict(list))
     links: dict[tuple[int, int], LinkMeasured] = field(default_factory=dict)
+    shared: SharesChanged | None = None  # the last one, of rank 0
+    arranged: CollectiveChanged | None = None
+
+    def step_s(self) -> float | None:
+        """The time of a step; of those after the last change, if there are enough."""
+        last = max((event.step for event in (self.shared, self.arranged) if event is not None), default=-1)
+        after = [begin for step, begin in self.begins.items() if step > last]
+        return measured_step_s(after if len(after) >= _ENOUGH_STEPS else list(self.begins.values()))
 
 
 def recorded_job(events: Iterable[AnyEvent], plan: Plan, *, name: str = "recorded") -> RecordedJob:
     """Rebuild topology, job and strategy; ConfigError if the run is too short to say anything."""
     seen = _fold(events)
     costs = seen.costs.costs()
-    measured_s = measured_step_s(seen.begins)
+    measured_s = seen.step_s()
     if measured_s is None or len(costs) != len(plan.workers):
         raise ConfigError(
             f"run {name} is too short: {len(seen.begins)} steps of rank 0, and "
@@ -86,12 +106,13 @@ def recorded_job(events: Iterable[AnyEvent], plan: Plan, *, name: str = "recorde
         layers=tuple(layers),
         costs=own,
     )
-    topology, said = _topology(plan, names, costs, seen)
+    collective, groups = _arrangement(plan, seen.arranged)
+    topology, said = _topology(replace(plan, groups=groups), names, costs, seen)
     strategy = RunStrategy(
         nodes=tuple(names),
-        shares=tuple(seen.shares[cost.rank].most_common(1)[0][0] for cost in costs),
-        groups=plan.groups,
-        collective=_collective(plan),
+        shares=_shares(seen, [cost.rank for cost in costs], job.batch),
+        groups=groups,
+        collective=collective,
         codec=plan.codec,
         overlap=plan.overlap,
         factors=any(bucket.how == "factors" for kept in seen.buckets.values() for bucket in kept),
@@ -101,6 +122,28 @@ def recorded_job(events: Iterable[AnyEvent], plan: Plan, *, name: str = "recorde
     return RecordedJob(
         topology=topology, job=job, strategy=strategy, measured_s=measured_s, notes=(*notes, *said)
     )
+
+
+def _shares(seen: _Seen, ranks: Sequence[int], batch: int) -> tuple[int, ...]:
+    """The last ones of a full batch, if they changed; else each worker's most frequent one."""
+    if seen.shared is not None and sum(seen.shared.shares) == batch:
+        return tuple(seen.shared.shares)
+    return tuple(seen.shares[rank].most_common(1)[0][0] for rank in ranks)
+
+
+def _arrangement(plan: Plan, last: CollectiveChanged | None) -> tuple[str, Groups]:
+    """The collective and the groups that the run ended with; a hierarchical one has the groups' sizes."""
+    if last is None:
+        return _collective(plan), plan.groups
+    call = parse_call(last.collective)
+    if call.name == "auto":
+        return "auto", plan.groups
+    groups = tuple(tuple(group) for group in last.groups) or plan.groups
+    if call.name != "hierarchical" or "sizes" in call.options:
+        return last.collective, groups
+    if len(groups) < 2:  # recorded before events had groups
+        return _collective(plan), groups
+    return str(Call(call.name, call.args, {"sizes": [len(g) for g in groups], **call.options})), groups
 
 
 def _collective(plan: Plan) -> str:
@@ -118,13 +161,17 @@ def _fold(events: Iterable[AnyEvent]) -> _Seen:
                 seen.shares[event.rank][event.share] += 1
                 seen.apply_s[event.rank].append(event.apply_s)
                 if event.rank == 0:
-                    seen.begins.append(event.start)
+                    seen.begins[event.step] = event.start
                     seen.batches[event.batch] += 1
                     seen.sent.append(event.sent_bytes)
                     seen.spans[event.step] = (event.start + event.data_s, event.compute_s)
             case BucketReduced(rank=0):
                 if len(seen.buckets[event.index]) < _BUCKETS_KEPT:
                     seen.buckets[event.index].append(event)
+            case SharesChanged(rank=0):
+                seen.shared = event
+            case CollectiveChanged(rank=0):
+                seen.arranged = event
             case LinkMeasured():
                 seen.links[event.rank, event.peer] = event
             case _:

@@ -125,6 +125,7 @@ def _rearranged(
             found.setdefault(group, []).append(rank)
         groups = tuple(tuple(ranks) for ranks in found.values())
     collective = _resized(run.strategy.collective, [len(group) for group in groups])
+    collective = _reweighed(collective, run.strategy.nodes, names)
     return replace(run.strategy, nodes=names, shares=shares, groups=groups, collective=collective)
 
 
@@ -136,6 +137,18 @@ def _resized(collective: str, sizes: Sequence[int]) -> str:
     if len(sizes) < 2:
         return str(call.options.get("inner", "ring"))
     return str(Call(call.name, call.args, {**call.options, "sizes": list(sizes)}))
+
+
+def _reweighed(collective: str, before: Sequence[str], now: Sequence[str]) -> str:
+    """Weights of a collective are by rank: nodes keep theirs, and a new one has that of its like."""
+    call = parse_call(collective)
+    weights = call.options.get("weights")
+    if not isinstance(weights, list) or len(weights) != len(before):
+        return collective
+    of = dict(zip(before, weights, strict=True))
+    kept = [of[name.partition("+")[0]] for name in now]
+    options = {name: value for name, value in call.options.items() if name != "weights"}
+    return str(Call(call.name, call.args, {**options, "weights": kept} if any(kept) else options))
 
 
 def _group(groups: Groups, rank: int) -> int:

@@ -185,8 +185,12 @@ def _no_job() -> ConfigError:
 
 
 def made_plan(known: Known, result: SearchResult, asked: PlanRequest | None = None) -> Plan:
-    """The plan of a search's best candidate, with what is known about machines and links."""
-    request = asked or PlanRequest(shares="equal")
+    """The plan of a search's best candidate, with what is known about machines and links.
+
+    Its shares are those of the first steps; as in any run, they then follow measured speeds, unless `asked`
+    says otherwise.
+    """
+    request = asked or PlanRequest()
     return placed(plan_of(result, known.topology, known.job, request, run=""), known.topology)
 
 
@@ -203,7 +207,8 @@ def timed_best(
     timed: list[tuple[SearchCandidate, float]] = []
     for number, candidate in enumerate(result.top, start=1):
         say(f"timing {number} of {len(result.top)}: predicted {candidate.step_s * 1e3:.1f} ms")
-        plan = made_plan(known, replace(result, best=candidate))
+        # Candidates are compared by the shares that they were predicted with.
+        plan = made_plan(known, replace(result, best=candidate), PlanRequest(shares="equal"))
         timed.append((candidate, _timed_s(asked, plan)))
     best = min(timed, key=lambda one: one[1])[0]
     return replace(result, best=best), timed

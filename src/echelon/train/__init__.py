@@ -7,6 +7,7 @@ collectives.py  what a script can ask of the other workers: reduce, gather, broa
 loader.py       draws this worker's share of every batch
 arranging.py    how gradients travel: by the sites found, and by the workers' speeds
 auto_shares.py  lets shares follow the workers' measured speeds
+memory_room.py  how large may a share become before memory is full?
 order.py        in which order are samples drawn, alike on all workers?
 batches.py      which batch does a forward pass belong to?
 weighing.py     gives a backward pass the weight of its own batch
@@ -33,5 +34,6 @@ user_traceback.py  the traceback of a user's error, without Echelon's wrappers
 resume.py       the state of a run for a checkpoint, and how it is restored
 job.py          the built-in training job of `echelon train`
 probe_job.py    what every worker measures for `echelon probe`
+profiling.py    what kind of job is this run?
 first_steps.py  what a script's own model costs, from its first steps
 """

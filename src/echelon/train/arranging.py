@@ -109,7 +109,9 @@ class Arranger:
         self._by_site = True
         self._groups = found.groups
         self._group.arrange(found.collective, found.groups)
-        self._changed(found.collective, f"{why}{found.reason}", found.seconds, found.instead_s)
+        self._changed(
+            found.collective, f"{why}{found.reason}", found.seconds, found.instead_s, found.groups
+        )
         return True
 
     def speeds(self, speeds: Sequence[float], step_s: float) -> bool:
@@ -139,7 +141,9 @@ class Arranger:
         self._changed(collective, why, found.seconds, found.instead_s)
         return True
 
-    def _changed(self, collective: str, why: str, expected_s: float, before_s: float) -> None:
+    def _changed(
+        self, collective: str, why: str, expected_s: float, before_s: float, groups: Groups = ()
+    ) -> None:
         before, self._now = self._now, collective
         step = self._clock.step
         self._emit(
@@ -152,6 +156,7 @@ class Arranger:
                 reason=why,
                 expected_s=expected_s,
                 before_s=before_s,
+                groups=[list(group) for group in groups],
             )
         )
         self._explain("collective", why, f"from step {step} on, {why}" if step else why)

@@ -30,6 +30,7 @@ from echelon.reduce.piggyback import Piggyback
 from echelon.train.clock import StepClock
 from echelon.train.families.synchronizer import Explain
 from echelon.train.loader import SharedLoader
+from echelon.train.memory_room import MemoryRoom
 
 _WARM_UP_STEPS = 3
 _WARM_UP_S = 0.5
@@ -37,7 +38,8 @@ _EVERY_S = 0.02
 _ALONE_EVERY_S = 0.05  # a message of its own costs more
 _MOST = 256  # steps between reports
 _EMPTY = 8  # reports without a usual step, after which the loop may have changed its batch
-_NUMBERS = 4
+_NUMBERS = 5
+_ROOM_EVERY = 256  # reports, after which memory is looked at again
 
 
 class AutoShares:
@@ -58,6 +60,7 @@ class AutoShares:
         explain: Explain,
         on_speeds: Callable[[Sequence[float], float], bool] = lambda speeds, step_s: False,
         on_congestion: Callable[[], bool] = lambda: False,
+        room: MemoryRoom | None = None,
     ) -> None:
         self._group = group.fork()
         self._table = table
@@ -68,6 +71,9 @@ class AutoShares:
         self._on_speeds = on_speeds
         self._on_congestion = on_congestion
         self._tails = TailWatch()
+        self._room = room
+        self._most = 0
+        self._told = 0
         self._balancer: Balancer | None = None
         self._drawn = 0  # the batch that was drawn last
         self._batch = 0  # of one draw, in a usual step
@@ -81,9 +87,11 @@ class AutoShares:
         self._measured_s = 0.0
         self._pending: Future[Tensor] | None = None
 
-    def drew(self, batch: int) -> None:
-        """A batch of this size was handed to the loop."""
+    def drew(self, batch: int, share: int) -> None:
+        """This worker's share of a batch of this size was handed to the loop."""
         self._drawn = batch
+        if self._room is not None:
+            self._room.drew(share)
 
     def step_ended(self, busy_s: float, waited_s: float, batch: int) -> None:
         """A step took so long, and waited so long; batches of another size than usual do not count."""
@@ -117,7 +125,10 @@ class AutoShares:
         if self._steps < self._next_at:
             return None
         report = StepReport.of(self._times, self._waited_s)
-        return [report.steps, report.total, report.squares, report.waited_s]
+        if self._room is not None and self._told % _ROOM_EVERY == 0:
+            self._most = self._room.most()
+        self._told += 1
+        return [report.steps, report.total, report.squares, report.waited_s, self._most]
 
     def _send(self) -> Future[Tensor]:
         told = torch.zeros(self._group.size, _NUMBERS, dtype=torch.float64)
@@ -127,7 +138,7 @@ class AutoShares:
     def _take(self, rows: list[list[float]]) -> None:
         reports = [
             StepReport(steps=round(n), total=total, squares=squares, waited_s=waited_s)
-            for n, total, squares, waited_s in rows
+            for n, total, squares, waited_s, _ in rows
         ]
         if self.piggyback.is_carried:
             self._forget()
@@ -147,7 +158,7 @@ class AutoShares:
             return
         if self._balancer is None:
             self._balancer = Balancer(self._batch, self._table.weights)
-        change = self._balancer.take(reports)
+        change = self._balancer.take(reports, [round(row[4]) for row in rows])
         if change is not None:
             self._change(change)
         elif self._congested(reports, slowest_s) and self._on_congestion():

@@ -92,6 +92,7 @@ class StepClock:
         self.epoch = 0
         self.step = 0
         self.optimizers = 0
+        self.waited_s = 0.0  # for other workers, in all steps
         self.on_ended: Callable[[float, float, int], None] | None = None
         """Called at the end of a step: seconds of data and computing, of waiting, and its global batch."""
 
@@ -207,7 +208,7 @@ class StepClock:
         if self._thread is not None:
             self._thread.resume()
         step.handed = time.perf_counter()
-        step.wait_s += step.handed - step.arrival
+        self._wait(step.handed - step.arrival)
         step.sent_bytes += sent_bytes
         step.rounds += 1
         if step.round is not None:  # the event has a place for the last round only
@@ -229,7 +230,7 @@ class StepClock:
         if self._thread is not None:
             self._thread.resume()
         ended = time.perf_counter()
-        self._now.wait_s += ended - begun
+        self._wait(ended - begun)
         self._now.exchanges.append((begun, ended))
         self._now.exclude(ended - begun)
 
@@ -238,9 +239,13 @@ class StepClock:
         step = self._now
         now = time.perf_counter()
         step.waited = now - wait_s, now
-        step.wait_s += wait_s
+        self._wait(wait_s)
         step.deferred_s += wait_s
         step.exclude(wait_s)
+
+    def _wait(self, seconds: float) -> None:
+        self._now.wait_s += seconds
+        self.waited_s += seconds
 
     def averaged(self, sent_bytes: int) -> None:
         """Weights were averaged with other workers': the wait reported last was this exchange."""

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.train import batchnorm, linear
@@ -112,8 +113,9 @@ class StepProfiler:
 
     Made before the model has other hooks, because those hide which layers have factors; attached after, so
     that it sees gradients when they have been handed over. `done` is called once, in the forward pass that
-    follows the last watched step. `waited_s` tells how long this worker has waited for others so far, which
-    is not computing. A share is the first dimension of the forward pass's first tensor.
+    follows the last watched step; with `failed`, what is raised there goes to it and not into that pass.
+    `waited_s` tells how long this worker has waited for others so far, which is not computing. A share is
+    the first dimension of the forward pass's first positional tensor; without one, `share` tells it.
     """
 
     def __init__(
@@ -123,13 +125,17 @@ class StepProfiler:
         name: str,
         batch: int,
         done: Callable[[JobProfile], None],
+        failed: Callable[[Exception], None] | None = None,
         waited_s: Callable[[], float] = lambda: 0.0,
+        share: Callable[[], int] = lambda: 0,
         steps: int = STEPS,
     ) -> None:
         self._model = model
         self._facts = facts_of(model, name, batch)
         self._done = done
+        self._failed = failed
         self._waited_s = waited_s
+        self._share = share
         self._wanted = steps
         self._seen: list[StepSeen] = []
         self._began: float | None = None
@@ -143,8 +149,11 @@ class StepProfiler:
         return bool(self._handles)
 
     def attach(self) -> None:
-        """Begin to watch."""
-        self._handles = [self._model.register_forward_pre_hook(self._forward, with_kwargs=True)]
+        """Begin to watch.
+
+        Not by a hook of the module: copies and pickles of a module have its hooks, and are not watched.
+        """
+        self._handles = [register_module_forward_pre_hook(self._called)]
         for key, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._mark(key)))
@@ -169,18 +178,27 @@ class StepProfiler:
 
         return ready
 
-    def _forward(self, _module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """A forward pass begins: the step before it is over."""
+    def _called(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        """A module is called. If it is the watched one, the step before is over."""
+        if module is not self._model:
+            return
         self._close_step()
         if len(self._seen) >= self._wanted:
             self.detach()
-            self._done(self.profile())
+            self._end()
         elif self._model.training and torch.is_grad_enabled():
-            tensors = (
-                each for each in (*given, *named.values()) if isinstance(each, Tensor) and each.dim()
-            )
-            self._samples = next((int(each.shape[0]) for each in tensors), 0)
+            tensors = (each for each in given if isinstance(each, Tensor) and each.dim())
+            first = next(tensors, None)
+            self._samples = self._share() if first is None else int(first.shape[0])
             self._began = self._now()
+
+    def _end(self) -> None:
+        try:
+            self._done(self.profile())
+        except Exception as error:
+            if self._failed is None:
+                raise
+            self._failed(error)
 
     def _close_step(self) -> None:
         began, self._began = self._began, None

@@ -50,6 +50,8 @@ from echelon.train.families.synchronizer import ModelOptions, Synchronizer
 from echelon.train.guard import Guard, Surroundings
 from echelon.train.left_loop import when_unwound
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
+from echelon.train.memory_room import MemoryRoom
+from echelon.train.profiling import JobProfiling, ProfiledRun
 from echelon.train.record import RunRecord
 from echelon.train.script_log import ScriptLog
 from echelon.train.weighing import LossWeights
@@ -123,6 +125,7 @@ class Session(ScriptCollectives, ScriptLog):
                 record.emit,
                 self.explain,
                 **(self._arranger.callbacks if self._arranger is not None else {}),
+                room=MemoryRoom(self._nodes.count(self.node)) if device.type == "cpu" else None,
             )
             clock.on_ended = self._auto_shares.step_ended
             self._synchronizer.carry(self._auto_shares.piggyback)
@@ -148,6 +151,9 @@ class Session(ScriptCollectives, ScriptLog):
             strange=self._guard.not_finite,
         )
         self._synchronizer.resolve_with(self._weights.resolve)
+        members = rendezvous.members[: group.size] if rendezvous is not None else []
+        seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
+        self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
 
     @property
     def is_leader(self) -> bool:
@@ -225,11 +231,13 @@ class Session(ScriptCollectives, ScriptLog):
         for position, thing in enumerate(things):
             out.append(self._take(thing, position, batch, rules, models, facts))
         consistency.check(self._group, facts, [worker.node for worker in self._plan.workers])
+        self._profiling.preparing(models)
         for model in models:
             self._synchronizer.add(model, rules)
             if self.world_size > 1:
                 self._weights.attach(model, marks=rules.loss == "mean")
         self._synchronizer.begin()
+        self._profiling.prepared()
         if models and self._arranger is not None:
             self._arranger.prepared(sum(gradient_bytes(model) for model in self._prepared.models))
         self._guard.prepared(own_streams=random == "own")
@@ -421,7 +429,7 @@ class Session(ScriptCollectives, ScriptLog):
             loader.draws_to_train = True
             self._guard.goes_on()
         if self._auto_shares is not None:
-            self._auto_shares.drew(part.batch)
+            self._auto_shares.drew(part.batch, part.share)
         parts = (part.share,) if self._synchronizer.claims else part.parts
         batch = HandedBatch(loader=loader.index, share=part.share, batch=part.batch, parts=parts)
         self._weights.drew(batch, data)
@@ -544,6 +552,7 @@ class Session(ScriptCollectives, ScriptLog):
             return
         self._closed = True
         self._guard.remove()
+        self._profiling.end()
         if cause:
             self._leave(cause)
             return

@@ -46,6 +46,7 @@ def test_the_plan_that_is_written_is_right_and_is_the_one_that_was_shown(echelon
     assert [out.node for out in plan.left_out] == ["old"]
     assert plan.predicted is not None
     assert plan.uplinks[0].rate == "10mbit"
+    assert plan.adapt_shares  # the shares are those of the first steps
 
 
 def test_json_has_plan_prediction_candidates_and_equations(echelon, cluster):

@@ -15,7 +15,7 @@ from echelon.plan.search import search
 from echelon.plan.servers import best_servers
 from echelon.plan.strategy import RunStrategy
 from echelon.plan.topology import Node, Topology, Uplink
-from echelon.plan.ways import SearchSpace
+from echelon.plan.ways import SearchSpace, ways_of
 from simple_predictor import simple_prediction
 
 JOB = JobProfile(
@@ -289,3 +289,25 @@ def test_about_the_best_number_of_nodes_that_are_alike_is_found(latency_s):
         steps.append(simple_prediction(topology, JOB, strategy).step_s)
     # Whole samples make it rugged: 40 nodes compute as long as 32.
     assert result.best.step_s <= 1.02 * min(steps)
+
+
+@pytest.mark.parametrize(
+    ("space", "syncs"),
+    [
+        (SearchSpace(), {"full", "local(8)"}),
+        (SearchSpace().exactly(), {"full"}),
+        (SearchSpace(codecs=("one-bit",)), {"full"}),
+        (SearchSpace(syncs=("local(4)",)).exactly(), {"local(4)"}),
+    ],
+    ids=["inexact", "exact", "a codec is fixed", "a policy is fixed"],
+)
+def test_policies_are_tried_where_results_may_change(space, syncs):
+    topology = Topology(nodes=_nodes([0.8, 0.4, 0.2]))
+    ways = ways_of(topology, JOB, topology.nodes, space)
+    assert {way.sync for way in ways} == syncs
+
+
+def test_a_policy_has_the_collective_that_the_user_fixed():
+    topology = Topology(nodes=_nodes([0.8, 0.4, 0.2]))
+    ways = ways_of(topology, JOB, topology.nodes, SearchSpace(collectives=("ring",), hierarchies=False))
+    assert {way.arrangement.collective for way in ways if way.codec == "none"} == {"ring"}

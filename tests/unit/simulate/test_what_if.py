@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from echelon.errors import ConfigError, UnknownName
-from echelon.observe.events import BucketReduced, LinkMeasured, StepEnded
+from echelon.observe.events import BucketReduced, CollectiveChanged, LinkMeasured, SharesChanged, StepEnded
 from echelon.plan.plan import Plan, PlannedUplink, WorkerPlan
 from echelon.plan.strategy import Prediction
 from echelon.simulate.recorded_job import recorded_job
@@ -125,6 +126,75 @@ def test_the_collective_is_the_one_that_auto_became():
     assert collective("hierarchical(sizes=[2, 1]): two sites") == "hierarchical(sizes=[2, 1])"
     assert collective("auto; ring would take 20.8 ms instead of 20.7 ms") == "auto"
     assert collective("direct: 8 workers", asked="ring") == "ring"
+
+
+def _rearranged_at(step: int, collective: str, groups=(), rank=0) -> CollectiveChanged:
+    return CollectiveChanged(
+        t=0, rank=rank, step=step, collective=collective, before="auto", reason="x", groups=list(groups)
+    )
+
+
+def _shared_at(step: int, shares: list[int]) -> SharesChanged:
+    return SharesChanged(
+        t=0, rank=0, step=step, shares=shares, before=[8, 8, 8], slowest=2, slowest_s=1, expected_s=1
+    )
+
+
+def test_the_arrangement_is_the_last_one_of_the_record():
+    changes = [
+        _rearranged_at(0, "ring", [[2, 0, 1]]),
+        _rearranged_at(3, "hierarchical(outer=direct)", [[2], [0, 1]]),
+        _rearranged_at(4, "ring", rank=1),  # of another worker, which has not read on yet
+    ]
+    strategy = recorded_job([*_events(), *changes], _plan()).strategy
+    assert strategy.collective == "hierarchical(sizes=[1, 2], outer=direct)"
+    assert strategy.groups == ((2,), (0, 1))
+    again = [*changes, _rearranged_at(9, "auto(latency_s=0.1)")]
+    strategy = recorded_job([*_events(), *again], _plan(groups=((0, 1), (2,)))).strategy
+    assert (strategy.collective, strategy.groups) == ("auto", ((0, 1), (2,)))
+
+
+def test_groups_that_the_run_found_are_sites_where_no_file_tells_them():
+    workers = tuple(WorkerPlan(rank=rank, node=f"n{rank}") for rank in range(3))
+    found = _rearranged_at(0, "hierarchical", [[0, 2], [1]])
+    run = recorded_job([*_events(), found], _plan(workers=workers, uplinks=()))
+    assert [node.site for node in run.topology.nodes] == ["group-0", "group-1", "group-0"]
+
+
+def test_a_record_without_groups_has_the_collective_of_the_plan():
+    reasons = {"collective": "hierarchical(sizes=[2, 1]): two sites"}
+    run = recorded_job([*_events(), _rearranged_at(0, "hierarchical")], _plan(reasons=reasons))
+    assert run.strategy.collective == "hierarchical(sizes=[2, 1])"
+
+
+def test_shares_are_the_last_ones_of_a_full_batch():
+    changes = [_shared_at(4, [10, 8, 6]), _shared_at(9, [14, 7, 3])]
+    assert recorded_job([*_events(), *changes], _plan()).strategy.shares == (14, 7, 3)
+    of_half_a_step = _shared_at(12, [7, 4, 1])
+    assert recorded_job([*_events(), of_half_a_step], _plan()).strategy.shares == (8, 8, 8)
+
+
+def test_a_step_takes_what_it_took_after_the_last_change():
+    def slow_until(step: int):
+        for event in _events(steps=40):
+            if isinstance(event, StepEnded):
+                begin = 0.5 * min(event.step, step) + 0.06 * max(0, event.step - step)
+                event = msgspec.structs.replace(event, start=begin)
+            yield event
+
+    assert recorded_job(slow_until(28), _plan()).measured_s == pytest.approx(0.5)
+    changed_at = [_shared_at(27, [14, 7, 3])]
+    assert recorded_job([*slow_until(28), *changed_at], _plan()).measured_s == pytest.approx(0.06)
+    too_late = [_shared_at(35, [14, 7, 3])]
+    assert recorded_job([*slow_until(28), *too_late], _plan()).measured_s == pytest.approx(0.5)
+
+
+def test_weights_of_a_collective_follow_their_nodes():
+    run = recorded_job([*_events(), _rearranged_at(5, "direct(weights=[2, 1, 0])")], _plan())
+    more = changed(run, WhatIfChanges(add=("n0",), drop=("n1",)))[2]
+    assert more.nodes == ("n0", "n0+1", "n2")
+    assert more.collective == "direct(weights=[2, 2, 0])"
+    assert changed(run, WhatIfChanges(drop=("n0", "n1")))[2].collective == "direct"
 
 
 def test_a_run_that_is_too_short_is_refused():

@@ -51,6 +51,13 @@ def test_workers_nodes_shares_and_groups_come_from_the_file(file):
     assert (settings.batch, settings.codec, settings.seed) == (60, "one-bit", 7)
 
 
+def test_shares_of_a_plan_that_adapts_are_those_of_the_first_steps(file):
+    file.write_text("adapt_shares = true\n" + _PLAN)
+    settings, plan = _settled(file)
+    assert (settings.shares, plan.adapt_shares) == ("auto", True)
+    assert plan.weights == [20, 30, 10]
+
+
 def test_the_command_line_wins_over_the_choices_of_the_file(file):
     settings, plan = _settled(file, codec="none", threads=2)
     assert (settings.codec, plan.codec) == ("none", "none")
