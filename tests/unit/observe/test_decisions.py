@@ -43,7 +43,7 @@ def _collective(step: int, expected_s: float, before_s: float) -> CollectiveChan
 
 
 def test_what_came_of_shares_is_measured_from_three_steps_later():
-    events = [*_steps(0, 10, 0.2), _shares(10, 0.1), *_steps(10, 13, 9.0), *_steps(13, 30, 0.125)]
+    events = [*_steps(0, 10, 0.2), _shares(10, 0.1), *_steps(10, 13, 9.0), *_steps(13, 14, 0.125)]
     (found,) = decisions_of(events)
     assert (found.step, found.kind, found.what) == (10, "shares", "shares 3,1 (before 2,2)")
     assert found.before_s == pytest.approx(0.2)
