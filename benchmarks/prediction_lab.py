@@ -126,7 +126,9 @@ class Worker:
 
         torch.set_num_threads(1)
         logging.disable(logging.INFO)
-        self.session = echelon.join(record=False, round_timeout_s=120, timeout_s=120)
+        self.session = echelon.join(
+            collective="ring", shares="equal", record=False, round_timeout_s=120, timeout_s=120
+        )
         self.group = self.session._group
         self.rank, self.size = self.session.rank, self.session.world_size
         self.link: Any = None
@@ -143,11 +145,11 @@ class Worker:
         if rates is None:
             return
         self.quotas([None] * self.size, rates)
-        self.group._choose("auto")
+        self.group.arrange("auto")
         links = self.group.measure_links() if self.size > 1 else None
         if links is not None:
             self.link = links.slowest
-            self.session._synchronizer._link = links.slowest
+            vars(self.session._synchronizer)["_link"] = links.slowest
 
     def barrier(self) -> None:
         """All workers meet."""
@@ -166,7 +168,7 @@ class Worker:
     def choose(self, collective: str) -> None:
         """Models that are prepared from now on use this collective."""
         measured = collective == "auto" and self.link is not None
-        self.group._choose(str(AutoCollective.measured(self.link)) if measured else collective)
+        self.group.arrange(str(AutoCollective.measured(self.link)) if measured else collective)
 
     def do_profile(self, model: str, batch: int, limit_s: float = 1.0) -> dict[str, Any]:
         """What the model costs here, without quotas; all workers but the first do nothing."""
