@@ -14,7 +14,7 @@ from echelon.observe.events import SharesChanged, read_events
 from echelon.plan.plan import Plan
 from echelon.train import auto_shares
 
-SAMPLES, BATCH, EPOCHS = 203, 20, 4
+SAMPLES, BATCH, EPOCHS = 203, 20, 6
 
 
 class Slow(nn.Module):
@@ -62,7 +62,7 @@ def train(shares, per_sample_s=(), loader_workers=0, ahead=False):
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_a_slow_worker_gets_less_and_training_equals_that_of_one_process(warm_pool, loader_workers):
     alone, _, _, _ = warm_pool.run(1, train, None)[0]
-    found = warm_pool.run(3, train, "auto", (0.0005, 0.0005, 0.004), loader_workers)
+    found = warm_pool.run(3, train, "auto", (0.0005, 0.0005, 0.008), loader_workers)
     for weights, _, _, why in found:
         torch.testing.assert_close(weights, alone, rtol=1e-6, atol=1e-6)
         assert "by measured speed; from step " in why

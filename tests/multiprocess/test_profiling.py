@@ -72,7 +72,7 @@ def test_the_first_steps_tell_job_and_machines(warm_pool, apart):
 def test_a_run_that_is_over_early_is_not_profiled_and_leaves_nothing(warm_pool):
     cluster, reasons, _, (watching, hooks, after) = warm_pool.run(2, train, 5, {})[0]
     assert (cluster, "job" in reasons) == ("", False)
-    assert (watching, hooks, after) == (1, 0, 0)
+    assert (watching, hooks, after) == (0, 0, 0)  # torch warns of global hooks, and copies have a module's
 
 
 def test_other_policies_are_not_profiled(warm_pool):

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.train import batchnorm, linear
@@ -149,11 +148,11 @@ class StepProfiler:
         return bool(self._handles)
 
     def attach(self) -> None:
-        """Begin to watch.
+        """Begin to watch. The owner tells when the model is called (`called`).
 
-        Not by a hook of the module: copies and pickles of a module have its hooks, and are not watched.
+        Not by a hook: copies and pickles of a module have its hooks, and torch warns of global ones.
         """
-        self._handles = [register_module_forward_pre_hook(self._called)]
+        self._handles = []
         for key, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._mark(key)))
@@ -178,9 +177,9 @@ class StepProfiler:
 
         return ready
 
-    def _called(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+    def called(self, module: nn.Module, given: tuple[Any, ...]) -> None:
         """A module is called. If it is the watched one, the step before is over."""
-        if module is not self._model:
+        if module is not self._model or not self.attached:
             return
         self._close_step()
         if len(self._seen) >= self._wanted:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,6 +87,11 @@ class JobProfiling:
             run, self._run = self._run, None
             with _noted(run):
                 self._profiler.attach()
+
+    def called(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        """A prepared model is called."""
+        if self._profiler is not None and self._profiler.attached:
+            self._profiler.called(module, given)
 
     def end(self) -> None:
         """Stop watching."""

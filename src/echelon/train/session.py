@@ -147,7 +147,7 @@ class Session(ScriptCollectives, ScriptLog):
         self._weights = LossWeights(
             self._synchronizer.weigh,
             where=lambda: f"step {self._clock.step}, rank {self.rank}",
-            entering=self._guard.forward,
+            entering=self._entering,
             strange=self._guard.not_finite,
         )
         self._synchronizer.resolve_with(self._weights.resolve)
@@ -433,6 +433,10 @@ class Session(ScriptCollectives, ScriptLog):
         parts = (part.share,) if self._synchronizer.claims else part.parts
         batch = HandedBatch(loader=loader.index, share=part.share, batch=part.batch, parts=parts)
         self._weights.drew(batch, data)
+
+    def _entering(self, model: nn.Module, given: tuple[Any, ...]) -> None:
+        self._guard.forward()
+        self._profiling.called(model, given)
 
     def _samples(self) -> float:
         loader = self._current

@@ -36,7 +36,7 @@ class LossWeights:
 
     weigh     sets the weight of this worker's loss, and the size of the global batch
     where     where this worker is, for errors
-    entering  called when a model's forward pass begins
+    entering  called with a model and what it is given when its forward pass begins
     strange   called when the gradient of a model's output is not finite
     """
 
@@ -45,7 +45,7 @@ class LossWeights:
         weigh: Callable[[float, int], None],
         where: Callable[[], str],
         *,
-        entering: Callable[[], None] = lambda: None,
+        entering: Callable[[nn.Module, tuple[Any, ...]], None] = lambda module, given: None,
         strange: Callable[[], None] = lambda: None,
     ) -> None:
         self._weigh = weigh
@@ -119,7 +119,7 @@ class LossWeights:
             return inner(*args, **kwargs)
         self._inside = True
         try:
-            self._entering()
+            self._entering(model, args)
             if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
                 return inner(*args, **kwargs)
             entry, back = self._enter(args, kwargs)

@@ -19,8 +19,10 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
 
 
-def _step(model: nn.Module, samples: int) -> None:
-    model(torch.randn(samples, 6)).square().sum().backward()
+def _step(model: nn.Module, samples: int, profiler: StepProfiler) -> None:
+    given = torch.randn(samples, 6)
+    profiler.called(model, (given,))
+    model(given).square().sum().backward()
 
 
 @given(
@@ -73,8 +75,8 @@ def test_profile_is_given_once_and_nothing_is_left_in_the_model() -> None:
     profiler.attach()
     for step in range(6):
         with torch.no_grad():
-            model(torch.randn(2, 6))  # no step
-        _step(model, 4 + step % 2)
+            profiler.called(model, (torch.randn(2, 6),))  # no step
+        _step(model, 4 + step % 2, profiler)
     assert not profiler.attached
     (profile,) = found
     assert not model._forward_pre_hooks
@@ -94,7 +96,7 @@ def test_gradients_are_those_without_a_profiler() -> None:
     profiler.attach()
     for model in (plain, watched):
         torch.manual_seed(1)
-        _step(model, 4)
+        _step(model, 4, profiler)
     for one, other in zip(plain.parameters(), watched.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
 
@@ -111,7 +113,7 @@ def test_waiting_for_others_is_not_computing() -> None:
 
     model[3].weight.register_post_accumulate_grad_hook(wait)
     for _ in range(4):
-        _step(model, 4)
+        _step(model, 4, profiler)
     profiler._close_step()
     assert min(step.took_s for step in profiler._seen) < 0.05
     profiler.detach()
