@@ -52,7 +52,9 @@ def test_workers_here_are_measured_written_shown_and_cached(tmp_path: Path) -> N
     }
     sizes = sum(layer["size_bytes"] for layer in cached["job"]["layers"])
     assert sizes == read.job.gradient_bytes
-    assert cached["job"]["cost"]["per_sample_s"] == pytest.approx(read.job.cost.per_sample_s, rel=1e-4)
+    # Both workers are on one machine, so one entry serves both: that of the worker that wrote last.
+    kept_s = cached["job"]["cost"]["per_sample_s"]
+    assert any(kept_s == pytest.approx(cost.per_sample_s, rel=1e-3) for cost in read.job.costs.values())
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
