@@ -129,11 +129,8 @@ class Arranger:
             self._changed(collective, "workers are about equally fast", 0.0, 0.0)
             return True
         summing = ",".join(map(str, found.ranks))
-        who = (
-            collective
-            if not summing
-            else f"{collective}: rank{'s' if len(found.ranks) > 1 else ''} {summing} sum for all"
-        )
+        whose = f"ranks {summing} sum" if len(found.ranks) > 1 else f"rank {summing} sums"
+        who = f"{collective}: {whose} for all" if summing else collective
         why = (
             f"{who}, because messages cost slow workers most; about {show_seconds(found.seconds)} for "
             f"{show_bytes(self._length_bytes)}, {show_seconds(found.instead_s)} as before"
