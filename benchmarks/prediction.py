@@ -1,6 +1,6 @@
 """How well are steps predicted? Predicted against measured, for clusters, models and plans not seen before.
 
-    python benchmarks/prediction.py [--quick] [--state FILE] [--json FILE] [--only CASE]
+    python benchmarks/prediction.py [--quick] [--seen] [--state FILE] [--json FILE] [--only CASE]
 
 Costs come from single workers and from one pair of nodes: every model is profiled on one worker; every node
 computes by itself, with its quota, while the others do the same; a pair of nodes reduces buffers and trains
@@ -79,6 +79,11 @@ _SIX = (
     ("speed", "auto", "backward"),
     ("speed", "hierarchical(group=3)", "step"),
 )
+_SPLIT = (
+    ("speed", "hierarchical(sizes=[3, 2])", "backward"),
+    ("equal", _RING, "backward"),
+    ("speed", "hierarchical(sizes=[3, 2])", "step"),
+)
 _UNEQUAL = (0.8, 0.4, 0.2, 0.1)
 _SPREAD = (0.4, 0.4, 0.2, 0.2, 0.2, 0.1)
 
@@ -94,10 +99,11 @@ def _case(
     return Case(name=name, sites=sites, cpus=cpus, mbit=mbit, model=job[0], batch=job[1], plans=plans)
 
 
-CASES = (
-    replace(_case("pair-lenet", (2,), (0.8, 0.4), 100, ("lenet", 128), *_TWICE), quick=True),
+# What the model of a step was made with: its form and its constants.
+SEEN = (
+    _case("pair-lenet", (2,), (0.8, 0.4), 100, ("lenet", 128), *_TWICE),
     _case("pair-mlp", (2,), (0.5, 0.5), 500, ("mlp-512", 128), *_EQUAL),
-    replace(_case("four-lenet", (4,), _UNEQUAL, 1000, ("lenet", 256), *_FLAT), quick=True),
+    _case("four-lenet", (4,), _UNEQUAL, 1000, ("lenet", 256), *_FLAT),
     _case("four-cnn", (4,), _UNEQUAL, 200, ("cnn", 64), *_FLAT),
     _case("four-mlp", (4,), (0.4,) * 4, 200, ("mlp-256", 128), *_FOUR),
     replace(
@@ -107,6 +113,21 @@ CASES = (
         _case("sites-lenet", (2, 2), (0.4, 0.4, 0.2, 0.2), 500, ("lenet", 192), *_TWO), uplink_mbit=50.0
     ),
     _case("six-cnn", (6,), _SPREAD, 500, ("cnn-narrow", 96), *_SIX),
+)
+
+# What it had not seen.
+CASES = (
+    replace(_case("pair-wide", (2,), (0.8, 0.6), 1000, ("mlp-1024", 64), *_EQUAL), quick=True),
+    _case("trio-lenet", (3,), (0.6, 0.3, 0.3), 200, ("lenet", 96), *_FLAT),
+    replace(_case("trio-cnn", (3,), (0.5, 0.25, 0.15), 1000, ("cnn", 48), *_FLAT), quick=True),
+    _case("trio-mlp", (3,), (0.5,) * 3, 500, ("mlp-256", 96), *_FOUR),
+    _case("five-lenet", (5,), (0.6, 0.3, 0.2, 0.2, 0.1), 500, ("lenet", 320), *_FLAT),
+    _case("five-cnn", (5,), (0.35,) * 5, 100, ("cnn-narrow", 80), *_FOUR),
+    replace(_case("split-mlp", (3, 2), (0.3,) * 5, 1000, ("mlp-256", 160), *_SPLIT), uplink_mbit=50.0),
+    replace(
+        _case("split-cnn", (3, 2), (0.5, 0.25, 0.25, 0.2, 0.1), 500, ("cnn-narrow", 120), *_SPLIT),
+        uplink_mbit=200.0,
+    ),
 )
 
 
@@ -129,7 +150,7 @@ def calibration() -> list[dict[str, Any]]:
     free = [None, None]
     settings: list[dict[str, Any]] = [
         {"do": "profile", "model": model, "batch": batch}
-        for model, batch in sorted({(case.model, case.batch // len(case.cpus)) for case in CASES})
+        for model, batch in sorted({(case.model, case.batch // len(case.cpus)) for case in (*SEEN, *CASES)})
     ]
     for model in ("mlp-8", "mlp-8x8"):
         settings.append({"do": "alone", "model": model, "shares": [4, 4], "cpus": free})
@@ -323,8 +344,13 @@ def main() -> None:
     options.add_argument("--state", type=Path, help="what was measured is kept here")
     options.add_argument("--json", type=Path)
     options.add_argument("--only", default="", help="cases whose names begin so")
+    options.add_argument("--seen", action="store_true", help="the cases that the model was made with")
     asked = options.parse_args()
-    cases = [case for case in CASES if case.name.startswith(asked.only) and (case.quick or not asked.quick)]
+    cases = [
+        case
+        for case in (SEEN if asked.seen else CASES)
+        if case.name.startswith(asked.only) and (case.quick or not asked.quick)
+    ]
     store = Store(asked.state)
     store.run("pair", spec_of((2,)), calibration())
     for where in dict.fromkeys(where_of(case) for case in cases):

@@ -238,21 +238,23 @@ class Worker:
         return self.timed(step, seconds)
 
     def timed(self, step: Callable[[], object], seconds: float) -> dict[str, Any]:
-        """Seconds of a step, wall and CPU of every worker: the median of three rounds."""
+        """Seconds of a step, wall and CPU of every worker: the median of three parts of one run.
+
+        Nobody meets between the parts: with overlap="step" work of the last step is still under way.
+        """
         self.barrier()
         begun = time.perf_counter()
-        step()
-        step()
+        for _ in range(3):
+            step()
         self.barrier()
-        took = self.most((time.perf_counter() - begun) / 2)
-        count = max(3, int(seconds / 3 / took))
+        took = self.most((time.perf_counter() - begun) / 3)
+        count = max(6, int(seconds / 3 / took))
+        step()
         walls, cpus = [], []
         for _ in range(3):
-            self.barrier()
             begun, cpu = time.perf_counter(), time.process_time()
             for _ in range(count):
                 step()
-            self.barrier()
             walls.append((time.perf_counter() - begun) / count)
             cpus.append((time.process_time() - cpu) / count)
         all_cpus = self.all_of(statistics.median(cpus))

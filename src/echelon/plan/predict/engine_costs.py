@@ -2,8 +2,7 @@
 
 The thread that moves bytes runs inside the worker's CPU quota. So communication costs CPU time, and on a
 node with a small quota that time is missing for computing. Costs are CPU seconds on the node with speed
-1; a node with speed s and c cores (at most 1) needs c / s times as much: a quota that stops and starts a
-program makes its caches cold.
+1; a node with speed s and c cores (at most 1) needs c / s times as much.
 
 A quota of q cores grants q T of CPU time in each period T. After a wait the budget of a period is there at
 once, and the next one follows after T/2 on average. A burst of c seconds of CPU time therefore takes about
@@ -54,7 +53,9 @@ class EngineCosts:
     fill_s_per_byte   to copy gradients into a bucket
     message_s         for a message, at each of its ends
     byte_s            for a byte, at each of its ends, by the rate of the link: pairs of bytes per second
-                      and seconds per byte. Packets of a slow link arrive one by one
+                      and seconds per byte
+    unwoken           which part of byte_s is left for bytes that arrive while a quota stops the worker: they
+                      are read together, after one wake-up
     latency_s         wall time between two steps of a collective, apart from the CPU time of their messages
     exchange_s        of an exchange of statistics, apart from its messages
     settle_s          with overlap="step": for each bucket that is applied by itself
@@ -77,6 +78,7 @@ class EngineCosts:
         (59e6, 5.0e-9),
         (119e6, 0.8e-9),
     )
+    unwoken: float = 0.5
     latency_s: float = 60e-6
     exchange_s: float = 150e-6
     settle_s: float = 260e-6

@@ -68,6 +68,12 @@ def predict(
         return _served(parts, job, strategy, engine)
     simulation = _simulation(parts, job, strategy, engine)
     times = [simulation.step() for _ in range(_STEPS)]
+    if (simulation.quotas < 1).any():
+        # How long quotas stop a worker depends on the time of a step, and the work on it.
+        stopped = np.minimum(1.0, simulation.budgets_s / times[-1].ended) * (1 - simulation.quotas)
+        moved_part = 1 - (1 - engine.unwoken) * stopped
+        simulation = _simulation(parts, job, strategy, engine, moved_part)
+        times = [simulation.step() for _ in range(_STEPS)]
     # Budgets are full at the beginning. Either a wait fills them in every step, and all steps are alike, or
     # all of the budget is used, and a step takes what the budget takes. With overlap="step" the first steps
     # have nothing to wait for.
@@ -153,7 +159,7 @@ def _whole(job: JobProfile, network: SharedLinks, cost: CollectiveCost) -> Bucke
 
 
 def _simulation(
-    parts: _Parts, job: JobProfile, strategy: RunStrategy, engine: EngineCosts
+    parts: _Parts, job: JobProfile, strategy: RunStrategy, engine: EngineCosts, moved_part: Floats | None = None
 ) -> StepSimulation:
     return StepSimulation(
         parts.buckets,
@@ -162,6 +168,7 @@ def _simulation(
         engine,
         overlap=strategy.overlap,
         exchanges=job.exchanges if parts.buckets else 0,
+        moved_part=moved_part,
     )
 
 

@@ -45,6 +45,7 @@ class StepSimulation:
         *,
         overlap: Overlap,
         exchanges: int = 0,
+        moved_part: Floats | None = None,
     ) -> None:
         self._buckets = list(buckets)
         self._costs = costs
@@ -54,6 +55,7 @@ class StepSimulation:
         self._overlap: Overlap = overlap if network.size > 1 else "backward"
         self._exchanges = exchanges if network.size > 1 else 0
         self._clocks = WorkerClocks(costs)
+        self._moved_part = np.ones(network.size) if moved_part is None else moved_part
         self._links_free = np.zeros(len(network.rates))
         self._moving_free = np.zeros(network.size)
         self._main_s = [self._main_work(bucket) for bucket in self._buckets]
@@ -72,7 +74,7 @@ class StepSimulation:
         """CPU seconds of the threads that move a bucket."""
         cost, costs = bucket.cost, self._costs
         messages_s = self._engine.message_s * cost.messages * bucket.lanes
-        moved_s = cost.moved_s * bucket.sent_bytes
+        moved_s = cost.moved_s * bucket.sent_bytes * self._moved_part
         added_s = costs.add_s * cost.added_fractions * bucket.sent_bytes
         work_s: Floats = costs.engine * (messages_s + moved_s) + added_s
         return work_s
@@ -142,14 +144,39 @@ class StepSimulation:
         moving_s = self._moving_s[index]
         moved = self._clocks.charge(moving_s, ready, last=index + 1 == len(self._buckets))
         self._moving_free = np.maximum(np.maximum(self._moving_free, ready) + moving_s, moved)
+        stalls_s = self._stalls_s(index)
         wire_s = cost.link_s_per_byte * bucket.sent_bytes
         used = wire_s > 0
-        self._links_free = np.where(used, np.maximum(self._links_free, ready) + wire_s, self._links_free)
+        self._links_free = np.where(used, np.maximum(self._links_free, ready + stalls_s) + wire_s, self._links_free)
         linked = float(self._links_free[used].max(initial=ready)) - self._engine.burst_s
-        chained = ready + cost.s_per_byte * bucket.sent_bytes - self._engine.burst_s
+        chained = ready + stalls_s + cost.s_per_byte * bucket.sent_bytes - self._engine.burst_s
         waits_s = (cost.steps * self._engine.latency_s + cost.latency_s) / bucket.lanes
         busy = float(self._moving_free.max()) if self._network.size > 1 else ready
         self._arrivals[index] = max(ready, linked, chained, busy) + waits_s
+        if index + 1 == len(self._buckets):
+            self._arrivals[index] += self._drained_s()
+
+    def _stalls_s(self, index: int) -> float:
+        """How long a bucket's steps wait for workers whose quota is used up by computing.
+
+        While they compute, every step of the collective may wait; the last bucket is sent when all have
+        computed, so only its first step does.
+        """
+        steps = 1 if index + 1 == len(self._buckets) else self._buckets[index].cost.steps
+        return steps * float(self._costs.stall_s.max())
+
+    def _drained_s(self) -> float:
+        """How long transfers wait for workers whose quota is used up by moving bytes.
+
+        The more of the budget moving takes, the more likely it runs out; it lasts for moving / budget
+        periods, and then half of the rest of a period is lost.
+        """
+        quotas, period_s = self._costs.quotas, self._engine.period_s
+        moving_s = sum(self._moving_s, 0.0 * quotas)
+        transfer_s = sum(bucket.cost.s_per_byte * bucket.sent_bytes for bucket in self._buckets)
+        used = np.minimum(1.0, moving_s / (quotas * max(transfer_s, 1e-12)))
+        lost_s: Floats = used * moving_s / (quotas * period_s) * (1 - quotas) * period_s / 2
+        return float(lost_s.max(initial=0.0))
 
     # With overlap="step" ---------------------------------------------------------------------------
 

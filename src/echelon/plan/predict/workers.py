@@ -23,6 +23,7 @@ class WorkerCosts:
     quotas    the CPU time that a worker gets, at most one core
     charged   which part of the byte-moving thread's work takes time from the training thread
     engine    how much more the engine's work costs here than on the node with speed 1
+    stall_s   how long a message waits on average for a worker that computes, until its quota lets it run
     """
 
     def __init__(
@@ -40,6 +41,10 @@ class WorkerCosts:
         self.compute_s = self.wall_s * self.quotas
         self.apply_s = np.array([cost.apply_s for cost in costs]) * self.quotas
         self.slack_s = np.array([slack_s(quota, engine.period_s) for quota in self.quotas.tolist()])
+        # A worker that computes for a whole budget is stopped for the rest of the period; who needs it then
+        # waits for half of that rest.
+        computing = np.minimum(1.0, self.compute_s / (self.quotas * engine.period_s))
+        self.stall_s = computing * (1 - self.quotas) ** 2 * engine.period_s / 2
         self.add_s = self.quotas / np.array([node.reduce_bytes_per_s for node in nodes])
 
 
