@@ -171,17 +171,34 @@ def _above(blocks: list[BlockView], outer: str) -> BlockView:
 
 
 def _groups(nodes: Sequence[NodeView], values: Mapping[str, Any]) -> list[tuple[str, list[NodeView]]]:
-    """The plan's groups; else the sites."""
+    """The plan's groups; else those that the collective forms of consecutive ranks; else the sites."""
     by_rank = {node.rank: node for node in nodes}
     groups = [ranks for ranks in _list(values, "groups") if isinstance(ranks, list)]
     known = [[rank for rank in ranks if isinstance(rank, int) and rank in by_rank] for ranks in groups]
     members = [[by_rank[rank] for rank in ranks] for ranks in known]
     if sorted(node.rank for group in members for node in group) == sorted(by_rank) and all(members):
         return [(_title(at, group), group) for at, group in enumerate(members)]
+    formed = _formed(nodes, _call(values.get("collective")))
+    if formed:
+        return [(_title(at, group), group) for at, group in enumerate(formed)]
     sites: dict[str, list[NodeView]] = {}
     for node in nodes:
         sites.setdefault(node.site, []).append(node)
     return [(f"site {site}" if site else "no site", found) for site, found in sites.items()]
+
+
+def _formed(nodes: Sequence[NodeView], call: Call | None) -> list[list[NodeView]]:
+    """The groups of `hierarchical(sizes=[...])` or `hierarchical(group=...)`; none for other collectives."""
+    if call is None or call.name != "hierarchical":
+        return []
+    listed, each = call.options.get("sizes"), call.options.get("group")
+    sizes = [size for size in listed if isinstance(size, int)] if isinstance(listed, list) else []
+    if isinstance(each, int) and each > 0:
+        sizes = [min(each, len(nodes) - at) for at in range(0, len(nodes), each)]
+    if sum(sizes) != len(nodes) or min(sizes) < 1:
+        return []
+    rest = iter(nodes)
+    return [list(islice(rest, size)) for size in sizes]
 
 
 def _title(at: int, group: Sequence[NodeView]) -> str:

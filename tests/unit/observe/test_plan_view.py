@@ -67,6 +67,15 @@ def test_without_groups_nodes_are_shown_by_site():
     assert view_of({"workers": [{"node": "x"}]}).top.nodes[0].name == "x"
 
 
+@pytest.mark.parametrize("collective", ["hierarchical(sizes=[2, 2])", "hierarchical(group=2)"])
+def test_without_groups_a_hierarchy_shows_the_groups_that_it_forms(collective):
+    view = view_of(_plan(4, ["east", "west"], collective=collective))
+    assert view is not None
+    assert [[node.rank for node in block.nodes] for block in view.top.inside] == [[0, 1], [2, 3]]
+    wrong = view_of(_plan(4, ["a"], collective="hierarchical(sizes=[2, 3])"))
+    assert len(wrong.top.nodes) == 4
+
+
 def test_groups_that_miss_a_worker_are_not_drawn_as_if_they_were_right():
     view = view_of(_plan(4, ["a"], groups=[[0, 1], [2]]))
     assert view is not None

@@ -159,7 +159,11 @@ def _whole(job: JobProfile, network: SharedLinks, cost: CollectiveCost) -> Bucke
 
 
 def _simulation(
-    parts: _Parts, job: JobProfile, strategy: RunStrategy, engine: EngineCosts, moved_part: Floats | None = None
+    parts: _Parts,
+    job: JobProfile,
+    strategy: RunStrategy,
+    engine: EngineCosts,
+    moved_part: Floats | None = None,
 ) -> StepSimulation:
     return StepSimulation(
         parts.buckets,

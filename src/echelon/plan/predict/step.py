@@ -147,7 +147,9 @@ class StepSimulation:
         stalls_s = self._stalls_s(index)
         wire_s = cost.link_s_per_byte * bucket.sent_bytes
         used = wire_s > 0
-        self._links_free = np.where(used, np.maximum(self._links_free, ready + stalls_s) + wire_s, self._links_free)
+        self._links_free = np.where(
+            used, np.maximum(self._links_free, ready + stalls_s) + wire_s, self._links_free
+        )
         linked = float(self._links_free[used].max(initial=ready)) - self._engine.burst_s
         chained = ready + stalls_s + cost.s_per_byte * bucket.sent_bytes - self._engine.burst_s
         waits_s = (cost.steps * self._engine.latency_s + cost.latency_s) / bucket.lanes
