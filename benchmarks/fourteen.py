@@ -170,9 +170,8 @@ def main() -> None:
         print(f"{name:34s} {seconds[name]:8.1f} {step_ms:8.1f} {runs[-1]['steps']:6d}")
     fixed = [seconds[name] for name in names if name not in ("plan", "ddp", "14 nodes, nothing told")]
     if "plan" in seconds and fixed:
-        print(
-            f"plan against the best fixed choice: {seconds['plan'] / min(fixed):.2f} x its time (target 1.1)"
-        )
+        part = seconds["plan"] / min(fixed)
+        print(f"plan against the best fixed choice: {part:.2f} x its time (target 1.1)")
     if {"plan", "ddp"} <= set(seconds):
         print(f"plan against DDP: {seconds['ddp'] / seconds['plan']:.2f} x faster (target 3)")
     if args.json:

@@ -188,7 +188,7 @@ def _groups(nodes: Sequence[NodeView], values: Mapping[str, Any]) -> list[tuple[
 
 
 def _formed(nodes: Sequence[NodeView], call: Call | None) -> list[list[NodeView]]:
-    """The groups of `hierarchical(sizes=[...])` or `hierarchical(group=...)`; none for other collectives."""
+    """The groups of `hierarchical(sizes=[...])` or `hierarchical(group=...)`; none otherwise."""
     if call is None or call.name != "hierarchical":
         return []
     listed, each = call.options.get("sizes"), call.options.get("group")

@@ -54,8 +54,8 @@ class EngineCosts:
     message_s         for a message, at each of its ends
     byte_s            for a byte, at each of its ends, by the rate of the link: pairs of bytes per second
                       and seconds per byte
-    unwoken           which part of byte_s is left for bytes that arrive while a quota stops the worker: they
-                      are read together, after one wake-up
+    unwoken           which part of byte_s is left for bytes that arrive while a quota stops the worker:
+                      they are read together, after one wake-up
     latency_s         wall time between two steps of a collective, apart from the CPU time of their messages
     exchange_s        of an exchange of statistics, apart from its messages
     settle_s          with overlap="step": for each bucket that is applied by itself
