@@ -16,7 +16,6 @@ from echelon.cluster.lab.spec import read_lab
 from echelon.cluster.machine import usable_cores
 from echelon.config.schema import TrainSettings
 from echelon.errors import ConfigError
-from echelon.observe.follow import read_run
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.cluster_file import read_cluster
 from echelon.plan.job import JobProfile
@@ -28,7 +27,7 @@ from echelon.plan.search import SearchResult
 from echelon.plan.told import topology_of_lab
 from echelon.plan.topology import Topology
 from echelon.plan.trials import SearchCandidate
-from echelon.simulate.recorded_job import recorded_job
+from echelon.simulate.recorded_cluster import recorded_run
 from echelon.start.few_steps import profile_script, timed_step_s
 from echelon.start.run import Target
 
@@ -102,7 +101,7 @@ def machines_and_job(asked: PlanningAsked, say: Say) -> Known:
 
 def _recorded(asked: PlanningAsked) -> Known:
     folder = RunFolder.find(asked.run or "latest", Path(asked.runs))
-    found = recorded_job(read_run(folder), Plan.read(folder.plan), name=folder.name)
+    found = recorded_run(folder)
     job = replace(found.job, batch=asked.batch or found.job.batch)
     return Known(topology=found.topology, job=job, notes=found.notes)
 
