@@ -42,6 +42,7 @@ _OPEN = (
     "speed",
     "delay",
 )
+_CLEARLY = 0.9
 _WORTH = 0.03  # of a step: what is gained by leaving a machine out, to be told
 _MOST_WORKERS = 256
 _OFF = "--plan none starts without one"
@@ -127,7 +128,10 @@ def _searched(
         factors=(False,),
         all_nodes=True,
     )
-    best = search(machines.topology, job, predict=predict, allowed=space).best
+    found = search(machines.topology, job, predict=predict, allowed=space)
+    # Without a clear gain `auto` stays: it chooses by the links and speeds that the run itself measures.
+    usual = [one for one in found.candidates if one.strategy.collective == "auto"]
+    best = usual[0] if usual and found.best.step_s > _CLEARLY * usual[0].step_s else found.best
     if len(best.strategy.nodes) != len(plan.workers):
         return plan, []  # some cannot take part; the run itself will say so
     shares = dict(zip(best.strategy.nodes, best.strategy.shares, strict=True))

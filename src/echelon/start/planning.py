@@ -92,7 +92,7 @@ def machines_and_job(asked: PlanningAsked, say: Say) -> Known:
     if asked.script:
         job = _job(asked, say, threads=1)
         topology, _, notes = _probed(replace(asked, script=None), say)
-        return Known(topology=topology, job=job, notes=notes)
+        return Known(topology=topology, job=job.on_topology(topology.reference_s), notes=notes)
     topology, found, notes = _probed(asked, say)
     if found is None:
         raise _no_job()
@@ -119,18 +119,21 @@ def _from_file(asked: PlanningAsked, say: Say) -> Known:
         ) from None
     found = read_cluster(text, file)
     if asked.model or asked.script:
-        return Known(topology=found.topology, job=_job(asked, say, threads=None))
+        job = _job(asked, say, threads=None)
+        return Known(topology=found.topology, job=job.on_topology(found.topology.reference_s))
     if found.job is None:
         raise _no_job()
     return Known(topology=found.topology, job=replace(found.job, batch=asked.batch or found.job.batch))
 
 
 def _job(asked: PlanningAsked, say: Say, *, threads: int | None) -> JobProfile:
-    """The cost of the job on this machine without a quota, which has speed 1."""
+    """The cost of the job on this machine without a quota: speed 1 is this machine's."""
     if asked.script:
         say(f"running a few steps of {asked.script} here")
         found = profile_script(asked.script, asked.args)
-        return replace(found, batch=asked.batch or found.batch)
+        from echelon.train.probe_job import fixed_step_s  # imports torch
+
+        return replace(found, batch=asked.batch or found.batch, reference_s=fixed_step_s(threads=1))
     if asked.model is None:
         raise _no_job()
     from echelon.start.probe import ProbeAsked, probe  # imports torch
