@@ -53,8 +53,8 @@ def _knows(script, plan, topology=None, *, settings=None):
     probe_cache.keep(cluster_key(settings or RunSettings(), nodes), write_cluster(topology or _topology()))
 
 
-def _planned(plan, given=None, spec=None, script=ScriptJob(text="x")):
-    return planned_by_itself(resolve(RunSettings, given or {}), plan, spec, script)
+def _planned(plan, given=None, spec=None):
+    return planned_by_itself(resolve(RunSettings, given or {}), plan, spec, ScriptJob(text="x"))
 
 
 def test_with_machines_and_job_known_shares_are_planned_and_one_line_says_so():
