@@ -17,7 +17,7 @@ from echelon.cluster.lab.spec import LabSpec
 from echelon.cluster.machine import usable_cores
 from echelon.config.choices import flag
 from echelon.config.resolve import Resolved
-from echelon.config.schema import RunSettings
+from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_seconds
 from echelon.errors import EchelonError
 from echelon.plan.job import JobProfile
@@ -198,7 +198,10 @@ def _without(free: SearchCandidate, best: SearchCandidate, settings: RunSettings
     names = ", ".join(out[:4]) + (f" and {len(out) - 4} more" if len(out) > 4 else "")
     where = f"--lab {settings.lab}" if settings.lab else f"--hosts {settings.hosts}"
     where = where if settings.lab or settings.hosts else f"--workers {len(best.strategy.nodes)}"
+    job = "SCRIPT"
+    if isinstance(settings, TrainSettings):
+        job = f'--model "{settings.model}" --data "{settings.data}" --batch {settings.batch}'
     return [
-        f"steps would be {100 * gain:.0f} % faster without {names}: to leave out what costs more than it "
-        f"brings, echelon plan {where} -o plan.toml ..., then {flag('plan')} plan.toml"
+        f"by prediction, steps would be {100 * gain:.0f} % faster without {names}: "
+        f"echelon plan {where} -o plan.toml {job}, then {flag('plan')} plan.toml"
     ]
