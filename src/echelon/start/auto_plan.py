@@ -64,14 +64,13 @@ def planned_by_itself(
         return _searched(resolved.settings, plan, known, earlier.job)
     except EchelonError as error:
         return plan, [f"no plan was made: {error.message}"]
+    except (ArithmeticError, LookupError, ValueError) as error:  # figures in the cache that make no sense
+        return plan, [f"no plan was made: {type(error).__name__}: {error}"]
 
 
 def _left_open(resolved: Resolved[RunSettings], plan: Plan) -> bool:
-    """Whether the user said nothing that a plan would decide; a collective may be given."""
-    usual = type(resolved.settings)()
-    return plan.adapt_shares and all(
-        getattr(resolved.settings, name) == getattr(usual, name) for name in _OPEN
-    )
+    """Whether the user said nothing that a plan would decide, not even the default."""
+    return plan.adapt_shares and all(resolved.origins.get(name, "default") == "default" for name in _OPEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

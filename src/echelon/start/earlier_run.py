@@ -59,7 +59,7 @@ def keep_job(job: ScriptJob, plan: Plan, folder: RunFolder) -> None:
         return  # as good as new; a long record takes a while to read
     try:
         found = recorded_run(folder)
-    except EchelonError:  # too short
+    except (EchelonError, ArithmeticError, LookupError, ValueError):  # too short, or damaged
         return
     probe_cache.keep(job.key(plan), write_cluster(found.topology, found.job))
 

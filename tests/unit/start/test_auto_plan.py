@@ -79,7 +79,14 @@ def test_without_a_job_or_without_machines_a_run_starts_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "given", [{"shares": "equal"}, {"groups": "2,1"}, {"codec": "one-bit"}, {"sync": "local(8)"}]
+    "given",
+    [
+        {"shares": "auto"},
+        {"shares": "equal"},
+        {"groups": "2,1"},
+        {"codec": "one-bit"},
+        {"sync": "local(8)"},
+    ],
 )
 def test_what_the_user_said_is_not_planned(given):
     plan = _plan()
