@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,10 @@ if str(Path(__file__).parent) not in sys.path:
 
 from leaks import Snapshot, left_behind, left_on_machine
 from warm import WarmPool
+
+# Runs keep measurements for later runs: not in the user's folder, and not from one test to the next.
+_cache = Path(tempfile.mkdtemp(prefix="echelon-tests-"))
+os.environ["ECHELON_CACHE"] = str(_cache)
 
 _pool = pytest.StashKey[WarmPool]()
 _machine_before = pytest.StashKey[Snapshot]()
@@ -63,6 +70,11 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
         reporter.write_line("the test run left behind:\n  " + "\n  ".join(found), red=True)
 
 
+def pytest_unconfigure() -> None:
+    """The very last."""
+    shutil.rmtree(_cache, ignore_errors=True)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say which engines that start workers were not tested, and what to install."""
     skipped = terminalreporter.stats.get("skipped", ())
@@ -84,6 +96,12 @@ def _session_leaves_nothing(pytestconfig: pytest.Config) -> Iterator[None]:
     found = left_behind(before, _exempt(pytestconfig))
     if found:
         pytest.fail("the test session left behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known_from_another_test() -> None:
+    """What a machine sums fastest stays known: measuring it takes a while, and decides nothing else."""
+    shutil.rmtree(_cache / "probe", ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

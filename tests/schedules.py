@@ -128,4 +128,4 @@ def predict(
     """The predicted seconds for `size` workers to sum buffers of `length_bytes`, from their schedules."""
     length = -(-length_bytes // itemsize)
     schedules = [collective.schedule(rank, size, length) for rank in range(size)]
-    return critical_work(schedules, link, add_s, itemsize).seconds(link, add_s)
+    return critical_work(dict(enumerate(schedules)), link, add_s, itemsize).seconds(link, add_s)

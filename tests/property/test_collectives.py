@@ -225,7 +225,7 @@ def test_hierarchy_of_a_single_group_equals_its_inner_collective(inner, rails, s
 def test_a_single_rail_distributes_the_result_along_a_tree():
     text = "hierarchical(group=8, inner=butterfly, outer=butterfly, rails=false)"
     schedules = _schedules(COLLECTIVES.build(text), 16, 64)
-    work = critical_work(schedules, LinkCost(latency_s=1.0, seconds_per_byte=0.0), 0.0)
+    work = critical_work(dict(enumerate(schedules)), LinkCost(latency_s=1.0, seconds_per_byte=0.0), 0.0)
     assert (work.steps, work.further_messages) == (3 + 1 + 3, 0)
 
 

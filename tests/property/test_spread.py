@@ -46,7 +46,7 @@ def test_every_worker_gets_every_block(large, size, length_each, hold):
 def test_a_small_broadcast_takes_lg_p_steps(size_and_source, length):
     size, source = size_and_source
     schedules = [broadcast(rank, size, length, source) for rank in range(size)]
-    work = critical_work(schedules, LinkCost(latency_s=1.0, seconds_per_byte=0.0), 0.0)
+    work = critical_work(dict(enumerate(schedules)), LinkCost(latency_s=1.0, seconds_per_byte=0.0), 0.0)
     assert work.steps == (size - 1).bit_length()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 
 if TYPE_CHECKING:
+    from echelon.plan.group_rule import GroupRule
     from echelon.plan.plan import Plan
     from echelon.plan.trials import SearchCandidate
     from echelon.plan.ways import SearchSpace
@@ -81,6 +83,14 @@ def plan(
         int | None, typer.Option("--most-workers", min=1, help="Use at most so many nodes.", **_SEARCH)
     ] = None,
     collective: Annotated[str | None, typer.Option(help="Only this collective.", **_SEARCH)] = None,
+    groups: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE",
+            help="Only groups that sum first: by-cost, equal-power(3), random(3), or their largest size.",
+            **_SEARCH,
+        ),
+    ] = None,
     codec: Annotated[str | None, typer.Option(help="Only this codec.", **_SEARCH)] = None,
     time_best: Annotated[
         bool,
@@ -108,6 +118,7 @@ def plan(
       echelon plan --cluster cluster.toml --inexact
       echelon plan --hosts a:2,b:4 --model lenet --data mnist --time-best
       echelon plan --run latest --batch 256
+      echelon plan --cluster cluster.toml --groups "equal-power(3)"
     """
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     asked = PlanningAsked(
@@ -125,17 +136,23 @@ def plan(
         batch=batch,
     )
     _check(asked, collective=collective, codec=codec)
+    rule = _rule(groups, collective)
 
     def say(text: str) -> None:
         errors.print(Text(text), style="dim", soft_wrap=True)
 
     # The search needs numpy, and measuring torch: other commands shall begin without them.
     from echelon.cli.plan_output import PlanOutput, as_json, said
+    from echelon.plan.group_rule import groups_by_rule
     from echelon.plan.predict.predict import predict
     from echelon.plan.search import search
 
     known = machines_and_job(asked, say)
     space = _space(collective, codec)
+    if rule is not None:
+        formed = groups_by_rule(rule, known.topology, known.job)
+        space = replace(space, groups=formed.groups)
+        known = replace(known, notes=(*known.notes, formed.reason))
     result = search(
         known.topology,
         known.job,
@@ -176,6 +193,19 @@ def _check(asked: PlanningAsked, *, collective: str | None, codec: str | None) -
             except ConfigError as error:
                 error.where = f"--{name}"
                 raise
+
+
+def _rule(groups: str | None, collective: str | None) -> GroupRule | None:
+    """How groups are formed; None leaves it to the search."""
+    if groups is None:
+        return None
+    if collective is not None:
+        raise ConfigError(
+            "--collective and --groups both say how workers sum", where="--groups", fix="give one of them"
+        )
+    from echelon.plan.group_rule import parse_group_rule
+
+    return parse_group_rule(groups)
 
 
 def _space(collective: str | None, codec: str | None) -> SearchSpace:

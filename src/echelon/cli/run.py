@@ -151,6 +151,7 @@ def _run(
       echelon run --hosts a:2,b:4 train.py
       echelon run --lab two-sites train.py
       echelon run --lab two-sites --plan plan.toml train.py
+      echelon run --lab two-sites --plan none train.py
       echelon run --workers 4 --speed 1,0.5,0.5,0.25 train.py
       echelon run --workers 4 --shares 4,2,1,1 train.py
       echelon run --workers 4 --delay "normal(0, 0.25)" --delayed 0.5 train.py
@@ -164,7 +165,7 @@ def _run(
             fix="give its path; options of echelon go before it, the script's own after it",
         )
     argv = ["-m", script, *(args or [])] if module else [script, *(args or [])]
-    target = Target(argv=argv, name=Path(script).stem)
+    target = Target(argv=argv, name=Path(script).stem, plans=True)
     _show(resolved, target, Console(stderr=True), sys.stdout.buffer)
 
 
@@ -183,7 +184,7 @@ def _train(resolved: Resolved[TrainSettings]) -> None:
     MODELS.build(settings.model, where="--model")
     DATASETS.build(settings.data, where="--data")
     name = f"{settings.model.partition('(')[0]}-{settings.data.partition('(')[0]}"
-    _show(resolved, Target(argv=["-m", "echelon.train.job"], name=name), Console(), None)
+    _show(resolved, Target(argv=["-m", "echelon.train.job"], name=name, plans=True), Console(), None)
 
 
 def _show(

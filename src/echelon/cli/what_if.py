@@ -16,12 +16,11 @@ from echelon.codec.codec import CODECS
 from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError
-from echelon.observe.follow import read_run
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.make import strategy_text
-from echelon.plan.plan import Plan
 from echelon.plan.strategy import Prediction
-from echelon.simulate.recorded_job import RecordedJob, recorded_job
+from echelon.simulate.recorded_cluster import recorded_run
+from echelon.simulate.recorded_job import RecordedJob
 from echelon.simulate.what_if import WhatIf, WhatIfChanges
 from echelon.simulate.what_if import what_if as changed_run
 from echelon.sync.policy import POLICIES
@@ -81,7 +80,7 @@ def what_if(
         )
     from echelon.plan.predict.predict import predict  # with numpy, which other commands do without
 
-    recorded = recorded_job(read_run(folder), Plan.read(folder.plan), name=folder.name)
+    recorded = recorded_run(folder)
     found = changed_run(recorded, changes, predict)
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(_values(recorded, found)), indent=2).decode())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 from echelon.errors import ConfigError
@@ -60,6 +61,7 @@ def _text(value: Value) -> str:
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+@lru_cache(maxsize=1024)
 def _reads_back(text: str) -> bool:
     """Whether the text, without quotes, parses as the same string."""
     try:

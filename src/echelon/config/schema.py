@@ -34,7 +34,9 @@ class RunSettings:
     )
     runs: str = setting("runs", "The folder in which the run's folder is made.")
     plan: str | None = setting(
-        None, "Follow a plan's file, from `echelon plan -o`, perhaps edited: workers, shares, groups, ..."
+        None,
+        "Follow a plan's file, from `echelon plan -o`, perhaps edited; none makes no plan. Default: one is "
+        "made if machines and job are known.",
     )
     shares: str = setting(
         "auto",

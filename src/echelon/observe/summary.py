@@ -7,7 +7,8 @@ the figures so far at any time; `summarise` takes them all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -36,6 +37,7 @@ from echelon.observe.events import (
 from echelon.observe.follow import read_run
 from echelon.observe.lateness import CircleTally, LatenessTally, Standstill
 from echelon.observe.overlap import Communication, TrafficTally
+from echelon.observe.plan_view import measured_step_s, view_of
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.settled import SettledFigures, SettledTally
 from echelon.observe.spans import end_of
@@ -44,6 +46,17 @@ from echelon.observe.sync import Stretch, SyncFigures, SyncTally, policy_of, ste
 from echelon.observe.worker_figures import WorkerSummary, WorkerSums, worker_summary
 
 UNFINISHED = "unfinished"
+
+
+class PlanScore(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan predicted for a step, beside what was measured: the median without the first fifth.
+
+    `ratio` is measured over predicted: above 1, steps took longer.
+    """
+
+    predicted_step_s: float
+    measured_step_s: float
+    ratio: float
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +77,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     `decisions` are those that the run took by itself; decisions.py has the definitions. `settled` has the
     figures since the last change of shares, if enough rounds followed it; then sentences and columns on
     who kept the others waiting are from these: `judged`.
+
+    `prediction` is None if the run's plan predicts nothing, or workers did not step together.
 
     With sync policies of other families than that of `full` workers do not step together: `rounds` are
     only the steps in which they exchanged weights, none with a server, and `train_loss` is over the last
@@ -95,6 +110,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     standstills: tuple[Standstill, ...] = ()
     decisions: tuple[Decision, ...] = ()
     settled: SettledFigures | None = None
+    prediction: PlanScore | None = None
 
     @property
     def shares_adapt(self) -> bool:
@@ -387,7 +403,34 @@ def summarise(events: Iterable[AnyEvent], policy: str = "") -> Summary:
 
 def write_summary(folder: RunFolder) -> Summary:
     """Summarise the run and write the figures to its `summary.json`."""
-    summary = summarise(read_run(folder), policy_of(folder))
+    begins: dict[int, float] = {}
+    policy = policy_of(folder)
+    summary = summarise(_noting(begins, read_run(folder)), policy)
+    score = _score(folder, list(begins.values())) if summary.sync is None else None
+    summary = msgspec.structs.replace(summary, prediction=score)
     data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_whole(folder.summary, data + b"\n")
     return summary
+
+
+def _noting(begins: dict[int, float], events: Iterable[AnyEvent]) -> Iterator[AnyEvent]:
+    """The events; when each step of rank 0 began is written down."""
+    for event in events:
+        if isinstance(event, StepEnded) and event.rank == 0:
+            begins[event.step] = event.start
+        yield event
+
+
+def _score(folder: RunFolder, begins: Sequence[float]) -> PlanScore | None:
+    """The plan's prediction beside the measured step, if there are both."""
+    try:
+        view = view_of(tomllib.loads(folder.plan.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+    predicted_s = view.step_s if view is not None else None
+    measured_s = measured_step_s(begins)
+    if not predicted_s or measured_s is None:
+        return None
+    return PlanScore(
+        predicted_step_s=predicted_s, measured_step_s=measured_s, ratio=measured_s / predicted_s
+    )

@@ -12,6 +12,8 @@ site_reasons.py
 equations.py
             equations (1) to (5) of the first seed: serial, or how many groups
 grouping.py who forms a group: by transfer cost and compute power, by equal power, at random
+group_rule.py
+            which groups does the user ask for, by cost, by equal power or at random?
 equal_power.py
             groups of unequal nodes whose total power is equal
 hierarchy.py

@@ -21,7 +21,7 @@ import msgspec
 
 from echelon.config.call import parse_call
 from echelon.config.registry import convert
-from echelon.config.units import show_bytes
+from echelon.config.units import show_bytes, size_bytes
 from echelon.errors import ConfigError, nearest
 from echelon.plan.job import JobProfile
 from echelon.plan.plan import Plan, WorkerPlan
@@ -241,19 +241,32 @@ class _PlanCheck:
 
     def _memory(self, weights: Sequence[tuple[int, float]]) -> Iterator[Contradiction]:
         job = self._around.job
-        if job is None:
+        try:
+            base, each = (job.base_bytes, job.sample_bytes) if job is not None else self._needs()
+            own = {number: text for number, text in self._of("memory", "") if text}
+            limits = {number: float(size_bytes(text)) for number, text in own.items()}
+        except ConfigError as error:
+            yield self._at(("memory",), error.message, error.fix)
             return
         for number, share in weights:
             node = self._workers[number].get("node", "")
-            there, needs = self._around.memory_bytes.get(node, math.inf), job.memory_bytes(share)
+            there = min(self._around.memory_bytes.get(node, math.inf), limits.get(number, math.inf))
+            needs = base + share * each
             if needs > there:
-                fits = math.floor((there - job.base_bytes) / job.sample_bytes) if job.sample_bytes else 0
+                fits = math.floor((there - base) / each) if each else 0
                 fix = f"give it at most {fits} samples" if fits > 0 else "leave the node out"
                 yield self._at(
                     ("workers", number, "weight"),
                     f"{share:g} samples need {show_bytes(needs)}, {node} has {show_bytes(there)}",
                     fix,
                 )
+
+    def _needs(self) -> tuple[float, float]:
+        """What the file says a worker needs, and each sample; nothing if it does not say."""
+        said = self._values.get("memory")
+        if not isinstance(said, dict) or ("memory",) in self._bad:
+            return 0.0, 0.0
+        return float(size_bytes(said["worker"])), float(size_bytes(said.get("sample", "0B")))
 
     def _groups(self) -> Iterator[Contradiction]:
         groups = self._values.get("groups", [])

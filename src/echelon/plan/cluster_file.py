@@ -1,6 +1,7 @@
 """Reads and writes cluster files: the TOML that says what machines, links and job there are.
 
     known = "measured by echelon probe"
+    reference = "3.1ms"         # what a fixed small step takes at speed 1; for jobs measured elsewhere
 
     [[node]]
     name = "a"                  # with count: a-0, a-1, ...
@@ -54,7 +55,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from echelon.cluster.lab.paths import unreachable
@@ -92,9 +93,11 @@ def read_cluster(text: str, file: str) -> ClusterFile:
     top = build_options(_ClusterTables, tables, where=file)
     nodes = _nodes(top.node, file)
     sites = list(dict.fromkeys(node.site for node in nodes))
-    topology = Topology(nodes=nodes, uplinks=_uplinks(top.uplink, sites, file), known=top.known)
+    reference_s = _duration(top.reference, f"{file}, reference")
+    uplinks = _uplinks(top.uplink, sites, file)
+    topology = Topology(nodes=nodes, uplinks=uplinks, known=top.known, reference_s=reference_s)
     job = None if top.job is None else _job(top.job, [node.name for node in nodes], file)
-    return ClusterFile(topology=topology, job=job)
+    return ClusterFile(topology=topology, job=job and replace(job, reference_s=reference_s))
 
 
 def write_cluster(
@@ -108,6 +111,8 @@ def write_cluster(
     `measured` are tables of raw measurements, each a list of rows; they are kept for people.
     """
     lines = [_HEAD + f"known = {_quoted(topology.known)}"]
+    if topology.reference_s:
+        lines += _quoted_lines([("reference", _shown_s(topology.reference_s))])
     for node in topology.nodes:
         lines += ["", "[[node]]", *_node_lines(node)]
     for uplink in topology.uplinks:
@@ -135,6 +140,7 @@ def show_rate(bytes_per_s: float) -> str:
 @dataclass(frozen=True, kw_only=True)
 class _ClusterTables:
     known: str = ""
+    reference: Any = 0.0
     node: list[dict[str, Any]] = field(default_factory=list)
     uplink: list[dict[str, Any]] = field(default_factory=list)
     job: dict[str, Any] | None = None

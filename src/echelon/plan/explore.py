@@ -55,6 +55,9 @@ class Explorer:
     def explore(self, sets: NodeSets) -> bool:
         """Search among nodes that reach each other; returns whether everything was tried."""
         self._unplanned(sets)
+        if self.space.all_nodes:
+            self._fully(tuple(sets.nodes))
+            return False
         if self._affordable(sets):
             self._everything(sets)
             return True
@@ -83,7 +86,12 @@ class Explorer:
     def _unplanned(self, sets: NodeSets) -> None:
         """What somebody gets who plans nothing: all nodes, equal shares."""
         space = self.space
-        if len(sets.nodes) > sets.most or "none" not in space.codecs or "full" not in space.syncs:
+        if (
+            space.groups
+            or len(sets.nodes) > sets.most
+            or "none" not in space.codecs
+            or "full" not in space.syncs
+        ):
             return
         names = in_site_order(self._topology, sets.nodes).nodes
         self.equal_shares(

@@ -173,6 +173,18 @@ def candidate_hierarchies(
     return list(found.values())
 
 
+def hierarchies_of_groups(topology: Topology, groups: Sequence[Sequence[str]]) -> list[Hierarchy]:
+    """The hierarchies in which exactly these groups sum first; flat ones if only one group is left."""
+    parts = [best_first([topology.node(name) for name in group]) for group in groups if group]
+    order = [node for part in parts for node in part]
+    sizes = tuple(map(len, parts))
+    found = list(_variants(order, [sizes], "given groups"))
+    if found:
+        return found
+    names = tuple(node.name for node in order)
+    return [Hierarchy(order=names), Hierarchy(order=names, top="ps")]
+
+
 def neighbours(topology: Topology, nodes: Sequence[Node]) -> list[list[Node]]:
     """The nodes by site, sites next to each other if they are near; best link first in each site."""
     left = list(dict.fromkeys(node.site for node in nodes))

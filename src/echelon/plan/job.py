@@ -1,6 +1,8 @@
 """What a training job costs: computing by share, gradients by layer, memory. Measured, never guessed.
 
-Costs are those of one worker on the node with speed 1 (see `Node.speed`). A step of a share of s samples
+Costs are those of one worker on a machine with speed 1, which is the one that the job was measured on; its
+`reference_s` is what the probe's fixed small step takes there. A topology's speeds are relative to a
+reference of its own: `on_topology` brings both together. A step of a share of s samples
 takes fixed_s + s * per_sample_s for forward and backward, and apply_s for the optimizer. Nodes that were
 measured themselves have costs of their own in `costs`.
 """
@@ -8,7 +10,7 @@ measured themselves have costs of their own in `costs`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echelon.plan.topology import Node
 
@@ -55,6 +57,8 @@ class JobProfile:
     sample_bytes    additional memory for each sample of a share
     exchanges       other exchanges within a step: one forward and one backward for each BatchNorm layer
     costs           of nodes that were measured themselves, by name; they come before speed
+    reference_s     what the probe's fixed small step takes on the machine with speed 1; 0 if unknown, then
+                    that machine is taken for the topology's node with speed 1
     """
 
     name: str
@@ -65,6 +69,7 @@ class JobProfile:
     sample_bytes: float = 0.0
     exchanges: int = 0
     costs: Mapping[str, ComputeCost] = field(default_factory=dict)
+    reference_s: float = 0.0
 
     @property
     def gradient_bytes(self) -> int:
@@ -81,6 +86,18 @@ class JobProfile:
             per_sample_s=self.cost.per_sample_s / node.speed,
             apply_s=self.cost.apply_s / node.speed,
         )
+
+    def on_topology(self, reference_s: float) -> JobProfile:
+        """The same job, with costs of a node that has speed 1 in a topology of this reference."""
+        if not self.reference_s or not reference_s:
+            return self
+        times = reference_s / self.reference_s
+        cost = ComputeCost(
+            fixed_s=self.cost.fixed_s * times,
+            per_sample_s=self.cost.per_sample_s * times,
+            apply_s=self.cost.apply_s * times,
+        )
+        return replace(self, cost=cost, reference_s=reference_s)
 
     def memory_bytes(self, share: float) -> float:
         """What a worker with this share needs."""

@@ -11,7 +11,14 @@ from dataclasses import replace
 
 from echelon.config.units import show_seconds
 from echelon.plan.job import JobProfile
-from echelon.plan.plan import Plan, PlanCandidate, PlanRequest, PredictedStep, make_plan
+from echelon.plan.plan import (
+    Plan,
+    PlanCandidate,
+    PlannedMemory,
+    PlanRequest,
+    PredictedStep,
+    make_plan,
+)
 from echelon.plan.search import SearchResult, distinct
 from echelon.plan.strategy import RunStrategy
 from echelon.plan.topology import Topology
@@ -33,7 +40,7 @@ def plan_of(
         shares=",".join(str(share) for share in strategy.shares),
         speeds=tuple(speeds[name] for name in strategy.nodes) if speeds else asked.speeds,
         groups=strategy.groups,
-        collective=strategy.collective,
+        collective=carried_out(result.best),
         codec=strategy.codec,
         overlap=strategy.overlap,
         factors=asked.factors if strategy.factors else never,
@@ -54,7 +61,23 @@ def plan_of(
         predicted=predicted_step(result.best),
         left_out=result.left_out,
         candidates=_candidates(result),
+        memory=_memory(job),
         reasons=_reasons(result, topology, asked),
+    )
+
+
+def carried_out(candidate: SearchCandidate) -> str:
+    """The collective that the prediction was made with; `auto` if it differs from bucket to bucket."""
+    strategy, used = candidate.strategy, candidate.prediction.collectives
+    return used[0] if strategy.collective == "auto" and len(used) == 1 else strategy.collective
+
+
+def _memory(job: JobProfile) -> PlannedMemory | None:
+    """What the job needs, rounded down: a plan that just fits shall not be refused for rounding."""
+    if not job.base_bytes and not job.sample_bytes:
+        return None
+    return PlannedMemory(
+        worker=f"{int(job.base_bytes) >> 20}MiB", sample=f"{int(job.sample_bytes) >> 10}KiB"
     )
 
 
@@ -128,6 +151,11 @@ def _reasons(result: SearchResult, topology: Topology, asked: PlanRequest) -> di
         return reasons
     for choice in ("collective", "overlap", "factors", "codec", "sync"):
         reasons[choice] = _choice_reason(result, choice)
+    if strategy.collective == "auto" and result.best.prediction.collectives:
+        used = " and ".join(result.best.prediction.collectives)
+        reasons["collective"] = (
+            f"{used}, which auto becomes here{reasons['collective'].removeprefix('auto')}"
+        )
     if strategy.servers:
         reasons["servers"] = (
             f"{strategy.servers} for {len(strategy.nodes)} workers: with fewer, the servers' links would "

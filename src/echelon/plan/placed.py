@@ -34,6 +34,7 @@ def _placed(worker: WorkerPlan, node: Node) -> WorkerPlan:
         site=node.site,
         node_speed=node.speed,
         link=show_link(node.up_bytes_per_s, node.down_bytes_per_s),
+        memory="" if math.isinf(node.memory_bytes) else f"{math.ceil(node.memory_bytes / 2**20)}MiB",
     )
 
 

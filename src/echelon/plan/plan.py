@@ -23,7 +23,8 @@ class WorkerPlan:
     """One worker's assignment. `weight` is its part of every batch, relative to the other workers'.
 
     `speed` below 1 is emulated. `site`, `node_speed` (how fast its node computes, relative to others) and
-    `link` (as text, with units) are what the plan was made from, for pictures; empty if unknown.
+    `link` (as text, with units) are what the plan was made from, for pictures; `memory` is what the worker
+    may use, as text. Empty if unknown.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class WorkerPlan:
     site: str = ""
     node_speed: float = 1.0
     link: str = ""
+    memory: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,14 @@ class PredictedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMemory:
+    """What a worker needs: with the model, and for each sample of its share; as text, with units."""
+
+    worker: str
+    sample: str = "0B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCandidate:
     """Another way that was considered: in words, its predicted step, and why it was not chosen."""
 
@@ -87,7 +97,8 @@ class Plan(Choices):
 
     `servers` are the nodes of the servers, if any. `adapt_shares`: the weights are those of the first
     steps, and then follow the workers' measured speeds. `batch` is the global batch that the plan was made
-    for, if it was searched for; then `left_out`, `predicted` and `candidates` say what the search found.
+    for, if it was searched for; then `left_out`, `predicted` and `candidates` say what the search found,
+    and `memory` what the job needs, if it was measured.
     """
 
     run: str
@@ -100,6 +111,7 @@ class Plan(Choices):
     predicted: PredictedStep | None = None
     left_out: tuple[LeftOut, ...] = ()
     candidates: tuple[PlanCandidate, ...] = ()
+    memory: PlannedMemory | None = None
     uplinks: tuple[PlannedUplink, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
 

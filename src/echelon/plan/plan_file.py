@@ -55,7 +55,7 @@ def _worker(worker: WorkerPlan) -> dict[str, Any]:
     values: dict[str, Any] = {"rank": worker.rank, "node": worker.node}
     values["weight"] = int(worker.weight) if whole else worker.weight
     values["threads"] = worker.threads
-    optional = {"speed": 1.0, "delay": "", "site": "", "node_speed": 1.0, "link": ""}
+    optional = {"speed": 1.0, "delay": "", "site": "", "node_speed": 1.0, "link": "", "memory": ""}
     for name, default in optional.items():
         if getattr(worker, name) != default:
             values[name] = getattr(worker, name)
@@ -69,6 +69,9 @@ def _facts(plan: Plan) -> list[str]:
         lines += ["", "# Links between sites.", "uplinks = ["]
         lines += [f"    {_inline(_known(msgspec.to_builtins(uplink)))}," for uplink in plan.uplinks]
         lines.append("]")
+    if plan.memory is not None:
+        lines += ["", "# What a worker needs, and for each sample of its share."]
+        lines.append(f"memory = {_inline(msgspec.to_builtins(plan.memory))}")
     if plan.left_out:
         lines += ["", "# Nodes that cost more than they bring.", "left_out = ["]
         lines += [f"    {_inline({'node': out.node, 'why': out.why})}," for out in plan.left_out]

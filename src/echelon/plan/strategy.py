@@ -57,6 +57,7 @@ class Prediction:
     link_bytes     bytes in a step through each node's link (by the node's name) and each uplink
     memory_bytes   what each worker needs
     bottleneck     what a faster part would help most: `computing on west-1`, `the link east/west`, ...
+    collectives    those that gradients travel by: what `auto` becomes, which may depend on the bucket
     """
 
     step_s: float
@@ -69,3 +70,4 @@ class Prediction:
     link_bytes: Mapping[str, float] = field(default_factory=dict)
     memory_bytes: tuple[float, ...] = ()
     bottleneck: str = ""
+    collectives: tuple[str, ...] = ()

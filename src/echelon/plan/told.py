@@ -3,6 +3,8 @@
 A lab states CPU quotas and rates, and nothing else differs: all its nodes are one machine. Speed 1 is a
 whole core of that machine, where a job is profiled without a quota; a worker of a lab computes with one
 thread, so that a quota above one core does not make it faster.
+
+A lab's rates are those of the wire. A topology's rates are those of payload, as a probe measures them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ import math
 
 from echelon.cluster.lab.spec import LabSpec
 from echelon.plan.topology import Node, Topology, Uplink
+
+PAYLOAD = 0.95
+"""The part of a wire's rate that a TCP stream carries as payload: the rest are headers."""
 
 
 def topology_of_lab(
@@ -31,8 +36,8 @@ def topology_of_lab(
                 speed=min(node.cpu or 1.0, 1.0),
                 cores=node.cpu or cores,
                 memory_bytes=memory_bytes,
-                up_bytes_per_s=node.link_bytes_per_s or math.inf,
-                down_bytes_per_s=node.link_bytes_per_s or math.inf,
+                up_bytes_per_s=_payload(node.link_bytes_per_s),
+                down_bytes_per_s=_payload(node.link_bytes_per_s),
                 latency_s=kept * node.latency_s,
             )
             for node in spec.nodes
@@ -40,10 +45,14 @@ def topology_of_lab(
         uplinks=tuple(
             Uplink(
                 between=uplink.between,
-                bytes_per_s=uplink.rate_bytes_per_s or math.inf,
+                bytes_per_s=_payload(uplink.rate_bytes_per_s),
                 latency_s=kept * uplink.latency_s,
             )
             for uplink in spec.uplinks
         ),
         known=f"told by lab {spec.name}",
     )
+
+
+def _payload(wire_bytes_per_s: float | None) -> float:
+    return math.inf if wire_bytes_per_s is None else PAYLOAD * wire_bytes_per_s

@@ -20,8 +20,8 @@ from functools import cached_property
 class Node:
     """One machine that a worker can run on.
 
-    speed               how fast it computes, relative to the node that the job was profiled on; a CPU quota
-                        counts: 0.25 takes four times as long
+    speed               how fast it computes, relative to the topology's reference (`Topology.reference_s`);
+                        a CPU quota counts: 0.25 takes four times as long
     cores               the CPU time that it may use, in cores; less than 1 with a quota
     memory_bytes        what a worker may use
     up_, down_bytes_per_s, latency_s
@@ -60,11 +60,16 @@ class Uplink:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """All nodes and uplinks. `known` says how it is known, such as `told by lab two-sites`."""
+    """All nodes and uplinks. `known` says how it is known, such as `told by lab two-sites`.
+
+    reference_s  what the probe's fixed small step takes on a node with speed 1; 0 if unknown. By it, what
+                 was measured on another machine is made comparable
+    """
 
     nodes: tuple[Node, ...]
     uplinks: tuple[Uplink, ...] = ()
     known: str = ""
+    reference_s: float = 0.0
 
     @property
     def sites(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from echelon.config.choices import Overlap
 from echelon.plan.groups import Groups
-from echelon.plan.hierarchy import Hierarchy, candidate_hierarchies
+from echelon.plan.hierarchy import Hierarchy, candidate_hierarchies, hierarchies_of_groups
 from echelon.plan.job import JobProfile
 from echelon.plan.servers import best_servers
 from echelon.plan.topology import Node, Topology
@@ -24,17 +24,20 @@ class SearchSpace:
 
     collectives   for all workers at once
     hierarchies   whether groups may sum first; `most_levels` limits how deep
+    groups        names of nodes: if given, exactly these groups sum first, as far as their nodes take part
     codecs        tried between all workers and, where there are sites, between sites only
     syncs         policies without servers
     served_syncs  policies that need servers
     servers       how many servers; 0 lets the cost decide
     shares        auto, equal or by-speed
+    all_nodes     no node is left out
     most_work     a limit of the search: predictions, each counted by its workers (`trials.work_of`)
     """
 
     collectives: tuple[str, ...] = ("auto", "ring", "halving-doubling")
     hierarchies: bool = True
     most_levels: int = 3
+    groups: tuple[tuple[str, ...], ...] = ()
     overlaps: tuple[Overlap, ...] = ("backward", "step")
     factors: tuple[bool, ...] = (False, True)
     codecs: tuple[str, ...] = ("none", "error-feedback(bf16)", "one-bit", "top-k(ratio=0.01)")
@@ -42,6 +45,7 @@ class SearchSpace:
     served_syncs: tuple[str, ...] = ()
     servers: int = 0
     shares: Literal["auto", "equal", "by-speed"] = "auto"
+    all_nodes: bool = False
     most_work: int = 40_000
 
     def exactly(self) -> SearchSpace:
@@ -93,6 +97,8 @@ def ways_of(topology: Topology, job: JobProfile, members: Sequence[Node], space:
     flat = in_site_order(topology, members)
     if len(members) == 1:
         return [Way(arrangement=flat)]
+    if space.groups:
+        return _grouped_ways(topology, job, members, space)
     # Two workers use the same algorithm whatever its name.
     names = space.collectives if len(members) > 2 else space.collectives[:1]
     arrangements = [Arrangement(nodes=flat.nodes, collective=name, form=name) for name in names]
@@ -104,6 +110,30 @@ def ways_of(topology: Topology, job: JobProfile, members: Sequence[Node], space:
             ways += _exact_ways(job, arrangements, space)
         ways += _encoded_ways(topology, members, flat, space)
     ways += _inexact_ways(topology, job, members, flat, space)
+    return ways
+
+
+def _grouped_ways(
+    topology: Topology, job: JobProfile, members: Sequence[Node], space: SearchSpace
+) -> list[Way]:
+    """The groups that the user asked for sum first; a codec then works between them."""
+    chosen = {node.name for node in members}
+    kept = [[name for name in group if name in chosen] for group in space.groups]
+    found = _as_arrangements(hierarchies_of_groups(topology, [group for group in kept if group]))
+    ways = _exact_ways(job, found, space) if "none" in space.codecs and "full" in space.syncs else []
+    if "full" not in space.syncs or not found[0].groups:
+        return ways
+    between = replace(found[0], collective="auto", form="between groups")
+    ways += [
+        Way(
+            arrangement=between,
+            codec=codec if codec.startswith("between(") else f"between({codec})",
+            overlap=overlap,
+        )
+        for codec in space.codecs
+        if codec != "none"
+        for overlap in space.overlaps
+    ]
     return ways
 
 
@@ -173,6 +203,10 @@ def site_groups(topology: Topology, members: Sequence[Node]) -> Groups:
 def hierarchies(topology: Topology, members: Sequence[Node], most_levels: int) -> list[Arrangement]:
     """Those worth comparing, as arrangements; the flat ring is not among them."""
     found = candidate_hierarchies(topology, [node.name for node in members], most_levels=most_levels)
+    return _as_arrangements([one for one in found if one.levels or one.top != "ring"])
+
+
+def _as_arrangements(found: Sequence[Hierarchy]) -> list[Arrangement]:
     return [
         Arrangement(
             nodes=one.order,
@@ -182,7 +216,6 @@ def hierarchies(topology: Topology, members: Sequence[Node], most_levels: int) -
             form=_form(one),
         )
         for one in found
-        if one.levels or one.top != "ring"
     ]
 
 

@@ -17,6 +17,7 @@
     page.css      the page's additional styles
     record.py     a server's arrivals and decisions as events
     replay.py     feeds recorded arrivals to a policy and compares its decisions
+    recorded_cluster.py what does a run's cluster.toml add to its record?
     recorded_job.py which machines, links and job does a recorded run show?
     what_if.py    what would a recorded run take if something were different?
     recorded.py   replays a run of real training from its folder

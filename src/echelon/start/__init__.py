@@ -12,6 +12,9 @@ failure.py    which worker failed first, and why
 few_steps.py  a few steps of a run, and then no more: what a step takes, what a script's step costs
 planning.py   which machines and which job is to be planned? From a lab, hosts, a file, a run
 planned.py    a run by a plan's file: is it right for this place, and what does it decide?
+auto_plan.py  does a run make a plan by itself, from what is known about machines and job?
+earlier_run.py  what did an earlier run of the same script on the same machines leave in the cache?
+known_links.py  what did an earlier probe find about these machines?
 run.py        a whole run: folder, plan, lab, processes, summary
 lab_course.py what happens to a lab in the course of a run: quotas, faults
 quotas.py     when do the CPU quotas of a lab come into force?

@@ -34,6 +34,9 @@ S = TypeVar("S", bound=RunSettings)
 HERE = "worker-"
 """A plan for several workers of one machine names them worker-0, worker-1, ..."""
 
+NO_PLAN = "none"
+"""`--plan none`: a run makes no plan by itself."""
+
 _MOST_HERE = 256
 _ONLY_THE_FILE = ("workers", "shares", "speed", "delay", "delayed", "groups", "servers", "colocate_servers")
 

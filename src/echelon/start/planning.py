@@ -16,7 +16,6 @@ from echelon.cluster.lab.spec import read_lab
 from echelon.cluster.machine import usable_cores
 from echelon.config.schema import TrainSettings
 from echelon.errors import ConfigError
-from echelon.observe.follow import read_run
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.cluster_file import read_cluster
 from echelon.plan.job import JobProfile
@@ -28,7 +27,7 @@ from echelon.plan.search import SearchResult
 from echelon.plan.told import topology_of_lab
 from echelon.plan.topology import Topology
 from echelon.plan.trials import SearchCandidate
-from echelon.simulate.recorded_job import recorded_job
+from echelon.simulate.recorded_cluster import recorded_run
 from echelon.start.few_steps import profile_script, timed_step_s
 from echelon.start.run import Target
 
@@ -93,7 +92,7 @@ def machines_and_job(asked: PlanningAsked, say: Say) -> Known:
     if asked.script:
         job = _job(asked, say, threads=1)
         topology, _, notes = _probed(replace(asked, script=None), say)
-        return Known(topology=topology, job=job, notes=notes)
+        return Known(topology=topology, job=job.on_topology(topology.reference_s), notes=notes)
     topology, found, notes = _probed(asked, say)
     if found is None:
         raise _no_job()
@@ -102,7 +101,7 @@ def machines_and_job(asked: PlanningAsked, say: Say) -> Known:
 
 def _recorded(asked: PlanningAsked) -> Known:
     folder = RunFolder.find(asked.run or "latest", Path(asked.runs))
-    found = recorded_job(read_run(folder), Plan.read(folder.plan), name=folder.name)
+    found = recorded_run(folder)
     job = replace(found.job, batch=asked.batch or found.job.batch)
     return Known(topology=found.topology, job=job, notes=found.notes)
 
@@ -120,18 +119,21 @@ def _from_file(asked: PlanningAsked, say: Say) -> Known:
         ) from None
     found = read_cluster(text, file)
     if asked.model or asked.script:
-        return Known(topology=found.topology, job=_job(asked, say, threads=None))
+        job = _job(asked, say, threads=None)
+        return Known(topology=found.topology, job=job.on_topology(found.topology.reference_s))
     if found.job is None:
         raise _no_job()
     return Known(topology=found.topology, job=replace(found.job, batch=asked.batch or found.job.batch))
 
 
 def _job(asked: PlanningAsked, say: Say, *, threads: int | None) -> JobProfile:
-    """The cost of the job on this machine without a quota, which has speed 1."""
+    """The cost of the job on this machine without a quota: speed 1 is this machine's."""
     if asked.script:
         say(f"running a few steps of {asked.script} here")
         found = profile_script(asked.script, asked.args)
-        return replace(found, batch=asked.batch or found.batch)
+        from echelon.train.probe_job import fixed_step_s  # imports torch
+
+        return replace(found, batch=asked.batch or found.batch, reference_s=fixed_step_s(threads=1))
     if asked.model is None:
         raise _no_job()
     from echelon.start.probe import ProbeAsked, probe  # imports torch

@@ -6,7 +6,6 @@ machine that does not answer is left out and named, if others are left.
 
 from __future__ import annotations
 
-import platform
 import shutil
 import tempfile
 import time
@@ -18,18 +17,17 @@ import torch
 
 from echelon.cluster import probe_cache
 from echelon.cluster.lab.spec import read_lab
-from echelon.cluster.probe import fingerprint
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunSettings
 from echelon.config.units import show_seconds
-from echelon.errors import ConfigError, EchelonError, FunctionFailed, LaunchError
+from echelon.errors import EchelonError, FunctionFailed, LaunchError
 from echelon.observe.run_folder import RunFolder
-from echelon.plan.cluster_file import read_cluster, write_cluster
+from echelon.plan.cluster_file import write_cluster
 from echelon.plan.plan import Plan
-from echelon.plan.topology import Topology
 from echelon.start.doctor import MachinesAsked, check_machines
 from echelon.start.function import QuietWatcher, call_on_workers
 from echelon.start.hosts import Host, read_hosts
+from echelon.start.known_links import cluster_key, place_of
 from echelon.start.probe_result import Probed, conclude
 from echelon.train.probe_job import (
     COMPUTE_LIMIT_S,
@@ -85,35 +83,9 @@ def probe(asked: ProbeAsked, say: Say) -> Probed:
         hosts = _answering(asked, error, left_out, say)
         found = _carried_out(replace(asked, hosts=_text(hosts)), request, say)
     probed = conclude(found, known=_known(asked), left_out=left_out)
-    key = _cluster_key(asked, [each.node for each in found])
+    key = cluster_key(asked, [each.node for each in found])
     probe_cache.keep(key, write_cluster(probed.topology, probed.job))
     return replace(probed, total_s=time.monotonic() - begun)
-
-
-def cached_topology(asked: ProbeAsked, nodes: Sequence[str]) -> Topology | None:
-    """What a probe of these nodes, by rank, found within a day; None if it has to be measured.
-
-    With another launcher, other hosts, another lab or another machine here, it is another cluster.
-    """
-    entry = probe_cache.cached(_cluster_key(asked, nodes), within_s=probe_cache.LINKS_AGE_S)
-    if entry is None:
-        return None
-    try:
-        return read_cluster(entry.text, "cache").topology
-    except ConfigError:
-        return None
-
-
-def _cluster_key(asked: ProbeAsked, nodes: Sequence[str]) -> str:
-    return f"cluster of {', '.join(nodes)}; {_place(asked)}; from {platform.node()}, {fingerprint()}"
-
-
-def _place(asked: ProbeAsked) -> str:
-    """What links depend on besides the nodes."""
-    if asked.lab:
-        spec = read_lab(asked.lab)
-        return f"lab {spec.nodes} {spec.uplinks}"
-    return f"{asked.on} {asked.hosts or ''}"
 
 
 def _request(asked: ProbeAsked) -> ProbeRequest:
@@ -130,7 +102,7 @@ def _request(asked: ProbeAsked) -> ProbeRequest:
     return ProbeRequest(
         model=model,
         quotas=quotas,
-        links_key=_place(asked),
+        links_key=place_of(asked),
         fresh=asked.fresh,
         links_limit_s=asked.links_limit_s,
     )

@@ -1,7 +1,7 @@
 """What does a probe's raw data say? Nodes, sites, links, the cost of the job. Pure.
 
-Speeds are relative to the fastest node, which the job's cost is that of; every node that was measured has a
-cost of its own besides.
+Speeds are relative to the fastest node, which the job's cost is that of; what a fixed small step takes
+there is the topology's reference. Every node that was measured has a cost of its own besides.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def conclude(
     """The topology and the job, from what the workers found, by rank."""
     names = node_names([each.node for each in found])
     speeds, job = _computing(found, names)
+    reference_s = found[speeds.index(max(speeds))].step_s
+    job = job and replace(job, reference_s=reference_s)
     nodes = [
         Node(
             name=name,
@@ -95,7 +97,7 @@ def conclude(
         notes.append(f"{len(pairs)} of {count} directed pairs were measured, in the time that there was")
     topology, reasons = _placed(nodes, pairs, flows, known)
     return Probed(
-        topology=topology,
+        topology=replace(topology, reference_s=reference_s),
         job=job,
         reasons=reasons,
         notes=tuple(notes),

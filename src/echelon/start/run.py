@@ -56,11 +56,13 @@ from echelon.plan.plan import Plan, PlanRequest, WorkerPlan, make_plan
 from echelon.plan.told import topology_of_lab
 from echelon.start import remote
 from echelon.start.agents.driver import AgentProcesses, ConnectedAgent
+from echelon.start.auto_plan import planned_by_itself
 from echelon.start.command import WorkerCommand
+from echelon.start.earlier_run import keep_job, script_job
 from echelon.start.failure import Failure, alike, read_failures
 from echelon.start.lab_course import LabCourse
 from echelon.start.output import LeaderOutput
-from echelon.start.planned import by_plan, in_order_of_plan
+from echelon.start.planned import NO_PLAN, by_plan, in_order_of_plan
 from echelon.start.processes import WorkerProcesses
 from echelon.sync.cluster import planned_cluster
 from echelon.train.checks import check_plan
@@ -110,16 +112,21 @@ class RunResult:
 class Target:
     """What the workers run: a script or a module, and its arguments.
 
-    `call` is a pickled call, which the module `echelon.start.call` carries out.
+    `call` is a pickled call, which the module `echelon.start.call` carries out. `plans`: a plan is made
+    before the start, if machines and job are known.
     """
 
     argv: Sequence[str]
     name: str
     call: bytes = b""
+    plans: bool = False
 
 
 def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> RunResult:
     """Carry out a whole run."""
+    if resolved.settings.plan == NO_PLAN:
+        resolved = Resolved(replace(resolved.settings, plan=None), resolved.origins)
+        target = replace(target, plans=False)
     resolved = in_order_of_plan(resolved)
     with remote.connected(resolved.settings) as agents:
         return _run(resolved, target, watcher, agents)
@@ -133,6 +140,8 @@ def _run(
 ) -> RunResult:
     settings = resolved.settings
     spec = read_lab(settings.lab) if settings.lab else None
+    notes: list[str] = []
+    job = script_job(settings, target.argv) if target.plans and not settings.plan else None
     if settings.plan:
         resolved, plan = _by_plan(resolved, spec, agents)
         settings = resolved.settings
@@ -140,6 +149,8 @@ def _run(
         plan = _plan(settings, spec, remote.nodes(agents))
         if agents:
             plan = remote.with_threads(plan, agents, settings.threads)
+        if job is not None:
+            plan, notes = planned_by_itself(resolved, plan, spec, job)
     if spec is not None:
         emulated = spec.wants_latency and has_netem()
         plan = placed(plan, topology_of_lab(spec, latency_emulated=emulated))
@@ -172,7 +183,7 @@ def _run(
             workers = len(plan.workers)
             course = stack.enter_context(LabCourse(lab, folder, workers, bounded=bounded, seed=plan.seed))
         watch = _Watch(folder, plan, course, recorder, watcher, stopped)
-        for note in lab.notes if lab else ():
+        for note in [*notes, *(lab.notes if lab else ())]:
             watch.note(note)
         if agents:
             failure, code = watch.run(
@@ -184,6 +195,8 @@ def _run(
                 stack.callback(folder.call.unlink, missing_ok=True)
             commands = _commands(plan, settings, target, folder, lab)
             failure, code = watch.run(lambda: WorkerProcesses(folder, commands))
+    if job is not None and code == 0:
+        keep_job(job, plan, folder)
     tail = b""
     if failure is not None and folder.log_of(failure.rank).exists():
         tail = folder.log_of(failure.rank).read_bytes()[-_TAIL_BYTES:]

@@ -2,6 +2,8 @@
 
 join.py         turns a script into a worker
 session.py      what the script talks to: prepare, epochs, save, load
+preparable.py   what can be prepared, with which options?
+script_checkpoints.py  how a script keeps where it is, and goes on from there
 script_log.py   what a script can record
 collectives.py  what a script can ask of the other workers: reduce, gather, broadcast, wait
 loader.py       draws this worker's share of every batch

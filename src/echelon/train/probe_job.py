@@ -93,7 +93,7 @@ class ProbeRequest:
 class NodeProbe:
     """What one worker found.
 
-    step_s     of the fixed small step; 0 if a model was profiled
+    step_s     of the fixed small step; 0 if a model was to be profiled and does not fit
     profile    the job's cost here; None without a model, or if it does not fit
     misfit     why the model does not fit here; else empty
     ages_s     how old what came from the cache is, by what it is: links, compute
@@ -310,6 +310,8 @@ def _computing(request: ProbeRequest, allowed: Allowance, say: Callable[[str], N
     missing = missing_memory(asked, allowed.memory_bytes)
     if missing:
         return replace(empty, misfit=missing)
+    # Quicker than without a model: it says nothing but how this machine compares with others.
+    empty = replace(empty, step_s=fixed_step_s(_STEP_S / 2))
     key = profile_key(asked, allowed, empty.threads)
     if not request.fresh:
         known = cached_profile(key)
@@ -365,9 +367,17 @@ def missing_memory(asked: ModelAsked, memory_bytes: float) -> str:
     )
 
 
-def fixed_step_s(limit_s: float = _STEP_S) -> float:
-    """Seconds of wall time of a small training step, the same everywhere."""
-    step = _fixed_step()
+def fixed_step_s(limit_s: float = _STEP_S, *, threads: int | None = None) -> float:
+    """Seconds of wall time of a small training step, the same everywhere; with so many threads."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads or usual)
+    try:
+        return _timed_s(_fixed_step(), limit_s)
+    finally:
+        torch.set_num_threads(usual)
+
+
+def _timed_s(step: Callable[[], None], limit_s: float) -> float:
     step()
     rounds: list[float] = []
     begun = time.perf_counter()

@@ -13,18 +13,15 @@ worker's share. Gradients are those of the global batch when `backward()` return
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, overload
+from typing import Any, Literal, TypeVar, Unpack, get_args, overload
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -34,8 +31,8 @@ from echelon.comm.meet.links import Links
 from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.comm.memory.rails import machines
 from echelon.config.choices import FactorRule, Overlap, check_word
-from echelon.errors import ConfigError, EchelonError, ModelError
-from echelon.observe.events import CheckpointLoaded, CheckpointSaved, EpochEnded
+from echelon.errors import ConfigError, EchelonError
+from echelon.observe.events import EpochEnded
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.plan.shares import ShareTable, Slice
@@ -51,33 +48,20 @@ from echelon.train.guard import Guard, Surroundings
 from echelon.train.left_loop import when_unwound
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
 from echelon.train.memory_room import MemoryRoom
+from echelon.train.preparable import Preparable, PrepareOptions, refuse_model
 from echelon.train.profiling import JobProfiling, ProfiledRun
 from echelon.train.record import RunRecord
+from echelon.train.script_checkpoints import ScriptCheckpoints
 from echelon.train.script_log import ScriptLog
 from echelon.train.weighing import LossWeights
 
-_log = logging.getLogger(__name__)
-
-Preparable = nn.Module | Optimizer | LRScheduler | DataLoader[Any]
 A = TypeVar("A", bound=Preparable)
 B = TypeVar("B", bound=Preparable)
 C = TypeVar("C", bound=Preparable)
 D = TypeVar("D", bound=Preparable)
 
 
-class PrepareOptions(TypedDict, total=False):
-    """The keyword arguments of `Session.prepare`."""
-
-    batch: BatchMeaning
-    batchnorm: Literal["global", "local"]
-    loss: Literal["mean", "sum"]
-    overlap: Overlap | None
-    factors: FactorRule | None
-    codec: str | None
-    random: Literal["own", "same"]
-
-
-class Session(ScriptCollectives, ScriptLog):
+class Session(ScriptCheckpoints):
     """One worker's part in a run. `echelon.join` makes it.
 
     folder  the run's folder; None if nothing is recorded
@@ -257,7 +241,7 @@ class Session(ScriptCollectives, ScriptLog):
         if isinstance(thing, nn.Module):
             if any(thing is model for model in kept.models):
                 return thing
-            _refuse(thing)
+            refuse_model(thing)
             thing.to(self.device)
             facts += consistency.describe_model(thing, len(kept.models))
             kept.models.append(thing)
@@ -467,84 +451,6 @@ class Session(ScriptCollectives, ScriptLog):
         if self._auto_shares is not None and self._clock.step > step:
             self._auto_shares.stepped()
 
-    # Checkpoints ---------------------------------------------------------------------------------
-
-    def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int = 2) -> None:
-        """Write a checkpoint: all that was prepared, the position in the data and the random state.
-
-        path   the folder of the checkpoints
-        extra  anything else to keep: numbers, text, tensors, lists and dicts of these
-        keep   how many checkpoints stay in the folder, the newest ones
-
-        All workers call it; the leader writes. Example:
-
-            session.save("checkpoints", extra={"best": best})
-        """
-        begun = time.perf_counter()
-        self._agree(f"save {path}")
-        self._guard.check_weights("save")
-        self._synchronizer.before_save()
-        try:
-            state = resume.gather(
-                self._prepared,
-                self._group,
-                step=self.step,
-                epoch=self.epoch,
-                extra=extra or {},
-                residuals=self._synchronizer.residuals(),
-            )
-            written = resume.write(Path(path), self._group, state, keep=keep)
-        finally:
-            self._synchronizer.after_save()
-        if written is not None:
-            self._record.emit(
-                CheckpointSaved(
-                    t=time.time(),
-                    rank=self.rank,
-                    path=str(written.path),
-                    step=self.step,
-                    seconds=time.perf_counter() - begun,
-                    size_bytes=written.size_bytes,
-                )
-            )
-
-    def load(self, path: str | Path, *, required: bool = True) -> dict[str, Any] | None:
-        """Continue from the newest usable checkpoint in a folder; returns the `extra` it was saved with.
-
-        path      the folder of the checkpoints
-        required  False: a folder without checkpoints is a fresh start, and None is returned
-
-        Call it after `prepare`, on all workers. A checkpoint that is damaged, or of another model, is
-        skipped with a warning, and the one before it is used. Example:
-
-            extra = session.load("checkpoints", required=False)
-            best = extra["best"] if extra else 0.0
-        """
-        self._agree(f"load {path}")
-        self._synchronizer.settle()
-        found = resume.read(Path(path), self._group, self._prepared, required=required)
-        if found is None:
-            return None
-        for name, reason in found.rejected.items():
-            if self.is_leader:
-                self.warn(f"checkpoint {name} was passed over: {reason}")
-        self._first_epoch = resume.restore(self._prepared, self._group, found.state)
-        self._synchronizer.loaded()
-        self._synchronizer.restore_residuals(found.state.get("codecs", []))
-        self._clock.step = found.step
-        self._clock.epoch = self._first_epoch
-        self._record.emit(
-            CheckpointLoaded(
-                t=time.time(),
-                rank=self.rank,
-                path=str(found.path),
-                step=found.step,
-                rejected=found.rejected,
-            )
-        )
-        extra: dict[str, Any] = found.state["extra"]
-        return extra
-
     # The end -------------------------------------------------------------------------------------
 
     def close(self, cause: str = "") -> None:
@@ -606,20 +512,3 @@ def _counts(count: float, total: float, rank: int) -> float:
             fix="give the number of targets that count, at least one",
         )
     return float(count)
-
-
-def _refuse(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise ModelError(
-                f"parameter {name} has no shape yet",
-                where="prepare",
-                fix="run one batch through the model first",
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ModelError(
-                f"layer {name} makes sparse gradients, which cannot be reduced yet",
-                where="prepare",
-                fix="build it with sparse=False",
-            )

@@ -67,9 +67,26 @@ def test_only_what_is_allowed_is_chosen(echelon, cluster):
     assert plan["codec"] == "one-bit"
 
 
+def test_groups_are_those_that_were_asked_for(echelon, cluster):
+    given = ("--cluster", cluster, "--json")
+    values = json.loads(echelon("plan", *given, "--groups", "equal-power(2)").out)
+    assert "2 groups of equal power" in values["notes"][-1]
+    grouped = [one["strategy"] for one in values["candidates"] if len(one["strategy"]["nodes"]) == 4]
+    assert all(len(one["groups"]) == 2 for one in grouped)
+
+
+def test_a_plan_names_the_collective_that_was_predicted(echelon, cluster):
+    values = json.loads(echelon("plan", "--cluster", cluster, "--json", "--collective", "auto").out)
+    assert values["predicted"]["collectives"] == [values["plan"]["collective"]]
+    assert values["plan"]["collective"] != "auto"
+    assert "which auto becomes here" in values["plan"]["reasons"]["collective"]
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        (["--cluster", "x", "--groups", "equal-powr"], "did you mean equal-power?"),
+        (["--cluster", "x", "--groups", "2", "--collective", "ring"], "both say how workers sum"),
         ([], "no machines are given"),
         (["--cluster", "nothing.toml"], "cannot read the cluster file"),
         (["--cluster", "x", "--lab", "two-sites"], "--cluster and --lab both say"),

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from echelon.observe.events import BucketReduced, StepEnded, encode
 from echelon.observe.run_folder import RunFolder
+from echelon.observe.summary import write_summary
+from echelon.plan.cluster_file import write_cluster
+from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.plan.plan import Plan, PlannedUplink, WorkerPlan
+from echelon.plan.topology import Node, Topology, Uplink
+from echelon.simulate.recorded_cluster import recorded_run
 
 _PER_SAMPLE_S = (0.001, 0.002)
 
@@ -119,7 +125,45 @@ def test_bad_input_is_named_with_the_nearest(echelon, folder, args, words):
     assert words in ended.err
 
 
+def test_a_run_s_own_measurements_are_used_and_broken_ones_are_told(echelon, folder):
+    plan = Plan.read(folder.plan)
+    workers = tuple(replace(worker, link="", site="") for worker in plan.workers)
+    folder.plan.write_text(replace(plan, workers=workers, uplinks=()).to_toml())
+    nodes = tuple(
+        Node(name=f"{site}-0", site=site, up_bytes_per_s=1e8, down_bytes_per_s=1e8)
+        for site in ("east", "west")
+    )
+    measured = Topology(nodes=nodes, uplinks=(Uplink(between=("east", "west"), bytes_per_s=1e6),))
+    layers = (Layer(name="first", size_bytes=20_000), Layer(name="last", size_bytes=30_000, ready_at=0.5))
+    cost = ComputeCost(fixed_s=0.0, per_sample_s=0.001)
+    job = JobProfile(name="job", batch=32, cost=cost, layers=layers, base_bytes=1e6)
+    folder.cluster.write_text(write_cluster(measured, job))
+    slow = recorded_run(folder)
+    assert [node.site for node in slow.topology.nodes] == ["east", "west"]
+    assert slow.topology.uplinks[0].bytes_per_s == 1e6
+    assert [layer.name for layer in slow.job.layers] == ["first", "last"]
+    assert slow.topology.node("west-0").speed == pytest.approx(0.5)
+    ended = echelon("what-if", "latest", "--link", "east/west=1gbit")
+    assert ended.code == 0, ended.err
+    assert "times as fast" in ended.out
+    planned = echelon("plan", "--run", "latest", "--runs", str(folder.path.parent))
+    assert "in the run's cluster.toml" in planned.out
+    folder.cluster.write_text("nonsense [")
+    assert "cluster.toml cannot be read" in recorded_run(folder).notes[-1]
+
+
 def test_a_run_that_is_not_there_is_named(echelon):
     ended = echelon("what-if", "nothing", "--add", "a")
     assert ended.code == 2
     assert "there is no run 'nothing'" in ended.err
+
+
+def test_the_summary_has_the_plan_s_prediction_beside_the_measured_step(folder):
+    assert write_summary(folder).prediction is None
+    plan = Plan.read(folder.plan)
+    folder.plan.write_text(replace(plan, predicted_step_s=0.03).to_toml())
+    score = write_summary(folder).prediction
+    assert score is not None
+    assert (score.predicted_step_s, score.measured_step_s) == pytest.approx((0.03, 0.06))
+    assert score.ratio == pytest.approx(2.0)
+    assert json.loads(folder.summary.read_text())["prediction"]["ratio"] == pytest.approx(2.0)

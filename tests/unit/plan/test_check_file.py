@@ -130,3 +130,12 @@ def test_a_plan_is_the_same_after_it_was_written_for_people_and_read():
     assert parse_plan(text) == plan
     assert max(line.count("rank = ") for line in text.split("\n")) == 1
     assert _said(text, PlanSurroundings(strategies=_HERE.strategies)) == []
+
+
+def test_a_share_is_checked_against_the_memory_that_the_file_itself_knows():
+    text = _GOOD.replace("weight = 5", 'weight = 5, memory = "300MiB"').replace(
+        "batch = 10", 'batch = 10\nmemory = { worker = "200MiB", sample = "30MiB" }'
+    )
+    assert [(line, "has 314.6 MB" in message) for line, message in _said(text)] == [(6, True)]
+    assert _said(text.replace("30MiB", "20480KiB")) == []
+    assert "is not a size" in _said(text.replace("200MiB", "many"))[0][1]

@@ -12,7 +12,7 @@ from echelon.cluster.lab.spec import read_lab
 from echelon.errors import ConfigError, UnknownName
 from echelon.plan.cluster_file import read_cluster, show_rate, write_cluster
 from echelon.plan.job import ComputeCost, JobProfile, Layer
-from echelon.plan.told import topology_of_lab
+from echelon.plan.told import PAYLOAD, topology_of_lab
 from echelon.plan.topology import Node, Topology, Uplink
 
 _RATES = st.one_of(st.just(0.0), st.just(math.inf), st.floats(1e2, 1e12))
@@ -205,7 +205,7 @@ def test_lab_tells_its_nodes_links_and_speeds() -> None:
     assert told.known == "told by lab two-sites"
     assert told.sites == ("east", "west")
     assert {node.speed for node in told.nodes} == {0.2}
-    assert told.bytes_per_s(told.node("east-0"), told.node("west-0")) == 12.5e6
-    assert told.bytes_per_s(told.node("east-0"), told.node("east-1")) == 125e6
+    assert told.bytes_per_s(told.node("east-0"), told.node("west-0")) == PAYLOAD * 12.5e6
+    assert told.bytes_per_s(told.node("east-0"), told.node("east-1")) == PAYLOAD * 125e6
     assert told.latency_s(told.node("east-0"), told.node("west-0")) == 0
     assert read_cluster(write_cluster(told), "x").topology == told

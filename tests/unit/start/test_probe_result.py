@@ -12,7 +12,8 @@ from echelon.comm.meet.flows import FlowRates, Together
 from echelon.plan.cluster_file import read_cluster, write_cluster
 from echelon.plan.job import ComputeCost, JobProfile, Layer
 from echelon.start import probe as probing
-from echelon.start.probe import ProbeAsked, cached_topology
+from echelon.start.known_links import cached_topology, cluster_key
+from echelon.start.probe import ProbeAsked
 from echelon.start.probe_result import Probed, conclude, node_names
 from echelon.train.probe_job import (
     ModelAsked,
@@ -158,7 +159,7 @@ def test_topology_is_found_again_for_the_same_nodes_and_launcher() -> None:
     found = conclude([_node(rank, _flows("aa")) for rank in range(2)], known="k")
     assert isinstance(found, Probed)
     assert cached_topology(asked, ["n0", "n1"]) is None
-    probing.probe_cache.keep(probing._cluster_key(asked, ["n0", "n1"]), write_cluster(found.topology))
+    probing.probe_cache.keep(cluster_key(asked, ["n0", "n1"]), write_cluster(found.topology))
     again = cached_topology(asked, ["n0", "n1"])
     assert again is not None
     assert [node.name for node in again.nodes] == ["n0", "n1"]

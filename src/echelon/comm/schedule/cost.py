@@ -14,7 +14,7 @@ that nobody else uses.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -73,20 +73,22 @@ class Work:
 
 
 def critical_work(
-    schedules: Sequence[Schedule], link: LinkCost, reduce_seconds_per_byte: float, itemsize: int = 4
+    schedules: Mapping[int, Schedule], link: LinkCost, reduce_seconds_per_byte: float, itemsize: int = 4
 ) -> Work:
-    """The longest chain of dependent work until all workers have finished their schedules.
+    """The longest chain of dependent work until all workers have finished their schedules, by rank.
 
     A step begins when the worker's previous step has ended and all its senders have begun to send. It takes
-    its messages' latency, the larger of its sent and received bytes, and its additions.
+    its messages' latency, the larger of its sent and received bytes, and its additions. Senders whose
+    schedules are not given count as never late: where workers do the same at the same time, one of them
+    stands for all.
     """
 
     def later(*chains: Work) -> Work:
         return max(chains, key=lambda work: work.seconds(link, reduce_seconds_per_byte))
 
-    before = [[Work()] for _ in schedules]  # for each worker, the work before each step that it has reached
+    before = {rank: [Work()] for rank in schedules}  # the work before each step that a worker has reached
     senders = _senders(schedules)
-    behind = {rank for rank, schedule in enumerate(schedules) if schedule}
+    behind = {rank for rank, schedule in schedules.items() if schedule}
     while behind:
         moved = False
         for rank in sorted(behind):
@@ -105,13 +107,13 @@ def critical_work(
                 where="collective",
                 fix="repair the collective: the k-th send to a worker is its k-th receive from the sender",
             )
-    return later(Work(), *(chain[-1] for chain in before))
+    return later(Work(), *(chain[-1] for chain in before.values()))
 
 
-def _senders(schedules: Sequence[Schedule]) -> list[list[list[tuple[int, int]]]]:
-    """For each step of each worker: the peers, and their steps, that send what it receives."""
+def _senders(schedules: Mapping[int, Schedule]) -> dict[int, list[list[tuple[int, int]]]]:
+    """For each step of each worker: the known peers, and their steps, that send what it receives."""
     sent: dict[tuple[int, int], deque[int]] = {}
-    for rank, schedule in enumerate(schedules):
+    for rank, schedule in schedules.items():
         for at, step in enumerate(schedule):
             for move in step.sends:
                 sent.setdefault((rank, move.peer), deque()).append(at)
@@ -126,10 +128,13 @@ def _senders(schedules: Sequence[Schedule]) -> list[list[list[tuple[int, int]]]]
             )
         return peer, steps.popleft()
 
-    return [
-        [[sender(rank, move.peer) for move in (*step.adds, *step.takes)] for step in schedule]
-        for rank, schedule in enumerate(schedules)
-    ]
+    return {
+        rank: [
+            [sender(rank, move.peer) for move in (*step.adds, *step.takes) if move.peer in schedules]
+            for step in schedule
+        ]
+        for rank, schedule in schedules.items()
+    }
 
 
 def _work(step: ScheduleStep, itemsize: int) -> Work:
@@ -221,10 +226,21 @@ def choose(
 def _blocks_work(
     size: int, length_bytes: int, link: LinkCost, reduce_seconds_per_byte: float, itemsize: int
 ) -> Work:
-    blocks = COLLECTIVES.build("binary-blocks")
+    """The first worker of each block stands for the block: the others move as much, or an element less."""
+    built = COLLECTIVES.build("binary-blocks")
     length = -(-length_bytes // itemsize)
-    schedules = [blocks.schedule(rank, size, length) for rank in range(size)]
+    schedules = {rank: built.schedule(rank, size, length) for rank in _block_starts(size)}
     return critical_work(schedules, link, reduce_seconds_per_byte, itemsize)
+
+
+def _block_starts(size: int) -> list[int]:
+    """The first rank of each block of binary blocks, of which there is one for each bit of the size."""
+    starts, start = [], 0
+    for bit in reversed(range(size.bit_length())):
+        if size >> bit & 1:
+            starts.append(start)
+            start += 1 << bit
+    return starts
 
 
 def _reason(name: str, size: int, length_bytes: int, work: dict[str, Work]) -> str:

@@ -94,6 +94,7 @@ class SharedLinks:
         for (one, other), path in self._routes.items():
             self._route_rate[one, other] = min((float(self.rates[link]) for link in path), default=np.inf)
         self._costs: dict[str, CollectiveCost] = {}
+        self.used: dict[str, None] = {}  # the collectives that were asked for, with what `auto` became
 
     def _find_routes(self, topology: Topology) -> tuple[dict[tuple[int, int], list[int]], Floats]:
         """For each pair of sites, the indices of the uplinks' directions, and the latency."""
@@ -120,6 +121,7 @@ class SharedLinks:
         """Of a collective, as on the command line; `auto` chooses by the length."""
         if parse_call(collective).name == AutoCollective.name:
             collective = self.chosen(int(length_bytes))
+        self.used[collective] = None
         if collective not in self._costs:
             phases = phases_of(collective, self.size)
             self._costs[collective] = self.of(on_members(phases, self._order) if self._order else phases)

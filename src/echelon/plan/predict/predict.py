@@ -249,6 +249,7 @@ def _prediction(
         link_bytes=parts.network.named_bytes(parts.bytes_by_link()),
         memory_bytes=tuple(job.memory_bytes(share) for share in strategy.shares),
         bottleneck=_bottleneck(parts, step_s),
+        collectives=tuple(parts.network.used),
     )
 
 

@@ -91,7 +91,7 @@ def test_a_chain_of_workers_costs_the_sum_of_its_links():
         [ScheduleStep(takes=(Move(0, 0, 10),)), ScheduleStep(sends=(Move(2, 0, 5),))],
         [ScheduleStep(adds=(Move(1, 0, 5),))],
     ]
-    work = critical_work(chain, GIGABIT, ADD_S, itemsize=2)
+    work = critical_work(dict(enumerate(chain)), GIGABIT, ADD_S, itemsize=2)
     assert work == Work(steps=2, wire_bytes=30, added_bytes=10)
 
 
@@ -183,3 +183,17 @@ def test_no_collective_is_much_cheaper_than_the_chosen_one(size, part, link, add
     chosen = predict(COLLECTIVES.build(name), size, length_bytes, link, add_s)
     for other in costs:
         assert chosen <= 1.01 * predict(COLLECTIVES.build(other), size, length_bytes, link, add_s) + 1e-12
+
+
+@given(
+    st.integers(3, 40).filter(lambda size: size & (size - 1)),
+    st.integers(1, 3_000_000),
+    st.sampled_from([1e-5, 1e-4, 2e-3]),
+    st.sampled_from([1e-10, 8.5e-9, 1e-7]),
+)
+@settings(max_examples=30, deadline=None)
+def test_one_worker_of_each_block_stands_for_all_of_them(size, length_bytes, latency_s, seconds_per_byte):
+    link = LinkCost(latency_s=latency_s, seconds_per_byte=seconds_per_byte, message_s=latency_s / 2)
+    all_of_them = predict(COLLECTIVES.build("binary-blocks"), size, length_bytes, link, ADD_S)
+    _, costs, _ = choose(size, length_bytes, link, ADD_S)
+    assert costs["binary-blocks"] == pytest.approx(all_of_them)
