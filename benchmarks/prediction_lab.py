@@ -216,7 +216,8 @@ class Worker:
         self.choose(collective)
         buffer = torch.zeros(size_bytes // 4)
         self.quotas(cpus)
-        return self.timed(lambda: self.group.all_reduce(buffer).wait(), seconds)
+        found = self.timed(lambda: self.group.all_reduce(buffer).wait(), seconds)
+        return {**found, "step_s": min(found["rounds_s"])}  # other programs only make it longer
 
     def do_train(
         self,
