@@ -12,6 +12,7 @@ from echelon.comm.meet import mesh
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous, further_addresses, interface_address
 from echelon.comm.meet.tls import Certificates
+from echelon.comm.memory.messages import MachineMessages
 from echelon.comm.memory.rails import Rails
 from echelon.comm.memory.shm import SharedMemoryTeam
 from echelon.comm.memory.slots import SlotTeam
@@ -53,6 +54,7 @@ class Engine:
         self.rails: list[Rails] = []
         self.teams: list[SharedMemoryTeam] = []  # their members compute sums when they wait
         self.slots: list[SlotTeam] = []  # the same for operations through slots
+        self.messages: MachineMessages | None = None  # between two workers of this machine
         self.all_to_alls: deque[AllToAll] = deque()  # in flight, oldest first
         self.piece_bytes = 0  # unknown
         self.whole: WeakSet[EngineGroup] = WeakSet()  # the groups of all workers
@@ -106,6 +108,8 @@ class Engine:
             self.loop.progress = _no_progress
             while self.all_to_alls:
                 self.all_to_alls.popleft().finish_sending()
+            if self.messages is not None:
+                self.messages.finish_sending()
             if self.servers is not None:
                 with contextlib.suppress(WorkerError):  # the servers have noticed already
                     self.servers.dismiss()
@@ -113,6 +117,8 @@ class Engine:
         self.loop.close(self.rendezvous.departure_causes[-1] if self.rendezvous.departure_causes else "")
         for rails in self.rails:
             rails.close()
+        if self.messages is not None:
+            self.messages.rings.close()
 
     def start(self, all_to_all: AllToAll) -> None:
         """Begin an all-to-all, and remember it while it is in flight."""
@@ -130,7 +136,7 @@ class Engine:
         for team in self.teams:
             team.finish_all(self.deadline_s)
         left = [slots for slots in self.slots if slots.advance()]
-        return bool(left)
+        return (self.messages is not None and self.messages.rings.advance()) or bool(left)
 
     def advance(self) -> None:
         """As far as that needs no waiting; for a worker that waits for one of its teams."""
@@ -138,6 +144,8 @@ class Engine:
             team.advance()
         for slots in self.slots:
             slots.advance()
+        if self.messages is not None:
+            self.messages.rings.advance()
 
     def next_channel(self) -> int:
         """The next channel's number; all workers open channels in the same order."""

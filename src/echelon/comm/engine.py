@@ -11,12 +11,14 @@ reduced there (`shm.py`); on several, some workers of each machine exchange sums
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from echelon.cluster import probe
@@ -24,7 +26,9 @@ from echelon.comm.endpoint import Engine as Engine
 from echelon.comm.future import CallerFuture, Future
 from echelon.comm.group import Group, Messages, Op, blocks, check_messages
 from echelon.comm.meet.links import Links, measure
+from echelon.comm.memory.messages import MachineMessages
 from echelon.comm.memory.operations import MemoryOperations
+from echelon.comm.memory.pairs import PairRings
 from echelon.comm.memory.rails import TAGS, RailLayout, Rails, machines
 from echelon.comm.memory.segment import Handle, share
 from echelon.comm.memory.shm import SharedMemoryTeam
@@ -46,10 +50,11 @@ from echelon.comm.wire.exchange import Exchange
 from echelon.comm.wire.loop import CHANNEL_BITS
 from echelon.comm.wire.mailbox import M, Mailbox, PlacePayload
 from echelon.comm.wire.summing import SumServers
-from echelon.comm.wire.watch import OnWaiting
+from echelon.comm.wire.watch import TCP_PAIR_CHANNELS, OnWaiting
 from echelon.errors import ConfigError, LaunchError, RoundTimeout
 
 _LARGE_BYTES = 64 * 1024  # above this, few bytes matter more than few steps
+_ALL_TO_ALL = -1  # the channel of messages from each to each: their tags have the group's
 _MOST_LANES = 4
 _LANE_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
@@ -92,6 +97,9 @@ class EngineGroup(Group):
         if engine.shared_memory and not ranks:
             self._share_memory(machines(engine.workers))
         self._memory = self._open_memory() if engine.shared_memory else None
+        if engine.shared_memory and not ranks and owns:
+            self._open_messages(on_machines)
+        self._sent: Counter[tuple[int, int, int]] = Counter()  # messages, by sender, receiver and tag
         if not ranks:
             engine.whole.add(self)
             if engine.arrangement is not None:
@@ -185,6 +193,9 @@ class EngineGroup(Group):
     def all_to_all(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Messages:
         """Over TCP, directly from each member to each other, in the background."""
         check_messages(outgoing, self.size)
+        messages = self._engine.messages
+        if messages is not None and self.machines == 1 and self.size > 1:
+            return messages.all_to_all(outgoing, self.rank, self.ranks, (_ALL_TO_ALL, self._next_tag()))
         memories = {id(message): message.contiguous().numpy().data for message in outgoing}
         all_to_all = AllToAll(
             self._next_tag(),
@@ -200,6 +211,48 @@ class EngineGroup(Group):
         own, ranks = outgoing[self.rank], self.ranks
         received = all_to_all.received.then(lambda found: [found.get(rank, own) for rank in ranks])
         return Messages(received, all_to_all.future, all_to_all.sent_bytes)
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Future[None]:
+        """Through shared memory to a worker of this machine, over TCP to others."""
+        own, peer = tensor.detach().contiguous(), self._peer(to, "send", tag)
+        messages = self._engine.messages
+        if messages is not None and messages.reaches(peer):
+            return messages.send(own, peer, (self._channel, tag))
+        step = ScheduleStep(sends=(Move(to, 0, own.numel() * own.element_size()),))
+        return self._message(own, step, (self.rank, to, tag)).then(lambda _: None)
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Future[Tensor]:
+        """Through shared memory or TCP, as it was sent."""
+        peer = self._peer(source, "receive", tag)
+        flat = tensor.detach()
+        into = (
+            flat if flat.is_contiguous() else torch.empty_like(flat, memory_format=torch.contiguous_format)
+        )
+        messages = self._engine.messages
+        if messages is not None and messages.reaches(peer):
+            found = messages.receive(into, peer, (self._channel, tag), tensor)
+        else:
+            step = ScheduleStep(takes=(Move(source, 0, into.numel() * into.element_size()),))
+            found = self._message(into, step, (source, self.rank, tag)).then(lambda _: tensor)
+        return found if into is flat else found.then(lambda _: flat.copy_(into)).then(lambda _: tensor)
+
+    def _peer(self, rank: int, call: str, tag: int) -> int:
+        """The rank of another member in the view."""
+        if not 0 <= rank < self.size or rank == self.rank or not 0 <= tag < 1 << 31:
+            raise ConfigError(
+                f"rank {self.rank} of {self.size} cannot {call} with rank {rank} and tag {tag}",
+                where=call,
+                fix="give the rank of another member, and a tag from 0 to 2**31 - 1",
+            )
+        return self._ranks[rank]
+
+    def _message(self, own: Tensor, step: ScheduleStep, route: tuple[int, int, int]) -> Future[Tensor]:
+        """One message over TCP, from a member to another, with a tag; both count them alike."""
+        self._sent[route] += 1
+        number = xxhash.xxh3_64_intdigest(repr((route, self._sent[route])).encode())
+        channel = TCP_PAIR_CHANNELS + self._channel
+        tag = channel << CHANNEL_BITS | number & ((1 << CHANNEL_BITS) - 1)
+        return self._start(_as_bytes(own), [step], "sum", 0, tag=tag)
 
     def on_waiting(self, told: OnWaiting) -> None:
         """The loop's thread calls it."""
@@ -261,26 +314,54 @@ class EngineGroup(Group):
         engine.slots.append(memory.team)
         return memory
 
+    def _open_messages(self, on_machines: list[list[int]]) -> None:
+        """Rings between the workers of each machine. All members ask together; all get them, or none."""
+        engine = self._engine
+        mates = next(ranks for ranks in on_machines if self.rank in ranks)
+        most = max(len(ranks) for ranks in on_machines)
+        if most == 1 or not PairRings.fits(most):
+            return
+        order = [*mates, *(rank for rank in range(self.size) if rank not in mates)]
+
+        def gather(mine: Handle) -> list[Handle]:
+            handles = self._gather_handles(mine)
+            return [handles[rank] for rank in order]
+
+        try:
+            engine.messages = MachineMessages(
+                mates,
+                [engine.workers[rank].pid for rank in mates],
+                engine.loop,
+                rank=self.rank,
+                gather=gather,
+                meanwhile=engine.advance,
+                deadline_s=lambda: engine.deadline_s,
+            )
+        except LaunchError as error:
+            self._warn(error, "messages between workers of one machine go over TCP instead")
+            return
+        engine.loop.tick = engine.messages.rings.take_all
+
     def agree(self, call: int) -> None:
         """In shared memory, or by a gather."""
-        if self._memory is not None:
-            self._memory.agree(call)
-        else:
+        if self._memory is None:
             super().agree(call)
+        else:
+            self._memory.agree(call)
 
     def announce(self, call: int) -> None:
         """In shared memory the next operation carries the number."""
-        if self._memory is not None:
-            self._memory.announce(call)
-        else:
+        if self._memory is None:
             super().announce(call)
+        else:
+            self._memory.announce(call)
 
     def barrier(self) -> None:
         """Without data, in shared memory."""
-        if self._memory is not None:
-            self._memory.barrier()
-        else:
+        if self._memory is None:
             super().barrier()
+        else:
+            self._memory.barrier()
 
     def all_gather_any(self, tensor: Tensor) -> list[Tensor]:
         """One exchange in shared memory, if the tensors are small."""
@@ -356,11 +437,12 @@ class EngineGroup(Group):
         priority: int,
         result: Tensor | None = None,
         parties: Sequence[int] = (),
+        tag: int = 0,
     ) -> Future[Tensor]:
         if self._subgroup:
-            schedule = [_renamed(step, self._subgroup) for step in schedule]
+            schedule = on(self._subgroup, schedule)
         exchange = Exchange(
-            self._next_tag(),
+            tag or self._next_tag(),
             flat,
             schedule,
             rank=self._engine.rendezvous.me.rank,
@@ -517,12 +599,3 @@ def _schedule(collective: Collective, order: tuple[int, ...], rank: int, length:
     """
     steps = collective.schedule(order.index(rank), len(order), length)
     return steps if order == tuple(range(len(order))) else on(order, steps)
-
-
-def _renamed(step: ScheduleStep, ranks: Sequence[int]) -> ScheduleStep:
-    """A step with the peers' ranks in the view instead of those in the group."""
-
-    def named(moves: Sequence[Move]) -> tuple[Move, ...]:
-        return tuple(Move(ranks[move.peer], move.start, move.stop) for move in moves)
-
-    return ScheduleStep(sends=named(step.sends), adds=named(step.adds), takes=named(step.takes))
