@@ -112,6 +112,7 @@ class PairRings:
         self._partial: list[_Incoming | None] = [None] * self.size
         self._arrived: dict[tuple[int, Key], deque[_Incoming]] = {}
         self._wanted: dict[tuple[int, Key], deque[Incoming]] = {}
+        self._places = [(source * self.size + rank) * _LINE for source in range(self.size)]  # of `sent`
         self._lock = threading.Lock()
         self._fence = threading.Lock()
 
@@ -145,10 +146,15 @@ class PairRings:
 
     def receive(self, incoming: Incoming) -> bool:
         """Go on with it without waiting; returns whether it is there."""
-        if not incoming.done and self._lock.acquire(blocking=False):
+        if incoming.done:
+            return True
+        source = incoming.source
+        key = (source, incoming.key)
+        fresh = self._numbers[self._places[source]] != self._taken[source]
+        if (fresh or key in self._arrived) and self._lock.acquire(blocking=False):
             try:
-                self._drain(incoming.source)
-                self._match((incoming.source, incoming.key))
+                self._drain(source)
+                self._match(key)
             finally:
                 self._lock.release()
         return incoming.done
@@ -264,7 +270,7 @@ class PairRings:
         """Take the entries of a worker out of its ring."""
         if source == self.rank:
             return
-        sent = self._number(_SENT, source, self.rank)
+        sent = self._numbers[self._places[source]]
         if self._taken[source] == sent:
             return
         with self._fence:  # what is read from here on is no older than the number
