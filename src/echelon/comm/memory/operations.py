@@ -17,12 +17,12 @@ from echelon.comm.future import CallerFuture, Future
 from echelon.comm.group import Op
 from echelon.comm.memory.collectives import (
     Barrier,
+    Broadcasting,
     Gather,
     GatherAny,
     LargeReduce,
     Scatter,
     SmallReduce,
-    Spread,
     is_small,
 )
 from echelon.comm.memory.segment import Gather as GatherHandles
@@ -118,7 +118,7 @@ class MemoryOperations:
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         """The source's bytes for all members."""
-        self._run(Spread(self.team, flat, source, self._taken()))
+        self._run(Broadcasting(self.team, flat, source, self._taken()))
 
     def _taken(self) -> int:
         call, self._call = self._call, 0

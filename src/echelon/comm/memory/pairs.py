@@ -64,7 +64,7 @@ class Outgoing:
 
 
 @dataclass(slots=True)
-class _Incoming:
+class _Arrival:
     """A message that has arrived at least in part: its pieces as bytes, or in blocks with their use."""
 
     length: int
@@ -109,8 +109,8 @@ class PairRings:
         self._sent = [0] * self.size
         self._taken = [0] * self.size
         self._outgoing: list[deque[Outgoing]] = [deque() for _ in range(self.size)]
-        self._partial: list[_Incoming | None] = [None] * self.size
-        self._arrived: dict[tuple[int, Key], deque[_Incoming]] = {}
+        self._partial: list[_Arrival | None] = [None] * self.size
+        self._arrived: dict[tuple[int, Key], deque[_Arrival]] = {}
         self._wanted: dict[tuple[int, Key], deque[Incoming]] = {}
         self._places = [(source * self.size + rank) * _LINE for source in range(self.size)]  # of `sent`
         self._lock = threading.Lock()
@@ -291,7 +291,7 @@ class PairRings:
                 use = piece.current_use()
             message = self._partial[source]
             if message is None:
-                message = _Incoming(whole)
+                message = _Arrival(whole)
                 self._arrived.setdefault((source, (channel, tag)), deque()).append(message)
             message.pieces.append((piece, use, length))
             message.told += length
@@ -312,7 +312,7 @@ class PairRings:
         if arrived is not None and not arrived:
             del self._arrived[key]
 
-    def _copy(self, wanted: Incoming, message: _Incoming) -> bool:
+    def _copy(self, wanted: Incoming, message: _Arrival) -> bool:
         """Copy what is there; returns whether that is all. A message of another length is dropped."""
         if wanted.sent_length < 0:
             wanted.sent_length = message.length

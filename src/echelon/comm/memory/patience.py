@@ -19,7 +19,7 @@ from echelon.comm.wire.watch import Watch
 from echelon.errors import EchelonError
 
 SPIN_S = 200e-6
-_HOLD_S = 100e-6  # of that, without giving the core to other processes
+_HOLD_S = 20e-6  # of that, without giving the core to other processes
 _SCARCE_SPIN_S = 10e-6  # where others need the core to publish what this worker waits for
 _SHORT_SLEEP_S = 1e-3
 _LONG_SLEEP_S = 5e-3
