@@ -7,6 +7,16 @@ sum_i w_i L_i, so worker i's output gradients enter those sums with weight w_i.
 Each layer costs one small reduction in forward and one in backward, where all workers wait for the last:
 an exchange, which the caller can measure. `prepare(batchnorm="local")` does as DDP does: statistics of the
 worker's own share, and the leader's running statistics for all.
+
+With x the input, g the output's gradient, and per channel mean m, scale s = 1 / sqrt(variance + eps),
+affine weight w and bias b over N samples in all:
+
+    y  = a x + c           a = w s, c = b - a m
+    dx = a g + p x + q     p = -a s T / N, q = -a S / N - p m, with S = sum g, T = sum g s (x - m)
+
+S and T of this worker alone are the gradients of b and w. Vectors by channel are combined in float64, so
+that each pass over the activations is one multiplication and one addition of rounded coefficients, as in
+torch's own kernels.
 """
 
 from __future__ import annotations
@@ -23,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.comm.future import Future
 from echelon.comm.group import Group
 
 Exchange = Callable[[], AbstractContextManager[None]]  # in it, workers meet
@@ -40,59 +51,131 @@ class _Workers:
         with self.exchange():
             return self.group.all_gather(own)
 
-    def all_reduce(self, sums: Tensor) -> None:
+    def wait(self, pending: Future[Tensor]) -> Tensor:
         with self.exchange():
-            self.group.all_reduce(sums).wait()
+            return pending.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """Mean and variance by channel over `count` samples, in float64."""
+
+    count: float
+    mean: Tensor
+    variance: Tensor
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalises with statistics over all workers' samples; returns the output and the statistics."""
+    """Normalises with statistics over all workers' samples, and applies the layer's weight and bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, workers: _Workers) -> _Normalised:
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        own = x.to(wide)
-        count = torch.full((1,), x.numel() // x.size(1), dtype=wide, device=x.device)
-        mean_own = own.mean(axes) if int(count) else own.new_zeros(x.size(1))
-        # Squares about the worker's own mean: about zero, large means would cancel the difference.
-        spread = (own - _along(mean_own, x)).square().sum(axes)
-        parts = workers.all_gather(torch.cat([count, mean_own, spread]))
-        counts = torch.stack([part[0] for part in parts])
-        means = torch.stack([part[1 : 1 + x.size(1)] for part in parts])
-        spreads = torch.stack([part[1 + x.size(1) :] for part in parts])
-        total = counts.sum()
-        mean = (counts[:, None] * means).sum(0) / total
-        variance = (spreads.sum(0) + (counts[:, None] * (means - mean).square()).sum(0)) / total
-        scale = torch.rsqrt(variance + eps)
-        out = ((own - _along(mean, x)) * _along(scale, x)).to(x.dtype)
-        ctx.save_for_backward(out, scale, total)
-        ctx.workers, ctx.axes = workers, axes
-        ctx.mark_non_differentiable(mean, variance, total)
-        return out, mean, variance, total
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: _Global) -> Tensor:
+        workers = layer.echelon_workers
+        wide = x.to(_wide(x))
+        over = _combined(workers.all_gather(_own_moments(wide)))
+        scale = torch.rsqrt(over.variance + layer.eps)
+        slope = scale if weight is None else scale * weight
+        offset = slope * over.mean
+        offset = offset.neg_() if bias is None else bias - offset
+        out = _straight(wide, slope.to(wide.dtype), offset.to(wide.dtype)).to(x.dtype)
+        layer._note(over)
+        ctx.save_for_backward(x, over.mean, scale, slope)
+        ctx.workers, ctx.count = workers, over.count
+        ctx.kinds = [None if given is None else given.dtype for given in (weight, bias)]
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        out, scale, total = ctx.saved_tensors
-        wide = grads[0].to(scale.dtype)
-        normalised = out.to(scale.dtype)
-        weight = ctx.workers.weight_of()
-        sums = torch.cat([wide.sum(ctx.axes), (wide * normalised).sum(ctx.axes)]).mul_(weight)
-        ctx.workers.all_reduce(sums)
-        mean_grad, mean_grad_out = (sums / (total * weight)).chunk(2)
-        inner = wide - _along(mean_grad, out) - normalised * _along(mean_grad_out, out)
-        return (inner * _along(scale, out)).to(out.dtype), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, mean, scale, slope = ctx.saved_tensors
+        workers, weight = ctx.workers, ctx.workers.weight_of()
+        wide = x.to(_wide(x))
+        grad = _laid_out_as(grads[0].to(wide.dtype), wide)
+        own = _gradient_sums(grad, wide, mean.to(wide.dtype), scale.to(wide.dtype))
+        # The other workers' sums arrive while this one computes what does not depend on them.
+        pending = workers.group.all_reduce(own * weight)
+        dx = grad * _along(slope.to(wide.dtype), x)
+        sums = workers.wait(pending).double() / (ctx.count * weight or 1.0)
+        total, along_scale = sums.chunk(2)
+        tilt = -slope * scale * along_scale
+        shift = torch.addcmul(slope * total, tilt, mean).neg_()
+        dx.addcmul_(wide, _along(tilt.to(wide.dtype), x)).add_(_along(shift.to(wide.dtype), x))
+        grad_bias, grad_weight = own.chunk(2)
+        weight_kind, bias_kind = ctx.kinds
+        return (
+            dx.to(x.dtype),
+            None if weight_kind is None else grad_weight.to(weight_kind),
+            None if bias_kind is None else grad_bias.to(bias_kind),
+            None,
+        )
 
 
-_Normalised = tuple[Tensor, Tensor, Tensor, Tensor]
+def _own_moments(x: Tensor) -> Tensor:
+    """Mean and sum of squared deviations by channel of this worker's samples, and their number."""
+    axes, channels = [0, *range(2, x.dim())], x.size(1)
+    moments = x.new_zeros(2 * channels + 1)
+    if x.numel():
+        mean, spread, count = moments.split([channels, channels, 1])
+        torch.mean(x, axes, out=mean)
+        # Squares about the worker's own mean: about zero, large means would cancel the difference.
+        torch.sum((x - _along(mean, x)).square_(), axes, out=spread)
+        count.fill_(x.numel() // channels)
+    return moments
 
 
-def _normalise(x: Tensor, eps: float, workers: _Workers) -> _Normalised:
+def _combined(parts: list[Tensor]) -> _Moments:
+    """The moments of all workers' samples (Chan, Golub and LeVeque, 1979), in the order of ranks."""
+    rows = torch.stack(parts).double()
+    channels = rows.size(1) // 2
+    means, spreads, counts = rows.split([channels, channels, 1], dim=1)
+    count = float(counts.sum())
+    mean = (means * counts).sum(0).div_(count)
+    variance = torch.addcmul(spreads, (means - mean).square_(), counts).sum(0).div_(count)
+    return _Moments(count, mean, variance)
+
+
+def _gradient_sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """By channel, the sums of the gradient, and of the gradient times the normalised input."""
+    if not x.numel():
+        return x.new_zeros(2 * x.size(1))
+    _, along_scale, total = torch.ops.aten.native_batch_norm_backward(
+        grad, x, None, None, None, mean, scale, True, 0.0, [False, True, True]
+    )
+    return torch.cat([total, along_scale])
+
+
+def _straight(x: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
+    """`slope * x + offset` by channel, in one pass."""
+    if x.is_contiguous() and x.numel():
+        zeros, ones = _unit(x.size(1), x.dtype, x.device)
+        return torch.batch_norm(x, slope, offset, zeros, ones, False, 0.0, 0.0, False)
+    return torch.addcmul(_along(offset, x), x, _along(slope, x))
+
+
+@functools.lru_cache(maxsize=64)
+def _unit(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean 0 and variance 1, which are not changed."""
+    return torch.zeros(channels, dtype=dtype, device=device), torch.ones(
+        channels, dtype=dtype, device=device
+    )
+
+
+def _laid_out_as(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient with the input's strides: kernels are fast where both agree."""
+    if grad.stride() == x.stride():
+        return grad
+    return torch.empty_like(x).copy_(grad)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _normalise(x: Tensor, layer: _Global) -> Tensor:
     """Normalise outside of torch.compile, which would trace the waits for other workers."""
     compiler = "torch._dynamo" in sys.modules  # slow to import, and loaded if anything is compiled
     apply = _untraced() if compiler else _Normalise.apply
-    return cast(_Normalised, apply(x, eps, workers))
+    return cast(Tensor, apply(x, layer.weight, layer.bias, layer))
 
 
 @functools.cache
@@ -117,11 +200,7 @@ class _Global(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        out, mean, variance, total = _normalise(input, self.eps, self.echelon_workers)
-        self._note(mean, variance, total)
-        if not self.affine:
-            return out
-        return (out * _along(self.weight, out) + _along(self.bias, out)).to(input.dtype)
+        return _normalise(input, self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A group belongs to this process, so copies and pickles are torch's own layers, built small; the
@@ -131,13 +210,14 @@ class _Global(_BatchNorm):
         return own, (1,), state
 
     @torch.no_grad()
-    def _note(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+    def _note(self, over: _Moments) -> None:
+        """Follow the statistics, as torch does: the unbiased variance."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
         rate = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        unbiased = variance * (total / (total - 1).clamp(min=1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+        unbiased = over.variance * (over.count / max(over.count - 1, 1))
+        self.running_mean.lerp_(over.mean.to(self.running_mean.dtype), rate)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
 
