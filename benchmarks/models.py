@@ -45,10 +45,8 @@ def measure(name: str, seconds: float) -> StepComparison:
     steps = ", ".join(f"{side} {parts.step_s * 1e3:.2f}" for side, parts in one.sides.items())
     print(f"{name:12s} {one.ratio():.2f} of DDP ({steps} ms)", flush=True)
     for side, parts in one.sides.items():
-        print(
-            f"    {side:8s} computing {parts.compute_s * 1e3:.2f}, waiting {parts.waiting_s * 1e3:.2f}, "
-            f"communication {parts.communication_s * 1e3:.2f}, update {parts.update_s * 1e3:.2f} ms"
-        )
+        told = ", ".join(f"{name} {part_s * 1e3:.2f}" for name, part_s in parts.parts.items())
+        print(f"    {side:8s} {told} ms")
     if "local" in one.sides:
         print(f"    {name}: global of local statistics {one.ratio('echelon', 'local'):.2f}")
     sys.stdout.flush()

@@ -39,20 +39,20 @@ from echelon.start.run import Target, run
 Progress = Callable[[str, float], None]
 
 
+COMPUTING, WAITING, COMMUNICATION, UPDATE = "computing", "waiting for others", "communication", "update"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """What a step consists of, in seconds; `step_s` is their sum but for rounding."""
+    """How long a step takes, and what it consists of: seconds by part, in their order."""
 
     step_s: float
-    compute_s: float
-    waiting_s: float
-    communication_s: float
-    update_s: float
+    parts: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
-    """A model's step by side; `batch` is that of all workers."""
+    """A step by side; `batch` is that of all workers, 0 if it is not known."""
 
     name: str
     workers: int
@@ -130,13 +130,14 @@ def compared(name: str, notes: Sequence[WorkerNote]) -> StepComparison:
 
 def _typical(side: Side, turns: Sequence[Sequence[tuple[StepTimes, ...]]]) -> StepParts:
     """The median of turns, each with the mean of its steps and workers."""
-    found = [_parts_of_turn(side, turn) for turn in turns]
+    return median_of([_parts_of_turn(side, turn) for turn in turns])
+
+
+def median_of(found: Sequence[StepParts]) -> StepParts:
+    """The median of each part."""
     return StepParts(
         step_s=median(one.step_s for one in found),
-        compute_s=median(one.compute_s for one in found),
-        waiting_s=median(one.waiting_s for one in found),
-        communication_s=median(one.communication_s for one in found),
-        update_s=median(one.update_s for one in found),
+        parts={name: median(one.parts[name] for one in found) for name in found[0].parts},
     )
 
 
@@ -152,10 +153,10 @@ def _parts_of_turn(side: Side, turn: Sequence[tuple[StepTimes, ...]]) -> StepPar
             waiting.append(waited)
             communication.append(one.reduced - one.computed - waited)
     steps = [one for workers in turn for one in workers]
-    return StepParts(
-        step_s=step_s,
-        compute_s=fmean(one.computed - one.begun for one in steps),
-        waiting_s=fmean(waiting),
-        communication_s=fmean(communication),
-        update_s=fmean(one.ended - one.reduced for one in steps),
-    )
+    parts = {
+        COMPUTING: fmean(one.computed - one.begun for one in steps),
+        WAITING: fmean(waiting),
+        COMMUNICATION: fmean(communication),
+        UPDATE: fmean(one.ended - one.reduced for one in steps),
+    }
+    return StepParts(step_s=step_s, parts=parts)

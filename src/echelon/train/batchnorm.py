@@ -11,12 +11,12 @@ worker's own share, and the leader's running statistics for all.
 With x the input, g the output's gradient, and per channel mean m, scale s = 1 / sqrt(variance + eps),
 affine weight w and bias b over N samples in all:
 
-    y  = a x + c           a = w s, c = b - a m
-    dx = a g + p x + q     p = -a s T / N, q = -a S / N - p m, with S = sum g, T = sum g s (x - m)
+    y  = w s (x - m) + b
+    dx = a g + p x + q     a = w s, p = -a s T / N, q = -a S / N - p m, with S = sum g, T = sum g s (x - m)
 
-S and T of this worker alone are the gradients of b and w. Vectors by channel are combined in float64, so
-that each pass over the activations is one multiplication and one addition of rounded coefficients, as in
-torch's own kernels.
+S and T of this worker alone are the gradients of b and w. What is by channel is combined in float64. The
+passes over activations are torch's kernels: a mean, squares about it, and the normalisation; then both sums
+at once, a g, and p x + q.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -37,6 +39,7 @@ from echelon.comm.future import Future
 from echelon.comm.group import Group
 
 Exchange = Callable[[], AbstractContextManager[None]]  # in it, workers meet
+Vector = npt.NDArray[np.float64]  # by channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +61,11 @@ class _Workers:
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """Mean and variance by channel over `count` samples, in float64."""
+    """Mean and variance by channel over `count` samples."""
 
     count: float
-    mean: Tensor
-    variance: Tensor
+    mean: Vector
+    variance: Vector
 
 
 class _Normalise(torch.autograd.Function):
@@ -70,36 +73,34 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: _Global) -> Tensor:
-        workers = layer.echelon_workers
-        wide = x.to(_wide(x))
-        over = _combined(workers.all_gather(_own_moments(wide)))
-        scale = torch.rsqrt(over.variance + layer.eps)
-        slope = scale if weight is None else scale * weight
-        offset = slope * over.mean
-        offset = offset.neg_() if bias is None else bias - offset
-        out = _straight(wide, slope.to(wide.dtype), offset.to(wide.dtype)).to(x.dtype)
+        workers, wide = layer.echelon_workers, _wide(x)
+        over = _combined(workers.all_gather(_own_moments(x.to(wide))))
+        mean, variance = _rounded((over.mean, over.variance), x)
         layer._note(over)
-        ctx.save_for_backward(x, over.mean, scale, slope)
-        ctx.workers, ctx.count = workers, over.count
+        ctx.save_for_backward(x, weight)
+        ctx.workers, ctx.over, ctx.scale = workers, over, 1.0 / np.sqrt(over.variance + layer.eps)
         ctx.kinds = [None if given is None else given.dtype for given in (weight, bias)]
-        return out
+        if not x.numel():
+            return x.clone()
+        weight, bias = (None if given is None else given.to(wide) for given in (weight, bias))
+        return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, layer.eps, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, mean, scale, slope = ctx.saved_tensors
-        workers, weight = ctx.workers, ctx.workers.weight_of()
+        x, weight = ctx.saved_tensors
+        workers, part, mean, scale = ctx.workers, ctx.workers.weight_of(), ctx.over.mean, ctx.scale
         wide = x.to(_wide(x))
         grad = _laid_out_as(grads[0].to(wide.dtype), wide)
-        own = _gradient_sums(grad, wide, mean.to(wide.dtype), scale.to(wide.dtype))
+        own = _gradient_sums(grad, wide, *_rounded((mean, scale), x))
         # The other workers' sums arrive while this one computes what does not depend on them.
-        pending = workers.group.all_reduce(own * weight)
-        dx = grad * _along(slope.to(wide.dtype), x)
-        sums = workers.wait(pending).double() / (ctx.count * weight or 1.0)
-        total, along_scale = sums.chunk(2)
-        tilt = -slope * scale * along_scale
-        shift = torch.addcmul(slope * total, tilt, mean).neg_()
-        dx.addcmul_(wide, _along(tilt.to(wide.dtype), x)).add_(_along(shift.to(wide.dtype), x))
+        pending = workers.group.all_reduce(own * part)
+        slope = scale if weight is None else scale * _numbers(weight)
+        dx = grad * _along(_rounded((slope,), x)[0], x)
+        sums = _numbers(workers.wait(pending)).reshape(2, -1) / (ctx.over.count * part or 1.0)
+        tilt = -slope * scale * sums[1]
+        tilt, shift = _rounded((tilt, -slope * sums[0] - tilt * mean), x)
+        dx.addcmul_(wide, _along(tilt, x)).add_(_along(shift, x))
         grad_bias, grad_weight = own.chunk(2)
         weight_kind, bias_kind = ctx.kinds
         return (
@@ -113,24 +114,22 @@ class _Normalise(torch.autograd.Function):
 def _own_moments(x: Tensor) -> Tensor:
     """Mean and sum of squared deviations by channel of this worker's samples, and their number."""
     axes, channels = [0, *range(2, x.dim())], x.size(1)
-    moments = x.new_zeros(2 * channels + 1)
-    if x.numel():
-        mean, spread, count = moments.split([channels, channels, 1])
-        torch.mean(x, axes, out=mean)
-        # Squares about the worker's own mean: about zero, large means would cancel the difference.
-        torch.sum((x - _along(mean, x)).square_(), axes, out=spread)
-        count.fill_(x.numel() // channels)
-    return moments
+    if not x.numel():
+        return x.new_zeros(2 * channels + 1)
+    mean = x.mean(axes)
+    # Squares about the worker's own mean: about zero, large means would cancel the difference.
+    spread = (x - _along(mean, x)).square_().sum(axes)
+    return torch.cat([mean, spread, mean.new_full((1,), x.numel() // channels)])
 
 
 def _combined(parts: list[Tensor]) -> _Moments:
     """The moments of all workers' samples (Chan, Golub and LeVeque, 1979), in the order of ranks."""
-    rows = torch.stack(parts).double()
-    channels = rows.size(1) // 2
-    means, spreads, counts = rows.split([channels, channels, 1], dim=1)
+    rows = np.stack([_numbers(part) for part in parts])
+    channels = rows.shape[1] // 2
+    means, spreads, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     count = float(counts.sum())
-    mean = (means * counts).sum(0).div_(count)
-    variance = torch.addcmul(spreads, (means - mean).square_(), counts).sum(0).div_(count)
+    mean = (means * counts).sum(0) / count
+    variance = (spreads + counts * (means - mean) ** 2).sum(0) / count
     return _Moments(count, mean, variance)
 
 
@@ -144,27 +143,21 @@ def _gradient_sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tens
     return torch.cat([total, along_scale])
 
 
-def _straight(x: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
-    """`slope * x + offset` by channel, in one pass."""
-    if x.is_contiguous() and x.numel():
-        zeros, ones = _unit(x.size(1), x.dtype, x.device)
-        return torch.batch_norm(x, slope, offset, zeros, ones, False, 0.0, 0.0, False)
-    return torch.addcmul(_along(offset, x), x, _along(slope, x))
-
-
-@functools.lru_cache(maxsize=64)
-def _unit(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean 0 and variance 1, which are not changed."""
-    return torch.zeros(channels, dtype=dtype, device=device), torch.ones(
-        channels, dtype=dtype, device=device
-    )
-
-
 def _laid_out_as(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient with the input's strides: kernels are fast where both agree."""
     if grad.stride() == x.stride():
         return grad
     return torch.empty_like(x).copy_(grad)
+
+
+def _numbers(values: Tensor) -> Vector:
+    """In float64. Short vectors: numpy takes a fraction of the time to begin an operation on them."""
+    return values.detach().cpu().numpy().astype(np.float64)
+
+
+def _rounded(vectors: tuple[Vector, ...], like: Tensor) -> tuple[Tensor, ...]:
+    """As tensors of the type in which an input is normalised, where the input is."""
+    return torch.from_numpy(np.stack(vectors)).to(like.device, _wide(like)).unbind()
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -217,8 +210,8 @@ class _Global(_BatchNorm):
         self.num_batches_tracked.add_(1)
         rate = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         unbiased = over.variance * (over.count / max(over.count - 1, 1))
-        self.running_mean.lerp_(over.mean.to(self.running_mean.dtype), rate)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+        for kept, found in ((self.running_mean, over.mean), (self.running_var, unbiased)):
+            kept.lerp_(torch.from_numpy(found).to(kept.device, kept.dtype), rate)
 
 
 class _Global1d(_Global, nn.BatchNorm1d):
