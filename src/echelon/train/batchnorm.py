@@ -14,9 +14,9 @@ affine weight w and bias b over N samples in all:
     y  = w s (x - m) + b
     dx = a g + p x + q     a = w s, p = -a s T / N, q = -a S / N - p m, with S = sum g, T = sum g s (x - m)
 
-S and T of this worker alone are the gradients of b and w. What is by channel is combined in float64. The
-passes over activations are torch's kernels: a mean, squares about it, and the normalisation; then both sums
-at once, a g, and p x + q.
+S and T of this worker alone are the gradients of b and w. What is by channel is combined in float64. Passes
+over activations are torch's kernels, and as few as torch's own layer makes: a mean, squares about it, and
+the normalisation; then S and T at once, and dx.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from echelon.comm.future import Future
 from echelon.comm.group import Group
 
 Exchange = Callable[[], AbstractContextManager[None]]  # in it, workers meet
@@ -54,9 +53,9 @@ class _Workers:
         with self.exchange():
             return self.group.all_gather(own)
 
-    def wait(self, pending: Future[Tensor]) -> Tensor:
+    def all_reduce(self, sums: Tensor) -> Tensor:
         with self.exchange():
-            return pending.wait()
+            return self.group.all_reduce(sums).wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,11 @@ class _Moments:
     mean: Vector
     variance: Vector
 
+    @property
+    def unbiased(self) -> Vector:
+        """What torch keeps as the running variance."""
+        return self.variance * (self.count / max(self.count - 1, 1))
+
 
 class _Normalise(torch.autograd.Function):
     """Normalises with statistics over all workers' samples, and applies the layer's weight and bias."""
@@ -75,10 +79,12 @@ class _Normalise(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: _Global) -> Tensor:
         workers, wide = layer.echelon_workers, _wide(x)
         over = _combined(workers.all_gather(_own_moments(x.to(wide))))
-        mean, variance = _rounded((over.mean, over.variance), x)
-        layer._note(over)
+        scale = 1.0 / np.sqrt(over.variance + layer.eps)
+        by_channel = over.mean, over.variance, over.unbiased, scale
+        mean, variance, unbiased, rounded_scale = _rounded(*by_channel, like=x)
+        layer._note(mean, unbiased)
         ctx.save_for_backward(x, weight)
-        ctx.workers, ctx.over, ctx.scale = workers, over, 1.0 / np.sqrt(over.variance + layer.eps)
+        ctx.workers, ctx.over, ctx.scale, ctx.rounded = workers, over, scale, (mean, rounded_scale)
         ctx.kinds = [None if given is None else given.dtype for given in (weight, bias)]
         if not x.numel():
             return x.clone()
@@ -92,15 +98,12 @@ class _Normalise(torch.autograd.Function):
         workers, part, mean, scale = ctx.workers, ctx.workers.weight_of(), ctx.over.mean, ctx.scale
         wide = x.to(_wide(x))
         grad = _laid_out_as(grads[0].to(wide.dtype), wide)
-        own = _gradient_sums(grad, wide, *_rounded((mean, scale), x))
-        # The other workers' sums arrive while this one computes what does not depend on them.
-        pending = workers.group.all_reduce(own * part)
+        own = _both_sums(grad, wide, *ctx.rounded)
+        sums = _numbers(workers.all_reduce(own * part)).reshape(2, -1) / (ctx.over.count * part or 1.0)
         slope = scale if weight is None else scale * _numbers(weight)
-        dx = grad * _along(_rounded((slope,), x)[0], x)
-        sums = _numbers(workers.wait(pending)).reshape(2, -1) / (ctx.over.count * part or 1.0)
         tilt = -slope * scale * sums[1]
-        tilt, shift = _rounded((tilt, -slope * sums[0] - tilt * mean), x)
-        dx.addcmul_(wide, _along(tilt, x)).add_(_along(shift, x))
+        shift = -slope * sums[0] - tilt * mean
+        dx = _plane(grad, wide, *_rounded(slope, tilt, shift, like=x))
         grad_bias, grad_weight = own.chunk(2)
         weight_kind, bias_kind = ctx.kinds
         return (
@@ -112,35 +115,63 @@ class _Normalise(torch.autograd.Function):
 
 
 def _own_moments(x: Tensor) -> Tensor:
-    """Mean and sum of squared deviations by channel of this worker's samples, and their number."""
-    axes, channels = [0, *range(2, x.dim())], x.size(1)
+    """Mean and sum of squared deviations by channel of this worker's samples, and their number.
+
+    With m the mean as it was rounded, sum (x - m)^2 = sum x (x - m) - m sum (x - m): one more pass, whose
+    error is that of one rounding of m, where squares about zero would lose twice the digits.
+    """
+    channels = x.size(1)
     if not x.numel():
         return x.new_zeros(2 * channels + 1)
-    mean = x.mean(axes)
-    # Squares about the worker's own mean: about zero, large means would cancel the difference.
-    spread = (x - _along(mean, x)).square_().sum(axes)
-    return torch.cat([mean, spread, mean.new_full((1,), x.numel() // channels)])
+    count = x.numel() // channels
+    mean = x.mean([0, *range(2, x.dim())])
+    sums = _both_sums(x, x, mean, _unit(channels, x.dtype, x.device)[1])
+    total, squares = _numbers(sums).reshape(2, -1)
+    rounded = _numbers(mean)
+    beside = total - count * rounded
+    # About the mean of these sums, which is closer than one that was rounded.
+    spread = squares - rounded * beside - beside * beside / count
+    moments = np.concatenate([rounded + beside / count, np.maximum(spread, 0.0), [count]])
+    return torch.from_numpy(moments).to(x.device, x.dtype)
 
 
 def _combined(parts: list[Tensor]) -> _Moments:
     """The moments of all workers' samples (Chan, Golub and LeVeque, 1979), in the order of ranks."""
-    rows = np.stack([_numbers(part) for part in parts])
+    rows = np.array([part.cpu().numpy() for part in parts], dtype=np.float64)
     channels = rows.shape[1] // 2
     means, spreads, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
-    count = float(counts.sum())
-    mean = (means * counts).sum(0) / count
-    variance = (spreads + counts * (means - mean) ** 2).sum(0) / count
+    count = float(np.add.reduce(counts[:, 0]))
+    mean = np.add.reduce(means * counts) / count
+    apart = means - mean
+    variance = np.add.reduce(spreads + counts * apart * apart) / count
     return _Moments(count, mean, variance)
 
 
-def _gradient_sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """By channel, the sums of the gradient, and of the gradient times the normalised input."""
+def _both_sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """By channel, the sum of `grad`, then that of `grad * scale * (x - mean)`, in one pass."""
     if not x.numel():
         return x.new_zeros(2 * x.size(1))
-    _, along_scale, total = torch.ops.aten.native_batch_norm_backward(
+    _, product, total = torch.ops.aten.native_batch_norm_backward(
         grad, x, None, None, None, mean, scale, True, 0.0, [False, True, True]
     )
-    return torch.cat([total, along_scale])
+    return torch.cat([total, product])
+
+
+def _plane(grad: Tensor, x: Tensor, slope: Tensor, tilt: Tensor, shift: Tensor) -> Tensor:
+    """`slope * grad + tilt * x + shift` by channel, in two passes and one new tensor."""
+    if x.is_contiguous() and x.numel():  # a kernel that is fast for this layout only
+        zeros, ones = _unit(x.size(1), x.dtype, x.device)
+        straight = torch.batch_norm(x, tilt, shift, zeros, ones, False, 0.0, 0.0, False)
+    else:
+        straight = torch.addcmul(_along(shift, x), x, _along(tilt, x))
+    return straight.addcmul_(grad, _along(slope, x))
+
+
+@functools.lru_cache(maxsize=64)
+def _unit(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean 0 and variance 1; nobody changes them."""
+    kind: dict[str, Any] = {"dtype": dtype, "device": device}
+    return torch.zeros(channels, **kind), torch.ones(channels, **kind)
 
 
 def _laid_out_as(grad: Tensor, x: Tensor) -> Tensor:
@@ -155,9 +186,9 @@ def _numbers(values: Tensor) -> Vector:
     return values.detach().cpu().numpy().astype(np.float64)
 
 
-def _rounded(vectors: tuple[Vector, ...], like: Tensor) -> tuple[Tensor, ...]:
+def _rounded(*vectors: Vector, like: Tensor) -> tuple[Tensor, ...]:
     """As tensors of the type in which an input is normalised, where the input is."""
-    return torch.from_numpy(np.stack(vectors)).to(like.device, _wide(like)).unbind()
+    return torch.from_numpy(np.array(vectors)).to(like.device, _wide(like)).unbind()
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -203,15 +234,14 @@ class _Global(_BatchNorm):
         return own, (1,), state
 
     @torch.no_grad()
-    def _note(self, over: _Moments) -> None:
-        """Follow the statistics, as torch does: the unbiased variance."""
+    def _note(self, mean: Tensor, variance: Tensor) -> None:
+        """Follow the statistics, as torch does."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
         rate = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        unbiased = over.variance * (over.count / max(over.count - 1, 1))
-        for kept, found in ((self.running_mean, over.mean), (self.running_var, unbiased)):
-            kept.lerp_(torch.from_numpy(found).to(kept.device, kept.dtype), rate)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), rate)
 
 
 class _Global1d(_Global, nn.BatchNorm1d):
