@@ -39,7 +39,7 @@ from echelon.start.run import Target, run
 Progress = Callable[[str, float], None]
 
 
-COMPUTING, WAITING, COMMUNICATION, UPDATE = "computing", "waiting for others", "communication", "update"
+COMPUTING, WAITING, COMMUNICATION, UPDATE = "computing", "waiting", "communication", "update"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
