@@ -1,6 +1,6 @@
 """Is any model slower than with DistributedDataParallel? Nine models on two local workers, in turns.
 
-    python benchmarks/models.py [--quick] [--json] [--only lstm,cnn]
+    python benchmarks/models.py [--quick] [--seconds 20] [--json] [--only lstm,cnn]
 
 Defaults on both sides: DDP(model), and session.prepare(model, optimizer). Batch normalisation is over all
 workers' samples with Echelon, and over each worker's own with DDP. For models that have it, also: Echelon
@@ -26,10 +26,11 @@ def main() -> None:
     """Measure and print."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--quick", action="store_true", help="a few seconds for each model")
+    options.add_argument("--seconds", type=float, default=20.0, help="for each model")
     options.add_argument("--json", action="store_true")
     options.add_argument("--only", default=",".join(WORKLOADS))
     asked = options.parse_args()
-    found = [measure(name, 4.0 if asked.quick else 20.0) for name in asked.only.split(",")]
+    found = [measure(name, 4.0 if asked.quick else asked.seconds) for name in asked.only.split(",")]
     if asked.json:
         print(json.dumps([dataclasses.asdict(one) for one in found]))
         return

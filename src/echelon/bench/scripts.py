@@ -31,7 +31,7 @@ from echelon.start.run import Target, run
 
 FORWARD, BACKWARD, UPDATE = "data and forward", "backward and communication", "update"
 _SIDES = {"ddp": "DDP", "echelon": "Echelon"}
-_WARM = 0.25  # the first steps of a run are slower: this part of them is not counted
+_WARM = 0.3  # the first steps of a run are slower: this part of them is not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class ScriptPair:
     echelon: Path
     args: tuple[str, ...] = ()
     beside: str = ""
-    steps: int = 40
+    steps: int = 100
     turns: int = 2
     workers: int | None = None
     lab: str | None = None

@@ -51,7 +51,7 @@ def step(
         typer.Option(metavar="FILE", help="Emulate this cluster (root).", show_default=False),
     ] = None,
     seconds: Annotated[float, typer.Option(metavar="S", help="How long to train each model.")] = 6.0,
-    steps: Annotated[int, typer.Option(metavar="N", help="Steps of each turn of a script.")] = 40,
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps of each turn of a script.")] = 100,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train with DDP and with Echelon in turns; compare the step times.

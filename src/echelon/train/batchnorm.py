@@ -115,23 +115,17 @@ class _Normalise(torch.autograd.Function):
 
 
 def _own_moments(x: Tensor) -> Tensor:
-    """Mean and sum of squared deviations by channel of this worker's samples, and their number.
-
-    With m the mean as it was rounded, sum (x - m)^2 = sum x (x - m) - m sum (x - m): one more pass, whose
-    error is that of one rounding of m, where squares about zero would lose twice the digits.
-    """
+    """Mean and sum of squared deviations by channel of this worker's samples, and their number."""
     channels = x.size(1)
     if not x.numel():
         return x.new_zeros(2 * channels + 1)
     count = x.numel() // channels
     mean = x.mean([0, *range(2, x.dim())])
-    sums = _both_sums(x, x, mean, _unit(channels, x.dtype, x.device)[1])
-    total, squares = _numbers(sums).reshape(2, -1)
-    rounded = _numbers(mean)
-    beside = total - count * rounded
-    # About the mean of these sums, which is closer than one that was rounded.
-    spread = squares - rounded * beside - beside * beside / count
-    moments = np.concatenate([rounded + beside / count, np.maximum(spread, 0.0), [count]])
+    # Squares about the worker's own mean: about zero, large means would cancel the difference.
+    apart = x - _along(mean, x)
+    beside, squares = _numbers(_both_sums(apart, apart, *_unit(channels, x.dtype, x.device))).reshape(2, -1)
+    # The mean was rounded: its deviations do not sum to zero.
+    moments = np.concatenate([_numbers(mean) + beside / count, squares - beside * beside / count, [count]])
     return torch.from_numpy(moments).to(x.device, x.dtype)
 
 
