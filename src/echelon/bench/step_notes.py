@@ -1,4 +1,4 @@
-"""What `echelon bench step` asks of its workers, and what they note: files in a folder that all of them see."""
+"""What `echelon bench step` asks of its workers, and what they note: files in a folder."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def _over_computing(side: str, found: StepComparison) -> str:
         return f"{name} takes {_ms(-extra_s)} less than the same step without any communication"
     told = (
         f"{name} takes {_ms(extra_s)} more than the same step without communication: "
-        f"{_ms(one.parts[WAITING])} of waiting for others, {_ms(one.parts[COMMUNICATION])} of communication "
+        f"{_ms(one.parts[WAITING])} of waiting for others, "
+        f"{_ms(one.parts[COMMUNICATION])} of communication "
     )
     if hooks_s >= 0:
         return told + f"and {_ms(hooks_s)} of computing (hooks, copies, cores shared with communication)"

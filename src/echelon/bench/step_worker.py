@@ -1,4 +1,4 @@
-"""One worker of `echelon bench step`: trains a model with DDP and with Echelon in turns, and notes the times.
+"""One worker of `echelon bench step`: trains a model both ways in turns, and notes the times.
 
     python -m echelon.start.worker -m echelon.bench.step_worker FOLDER
 
@@ -69,9 +69,7 @@ class _Trainer:
         loss_of(self._model, self._x, self._y).backward()
         reduced = time.perf_counter()
         self._optimizer.step()
-        return StepTimes(
-            begun=begun, computed=self._computed, reduced=reduced, ended=time.perf_counter()
-        )
+        return StepTimes(begun=begun, computed=self._computed, reduced=reduced, ended=time.perf_counter())
 
     def turn(self, steps: int) -> list[StepTimes]:
         """Some steps, which all workers begin together."""

@@ -34,7 +34,11 @@ class Workload:
         spec = self.sample
         model = self.build(spec)
         shape = (self.batch, *spec.shape)
-        x = torch.randint(self.tokens or spec.classes, shape) if spec.dtype == "int64" else torch.randn(shape)
+        x = (
+            torch.randint(self.tokens or spec.classes, shape)
+            if spec.dtype == "int64"
+            else torch.randn(shape)
+        )
         targets = shape if spec.task == "next-token" else shape[:1]
         return model, x, torch.randint(spec.classes, targets)
 

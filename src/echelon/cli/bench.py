@@ -36,7 +36,8 @@ app = typer.Typer(
     cls=PlainGroup,
     no_args_is_help=True,
     help="Measure on this machine: steps against DDP, and codecs.",
-    epilog="Examples: `echelon bench step`, `echelon bench codecs --quick`. To compare sync policies: `echelon simulate`.",
+    epilog="Examples: `echelon bench step`, `echelon bench codecs --quick`. "
+    "To compare sync policies: `echelon simulate`.",
 )
 
 _PAGE, _FIGURES = "codecs.html", "codecs.json"

@@ -43,7 +43,9 @@ def step(
     workers: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="How many workers. Default: 2, or one per node of the lab.", show_default=False
+            metavar="N",
+            help="How many workers. Default: 2, or one per node of the lab.",
+            show_default=False,
         ),
     ] = None,
     lab: Annotated[
@@ -94,7 +96,9 @@ def step(
     if len(found) > 1:
         ratios = sorted(one.ratio() for one in found)
         middle = ratios[len(ratios) // 2]
-        console.print(f"Median of {len(found)} models: {middle:.2f} of DDP's time; largest {ratios[-1]:.2f}.")
+        console.print(
+            f"Median of {len(found)} models: {middle:.2f} of DDP's time; largest {ratios[-1]:.2f}."
+        )
 
 
 class _Display:
