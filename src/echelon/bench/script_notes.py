@@ -16,7 +16,7 @@ class ScriptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptStep(msgspec.Struct, frozen=True, kw_only=True):
-    """From the end of one optimizer step to that of the next; `backward_s` and `update_s` are parts of it."""
+    """From the end of one optimizer step to that of the next, and two parts of it."""
 
     step_s: float
     backward_s: float

@@ -2,8 +2,8 @@
 
     python -m echelon.start.worker -m echelon.bench.script_worker FOLDER
 
-The script may use Echelon, DDP or anything else: hooks of torch tell when each backward pass begins and ends,
-and when an optimizer steps. The notes are written when there are enough steps, or when the script ends; the
+The script may use Echelon, DDP or anything else: hooks of torch tell how long backward passes take, and
+when an optimizer steps. The notes are written when there are enough steps, or when the script ends; the
 launcher then ends the run.
 """
 
@@ -32,11 +32,10 @@ class _Timekeeper:
     def __init__(self, folder: Path, rank: int, wanted: int) -> None:
         self._folder, self._rank, self._wanted = folder, rank, wanted
         self._steps: list[ScriptStep] = []
-        self._depth = 0
         self._written = False
         self._last = time.perf_counter()
         self._backward_s = 0.0
-        self._backward_begun = self._update_begun = 0.0
+        self._update_begun = 0.0
         self._plain = torch.autograd.backward
 
     def install(self) -> None:

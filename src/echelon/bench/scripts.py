@@ -51,7 +51,7 @@ class ScriptPair:
     lab: str | None = None
 
 
-class _Enough(Exception):
+class _AllNoted(Exception):
     """Every worker has made enough steps."""
 
 
@@ -74,7 +74,7 @@ class _UntilNoted:
 
     def events(self, events: Sequence[AnyEvent]) -> None:
         if has_all_notes(self._folder, self.workers):
-            raise _Enough
+            raise _AllNoted
 
 
 def measure_scripts(pair: ScriptPair, progress: Progress) -> StepComparison:
@@ -107,7 +107,7 @@ def _run_once(
         watcher = _UntilNoted(folder, label, done, progress)
         try:
             ended = run(Resolved(settings, {}), target, watcher)
-        except _Enough:
+        except _AllNoted:
             ended = None
         if ended is not None and ended.failure is not None:
             raise LaunchError(

@@ -22,7 +22,7 @@ from statistics import fmean, median
 from echelon.bench.step_notes import (
     Side,
     StepRequest,
-    StepTimes,
+    TimedStep,
     WorkerNote,
     read_notes,
     read_progress,
@@ -128,7 +128,7 @@ def compared(name: str, notes: Sequence[WorkerNote]) -> StepComparison:
     )
 
 
-def _typical(side: Side, turns: Sequence[Sequence[tuple[StepTimes, ...]]]) -> StepParts:
+def _typical(side: Side, turns: Sequence[Sequence[tuple[TimedStep, ...]]]) -> StepParts:
     """The median of turns, each with the mean of its steps and workers."""
     return median_of([_parts_of_turn(side, turn) for turn in turns])
 
@@ -141,7 +141,7 @@ def median_of(found: Sequence[StepParts]) -> StepParts:
     )
 
 
-def _parts_of_turn(side: Side, turn: Sequence[tuple[StepTimes, ...]]) -> StepParts:
+def _parts_of_turn(side: Side, turn: Sequence[tuple[TimedStep, ...]]) -> StepParts:
     ended = max(one.ended for one in turn[-1])
     step_s = (ended - min(one.begun for one in turn[0])) / len(turn)
     waiting, communication = [], []

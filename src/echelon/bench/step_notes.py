@@ -19,7 +19,7 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     sides: tuple[Side, ...] = ("alone", "ddp", "echelon")
 
 
-class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+class TimedStep(msgspec.Struct, frozen=True, kw_only=True):
     """One step of one worker, on a clock that the workers of a machine share.
 
     `begun`: before forward. `computed`: this worker's last gradient is there. `reduced`: `backward()` has
@@ -36,7 +36,7 @@ class SideNote(msgspec.Struct, frozen=True, kw_only=True):
     """The steps of one side on one worker, turn by turn."""
 
     side: Side
-    turns: list[list[StepTimes]]
+    turns: list[list[TimedStep]]
 
 
 class WorkerNote(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ import echelon
 from echelon.bench.step_notes import (
     Side,
     SideNote,
-    StepTimes,
+    TimedStep,
     WorkerNote,
     read_request,
     write_note,
@@ -62,16 +62,16 @@ class _Trainer:
     def _note(self, _: Tensor) -> None:
         self._computed = time.perf_counter()
 
-    def step(self) -> StepTimes:
+    def step(self) -> TimedStep:
         """One step of training."""
         begun = time.perf_counter()
         self._optimizer.zero_grad()
         loss_of(self._model, self._x, self._y).backward()
         reduced = time.perf_counter()
         self._optimizer.step()
-        return StepTimes(begun=begun, computed=self._computed, reduced=reduced, ended=time.perf_counter())
+        return TimedStep(begun=begun, computed=self._computed, reduced=reduced, ended=time.perf_counter())
 
-    def turn(self, steps: int) -> list[StepTimes]:
+    def turn(self, steps: int) -> list[TimedStep]:
         """Some steps, which all workers begin together."""
         dist.barrier()
         found = [self.step() for _ in range(steps)]
@@ -99,7 +99,7 @@ def measure(folder: Path) -> None:
     _join_gloo(session)
     trainers = [_Trainer(side, job, session) for side in request.sides]
     steps, turns = _agreed(session, [_seconds(trainer.turn) for trainer in trainers], request.seconds)
-    found: dict[Side, list[list[StepTimes]]] = {trainer.side: [] for trainer in trainers}
+    found: dict[Side, list[list[TimedStep]]] = {trainer.side: [] for trainer in trainers}
     for turn in range(turns):
         for trainer in trainers[:: 1 if turn % 2 else -1]:
             found[trainer.side].append(trainer.turn(steps))
@@ -129,7 +129,7 @@ def _join_gloo(session: Session) -> None:
     )
 
 
-def _seconds(turn: Callable[[int], list[StepTimes]]) -> float:
+def _seconds(turn: Callable[[int], list[TimedStep]]) -> float:
     """How long a step takes, roughly: the first steps also make buffers."""
     turn(_WARM_STEPS)
     times = turn(_LEAST_STEPS)

@@ -80,7 +80,7 @@ def step(
 
     import msgspec
 
-    with _Display(Console(stderr=True, highlight=False)) as display:
+    with _BenchDisplay(Console(stderr=True, highlight=False)) as display:
         if script is not None:
             found = [_scripts(script, ddp_script, tuple(args or ()), workers, lab, steps, display)]
         else:
@@ -101,7 +101,7 @@ def step(
         )
 
 
-class _Display:
+class _BenchDisplay:
     """Shows what is going on: in one line of a terminal that disappears, or line by line."""
 
     def __init__(self, console: Console) -> None:
@@ -109,7 +109,7 @@ class _Display:
         self._status = Status("", console=console) if console.is_terminal else None
         self._told = ""
 
-    def __enter__(self) -> _Display:
+    def __enter__(self) -> _BenchDisplay:
         if self._status is not None:
             self._status.start()
         return self
@@ -137,7 +137,7 @@ def _refuse_without_script(ddp_script: Path | None, args: list[str] | None) -> N
 
 
 def _models(
-    model: str, workers: int | None, lab: str | None, seconds: float, display: _Display
+    model: str, workers: int | None, lab: str | None, seconds: float, display: _BenchDisplay
 ) -> list[StepComparison]:
     from echelon.bench.step import measure_step
     from echelon.bench.step_notes import StepRequest
@@ -164,7 +164,7 @@ def _scripts(
     workers: int | None,
     lab: str | None,
     steps: int,
-    display: _Display,
+    display: _BenchDisplay,
 ) -> StepComparison:
     from echelon.bench.scripts import ScriptPair, measure_scripts, named
 

@@ -15,8 +15,8 @@ affine weight w and bias b over N samples in all:
     dx = a g + p x + q     a = w s, p = -a s T / N, q = -a S / N - p m, with S = sum g, T = sum g s (x - m)
 
 S and T of this worker alone are the gradients of b and w. What is by channel is combined in float64. Passes
-over activations are torch's kernels, and as few as torch's own layer makes: a mean, squares about it, and
-the normalisation; then S and T at once, and dx.
+over activations are torch's kernels: a mean, deviations from it, their squares, and the normalisation; then S
+and T at once, and two for dx.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _laid_out_as(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _numbers(values: Tensor) -> Vector:
-    """In float64. Short vectors: numpy takes a fraction of the time to begin an operation on them."""
+    """In float64, in the memory of the host."""
     return values.detach().cpu().numpy().astype(np.float64)
 
 

@@ -7,14 +7,14 @@ import pytest
 from echelon.bench.script_notes import ScriptNote, ScriptStep
 from echelon.bench.scripts import parts_of
 from echelon.bench.step import COMMUNICATION, COMPUTING, UPDATE, WAITING, compared
-from echelon.bench.step_notes import SideNote, StepTimes, WorkerNote
+from echelon.bench.step_notes import SideNote, TimedStep, WorkerNote
 from echelon.bench.step_words import difference, verdict
 from echelon.bench.workloads import WORKLOADS, loss_of, workload
 from echelon.errors import LaunchError, UnknownName
 
 
 def step(begun, computed, reduced, ended):
-    return StepTimes(begun=begun, computed=computed, reduced=reduced, ended=ended)
+    return TimedStep(begun=begun, computed=computed, reduced=reduced, ended=ended)
 
 
 def note(rank, **sides):
