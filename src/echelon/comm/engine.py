@@ -11,15 +11,18 @@ reduced there (`shm.py`); on several, some workers of each machine exchange sums
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from echelon.cluster import probe
+from echelon.comm.endpoint import NESTED_CHANNELS
 from echelon.comm.endpoint import Engine as Engine
 from echelon.comm.future import CallerFuture, Future
 from echelon.comm.group import Group, Messages, Op, blocks, check_messages
@@ -46,10 +49,11 @@ from echelon.comm.wire.exchange import Exchange
 from echelon.comm.wire.loop import CHANNEL_BITS
 from echelon.comm.wire.mailbox import M, Mailbox, PlacePayload
 from echelon.comm.wire.summing import SumServers
-from echelon.comm.wire.watch import OnWaiting
+from echelon.comm.wire.watch import TCP_PAIR_CHANNELS, OnWaiting
 from echelon.errors import ConfigError, LaunchError, RoundTimeout
 
 _LARGE_BYTES = 64 * 1024  # above this, few bytes matter more than few steps
+_ALL_TO_ALL = -1  # the channel of messages from each to each: their tags have the group's
 _MOST_LANES = 4
 _LANE_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
@@ -67,6 +71,7 @@ class EngineGroup(Group):
         *,
         owns: bool = True,
         ranks: tuple[int, ...] = (),
+        channel: int = 0,
     ) -> None:
         me = engine.rendezvous.me.rank
         self.rank = ranks.index(me) if ranks else me
@@ -84,7 +89,7 @@ class EngineGroup(Group):
         self._text: str
         self._collective: Collective
         self._choose(collective)
-        self._channel = engine.next_channel()
+        self._channel = channel or engine.next_channel()
         self._count = 0
         self._team: SharedMemoryTeam | None = None
         self._rails: Rails | None = None
@@ -92,6 +97,9 @@ class EngineGroup(Group):
         if engine.shared_memory and not ranks:
             self._share_memory(machines(engine.workers))
         self._memory = self._open_memory() if engine.shared_memory else None
+        if engine.shared_memory and not ranks and owns:
+            self._open_messages(on_machines)
+        self._sent: Counter[tuple[int, int, int]] = Counter()  # messages, by sender, receiver and tag
         if not ranks:
             engine.whole.add(self)
             if engine.arrangement is not None:
@@ -108,11 +116,21 @@ class EngineGroup(Group):
         return self._ranks
 
     def subgroup(self, members: Sequence[int]) -> Group | None:
-        """Some members as a group of their own, over TCP."""
+        """Some members as a group of their own."""
+        channel = self._next_channel()
         if self.rank not in members:
-            self._engine.next_channel()
             return None
-        return EngineGroup(self._engine, AutoCollective.name, owns=False, ranks=tuple(members))
+        ranks = tuple(self._ranks[member] for member in members)
+        return EngineGroup(self._engine, AutoCollective.name, owns=False, ranks=ranks, channel=channel)
+
+    def _next_channel(self) -> int:
+        """All members of this group call it in the same order. The others' counts do not matter."""
+        engine = self._engine
+        if not self._subgroup:
+            return engine.next_channel()
+        told = self.all_gather(torch.tensor([engine.nested]))
+        engine.nested = 1 + max(int(one) for one in told)
+        return NESTED_CHANNELS + engine.nested
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
         """Combine in place: in the background, or on one machine's shared memory while waiting."""
@@ -185,6 +203,9 @@ class EngineGroup(Group):
     def all_to_all(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Messages:
         """Over TCP, directly from each member to each other, in the background."""
         check_messages(outgoing, self.size)
+        messages = self._engine.messages
+        if messages is not None and self.machines == 1 and self.size > 1:
+            return messages.all_to_all(outgoing, self.rank, self.ranks, (_ALL_TO_ALL, self._next_tag()))
         memories = {id(message): message.contiguous().numpy().data for message in outgoing}
         all_to_all = AllToAll(
             self._next_tag(),
@@ -200,6 +221,48 @@ class EngineGroup(Group):
         own, ranks = outgoing[self.rank], self.ranks
         received = all_to_all.received.then(lambda found: [found.get(rank, own) for rank in ranks])
         return Messages(received, all_to_all.future, all_to_all.sent_bytes)
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Future[None]:
+        """Through shared memory to a worker of this machine, over TCP to others."""
+        own, peer = tensor.detach().contiguous(), self._peer(to, "send", tag)
+        messages = self._engine.messages
+        if messages is not None and messages.reaches(peer):
+            return messages.send(own, peer, (self._channel, tag))
+        step = ScheduleStep(sends=(Move(to, 0, own.numel() * own.element_size()),))
+        return self._message(own, step, (self.rank, to, tag)).then(lambda _: None)
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Future[Tensor]:
+        """Through shared memory or TCP, as it was sent."""
+        peer = self._peer(source, "receive", tag)
+        flat = tensor.detach()
+        into = (
+            flat if flat.is_contiguous() else torch.empty_like(flat, memory_format=torch.contiguous_format)
+        )
+        messages = self._engine.messages
+        if messages is not None and messages.reaches(peer):
+            found = messages.receive(into, peer, (self._channel, tag), tensor)
+        else:
+            step = ScheduleStep(takes=(Move(source, 0, into.numel() * into.element_size()),))
+            found = self._message(into, step, (source, self.rank, tag)).then(lambda _: tensor)
+        return found if into is flat else found.then(lambda _: flat.copy_(into)).then(lambda _: tensor)
+
+    def _peer(self, rank: int, call: str, tag: int) -> int:
+        """The rank of another member in the view."""
+        if not 0 <= rank < self.size or rank == self.rank or not 0 <= tag < 1 << 31:
+            raise ConfigError(
+                f"rank {self.rank} of {self.size} cannot {call} with rank {rank} and tag {tag}",
+                where=call,
+                fix="give the rank of another member, and a tag from 0 to 2**31 - 1",
+            )
+        return self._ranks[rank]
+
+    def _message(self, own: Tensor, step: ScheduleStep, route: tuple[int, int, int]) -> Future[Tensor]:
+        """One message over TCP, from a member to another, with a tag; both count them alike."""
+        self._sent[route] += 1
+        number = xxhash.xxh3_64_intdigest(repr((route, self._sent[route])).encode())
+        channel = TCP_PAIR_CHANNELS + self._channel
+        tag = channel << CHANNEL_BITS | number & ((1 << CHANNEL_BITS) - 1)
+        return self._start(_as_bytes(own), [step], "sum", 0, tag=tag)
 
     def on_waiting(self, told: OnWaiting) -> None:
         """The loop's thread calls it."""
@@ -241,46 +304,41 @@ class EngineGroup(Group):
 
     def _open_memory(self) -> MemoryOperations | None:
         """Operations in shared memory, if all members are on one machine and can have it."""
-        engine = self._engine
         if self.machines > 1 or self.size == 1:
             return None
         try:
-            memory = MemoryOperations(
-                self.rank,
-                self.ranks,
-                [engine.workers[rank].pid for rank in self.ranks],
-                engine.loop,
-                channel=self._channel,
-                gather=self._gather_handles,
-                meanwhile=engine.advance,
-                deadline_s=lambda: engine.deadline_s,
-            )
+            return self._engine.open_memory(self._ranks, self._channel, self._gather_handles)
         except LaunchError as error:
             self._warn(error, "small messages of these workers go over TCP instead")
             return None
-        engine.slots.append(memory.team)
-        return memory
+
+    def _open_messages(self, on_machines: list[list[int]]) -> None:
+        """Messages in shared memory. All members ask together; all get it, or none."""
+        try:
+            self._engine.open_messages(on_machines, self._gather_handles)
+        except LaunchError as error:
+            self._warn(error, "messages between workers of one machine go over TCP instead")
 
     def agree(self, call: int) -> None:
         """In shared memory, or by a gather."""
-        if self._memory is not None:
-            self._memory.agree(call)
-        else:
+        if self._memory is None:
             super().agree(call)
+        else:
+            self._memory.agree(call)
 
     def announce(self, call: int) -> None:
         """In shared memory the next operation carries the number."""
-        if self._memory is not None:
-            self._memory.announce(call)
-        else:
+        if self._memory is None:
             super().announce(call)
+        else:
+            self._memory.announce(call)
 
     def barrier(self) -> None:
         """Without data, in shared memory."""
-        if self._memory is not None:
-            self._memory.barrier()
-        else:
+        if self._memory is None:
             super().barrier()
+        else:
+            self._memory.barrier()
 
     def all_gather_any(self, tensor: Tensor) -> list[Tensor]:
         """One exchange in shared memory, if the tensors are small."""
@@ -356,11 +414,12 @@ class EngineGroup(Group):
         priority: int,
         result: Tensor | None = None,
         parties: Sequence[int] = (),
+        tag: int = 0,
     ) -> Future[Tensor]:
         if self._subgroup:
-            schedule = [_renamed(step, self._subgroup) for step in schedule]
+            schedule = on(self._subgroup, schedule)
         exchange = Exchange(
-            self._next_tag(),
+            tag or self._next_tag(),
             flat,
             schedule,
             rank=self._engine.rendezvous.me.rank,
@@ -396,6 +455,8 @@ class EngineGroup(Group):
         flat = tensor.view(-1)
         lengths = [stop - start for start, stop in _lanes(flat)]
         if self._team is None or not self._team.holds(flat):
+            if self._memory is not None:
+                return (self.size - 1) * flat.numel() * flat.element_size() // self.size
             schedules = [self._schedule(length) for length in lengths]
             moved = sum(move.length for steps in schedules for step in steps for move in step.sends)
         elif self._rails is not None:
@@ -480,14 +541,18 @@ class EngineGroup(Group):
     def fork(self) -> Group:
         """The same members on another channel."""
         text = self._text if self._engine.arrangement is None else AutoCollective.name
-        return EngineGroup(self._engine, text, owns=False, ranks=self._subgroup)
+        channel = self._next_channel()
+        return EngineGroup(self._engine, text, owns=False, ranks=self._subgroup, channel=channel)
 
     def close(self) -> None:
         """Disconnect; peers notice at once. A fork leaves the connections open."""
         if self._owns:
             self._engine.close()
-        elif self._rails is not None:
+            return
+        if self._rails is not None:
             self._rails.close()
+        if self._memory is not None and self._memory.team in self._engine.slots:
+            self._engine.slots.remove(self._memory.team)
 
 
 def _checked(collective: str, size: int) -> Collective:
@@ -517,12 +582,3 @@ def _schedule(collective: Collective, order: tuple[int, ...], rank: int, length:
     """
     steps = collective.schedule(order.index(rank), len(order), length)
     return steps if order == tuple(range(len(order))) else on(order, steps)
-
-
-def _renamed(step: ScheduleStep, ranks: Sequence[int]) -> ScheduleStep:
-    """A step with the peers' ranks in the view instead of those in the group."""
-
-    def named(moves: Sequence[Move]) -> tuple[Move, ...]:
-        return tuple(Move(ranks[move.peer], move.start, move.stop) for move in moves)
-
-    return ScheduleStep(sends=named(step.sends), adds=named(step.adds), takes=named(step.takes))

@@ -122,6 +122,18 @@ class Group(ABC):
         sent_bytes = (self.size - 1) * (block.numel() + table.numel() * table.element_size())
         return Messages(Future.completed(parts), Future.completed(None), sent_bytes)
 
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Future[None]:
+        """Send a tensor to a member, which receives it; the tensor may change once the future is done.
+
+        Messages between two members with the same tag arrive in the order in which they were sent. They
+        have no order with other operations. A tag is 0 or more, and less than 2**31.
+        """
+        raise self._unsupported("a message to one worker")
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Future[Tensor]:
+        """Receive a member's next message with this tag into a tensor of the same shape and type."""
+        raise self._unsupported("a message from one worker")
+
     def neighbor_all_gather(self, tensor: Tensor, peers: Sequence[int]) -> list[Tensor]:
         """The tensors of some members, who ask for this member's; all have the same shape and type."""
         gathered = self.all_gather(tensor)

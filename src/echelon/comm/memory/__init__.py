@@ -7,5 +7,8 @@ shm.py          reduction among the workers of one machine, in buffers that all 
 slots.py        operations through slots: numbers, heads, and the order of operations
 collectives.py  what each operation writes to slots, sums and reads
 operations.py   the operations of a group whose members are on one machine
+blocks.py       memory for long messages, which receivers map
+pairs.py        messages from one worker to another, through rings
+messages.py     these messages as futures, and from each to each
 rails.py        several workers on each of several machines: shared memory inside, TCP across
 """

@@ -88,10 +88,10 @@ class MemoryOperations:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all members."""
         parts = tensor.new_empty((self.size, *tensor.shape))
-        parts[self.rank] = tensor
         length = tensor.numel() * tensor.element_size()
+        memmove(parts.data_ptr() + self.rank * length, tensor.data_ptr(), length)
         self._run(Gather(self.team, parts, [length] * self.size, self._taken()))
-        return list(parts)
+        return list(parts.unbind())
 
     def gather_blocks(self, buffer: Tensor, lengths: Sequence[int]) -> Future[Tensor]:
         """All blocks of a buffer to all members, in place."""

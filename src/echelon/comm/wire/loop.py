@@ -44,7 +44,7 @@ from echelon.comm.wire.notices import (
     Question,
     shortened,
 )
-from echelon.comm.wire.watch import Watch
+from echelon.comm.wire.watch import TCP_PAIR_CHANNELS, Watch
 from echelon.errors import Corrupt, MismatchedCalls, PeerLost, RoundTimeout, StaleView, WorkerError
 
 _MARGIN_S = 8.0
@@ -142,6 +142,7 @@ class Loop:
         self.names = names
         self.me = me
         self.progress: Callable[[], bool] = _nothing  # what a thread does before it blocks
+        self.tick: Callable[[], None] = _idle  # what the loop's thread does now and then
         self._mine = set(names) - set(connections)
         self.live = dict(connections)  # the peers that are not gone
         self.watch = Watch(self, self._mine)
@@ -240,6 +241,7 @@ class Loop:
                 self._settle()
                 while self._inbox:
                     self._begin(self._inbox.popleft())
+                self.tick()
                 self._flush()
                 self._check_deadlines()
                 if self._found:
@@ -341,6 +343,8 @@ class Loop:
                 self._end(operation, self._explained(self._lost[gone[0]]))
 
     def _has_begun(self, tag: int) -> bool:
+        if tag >> CHANNEL_BITS >= TCP_PAIR_CHANNELS:  # messages between two workers have no common order
+            return tag in self._operations
         return tag <= self._begun.get(tag >> CHANNEL_BITS, 0)
 
     def stage(self, tag: int) -> Stage:
@@ -552,6 +556,10 @@ class Loop:
                     del leaving[rank]
             if leaving:
                 time.sleep(_LINGER_POLL_S)
+
+
+def _idle() -> None:
+    """The default: there is nothing to do now and then."""
 
 
 def _nothing() -> bool:

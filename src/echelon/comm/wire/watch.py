@@ -34,9 +34,10 @@ from echelon.errors import MismatchedCalls, WorkerError
 if TYPE_CHECKING:
     from echelon.comm.wire.loop import Loop
 
-MEMORY_CHANNELS = 1 << 21  # the channels of reductions in shared memory; beyond any other
-SLOT_CHANNELS = 1 << 22  # those of operations through slots in shared memory
-PAIR_CHANNELS = 1 << 23  # those of messages from one worker to another in shared memory
+TCP_PAIR_CHANNELS = 1 << 20  # the channels of messages from one worker to another, beyond those of groups
+MEMORY_CHANNELS = 1 << 21  # those of reductions in shared memory
+SLOT_CHANNELS = 3 << 20  # those of operations through slots in shared memory
+PAIR_CHANNELS = 1 << 22  # those of messages from one worker to another in shared memory
 _ASK_AGAIN_S = (0.6, 2.0)  # after the first question, after later ones
 _CONFIRM_S = 0.5
 _CONFIRM_CODED_S = 5.0  # a codec thread may compute for a while before it begins an operation
