@@ -16,6 +16,7 @@ what_if.py   echelon what-if
 simulate.py  echelon simulate
 scaling.py   echelon simulate --nodes
 bench.py     echelon bench codecs
+bench_step.py echelon bench step
 doctor.py    echelon doctor
 probe.py     echelon probe
 """

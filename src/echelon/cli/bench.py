@@ -1,4 +1,4 @@
-"""`echelon bench`: measurements of codecs, compared, on this machine."""
+"""`echelon bench`: measurements, compared, on this machine."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rich.text import Text
 from echelon.bench.codecs import Bench, Comparison, asked_codecs, compare_codecs, in_words
 from echelon.bench.codecs_page import HEAD, codecs_html, rows_of
 from echelon.bench.settings import QUICK, BenchSettings
+from echelon.cli.bench_step import step
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.options import Given, with_options
 from echelon.config.units import show_bytes, show_seconds
@@ -34,16 +35,12 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=PlainGroup,
     no_args_is_help=True,
-    help="Measure how codecs compare, on this machine.",
-    epilog="Example: `echelon bench codecs --quick`. To compare sync policies: `echelon simulate`.",
+    help="Measure on this machine: steps against DDP, and codecs.",
+    epilog="Examples: `echelon bench step`, `echelon bench codecs --quick`. "
+    "To compare sync policies: `echelon simulate`.",
 )
 
 _PAGE, _FIGURES = "codecs.html", "codecs.json"
-
-
-@app.callback()
-def _bench() -> None:
-    """Keep `codecs` a command of its own: typer would drop the name of the only one."""
 
 
 @with_options(BenchSettings, {})
@@ -97,6 +94,7 @@ def codecs(
         _say("no browser could be started; open the file by hand")
 
 
+app.command("step", cls=PlainCommand)(step)
 app.command("codecs", cls=PlainCommand)(codecs)
 app.command("codec", cls=PlainCommand, hidden=True)(codecs)
 

@@ -7,6 +7,16 @@ sum_i w_i L_i, so worker i's output gradients enter those sums with weight w_i.
 Each layer costs one small reduction in forward and one in backward, where all workers wait for the last:
 an exchange, which the caller can measure. `prepare(batchnorm="local")` does as DDP does: statistics of the
 worker's own share, and the leader's running statistics for all.
+
+With x the input, g the output's gradient, and per channel mean m, scale s = 1 / sqrt(variance + eps),
+affine weight w and bias b over N samples in all:
+
+    y  = w s (x - m) + b
+    dx = a g + p x + q     a = w s, p = -a s T / N, q = -a S / N - p m, with S = sum g, T = sum g s (x - m)
+
+S and T of this worker alone are the gradients of b and w. What is by channel is combined in float64. Passes
+over activations are torch's kernels: a mean, deviations from it, their squares, and the normalisation; then S
+and T at once, and two for dx.
 """
 
 from __future__ import annotations
@@ -18,6 +28,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -26,6 +38,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from echelon.comm.group import Group
 
 Exchange = Callable[[], AbstractContextManager[None]]  # in it, workers meet
+Vector = npt.NDArray[np.float64]  # by channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,59 +53,147 @@ class _Workers:
         with self.exchange():
             return self.group.all_gather(own)
 
-    def all_reduce(self, sums: Tensor) -> None:
+    def all_reduce(self, sums: Tensor) -> Tensor:
         with self.exchange():
-            self.group.all_reduce(sums).wait()
+            return self.group.all_reduce(sums).wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """Mean and variance by channel over `count` samples."""
+
+    count: float
+    mean: Vector
+    variance: Vector
+
+    @property
+    def unbiased(self) -> Vector:
+        """What torch keeps as the running variance."""
+        return self.variance * (self.count / max(self.count - 1, 1))
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalises with statistics over all workers' samples; returns the output and the statistics."""
+    """Normalises with statistics over all workers' samples, and applies the layer's weight and bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, workers: _Workers) -> _Normalised:
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        own = x.to(wide)
-        count = torch.full((1,), x.numel() // x.size(1), dtype=wide, device=x.device)
-        mean_own = own.mean(axes) if int(count) else own.new_zeros(x.size(1))
-        # Squares about the worker's own mean: about zero, large means would cancel the difference.
-        spread = (own - _along(mean_own, x)).square().sum(axes)
-        parts = workers.all_gather(torch.cat([count, mean_own, spread]))
-        counts = torch.stack([part[0] for part in parts])
-        means = torch.stack([part[1 : 1 + x.size(1)] for part in parts])
-        spreads = torch.stack([part[1 + x.size(1) :] for part in parts])
-        total = counts.sum()
-        mean = (counts[:, None] * means).sum(0) / total
-        variance = (spreads.sum(0) + (counts[:, None] * (means - mean).square()).sum(0)) / total
-        scale = torch.rsqrt(variance + eps)
-        out = ((own - _along(mean, x)) * _along(scale, x)).to(x.dtype)
-        ctx.save_for_backward(out, scale, total)
-        ctx.workers, ctx.axes = workers, axes
-        ctx.mark_non_differentiable(mean, variance, total)
-        return out, mean, variance, total
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: _Global) -> Tensor:
+        workers, wide = layer.echelon_workers, _wide(x)
+        over = _combined(workers.all_gather(_own_moments(x.to(wide))))
+        scale = 1.0 / np.sqrt(over.variance + layer.eps)
+        by_channel = over.mean, over.variance, over.unbiased, scale
+        mean, variance, unbiased, rounded_scale = _rounded(*by_channel, like=x)
+        layer._note(mean, unbiased)
+        ctx.save_for_backward(x, weight)
+        ctx.workers, ctx.over, ctx.scale, ctx.rounded = workers, over, scale, (mean, rounded_scale)
+        ctx.kinds = [None if given is None else given.dtype for given in (weight, bias)]
+        if not x.numel():
+            return x.clone()
+        weight, bias = (None if given is None else given.to(wide) for given in (weight, bias))
+        return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, layer.eps, False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        out, scale, total = ctx.saved_tensors
-        wide = grads[0].to(scale.dtype)
-        normalised = out.to(scale.dtype)
-        weight = ctx.workers.weight_of()
-        sums = torch.cat([wide.sum(ctx.axes), (wide * normalised).sum(ctx.axes)]).mul_(weight)
-        ctx.workers.all_reduce(sums)
-        mean_grad, mean_grad_out = (sums / (total * weight)).chunk(2)
-        inner = wide - _along(mean_grad, out) - normalised * _along(mean_grad_out, out)
-        return (inner * _along(scale, out)).to(out.dtype), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        workers, part, mean, scale = ctx.workers, ctx.workers.weight_of(), ctx.over.mean, ctx.scale
+        wide = x.to(_wide(x))
+        grad = _laid_out_as(grads[0].to(wide.dtype), wide)
+        own = _both_sums(grad, wide, *ctx.rounded)
+        sums = _numbers(workers.all_reduce(own * part)).reshape(2, -1) / (ctx.over.count * part or 1.0)
+        slope = scale if weight is None else scale * _numbers(weight)
+        tilt = -slope * scale * sums[1]
+        shift = -slope * sums[0] - tilt * mean
+        dx = _plane(grad, wide, *_rounded(slope, tilt, shift, like=x))
+        grad_bias, grad_weight = own.chunk(2)
+        weight_kind, bias_kind = ctx.kinds
+        return (
+            dx.to(x.dtype),
+            None if weight_kind is None else grad_weight.to(weight_kind),
+            None if bias_kind is None else grad_bias.to(bias_kind),
+            None,
+        )
 
 
-_Normalised = tuple[Tensor, Tensor, Tensor, Tensor]
+def _own_moments(x: Tensor) -> Tensor:
+    """Mean and sum of squared deviations by channel of this worker's samples, and their number."""
+    channels = x.size(1)
+    if not x.numel():
+        return x.new_zeros(2 * channels + 1)
+    count = x.numel() // channels
+    mean = x.mean([0, *range(2, x.dim())])
+    # Squares about the worker's own mean: about zero, large means would cancel the difference.
+    apart = x - _along(mean, x)
+    beside, squares = _numbers(_both_sums(apart, apart, *_unit(channels, x.dtype, x.device))).reshape(2, -1)
+    # The mean was rounded: its deviations do not sum to zero.
+    moments = np.concatenate([_numbers(mean) + beside / count, squares - beside * beside / count, [count]])
+    return torch.from_numpy(moments).to(x.device, x.dtype)
 
 
-def _normalise(x: Tensor, eps: float, workers: _Workers) -> _Normalised:
+def _combined(parts: list[Tensor]) -> _Moments:
+    """The moments of all workers' samples (Chan, Golub and LeVeque, 1979), in the order of ranks."""
+    rows = np.array([part.cpu().numpy() for part in parts], dtype=np.float64)
+    channels = rows.shape[1] // 2
+    means, spreads, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
+    count = float(np.add.reduce(counts[:, 0]))
+    mean = np.add.reduce(means * counts) / count
+    apart = means - mean
+    variance = np.add.reduce(spreads + counts * apart * apart) / count
+    return _Moments(count, mean, variance)
+
+
+def _both_sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """By channel, the sum of `grad`, then that of `grad * scale * (x - mean)`, in one pass."""
+    if not x.numel():
+        return x.new_zeros(2 * x.size(1))
+    _, product, total = torch.ops.aten.native_batch_norm_backward(
+        grad, x, None, None, None, mean, scale, True, 0.0, [False, True, True]
+    )
+    return torch.cat([total, product])
+
+
+def _plane(grad: Tensor, x: Tensor, slope: Tensor, tilt: Tensor, shift: Tensor) -> Tensor:
+    """`slope * grad + tilt * x + shift` by channel, in two passes and one new tensor."""
+    if x.is_contiguous() and x.numel():  # a kernel that is fast for this layout only
+        zeros, ones = _unit(x.size(1), x.dtype, x.device)
+        straight = torch.batch_norm(x, tilt, shift, zeros, ones, False, 0.0, 0.0, False)
+    else:
+        straight = torch.addcmul(_along(shift, x), x, _along(tilt, x))
+    return straight.addcmul_(grad, _along(slope, x))
+
+
+@functools.lru_cache(maxsize=64)
+def _unit(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean 0 and variance 1; nobody changes them."""
+    kind: dict[str, Any] = {"dtype": dtype, "device": device}
+    return torch.zeros(channels, **kind), torch.ones(channels, **kind)
+
+
+def _laid_out_as(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient with the input's strides: kernels are fast where both agree."""
+    if grad.stride() == x.stride():
+        return grad
+    return torch.empty_like(x).copy_(grad)
+
+
+def _numbers(values: Tensor) -> Vector:
+    """In float64, in the memory of the host."""
+    return values.detach().cpu().numpy().astype(np.float64)
+
+
+def _rounded(*vectors: Vector, like: Tensor) -> tuple[Tensor, ...]:
+    """As tensors of the type in which an input is normalised, where the input is."""
+    return torch.from_numpy(np.array(vectors)).to(like.device, _wide(like)).unbind()
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _normalise(x: Tensor, layer: _Global) -> Tensor:
     """Normalise outside of torch.compile, which would trace the waits for other workers."""
     compiler = "torch._dynamo" in sys.modules  # slow to import, and loaded if anything is compiled
     apply = _untraced() if compiler else _Normalise.apply
-    return cast(_Normalised, apply(x, eps, workers))
+    return cast(Tensor, apply(x, layer.weight, layer.bias, layer))
 
 
 @functools.cache
@@ -117,11 +218,7 @@ class _Global(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        out, mean, variance, total = _normalise(input, self.eps, self.echelon_workers)
-        self._note(mean, variance, total)
-        if not self.affine:
-            return out
-        return (out * _along(self.weight, out) + _along(self.bias, out)).to(input.dtype)
+        return _normalise(input, self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A group belongs to this process, so copies and pickles are torch's own layers, built small; the
@@ -131,14 +228,14 @@ class _Global(_BatchNorm):
         return own, (1,), state
 
     @torch.no_grad()
-    def _note(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+    def _note(self, mean: Tensor, variance: Tensor) -> None:
+        """Follow the statistics, as torch does."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
         rate = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        unbiased = variance * (total / (total - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), rate)
 
 
 class _Global1d(_Global, nn.BatchNorm1d):

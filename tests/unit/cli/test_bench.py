@@ -1,4 +1,4 @@
-"""`echelon bench codecs` as it is called: quickly, on a tiny model."""
+"""`echelon bench codecs` as it is called: quickly, on a tiny model; `echelon bench step` with mistakes."""
 
 import json
 import os
@@ -170,3 +170,21 @@ def test_help_fits_80_columns_and_has_examples(echelon):
     assert len(examples) >= 3
     assert all(example.startswith("echelon bench codecs") for example in examples)
     assert "codecs" in echelon("bench", "--help").out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "lent"], "did you mean 'lenet'?"),
+        (["--workers", "1"], "give 2 or more"),
+        (["--ddp-script", "ddp.py"], "--script train.py"),
+        (["--script", "none.py"], "there is no script none.py"),
+        (["--script", "plain.py"], "--ddp-script ddp.py"),
+    ],
+)
+def test_step_refuses_mistakes_before_anything_is_started(echelon, words, said):
+    Path("plain.py").write_text("import torch\n", encoding="utf-8")
+    ended = echelon("bench", "step", *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert said in ended.err
+    assert len(ended.err.splitlines()) == 3, "what, where, fix"
