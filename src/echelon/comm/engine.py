@@ -330,9 +330,12 @@ class EngineGroup(Group):
         self.exchange(rooms, [step]).wait()
         return list(rooms.view(1 + len(peers), *tensor.shape)[1:])
 
-    def mailbox(self, accepts: Any, place: PlacePayload[M]) -> Mailbox[M]:
+    def mailbox(
+        self, accepts: Any, place: PlacePayload[M], *, among_workers: bool = False
+    ) -> Mailbox[M]:
         """Over the view's connections."""
-        return Mailbox(self._engine.loop, set(self.servers), accepts, place=place)
+        peers = set(self.ranks) - {self._engine.rendezvous.me.rank} if among_workers else set(self.servers)
+        return Mailbox(self._engine.loop, peers, accepts, place=place)
 
     def shared_memory(self, size_bytes: int) -> Tensor:
         """The first member makes it."""
