@@ -26,7 +26,7 @@ def translated(error: BaseException, ranks: Sequence[int] = ()) -> BaseException
         error.fix = _DEADLINE
     text = str(error)
     if isinstance(error, RoundTimeout):
-        text = f"Timed out: {text}"
+        text = f"a timeout has passed: {text}"
     if ranks:
         text += f"\n  ranks: counted in the group of the global ranks {', '.join(map(str, ranks))}"
     found = dist.DistBackendError(text)

@@ -1,6 +1,7 @@
 """A barrier that says who did not come: the first member waits for a message from each, and answers.
 
-The others wait for that answer. So only the first member knows who is missing, as torch documents it.
+The others wait for that answer. So only the first member knows who is missing, as torch documents it. The
+errors begin as those of torch's own barrier do, because scripts and tests look for these words.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def barrier(letters: Letters, group: Group, timeout_s: float, *, all_ranks: bool
     if group.rank:
         _answered(letters, group, until)
         return
+    if timeout_s <= 0.0:
+        raise dist.DistBackendError("Rank 0 timed out in monitoredBarrier after 0 ms")
     missing = []
     for rank in range(1, group.size):
         try:
@@ -43,8 +46,8 @@ def _answered(letters: Letters, group: Group, until: float) -> None:
         letters.receive(torch.zeros(1), 0, _GO)[1].wait(max(0.0, until - time.monotonic()))
     except EchelonError as error:
         raise dist.DistBackendError(
-            f"Rank {group.rank} successfully reached monitoredBarrier, but rank 0 did not let it go on; "
-            "rank 0's log names the rank at fault"
+            f"Rank {group.rank} successfully reached monitoredBarrier, but received errors while waiting "
+            "for send/recv from rank 0: its log names the rank at fault"
         ) from error
 
 

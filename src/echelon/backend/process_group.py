@@ -10,6 +10,7 @@ import atexit
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +37,7 @@ from echelon.backend.failures import translating
 from echelon.backend.letters import Letters, Receive
 from echelon.backend.order import Apart, Job, Order, Steps
 from echelon.backend.reduction import Reduction
+from echelon.backend.register import NAME
 from echelon.backend.work import BackendWork
 from echelon.comm.alone import SoloGroup
 from echelon.comm.future import Future
@@ -61,13 +63,11 @@ class BackendProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         *,
         group_id: str = "",
         global_ranks: tuple[int, ...] = (),
-        backend_name: str = "echelon",
     ) -> None:
         super().__init__(rank, size)
         self._store = store
         self._timeout_s = timeout.total_seconds()
         self._own_name, self._own_desc = group_id, ""
-        self._backend_name = backend_name
         self._ranks = () if global_ranks == tuple(range(size)) else global_ranks
         self._count = 0
         self._group: Group = SoloGroup()
@@ -85,11 +85,11 @@ class BackendProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name, as below
         """The name it is registered under."""
-        return self._backend_name
+        return NAME
 
     def name(self) -> str:
         """The same."""
-        return self._backend_name
+        return NAME
 
     def getGroupName(self) -> str:  # noqa: N802
         """The group's unique name."""
@@ -330,7 +330,7 @@ class BackendProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 raise ValueError(f"{name}: the backend moves tensors on the CPU, not on {tensor.device}")
         self._count += 1
         job = Job(steps, self._deadline_s(opts), brief=brief)
-        with torch.profiler.record_function(f"{self._backend_name}:{name}"):
+        with _recorded(name):
             self._order.submit(job, background=opts.asyncOp)
         return BackendWork(job, self._order, self._ranks)
 
@@ -340,7 +340,7 @@ class BackendProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return tensors
 
         job = Job(steps(), self._timeout_s)
-        with torch.profiler.record_function(f"{self._backend_name}:{name}"):
+        with _recorded(name):
             job.begin()
         return BackendWork(job, self._apart, self._ranks)
 
@@ -396,6 +396,13 @@ def _close_at_exit(group: weakref.ref[BackendProcessGroup]) -> None:
     error = getattr(sys, "last_value", None)
     if found is not None:
         found._close(f"{type(error).__name__}: {error}".partition("\n")[0] if error else "")
+
+
+def _recorded(name: str) -> AbstractContextManager[Any]:
+    """An event in torch's profiler; it costs nothing while nobody profiles."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"{NAME}:{name}")
+    return nullcontext()
 
 
 def _listed(tensors: Tensors | Tensor) -> Tensors:

@@ -31,7 +31,7 @@ class BackendWork(dist.Work):  # type: ignore[misc]
         """Block until it is over; raises its error, or at the timeout, after which it goes on."""
         limit_s = timeout.total_seconds() if timeout > _NO_TIMEOUT else None
         if not self._driver.wait(self._job, limit_s):
-            raise dist.DistBackendError(f"Timed out: the operation was not over within {limit_s:g} s")
+            raise dist.DistBackendError(f"a timeout has passed: the operation was not over within {limit_s:g} s")
         if self._job.error is not None:
             raise translated(self._job.error, self._ranks)
         return True
