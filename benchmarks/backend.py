@@ -35,7 +35,10 @@ def layers(count: int = LAYERS) -> nn.Sequential:
     """The model, the same on every worker."""
     torch.manual_seed(0)
     return nn.Sequential(
-        *(nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(count))
+        *(
+            nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(count)
+        )
     )
 
 
@@ -94,7 +97,9 @@ CASES = {"ddp": ddp, "fsdp": fsdp, "pipeline": pipeline}
 
 def worker(rank: int, port: int, chosen: list[str], turns: int, steps: int) -> None:
     """Time both backends in turns; rank 0 prints."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORKERS))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORKERS)
+    )
     import echelon.backend  # noqa: F401 - registers the name
 
     torch.set_num_threads(1)
@@ -116,8 +121,8 @@ def worker(rank: int, port: int, chosen: list[str], turns: int, steps: int) -> N
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         if rank == 0:
             print(
-                f"{case:8}  gloo {medians['gloo'] * 1e3:6.1f} ms, echelon {medians['echelon'] * 1e3:6.1f} ms, "
-                f"ratio {medians['echelon'] / medians['gloo']:.2f}",
+                f"{case:8}  gloo {medians['gloo'] * 1e3:6.1f} ms, "
+                f"echelon {medians['echelon'] * 1e3:6.1f} ms, ratio {medians['echelon'] / medians['gloo']:.2f}",
                 flush=True,
             )
     dist.destroy_process_group()

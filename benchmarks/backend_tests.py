@@ -6,14 +6,13 @@
 
 torch names its backends in many of these tests, and skips those of other names. So Echelon's backend stands
 in for Gloo here: the name "gloo" makes a group on Echelon's engine, and nothing else of the tests changes.
-Each test runs in three processes, forks of this one, so that none has to import torch. Needs expecttest.
+Each test runs in four processes, forks of this one, so that none has to import torch. Needs expecttest.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import io
 import json
 import os
 import subprocess
@@ -23,9 +22,7 @@ import time
 import unittest
 from pathlib import Path
 
-WORLD_SIZE = 3
-REASONS = Path(__file__).with_name("backend_tests.toml")
-_LIMIT_S = 120
+WORLD_SIZE = 4
 
 
 def stand_in() -> None:
@@ -84,7 +81,11 @@ def run_child(backend: str, word: str, target: Path) -> None:
     for name in names(case, word):
         begun = time.monotonic()
         found[name] = outcome(case, name)
-        print(f"{backend} {name}: {found[name][0]} ({time.monotonic() - begun:.1f} s)", file=sys.stderr, flush=True)
+        print(
+            f"{backend} {name}: {found[name][0]} ({time.monotonic() - begun:.1f} s)",
+            file=sys.stderr,
+            flush=True,
+        )
         target.write_text(json.dumps(found))
 
 
@@ -106,15 +107,24 @@ def main() -> None:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             outcomes[backend] = json.loads(file.read_text())
     for backend, found in outcomes.items():
-        count = {kind: sum(one[0] == kind for one in found.values()) for kind in ("passed", "failed", "skipped")}
-        print(f"{backend}: {count['passed']} passed, {count['failed']} failed, {count['skipped']} do not apply")
+        count = {
+            kind: sum(one[0] == kind for one in found.values()) for kind in ("passed", "failed", "skipped")
+        }
+        print(
+            f"{backend}: {count['passed']} passed, {count['failed']} failed, "
+            f"{count['skipped']} do not apply"
+        )
     if len(outcomes) == 2:
         for name, (kind, why) in outcomes["echelon"].items():
             other = outcomes["gloo"][name][0]
             if kind != other:
-                print(f"{name}: gloo {other}, echelon {kind}: {why.strip().splitlines()[-1] if why else ''}")
+                print(
+                    f"{name}: gloo {other}, echelon {kind}: {why.strip().splitlines()[-1] if why else ''}"
+                )
     else:
-        reasons = collections.Counter(why for kind, why in outcomes[options.only].values() if kind == "skipped")
+        reasons = collections.Counter(
+            why for kind, why in outcomes[options.only].values() if kind == "skipped"
+        )
         for why, count in reasons.most_common():
             print(f"{count:4} {why}")
         for name, (kind, why) in outcomes[options.only].items():

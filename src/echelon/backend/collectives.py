@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from echelon.backend.order import Steps
+from echelon.backend.order import Part, Steps
 from echelon.backend.reduction import Reduction
 from echelon.comm.future import Future
 from echelon.comm.group import Group, blocks
@@ -61,7 +61,7 @@ def reduce(group: Group, tensors: Sequence[Tensor], root: int, reduction: Reduct
     for tensor in tensors:
         reduction.check(tensor)
     flat = _joined(tensors)
-    own = flat if group.rank == root and _owns(flat, tensors) is False else flat.clone()
+    own = flat.clone() if _owns(flat, tensors) else flat  # only the root's tensor changes
     op = reduction.engine_op(flat.dtype)
     if op is None or not flat.numel():
         result = yield from _combine(group, own, reduction)
@@ -76,13 +76,13 @@ def reduce(group: Group, tensors: Sequence[Tensor], root: int, reduction: Reduct
 
 def broadcast(group: Group, tensors: Sequence[Tensor], root: int) -> Steps:
     """Copy the root's values to all members."""
+    yield Future.completed(None)  # the group's broadcast waits by itself
     for tensor in tensors:
         flat = _flat(tensor)
         group.broadcast(flat, root)
         if group.rank != root:
             _spread(flat, [tensor])
     return list(tensors)
-    yield  # a generator, though it waits by itself
 
 
 def all_gather(group: Group, outputs: Lists, inputs: Sequence[Tensor]) -> Steps:
@@ -125,7 +125,7 @@ def gather(group: Group, outputs: Sequence[Tensor], own: Tensor, root: int) -> S
         group, [own if rank == root else own.new_empty(0) for rank in range(group.size)]
     )
     if group.rank == root:
-        _fill(outputs, received, own)
+        _fill(outputs, received)
     return list(outputs)
 
 
@@ -133,13 +133,11 @@ def scatter(group: Group, output: Tensor, inputs: Sequence[Tensor], root: int) -
     """Member r gets the root's `inputs[r]`; `inputs` is empty on the others."""
     nothing = output.new_empty(0)
     received = yield from _exchange(group, inputs if group.rank == root else [nothing] * group.size)
-    _fill([output], [received[root]], output)
+    _fill([output], [received[root]])
     return [output]
 
 
-def reduce_scatter(
-    group: Group, outputs: Sequence[Tensor], inputs: Lists, reduction: Reduction
-) -> Steps:
+def reduce_scatter(group: Group, outputs: Sequence[Tensor], inputs: Lists, reduction: Reduction) -> Steps:
     """Combine the members' lists of tensors; member r gets the r-th."""
     for out, parts in zip(outputs, inputs, strict=True):
         lengths = [part.numel() for part in parts]
@@ -168,7 +166,7 @@ def reduce_scatter_single(
 def all_to_all(group: Group, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
     """Member r gets `inputs[r]`; `outputs[r]` comes from member r."""
     received = yield from _exchange(group, inputs)
-    _fill(outputs, received, inputs[group.rank])
+    _fill(outputs, received)
     return list(outputs)
 
 
@@ -180,7 +178,7 @@ def all_to_all_single(
     parts = blocks(own.detach().contiguous(), _rows(own, input_splits, group.size, "input"))
     places = blocks(room, _rows(output, output_splits, group.size, "output"))
     received = yield from _exchange(group, parts)
-    _fill(places, received, own)
+    _fill(places, received)
     _spread(room, [output])
     return [output]
 
@@ -194,7 +192,7 @@ def barrier(group: Group) -> Steps:
 # Parts -------------------------------------------------------------------------------------------
 
 
-def _combine(group: Group, flat: Tensor, reduction: Reduction) -> Steps | Tensor:
+def _combine(group: Group, flat: Tensor, reduction: Reduction) -> Part[Tensor]:
     """Combine a flat tensor, in place or not; returns where the result is."""
     if not flat.numel():
         return flat
@@ -212,7 +210,7 @@ def _combine(group: Group, flat: Tensor, reduction: Reduction) -> Steps | Tensor
 
 def _combine_blocks(
     group: Group, room: Tensor, lengths: Sequence[int], reduction: Reduction
-) -> Steps | Tensor:
+) -> Part[Tensor]:
     """Combine a flat tensor that may be overwritten; returns this member's block of the result."""
     reduction.check(room)
     op = reduction.engine_op(room.dtype)
@@ -225,7 +223,7 @@ def _combine_blocks(
     return reduction.folded(parts) if parts[0].numel() else parts[0]
 
 
-def _exchange(group: Group, outgoing: Sequence[Tensor]) -> Steps | list[Tensor]:
+def _exchange(group: Group, outgoing: Sequence[Tensor]) -> Part[list[Tensor]]:
     """Send each member its tensor; returns theirs as bytes."""
     if len(outgoing) != group.size:
         raise ValueError(f"{len(outgoing)} tensors for {group.size} members")
@@ -233,10 +231,11 @@ def _exchange(group: Group, outgoing: Sequence[Tensor]) -> Steps | list[Tensor]:
     yield messages.received
     if not messages.delivered.done():  # the caller may change its tensors afterwards
         yield messages.delivered
-    return messages.received.wait()
+    found: list[Tensor] = messages.received.wait()
+    return found
 
 
-def _fill(outputs: Sequence[Tensor], received: Sequence[Tensor], like: Tensor) -> None:
+def _fill(outputs: Sequence[Tensor], received: Sequence[Tensor]) -> None:
     for source, (out, part) in enumerate(zip(outputs, received, strict=True)):
         values = _typed(part, out.dtype)
         if values.numel() != out.numel():
@@ -290,7 +289,13 @@ def _together(futures: list[Future[Tensor]]) -> Future[Tensor]:
 
 
 def _pieces(length: int, count: int) -> list[tuple[int, int]]:
-    return list(pairwise(accumulate((length * (at + 1) // count - length * at // count for at in range(count)), initial=0)))
+    return list(
+        pairwise(
+            accumulate(
+                (length * (at + 1) // count - length * at // count for at in range(count)), initial=0
+            )
+        )
+    )
 
 
 def _rows(tensor: Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:

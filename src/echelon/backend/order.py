@@ -18,14 +18,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from echelon.comm.future import Future
 from echelon.errors import EchelonError, RoundTimeout
 
-Steps = Generator[Future[Any], None, list[Tensor]]
+T = TypeVar("T")
+Part = Generator[Future[Any], None, T]  # begins operations of the group, and waits for each
+Steps = Part[list[Tensor]]
 _MOST_IN_FLIGHT = 4
 
 

@@ -4,6 +4,9 @@ The names and arguments of methods are torch's. Python's torch.distributed, DDP'
 collectives (DTensor) all call them, the last two from C++, with `opts` as the last argument.
 """
 
+# mypy: disable-error-code="override, assignment"
+# torch declares several forms of each method; one here takes them all.
+
 from __future__ import annotations
 
 import atexit
@@ -18,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
-    AllToAllOptions,
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
@@ -39,10 +42,10 @@ from echelon.backend.order import Apart, Job, Order, Steps
 from echelon.backend.reduction import Reduction
 from echelon.backend.register import NAME
 from echelon.backend.work import BackendWork
-from echelon.comm.alone import SoloGroup
 from echelon.comm.future import Future
 from echelon.comm.group import Group
 from echelon.comm.meet.rendezvous import Rendezvous
+from echelon.comm.open import open_solo
 from echelon.errors import PeerLost
 
 Tensors = list[Tensor]
@@ -51,7 +54,7 @@ _UNSET = timedelta(0)
 _CPU = torch.device("cpu")
 
 
-class BackendProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+class BackendProcessGroup(dist.ProcessGroup):
     """A process group on Echelon's engine. `global_ranks`: of a group of some workers."""
 
     def __init__(
@@ -64,13 +67,13 @@ class BackendProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         group_id: str = "",
         global_ranks: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the form for subclasses
         self._store = store
         self._timeout_s = timeout.total_seconds()
         self._own_name, self._own_desc = group_id, ""
         self._ranks = () if global_ranks == tuple(range(size)) else global_ranks
         self._count = 0
-        self._group: Group = SoloGroup()
+        self._group: Group = open_solo()
         self._rendezvous: Rendezvous | None = None
         if size > 1:
             with translating(self._ranks):
@@ -163,7 +166,9 @@ class BackendProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         kinds = {tensor.dtype for tensor in tensors}
         steps = self._in_turn(
             [
-                collectives.all_reduce(self._group, [t for t in tensors if t.dtype == kind], self._reduction(opts))
+                collectives.all_reduce(
+                    self._group, [t for t in tensors if t.dtype == kind], self._reduction(opts)
+                )
                 for kind in sorted(kinds, key=str)
             ],
             tensors,
@@ -179,7 +184,9 @@ class BackendProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, **more: Any) -> dist.Work:
         """The root's values."""
         found, opts = _listed(tensors), _options(BroadcastOptions, opts, more)
-        return self._start("broadcast", collectives.broadcast(self._group, found, opts.rootRank), opts, found)
+        return self._start(
+            "broadcast", collectives.broadcast(self._group, found, opts.rootRank), opts, found
+        )
 
     def allgather(self, outputs: Any, inputs: Tensors | Tensor, opts: Any = None, **more: Any) -> dist.Work:
         """Lists of tensors of all members."""
@@ -191,15 +198,15 @@ class BackendProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         steps = collectives.all_gather(self._group, lists, found)
         return self._start("all_gather", steps, opts, found, brief=True)
 
-    def allgather_coalesced(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """The same for several tensors: `outputs[r]` are those of member r."""
         opts = opts or AllgatherOptions()
         if len(outputs) != self._group.size:
             raise ValueError(f"{len(outputs)} output lists for {self._group.size} members")
         by_tensor = [[of[at] for of in outputs] for at in range(len(inputs))]
-        return self._start("all_gather", collectives.all_gather(self._group, by_tensor, inputs), opts, inputs)
+        return self._start(
+            "all_gather", collectives.all_gather(self._group, by_tensor, inputs), opts, inputs
+        )
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
         """Into one tensor."""
@@ -207,9 +214,7 @@ class BackendProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Into one tensor each."""
         opts = opts or AllgatherOptions()
         steps = collectives.all_gather_single(self._group, outputs, inputs)
@@ -400,7 +405,7 @@ def _close_at_exit(group: weakref.ref[BackendProcessGroup]) -> None:
 
 def _recorded(name: str) -> AbstractContextManager[Any]:
     """An event in torch's profiler; it costs nothing while nobody profiles."""
-    if torch.autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(f"{NAME}:{name}")
     return nullcontext()
 

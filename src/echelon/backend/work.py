@@ -16,7 +16,7 @@ from echelon.backend.order import Driver, Job
 _NO_TIMEOUT = timedelta(0)
 
 
-class BackendWork(dist.Work):  # type: ignore[misc]
+class BackendWork(dist.Work):
     """An operation of a process group. `ranks`: the members' global ranks, where they differ."""
 
     def __init__(self, job: Job, driver: Driver, ranks: Sequence[int] = ()) -> None:
@@ -31,7 +31,9 @@ class BackendWork(dist.Work):  # type: ignore[misc]
         """Block until it is over; raises its error, or at the timeout, after which it goes on."""
         limit_s = timeout.total_seconds() if timeout > _NO_TIMEOUT else None
         if not self._driver.wait(self._job, limit_s):
-            raise dist.DistBackendError(f"a timeout has passed: the operation was not over within {limit_s:g} s")
+            raise dist.DistBackendError(
+                f"a timeout has passed: the operation was not over within {limit_s:g} s"
+            )
         if self._job.error is not None:
             raise translated(self._job.error, self._ranks)
         return True
