@@ -28,13 +28,22 @@ from echelon.errors import Corrupt, RoundTimeout
 
 _TURN_S = 0.05
 _NOTHING = memoryview(b"")
+_EMPTY = memoryview(b"\0")
 
 
 class Letter(msgspec.Struct, frozen=True, array_like=True):
-    """What precedes a message: its tag, and how many bytes it has."""
+    """What precedes a message: its tag, and how many bytes it has. An empty one is sent as one byte."""
 
     tag: int
     size: int
+
+
+@dataclass(slots=True, eq=False)
+class _Aside:
+    """A message that began to arrive before its receive was posted."""
+
+    receive: Receive | None = None
+    payload: memoryview | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -52,9 +61,8 @@ class Receive:
         """The size of the message that fits."""
         return self.flat.numel() * self.flat.element_size()
 
-    def end(self, source: int, error: Exception | None = None) -> None:
-        """The message is in `flat`."""
-        self.source = source
+    def end(self, error: Exception | None = None) -> None:
+        """The message is in `flat`, or wrong."""
         self.error = error
         if error is None and self.flat.data_ptr() != self.tensor.data_ptr():
             self.tensor.detach().copy_(self.flat.view(self.tensor.shape))
@@ -68,8 +76,8 @@ class Letters:
         self._group = group
         self._lock = threading.Lock()  # guards the matching
         self._turn = threading.Lock()  # held by the thread that takes messages in
-        self._matching: Matching[Receive, memoryview] = Matching()
-        self._placed: dict[int, deque[Receive | None]] = {}  # messages on their way, by sender
+        self._matching: Matching[Receive, _Aside] = Matching()
+        self._coming: dict[int, deque[Receive | _Aside]] = {}  # messages on their way, by sender
         self._mailbox: Mailbox[Letter] = group.mailbox(Letter, self._place, among_workers=True)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Future[Any]:
@@ -78,7 +86,7 @@ class Letters:
         data = _memory(tensor.detach().contiguous())
         if self._mailbox.error is not None:
             raise self._mailbox.error
-        self._mailbox.send(peer, Letter(tag, len(data)), data, sent=lambda: future.complete(tensor))
+        self._mailbox.send(peer, Letter(tag, len(data)), data or _EMPTY, sent=lambda: future.complete(tensor))
 
         def wait(timeout_s: float | None) -> Any:
             until = _until(timeout_s)
@@ -97,8 +105,11 @@ class Letters:
         receive = Receive(tensor, tensor.detach().contiguous().view(-1))
         with self._lock:
             found = self._matching.post(peer, tag, receive)
-        if found is not None:
-            self._deliver(receive, *found)
+            if found is not None:
+                receive.source, aside = found
+                aside.receive = receive
+                if aside.payload is not None:
+                    self._deliver(aside)
 
         def wait(timeout_s: float | None) -> Any:
             self._take_in(receive, peer, timeout_s)
@@ -143,38 +154,45 @@ class Letters:
     # In the loop's thread ------------------------------------------------------------------------
 
     def _place(self, peer: int, letter: Letter, length: int) -> memoryview | None:
+        """The message belongs to its receive from its first byte on: the next one may overtake no more."""
         with self._lock:
             receive = self._matching.take(peer, letter.tag)
-            self._placed.setdefault(peer, deque()).append(receive)
-            if receive is None:
+            coming = self._coming.setdefault(peer, deque())
+            if receive is not None:
+                receive.source = peer
+                if letter.size == receive.size_bytes and letter.size:
+                    coming.append(receive)
+                    return _memory(receive.flat)
+                coming.append(_Aside(receive))
                 return None
-            if receive.size_bytes == length:
-                return _memory(receive.flat)
-            receive.error = self._wrong_size(peer, length, receive)
+            coming.append(_Aside())
+            self._matching.keep(peer, letter.tag, coming[-1])
             return None
 
     # In a thread that waits ----------------------------------------------------------------------
 
     def _accept(self, delivery: Delivery[Letter]) -> None:
-        """Hand over a message that is here as a whole. Only one with a payload was given a place."""
+        """Hand over a message that is here as a whole."""
         peer, letter, payload = delivery
         with self._lock:
-            placed = self._placed[peer].popleft() if letter.size else None
-            receive = placed or self._matching.take(peer, letter.tag)
-            if receive is None:
-                self._matching.keep(peer, letter.tag, payload)
-        if placed is not None:
-            placed.end(peer, placed.error)
-        elif receive is not None:
-            self._deliver(receive, peer, payload)
+            found = self._coming[peer].popleft()
+            if isinstance(found, Receive):
+                found.end()
+                return
+            found.payload = payload if letter.size else _NOTHING
+            if found.receive is not None:
+                self._deliver(found)
 
-    def _deliver(self, receive: Receive, source: int, payload: memoryview) -> None:
+    def _deliver(self, aside: _Aside) -> None:
+        receive, payload = aside.receive, aside.payload
+        assert receive is not None
+        assert payload is not None
         if len(payload) != receive.size_bytes:
-            receive.end(source, self._wrong_size(source, len(payload), receive))
+            receive.end(self._wrong_size(receive.source, len(payload), receive))
             return
         if len(payload):
             _memory(receive.flat)[:] = payload
-        receive.end(source)
+        receive.end()
 
     def _wrong_size(self, source: int, length: int, receive: Receive) -> Corrupt:
         return Corrupt(

@@ -67,6 +67,8 @@ class Reduction:
         inexact = tensor.is_floating_point() or tensor.is_complex()
         if self.kind in _BITWISE and inexact:
             raise TypeError(f"{_name(self.kind)} combines integers, not {tensor.dtype}")
+        if self.kind == _ReduceOp.AVG and tensor.dtype == torch.bool:
+            raise TypeError("there is no average of bool")
 
     def prepared(self, flat: Tensor) -> Tensor:
         """A member's own part: what it contributes. Changes nothing but for a factor."""
@@ -81,17 +83,21 @@ class Reduction:
         return flat.div_(self.size, rounding_mode="trunc")
 
     def folded(self, parts: Sequence[Tensor]) -> Tensor:
-        """All members' parts in the order of ranks; types without arithmetic are combined in float32."""
+        """The result of all members' parts, in the order of ranks.
+
+        Types without arithmetic of their own are combined in a wider one.
+        """
         combine = _FOLDS[self.kind]
         dtype = parts[0].dtype
-        wide = dtype if dtype in _ADDED or dtype in _WHOLE else torch.float32
-        total = parts[0].to(wide, copy=True)
+        wide = _WIDER.get(dtype, torch.float32 if dtype.is_floating_point else dtype)
+        wide = dtype if dtype in _ADDED else wide
+        total = self.prepared(parts[0].to(wide, copy=True))
         for part in parts[1:]:
-            total = combine(total, part.to(wide))
-        return total.to(dtype)
+            total = combine(total, self.prepared(part.to(wide, copy=True)))
+        return self.finished(total).to(dtype)
 
 
-_WHOLE = frozenset({torch.bool, torch.uint16, torch.uint32, torch.uint64})
+_WIDER = {torch.uint16: torch.int64, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
 
 def _name(kind: object) -> str:
