@@ -86,7 +86,8 @@ class Letters:
         data = _memory(tensor.detach().contiguous())
         if self._mailbox.error is not None:
             raise self._mailbox.error
-        self._mailbox.send(peer, Letter(tag, len(data)), data or _EMPTY, sent=lambda: future.complete(tensor))
+        letter = Letter(tag, len(data))
+        self._mailbox.send(peer, letter, data or _EMPTY, sent=lambda: future.complete(None))
 
         def wait(timeout_s: float | None) -> Any:
             until = _until(timeout_s)

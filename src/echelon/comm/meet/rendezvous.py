@@ -234,7 +234,7 @@ def meet(
 
 
 def meet_at(store: Store, place: Place, me: Member, timeout_s: float) -> Rendezvous:
-    """Sign in at a store that others use, too, and wait for all processes; JoinTimeout names the missing."""
+    """Sign in at a store that others use, too, and wait for all; JoinTimeout names the missing ones."""
     meeting = _Meetings(store, place, me, time.monotonic() + timeout_s)
     try:
         found = meeting.complete()
