@@ -6,9 +6,10 @@ open.py      opens a group: chooses one of the following three
 alone.py     the group of one
 c10d.py      a group on torch.distributed
 engine.py    a group on Echelon's own transports
+endpoint.py  a worker's connections and memory, which a group and its forks share
 
 meet/        how workers find each other, connect, and measure their links
 wire/        messages on TCP connections, and the operations that send and receive them
 schedule/    collectives as lists of sends and receives (pure)
-memory/      reduction in shared memory
+memory/      reduction and messages in shared memory
 """

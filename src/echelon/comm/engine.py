@@ -10,27 +10,25 @@ reduced there (`shm.py`); on several, some workers of each machine exchange sums
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
-from weakref import WeakSet
 
 import torch
+import xxhash
 from torch import Tensor
 
 from echelon.cluster import probe
+from echelon.comm.endpoint import Engine as Engine
 from echelon.comm.future import CallerFuture, Future
 from echelon.comm.group import Group, Messages, Op, blocks, check_messages
-from echelon.comm.meet import mesh
 from echelon.comm.meet.links import Links, measure
-from echelon.comm.meet.place import Place
-from echelon.comm.meet.rendezvous import Rendezvous, further_addresses, interface_address
-from echelon.comm.meet.tls import Certificates
+from echelon.comm.memory.messages import MachineMessages
+from echelon.comm.memory.operations import MemoryOperations
+from echelon.comm.memory.pairs import PairRings
 from echelon.comm.memory.rails import TAGS, RailLayout, Rails, machines
 from echelon.comm.memory.segment import Handle, share
 from echelon.comm.memory.shm import SharedMemoryTeam
@@ -48,130 +46,18 @@ from echelon.comm.schedule.collectives.auto import AutoCollective
 from echelon.comm.schedule.collectives.direct import to_owners
 from echelon.comm.schedule.spread import broadcast, gather_all, gather_blocks
 from echelon.comm.wire.all_to_all import AllToAll
-from echelon.comm.wire.connection import Connection
 from echelon.comm.wire.exchange import Exchange
-from echelon.comm.wire.loop import CHANNEL_BITS, Loop
+from echelon.comm.wire.loop import CHANNEL_BITS
 from echelon.comm.wire.mailbox import M, Mailbox, PlacePayload
 from echelon.comm.wire.summing import SumServers
-from echelon.comm.wire.watch import OnWaiting
-from echelon.errors import ConfigError, LaunchError, RoundTimeout, WorkerError
+from echelon.comm.wire.watch import TCP_PAIR_CHANNELS, OnWaiting
+from echelon.errors import ConfigError, LaunchError, RoundTimeout
 
 _LARGE_BYTES = 64 * 1024  # above this, few bytes matter more than few steps
+_ALL_TO_ALL = -1  # the channel of messages from each to each: their tags have the group's
 _MOST_LANES = 4
 _LANE_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
-
-
-class Engine:
-    """A worker's connections, shared by a group and its forks."""
-
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        loop: Loop,
-        view: bytes,
-        *,
-        shared_memory: bool,
-        deadline_s: float,
-        servers: int = 0,
-        sums: bool = True,
-    ) -> None:
-        self.rendezvous = rendezvous
-        self.loop = loop
-        self.deadline_s = deadline_s
-        self.view = view
-        self.channels = 0
-        self.workers = rendezvous.members[: len(rendezvous.members) - servers]
-        self.shared_memory = shared_memory and not (servers and sums)
-        self.servers: SumServers | None = None
-        if servers and sums:
-            me = rendezvous.me.rank
-            self.servers = SumServers(loop, rank=me, workers=len(self.workers), servers=servers)
-        self.rails: list[Rails] = []
-        self.teams: list[SharedMemoryTeam] = []  # their members compute sums when they wait
-        self.all_to_alls: deque[AllToAll] = deque()  # in flight, oldest first
-        self.piece_bytes = 0  # unknown
-        self.whole: WeakSet[EngineGroup] = WeakSet()  # the groups of all workers
-        self.arrangement: tuple[str, tuple[tuple[int, ...], ...]] | None = None
-        loop.progress = self.progress
-        loop.watch.workers = frozenset(range(len(self.workers)))
-
-    @classmethod
-    def connect(
-        cls,
-        rendezvous: Rendezvous,
-        place: Place,
-        *,
-        shared_memory: bool,
-        deadline_s: float,
-        timeout_s: float,
-        sums: bool = True,
-    ) -> Engine:
-        """Connect the workers and servers of a rendezvous. `sums`: whether the servers sum."""
-        given = os.environ.get(mesh.SECRET_VARIABLE)
-        view, secret = mesh.agree_on_view(rendezvous, given.encode() if given else None)
-        address = interface_address(rendezvous, place)
-        certificates = Certificates.from_environment(os.environ)
-        sockets = mesh.connect(
-            rendezvous,
-            address,
-            further=further_addresses(rendezvous, address),
-            view=view,
-            secret=secret,
-            timeout_s=timeout_s,
-            certificates=certificates,
-        )
-        names = {member.rank: str(member) for member in rendezvous.members}
-        connections = {
-            rank: Connection(sock, view=view, peer=names[rank]) for rank, sock in sockets.items()
-        }
-        loop = Loop(connections, names, me=names[rendezvous.me.rank])
-        return cls(
-            rendezvous,
-            loop,
-            view,
-            shared_memory=shared_memory,
-            deadline_s=deadline_s,
-            servers=place.servers,
-            sums=sums,
-        )
-
-    def close(self) -> None:
-        """Disconnect. The peers learn this worker's last error, if it has reported one."""
-        if not any(self.rendezvous.departure_causes):
-            self.loop.progress = _no_progress
-            while self.all_to_alls:
-                self.all_to_alls.popleft().finish_sending()
-            if self.servers is not None:
-                with contextlib.suppress(WorkerError):  # the servers have noticed already
-                    self.servers.dismiss()
-        self.loop.watch.on_waiting = None
-        self.loop.close(self.rendezvous.departure_causes[-1] if self.rendezvous.departure_causes else "")
-        for rails in self.rails:
-            rails.close()
-
-    def start(self, all_to_all: AllToAll) -> None:
-        """Begin an all-to-all, and remember it while it is in flight."""
-        self.all_to_alls.append(all_to_all)
-        self.loop.submit(all_to_all)
-        with contextlib.suppress(IndexError):  # several threads may remove entries at once
-            while self.all_to_alls[0].ended:
-                self.all_to_alls.popleft()
-
-    def progress(self) -> None:
-        """Compute this worker's part of all sums in shared memory that have begun."""
-        for team in self.teams:
-            team.finish_all(self.deadline_s)
-
-    def advance(self) -> None:
-        """As far as that needs no waiting; for a worker that waits for one of its teams."""
-        for team in self.teams:
-            team.advance()
-
-    def next_channel(self) -> int:
-        """The next channel's number; all workers open channels in the same order."""
-        self.channels += 1
-        return self.channels
 
 
 class EngineGroup(Group):
@@ -207,8 +93,13 @@ class EngineGroup(Group):
         self._count = 0
         self._team: SharedMemoryTeam | None = None
         self._rails: Rails | None = None
+        self._memory: MemoryOperations | None = None
         if engine.shared_memory and not ranks:
             self._share_memory(machines(engine.workers))
+        self._memory = self._open_memory() if engine.shared_memory else None
+        if engine.shared_memory and not ranks and owns:
+            self._open_messages(on_machines)
+        self._sent: Counter[tuple[int, int, int]] = Counter()  # messages, by sender, receiver and tag
         if not ranks:
             engine.whole.add(self)
             if engine.arrangement is not None:
@@ -235,6 +126,8 @@ class EngineGroup(Group):
         """Combine in place: in the background, or on one machine's shared memory while waiting."""
         flat = tensor.detach().view(-1)
         if self._team is None or not self._team.holds(flat):
+            if self._memory is not None:
+                return self._memory.all_reduce(flat, op, tensor)
             lanes = _lanes(flat)
             if len(lanes) == 1:
                 return self._over_tcp(flat, op, priority, tensor)
@@ -263,6 +156,12 @@ class EngineGroup(Group):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all members, by rank."""
         own = tensor.detach().contiguous()
+        length = own.numel() * own.element_size()
+        if length and self._memory is not None:
+            return self._memory.all_gather(own)
+        return self._gather_over_tcp(own)
+
+    def _gather_over_tcp(self, own: Tensor) -> list[Tensor]:
         parts = own.new_empty((self.size, *own.shape))
         parts[self.rank] = own
         if own.numel():
@@ -274,8 +173,10 @@ class EngineGroup(Group):
     def all_gather_unequal(
         self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0
     ) -> Future[Tensor]:
-        """In the background."""
+        """In the background, or in shared memory while waiting."""
         item_bytes = buffer.element_size()
+        if self._memory is not None:
+            return self._memory.gather_blocks(buffer, lengths)
         steps = gather_blocks(self.rank, [length * item_bytes for length in lengths])
         parties = self._ranks if all(lengths) else ()
         return self._start(_as_bytes(buffer), steps, "sum", priority, buffer, parties)
@@ -283,12 +184,18 @@ class EngineGroup(Group):
     def reduce_scatter(self, buffer: Tensor, lengths: Sequence[int], op: Op = "sum") -> Future[Tensor]:
         """Every member sends block r to member r, which adds them up."""
         flat = buffer.detach().view(-1)
+        own = blocks(flat, lengths)[self.rank]
+        if self._memory is not None:
+            return self._memory.reduce_scatter(flat, lengths, op, own)
         steps = to_owners(self.rank, list(pairwise(accumulate(lengths, initial=0))))
-        return self._start(flat, steps, op, 0, blocks(flat, lengths)[self.rank])
+        return self._start(flat, steps, op, 0, own)
 
     def all_to_all(self, outgoing: Sequence[Tensor], *, priority: int = 0) -> Messages:
         """Over TCP, directly from each member to each other, in the background."""
         check_messages(outgoing, self.size)
+        messages = self._engine.messages
+        if messages is not None and self.machines == 1 and self.size > 1:
+            return messages.all_to_all(outgoing, self.rank, self.ranks, (_ALL_TO_ALL, self._next_tag()))
         memories = {id(message): message.contiguous().numpy().data for message in outgoing}
         all_to_all = AllToAll(
             self._next_tag(),
@@ -304,6 +211,48 @@ class EngineGroup(Group):
         own, ranks = outgoing[self.rank], self.ranks
         received = all_to_all.received.then(lambda found: [found.get(rank, own) for rank in ranks])
         return Messages(received, all_to_all.future, all_to_all.sent_bytes)
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Future[None]:
+        """Through shared memory to a worker of this machine, over TCP to others."""
+        own, peer = tensor.detach().contiguous(), self._peer(to, "send", tag)
+        messages = self._engine.messages
+        if messages is not None and messages.reaches(peer):
+            return messages.send(own, peer, (self._channel, tag))
+        step = ScheduleStep(sends=(Move(to, 0, own.numel() * own.element_size()),))
+        return self._message(own, step, (self.rank, to, tag)).then(lambda _: None)
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Future[Tensor]:
+        """Through shared memory or TCP, as it was sent."""
+        peer = self._peer(source, "receive", tag)
+        flat = tensor.detach()
+        into = (
+            flat if flat.is_contiguous() else torch.empty_like(flat, memory_format=torch.contiguous_format)
+        )
+        messages = self._engine.messages
+        if messages is not None and messages.reaches(peer):
+            found = messages.receive(into, peer, (self._channel, tag), tensor)
+        else:
+            step = ScheduleStep(takes=(Move(source, 0, into.numel() * into.element_size()),))
+            found = self._message(into, step, (source, self.rank, tag)).then(lambda _: tensor)
+        return found if into is flat else found.then(lambda _: flat.copy_(into)).then(lambda _: tensor)
+
+    def _peer(self, rank: int, call: str, tag: int) -> int:
+        """The rank of another member in the view."""
+        if not 0 <= rank < self.size or rank == self.rank or not 0 <= tag < 1 << 31:
+            raise ConfigError(
+                f"rank {self.rank} of {self.size} cannot {call} with rank {rank} and tag {tag}",
+                where=call,
+                fix="give the rank of another member, and a tag from 0 to 2**31 - 1",
+            )
+        return self._ranks[rank]
+
+    def _message(self, own: Tensor, step: ScheduleStep, route: tuple[int, int, int]) -> Future[Tensor]:
+        """One message over TCP, from a member to another, with a tag; both count them alike."""
+        self._sent[route] += 1
+        number = xxhash.xxh3_64_intdigest(repr((route, self._sent[route])).encode())
+        channel = TCP_PAIR_CHANNELS + self._channel
+        tag = channel << CHANNEL_BITS | number & ((1 << CHANNEL_BITS) - 1)
+        return self._start(_as_bytes(own), [step], "sum", 0, tag=tag)
 
     def on_waiting(self, told: OnWaiting) -> None:
         """The loop's thread calls it."""
@@ -341,10 +290,87 @@ class EngineGroup(Group):
         """The first member makes it."""
         pids = [self._engine.workers[rank].pid for rank in self.ranks]
 
-        def gather(mine: Handle) -> list[Handle]:
-            return [Handle(*part.tolist()) for part in self.all_gather(torch.tensor(mine))]
+        return share(size_bytes, self.rank, pids, [0], self._gather_handles)[0]
 
-        return share(size_bytes, self.rank, pids, [0], gather)[0]
+    def _gather_handles(self, mine: Handle) -> list[Handle]:
+        return [Handle(*part.tolist()) for part in self._gather_over_tcp(torch.tensor(mine))]
+
+    def _open_memory(self) -> MemoryOperations | None:
+        """Operations in shared memory, if all members are on one machine and can have it."""
+        engine = self._engine
+        if self.machines > 1 or self.size == 1:
+            return None
+        try:
+            memory = MemoryOperations(
+                self.rank,
+                self.ranks,
+                [engine.workers[rank].pid for rank in self.ranks],
+                engine.loop,
+                channel=self._channel,
+                gather=self._gather_handles,
+                meanwhile=engine.advance,
+                deadline_s=lambda: engine.deadline_s,
+            )
+        except LaunchError as error:
+            self._warn(error, "small messages of these workers go over TCP instead")
+            return None
+        engine.slots.append(memory.team)
+        return memory
+
+    def _open_messages(self, on_machines: list[list[int]]) -> None:
+        """Rings between the workers of each machine. All members ask together; all get them, or none."""
+        engine = self._engine
+        mates = next(ranks for ranks in on_machines if self.rank in ranks)
+        most = max(len(ranks) for ranks in on_machines)
+        if most == 1 or not PairRings.fits(most):
+            return
+        order = [*mates, *(rank for rank in range(self.size) if rank not in mates)]
+
+        def gather(mine: Handle) -> list[Handle]:
+            handles = self._gather_handles(mine)
+            return [handles[rank] for rank in order]
+
+        try:
+            engine.messages = MachineMessages(
+                mates,
+                [engine.workers[rank].pid for rank in mates],
+                engine.loop,
+                rank=self.rank,
+                gather=gather,
+                meanwhile=engine.advance,
+                deadline_s=lambda: engine.deadline_s,
+            )
+        except LaunchError as error:
+            self._warn(error, "messages between workers of one machine go over TCP instead")
+            return
+        engine.loop.tick = engine.messages.rings.take_all
+
+    def agree(self, call: int) -> None:
+        """In shared memory, or by a gather."""
+        if self._memory is None:
+            super().agree(call)
+        else:
+            self._memory.agree(call)
+
+    def announce(self, call: int) -> None:
+        """In shared memory the next operation carries the number."""
+        if self._memory is None:
+            super().announce(call)
+        else:
+            self._memory.announce(call)
+
+    def barrier(self) -> None:
+        """Without data, in shared memory."""
+        if self._memory is None:
+            super().barrier()
+        else:
+            self._memory.barrier()
+
+    def all_gather_any(self, tensor: Tensor) -> list[Tensor]:
+        """One exchange in shared memory, if the tensors are small."""
+        if self._memory is not None:
+            return self._memory.all_gather_any(tensor)
+        return super().all_gather_any(tensor)
 
     def exchange(self, flat: Tensor, schedule: Schedule, *, priority: int = 0) -> Future[Tensor]:
         """Carry out this member's part of a schedule that sums, on a flat buffer, in the background."""
@@ -398,6 +424,9 @@ class EngineGroup(Group):
         """Copy the source's values to all members."""
         if tensor.numel():
             flat = _as_bytes(tensor.detach())
+            if self._memory is not None:
+                self._memory.broadcast(flat, source)
+                return
             large = flat.numel() > _LARGE_BYTES
             steps = broadcast(self.rank, self.size, flat.numel(), source, large=large)
             parties = () if source == self.rank else (self._ranks[source],)
@@ -411,11 +440,12 @@ class EngineGroup(Group):
         priority: int,
         result: Tensor | None = None,
         parties: Sequence[int] = (),
+        tag: int = 0,
     ) -> Future[Tensor]:
         if self._subgroup:
-            schedule = [_renamed(step, self._subgroup) for step in schedule]
+            schedule = on(self._subgroup, schedule)
         exchange = Exchange(
-            self._next_tag(),
+            tag or self._next_tag(),
             flat,
             schedule,
             rank=self._engine.rendezvous.me.rank,
@@ -552,10 +582,6 @@ def _checked(collective: str, size: int) -> Collective:
     return built
 
 
-def _no_progress() -> None:
-    """Replaces `progress` when this worker leaves."""
-
-
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as bytes, to move tensors of any type."""
     return tensor.view(-1).view(torch.uint8)
@@ -576,12 +602,3 @@ def _schedule(collective: Collective, order: tuple[int, ...], rank: int, length:
     """
     steps = collective.schedule(order.index(rank), len(order), length)
     return steps if order == tuple(range(len(order))) else on(order, steps)
-
-
-def _renamed(step: ScheduleStep, ranks: Sequence[int]) -> ScheduleStep:
-    """A step with the peers' ranks in the view instead of those in the group."""
-
-    def named(moves: Sequence[Move]) -> tuple[Move, ...]:
-        return tuple(Move(ranks[move.peer], move.start, move.stop) for move in moves)
-
-    return ScheduleStep(sends=named(step.sends), adds=named(step.adds), takes=named(step.takes))

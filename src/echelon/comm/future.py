@@ -1,8 +1,8 @@
 """A future: the result of an operation that is in flight, or the error that ended it.
 
-Invariant: a thread makes progress for its peers before it blocks. A peer may need this worker's part of a
-sum in shared memory before it can complete what this thread waits for. `Future.wait` is where threads
-block, so it is the only place that must know this.
+Invariant: a thread makes progress for its peers before it blocks, and while it is blocked. A peer may need
+this worker's part of an operation in shared memory before it can complete what this thread waits for.
+`Future.wait` is where threads block, so it is the only place that must know this.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 _FOREVER = -1.0  # as a lock's timeout
 LONG_S = 1.0  # after this, a wait is reported
+_PROGRESS_S = 1e-3  # how often a blocked thread makes progress for others
 _log = logging.getLogger(__name__)
 
 
@@ -40,8 +41,11 @@ class Timing:
 class Waiting(Protocol):
     """What a thread must know that waits for a future."""
 
-    def progress(self) -> None:
-        """Before blocking: do this worker's part in what peers may wait for."""
+    def progress(self) -> bool:
+        """Before blocking: do this worker's part in what peers may wait for.
+
+        Returns whether more will come; then the thread calls it again while it is blocked.
+        """
 
     def limit_s(self) -> float | None:
         """How long to block at most; None if the operation certainly ends by itself."""
@@ -115,10 +119,9 @@ class Future(Generic[T]):
         """
         if not self._completed:
             waiting = self._waiting
-            if waiting is not None:
-                waiting.progress()
+            more = waiting is not None and waiting.progress()
             if not self._completed:
-                self._block(waiting, timeout_s)
+                self._block(waiting, timeout_s, more=more)
         if self._error is not None:
             raise self._error
         result: T = self._result
@@ -190,19 +193,32 @@ class Future(Generic[T]):
         waiting = self._waiting
         return None if waiting is None else waiting.stalled(waited_s, endless=endless)
 
-    def _block(self, waiting: Waiting | None, timeout_s: float | None) -> None:
+    def _block(self, waiting: Waiting | None, timeout_s: float | None, *, more: bool = False) -> None:
         limit_s = None if waiting is None else waiting.limit_s()
         if limit_s is not None and (timeout_s is None or limit_s < timeout_s):
             blocked_s, reported_s = limit_s, None
         else:
             blocked_s, reported_s = _FOREVER if timeout_s is None else timeout_s, timeout_s
         short = 0 <= blocked_s <= LONG_S
-        if self._gate.acquire(timeout=blocked_s if short else LONG_S):
-            self._gate.release()
+        if self._opens(waiting if more else None, blocked_s if short else LONG_S):
             return
         opened = not short and self._opens_within(blocked_s, waiting, endless=timeout_s is None)
         if not opened and not self._completed:
             raise self.overdue(reported_s) if waiting is None else waiting.overdue(reported_s)
+
+    def _opens(self, waiting: Waiting | None, limit_s: float) -> bool:
+        """Block at most so long, and make progress meanwhile where there is any to make."""
+        until = time.monotonic() + limit_s
+        while waiting is not None and waiting.progress():
+            if self._gate.acquire(timeout=min(_PROGRESS_S, max(0.0, until - time.monotonic()))):
+                self._gate.release()
+                return True
+            if time.monotonic() >= until:
+                return False
+        if self._gate.acquire(timeout=max(0.0, until - time.monotonic())):
+            self._gate.release()
+            return True
+        return False
 
     def _opens_within(self, blocked_s: float, waiting: Waiting | None, *, endless: bool) -> bool:
         """Go on waiting, with reports; returns whether it is over in time."""
@@ -214,8 +230,7 @@ class Future(Generic[T]):
                     end()
                 end = reported or _nothing
                 left_s = LONG_S if blocked_s < 0 else min(LONG_S, blocked_s - waited_s)
-                if self._gate.acquire(timeout=left_s):
-                    self._gate.release()
+                if self._opens(waiting, left_s):
                     return True
                 waited_s = time.monotonic() - since
             return False

@@ -31,6 +31,14 @@ Op = Literal["sum", "max", "min"]
 _CHECKSUM = (1 << 63) - 1  # the bits of a checksum that an int64 holds
 
 
+class CallsDiffer(Exception):
+    """Members gave different numbers to `agree` or `announce`; all of them raise it. `calls`: by rank."""
+
+    def __init__(self, calls: Sequence[int]) -> None:
+        super().__init__("members make different calls")
+        self.calls = tuple(calls)
+
+
 @dataclass(frozen=True, slots=True)
 class Messages:
     """An all-to-all in flight: `received` gives the messages of all members, by rank.
@@ -114,6 +122,18 @@ class Group(ABC):
         sent_bytes = (self.size - 1) * (block.numel() + table.numel() * table.element_size())
         return Messages(Future.completed(parts), Future.completed(None), sent_bytes)
 
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Future[None]:
+        """Send a tensor to a member, which receives it; the tensor may change once the future is done.
+
+        Messages between two members with the same tag arrive in the order in which they were sent. They
+        have no order with other operations. A tag is 0 or more, and less than 2**31.
+        """
+        raise self._unsupported("a message to one worker")
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Future[Tensor]:
+        """Receive a member's next message with this tag into a tensor of the same shape and type."""
+        raise self._unsupported("a message from one worker")
+
     def neighbor_all_gather(self, tensor: Tensor, peers: Sequence[int]) -> list[Tensor]:
         """The tensors of some members, who ask for this member's; all have the same shape and type."""
         gathered = self.all_gather(tensor)
@@ -196,21 +216,43 @@ class Group(ABC):
         """The script's loop was left by this error, which something else may catch; None: it goes on."""
         return
 
+    # Agreement: all members make the same call.
+
+    def agree(self, call: int) -> None:
+        """Wait until all members have called this; all raise CallsDiffer if their numbers differ."""
+        told = [int(one) for one in self.all_gather(torch.tensor([call]))]
+        if len(set(told)) > 1:
+            raise CallsDiffer(told)
+
+    def announce(self, call: int) -> None:
+        """The same for an operation that follows at once and is waited for.
+
+        CallsDiffer is raised here or by that operation, which then has changed nothing. `call` is not 0.
+        """
+        self.agree(call)
+
     # Made of the above.
 
     def barrier(self) -> None:
         """Return when every member has called this."""
         self.all_reduce(torch.zeros(1)).wait()
 
+    def all_gather_any(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all members, by rank: of one type and number of dimensions, but of any shapes."""
+        told = self.all_gather(torch.tensor([0, *tensor.shape]))
+        shapes = [torch.Size(one[1:].tolist()) for one in told]
+        lengths = [shape.numel() for shape in shapes]
+        padded = tensor.new_zeros(max(1, *lengths))
+        padded[: tensor.numel()] = tensor.detach().reshape(-1)
+        parts = self.all_gather(padded)
+        return [
+            part[:length].clone().view(shape)
+            for part, length, shape in zip(parts, lengths, shapes, strict=True)
+        ]
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of all members, by rank; lengths may differ."""
-        lengths = [int(t) for t in self.all_gather(torch.tensor([len(data)]))]
-        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-        padded[: len(data)] = _as_tensor(data)
-        return [
-            bytes(part[:length].numpy())
-            for part, length in zip(self.all_gather(padded), lengths, strict=True)
-        ]
+        return [bytes(part.numpy()) for part in self.all_gather_any(_as_tensor(data))]
 
     def broadcast_bytes(self, data: bytes, source: int = 0) -> bytes:
         """The source's bytes, on every member."""

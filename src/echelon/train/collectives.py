@@ -1,8 +1,9 @@
 """What a script can ask of the other workers directly: reduce, gather, broadcast, wait.
 
-All workers must make the same calls in the same order. They agree on each call first, by a checksum of its
-description: a backend that gets different shapes ends the process, or hangs. A worker that makes no call at
-all is found by what it does instead (comm/wire/doing.py).
+All workers must make the same calls in the same order. They compare a checksum of each call's description:
+a backend that gets different shapes ends the process, or hangs. In shared memory the checksum travels with
+the call's own data, elsewhere before it. A worker that makes no call at all is found by what it does
+instead (comm/wire/doing.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import xxhash
 from torch import Tensor
 
 from echelon.comm.future import Future
-from echelon.comm.group import Group
+from echelon.comm.group import CallsDiffer, Group
+from echelon.comm.group import Op as GroupOp
 from echelon.comm.wire import doing, mismatch
 from echelon.config.choices import check_word
 from echelon.errors import ConfigError, MismatchedCalls, WorkerError
@@ -95,18 +97,23 @@ class ScriptCollectives:
         """
         _check_reducible("all_reduce", tensor, op)
         self._combined()
-        self._check_same("all_reduce", op if weight is None else f"{op} weighted", tensor)
+        call = _described("all_reduce", op if weight is None else f"{op} weighted", tensor)
+        one_exchange = wait and weight is None and tensor.numel()
+        if not one_exchange:
+            self._agree(call)
         part = self._part(op, weight)
         if self.world_size == 1 or not tensor.numel():
             future = Future.completed(tensor)
-        else:
-            # A copy: if the reduction fails half-way, the script's tensor is unchanged.
-            flat = tensor.detach().clone(memory_format=torch.contiguous_format)
-            if part is not None:
-                flat.mul_(part)
-            future = self._group.all_reduce(flat, "sum" if op == "mean" else op).then(
-                lambda _: _put(tensor, flat)
-            )
+            return future.wait() if wait else future
+        # A copy: if the reduction fails half-way, the script's tensor is unchanged.
+        flat = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if part is not None:
+            flat.mul_(part)
+        how: GroupOp = "sum" if op == "mean" else op
+        if one_exchange:
+            self._together(call, lambda: self._group.all_reduce(flat, how).wait())
+            return _put(tensor, flat)
+        future = self._group.all_reduce(flat, how).then(lambda _: _put(tensor, flat))
         return future.wait() if wait else future
 
     def _part(self, op: Op, weight: float | None) -> float | None:
@@ -140,12 +147,15 @@ class ScriptCollectives:
                 fix="use all_reduce",
             )
         self._combined()
-        self._check_same("reduce_scatter", op, tensor)
+        call = _described("reduce_scatter", op, tensor)
         flat = tensor.detach().clone(memory_format=torch.contiguous_format)
         parts = torch.tensor_split(flat, self.world_size)
         lengths = [part.numel() for part in parts]
+        how: GroupOp = "sum" if op == "mean" else op
         if flat.numel():
-            self._group.reduce_scatter(flat, lengths, "sum" if op == "mean" else op).wait()
+            self._together(call, lambda: self._group.reduce_scatter(flat, lengths, how).wait())
+        else:
+            self._agree(call)
         own = parts[self.rank].clone()
         return own.div_(self.world_size) if op == "mean" else own
 
@@ -157,17 +167,8 @@ class ScriptCollectives:
             everything = torch.cat(session.all_gather(outputs))
         """
         self._combined()
-        self._agree(f"all_gather {tensor.dtype} of {tensor.dim()} dimensions")
-        told = self._group.all_gather(torch.tensor([0, *tensor.shape]))
-        shapes = [torch.Size(one[1:].tolist()) for one in told]
-        lengths = [shape.numel() for shape in shapes]
-        padded = tensor.new_zeros(max(1, *lengths))
-        padded[: tensor.numel()] = tensor.detach().reshape(-1)
-        parts = self._group.all_gather(padded)
-        return [
-            part[:length].clone().view(shape)
-            for part, length, shape in zip(parts, lengths, shapes, strict=True)
-        ]
+        call = f"all_gather {tensor.dtype} of {tensor.dim()} dimensions"
+        return self._together(call, lambda: self._group.all_gather_any(tensor))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Give every worker the source's values, in place, and return the tensor.
@@ -184,9 +185,12 @@ class ScriptCollectives:
                 where="session.broadcast",
                 fix=f"ranks go from 0 to {self.world_size - 1}",
             )
-        self._check_same("broadcast", str(source), tensor)
+        call = _described("broadcast", str(source), tensor)
         flat = tensor.detach().contiguous()
-        self._group.broadcast(flat, source)
+        if flat.numel():
+            self._together(call, lambda: self._group.broadcast(flat, source))
+        else:
+            self._agree(call)
         with torch.no_grad():
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.copy_(flat)
@@ -216,10 +220,9 @@ class ScriptCollectives:
         self._combined()
         own = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
         counts = self._samples() if weight is None else float(weight)
-        self._agree(f"mean {list(own.shape)}")
         total = torch.cat([own.double().cpu().reshape(-1) * counts, torch.tensor([counts]).double()])
         if self.world_size > 1:
-            self._group.all_reduce(total).wait()
+            self._together(f"mean {list(own.shape)}", lambda: self._group.all_reduce(total).wait())
         if not 0 < float(total[-1]) < math.inf or not 0 <= counts < math.inf:
             raise ConfigError(
                 f"weights that sum to {float(total[-1]):g} make no mean",
@@ -305,19 +308,29 @@ class ScriptCollectives:
 
     # Agreement ------------------------------------------------------------------------------------
 
-    def _check_same(self, call: str, how: str, tensor: Tensor) -> None:
-        """Refuse different calls or shapes, which would end a process inside the backend."""
-        self._agree(f"{call} {how} {list(tensor.shape)} {tensor.dtype}")
-
     def _agree(self, call: str) -> None:
-        """Every call of the session begins with this: all workers describe it alike, or all raise."""
+        """All workers describe their call alike, or all raise."""
+        if self.world_size > 1:
+            self._compared(call, lambda: self._group.agree(_checksum(call)))
+
+    def _together(self, call: str, act: Callable[[], T]) -> T:
+        """The result of an operation of the group that is this call; all workers describe it alike."""
         if self.world_size == 1:
-            return
-        mine = xxhash.xxh3_64_intdigest(call.encode()) >> 1
+            return act()
+
+        def announced() -> T:
+            self._group.announce(_checksum(call))
+            return act()
+
+        return self._compared(call, announced)
+
+    def _compared(self, call: str, act: Callable[[], T]) -> T:
         with self._exchange():
-            told = self._group.all_gather(torch.tensor([mine]))
-        if len({int(one) for one in told}) > 1:
-            raise self._different_calls(call)
+            try:
+                return act()
+            except CallsDiffer:
+                pass  # the exchange is over; the session goes on
+        raise self._different_calls(call)
 
     def _different_calls(self, call: str) -> MismatchedCalls:
         """The error of all workers: who makes which call, and where."""
@@ -329,6 +342,15 @@ class ScriptCollectives:
         found = ", ".join(f"rank {rank} {text}" for rank, (text, _) in enumerate(told)) if alike else ""
         names = {rank: f"rank {rank} on {node}" for rank, node in enumerate(self._nodes)}
         return mismatch.different_calls(names, doings, found)
+
+
+def _described(call: str, how: str, tensor: Tensor) -> str:
+    return f"{call} {how} {list(tensor.shape)} {tensor.dtype}"
+
+
+def _checksum(call: str) -> int:
+    """A number that is not 0."""
+    return xxhash.xxh3_64_intdigest(call.encode()) >> 1 | 1
 
 
 def _check_reducible(call: str, tensor: Tensor, op: Op) -> None:

@@ -46,16 +46,16 @@ def share(
     try:
         if rank in makers:
             try:
-                own = _make(size_bytes)
+                own = make(size_bytes)
             except OSError as error:
-                failure = _no_room(size_bytes, error)
-        handles = gather(_NONE if own is None else _handle(own))
+                failure = no_room(size_bytes, error)
+        handles = gather(_NONE if own is None else handle_of(own))
         found: list[Tensor] = []
         if all(handles[maker] != _NONE for maker in makers):
             try:
-                found = [_map(pids[maker], handles[maker], size_bytes) for maker in makers]
+                found = [map_segment(pids[maker], handles[maker], size_bytes) for maker in makers]
             except (OSError, RuntimeError) as error:
-                failure = _no_room(size_bytes, error)
+                failure = no_room(size_bytes, error)
         if _NONE not in gather(_FINE if len(found) == len(makers) else _NONE):
             return found
     finally:
@@ -64,7 +64,7 @@ def share(
     raise failure or LaunchError("another worker could not get shared memory", where=str(FOLDER))
 
 
-def _make(size_bytes: int) -> int:
+def make(size_bytes: int) -> int:
     """Reserve the memory now, so that a full file system is noticed here and not at a write."""
     fd = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
     try:
@@ -75,15 +75,17 @@ def _make(size_bytes: int) -> int:
     return fd
 
 
-def _handle(fd: int) -> Handle:
+def handle_of(fd: int) -> Handle:
+    """How other processes find the segment with this file descriptor."""
     found = os.fstat(fd)
     return Handle(fd, found.st_ino, found.st_dev)
 
 
-def _map(pid: int, handle: Handle, size_bytes: int) -> Tensor:
+def map_segment(pid: int, handle: Handle, size_bytes: int) -> Tensor:
+    """Map a segment of that process, as bytes."""
     fd = os.open(f"/proc/{pid}/fd/{handle.fd}", os.O_RDWR)
     try:
-        if _handle(fd)[1:] != handle[1:]:
+        if handle_of(fd)[1:] != handle[1:]:
             raise RuntimeError(f"process {pid} is a different process here")
         # Python's mmap would keep a file open for each mapping.
         return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size_bytes, dtype=torch.uint8)
@@ -91,7 +93,8 @@ def _map(pid: int, handle: Handle, size_bytes: int) -> Tensor:
         os.close(fd)
 
 
-def _no_room(size_bytes: int, error: OSError | RuntimeError) -> LaunchError:
+def no_room(size_bytes: int, error: OSError | RuntimeError) -> LaunchError:
+    """The error for a worker that cannot make or map a segment."""
     why = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
     failure = LaunchError(
         f"no room for {size_bytes} bytes of shared memory: {why}",

@@ -47,18 +47,19 @@ class _Reduction:
 
 
 class Board:
-    """The workers' progress in shared memory: a row for READY and one for DONE; numbers only grow."""
+    """The workers' progress in shared memory: rows of numbers, such as READY and DONE, that only grow."""
 
-    def __init__(self, rank: int, size: int, memory: Tensor) -> None:
+    def __init__(self, rank: int, size: int, memory: Tensor, *, rows: int = 2) -> None:
         self._rank = rank
         self._size = size
+        self._rows = [range(row * size * _LINE, (row + 1) * size * _LINE, _LINE) for row in range(rows)]
         self._numbers = memory.view(torch.int64).numpy().data
         self._fence = threading.Lock()
 
     @staticmethod
-    def size_bytes(size: int) -> int:
+    def size_bytes(size: int, rows: int = 2) -> int:
         """The memory for a board of so many workers."""
-        return 2 * size * _LINE * 8
+        return rows * size * _LINE * 8
 
     def publish(self, row: int, number: int) -> None:
         """Publish this worker's number; a reader of the number sees all that was written before it."""
@@ -73,7 +74,8 @@ class Board:
 
     def behind(self, row: int, number: int) -> list[int]:
         """The workers that have not published that number."""
-        late = [rank for rank in range(self._size) if not self.has_reached(row, rank, number)]
+        numbers = self._numbers
+        late = [rank for rank, at in enumerate(self._rows[row]) if numbers[at] < number]
         with self._fence:  # later reads are no older than the numbers
             return late
 
@@ -306,9 +308,9 @@ def sum_into(position: int, buffers: list[Tensor], low: int, high: int, op: Op) 
     half = buffers[0].dtype in (torch.float16, torch.bfloat16)
     parts = [buffer[low:high].float() if half else buffer[low:high] for buffer in buffers]
     if len(parts) > 1:
-        total = _COMBINE[op](parts[0], parts[1])
+        total = COMBINE[op](parts[0], parts[1])
         for other in parts[2:]:
-            _COMBINE[op](total, other, out=total)
+            COMBINE[op](total, other, out=total)
         buffers[position][low:high].copy_(total)
 
 
@@ -318,11 +320,11 @@ def _sum_piece(buffers: list[Tensor], low: int, high: int, op: Op) -> None:
     half = first.dtype in (torch.float16, torch.bfloat16)
     total = first.float() if half else first
     for other in buffers[1:]:
-        _COMBINE[op](total, other[low:high].float() if half else other[low:high], out=total)
+        COMBINE[op](total, other[low:high].float() if half else other[low:high], out=total)
     if half:
         first.copy_(total)
     for other in buffers[1:]:
         other[low:high].copy_(first)
 
 
-_COMBINE: dict[Op, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+COMBINE: dict[Op, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}

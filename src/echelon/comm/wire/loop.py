@@ -24,7 +24,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar
 
 from echelon.comm.future import Future, Timing
@@ -44,7 +44,7 @@ from echelon.comm.wire.notices import (
     Question,
     shortened,
 )
-from echelon.comm.wire.watch import Watch
+from echelon.comm.wire.watch import TCP_PAIR_CHANNELS, Watch
 from echelon.errors import Corrupt, MismatchedCalls, PeerLost, RoundTimeout, StaleView, WorkerError
 
 _MARGIN_S = 8.0
@@ -112,10 +112,9 @@ class Operation(ABC, Generic[T]):
 
     # For threads that wait for it ----------------------------------------------------------------
 
-    def progress(self) -> None:
+    def progress(self) -> bool:
         """As the group of this loop does."""
-        if self.loop is not None:
-            self.loop.progress()
+        return self.loop is not None and self.loop.progress()
 
     def limit_s(self) -> float:
         """The loop ends it soon after the deadline; the margin is for a loop that is itself delayed."""
@@ -142,7 +141,8 @@ class Loop:
         self.connections = dict(connections)
         self.names = names
         self.me = me
-        self.progress: Callable[[], None] = _nothing  # what a thread does before it blocks
+        self.progress: Callable[[], bool] = _nothing  # what a thread does before it blocks
+        self.tick: Callable[[], None] = _idle  # what the loop's thread does now and then
         self._mine = set(names) - set(connections)
         self.live = dict(connections)  # the peers that are not gone
         self.watch = Watch(self, self._mine)
@@ -162,6 +162,7 @@ class Loop:
         self._over: WorkerError | None = None
         self._closing = False
         self._cause = ""
+        self._found = ""  # how this worker noticed that workers make different calls
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
@@ -188,11 +189,29 @@ class Loop:
             operation.end(self._over)
         self.wake()
 
-    def check(self) -> None:
-        """Raise if any peer is gone, or the loop itself."""
-        error = self._loss or self._over
+    def check(self, ranks: Collection[int] | None = None) -> None:
+        """Raise if a peer has died or failed, or the loop itself; or if one of these has left.
+
+        Without ranks: if any has left.
+        """
+        error = self._dead or self._over
+        if error is None and ranks is None:
+            error = self._loss
+        elif error is None and self._lost:
+            error = next((self._lost[rank] for rank in ranks or () if rank in self._lost), None)
         if error is not None:
             raise self._explained(error)
+
+    def differ(self, found: str) -> None:
+        """Workers take part in different operations, as `found` says: all operations of all workers end.
+
+        Returns when this worker knows the error, which `check` raises.
+        """
+        self._found = found
+        self.wake()
+        until = time.monotonic() + _MARGIN_S
+        while self._dead is None and self._over is None and time.monotonic() < until:
+            time.sleep(_LINGER_POLL_S)
 
     def note(self, error: WorkerError) -> None:
         """Note an error found elsewhere: if this worker leaves because of it, peers learn whom to blame."""
@@ -222,8 +241,12 @@ class Loop:
                 self._settle()
                 while self._inbox:
                     self._begin(self._inbox.popleft())
+                self.tick()
                 self._flush()
                 self._check_deadlines()
+                if self._found:
+                    self.watch.inquire(self._found)
+                    self._found = ""
                 self._disagree(self.watch.tick())
         except Exception as error:  # noqa: BLE001 - waiting threads must learn of any error
             _log.exception("the thread that moves bytes failed")
@@ -320,6 +343,8 @@ class Loop:
                 self._end(operation, self._explained(self._lost[gone[0]]))
 
     def _has_begun(self, tag: int) -> bool:
+        if tag >> CHANNEL_BITS >= TCP_PAIR_CHANNELS:  # messages between two workers have no common order
+            return tag in self._operations
         return tag <= self._begun.get(tag >> CHANNEL_BITS, 0)
 
     def stage(self, tag: int) -> Stage:
@@ -533,8 +558,13 @@ class Loop:
                 time.sleep(_LINGER_POLL_S)
 
 
-def _nothing() -> None:
+def _idle() -> None:
+    """The default: there is nothing to do now and then."""
+
+
+def _nothing() -> bool:
     """The default: no group sums in shared memory."""
+    return False
 
 
 def _discard(sock: socket.socket) -> None:

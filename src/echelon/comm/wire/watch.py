@@ -34,7 +34,10 @@ from echelon.errors import MismatchedCalls, WorkerError
 if TYPE_CHECKING:
     from echelon.comm.wire.loop import Loop
 
-MEMORY_CHANNELS = 1 << 21  # the channels of reductions in shared memory; beyond any other
+TCP_PAIR_CHANNELS = 1 << 20  # the channels of messages from one worker to another, beyond those of groups
+MEMORY_CHANNELS = 1 << 21  # those of reductions in shared memory
+SLOT_CHANNELS = 3 << 20  # those of operations through slots in shared memory
+PAIR_CHANNELS = 1 << 22  # those of messages from one worker to another in shared memory
 _ASK_AGAIN_S = (0.6, 2.0)  # after the first question, after later ones
 _CONFIRM_S = 0.5
 _CONFIRM_CODED_S = 5.0  # a codec thread may compute for a while before it begins an operation
@@ -116,12 +119,14 @@ class Watch:
     workers     the ranks that train; the others are servers, which nobody asks
     on_waiting  called while a wait goes on
     memory      for the channels of reductions in shared memory: whether this worker has begun a number
+    slots       the same for operations through slots
     """
 
     def __init__(self, loop: Loop, ranks: Collection[int]) -> None:
         self.workers = frozenset(loop.names)
         self.on_waiting: OnWaiting | None = None
         self.memory: dict[int, Callable[[int], bool]] = {}
+        self.slots: dict[int, Callable[[int], bool]] = {}
         self.beginner = 0  # the thread that began the last operation
         self._beginners: set[int] = set()
         self._maker = threading.get_ident()
@@ -367,7 +372,11 @@ class Watch:
         channel, number = tag >> CHANNEL_BITS, tag & ((1 << CHANNEL_BITS) - 1)
         if channel < MEMORY_CHANNELS:
             return self._loop.stage(tag)
-        begun = self.memory.get(channel - MEMORY_CHANNELS)
+        if channel >= PAIR_CHANNELS:  # only the sender begins a message, and then it is there
+            return Stage.NOT_BEGUN
+        of_slots = channel >= SLOT_CHANNELS
+        known, first = (self.slots, SLOT_CHANNELS) if of_slots else (self.memory, MEMORY_CHANNELS)
+        begun = known.get(channel - first)
         return Stage.BEGUN if begun is not None and begun(number) else Stage.NOT_BEGUN
 
     def _may_begin(self, *, trained: bool) -> bool:

@@ -28,9 +28,10 @@ class BucketJob:
         self.future: Future[None] = Future(self, timing)
         self._progress = progress
 
-    def progress(self) -> None:
-        """As its group does."""
+    def progress(self) -> bool:
+        """As its group does; the codec thread goes on with the rest."""
         self._progress()
+        return False
 
     def limit_s(self) -> None:
         """None: every exchange has a deadline of its own."""
