@@ -1,49 +1,27 @@
 """Messages from one worker to another, with tags: send, receive, receive from anybody.
 
-They travel in a mailbox of the group, in order for each pair. A message whose receive waits already goes
-straight to its tensor; others are kept until they are asked for. Whoever waits for a message takes in those
-of all receives, so that no thread is needed for that.
+The group delivers messages of one sender with one tag in order, to receives that name the sender. For a tag
+with which a script receives from anybody, a receive is posted at every peer; whatever arrives there goes to
+the first of the script's receives that fits, and a message that none wanted yet is kept.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from echelon.backend.matching import Matching
 from echelon.comm.future import CallerFuture, Future
 from echelon.comm.group import Group
 from echelon.comm.wire import blame
-from echelon.comm.wire.mailbox import Delivery, Mailbox
-from echelon.errors import Corrupt, RoundTimeout
+from echelon.errors import MismatchedCalls
 
-_TURN_S = 0.05
-_NOTHING = memoryview(b"")
-_EMPTY = memoryview(b"\0")
-
-
-class Letter(msgspec.Struct, frozen=True, array_like=True):
-    """What precedes a message: its tag, and how many bytes it has. An empty one is sent as one byte."""
-
-    tag: int
-    size: int
-
-
-@dataclass(slots=True, eq=False)
-class _Aside:
-    """A message that began to arrive before its receive was posted."""
-
-    receive: Receive | None = None
-    payload: memoryview | None = None
+MOST_TAG = (1 << 31) - 1
+_SHORTEST_S, _LONGEST_S = 2e-5, 2e-3
 
 
 @dataclass(slots=True, eq=False)
@@ -51,22 +29,8 @@ class Receive:
     """A tensor that waits for a message. `source` is known when the message is there."""
 
     tensor: Tensor
-    flat: Tensor
     source: int = -1
     done: bool = False
-    error: Exception | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of the message that fits."""
-        return self.flat.numel() * self.flat.element_size()
-
-    def end(self, error: Exception | None = None) -> None:
-        """The message is in `flat`, or wrong."""
-        self.error = error
-        if error is None and self.flat.data_ptr() != self.tensor.data_ptr():
-            self.tensor.detach().copy_(self.flat.view(self.tensor.shape))
-        self.done = True
 
 
 class Letters:
@@ -74,156 +38,94 @@ class Letters:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._lock = threading.Lock()  # guards the matching
-        self._turn = threading.Lock()  # held by the thread that takes messages in
-        self._matching: Matching[Receive, _Aside] = Matching()
-        self._coming: dict[int, deque[Receive | _Aside]] = {}  # messages on their way, by sender
-        self._mailbox: Mailbox[Letter] = group.mailbox(Letter, self._place, among_workers=True)
+        self._lock = threading.Lock()
+        self._from_anybody: dict[int, _Tag] = {}
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Future[Any]:
         """Send a tensor; done when it may be changed."""
-        future: Future[Any] = Future()
-        data = _memory(tensor.detach().contiguous())
-        if self._mailbox.error is not None:
-            raise self._mailbox.error
-        letter = Letter(tag, len(data))
-        self._mailbox.send(peer, letter, data or _EMPTY, sent=lambda: future.complete(None))
-
-        def wait(timeout_s: float | None) -> Any:
-            until = _until(timeout_s)
-            while not future.done():
-                if self._mailbox.error is not None:
-                    raise self._mailbox.error
-                if time.monotonic() > until:
-                    raise self._late((peer,), timeout_s)
-                _wait_a_bit(future, until)
-            return tensor
-
-        return CallerFuture(wait, lambda: future.done() or self._mailbox.error is not None)
+        return self._group.send(tensor, peer, tag)
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> tuple[Receive, Future[Any]]:
         """Receive a tensor; done when it is there. None: from anybody."""
-        receive = Receive(tensor, tensor.detach().contiguous().view(-1))
+        receive = Receive(tensor)
         with self._lock:
-            found = self._matching.post(peer, tag, receive)
-            if found is not None:
-                receive.source, aside = found
-                aside.receive = receive
-                if aside.payload is not None:
-                    self._deliver(aside)
+            if peer is not None and tag not in self._from_anybody:
+                receive.source = peer
+                return receive, self._group.receive(tensor, peer, tag)
+            known = self._from_anybody.setdefault(tag, _Tag(self._group, tag))
+            known.post(peer, receive)
 
-        def wait(timeout_s: float | None) -> Any:
-            self._take_in(receive, peer, timeout_s)
-            if receive.error is not None:
-                raise receive.error
+        def wait(timeout_s: float | None) -> Tensor:
+            begun = time.monotonic()
+            while not self._arrived(known, receive):
+                waited_s = time.monotonic() - begun
+                if timeout_s is not None and waited_s > timeout_s:
+                    raise self._late(known, peer, receive, timeout_s)
+                time.sleep(min(max(waited_s / 16, _SHORTEST_S), _LONGEST_S))
             return tensor
 
-        return receive, CallerFuture(wait, lambda: self._arrived(receive))
+        return receive, CallerFuture(wait, lambda: self._arrived(known, receive))
 
-    def _arrived(self, receive: Receive) -> bool:
-        """Take in what is there already; whether that receive, or the mailbox, is over."""
-        if not receive.done and self._turn.acquire(blocking=False):
-            try:
-                while not receive.done and self._mailbox.error is None:
-                    delivery = self._mailbox.receive(0.0)
-                    if delivery is None:
-                        break
-                    self._accept(delivery)
-            finally:
-                self._turn.release()
-        return receive.done or self._mailbox.error is not None
-
-    def _take_in(self, receive: Receive, peer: int | None, timeout_s: float | None) -> None:
-        until = _until(timeout_s)
-        while not receive.done:
-            left_s = until - time.monotonic()
-            if left_s <= 0:
-                with self._lock:
-                    self._matching.withdraw(receive)
-                if not receive.done:
-                    raise self._late(tuple(self._others()) if peer is None else (peer,), timeout_s)
-            if not self._turn.acquire(timeout=min(_TURN_S, max(0.0, left_s))):
-                continue
-            try:
-                while not receive.done and (left_s := until - time.monotonic()) > 0:
-                    delivery = self._mailbox.receive(min(1.0, left_s))
-                    if delivery is not None:
-                        self._accept(delivery)
-            finally:
-                self._turn.release()
-
-    # In the loop's thread ------------------------------------------------------------------------
-
-    def _place(self, peer: int, letter: Letter, length: int) -> memoryview | None:
-        """The message belongs to its receive from its first byte on: the next one may overtake no more."""
+    def _arrived(self, known: _Tag, receive: Receive) -> bool:
         with self._lock:
-            receive = self._matching.take(peer, letter.tag)
-            coming = self._coming.setdefault(peer, deque())
-            if receive is not None:
-                receive.source = peer
-                if letter.size == receive.size_bytes and letter.size:
-                    coming.append(receive)
-                    return _memory(receive.flat)
-                coming.append(_Aside(receive))
-                return None
-            coming.append(_Aside())
-            self._matching.keep(peer, letter.tag, coming[-1])
-            return None
+            return receive.done or known.look(receive)
 
-    # In a thread that waits ----------------------------------------------------------------------
-
-    def _accept(self, delivery: Delivery[Letter]) -> None:
-        """Hand over a message that is here as a whole."""
-        peer, letter, payload = delivery
+    def _late(self, known: _Tag, peer: int | None, receive: Receive, timeout_s: float) -> Exception:
         with self._lock:
-            found = self._coming[peer].popleft()
-            if isinstance(found, Receive):
-                found.end()
-                return
-            found.payload = payload if letter.size else _NOTHING
-            if found.receive is not None:
-                self._deliver(found)
-
-    def _deliver(self, aside: _Aside) -> None:
-        receive, payload = aside.receive, aside.payload
-        assert receive is not None
-        assert payload is not None
-        if len(payload) != receive.size_bytes:
-            receive.end(self._wrong_size(receive.source, len(payload), receive))
-            return
-        if len(payload):
-            _memory(receive.flat)[:] = payload
-        receive.end()
-
-    def _wrong_size(self, source: int, length: int, receive: Receive) -> Corrupt:
-        return Corrupt(
-            f"{self._group.names[source]} sent {length} bytes where {receive.size_bytes} were expected",
-            ranks=(source,),
-            where="recv",
-            fix="give send and recv tensors of the same size and type",
-        )
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._group.size) if rank != self._group.rank]
-
-    def _late(self, ranks: tuple[int, ...], timeout_s: float | None) -> Exception:
+            known.matching.withdraw(receive)
         me = self._group.names[self._group.rank]
-        return blame.late(self._group.names, ranks, timeout_s or 0.0, me)
+        ranks = [rank for rank in range(self._group.size) if rank != self._group.rank]
+        return blame.late(self._group.names, ranks if peer is None else [peer], timeout_s, me)
 
 
-def _memory(tensor: Tensor) -> memoryview:
-    if not tensor.numel():
-        return _NOTHING
-    raw: npt.NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
-    return raw.data
+class _Tag:
+    """The receives of one tag. Their sizes are those of the receives that asked for them."""
 
+    def __init__(self, group: Group, tag: int) -> None:
+        self.matching: Matching[Receive, Tensor] = Matching()
+        self._group = group
+        self._tag = tag
+        self._posted: dict[int, tuple[Tensor, Future[Tensor]]] = {}
 
-def _until(timeout_s: float | None) -> float:
-    return time.monotonic() + (1e9 if timeout_s is None else timeout_s)
+    def post(self, peer: int | None, receive: Receive) -> None:
+        """A receive of the script."""
+        found = self.matching.post(peer, self._tag, receive)
+        if found is not None:
+            self._hand_over(receive, *found)
+            return
+        for rank in range(self._group.size) if peer is None else [peer]:
+            if rank != self._group.rank and rank not in self._posted:
+                self._post(rank, receive.tensor)
 
+    def look(self, receive: Receive) -> bool:
+        """Take in what has arrived; whether that receive is done."""
+        for rank, (room, future) in list(self._posted.items()):
+            if future.done():
+                del self._posted[rank]
+                future.wait()
+                wanted = self.matching.take(rank, self._tag)
+                if wanted is None:
+                    self.matching.keep(rank, self._tag, room)
+                else:
+                    self._hand_over(wanted, rank, room)
+                waiting = self.matching.first(rank, self._tag)
+                if waiting is not None:
+                    self._post(rank, waiting.tensor)
+        return receive.done
 
-def _wait_a_bit(future: Future[Any], until: float) -> None:
-    try:
-        future.wait(min(_TURN_S, max(0.0, until - time.monotonic())))
-    except RoundTimeout:
-        return
+    def _post(self, rank: int, like: Tensor) -> None:
+        room = like.new_empty(like.shape)
+        self._posted[rank] = room, self._group.receive(room, rank, self._tag)
+
+    def _hand_over(self, receive: Receive, source: int, room: Tensor) -> None:
+        if room.numel() != receive.tensor.numel():
+            raise MismatchedCalls(
+                f"{self._group.names[source]} sent {room.numel()} elements where "
+                f"{receive.tensor.numel()} were expected",
+                ranks=(source,),
+                where="recv",
+                fix="receive messages of different sizes with different tags",
+            )
+        receive.tensor.detach().copy_(room.view(receive.tensor.shape))
+        receive.source = source
+        receive.done = True

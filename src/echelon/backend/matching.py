@@ -45,6 +45,11 @@ class Matching(Generic[R, P]):
                 return waiting.receive
         return None
 
+    def first(self, source: int, tag: int) -> R | None:
+        """The receive that the sender's next message would belong to; it goes on waiting."""
+        fits = (one for one in self._waiting if one.tag == tag and one.sender in (None, source))
+        return next((one.receive for one in fits), None)
+
     def keep(self, source: int, tag: int, payload: P) -> None:
         """A message waits for a receive."""
         self._arrived.append((source, tag, payload))

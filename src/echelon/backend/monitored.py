@@ -11,11 +11,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from echelon.backend.letters import Letters
+from echelon.backend.letters import MOST_TAG, Letters
 from echelon.comm.group import Group
 from echelon.errors import EchelonError
 
-_COME, _GO = -(1 << 30) - 1, -(1 << 30) - 2  # tags that scripts do not use
+_COME, _GO = MOST_TAG, MOST_TAG - 1  # tags that scripts do not use
 
 
 def barrier(letters: Letters, group: Group, timeout_s: float, *, all_ranks: bool) -> None:

@@ -321,6 +321,7 @@ class BackendProcessGroup(dist.ProcessGroup):
         return work
 
     def _pair(self, peer: int, what: str) -> Letters:
+        """The messages of this group, unless the peer is this worker."""
         if peer == self._group.rank or self._letters is None:
             raise ValueError(f"a worker cannot {what} itself")
         return self._letters

@@ -22,13 +22,12 @@ import xxhash
 from torch import Tensor
 
 from echelon.cluster import probe
+from echelon.comm.endpoint import NESTED_CHANNELS
 from echelon.comm.endpoint import Engine as Engine
 from echelon.comm.future import CallerFuture, Future
 from echelon.comm.group import Group, Messages, Op, blocks, check_messages
 from echelon.comm.meet.links import Links, measure
-from echelon.comm.memory.messages import MachineMessages
 from echelon.comm.memory.operations import MemoryOperations
-from echelon.comm.memory.pairs import PairRings
 from echelon.comm.memory.rails import TAGS, RailLayout, Rails, machines
 from echelon.comm.memory.segment import Handle, share
 from echelon.comm.memory.shm import SharedMemoryTeam
@@ -72,6 +71,7 @@ class EngineGroup(Group):
         *,
         owns: bool = True,
         ranks: tuple[int, ...] = (),
+        channel: int = 0,
     ) -> None:
         me = engine.rendezvous.me.rank
         self.rank = ranks.index(me) if ranks else me
@@ -89,7 +89,7 @@ class EngineGroup(Group):
         self._text: str
         self._collective: Collective
         self._choose(collective)
-        self._channel = engine.next_channel()
+        self._channel = channel or engine.next_channel()
         self._count = 0
         self._team: SharedMemoryTeam | None = None
         self._rails: Rails | None = None
@@ -116,11 +116,21 @@ class EngineGroup(Group):
         return self._ranks
 
     def subgroup(self, members: Sequence[int]) -> Group | None:
-        """Some members as a group of their own, over TCP."""
+        """Some members as a group of their own."""
+        channel = self._next_channel()
         if self.rank not in members:
-            self._engine.next_channel()
             return None
-        return EngineGroup(self._engine, AutoCollective.name, owns=False, ranks=tuple(members))
+        ranks = tuple(self._ranks[member] for member in members)
+        return EngineGroup(self._engine, AutoCollective.name, owns=False, ranks=ranks, channel=channel)
+
+    def _next_channel(self) -> int:
+        """All members of this group call it in the same order. The others' counts do not matter."""
+        engine = self._engine
+        if not self._subgroup:
+            return engine.next_channel()
+        told = self.all_gather(torch.tensor([engine.nested]))
+        engine.nested = 1 + max(int(one) for one in told)
+        return NESTED_CHANNELS + engine.nested
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
         """Combine in place: in the background, or on one machine's shared memory while waiting."""
@@ -279,12 +289,9 @@ class EngineGroup(Group):
         self.exchange(rooms, [step]).wait()
         return list(rooms.view(1 + len(peers), *tensor.shape)[1:])
 
-    def mailbox(
-        self, accepts: Any, place: PlacePayload[M], *, among_workers: bool = False
-    ) -> Mailbox[M]:
+    def mailbox(self, accepts: Any, place: PlacePayload[M]) -> Mailbox[M]:
         """Over the view's connections."""
-        peers = set(self.ranks) - {self._engine.rendezvous.me.rank} if among_workers else set(self.servers)
-        return Mailbox(self._engine.loop, peers, accepts, place=place)
+        return Mailbox(self._engine.loop, set(self.servers), accepts, place=place)
 
     def shared_memory(self, size_bytes: int) -> Tensor:
         """The first member makes it."""
@@ -297,53 +304,20 @@ class EngineGroup(Group):
 
     def _open_memory(self) -> MemoryOperations | None:
         """Operations in shared memory, if all members are on one machine and can have it."""
-        engine = self._engine
         if self.machines > 1 or self.size == 1:
             return None
         try:
-            memory = MemoryOperations(
-                self.rank,
-                self.ranks,
-                [engine.workers[rank].pid for rank in self.ranks],
-                engine.loop,
-                channel=self._channel,
-                gather=self._gather_handles,
-                meanwhile=engine.advance,
-                deadline_s=lambda: engine.deadline_s,
-            )
+            return self._engine.open_memory(self._ranks, self._channel, self._gather_handles)
         except LaunchError as error:
             self._warn(error, "small messages of these workers go over TCP instead")
             return None
-        engine.slots.append(memory.team)
-        return memory
 
     def _open_messages(self, on_machines: list[list[int]]) -> None:
-        """Rings between the workers of each machine. All members ask together; all get them, or none."""
-        engine = self._engine
-        mates = next(ranks for ranks in on_machines if self.rank in ranks)
-        most = max(len(ranks) for ranks in on_machines)
-        if most == 1 or not PairRings.fits(most):
-            return
-        order = [*mates, *(rank for rank in range(self.size) if rank not in mates)]
-
-        def gather(mine: Handle) -> list[Handle]:
-            handles = self._gather_handles(mine)
-            return [handles[rank] for rank in order]
-
+        """Messages in shared memory. All members ask together; all get it, or none."""
         try:
-            engine.messages = MachineMessages(
-                mates,
-                [engine.workers[rank].pid for rank in mates],
-                engine.loop,
-                rank=self.rank,
-                gather=gather,
-                meanwhile=engine.advance,
-                deadline_s=lambda: engine.deadline_s,
-            )
+            self._engine.open_messages(on_machines, self._gather_handles)
         except LaunchError as error:
             self._warn(error, "messages between workers of one machine go over TCP instead")
-            return
-        engine.loop.tick = engine.messages.rings.take_all
 
     def agree(self, call: int) -> None:
         """In shared memory, or by a gather."""
@@ -481,6 +455,8 @@ class EngineGroup(Group):
         flat = tensor.view(-1)
         lengths = [stop - start for start, stop in _lanes(flat)]
         if self._team is None or not self._team.holds(flat):
+            if self._memory is not None:
+                return (self.size - 1) * flat.numel() * flat.element_size() // self.size
             schedules = [self._schedule(length) for length in lengths]
             moved = sum(move.length for steps in schedules for step in steps for move in step.sends)
         elif self._rails is not None:
@@ -565,14 +541,18 @@ class EngineGroup(Group):
     def fork(self) -> Group:
         """The same members on another channel."""
         text = self._text if self._engine.arrangement is None else AutoCollective.name
-        return EngineGroup(self._engine, text, owns=False, ranks=self._subgroup)
+        channel = self._next_channel()
+        return EngineGroup(self._engine, text, owns=False, ranks=self._subgroup, channel=channel)
 
     def close(self) -> None:
         """Disconnect; peers notice at once. A fork leaves the connections open."""
         if self._owns:
             self._engine.close()
-        elif self._rails is not None:
+            return
+        if self._rails is not None:
             self._rails.close()
+        if self._memory is not None and self._memory.team in self._engine.slots:
+            self._engine.slots.remove(self._memory.team)
 
 
 def _checked(collective: str, size: int) -> Collective:

@@ -188,10 +188,8 @@ class Group(ABC):
         """Some members as a group of their own; None for a member outside it. All members call this."""
         raise self._unsupported("a group of some workers")
 
-    def mailbox(
-        self, accepts: Any, place: PlacePayload[M], *, among_workers: bool = False
-    ) -> Mailbox[M]:
-        """Messages to and from the servers, or the other workers; see `Mailbox` for the arguments."""
+    def mailbox(self, accepts: Any, place: PlacePayload[M]) -> Mailbox[M]:
+        """Messages to and from the servers; see `Mailbox` for the arguments."""
         raise self._unsupported("a parameter server")
 
     def shared_memory(self, size_bytes: int) -> Tensor:
