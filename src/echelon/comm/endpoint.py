@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -13,7 +14,10 @@ from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous, further_addresses, interface_address
 from echelon.comm.meet.tls import Certificates
 from echelon.comm.memory.messages import MachineMessages
+from echelon.comm.memory.operations import MemoryOperations
+from echelon.comm.memory.pairs import PairRings
 from echelon.comm.memory.rails import Rails
+from echelon.comm.memory.segment import Gather, Handle
 from echelon.comm.memory.shm import SharedMemoryTeam
 from echelon.comm.memory.slots import SlotTeam
 from echelon.comm.wire.all_to_all import AllToAll
@@ -24,6 +28,9 @@ from echelon.errors import WorkerError
 
 if TYPE_CHECKING:
     from echelon.comm.engine import EngineGroup
+
+
+NESTED_CHANNELS = 1 << 19  # the channels of groups inside subgroups, whose other workers do not count them
 
 
 class Engine:
@@ -45,6 +52,7 @@ class Engine:
         self.deadline_s = deadline_s
         self.view = view
         self.channels = 0
+        self.nested = 0
         self.workers = rendezvous.members[: len(rendezvous.members) - servers]
         self.shared_memory = shared_memory and not (servers and sums)
         self.servers: SumServers | None = None
@@ -119,6 +127,45 @@ class Engine:
             rails.close()
         if self.messages is not None:
             self.messages.rings.close()
+
+    def open_memory(self, ranks: Sequence[int], channel: int, gather: Gather) -> MemoryOperations:
+        """Operations in shared memory among workers of one machine, who call this together."""
+        opened = MemoryOperations(
+            ranks.index(self.rendezvous.me.rank),
+            ranks,
+            [self.workers[rank].pid for rank in ranks],
+            self.loop,
+            channel=channel,
+            gather=gather,
+            meanwhile=self.advance,
+            deadline_s=lambda: self.deadline_s,
+        )
+        self.slots.append(opened.team)
+        return opened
+
+    def open_messages(self, on_machines: Sequence[Sequence[int]], gather: Gather) -> None:
+        """Messages between the workers of each machine. All workers call this together."""
+        me = self.rendezvous.me.rank
+        mates = next(ranks for ranks in on_machines if me in ranks)
+        most = max(len(ranks) for ranks in on_machines)
+        if most == 1 or not PairRings.fits(most):
+            return
+        order = [*mates, *(rank for rank in range(len(self.workers)) if rank not in mates)]
+
+        def mates_first(mine: Handle) -> list[Handle]:
+            handles = gather(mine)
+            return [handles[rank] for rank in order]
+
+        self.messages = MachineMessages(
+            mates,
+            [self.workers[rank].pid for rank in mates],
+            self.loop,
+            rank=me,
+            gather=mates_first,
+            meanwhile=self.advance,
+            deadline_s=lambda: self.deadline_s,
+        )
+        self.loop.tick = self.messages.rings.take_all
 
     def start(self, all_to_all: AllToAll) -> None:
         """Begin an all-to-all, and remember it while it is in flight."""
