@@ -7,6 +7,7 @@ process_group.py  what torch.distributed calls: one method for each of its opera
 collectives.py    each collective, in terms of what a group of workers offers
 reduction.py      torch's ways to combine tensors (pure)
 monitored.py      a barrier that says who did not come
+staging.py        buffers in shared memory for tensors that are elsewhere
 letters.py        messages from one worker to another, with tags
 matching.py       which message goes to which receive (pure)
 order.py          carries out operations in the order of their calls, in the background or while waiting

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from echelon.backend.order import Part, Steps
 from echelon.backend.reduction import Reduction
+from echelon.backend.staging import Staging
 from echelon.comm.future import Future
 from echelon.comm.group import Group, blocks
 from echelon.errors import ConfigError
@@ -22,11 +23,18 @@ from echelon.errors import ConfigError
 Lists = Sequence[Sequence[Tensor]]
 
 
-def all_reduce(group: Group, tensors: Sequence[Tensor], reduction: Reduction) -> Steps:
+def all_reduce(
+    group: Group, tensors: Sequence[Tensor], reduction: Reduction, staging: Staging | None = None
+) -> Steps:
     """Combine tensors over all members, in place; several of one type together."""
     for tensor in tensors:
         reduction.check(tensor)
-    flat = _joined(tensors)
+    if staging is not None:
+        flat = staging.buffer(sum(tensor.numel() for tensor in tensors), tensors[0].dtype)
+        for part, tensor in zip(blocks(flat, [one.numel() for one in tensors]), tensors, strict=True):
+            part.view(tensor.shape).copy_(tensor.detach())
+    else:
+        flat = _joined(tensors)
     result = yield from _combine(group, flat, reduction)
     _spread(result, tensors)
     return list(tensors)

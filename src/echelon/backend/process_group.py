@@ -41,6 +41,7 @@ from echelon.backend.letters import Letters, Receive
 from echelon.backend.order import Apart, Job, Order, Steps
 from echelon.backend.reduction import Reduction
 from echelon.backend.register import NAME
+from echelon.backend.staging import Staging
 from echelon.backend.work import BackendWork
 from echelon.comm.future import Future
 from echelon.comm.group import Group
@@ -78,6 +79,7 @@ class BackendProcessGroup(dist.ProcessGroup):
         if size > 1:
             with translating(self._ranks):
                 self._group, self._rendezvous = connect(store, rank, size, self._timeout_s)
+        self._staging = Staging(self._group)
         self._order = Order(_THREAD)
         self._apart = Apart(_THREAD)
         self._letters: Letters | None = Letters(self._group) if size > 1 else None
@@ -156,9 +158,11 @@ class BackendProcessGroup(dist.ProcessGroup):
         if found[0].is_sparse:
             steps = collectives.all_reduce_sparse(self._group, found[0], reduction)
             return self._start("all_reduce", steps, opts, found)
-        steps = collectives.all_reduce(self._group, found, reduction)
-        brief = reduction.engine_op(found[0].dtype) is not None
-        return self._start("all_reduce", steps, opts, found, brief=brief)
+        dtype, known = found[0].dtype, reduction.engine_op(found[0].dtype) is not None
+        staged = known and self._staging.takes(sum(tensor.numel() for tensor in found), dtype)
+        staging = self._staging if staged else None
+        steps = collectives.all_reduce(self._group, found, reduction, staging)
+        return self._start("all_reduce", steps, opts, found, brief=known and not staged)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Several tensors together."""
