@@ -1,8 +1,8 @@
 """Buffers in the memory that a group reduces fastest, for tensors that are elsewhere.
 
-torch's gradients and buckets are in memory of its own. Copying one into a buffer that the workers of a
-machine share, and the sum back, takes less time than any other way for a tensor of some size. Scripts reduce
-tensors of the same few sizes again and again, so buffers are kept.
+torch's gradients and buckets are in memory of its own. Copying a large one into a buffer that the workers
+of a machine share, and the sum back, takes less time than any other way. Scripts reduce tensors of the same
+few sizes again and again, so buffers are kept.
 
 All members make and drop the same buffers in the same order, because they carry out the same operations in
 the same order, one at a time.
