@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from echelon.backend.matching import Matching
+from echelon.backend.matching import LetterMatching
 from echelon.comm.future import CallerFuture, Future
 from echelon.comm.group import Group
 from echelon.comm.wire import blame
@@ -82,7 +82,7 @@ class _Tag:
     """The receives of one tag. Their sizes are those of the receives that asked for them."""
 
     def __init__(self, group: Group, tag: int) -> None:
-        self.matching: Matching[Receive, Tensor] = Matching()
+        self.matching: LetterMatching[Receive, Tensor] = LetterMatching()
         self._group = group
         self._tag = tag
         self._posted: dict[int, tuple[Tensor, Future[Tensor]]] = {}

@@ -22,7 +22,7 @@ class _Waiting(Generic[R]):
 
 
 @dataclass(slots=True)
-class Matching(Generic[R, P]):
+class LetterMatching(Generic[R, P]):
     """Receives that wait for messages, and messages that wait for receives; never both for one tag."""
 
     _waiting: list[_Waiting[R]] = field(default_factory=list)

@@ -165,7 +165,7 @@ class Apart:
         threading.Thread(target=self.wait, args=(job,), name=self._name, daemon=True).start()
 
 
-class Order:
+class CallOrder:
     """The operations of one process group."""
 
     def __init__(self, name: str) -> None:

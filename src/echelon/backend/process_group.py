@@ -38,7 +38,7 @@ from echelon.backend import collectives, monitored
 from echelon.backend.connecting import connect
 from echelon.backend.failures import translating
 from echelon.backend.letters import Letters, Receive
-from echelon.backend.order import Apart, Job, Order, Steps
+from echelon.backend.order import Apart, CallOrder, Job, Steps
 from echelon.backend.reduction import Reduction
 from echelon.backend.register import NAME
 from echelon.backend.staging import Staging
@@ -80,7 +80,7 @@ class BackendProcessGroup(dist.ProcessGroup):
             with translating(self._ranks):
                 self._group, self._rendezvous = connect(store, rank, size, self._timeout_s)
         self._staging = Staging(self._group)
-        self._order = Order(_THREAD)
+        self._order = CallOrder(_THREAD)
         self._apart = Apart(_THREAD)
         self._letters: Letters | None = Letters(self._group) if size > 1 else None
         self._close = _Closing(self._group, self._rendezvous, self._order)
@@ -385,7 +385,7 @@ class BackendProcessGroup(dist.ProcessGroup):
 class _Closing:
     """Closes what a process group has opened, once."""
 
-    def __init__(self, group: Group, rendezvous: Rendezvous | None, order: Order) -> None:
+    def __init__(self, group: Group, rendezvous: Rendezvous | None, order: CallOrder) -> None:
         self._group: Group | None = group
         self._rendezvous = rendezvous
         self._order = order

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.backend.matching import Matching
+from echelon.backend.matching import LetterMatching
 
 EVENTS = st.lists(
     st.tuples(st.booleans(), st.sampled_from([None, 0, 1]), st.integers(0, 1)), min_size=1, max_size=40
@@ -16,7 +16,7 @@ EVENTS = st.lists(
 def test_messages_of_one_sender_and_tag_are_received_in_the_order_of_sending(
     events: list[tuple[bool, int | None, int]],
 ) -> None:
-    matching: Matching[tuple[int | None, int], int] = Matching()
+    matching: LetterMatching[tuple[int | None, int], int] = LetterMatching()
     received: dict[tuple[int, int], list[int]] = {}
     for number, (sends, who, tag) in enumerate(events):
         if sends:
@@ -38,14 +38,14 @@ def test_messages_of_one_sender_and_tag_are_received_in_the_order_of_sending(
 
 
 def test_receive_from_anybody_takes_the_first_message_that_arrived() -> None:
-    matching: Matching[str, str] = Matching()
+    matching: LetterMatching[str, str] = LetterMatching()
     matching.keep(2, 0, "second's")
     matching.keep(1, 0, "first's")
     assert matching.post(None, 0, "mine") == (2, "second's")
 
 
 def test_receive_that_was_given_up_gets_nothing() -> None:
-    matching: Matching[str, str] = Matching()
+    matching: LetterMatching[str, str] = LetterMatching()
     matching.post(1, 0, "given up")
     matching.withdraw(matching._waiting[0].receive)
     assert matching.take(1, 0) is None

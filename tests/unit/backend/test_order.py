@@ -7,7 +7,7 @@ import threading
 import pytest
 from torch import Tensor
 
-from echelon.backend.order import Apart, Job, Order, Steps
+from echelon.backend.order import Apart, CallOrder, Job, Steps
 from echelon.comm.future import Future
 from echelon.errors import PeerLost, RoundTimeout
 
@@ -15,8 +15,8 @@ LIMIT_S = 60.0
 
 
 @pytest.fixture
-def order() -> Order:
-    return Order("order-under-test")
+def order() -> CallOrder:
+    return CallOrder("order-under-test")
 
 
 def steps(log: list[str], name: str, future: Future[None] | None = None) -> Steps:
@@ -26,7 +26,7 @@ def steps(log: list[str], name: str, future: Future[None] | None = None) -> Step
     return []
 
 
-def test_call_that_is_waited_for_runs_in_the_waiting_thread(order: Order) -> None:
+def test_call_that_is_waited_for_runs_in_the_waiting_thread(order: CallOrder) -> None:
     found: list[int] = []
 
     def mine() -> Steps:
@@ -40,7 +40,7 @@ def test_call_that_is_waited_for_runs_in_the_waiting_thread(order: Order) -> Non
     assert found == [threading.get_ident()]
 
 
-def test_brief_operations_overlap_and_others_do_not(order: Order) -> None:
+def test_brief_operations_overlap_and_others_do_not(order: CallOrder) -> None:
     log: list[str] = []
     jobs = [
         Job(steps(log, "a"), LIMIT_S, brief=True),
@@ -53,7 +53,7 @@ def test_brief_operations_overlap_and_others_do_not(order: Order) -> None:
     assert log == ["a begins", "b begins", "a ends", "b ends", "c begins", "c ends"]
 
 
-def test_operation_in_the_background_ends_without_a_wait(order: Order) -> None:
+def test_operation_in_the_background_ends_without_a_wait(order: CallOrder) -> None:
     ended = threading.Event()
     job = Job(steps([], "a"), LIMIT_S)
     job.call_when_done(ended.set)
@@ -62,7 +62,7 @@ def test_operation_in_the_background_ends_without_a_wait(order: Order) -> None:
     order.close(PeerLost("over"))
 
 
-def test_operations_after_a_failed_one_fail_with_its_error(order: Order) -> None:
+def test_operations_after_a_failed_one_fail_with_its_error(order: CallOrder) -> None:
     def failing() -> Steps:
         raise PeerLost("rank 1 is gone", ranks=(1,))
         yield Future.completed(None)
@@ -76,14 +76,14 @@ def test_operations_after_a_failed_one_fail_with_its_error(order: Order) -> None
     assert log == []
 
 
-def test_deadline_ends_an_operation(order: Order) -> None:
+def test_deadline_ends_an_operation(order: CallOrder) -> None:
     job = Job(steps([], "a", Future()), 0.01)
     order.submit(job, background=False)
     order.wait(job)
     assert isinstance(job.error, RoundTimeout)
 
 
-def test_wait_with_a_timeout_leaves_the_operation_in_flight(order: Order) -> None:
+def test_wait_with_a_timeout_leaves_the_operation_in_flight(order: CallOrder) -> None:
     future: Future[None] = Future()
     job = Job(steps([], "a", future), LIMIT_S)
     order.submit(job, background=True)
@@ -103,7 +103,7 @@ def test_message_is_over_as_soon_as_somebody_looks() -> None:
     assert apart.look(job)
 
 
-def test_result_is_that_of_the_steps(order: Order) -> None:
+def test_result_is_that_of_the_steps(order: CallOrder) -> None:
     tensor = Tensor()
 
     def mine() -> Steps:
