@@ -230,6 +230,11 @@ def meet(
         usable_cores=usable_cores,
         threads=threads,
     )
+    return meet_at(store, place, me, timeout_s)
+
+
+def meet_at(store: Store, place: Place, me: Member, timeout_s: float) -> Rendezvous:
+    """Sign in at a store that others use, too, and wait for all; JoinTimeout names the missing ones."""
     meeting = _Meetings(store, place, me, time.monotonic() + timeout_s)
     try:
         found = meeting.complete()
