@@ -122,14 +122,14 @@ def wrong_messages():
         return out
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "c10d"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_message_of_any_length_and_type_arrives(warm_pool, transport, size):
     for out in warm_pool.run(size, messages, transport):
         assert all(out)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "c10d"])
 def test_messages_of_a_tag_keep_their_order_whatever_the_order_of_waits(warm_pool, transport):
     assert warm_pool.run(3, many_at_once, transport) == [(True, 60)] * 3
 

@@ -95,6 +95,33 @@ class C10dGroup(Group):
             with self._explained():
                 dist.broadcast(_bytes(tensor), source, group=self._group)
 
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Future[None]:
+        """In the background."""
+        own = tensor.detach().contiguous()
+        with self._explained():
+            work = dist.isend(_bytes(own), to, group=self._group, tag=tag) if own.numel() else None
+        return self._message(work, own).then(lambda _: None)
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Future[Tensor]:
+        """In the background."""
+        flat = tensor.detach()
+        into = flat if flat.is_contiguous() else flat.clone(memory_format=torch.contiguous_format)
+        with self._explained():
+            work = dist.irecv(_bytes(into), source, group=self._group, tag=tag) if into.numel() else None
+        found = self._message(work, tensor)
+        return found if into is flat else found.then(lambda _: flat.copy_(into)).then(lambda _: tensor)
+
+    def _message(self, work: dist.Work | None, result: Tensor) -> Future[Tensor]:
+        if work is None:
+            return Future.completed(result)
+
+        def wait(_: float | None) -> Tensor:
+            with self._explained():
+                work.wait()
+            return result
+
+        return CallerFuture(wait, work.is_completed)
+
     def fork(self) -> Group:
         """Another process group; all members call this together."""
         with self._explained():

@@ -23,6 +23,7 @@ from echelon.comm.wire.watch import PAIR_CHANNELS
 from echelon.errors import MismatchedCalls, RoundTimeout, WorkerError
 
 _POLL_S = 1e-3
+_PROBE_BYTES = 4096
 _NUMBERS = 1 << 20  # waits are counted up to this
 
 
@@ -44,6 +45,7 @@ class MachineMessages:
         me = self._position[rank]
         self._ranks = list(ranks)
         self._me = rank
+        share(_PROBE_BYTES, me, pids, range(len(pids)), gather)  # can each map each one's blocks?
         (memory,) = share(PairRings.size_bytes(len(ranks)), me, pids, [0], gather)
         self.rings = PairRings(me, pids, memory)
         self._loop = loop
