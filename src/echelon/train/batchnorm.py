@@ -15,8 +15,8 @@ affine weight w and bias b over N samples in all:
     dx = a g + p x + q     a = w s, p = -a s T / N, q = -a S / N - p m, with S = sum g, T = sum g s (x - m)
 
 S and T of this worker alone are the gradients of b and w. What is by channel is combined in float64. Passes
-over activations are torch's kernels: a mean, deviations from it, their squares, and the normalisation; then S
-and T at once, and two for dx.
+over activations are torch's kernels: a mean, deviations from it, their squares, and the normalisation; in
+backward S and T at once, and two for dx.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ class _Normalise(torch.autograd.Function):
         workers, part, mean, scale = ctx.workers, ctx.workers.weight_of(), ctx.over.mean, ctx.scale
         wide = x.to(_wide(x))
         grad = _laid_out_as(grads[0].to(wide.dtype), wide)
-        own = _both_sums(grad, wide, *ctx.rounded)
-        sums = _numbers(workers.all_reduce(own * part)).reshape(2, -1) / (ctx.over.count * part or 1.0)
+        grad_bias, grad_weight = _both_sums(grad, wide, *ctx.rounded)
+        sums = _numbers(workers.all_reduce(torch.cat([grad_bias, grad_weight]).mul_(part))).reshape(2, -1)
+        sums /= ctx.over.count * part or 1.0
         slope = scale if weight is None else scale * _numbers(weight)
         tilt = -slope * scale * sums[1]
         shift = -slope * sums[0] - tilt * mean
         dx = _plane(grad, wide, *_rounded(slope, tilt, shift, like=x))
-        grad_bias, grad_weight = own.chunk(2)
         weight_kind, bias_kind = ctx.kinds
         return (
             dx.to(x.dtype),
@@ -119,14 +119,11 @@ def _own_moments(x: Tensor) -> Tensor:
     channels = x.size(1)
     if not x.numel():
         return x.new_zeros(2 * channels + 1)
-    count = x.numel() // channels
     mean = x.mean([0, *range(2, x.dim())])
     # Squares about the worker's own mean: about zero, large means would cancel the difference.
     apart = x - _along(mean, x)
-    beside, squares = _numbers(_both_sums(apart, apart, *_unit(channels, x.dtype, x.device))).reshape(2, -1)
-    # The mean was rounded: its deviations do not sum to zero.
-    moments = np.concatenate([_numbers(mean) + beside / count, squares - beside * beside / count, [count]])
-    return torch.from_numpy(moments).to(x.device, x.dtype)
+    spread = _both_sums(apart, apart, *_unit(channels, x.dtype, x.device))[1]
+    return torch.cat([mean, spread, mean.new_full((1,), x.numel() // channels)])
 
 
 def _combined(parts: list[Tensor]) -> _Moments:
@@ -141,14 +138,14 @@ def _combined(parts: list[Tensor]) -> _Moments:
     return _Moments(count, mean, variance)
 
 
-def _both_sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """By channel, the sum of `grad`, then that of `grad * scale * (x - mean)`, in one pass."""
+def _both_sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """By channel, the sum of `grad`, and that of `grad * scale * (x - mean)`, in one pass."""
     if not x.numel():
-        return x.new_zeros(2 * x.size(1))
+        return x.new_zeros(x.size(1)), x.new_zeros(x.size(1))
     _, product, total = torch.ops.aten.native_batch_norm_backward(
         grad, x, None, None, None, mean, scale, True, 0.0, [False, True, True]
     )
-    return torch.cat([total, product])
+    return total, product
 
 
 def _plane(grad: Tensor, x: Tensor, slope: Tensor, tilt: Tensor, shift: Tensor) -> Tensor:
@@ -177,7 +174,7 @@ def _laid_out_as(grad: Tensor, x: Tensor) -> Tensor:
 
 def _numbers(values: Tensor) -> Vector:
     """In float64, in the memory of the host."""
-    return values.detach().cpu().numpy().astype(np.float64)
+    return values.numpy(force=True).astype(np.float64)
 
 
 def _rounded(*vectors: Vector, like: Tensor) -> tuple[Tensor, ...]:
