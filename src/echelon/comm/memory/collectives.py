@@ -164,7 +164,7 @@ class Gather(SlotWork):
                     memmove(address, team.address(rank, slot, small=self.small), length)
 
 
-class Spread(SlotWork):
+class Broadcasting(SlotWork):
     """One worker's bytes for all; they are all ready for it, so that different calls are noticed."""
 
     def __init__(self, team: SlotTeam, flat: Tensor, source: int, call: int = 0) -> None:

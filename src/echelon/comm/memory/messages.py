@@ -154,8 +154,10 @@ class MachineMessages:
     def _await(self, incoming: Sequence[Incoming], timeout_s: float | None) -> None:
         """Wait for messages; raise if one has another length than was asked for."""
 
+        receive = self.rings.receive
+
         def behind() -> list[int]:
-            return [one.source for one in incoming if not self.rings.receive(one)]
+            return [one.source for one in incoming if not one.done and not receive(one)]
 
         self._wait(behind, timeout_s)
         for one in incoming:

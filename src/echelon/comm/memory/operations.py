@@ -17,12 +17,12 @@ from echelon.comm.future import CallerFuture, Future
 from echelon.comm.group import Op
 from echelon.comm.memory.collectives import (
     Barrier,
+    Broadcasting,
     Gather,
     GatherAny,
     LargeReduce,
     Scatter,
     SmallReduce,
-    Spread,
     is_small,
 )
 from echelon.comm.memory.segment import Gather as GatherHandles
@@ -88,10 +88,10 @@ class MemoryOperations:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all members."""
         parts = tensor.new_empty((self.size, *tensor.shape))
-        parts[self.rank] = tensor
         length = tensor.numel() * tensor.element_size()
+        memmove(parts.data_ptr() + self.rank * length, tensor.data_ptr(), length)
         self._run(Gather(self.team, parts, [length] * self.size, self._taken()))
-        return list(parts)
+        return list(parts.unbind())
 
     def gather_blocks(self, buffer: Tensor, lengths: Sequence[int]) -> Future[Tensor]:
         """All blocks of a buffer to all members, in place."""
@@ -118,7 +118,7 @@ class MemoryOperations:
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         """The source's bytes for all members."""
-        self._run(Spread(self.team, flat, source, self._taken()))
+        self._run(Broadcasting(self.team, flat, source, self._taken()))
 
     def _taken(self) -> int:
         call, self._call = self._call, 0

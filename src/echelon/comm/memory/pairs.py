@@ -64,7 +64,7 @@ class Outgoing:
 
 
 @dataclass(slots=True)
-class _Incoming:
+class _Arrival:
     """A message that has arrived at least in part: its pieces as bytes, or in blocks with their use."""
 
     length: int
@@ -109,9 +109,10 @@ class PairRings:
         self._sent = [0] * self.size
         self._taken = [0] * self.size
         self._outgoing: list[deque[Outgoing]] = [deque() for _ in range(self.size)]
-        self._partial: list[_Incoming | None] = [None] * self.size
-        self._arrived: dict[tuple[int, Key], deque[_Incoming]] = {}
+        self._partial: list[_Arrival | None] = [None] * self.size
+        self._arrived: dict[tuple[int, Key], deque[_Arrival]] = {}
         self._wanted: dict[tuple[int, Key], deque[Incoming]] = {}
+        self._places = [(source * self.size + rank) * _LINE for source in range(self.size)]  # of `sent`
         self._lock = threading.Lock()
         self._fence = threading.Lock()
 
@@ -145,10 +146,15 @@ class PairRings:
 
     def receive(self, incoming: Incoming) -> bool:
         """Go on with it without waiting; returns whether it is there."""
-        if not incoming.done and self._lock.acquire(blocking=False):
+        if incoming.done:
+            return True
+        source = incoming.source
+        key = (source, incoming.key)
+        fresh = self._numbers[self._places[source]] != self._taken[source]
+        if (fresh or key in self._arrived) and self._lock.acquire(blocking=False):
             try:
-                self._drain(incoming.source)
-                self._match((incoming.source, incoming.key))
+                self._drain(source)
+                self._match(key)
             finally:
                 self._lock.release()
         return incoming.done
@@ -264,7 +270,7 @@ class PairRings:
         """Take the entries of a worker out of its ring."""
         if source == self.rank:
             return
-        sent = self._number(_SENT, source, self.rank)
+        sent = self._numbers[self._places[source]]
         if self._taken[source] == sent:
             return
         with self._fence:  # what is read from here on is no older than the number
@@ -285,7 +291,7 @@ class PairRings:
                 use = piece.current_use()
             message = self._partial[source]
             if message is None:
-                message = _Incoming(whole)
+                message = _Arrival(whole)
                 self._arrived.setdefault((source, (channel, tag)), deque()).append(message)
             message.pieces.append((piece, use, length))
             message.told += length
@@ -306,7 +312,7 @@ class PairRings:
         if arrived is not None and not arrived:
             del self._arrived[key]
 
-    def _copy(self, wanted: Incoming, message: _Incoming) -> bool:
+    def _copy(self, wanted: Incoming, message: _Arrival) -> bool:
         """Copy what is there; returns whether that is all. A message of another length is dropped."""
         if wanted.sent_length < 0:
             wanted.sent_length = message.length

@@ -19,6 +19,7 @@ from echelon.comm.wire.watch import Watch
 from echelon.errors import EchelonError
 
 SPIN_S = 200e-6
+_HOLD_S = 20e-6  # of that, without giving the core to other processes
 _SCARCE_SPIN_S = 10e-6  # where others need the core to publish what this worker waits for
 _SHORT_SLEEP_S = 1e-3
 _LONG_SLEEP_S = 5e-3
@@ -95,6 +96,10 @@ class Patience:
         spin_s = self._spin_s
         if threading.current_thread().name.startswith(_OWN_THREADS):
             spin_s = _SCARCE_SPIN_S
+        hold_s = _HOLD_S if spin_s > _HOLD_S else 0.0
+        while time.perf_counter() - begun <= hold_s:
+            if not behind():
+                return
         end: Callable[[], None] | None = None
         sleep_s = _SHORT_SLEEP_S
         try:
