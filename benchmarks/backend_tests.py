@@ -41,7 +41,6 @@ QUICK = (
     "test_scatter_object_list",
     "test_send_recv_any_source",
     "test_sparse_all_reduce_sum",
-    "test_stateless_api_with_ddp",
 )
 Outcomes = dict[str, tuple[str, str]]
 
