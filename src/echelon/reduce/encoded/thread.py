@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
 from echelon.comm.future import Future, Timing
 from echelon.errors import GradientError
+
+_LOOK_S = 2e-4
+_LONG_S = 0.2
 
 Steps = Generator[Future[Any], None, None]
 
@@ -25,6 +29,7 @@ class BucketJob:
         self.steps = steps
         self.stage = 0
         self.awaited: Future[Any] | None = None
+        self.silent = False  # whether the awaited future calls nobody back
         self.future: Future[None] = Future(self, timing)
         self._progress = progress
 
@@ -80,7 +85,7 @@ class CodecThread:
 
     def _run(self) -> None:
         while not (self._closed and not self._jobs and self._events.empty()):
-            event = self._events.get()
+            event = self._next_event()
             if isinstance(event, BucketJob):
                 self._jobs.append(event)
             try:
@@ -91,6 +96,41 @@ class CodecThread:
                 for job in self._jobs:
                     job.future.complete(error=self._failed)
                 self._jobs = []
+
+    def _next_event(self) -> BucketJob | None:
+        """Wait for a job, or until one can go on.
+
+        Futures of shared memory call nobody back. They are looked at while this thread waits for new jobs;
+        one that takes long is waited for, which notices workers that are gone.
+        """
+        silent = next((job for job in self._jobs if job.silent), None)
+        if silent is None:
+            return self._events.get()
+        begun = time.monotonic()
+        while not self._some_can_resume():
+            try:
+                return self._events.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if time.monotonic() - begun > _LONG_S:
+                    self._wait_for(silent)
+                    break
+        return None
+
+    def _some_can_resume(self) -> bool:
+        before = None
+        for job in self._jobs:
+            if self._can_resume(job, before):
+                return True
+            before = job
+        return False
+
+    def _wait_for(self, job: BucketJob) -> None:
+        assert job.awaited is not None
+        try:
+            job.awaited.wait()
+        except Exception as error:  # noqa: BLE001 - a waiting thread must learn of any error
+            job.steps.close()
+            self._fail(job, error)
 
     def _advance(self) -> None:
         """Resume all jobs that can go on, the oldest first: each may let the next one go on."""
@@ -119,12 +159,7 @@ class CodecThread:
             self._fail(job, error)
             return
         job.stage += 1
-        if not job.awaited.add_done_callback(lambda: self._events.put(None)):
-            try:
-                job.awaited.wait()
-            except Exception as error:  # noqa: BLE001
-                job.steps.close()
-                self._fail(job, error)
+        job.silent = not job.awaited.add_done_callback(lambda: self._events.put(None))
 
     def _fail(self, job: BucketJob, error: BaseException) -> None:
         """Fail this and all later jobs: peers would take a later exchange for this job's."""
