@@ -1,7 +1,8 @@
 """A worker's pulls: weights that arrive piece by piece, and go from there into the parameters.
 
 Without a codec a piece is received straight into this table's memory, or the server writes it there
-(shared_table.py). With a codec a piece is either weights, or a coded change that is added to the weights that the worker has (see encoding.py).
+(shared_table.py). With a codec a piece is either weights, or a coded change that is added to the weights
+that the worker has (see encoding.py).
 """
 
 from __future__ import annotations
