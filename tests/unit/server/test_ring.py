@@ -1,4 +1,4 @@
-"""A ring gives messages in order and unchanged; what does not fit is refused, and room for marks remains."""
+"""A ring gives messages in order and unchanged; if it is full it refuses them, and has room for marks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def test_messages_come_out_as_they_went_in_whatever_their_lengths(calls):
         if takes:
             assert receiver.has_entries == bool(inside)
             assert receiver.take() == (inside.pop(0) if inside else None)
-        header, payload = bytes([value]) * (1 + length // 3), bytes([255 - value]) * (length - length // 3 - 1)
+        header, payload = (
+            bytes([value]) * (1 + length // 3),
+            bytes([255 - value]) * (length - length // 3 - 1),
+        )
         if sender.put(header, memoryview(payload)):
             inside.append((header, payload))
     while inside:
