@@ -75,7 +75,7 @@ def map_shared(shared: SharedMemory) -> Tensor:
     return memory
 
 
-class _Outgoing:
+class _PeerRing:
     """The ring to one peer, and the peer's bell."""
 
     def __init__(self, segment: Tensor, place: int) -> None:
@@ -111,7 +111,7 @@ class MemoryMailbox(Generic[M]):
         self._bells: Bells | None = None
         self._in: list[tuple[int, MessageRing]] = []
         self._ring_of: dict[int, MessageRing] = {}
-        self._out: dict[int, _Outgoing] = {}
+        self._out: dict[int, _PeerRing] = {}
         self._sending = threading.Lock()
         self._owed: set[int] = set()  # peers whose next message comes over TCP
         self._early: dict[int, deque[Delivery[M]]] = {}  # TCP messages that no mark was read for yet
@@ -142,7 +142,7 @@ class MemoryMailbox(Generic[M]):
 
     def use_memory(self, peer: int, shared: SharedMemory, place: int) -> None:
         """From now on write to a peer's segment, whose ring number `place` is for this process."""
-        self._out[peer] = _Outgoing(map_shared(shared), place)
+        self._out[peer] = _PeerRing(map_shared(shared), place)
 
     def close(self) -> None:
         """Let nobody else map this process's segment; messages still come through it."""
@@ -175,7 +175,7 @@ class MemoryMailbox(Generic[M]):
         if sent is not None:
             sent()
 
-    def _mark(self, peer: int, out: _Outgoing) -> None:
+    def _mark(self, peer: int, out: _PeerRing) -> None:
         until = time.monotonic() + self._deadline_s
         while not out.ring.mark():
             out.wake()
