@@ -303,11 +303,14 @@ def test_a_server_does_not_report_a_codec_that_wrote_nothing(warm_pool, tmp_path
     assert 0 < report.pulled_bytes == report.dense_pulled_bytes
 
 
-def test_gradients_are_sent_unencoded_without_a_codec(warm_pool, tmp_path):
-    run = ServedRun(tmp_path, workers=2, servers=1, sync="backup(0)", codec="none")
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_without_a_codec_gradients_are_written_to_shared_memory_or_sent_as_they_are(
+    warm_pool, tmp_path, transport
+):
+    run = ServedRun(tmp_path, workers=2, servers=1, sync="backup(0)", codec="none", transport=transport)
     outcomes, _ = run.run(warm_pool, work, "pushed", False, False)
     for _, residuals, _, sent in outcomes:
-        assert sent == [(False, 4 * (FEATURES * 60 + 60))] * 10
+        assert sent == [(False, 4 * (FEATURES * 60 + 60))] * 10 * (transport == "tcp")
         assert not residuals.any()
     report = server_report(run)
     assert (report.codec, report.pushed_bytes) == ("none", report.dense_pushed_bytes)

@@ -59,6 +59,12 @@ class Engine:
         if servers and sums:
             me = rendezvous.me.rank
             self.servers = SumServers(loop, rank=me, workers=len(self.workers), servers=servers)
+        here = (rendezvous.me.host, rendezvous.me.node)
+        self.near_servers = tuple(  # with which this worker can share memory
+            member.rank
+            for member in rendezvous.members[len(self.workers) :]
+            if self.shared_memory and (member.host, member.node) == here
+        )
         self.rails: list[Rails] = []
         self.teams: list[SharedMemoryTeam] = []  # their members compute sums when they wait
         self.slots: list[SlotTeam] = []  # the same for operations through slots

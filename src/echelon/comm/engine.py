@@ -82,6 +82,7 @@ class EngineGroup(Group):
         self.names = engine.loop.names
         self.deadline_s = engine.deadline_s
         self.servers = tuple(range(len(engine.workers), len(engine.rendezvous.members)))
+        self.near_servers = engine.near_servers
         on_machines = machines([engine.workers[rank] for rank in self.ranks])
         self.machines = len(on_machines)
         self._order = tuple(self._ranks.index(rank) for ranks in on_machines for rank in ranks)

@@ -61,6 +61,7 @@ class Group(ABC):
     deadline_s = math.inf  # how long members wait for each other
     own_transport = False  # whether it offers subgroups, mailboxes and shared memory
     servers: tuple[int, ...] = ()  # the ranks of the servers in the view
+    near_servers: tuple[int, ...] = ()  # those that this member can share memory with
     machines = 1  # how many machines the members are on
 
     @property

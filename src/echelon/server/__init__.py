@@ -5,6 +5,9 @@ On both sides:
     layout.py          which server keeps which elements, and in which pieces they are sent
     encoding.py        gradients and weights written by a codec, in fewer bytes
     optimizer_spec.py  describes an optimizer, so that a server can build it
+    mail.py            MemoryMailbox: messages through shared memory on one machine, over TCP otherwise
+    ring.py            short messages from one process to another, in memory that both map
+    shared_table.py    memory for a worker's push and its weights, which a server of its machine maps
 
 In a worker:
     client.py          ServerClient: steps of one optimizer through the servers; connects the files below
@@ -16,6 +19,7 @@ In a worker:
 
 In a server:
     process.py         the server's process: meets the workers, serves, ends
-    server.py          ParameterServer: keeps shards and replicas, and carries out orders
+    server.py          ParameterServer: checks messages, applies pushes, and carries out orders
+    kept_table.py      KeptTable: the shards and replicas that a server keeps of one optimizer
     coordinator.py     Coordinator: on the first server, turns the policy's decisions into orders
 """

@@ -6,17 +6,22 @@ workers that the coordinator waits for.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from echelon.comm.wire.mailbox import Delivery, Mailbox
-from echelon.errors import RoundTimeout, WorkerError
+from echelon.errors import LaunchError, RoundTimeout, WorkerError
+from echelon.server.mail import MemoryMailbox
 from echelon.server.protocol import (
     AskAwaited,
     AwaitedWorkers,
     Bye,
+    MemoryOpened,
+    OpenMemory,
     ServerMessage,
     ToWorker,
     WeightsPiece,
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
 
 _NOTHING = memoryview(b"")
 _ANSWER_S = 5.0
+_LOOK_EVERY_S = 2e-4
+_log = logging.getLogger(__name__)
 
 Request = tuple[int, ServerMessage, memoryview]  # server, message, payload
 
@@ -46,14 +53,50 @@ class ServerChannel:
         self.rank = rank
         self.me = names[rank]
         self.clients: list[ServerClient] = []
-        self._mailbox: Mailbox[ToWorker] | None = None
+        self.near: tuple[int, ...] = ()  # servers that this worker can share memory with
+        self._has_asked = False  # them for memory
+        self._mailbox: MemoryMailbox[ToWorker] | None = None
 
     @classmethod
     def open(cls, group: Group) -> ServerChannel:
         """The channel of a group's member to the servers of its run."""
         channel = cls(group.deadline_s, group.servers, dict(group.names), group.ranks[group.rank])
-        channel._mailbox = group.mailbox(ToWorker, channel.place)
+        channel.connect(group.mailbox(ToWorker, channel.place))
+        channel.near = group.near_servers
         return channel
+
+    def connect(self, mailbox: Mailbox[ToWorker]) -> None:
+        """Send and receive through this mailbox."""
+        self._mailbox = MemoryMailbox(
+            mailbox, ToWorker, place=self.place, peers=self.servers, deadline_s=self.deadline_s
+        )
+
+    def open_memory(self) -> None:
+        """Let messages to and from servers of this machine go through memory, where that can be had."""
+        if self._has_asked or not self.near:
+            return
+        assert self._mailbox is not None
+        self._has_asked = True
+        try:
+            own = self._mailbox.open_memory()
+        except LaunchError as error:
+            _log.warning("%s; messages to servers of this machine go over TCP instead", error.message)
+            self.near = ()
+            return
+        requests = [
+            (server, OpenMemory(memory=own, place=self.servers.index(server)), _NOTHING)
+            for server in self.near
+        ]
+        for server, answer, _ in self.request(requests, MemoryOpened):
+            assert isinstance(answer, MemoryOpened)
+            try:
+                if answer.memory is None:
+                    raise LaunchError(f"{self.names[server]} has no memory to share")
+                self._mailbox.use_memory(server, answer.memory, answer.place)
+            except LaunchError as error:
+                _log.warning("%s; messages to that server go over TCP instead", error.message)
+                self.near = tuple(one for one in self.near if one != server)
+        self._mailbox.close()
 
     @property
     def coordinator(self) -> int:
@@ -62,12 +105,12 @@ class ServerChannel:
 
     def place(self, peer: int, message: ToWorker, length: int) -> memoryview | None:
         """The memory that a payload is received into. Runs in the loop's thread."""
-        client = self._client(peer, message)
         if isinstance(message, WeightsPiece):
-            return client.weights.place(self.names[peer], message, length)
+            return self._client(peer, message).weights.place(self.names[peer], message, length)
         return None
 
     def _client(self, peer: int, message: ToWorker) -> ServerClient:
+        assert not isinstance(message, MemoryOpened)
         if message.table >= len(self.clients):
             raise refused(self.names[peer], message, f"this worker has no table {message.table}")
         return self.clients[message.table]
@@ -100,6 +143,12 @@ class ServerChannel:
         """Receive messages until `is_done`; returns the seconds. `silent` are the indices of servers."""
         return self._receive_until(is_done, lambda: [self.servers[index] for index in silent()])
 
+    def wait_for_memory(self, is_done: Callable[[], bool], silent: Callable[[], list[int]]) -> float:
+        """As `wait_for_servers`, for what servers write to shared memory without a message."""
+        return self._receive_until(
+            is_done, lambda: [self.servers[index] for index in silent()], look_every_s=_LOOK_EVERY_S
+        )
+
     def wait_for_answer(self, is_done: Callable[[], bool], table: int) -> float:
         """As `wait_for_servers`, for an answer of the coordinator, which is asked whom it waits for."""
         return self._receive_until(is_done, lambda: self._awaited_workers(table))
@@ -109,14 +158,16 @@ class ServerChannel:
         is_done: Callable[[], bool],
         missing: Callable[[], list[int]],
         take: Callable[[Delivery[ToWorker]], None] = lambda delivery: None,
+        look_every_s: float = math.inf,
     ) -> float:
         assert self._mailbox is not None
         begun = time.perf_counter()
         while not is_done():
             left = self.deadline_s - (time.perf_counter() - begun)
-            delivery = self._mailbox.receive(left) if left > 0 else None
+            delivery = self._mailbox.receive(min(left, look_every_s)) if left > 0 else None
             if delivery is not None:
-                self._client(delivery.peer, delivery.message).receive(delivery)
+                if not isinstance(delivery.message, MemoryOpened):
+                    self._client(delivery.peer, delivery.message).receive(delivery)
                 take(delivery)
             elif time.perf_counter() - begun >= self.deadline_s:
                 raise self._timeout(missing())

@@ -28,7 +28,7 @@ from echelon.reduce.reducer import RoundObserver
 from echelon.server import encoding, optimizer_spec
 from echelon.server.channel import ServerChannel
 from echelon.server.layout import ShardPiece, TableLayout
-from echelon.server.opening import fetch_states, open_table
+from echelon.server.opening import fetch_states, open_table, share_shards
 from echelon.server.protocol import (
     AskToPush,
     Invited,
@@ -43,9 +43,11 @@ from echelon.server.protocol import (
     Released,
     ToWorker,
     WeightsPiece,
+    WeightsWritten,
 )
 from echelon.server.pulls import WeightsReceiver
 from echelon.server.pushes import PushSender
+from echelon.server.shared_table import SharedShard
 from echelon.server.worker_rule import Action, Actions, Pushed, SendPush, WorkerRule
 from echelon.sync.families.serve import Kind, ServePolicy
 from echelon.sync.policy import ClusterInfo
@@ -106,6 +108,8 @@ class ServerClient:
         )
         shapes = [p.shape for p in self.parameters]
         table_codec = encoding.open_codec(codec, self._layout.dtype, self._table, shapes)
+        self._table_codec = table_codec
+        self._shared: dict[int, SharedShard] = {}  # memory that is shared with servers, by shard
         encoder = None
         if table_codec is not None:
             encoder = encoding.PushEncoder(table_codec, self._layout.pieces, worker)
@@ -152,8 +156,21 @@ class ServerClient:
 
     def begin(self) -> None:
         """Called by every worker, once the servers have the weights that all workers have."""
+        self._channel.open_memory()
+        if self._table_codec is None:
+            self._shared = share_shards(self._channel, self._table, self._layout)
+            self.pushes.share(self._shared, self._await_free)
+            self.weights.share(self._shared)
         self.weights.begin()
         self._released_at = time.perf_counter()
+
+    def _await_free(self) -> None:
+        """Wait until the servers need the last push in shared memory no more."""
+
+        def unread() -> list[int]:
+            return [index for index, shard in self._shared.items() if not shard.is_free]
+
+        self._channel.wait_for_memory(lambda: not unread(), unread)
 
     # The step ------------------------------------------------------------------------------------
 
@@ -281,7 +298,13 @@ class ServerClient:
                     used=[is_used[part.parameter] for part in shard.parts],
                     settings=settings,
                 )
-                done = PushDone(table=self._table, shard=index, step=self._rule.arrivals, info=info)
+                done = PushDone(
+                    table=self._table,
+                    shard=index,
+                    step=self._rule.arrivals,
+                    info=info,
+                    shared=index in self._shared,
+                )
                 self._channel.send(self._channel.servers[index], done)
 
     def _info(self, kind: Kind, **facts: object) -> PushInfo:
@@ -322,6 +345,10 @@ class ServerClient:
         message = delivery.message
         if isinstance(message, Released | Invited):
             self._answer = message
+            if isinstance(message, Released) and message.written:
+                self.weights.written(self._channel.names[delivery.peer], message, 0)
+        elif isinstance(message, WeightsWritten):
+            self.weights.written(self._channel.names[delivery.peer], message, message.shard)
         elif isinstance(message, WeightsPiece):
             self.weights.receive(self._channel.names[delivery.peer], message, delivery.payload)
 

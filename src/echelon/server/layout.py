@@ -114,6 +114,9 @@ class TableLayout:
         self.shards = split(lengths, servers, item_bytes=item_bytes, whole=whole)
         self.pieces = cut_pieces(self.shards, item_bytes=item_bytes)
         self.piece_at = {(piece.shard, piece.start): piece for piece in self.pieces}
+        self.pieces_in: dict[int, list[tuple[int, int]]] = {}  # by shard: shard and start of its pieces
+        for shard, start in self.piece_at:
+            self.pieces_in.setdefault(shard, []).append((shard, start))
         self._parts_of: dict[int, list[tuple[ShardPiece, ParameterSlice]]] = {}
         for piece in self.pieces:
             for part in piece.parts:

@@ -1,7 +1,11 @@
-"""Opens a table on the servers: what they keep, first weights and states; and fetches the states back."""
+"""Opens a table on the servers: what they keep, first weights and states, and memory that they share.
+
+It also fetches the states back.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,9 +13,10 @@ from torch import Tensor
 
 from echelon.checkpoint import state_tree
 from echelon.comm.wire.exchange import as_bytes
-from echelon.errors import ConfigError
+from echelon.errors import ConfigError, LaunchError
 from echelon.server.channel import Request, ServerChannel
 from echelon.server.layout import TableLayout
+from echelon.server.mail import OwnSegment
 from echelon.server.protocol import (
     FetchedState,
     FetchState,
@@ -19,10 +24,14 @@ from echelon.server.protocol import (
     Seeded,
     SeedState,
     SeedWeights,
+    ShardShared,
+    ShareShard,
     TableOpened,
 )
+from echelon.server.shared_table import SharedShard
 
 _NOTHING = memoryview(b"")
+_log = logging.getLogger(__name__)
 
 
 def open_table(
@@ -56,6 +65,39 @@ def _seeds(
                 packed = memoryview(state_tree.pack({"parts": parts[index]}))
                 requests.append((server, SeedState(table=table, shard=index), packed))
     return requests
+
+
+def share_shards(channel: ServerChannel, table: int, layout: TableLayout) -> dict[int, SharedShard]:
+    """Share memory for pushes and weights with the servers of this machine; returns it by shard.
+
+    Servers that it cannot be shared with get pieces over TCP.
+    """
+    made: dict[int, OwnSegment] = {}
+    try:
+        for server in channel.near:
+            index = channel.servers.index(server)
+            if layout.shards[index].length:
+                made[index] = OwnSegment(SharedShard.size_bytes(layout.shards[index].length, layout.dtype))
+    except LaunchError as error:
+        _log.warning("%s; pushes to servers of this machine go over TCP instead", error.message)
+    try:
+        requests: list[Request] = [
+            (channel.servers[index], ShareShard(table=table, shard=index, memory=one.shared), _NOTHING)
+            for index, one in made.items()
+        ]
+        mapped = {
+            channel.servers.index(server)
+            for server, answer, _ in channel.request(requests, ShardShared)
+            if isinstance(answer, ShardShared) and answer.mapped
+        }
+    finally:
+        for one in made.values():
+            one.close()
+    return {
+        index: SharedShard(one.memory, layout.shards[index].length, layout.dtype)
+        for index, one in made.items()
+        if index in mapped
+    }
 
 
 def fetch_states(channel: ServerChannel, table: int, layout: TableLayout) -> dict[Tensor, Any]:

@@ -2,7 +2,8 @@
 
 A worker's step: PushPiece for every piece, PushDone to every server. When the policy releases the worker,
 the coordinator (the first server) sends Released; if the worker gets weights, every server sends it a
-WeightsPiece per piece.
+WeightsPiece per piece. A worker and a server that share memory send no pieces: a step is PushDone and
+Released, and with other servers than the first PushDone and WeightsWritten.
 
 A message is a header, which is one of these classes in MessagePack, and for some classes a payload of raw
 bytes (see comm/wire/mailbox.py). Headers are decoded strictly: a tag, a field or a type that is not listed
@@ -60,6 +61,17 @@ class HandOut(msgspec.Struct, frozen=True, tag="hand-out"):
     look: bool = False
 
 
+class SharedMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a process of the same machine finds memory: of which process, and its file descriptor, inode and
+    device. `secret` is in its first 8 bytes, or it is other memory.
+    """
+
+    pid: Index
+    handle: tuple[int, int, int]
+    size_bytes: Index
+    secret: int
+
+
 Order = Apply | Drop | Freed | HandOut | Invite
 
 
@@ -92,6 +104,24 @@ class OpenTable(ServerMessage, frozen=True, kw_only=True, tag="open-table"):
     codec: str = "none"
 
 
+class OpenMemory(ServerMessage, frozen=True, kw_only=True, tag="open-memory"):
+    """A worker offers a server of its machine memory for messages (mail.py); answered by MemoryOpened.
+
+    Ring number `place` is for the server.
+    """
+
+    memory: SharedMemory
+    place: Index
+
+
+class ShareShard(ServerMessage, frozen=True, kw_only=True, tag="share-shard"):
+    """A worker offers a server memory for pushes and weights (shared_table.py); answered by ShardShared."""
+
+    table: Index
+    shard: Index
+    memory: SharedMemory
+
+
 class SeedWeights(ServerMessage, frozen=True, kw_only=True, tag="seed-weights"):
     """The leader sends a shard's first weights (payload) to its servers; answered by Seeded."""
 
@@ -117,12 +147,16 @@ class PushPiece(ServerMessage, frozen=True, kw_only=True, tag="push-piece"):
 
 
 class PushDone(ServerMessage, frozen=True, kw_only=True, tag="push-done"):
-    """A worker tells a shard's server that it has sent all pieces of a push."""
+    """A worker tells a shard's server that it has sent all pieces of a push.
+
+    With `shared` all of it is in the memory that they share, and no pieces were sent.
+    """
 
     table: Index
     shard: Index
     step: Index
     info: PushInfo
+    shared: bool = False
 
 
 class AskToPush(ServerMessage, frozen=True, kw_only=True, tag="ask-to-push"):
@@ -188,6 +222,20 @@ class Seeded(ServerMessage, frozen=True, kw_only=True, tag="seeded"):
     table: Index
 
 
+class MemoryOpened(ServerMessage, frozen=True, kw_only=True, tag="memory-opened"):
+    """A server's memory for messages, whose ring number `place` is for the worker; None if it has none."""
+
+    memory: SharedMemory | None = None
+    place: Index = 0
+
+
+class ShardShared(ServerMessage, frozen=True, kw_only=True, tag="shard-shared"):
+    """A server tells a worker whether it has mapped the memory for a shard."""
+
+    table: Index
+    mapped: bool
+
+
 class Invited(ServerMessage, frozen=True, kw_only=True, tag="invited"):
     """The coordinator tells a worker that asked to push now."""
 
@@ -198,7 +246,8 @@ class Released(ServerMessage, frozen=True, kw_only=True, tag="released"):
     """The coordinator lets a worker go on.
 
     With `fresh` it gets weights of `version` from all servers, otherwise it goes on with its own. With
-    `ask` it must ask before its next push. `held_s` is how long the policy held it.
+    `ask` it must ask before its next push. `held_s` is how long the policy held it. With `written` the
+    weights of the coordinator's shard are in the memory that they share.
     """
 
     table: Index
@@ -206,6 +255,15 @@ class Released(ServerMessage, frozen=True, kw_only=True, tag="released"):
     ask: bool
     version: Index
     held_s: float
+    written: bool = False
+
+
+class WeightsWritten(ServerMessage, frozen=True, kw_only=True, tag="weights-written"):
+    """A server tells a worker that its shard's weights are in the memory that they share."""
+
+    table: Index
+    shard: Index
+    version: Index
 
 
 class WeightsPiece(ServerMessage, frozen=True, kw_only=True, tag="weights-piece"):
@@ -278,6 +336,8 @@ class ForwardDone(ServerMessage, frozen=True, kw_only=True, tag="forward-done"):
 
 ToServer = (
     OpenTable
+    | OpenMemory
+    | ShareShard
     | SeedWeights
     | SeedState
     | PushPiece
@@ -296,9 +356,12 @@ ToServer = (
 )
 ToWorker = (
     TableOpened
+    | MemoryOpened
+    | ShardShared
     | Seeded
     | Invited
     | Released
+    | WeightsWritten
     | WeightsPiece
     | MembershipNoted
     | AwaitedWorkers

@@ -1,7 +1,8 @@
 """A worker's pulls: weights that arrive piece by piece, and go from there into the parameters.
 
-Without a codec a piece is received straight into this table's memory. With a codec a piece is either
-weights, or a coded change that is added to the weights that the worker has (see encoding.py).
+Without a codec a piece is received straight into this table's memory, or the server writes it there
+(shared_table.py). With a codec a piece is either weights, or a coded change that is added to the weights
+that the worker has (see encoding.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 from echelon.comm.wire.exchange import as_bytes
 from echelon.server.encoding import TableCodec, add_change
 from echelon.server.layout import ShardPiece, TableLayout
-from echelon.server.protocol import WeightsPiece, refused
+from echelon.server.protocol import Released, WeightsPiece, WeightsWritten, refused
+from echelon.server.shared_table import SharedShard
 
 
 class WeightsReceiver:
@@ -27,11 +29,18 @@ class WeightsReceiver:
         self._worker = worker
         self._flats = layout.new_flats()
         self._arrived: set[tuple[int, int]] = set()
+        self._shared: frozenset[int] = frozenset()
 
     @torch.no_grad()
     def begin(self) -> None:
         """The servers have the weights that the parameters have now."""
         self._layout.to_shards(self._flats, [p.detach() for p in self._layout.parameters])
+
+    def share(self, shared: dict[int, SharedShard]) -> None:
+        """The servers write these shards' weights to shared memory."""
+        for index, shard in shared.items():
+            self._flats[index] = shard.weights.copy_(self._flats[index])
+        self._shared = frozenset(shared)
 
     # Receiving -----------------------------------------------------------------------------------
 
@@ -56,6 +65,13 @@ class WeightsReceiver:
         if self._codec is not None:
             self._read(sender, message, payload, piece, self._codec)
         self._arrived.add((message.shard, message.start))
+        self.version = message.version
+
+    def written(self, sender: str, message: Released | WeightsWritten, shard: int) -> None:
+        """The server has written all weights of a shard to shared memory."""
+        if shard not in self._shared:
+            raise refused(sender, message, f"no memory is shared for shard {shard}")
+        self._arrived.update(self._layout.pieces_in[shard])
         self.version = message.version
 
     def _piece(self, sender: str, message: WeightsPiece) -> ShardPiece:

@@ -4,6 +4,8 @@ Pieces are sent in one order, the last layer's first. If the script changes grad
 (clipping, unscaling), `push_gradients` sends the changed pieces again. If the script keeps changing them,
 pieces wait for `push_gradients` from then on.
 
+A shard whose server shares memory with this worker (shared_table.py) is written there, and not sent.
+
 With a codec, gradients are sent coded (see encoding.py), and other tensors as they are. Then no piece with
 NaN or infinity is sent: the push methods return the first parameter that has one.
 """
@@ -18,6 +20,7 @@ from torch import Tensor
 from echelon.comm.wire.exchange import as_bytes
 from echelon.server.encoding import PushEncoder, is_finite
 from echelon.server.layout import ShardPiece, TableLayout, part_of, slice_of
+from echelon.server.shared_table import SharedShard
 
 _MOST_RESENDS = 3  # rounds whose pieces were sent again before pieces wait for step()
 
@@ -45,12 +48,31 @@ class PushSender:
         self._parameters = layout.parameters
         self._pieces = layout.pieces
         self._send = send
+        self._shared: dict[int, SharedShard] = {}
+        self._await_free: Callable[[], None] = _nothing
+        self._has_begun = False  # whether anything of this push was written
         self._absent: set[int] = set()  # parameters that had no gradient when they were pushed
         self._has_coded = False  # whether this push has coded pieces
         self._bytes_so_far = 0
         self._resends = 0
         self._sum: list[Tensor] | None = None
         self._begin()
+
+    def share(self, shared: dict[int, SharedShard], await_free: Callable[[], None]) -> None:
+        """Write these shards to shared memory.
+
+        `await_free` returns when the servers need the last push no more.
+        """
+        assert self._encoder is None
+        self._shared = shared
+        self._await_free = await_free
+        for index, shard in shared.items():
+            self._flats[index] = shard.push
+
+    def _claim(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._await_free()
 
     def _begin(self) -> None:
         self._next = 0
@@ -79,7 +101,8 @@ class PushSender:
             self._encoder.take_back()
             changed = list(range(self._next))  # a codec's state depends on the pieces before
         elif changed:
-            for shard in {self._pieces[number].shard for number in changed}:
+            in_flight = {self._pieces[number].shard for number in changed} - self._shared.keys()
+            for shard in in_flight:
                 self._flats[shard] = self._flats[shard].clone()  # the old memory may still be in flight
         if changed:
             self._resends += 1
@@ -111,6 +134,7 @@ class PushSender:
     def _push_piece(self, number: int, *, early: bool = False) -> None:
         """Send a piece of the current gradients; `early`: the script may still change them."""
         piece = self._pieces[number]
+        self._claim()
         for part in piece.parts:
             gradient = self._parameters[part.parameter].grad
             target = part_of(self._flats[piece.shard], part)
@@ -173,6 +197,7 @@ class PushSender:
         if refused is not None:
             return refused
         self.take_back()
+        self._claim()
         self._layout.to_shards(self._flats, tensors)
         for piece in self._pieces:
             self._send_plain(piece)
@@ -197,6 +222,9 @@ class PushSender:
     def _send_plain(self, piece: ShardPiece) -> None:
         flat = self._flats[piece.shard]
         item_bytes = flat.element_size()
+        if piece.shard in self._shared:
+            self._bytes_so_far += (piece.stop - piece.start) * item_bytes
+            return
         self._send_bytes(piece, as_bytes(flat)[piece.start * item_bytes : piece.stop * item_bytes])
 
     def _send_bytes(self, piece: ShardPiece, memory: memoryview, *, coded: bool = False) -> None:
@@ -206,6 +234,9 @@ class PushSender:
     def finish(self) -> None:
         """All of this push has been sent."""
         self._begin()
+        self._has_begun = False
+        for shard in self._shared.values():
+            shard.pushed()
         self.sent_bytes, self._bytes_so_far = self._bytes_so_far, 0
         if self._encoder is not None and self._has_coded:
             self._encoder.finish()
@@ -256,3 +287,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal, NaN included."""
     bits = _BITS.get(one.element_size(), torch.int64)
     return torch.equal(one.contiguous().view(bits), other.view(bits))
+
+
+def _nothing() -> None:
+    """No memory is shared."""

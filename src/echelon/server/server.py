@@ -14,13 +14,12 @@ its sender may not send, raises Corrupt and names the sender.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +27,13 @@ from torch import Tensor
 from echelon.checkpoint import state_tree
 from echelon.comm.wire.exchange import as_bytes
 from echelon.comm.wire.mailbox import Delivery, Mailbox
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, LaunchError
 from echelon.observe.events import ServerEnded
 from echelon.observe.recorder import Recorder
-from echelon.server import encoding, layout, optimizer_spec
+from echelon.server import encoding
 from echelon.server.coordinator import Coordinator
+from echelon.server.kept_table import KeptShard, KeptTable
+from echelon.server.mail import MemoryMailbox, map_shared
 from echelon.server.protocol import (
     AskAwaited,
     AskToPush,
@@ -49,6 +50,8 @@ from echelon.server.protocol import (
     JoinTable,
     LeaveTable,
     MembershipNoted,
+    MemoryOpened,
+    OpenMemory,
     OpenTable,
     Order,
     PullWeights,
@@ -60,98 +63,22 @@ from echelon.server.protocol import (
     SeedState,
     SeedWeights,
     ServerMessage,
+    ShardShared,
+    ShareShard,
     TableOpened,
     ToServer,
     WeightsPiece,
+    WeightsWritten,
     refused,
 )
-from echelon.sync.families.serve import Apply, Drop, Invite, ServePolicy
+from echelon.server.shared_table import SharedShard
+from echelon.sync.families.serve import Apply, Drop, Invite
 from echelon.sync.families.shard import Push, ShardState
-from echelon.sync.policy import POLICIES
 
-_SPARE_PUSHES = 4
 _LOOK_EVERY_S = 1.0
 _BYE_S = 5.0
-
-
-@dataclass(slots=True)
-class _KeptShard:
-    """A shard that this server keeps, its own or a replica of another's."""
-
-    index: int
-    state: ShardState
-    optimizer: torch.optim.Optimizer
-    pieces: tuple[layout.ShardPiece, ...]
-    shadows: encoding.Shadows | None = None
-
-    def piece_at(self, start: int) -> layout.ShardPiece | None:
-        """The piece that begins at this element."""
-        return next((piece for piece in self.pieces if piece.start == start), None)
-
-
-class _KeptTable:
-    """One optimizer's parameters, as far as this server keeps them."""
-
-    def __init__(self, opening: OpenTable, server: int, servers: int) -> None:
-        policy = POLICIES.build(opening.policy).resolved()
-        assert isinstance(policy, ServePolicy)
-        self.opening = opening
-        self.policy = policy
-        self.dtype: torch.dtype = getattr(torch, opening.dtype)
-        lengths = [torch.Size(shape).numel() for shape in opening.shapes]
-        self.shards = layout.split(lengths, servers, item_bytes=self.dtype.itemsize, whole=opening.whole)
-        self.pieces = layout.cut_pieces(self.shards, item_bytes=self.dtype.itemsize)
-        self.codec = encoding.open_codec(opening.codec, self.dtype, opening.table, opening.shapes)
-        # Workers that take steps of their own in between get whole weights, not changes.
-        steady = policy.push_every == policy.pull_every == 1 and policy.pushes == "gradient"
-        self.sends_changes = self.codec is not None and steady
-        self.worker_of = {rank: worker for worker, rank in enumerate(opening.workers)}
-        self.alone: set[int] = set()  # ranks of workers that train on weights of their own for now
-        kept = [(server - copy) % servers for copy in range(opening.replicas + 1)]
-        self.own = server
-        self.kept = {index: self._keep(index) for index in kept if self.shards[index].length}
-        self.coordinator: Coordinator | None = None
-
-    def _keep(self, index: int) -> _KeptShard:
-        parts = self.shards[index].parts
-        flat = torch.zeros(self.shards[index].length, dtype=self.dtype)
-        views = [self._view(flat, part) for part in parts]
-        groups = [self.opening.groups[part.parameter] for part in parts]
-        optimizer = optimizer_spec.build(self.opening.optimizer, views, groups)
-        state = ShardState(
-            self.policy,
-            flat,
-            views,
-            optimizer.step,
-            spare=_SPARE_PUSHES,
-            configure=partial(optimizer_spec.update, optimizer),
-        )
-        pieces = tuple(piece for piece in self.pieces if piece.shard == index)
-        return _KeptShard(index, state, optimizer, pieces, self._shadows(index, flat))
-
-    def _shadows(self, index: int, flat: Tensor) -> encoding.Shadows | None:
-        """Needed to send changes of a shard, and to correct gradients by the weights that workers had."""
-        if self.codec is None or not self.sends_changes or not (index == self.own or self.policy.amends):
-            return None
-        return encoding.Shadows(self.codec, flat, len(self.opening.workers))
-
-    def _view(self, flat: Tensor, part: layout.ParameterSlice) -> Tensor:
-        view = flat[part.at : part.at + part.length]
-        shape = self.opening.shapes[part.parameter]
-        whole = part.length == torch.Size(shape).numel()
-        return (view.view(shape) if whole else view).requires_grad_(True)
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state of this server's own shard, part by part."""
-        kept = self.kept[self.own]
-        return {"parts": [dict(kept.optimizer.state[p]) for p in kept.state.parameters]}
-
-    def set_optimizer_state(self, index: int, state: dict[str, Any]) -> None:
-        """Load a state that `optimizer_state` returned."""
-        kept = self.kept[index]
-        for p, saved in zip(kept.state.parameters, state["parts"], strict=True):
-            if saved:
-                kept.optimizer.state[p] = saved
+_FULL_S = 60.0  # how long a worker may leave its messages unread
+_log = logging.getLogger(__name__)
 
 
 class ParameterServer:
@@ -165,15 +92,17 @@ class ParameterServer:
         workers: Sequence[int],
         recorder: Recorder,
     ) -> None:
-        self._mailbox: Mailbox[ToServer]
+        self._mailbox: MemoryMailbox[ToServer]
         self._rank = rank
         self._servers = list(servers)
         self._index = self._servers.index(rank)
         self._workers = set(workers)
         self._recorder = recorder
-        self._tables: dict[int, _KeptTable] = {}
+        self._tables: dict[int, KeptTable] = {}
         # Memory of pushes in flight, by table, shard, worker and step.
         self._arriving: dict[tuple[int, int, int, int], Tensor] = {}
+        # Memory that is shared with workers of this machine, by table and worker.
+        self._shared: dict[tuple[int, int], SharedShard] = {}
         offset = time.time() - time.perf_counter()
         self._now = lambda: offset + time.perf_counter()
         self._lent: dict[int, int] = {}  # by id of a snapshot: its pieces that are not sent yet
@@ -187,7 +116,15 @@ class ParameterServer:
     @torch.no_grad()
     def run(self, mailbox: Mailbox[ToServer]) -> None:
         """Serve until every worker has said goodbye."""
-        self._mailbox = mailbox
+        self._mailbox = MemoryMailbox(
+            mailbox, ToServer, place=self.place, peers=sorted(self._workers), deadline_s=_FULL_S
+        )
+        try:
+            self._serve()
+        finally:
+            self._mailbox.close()
+
+    def _serve(self) -> None:
         workers = set(self._workers)
         while workers:
             delivery = self._mailbox.receive(self._patience_s())
@@ -235,13 +172,13 @@ class ParameterServer:
 
     # Checks --------------------------------------------------------------------------------------
 
-    def _table(self, peer: int, message: ServerMessage, number: int) -> _KeptTable:
+    def _table(self, peer: int, message: ServerMessage, number: int) -> KeptTable:
         table = self._tables.get(number)
         if table is None:
             raise refused(peer, message, f"table {number} is not open")
         return table
 
-    def _shard(self, peer: int, message: ServerMessage, number: int, index: int) -> _KeptShard:
+    def _shard(self, peer: int, message: ServerMessage, number: int, index: int) -> KeptShard:
         shard = self._table(peer, message, number).kept.get(index)
         if shard is None:
             raise refused(peer, message, f"shard {index} of table {number} is not kept here")
@@ -309,6 +246,10 @@ class ParameterServer:
                 self._take_push(peer, message)
             case OpenTable():
                 self._open(peer, message)
+            case OpenMemory():
+                self._open_memory(peer, message)
+            case ShareShard():
+                self._share(peer, message)
             case SeedWeights():
                 self._seed_weights(peer, message)
             case SeedState():
@@ -362,7 +303,7 @@ class ParameterServer:
     def _open(self, peer: int, message: OpenTable) -> None:
         problem = ""
         try:
-            table = _KeptTable(message, self._index, len(self._servers))
+            table = KeptTable(message, self._index, len(self._servers))
             if self._index == 0:
                 table.coordinator = self._new_coordinator(table)
             self._tables[message.table] = table
@@ -370,7 +311,7 @@ class ParameterServer:
             problem = error.message
         self._mailbox.send(peer, TableOpened(table=message.table, problem=problem))
 
-    def _new_coordinator(self, table: _KeptTable) -> Coordinator:
+    def _new_coordinator(self, table: KeptTable) -> Coordinator:
         opening = table.opening
         shard_count = sum(bool(shard.length) for shard in table.shards)
         return Coordinator(
@@ -382,6 +323,35 @@ class ParameterServer:
             rank=self._rank,
             table=opening.table,
         )
+
+    def _open_memory(self, peer: int, message: OpenMemory) -> None:
+        if peer not in self._workers:
+            raise refused(peer, message, f"rank {peer} is not a worker")
+        opened = MemoryOpened()
+        try:
+            own = self._mailbox.open_memory()
+            self._mailbox.use_memory(peer, message.memory, message.place)
+            opened = MemoryOpened(memory=own, place=sorted(self._workers).index(peer))
+        except LaunchError as error:
+            _log.warning("%s; messages to rank %d go over TCP instead", error.message, peer)
+        self._mailbox.send(peer, opened)
+
+    def _share(self, peer: int, message: ShareShard) -> None:
+        number = message.table
+        self._check_worker(peer, message, number, peer)
+        shard, dtype = self._shard(peer, message, number, message.shard), self._tables[number].dtype
+        length = shard.state.flat.numel()
+        if message.shard != self._index or message.memory.size_bytes != SharedShard.size_bytes(
+            length, dtype
+        ):
+            raise refused(peer, message, f"shard {message.shard} is not one of {length} elements here")
+        mapped = True
+        try:
+            self._shared[number, peer] = SharedShard(map_shared(message.memory), length, dtype)
+        except LaunchError as error:
+            _log.warning("%s; pushes of rank %d come over TCP instead", error.message, peer)
+            mapped = False
+        self._mailbox.send(peer, ShardShared(table=number, mapped=mapped))
 
     def _seed_weights(self, peer: int, message: SeedWeights) -> None:
         shard = self._shard(peer, message, message.table, message.shard)
@@ -427,15 +397,23 @@ class ParameterServer:
         number, index, step, info = message.table, message.shard, message.step, message.info
         self._check_worker(peer, message, number, worker)
         shard = self._shard(peer, message, number, index)
-        flat = self._arriving.pop((number, index, worker, step), None)
+        shared = None
+        if isinstance(message, PushDone) and message.shared:
+            shared = self._shared.get((number, worker))
+            flat = None if shared is None else shared.push
+        else:
+            flat = self._arriving.pop((number, index, worker, step), None)
         if flat is None:
             raise refused(peer, message, f"no piece of step {step} has arrived")
-        push = Push(info.kind, flat, info.used, info.settings)
+        settled = None if shared is None else shared.done
+        push = Push(info.kind, flat, info.used, info.settings, settled)
         with self._timed("queue_s"):
             square, dot = shard.state.push(worker, step, push)
         if isinstance(message, PushDone):
             self._pushes += 1
             self._dense_pushed_bytes += flat.numel() * flat.element_size()
+            if message.shared:
+                self._pushed_bytes += flat.numel() * flat.element_size()
             self._forward(message, worker, flat)
         else:
             square = dot = 0.0  # the original's norms count, not the replica's
@@ -489,11 +467,25 @@ class ParameterServer:
 
     def _release(self, number: int, order: Freed) -> None:
         table = self._tables[number]
+        shared = self._shared.get((number, order.worker))
+        written = False
+        if shared is not None:
+            table.kept[self._index].state.take_over(order.worker)
+            written = order.pull
+        if written:
+            self._write_weights(number, order.worker, tell=self._index != 0)
         if self._index == 0:
             released = Released(
-                table=number, fresh=order.pull, ask=order.ask, version=order.version, held_s=order.held_s
+                table=number,
+                fresh=order.pull,
+                ask=order.ask,
+                version=order.version,
+                held_s=order.held_s,
+                written=written,
             )
             self._mailbox.send(order.worker, released)
+        if written:
+            return
         if not order.pull:
             table.alone.add(order.worker)
         elif table.sends_changes and order.worker not in table.alone:
@@ -534,6 +526,9 @@ class ParameterServer:
     def _send_weights(self, number: int, worker: int, *, look: bool = False) -> None:
         """Send the weights of this server's own shard, first layers first; replicas only note it."""
         table = self._tables[number]
+        if (number, worker) in self._shared:
+            self._write_weights(number, worker)
+            return
         look = look and table.sends_changes
         with self._timed("hand_s"):
             snapshots = {
@@ -558,6 +553,22 @@ class ParameterServer:
             self._mailbox.send(worker, message, part, sent)
             self._pulled_bytes += len(part)
             self._dense_pulled_bytes += len(part)
+
+    def _write_weights(self, number: int, worker: int, *, tell: bool = True) -> None:
+        """Write this server's shard to the memory that it shares with a worker; replicas only note it."""
+        table, shared = self._tables[number], self._shared[number, worker]
+        state = table.kept[self._index].state
+        with self._timed("hand_s"):
+            for shard in table.kept.values():
+                shard.state.read_into(worker, shared.weights if shard.index == self._index else None)
+        table.alone.discard(worker)
+        size_bytes = shared.weights.numel() * shared.weights.element_size()
+        self._pulled_bytes += size_bytes
+        self._dense_pulled_bytes += size_bytes
+        if tell:
+            self._mailbox.send(
+                worker, WeightsWritten(table=number, shard=self._index, version=state.version)
+            )
 
     def _lend(self, state: ShardState, snapshot: Tensor, pieces: int) -> None:
         with self._lending:

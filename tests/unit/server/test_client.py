@@ -13,9 +13,11 @@ from torch import nn
 from echelon.comm.wire.mailbox import Mailbox
 from echelon.errors import ConfigError, Corrupt, RoundTimeout
 from echelon.observe.recorder import Recorder
+from echelon.server import mail
 from echelon.server.channel import ServerChannel
 from echelon.server.client import ServerClient
-from echelon.server.protocol import Bye, ToServer, ToWorker, WeightsPiece
+from echelon.server.mail import MemoryMailbox
+from echelon.server.protocol import Bye, PushDone, Released, ToServer, ToWorker, WeightsPiece
 from echelon.server.server import ParameterServer
 from echelon.sync.policy import POLICIES, ClusterInfo
 from wires import Wires
@@ -41,10 +43,11 @@ class Observer:
 class Worker:
     """Rank `rank`, with a model and a client of one server."""
 
-    def __init__(self, wires, rank, server, sync, deadline_s=30.0, **options):
+    def __init__(self, wires, rank, server, sync, deadline_s=30.0, *, near=False, **options):
         names = {rank: f"rank {rank} on here" for rank in range(wires.size)}
         self.channel = ServerChannel(deadline_s, [server], names, rank)
-        self.channel._mailbox = Mailbox(wires.loops[rank], {server}, ToWorker, place=self.channel.place)
+        self.channel.connect(Mailbox(wires.loops[rank], {server}, ToWorker, place=self.channel.place))
+        self.channel.near = (server,) if near else ()
         torch.manual_seed(3)
         self.model = nn.Linear(4, 2).double()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
@@ -90,12 +93,13 @@ def weights(model):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
+@pytest.mark.parametrize("near", [False, True])
 @pytest.mark.parametrize("defers", [False, True])
-def test_steps_through_a_server_equal_steps_of_the_optimizer(defers):
+def test_steps_through_a_server_equal_steps_of_the_optimizer(defers, near):
     torch.manual_seed(3)
     plain = nn.Linear(4, 2).double()
     optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
-    with serving("async", defers=defers) as (worker,):
+    with serving("async", defers=defers, near=near) as (worker,):
         for value in (1.0, -0.5, 2.0):
             worker.step(value)
             optimizer.zero_grad()
@@ -106,8 +110,9 @@ def test_steps_through_a_server_equal_steps_of_the_optimizer(defers):
         assert worker.client.steps == 3
 
 
-def test_pull_installs_the_pushes_of_other_workers():
-    with serving("async", workers=2) as (one, other):
+@pytest.mark.parametrize("near", [False, True])
+def test_pull_installs_the_pushes_of_other_workers(near):
+    with serving("async", workers=2, near=near) as (one, other):
         before = weights(other.model)
         one.step()
         assert torch.equal(weights(other.model), before)
@@ -116,8 +121,9 @@ def test_pull_installs_the_pushes_of_other_workers():
         assert not torch.equal(weights(other.model), before)
 
 
-def test_borrowing_server_weights_can_be_undone():
-    with serving("downpour(3, 3)") as (worker,):
+@pytest.mark.parametrize("near", [False, True])
+def test_borrowing_server_weights_can_be_undone(near):
+    with serving("downpour(3, 3)", near=near) as (worker,):
         server = weights(worker.model)
         worker.step()
         own = weights(worker.model)
@@ -129,8 +135,44 @@ def test_borrowing_server_weights_can_be_undone():
         assert torch.equal(weights(worker.model), own), "the server took the same step"
 
 
-def test_a_worker_that_waits_for_another_names_it():
-    with serving("backup(0)", workers=2) as (one, _):
+def test_a_gradient_that_the_script_changes_after_backward_is_pushed_as_changed():
+    with serving("async", near=True) as (worker,):
+        before = weights(worker.model)
+        worker.optimizer.zero_grad()
+        worker.model(torch.ones(1, 4).double()).sum().backward()
+        for p in worker.model.parameters():
+            p.grad.mul_(0.5)
+        worker.client.step(lambda: None)
+        assert torch.equal(weights(worker.model), before - 0.5 * LR)
+
+
+def test_no_piece_is_sent_between_a_worker_and_a_server_that_share_memory(monkeypatch):
+    sent = []
+    send = MemoryMailbox.send
+    monkeypatch.setattr(
+        MemoryMailbox, "send", lambda self, *words: (sent.append(type(words[1])), send(self, *words))[1]
+    )
+    with serving("async", near=True) as (worker,):
+        sent.clear()
+        worker.step()
+        assert sent == [PushDone, Released]
+
+
+def test_a_worker_without_room_for_shared_memory_uses_tcp(monkeypatch, caplog):
+    def full(size_bytes):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(mail, "make", full)
+    with serving("async", near=True) as (worker,):
+        before = weights(worker.model)
+        worker.step()
+        assert torch.equal(weights(worker.model), before - LR)
+    assert "go over TCP instead" in caplog.text
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_a_worker_that_waits_for_another_names_it(near):
+    with serving("backup(0)", workers=2, near=near) as (one, _):
         one.channel.deadline_s = 0.3
         with pytest.raises(RoundTimeout, match="which waits for rank 1 on here") as caught:
             one.step()

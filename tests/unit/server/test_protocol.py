@@ -22,6 +22,7 @@ from echelon.server.protocol import (
     PushPiece,
     Released,
     ServerMessage,
+    SharedMemory,
     ToServer,
     ToWorker,
 )
@@ -58,7 +59,11 @@ clusters = st.builds(
     shares=st.lists(real).map(tuple),
     lr=st.none() | real,
 )
+memories = st.builds(
+    SharedMemory, pid=number, handle=st.tuples(number, number, number), size_bytes=number, secret=number
+)
 FIELDS = {
+    "memory": memories,
     "info": infos,
     "orders": st.lists(orders),
     "cluster": clusters,

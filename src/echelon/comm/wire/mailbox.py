@@ -86,6 +86,7 @@ class Mailbox(Operation[None], Generic[M]):
         self._connections: Mapping[int, Connection] = {}
         self._out = dict.fromkeys(peers, -1)
         self._in = dict.fromkeys(peers, -1)
+        self.notify: Callable[[], None] = _nothing  # the loop's thread calls it when there is news
         loop.submit(self)
 
     def send(
@@ -110,6 +111,11 @@ class Mailbox(Operation[None], Generic[M]):
         if delivery is None and self.error is not None:
             raise self.error
         return delivery
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no message waits to be received."""
+        return self._inbox.empty()
 
     def leave(self, peers: Iterable[int], message: msgspec.Struct, timeout_s: float) -> None:
         """Send a last message to these peers, which may leave from now on; wait until the kernel has it.
@@ -151,7 +157,11 @@ class Mailbox(Operation[None], Generic[M]):
     def end(self, error: BaseException | None = None) -> None:
         """Close the mailbox and wake the threads that wait in `receive`."""
         super().end(error)
-        self._inbox.put(None)
+        self._deliver(None)
+
+    def _deliver(self, delivery: Delivery[M] | None) -> None:
+        self._inbox.put(delivery)
+        self.notify()
 
     def _send(self, peer: int, data: memoryview, sent: Callable[[], None]) -> None:
         self._out[peer] += 1
@@ -166,7 +176,7 @@ class Mailbox(Operation[None], Generic[M]):
         if self._farewell is not None and isinstance(message, self._farewell):
             self.wanted.discard(peer)  # here, not in `receive`: the connection may end right after it
         if not length:
-            self._inbox.put(Delivery(peer, message, _NOTHING))
+            self._deliver(Delivery(peer, message, _NOTHING))
             self._listen(peer)
             return
         placed = self._place(peer, message, length)
@@ -174,7 +184,7 @@ class Mailbox(Operation[None], Generic[M]):
         payload = memory if placed is None else _NOTHING
 
         def arrived() -> None:
-            self._inbox.put(Delivery(peer, message, payload))
+            self._deliver(Delivery(peer, message, payload))
             self._listen(peer)
 
         self._expect(peer, Whole(memory, arrived))

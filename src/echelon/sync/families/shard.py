@@ -26,12 +26,14 @@ class Push:
     """A worker's push of one step. `used` says which parameters have a gradient.
 
     `settings` are the options of the worker's optimizer; they hold for the update that the push is part of.
+    If the memory of `flat` is another's, `settled` is called when it is needed no more.
     """
 
     kind: Kind
     flat: Tensor
     used: Sequence[bool]
     settings: Any = None
+    settled: Callable[[], None] | None = None
 
 
 class ShardState:
@@ -88,7 +90,7 @@ class ShardState:
             return 0.0, 0.0
         square = float(push.flat.dot(push.flat))
         dot = float(push.flat.dot(self._last)) if self._last is not None else 0.0
-        self._last = push.flat
+        self._last = push.flat if push.settled is None else push.flat.clone()
         return square, dot
 
     def apply(self, parts: Sequence[WeightedPush]) -> None:
@@ -112,7 +114,7 @@ class ShardState:
                 self._replies[part.worker] = self._policy.meet(self.flat, push.flat)
         self.version += 1
         for _, push in taken:
-            self._recycle(push.flat)
+            self._settle(push)
 
     def _apply_gradients(self, taken: Sequence[tuple[WeightedPush, Push]]) -> None:
         if not taken:
@@ -138,7 +140,15 @@ class ShardState:
         """Forget a push without applying it."""
         push = self._pushes.pop((worker, step), None)
         if push is not None:
-            self._recycle(push.flat)
+            self._settle(push)
+
+    def take_over(self, worker: int) -> None:
+        """Copy pushes of a worker that wait in memory which is not this shard's."""
+        for (pusher, _), push in self._pushes.items():
+            if pusher == worker and push.settled is not None:
+                push.flat = self.push_memory().copy_(push.flat)
+                push.settled()
+                push.settled = None
 
     def read(self, worker: int) -> Tensor:
         """The weights that a released worker gets: the shard's, or those that `meet` returned."""
@@ -164,6 +174,15 @@ class ShardState:
             self._read[worker] = weights
         return weights
 
+    def read_into(self, worker: int, target: Tensor | None) -> None:
+        """As `read`, into given memory; None if nobody uses the weights, and they are only noted."""
+        if self._policy.amends or worker in self._replies:
+            weights = self.read(worker)
+            if target is not None:
+                target.copy_(weights)
+        elif target is not None:
+            target.copy_(self.flat)
+
     def lent(self, snapshot: Tensor, *, back: bool) -> None:
         """A snapshot is being sent, or, with `back`, was sent: its memory may be reused."""
         if self._policy.amends or self._policy.pushes == "weights":
@@ -179,6 +198,12 @@ class ShardState:
             return self._free.pop()  # no check before: two threads call this
         except IndexError:
             return self.flat.new_empty(self.flat.shape)
+
+    def _settle(self, push: Push) -> None:
+        if push.settled is not None:
+            push.settled()
+        else:
+            self._recycle(push.flat)
 
     def _recycle(self, flat: Tensor) -> None:
         if len(self._free) < self._spare and flat is not self._last:
