@@ -26,6 +26,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -111,7 +112,6 @@ def ray_work(workers: int, elements: int, seconds: float) -> None:
     import ray
     import torch
 
-    @ray.remote(num_cpus=1)
     class Server:
         def __init__(self) -> None:
             self.weights = torch.zeros(elements)
@@ -120,9 +120,8 @@ def ray_work(workers: int, elements: int, seconds: float) -> None:
             self.weights.add_(torch.from_numpy(gradient), alpha=-1e-6)
             return self.weights.numpy()
 
-    @ray.remote(num_cpus=1)
     class Worker:
-        def work(self, server: object, seconds: float) -> float:
+        def work(self, server: Any, seconds: float) -> float:
             torch.set_num_threads(1)
             warnings.simplefilter("ignore")  # Ray's arrays are read-only
             parameters = torch.zeros(elements)
@@ -134,8 +133,9 @@ def ray_work(workers: int, elements: int, seconds: float) -> None:
             return steps / (time.perf_counter() - begun)
 
     ray.init(num_cpus=workers + 1, include_dashboard=False, log_to_driver=False, logging_level="error")
-    server = Server.remote()
-    crew = [Worker.remote() for _ in range(workers)]
+    actor: Any = ray.remote(num_cpus=1)
+    server = actor(Server).remote()
+    crew = [actor(Worker).remote() for _ in range(workers)]
     ray.get([one.work.remote(server, 0.5) for one in crew])  # all are up
     rates = ray.get([one.work.remote(server, seconds) for one in crew])
     ray.shutdown()
