@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
+from echelon.config.allowed import check_allowed
 from echelon.config.call import Call, Value, parse_call
 from echelon.errors import ConfigError, UnknownName, nearest
 
@@ -96,7 +97,15 @@ class Registry(Generic[S]):
         return sorted({*self._own, *self._entry_points})
 
     def get(self, name: str, *, where: str = "") -> type[S]:
-        """The strategy of that name; UnknownName names the nearest one."""
+        """The strategy of that name; UnknownName names the nearest one.
+
+        A strategy of another distribution is imported only if the user named it: see allowed.py.
+        """
+        if name not in self._own and name in self._entry_points:
+            check_allowed(name, f"{self.kind} {name!r}", where=where or f"{self.kind} {name}")
+        return self._get(name, where=where)
+
+    def _get(self, name: str, *, where: str = "") -> type[S]:
         if name in self._own:
             return self._own[name]
         if name in self._entry_points:
@@ -143,7 +152,7 @@ class Registry(Generic[S]):
             entry = self._entry_points.get(name) if name not in self._own else None
             origin = entry.dist.name if entry and entry.dist else "echelon"
             try:
-                kind = self.get(name)
+                kind = self._get(name)
             except ConfigError as error:
                 out.append(Description(name=name, help="", origin=origin, problem=error.message))
                 continue

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import tomli_w
 
+from echelon.config.allowed import allow_names_in
 from echelon.config.registry import convert
 from echelon.config.schema import SECTIONS, RunSettings, section_of
 from echelon.errors import ConfigError, UnknownName
@@ -65,6 +66,8 @@ def resolve(schema: type[S], given: Mapping[str, Any], file: Path | None = None)
             if name in names:
                 values[name] = value
                 origins[name] = str(file)
+                if not _is_recorded(file):
+                    allow_names_in(value)
     hints = typing.get_type_hints(schema)
     for name, value in given.items():
         if value is None:
@@ -72,12 +75,18 @@ def resolve(schema: type[S], given: Mapping[str, Any], file: Path | None = None)
         if name not in names:
             raise UnknownName("setting", name, names, where="command line")
         values[name] = convert(value, hints[name], where=f"--{name.replace('_', '-')}")
+        allow_names_in(value)
         origins[name] = "command line"
     try:
         return Resolved(schema(**values), origins)
     except ConfigError as error:
         error.where = Resolved(schema(), origins).place(error.where)
         raise
+
+
+def _is_recorded(file: Path) -> bool:
+    """Whether the file is part of a run's record, which somebody else may have written."""
+    return (file.resolve().parent / "plan.toml").exists()
 
 
 def _read(file: Path) -> dict[str, Any]:

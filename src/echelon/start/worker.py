@@ -9,6 +9,7 @@ launcher can show it. The worker dies with its launcher, even if the launcher is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import logging
@@ -24,6 +25,7 @@ from types import TracebackType
 
 import msgspec
 
+from echelon.config.allowed import allow_names_in
 from echelon.errors import EchelonError, GradientError, MismatchedCalls, WorkerError
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
@@ -46,6 +48,7 @@ def run_program(program: Sequence[str]) -> None:
     faulthandler.enable()
     _hand_on_warnings()
     sys.excepthook = _keep_error
+    _allow_planned(program)
     tell(WorkerPhase.RUNNING)
     if program[0] == "-m":
         sys.argv = list(program[1:])
@@ -56,6 +59,16 @@ def run_program(program: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = str(script.resolve().parent)  # it was the current folder, as for any -m
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _allow_planned(program: Sequence[str]) -> None:
+    """Let this process import what its own run's plan and settings name: the launcher has checked them."""
+    allow_names_in(*program)
+    path = os.environ.get("ECHELON_RUN")
+    folder = RunFolder(Path(path)) if path else None
+    for file in (folder.plan, folder.config) if folder else ():
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # whoever reads the file says what is wrong
+            allow_names_in(file.read_text())
 
 
 def _hand_on_warnings() -> None:
