@@ -17,6 +17,7 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_seconds
 from echelon.errors import ConfigError, LaunchError
+from echelon.observe.atomic import check_writable
 from echelon.observe.closing import closing_table
 from echelon.observe.display import Display
 from echelon.observe.events import AnyEvent, WorkerJoined
@@ -183,6 +184,8 @@ def _train(resolved: Resolved[TrainSettings]) -> None:
     settings = resolved.settings
     MODELS.build(settings.model, where="--model")
     DATASETS.build(settings.data, where="--data")
+    if settings.checkpoint and settings.on == "local" and not settings.hosts:
+        check_writable(Path(settings.checkpoint), where="--checkpoint")
     name = f"{settings.model.partition('(')[0]}-{settings.data.partition('(')[0]}"
     _show(resolved, Target(argv=["-m", "echelon.train.job"], name=name, plans=True), Console(), None)
 

@@ -39,6 +39,8 @@ class Strategy(ABC):
 
 S = TypeVar("S", bound=Strategy)
 
+_END_OF_INTEGERS = 2**64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
@@ -240,17 +242,26 @@ def build_options(kind: type[T], given: Mapping[str, Any], *, where: str) -> T:
 def convert(value: Any, hint: Any, *, where: str) -> Any:
     """Convert a value to a type: whole floats to ints, ints to floats; text is never converted."""
     try:
-        return msgspec.convert(value, hint, strict=True)
+        return _within_range(msgspec.convert(value, hint, strict=True), where)
     except msgspec.ValidationError as error:
         if isinstance(value, float) and value.is_integer():
             with contextlib.suppress(msgspec.ValidationError):
-                return msgspec.convert(int(value), hint, strict=True)
+                return _within_range(msgspec.convert(int(value), hint, strict=True), where)
         reason = re.sub(r"`(\w+)`", r"\1", str(error))
         raise ConfigError(
             f"{value!r} does not fit: {reason[0].lower() + reason[1:]}",
             where=where,
             fix=_nearest(value, hint) + f"give {type_text(hint)}",
         ) from None
+
+
+def _within_range(value: Any, where: str) -> Any:
+    """Refuse a whole number that no tensor, file or message can hold."""
+    if isinstance(value, int) and abs(value) >= _END_OF_INTEGERS:
+        raise ConfigError(
+            f"{str(value)[:20]}... is too large a whole number", where=where, fix="give a smaller one"
+        )
+    return value
 
 
 def _nearest(value: Any, hint: Any) -> str:

@@ -16,6 +16,7 @@ import tomli_w
 from echelon.config.allowed import allow_names_in
 from echelon.config.registry import convert
 from echelon.config.schema import SECTIONS, RunSettings, section_of
+from echelon.config.toml_text import read_toml
 from echelon.errors import ConfigError, UnknownName
 
 DEFAULT_FILE = Path("echelon.toml")
@@ -92,7 +93,7 @@ def _is_recorded(file: Path) -> bool:
 def _read(file: Path) -> dict[str, Any]:
     """Read all settings of a file; refuse an unknown one, a wrong table or a wrong type."""
     try:
-        tables = tomllib.loads(file.read_bytes().decode())
+        tables = read_toml(file.read_bytes().decode())
     except OSError as error:
         raise ConfigError(
             f"cannot read the settings: {error.strerror}", where=str(file), fix="check the path"

@@ -7,11 +7,11 @@ the figures so far at any time; `summarise` takes them all.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from echelon.config.toml_text import read_toml
 from echelon.observe.arrival import Basis, ObservedRound, RoundTally
 from echelon.observe.atomic import write_whole
 from echelon.observe.decisions import Decision, DecisionTally
@@ -424,7 +424,7 @@ def _noting(begins: dict[int, float], events: Iterable[AnyEvent]) -> Iterator[An
 def _score(folder: RunFolder, begins: Sequence[float]) -> PlanScore | None:
     """The plan's prediction beside the measured step, if there are both."""
     try:
-        view = view_of(tomllib.loads(folder.plan.read_text(encoding="utf-8")))
+        view = view_of(read_toml(folder.plan.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
     predicted_s = view.step_s if view is not None else None

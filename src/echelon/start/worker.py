@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib.util
 import logging
 import os
 import runpy
@@ -26,7 +27,7 @@ from types import TracebackType
 import msgspec
 
 from echelon.config.allowed import allow_names_in
-from echelon.errors import EchelonError, GradientError, MismatchedCalls, WorkerError
+from echelon.errors import EchelonError, GradientError, LaunchError, MismatchedCalls, WorkerError
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
 from echelon.start.failure import Failure
@@ -52,6 +53,7 @@ def run_program(program: Sequence[str]) -> None:
     tell(WorkerPhase.RUNNING)
     if program[0] == "-m":
         sys.argv = list(program[1:])
+        _check_module(program[1])
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
     script = Path(program[0])
@@ -59,6 +61,22 @@ def run_program(program: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = str(script.resolve().parent)  # it was the current folder, as for any -m
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _check_module(name: str) -> None:
+    """Say that there is no such module; what a module of that name raises is the user's to see."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        found = None
+    if found is None:
+        raise LaunchError(
+            f"there is no module {name}",
+            where="run -m",
+            fix="check the name, and that the module is installed or in the current folder",
+        )
 
 
 def _allow_planned(program: Sequence[str]) -> None:
