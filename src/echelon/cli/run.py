@@ -107,6 +107,9 @@ class _Shown:
             self._console.print(closing_table(outcome.summary))
         failure = outcome.failure
         folder = _short(outcome.folder.path)
+        if outcome.unrecorded:
+            what = "figures, events and output since then are missing; training was not affected"
+            _say(Console(stderr=True), f"the record is not complete: {outcome.unrecorded}; {what}")
         if failure is not None:
             self._blame(outcome, failure)
         elif outcome.code:
@@ -114,7 +117,8 @@ class _Shown:
         else:
             if not self._joined and self._count > 1:
                 each = f"each of the {self._workers} ran all of it"
-                _say(self._console, f"the script did not call echelon.join(): {each}")
+                fix = "join in the script; `echelon adapt` shows the lines to change"
+                _say(self._console, f"warning: the script did not call echelon.join(): {each}. Fix: {fix}")
             elif not outcome.summary.steps:
                 _say(self._console, "no step was recorded")
             _say(self._console, f"record: {folder}\npicture: echelon report {folder}")

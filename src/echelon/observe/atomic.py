@@ -10,8 +10,11 @@ from pathlib import Path
 from echelon.errors import ConfigError
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace the file's content by `data`; if that fails, the old content stays."""
+def write_whole(path: Path, data: bytes, *, option: str = "--out") -> None:
+    """Replace the file's content by `data`; if that fails, the old content stays.
+
+    `option` chooses another file; empty if none does.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -24,7 +27,8 @@ def write_whole(path: Path, data: bytes) -> None:
         raise ConfigError(
             f"cannot write {path.name}: {error.strerror}",
             where=str(path.parent),
-            fix="free some disk space or check permissions, or choose another file with --out",
+            fix="free some disk space or check permissions"
+            + (f", or choose another file with {option}" if option else ""),
         ) from error
 
 

@@ -356,7 +356,8 @@ _ABSURD = re.compile(rb"[0-9][eE]\+?0*[1-9][0-9]{2}|[0-9]{100}")
 _ABSURD_LOSS = re.compile(rb'("loss":)-?[0-9.]+[eE][0-9+]+')
 _END_OF_TIME_S = 1e11
 _CLOCKED = frozenset({
-    "t", "start", "arrival", "begun", "sent", "ended", "data_s", "compute_s", "wait_s", "apply_s", "encode_s",
+    "t", "start", "arrival", "begun", "sent", "ended",
+    "data_s", "compute_s", "wait_s", "apply_s", "encode_s",
 })  # fmt: skip
 
 

@@ -403,14 +403,19 @@ def summarise(events: Iterable[AnyEvent], policy: str = "") -> Summary:
 
 def write_summary(folder: RunFolder) -> Summary:
     """Summarise the run and write the figures to its `summary.json`."""
+    summary = whole_summary(folder)
+    data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+    write_whole(folder.summary, data + b"\n", option="")
+    return summary
+
+
+def whole_summary(folder: RunFolder) -> Summary:
+    """The figures of a run, with its plan's prediction beside them."""
     begins: dict[int, float] = {}
     policy = policy_of(folder)
     summary = summarise(_noting(begins, read_run(folder)), policy)
     score = _score(folder, list(begins.values())) if summary.sync is None else None
-    summary = msgspec.structs.replace(summary, prediction=score)
-    data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-    write_whole(folder.summary, data + b"\n")
-    return summary
+    return msgspec.structs.replace(summary, prediction=score)
 
 
 def _noting(begins: dict[int, float], events: Iterable[AnyEvent]) -> Iterator[AnyEvent]:

@@ -31,6 +31,7 @@ from echelon.errors import EchelonError, GradientError, LaunchError, MismatchedC
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
 from echelon.start.failure import Failure
+from echelon.start.log_file import survive_a_full_disk
 from echelon.start.warn import WarningHandler
 from echelon.train.user_traceback import hide_wrappers
 
@@ -46,6 +47,7 @@ def main() -> None:
 
 def run_program(program: Sequence[str]) -> None:
     """Run a script with its arguments, or a module: `-m`, its name, its arguments."""
+    survive_a_full_disk()
     faulthandler.enable()
     _hand_on_warnings()
     sys.excepthook = _keep_error
