@@ -349,6 +349,7 @@ AnyEvent: TypeAlias = (
 encode = msgspec.json.Encoder().encode
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 _kinds: dict[str, type[AnyEvent]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyEvent)}
+EVENT_TYPES = frozenset(_kinds)
 
 
 # No time, count or rate is as large as 1e100; sums of such numbers overflow.
