@@ -87,7 +87,8 @@ def resolve(schema: type[S], given: Mapping[str, Any], file: Path | None = None)
 
 def _is_recorded(file: Path) -> bool:
     """Whether the file is part of a run's record, which somebody else may have written."""
-    return (file.resolve().parent / "plan.toml").exists()
+    folder = file.resolve().parent  # a plan alone may be the user's own, beside his echelon.toml
+    return (folder / "plan.toml").exists() and (folder / "events").is_dir()
 
 
 def _read(file: Path) -> dict[str, Any]:
