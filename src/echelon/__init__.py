@@ -19,6 +19,7 @@ WORLD_SIZE.
     Session          what `join` returns; the script trains, records and saves through it:
                      help(echelon.Session)
 
+    register_optimizer  let parameter servers use an optimizer of your own: help(echelon.register_optimizer)
     loader_of        a Spark DataFrame, a Ray Dataset or another table as a loader: help(echelon.loader_of)
 
     EchelonError     base of all errors; each says what is wrong, where, and what fixes it
@@ -57,6 +58,7 @@ from echelon.errors import WorkerError as WorkerError
 
 if _typing.TYPE_CHECKING:
     from echelon.data.loader_of import loader_of as loader_of
+    from echelon.server.optimizer_spec import register_optimizer as register_optimizer
     from echelon.start.function import launch as launch
     from echelon.train.join import join as join
     from echelon.train.session import Session as Session
@@ -64,13 +66,14 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # What `help(echelon)` prints in full. `dir(echelon)` has the errors too, which all are public as well.
-__all__ = ["Session", "join", "launch", "loader_of"]
+__all__ = ["Session", "join", "launch", "loader_of", "register_optimizer"]
 
 # These need torch, which takes seconds to import: `echelon --help` must not wait for it.
 _LAZY = {
     "join": "echelon.train.join",
     "launch": "echelon.start.function",
     "loader_of": "echelon.data.loader_of",
+    "register_optimizer": "echelon.server.optimizer_spec",
     "Session": "echelon.train.session",
 }
 

@@ -182,7 +182,8 @@ def test_leaders_output_is_shown_and_all_output_is_logged_and_the_run_is_recorde
         assert run.log_of(rank).read_text() == printed
     first, told, _, last = done.stderr.splitlines()
     assert first == f"starting 3 workers, 2 threads each; record in runs/{run.name}"
-    assert told == "the script did not call echelon.join(): each of the 3 workers ran all of it"
+    assert "the script did not call echelon.join(): each of the 3 workers ran all of it" in told
+    assert "Fix: join in the script" in told
     assert last == f"picture: echelon report runs/{run.name}"
     assert run.name.endswith("-prints")
     (started,) = _of(RunStarted, run.events_of(-1))

@@ -215,7 +215,7 @@ def prepare(what):
     ("what", "says"),
     [
         ("lbfgs", "LBFGS evaluates the loss while it steps"),
-        ("mine", "optimizer Mine is defined in the script, where a server cannot import it"),
+        ("mine", "optimizer __main__:Mine is neither of torch.optim nor registered"),
         ("types", "keeps parameters of one dtype"),
         ("sum", "the loss must be a mean"),
     ],

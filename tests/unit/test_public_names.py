@@ -34,6 +34,7 @@ PUBLIC = [
     "join",
     "launch",
     "loader_of",
+    "register_optimizer",
 ]
 
 
@@ -42,7 +43,7 @@ def test_tab_completion_shows_the_public_names_and_nothing_else():
 
 
 def test_a_star_import_brings_the_front_door():
-    assert sorted(echelon.__all__) == ["Session", "join", "launch", "loader_of"]
+    assert sorted(echelon.__all__) == ["Session", "join", "launch", "loader_of", "register_optimizer"]
 
 
 def test_help_leads_with_join_and_session_and_is_not_a_list_of_errors():

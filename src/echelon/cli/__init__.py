@@ -23,6 +23,7 @@ probe.py     echelon probe
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -34,6 +35,7 @@ from echelon.cli.adapt import adapt
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.doctor import doctor
 from echelon.cli.probe import probe
+from echelon.config.allowed import ALLOW_VARIABLE
 from echelon.errors import EchelonError
 
 app = typer.Typer(
@@ -65,7 +67,17 @@ app.command("doctor", cls=PlainCommand)(doctor)
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+def _version(
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    allow: list[str] = typer.Option(
+        [],
+        metavar="NAME",
+        help="Code outside of Echelon that a file may name: module:name, or a strategy. May be repeated.",
+    ),
+) -> None:
+    if allow:
+        before = os.environ.get(ALLOW_VARIABLE, "")
+        os.environ[ALLOW_VARIABLE] = " ".join(filter(None, [before, *allow]))  # for workers and servers too
     if version:
         from echelon import __version__
 

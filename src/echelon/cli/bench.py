@@ -25,7 +25,7 @@ from echelon.cli.bench_step import step
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.options import Given, with_options
 from echelon.config.units import show_bytes, show_seconds
-from echelon.observe.atomic import write_whole
+from echelon.observe.atomic import check_writable, write_whole
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 
@@ -81,8 +81,9 @@ def codecs(
     bench = settings.bench()
     MODELS.build(bench.model, where="--model")
     DATASETS.build(bench.data, where="--data")
-    found = _carry_out(bench, asked_codecs(settings.codec_texts(), bench.momentum))
     folder = out or Path(f"bench-codecs-{datetime.now():%Y%m%d-%H%M%S}")
+    check_writable(folder, where="--out")
+    found = _carry_out(bench, asked_codecs(settings.codec_texts(), bench.momentum))
     page = folder / _PAGE
     command = shlex.join(["echelon", *sys.argv[1:]])
     _print(found)

@@ -1,4 +1,4 @@
-"""Commands whose help shows no type for a flag: a flag has no value."""
+"""Commands whose help shows no type for a flag, and whose words name code that may be imported."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from echelon.config.allowed import allow_names_in
+
 
 class PlainCommand(TyperCommand):
     """A command; typer would show `<bool>` after each of its flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read its words. What the user typed may name code outside of Echelon."""
+        allow_names_in(*args)
+        return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Its parameters, for the parser and for the help."""

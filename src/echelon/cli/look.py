@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from echelon.observe.damage import damage_of
 from echelon.observe.report import write_report
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.trace import write_trace
@@ -68,6 +69,8 @@ def report(
     folder = RunFolder.find(run, runs)
     written = write_report(folder, out if out is not None else folder.path / "report.html")
     _say(f"{written}")
+    if damage := damage_of(folder):
+        _say(f"warning: the record is damaged: {'; '.join(damage)}. Figures are of what is left.")
     if show and not webbrowser.open(written.resolve().as_uri()):
         _say("no browser could be started; open the file by hand")
 

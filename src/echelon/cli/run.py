@@ -17,6 +17,7 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_seconds
 from echelon.errors import ConfigError, LaunchError
+from echelon.observe.atomic import check_writable
 from echelon.observe.closing import closing_table
 from echelon.observe.display import Display
 from echelon.observe.events import AnyEvent, WorkerJoined
@@ -106,6 +107,9 @@ class _Shown:
             self._console.print(closing_table(outcome.summary))
         failure = outcome.failure
         folder = _short(outcome.folder.path)
+        if outcome.unrecorded:
+            what = "figures, events and output since then are missing; training was not affected"
+            _say(Console(stderr=True), f"the record is not complete: {outcome.unrecorded}; {what}")
         if failure is not None:
             self._blame(outcome, failure)
         elif outcome.code:
@@ -113,7 +117,8 @@ class _Shown:
         else:
             if not self._joined and self._count > 1:
                 each = f"each of the {self._workers} ran all of it"
-                _say(self._console, f"the script did not call echelon.join(): {each}")
+                fix = "join in the script; `echelon adapt` shows the lines to change"
+                _say(self._console, f"warning: the script did not call echelon.join(): {each}. Fix: {fix}")
             elif not outcome.summary.steps:
                 _say(self._console, "no step was recorded")
             _say(self._console, f"record: {folder}\npicture: echelon report {folder}")
@@ -183,6 +188,8 @@ def _train(resolved: Resolved[TrainSettings]) -> None:
     settings = resolved.settings
     MODELS.build(settings.model, where="--model")
     DATASETS.build(settings.data, where="--data")
+    if settings.checkpoint and settings.on == "local" and not settings.hosts:
+        check_writable(Path(settings.checkpoint), where="--checkpoint")
     name = f"{settings.model.partition('(')[0]}-{settings.data.partition('(')[0]}"
     _show(resolved, Target(argv=["-m", "echelon.train.job"], name=name, plans=True), Console(), None)
 

@@ -2,6 +2,8 @@
 
 call.py      `name(option=value, ...)`: the syntax that names a strategy and its options
 registry.py  finds the strategies of one kind by name, ours and third parties'
+allowed.py   which code outside of Echelon a text may name: what the user gave himself
+toml_text.py reads TOML
 units.py     quantities with units: "100mbit", "5ms", "1.5GiB"
 choices.py   the choices that settings, plan and `join` share: types, defaults, help, ranges
 schema.py    the settings of a run, each with its default and its help

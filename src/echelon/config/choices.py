@@ -18,6 +18,8 @@ Transport = Literal["auto", "shm", "tcp", "c10d"]
 Overlap = Literal["backward", "step"]
 FactorRule = Literal["auto", "always", "never"]
 
+LARGEST_FLOAT32 = 3.4e38
+LONGEST_WAIT_S = 1e7
 SEEDS = 2**63  # TOML's integers end here
 
 
@@ -54,8 +56,8 @@ class Choices:
         check_at_least(self, "replicas", 0)
         if not 0 <= self.seed < SEEDS:
             raise ConfigError(f"seed is {self.seed}", where="--seed", fix=f"give 0 to {SEEDS - 1}")
-        check_above(self, "join_timeout_s", 0)
-        check_above(self, "round_timeout_s", 0)
+        check_timeout(self, "join_timeout_s")
+        check_timeout(self, "round_timeout_s")
 
     def chosen(self) -> dict[str, Any]:
         """The choices by name, without the fields of a subclass."""
@@ -116,6 +118,17 @@ def check_above(settings: object, name: str, bound: float) -> None:
             f"{name.replace('_', ' ')} is {value:g}",
             where=flag(name),
             fix=f"give a number above {bound:g}",
+        )
+
+
+def check_timeout(settings: object, name: str) -> None:
+    """Refuse a time that nobody can wait for: clocks and locks end at different numbers of seconds."""
+    check_above(settings, name, 0)
+    if getattr(settings, name) > LONGEST_WAIT_S:
+        raise ConfigError(
+            f"{name.replace('_', ' ')} is {getattr(settings, name):g}",
+            where=flag(name),
+            fix=f"give at most {LONGEST_WAIT_S:g}, which is 115 days",
         )
 
 

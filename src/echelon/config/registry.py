@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
+from echelon.config.allowed import check_allowed
 from echelon.config.call import Call, Value, parse_call
 from echelon.errors import ConfigError, UnknownName, nearest
 
@@ -37,6 +38,8 @@ class Strategy(ABC):
 
 
 S = TypeVar("S", bound=Strategy)
+
+_END_OF_INTEGERS = 2**64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +99,15 @@ class Registry(Generic[S]):
         return sorted({*self._own, *self._entry_points})
 
     def get(self, name: str, *, where: str = "") -> type[S]:
-        """The strategy of that name; UnknownName names the nearest one."""
+        """The strategy of that name; UnknownName names the nearest one.
+
+        A strategy of another distribution is imported only if the user named it: see allowed.py.
+        """
+        if name not in self._own and name in self._entry_points:
+            check_allowed(name, f"{self.kind} {name!r}", where=where or f"{self.kind} {name}")
+        return self._get(name, where=where)
+
+    def _get(self, name: str, *, where: str = "") -> type[S]:
         if name in self._own:
             return self._own[name]
         if name in self._entry_points:
@@ -143,7 +154,7 @@ class Registry(Generic[S]):
             entry = self._entry_points.get(name) if name not in self._own else None
             origin = entry.dist.name if entry and entry.dist else "echelon"
             try:
-                kind = self.get(name)
+                kind = self._get(name)
             except ConfigError as error:
                 out.append(Description(name=name, help="", origin=origin, problem=error.message))
                 continue
@@ -231,17 +242,26 @@ def build_options(kind: type[T], given: Mapping[str, Any], *, where: str) -> T:
 def convert(value: Any, hint: Any, *, where: str) -> Any:
     """Convert a value to a type: whole floats to ints, ints to floats; text is never converted."""
     try:
-        return msgspec.convert(value, hint, strict=True)
+        return _within_range(msgspec.convert(value, hint, strict=True), where)
     except msgspec.ValidationError as error:
         if isinstance(value, float) and value.is_integer():
             with contextlib.suppress(msgspec.ValidationError):
-                return msgspec.convert(int(value), hint, strict=True)
+                return _within_range(msgspec.convert(int(value), hint, strict=True), where)
         reason = re.sub(r"`(\w+)`", r"\1", str(error))
         raise ConfigError(
             f"{value!r} does not fit: {reason[0].lower() + reason[1:]}",
             where=where,
             fix=_nearest(value, hint) + f"give {type_text(hint)}",
         ) from None
+
+
+def _within_range(value: Any, where: str) -> Any:
+    """Refuse a whole number that no tensor, file or message can hold."""
+    if isinstance(value, int) and abs(value) >= _END_OF_INTEGERS:
+        raise ConfigError(
+            f"{str(value)[:20]}... is too large a whole number", where=where, fix="give a smaller one"
+        )
+    return value
 
 
 def _nearest(value: Any, hint: Any) -> str:

@@ -13,8 +13,10 @@ from typing import Any, Generic, TypeVar
 
 import tomli_w
 
+from echelon.config.allowed import allow_names_in
 from echelon.config.registry import convert
 from echelon.config.schema import SECTIONS, RunSettings, section_of
+from echelon.config.toml_text import read_toml
 from echelon.errors import ConfigError, UnknownName
 
 DEFAULT_FILE = Path("echelon.toml")
@@ -65,6 +67,8 @@ def resolve(schema: type[S], given: Mapping[str, Any], file: Path | None = None)
             if name in names:
                 values[name] = value
                 origins[name] = str(file)
+                if not _is_recorded(file):
+                    allow_names_in(value)
     hints = typing.get_type_hints(schema)
     for name, value in given.items():
         if value is None:
@@ -72,6 +76,7 @@ def resolve(schema: type[S], given: Mapping[str, Any], file: Path | None = None)
         if name not in names:
             raise UnknownName("setting", name, names, where="command line")
         values[name] = convert(value, hints[name], where=f"--{name.replace('_', '-')}")
+        allow_names_in(value)
         origins[name] = "command line"
     try:
         return Resolved(schema(**values), origins)
@@ -80,10 +85,16 @@ def resolve(schema: type[S], given: Mapping[str, Any], file: Path | None = None)
         raise
 
 
+def _is_recorded(file: Path) -> bool:
+    """Whether the file is part of a run's record, which somebody else may have written."""
+    folder = file.resolve().parent  # a plan alone may be the user's own, beside his echelon.toml
+    return (folder / "plan.toml").exists() and (folder / "events").is_dir()
+
+
 def _read(file: Path) -> dict[str, Any]:
     """Read all settings of a file; refuse an unknown one, a wrong table or a wrong type."""
     try:
-        tables = tomllib.loads(file.read_bytes().decode())
+        tables = read_toml(file.read_bytes().decode())
     except OSError as error:
         raise ConfigError(
             f"cannot read the settings: {error.strerror}", where=str(file), fix="check the path"

@@ -11,6 +11,7 @@ from typing import Literal
 
 from echelon.config.choices import (
     CHOICES,
+    LARGEST_FLOAT32,
     Choices,
     FactorRule,
     Overlap,
@@ -19,6 +20,7 @@ from echelon.config.choices import (
     check_at_least,
     check_servers,
     choice,
+    flag,
     setting,
 )
 from echelon.errors import ConfigError
@@ -138,6 +140,13 @@ class TrainSettings(RunSettings):
         check_at_least(self, "momentum", 0)
         check_at_least(self, "weight_decay", 0)
         check_above(self, "lr", 0)
+        for name in ("lr", "momentum", "weight_decay"):
+            if getattr(self, name) > LARGEST_FLOAT32:
+                raise ConfigError(
+                    f"{name.replace('_', ' ')} is {getattr(self, name):g}, which float32 cannot hold",
+                    where=flag(name),
+                    fix="give a smaller number",
+                )
         if self.until_accuracy is not None and not 0 < self.until_accuracy <= 1:
             raise ConfigError(
                 f"{self.until_accuracy:g} is not an accuracy", where="--until-accuracy", fix="give 0 to 1"

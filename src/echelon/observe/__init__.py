@@ -23,6 +23,7 @@ stall.py       do steps go on, and if not, who is missing?
 progress.py    what is shown while a run goes on: sentences and a panel
 pane.py        lines that stay at the bottom of a terminal
 display.py     shows progress and the script's output in a terminal or elsewhere
+damage.py      is a run's record whole?
 closing.py     the closing table
 plan_view.py   what a plan says that a reader wants to see
 plan_tree.py   a plan as a tree of lines

@@ -10,6 +10,7 @@ Fields may be added with a default, but are never renamed or given another meani
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias, get_args
@@ -348,12 +349,29 @@ AnyEvent: TypeAlias = (
 encode = msgspec.json.Encoder().encode
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 _kinds: dict[str, type[AnyEvent]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyEvent)}
+EVENT_TYPES = frozenset(_kinds)
+
+
+# No time, count or rate is as large as 1e100; sums of such numbers overflow.
+_ABSURD = re.compile(rb"[0-9][eE]\+?0*[1-9][0-9]{2}|[0-9]{100}")
+_ABSURD_LOSS = re.compile(rb'("loss":)-?[0-9.]+[eE][0-9+]+')
+_END_OF_TIME_S = 1e11
+_CLOCKED = frozenset({
+    "t", "start", "arrival", "begun", "sent", "ended",
+    "data_s", "compute_s", "wait_s", "apply_s", "encode_s",
+})  # fmt: skip
 
 
 def decode_line(line: bytes) -> AnyEvent | None:
-    """One event, or None for a line that is incomplete or was written by a newer version."""
+    """One event, or None for a line that is incomplete, damaged, or was written by a newer version."""
+    if _ABSURD.search(line):
+        line = _ABSURD_LOSS.sub(rb"\1null", line)  # a loss may be anything: training diverged
+        if _ABSURD.search(line):
+            return None
     try:
-        return _decoder.decode(line)
+        event = _decoder.decode(line)
+        times = (event.t, getattr(event, "start", 0.0))
+        return event if max(map(abs, times)) < _END_OF_TIME_S else None
     except msgspec.ValidationError:
         return _decode_with_nan(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -368,6 +386,8 @@ def _decode_with_nan(line: bytes) -> AnyEvent | None:
         for field in msgspec.structs.fields(kind):
             value = raw.get(field.encode_name, field.default)
             if field.type is float and value is None:
+                if field.name in _CLOCKED:
+                    return None  # clocks never read nan: the line is damaged
                 raw[field.encode_name] = math.nan
             elif field.type == dict[str, float]:
                 raw[field.encode_name] = {k: math.nan if v is None else v for k, v in value.items()}

@@ -15,6 +15,7 @@ from pathlib import Path
 from echelon.config.units import show_seconds
 from echelon.errors import ConfigError
 from echelon.observe.atomic import write_whole
+from echelon.observe.damage import damage_of
 from echelon.observe.events import LAUNCHER, BucketReduced, StepEnded
 from echelon.observe.follow import read_run
 from echelon.observe.page.decided import decided
@@ -45,7 +46,7 @@ def write_report(folder: RunFolder, out: Path) -> Path:
     sample = _sample(folder, history)
     quoted = {"Configuration": _quote(folder.config), "Plan": _quote(folder.plan)}
     view = view_of(plan_values(folder))
-    page = page_html(history, sample, title=folder.name, quoted=quoted, plan=view)
+    page = page_html(history, sample, title=folder.name, quoted=quoted, plan=view, damage=damage_of(folder))
     write_whole(out, page.encode("utf-8"))
     return out
 
@@ -76,11 +77,12 @@ def page_html(
     title: str,
     quoted: Mapping[str, str],
     plan: PlanView | None = None,
+    damage: Sequence[str] = (),
 ) -> str:
     """The whole page; `sample` has the steps to draw one by one, `quoted` the files to show verbatim."""
     steps = [event for event in sample if isinstance(event, StepEnded)]
     buckets = [event for event in sample if isinstance(event, BucketReduced)]
-    parts = [_header(history, title), _tiles(history.summary)]
+    parts = [_header(history, title), _damaged(damage), _tiles(history.summary)]
     if history.summary.steps:
         parts += [
             waiting(history) if history.together else synchronisation(history),
@@ -120,6 +122,13 @@ def _header(history: RunHistory, title: str) -> str:
         f'<header><h1>{safe(title)}<span class="badge {look}">{safe(summary.outcome)}</span></h1>'
         f'<p class="muted">began {began:%Y-%m-%d %H:%M:%S} UTC{command}</p></header>{failure}'
     )
+
+
+def _damaged(damage: Sequence[str]) -> str:
+    if not damage:
+        return ""
+    text = f"The record is damaged: {'; '.join(damage)}. Figures on this page are of what is left."
+    return f'<section class="failure">{safe(text)}</section>'
 
 
 def _tiles(summary: Summary) -> str:

@@ -7,11 +7,11 @@ the figures so far at any time; `summarise` takes them all.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from echelon.config.toml_text import read_toml
 from echelon.observe.arrival import Basis, ObservedRound, RoundTally
 from echelon.observe.atomic import write_whole
 from echelon.observe.decisions import Decision, DecisionTally
@@ -403,14 +403,19 @@ def summarise(events: Iterable[AnyEvent], policy: str = "") -> Summary:
 
 def write_summary(folder: RunFolder) -> Summary:
     """Summarise the run and write the figures to its `summary.json`."""
+    summary = whole_summary(folder)
+    data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+    write_whole(folder.summary, data + b"\n", option="")
+    return summary
+
+
+def whole_summary(folder: RunFolder) -> Summary:
+    """The figures of a run, with its plan's prediction beside them."""
     begins: dict[int, float] = {}
     policy = policy_of(folder)
     summary = summarise(_noting(begins, read_run(folder)), policy)
     score = _score(folder, list(begins.values())) if summary.sync is None else None
-    summary = msgspec.structs.replace(summary, prediction=score)
-    data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-    write_whole(folder.summary, data + b"\n")
-    return summary
+    return msgspec.structs.replace(summary, prediction=score)
 
 
 def _noting(begins: dict[int, float], events: Iterable[AnyEvent]) -> Iterator[AnyEvent]:
@@ -424,7 +429,7 @@ def _noting(begins: dict[int, float], events: Iterable[AnyEvent]) -> Iterator[An
 def _score(folder: RunFolder, begins: Sequence[float]) -> PlanScore | None:
     """The plan's prediction beside the measured step, if there are both."""
     try:
-        view = view_of(tomllib.loads(folder.plan.read_text(encoding="utf-8")))
+        view = view_of(read_toml(folder.plan.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
     predicted_s = view.step_s if view is not None else None

@@ -111,7 +111,7 @@ def plan_values(folder: RunFolder) -> dict[str, Any]:
     """The values of the run's plan; none without a readable plan."""
     try:
         plan: dict[str, Any] = msgspec.toml.decode(folder.plan.read_bytes())
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return plan
 

@@ -21,6 +21,7 @@ import msgspec
 
 from echelon.config.call import parse_call
 from echelon.config.registry import convert
+from echelon.config.toml_text import read_toml
 from echelon.config.units import show_bytes, size_bytes
 from echelon.errors import ConfigError, nearest
 from echelon.plan.job import JobProfile
@@ -62,7 +63,7 @@ class PlanSurroundings:
 def contradictions(text: str, around: PlanSurroundings) -> tuple[Contradiction, ...]:
     """Everything that is wrong with a plan's text, in the order of lines."""
     try:
-        values = tomllib.loads(text)
+        values = read_toml(text)
     except tomllib.TOMLDecodeError as error:
         at = re.search(r"line (\d+)", str(error))
         line = int(at.group(1)) if at else max(1, text.count("\n"))  # without a line, it ends too early

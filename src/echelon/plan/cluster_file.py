@@ -60,6 +60,7 @@ from typing import Any
 
 from echelon.cluster.lab.paths import unreachable
 from echelon.config.registry import build_options
+from echelon.config.toml_text import read_toml
 from echelon.config.units import duration_s, rate_bytes_per_s, size_bytes
 from echelon.errors import ConfigError, UnknownName
 from echelon.plan.job import ComputeCost, JobProfile, Layer
@@ -83,7 +84,7 @@ class ClusterFile:
 def read_cluster(text: str, file: str) -> ClusterFile:
     """Parse a cluster file's text; `file` appears in errors."""
     try:
-        tables = tomllib.loads(text)
+        tables = read_toml(text)
     except tomllib.TOMLDecodeError as error:
         at = re.search(r"line (\d+)", str(error))
         line = at.group(1) if at else max(1, text.count("\n"))  # without a line, the text ends too early

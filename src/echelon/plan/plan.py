@@ -130,7 +130,7 @@ class Plan(Choices):
         """Read a plan from a file; a ConfigError names what cannot be read."""
         try:
             return msgspec.toml.decode(file.read_bytes(), type=cls)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"cannot read the plan: {error}", where=str(file)) from error
         except ConfigError as error:  # a value out of its range
             raise ConfigError(

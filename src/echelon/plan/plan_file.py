@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import tomli_w
 
+from echelon.config.toml_text import read_toml
 from echelon.config.units import show_seconds
 from echelon.plan.plan import Plan, WorkerPlan
 
@@ -24,7 +24,7 @@ _CHOICES = ("transport", "collective", "codec", "sync", "overlap", "factors", "r
 
 def parse_plan(text: str) -> Plan:
     """The plan of a text that was checked; what it does not say is as by default."""
-    values = tomllib.loads(text)
+    values = read_toml(text)
     workers = [{"rank": rank, **worker} for rank, worker in enumerate(values["workers"])]
     workers.sort(key=lambda worker: int(worker["rank"]))
     return msgspec.convert({"run": "", **values, "workers": workers}, Plan)

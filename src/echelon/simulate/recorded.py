@@ -119,5 +119,5 @@ class _Settings(msgspec.Struct):
 def _learning_rate(folder: RunFolder) -> float | None:
     try:
         return msgspec.toml.decode(folder.config.read_bytes(), type=_Settings).train.lr
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from echelon.config.allowed import allow_names_in
 from echelon.errors import ConfigError, EchelonError, LaunchError
 from echelon.observe.events import AnyEvent, encode
 from echelon.simulate.outcome import Run, SimulationResult
@@ -239,6 +240,9 @@ def _work(connection: Connection, setting: Setting, reports: bool) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from echelon.simulate.learner import Problem
 
+    # The parent was given these names, and has built what they name.
+    allow_names_in(setting.delay, setting.jitter, setting.model, setting.data)
+
     def progress(number: int, seconds: float) -> None:
         connection.send((number, seconds))
 
@@ -246,6 +250,7 @@ def _work(connection: Connection, setting: Setting, reports: bool) -> None:
         try:
             problem: Problem | None = None
             while (task := connection.recv()) is not None:
+                allow_names_in(task.policy)
                 problem = problem or Problem(setting)
                 connection.send((task.number, _make(setting, problem, task, progress if reports else None)))
         except EchelonError as error:

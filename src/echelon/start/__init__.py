@@ -18,6 +18,7 @@ known_links.py  what did an earlier probe find about these machines?
 run.py        a whole run: folder, plan, lab, processes, summary
 lab_course.py what happens to a lab in the course of a run: quotas, faults
 quotas.py     when do the CPU quotas of a lab come into force?
+log_file.py   a worker's output on a full disk: lost, without an error
 launcher.py   the contract of what starts agents on other machines
 launchers/    one file for each: local, ssh, mpi, slurm, ray, spark, dask
 engines/      how engines start agents and end them: the parts that know an engine's own interface

@@ -8,7 +8,6 @@ that are refused by name.
 from __future__ import annotations
 
 import socket
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.config.choices import CHOICES, flag
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
+from echelon.config.toml_text import read_toml
 from echelon.errors import ConfigError
 from echelon.plan.check_file import PlanSurroundings, contradictions, listed
 from echelon.plan.plan import Plan, WorkerPlan
@@ -123,7 +123,7 @@ def by_plan(
     settings = resolved.settings
     file = settings.plan or ""
     plan = checked_plan(file, surroundings(spec, machines))
-    values = tomllib.loads(read_plan_file(file))
+    values = read_toml(read_plan_file(file))
     _refuse(resolved, plan, file)
     each = 1 if spec is not None else max(1, cores // len(plan.workers))
     default = {worker.rank: threads_on.get(worker.node, each) for worker in plan.workers}

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from echelon.comm.meet.place import SERVERS_VARIABLE
+from echelon.config.allowed import ALLOW_VARIABLE
 from echelon.config.schema import RunSettings
 from echelon.errors import ConfigError, LaunchError
 from echelon.observe.run_folder import RunFolder
@@ -24,7 +25,10 @@ from echelon.start.hosts import Host, read_hosts
 from echelon.start.launcher import LAUNCHERS, Wanted
 
 # What the user has set here also holds there; secrets travel over the agents' connections only.
-_HANDED_ON = ("ECHELON_SECRET", "ECHELON_TLS_CERT", "ECHELON_TLS_KEY", "ECHELON_TLS_CA", "ECHELON_DATA")
+_HANDED_ON = (
+    "ECHELON_SECRET", "ECHELON_TLS_CERT", "ECHELON_TLS_KEY", "ECHELON_TLS_CA", "ECHELON_DATA",
+    ALLOW_VARIABLE,
+)  # fmt: skip
 _MOST_COPIED_BYTES = 64 << 20
 
 

@@ -49,7 +49,7 @@ from echelon.observe.events import (
 from echelon.observe.follow import Follower
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
-from echelon.observe.summary import Summary, write_summary
+from echelon.observe.summary import Summary, whole_summary, write_summary
 from echelon.plan.groups import by_site, parse_groups
 from echelon.plan.placed import placed
 from echelon.plan.plan import Plan, PlanRequest, WorkerPlan, make_plan
@@ -95,7 +95,8 @@ class Watcher(Protocol):
 class RunResult:
     """How a run ended. `code` is the exit code for the launcher's own process.
 
-    `alike` are the other workers that failed with the same error as `failure`.
+    `alike` are the other workers that failed with the same error as `failure`. `unrecorded` says why the
+    record is not complete.
     """
 
     folder: RunFolder
@@ -106,6 +107,7 @@ class RunResult:
     alike: tuple[int, ...] = ()
     node: str = ""
     log_tail: str = ""
+    unrecorded: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,16 +202,26 @@ def _run(
     tail = b""
     if failure is not None and folder.log_of(failure.rank).exists():
         tail = folder.log_of(failure.rank).read_bytes()[-_TAIL_BYTES:]
+    summary, unrecorded = _summary(folder)
     return RunResult(
         folder=folder,
         code=code,
         workers=len(plan.workers),
-        summary=write_summary(folder),
+        summary=summary,
+        unrecorded=unrecorded,
         failure=failure,
         alike=alike(failure, read_failures(folder)) if failure else (),
         node=[*(worker.node for worker in plan.workers), *plan.servers][failure.rank] if failure else "",
         log_tail=tail.decode(errors="replace"),
     )
+
+
+def _summary(folder: RunFolder) -> tuple[Summary, str]:
+    """The run's figures, and why they could not be written; a full disk is no failure of the run."""
+    try:
+        return write_summary(folder), ""
+    except ConfigError as error:
+        return whole_summary(folder), error.message
 
 
 def _by_plan(

@@ -9,8 +9,10 @@ launcher can show it. The worker dies with its launcher, even if the launcher is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
+import importlib.util
 import logging
 import os
 import runpy
@@ -24,10 +26,12 @@ from types import TracebackType
 
 import msgspec
 
-from echelon.errors import EchelonError, GradientError, MismatchedCalls, WorkerError
+from echelon.config.allowed import allow_names_in
+from echelon.errors import EchelonError, GradientError, LaunchError, MismatchedCalls, WorkerError
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
 from echelon.start.failure import Failure
+from echelon.start.log_file import survive_a_full_disk
 from echelon.start.warn import WarningHandler
 from echelon.train.user_traceback import hide_wrappers
 
@@ -43,12 +47,15 @@ def main() -> None:
 
 def run_program(program: Sequence[str]) -> None:
     """Run a script with its arguments, or a module: `-m`, its name, its arguments."""
+    survive_a_full_disk()
     faulthandler.enable()
     _hand_on_warnings()
     sys.excepthook = _keep_error
+    _allow_planned(program)
     tell(WorkerPhase.RUNNING)
     if program[0] == "-m":
         sys.argv = list(program[1:])
+        _check_module(program[1])
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
     script = Path(program[0])
@@ -56,6 +63,32 @@ def run_program(program: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = str(script.resolve().parent)  # it was the current folder, as for any -m
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _check_module(name: str) -> None:
+    """Say that there is no such module; what a module of that name raises is the user's to see."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        found = None
+    if found is None:
+        raise LaunchError(
+            f"there is no module {name}",
+            where="run -m",
+            fix="check the name, and that the module is installed or in the current folder",
+        )
+
+
+def _allow_planned(program: Sequence[str]) -> None:
+    """Let this process import what its own run's plan and settings name: the launcher has checked them."""
+    allow_names_in(*program)
+    path = os.environ.get("ECHELON_RUN")
+    folder = RunFolder(Path(path)) if path else None
+    for file in (folder.plan, folder.config) if folder else ():
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # whoever reads the file says what is wrong
+            allow_names_in(file.read_text())
 
 
 def _hand_on_warnings() -> None:

@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 from echelon.comm.meet.place import RUN_VARIABLE
 from echelon.config.resolve import resolve
 from echelon.config.schema import TrainSettings
+from echelon.errors import ModelError
 from echelon.observe.run_folder import RunFolder
 from echelon.train.join import join
 from echelon.train.session import Session
-from echelon.zoo.dataset import DATASETS
+from echelon.zoo.dataset import DATASETS, SampleSpec
 from echelon.zoo.model import MODELS
 from echelon.zoo.task import count_correct, loss_of
 
@@ -32,7 +33,7 @@ def main() -> None:
     session = join()
     torch.manual_seed(settings.seed)
     splits = DATASETS.build(settings.data, where="--data").load()
-    model = MODELS.build(settings.model, where="--model").build(splits.spec)
+    model = _model(settings.model, splits.spec)
     train_loader = _loader(splits.train, splits.collate, settings, shuffle=True)
     test_loader = _loader(splits.test, splits.collate, settings, shuffle=False)
     optimizer = _optimizer(model, settings)
@@ -62,6 +63,18 @@ def main() -> None:
         if settings.until_accuracy is not None and accuracy >= settings.until_accuracy:
             session.note(f"stopped at a test accuracy of {accuracy:.4f}")
             break
+
+
+def _model(text: str, sample: SampleSpec) -> nn.Module:
+    """The model; torch's own errors about sizes and memory become one that names the option."""
+    kind = MODELS.build(text, where="--model")
+    try:
+        return kind.build(sample)
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0].partition(" Exception raised")[0]
+        raise ModelError(
+            f"{text} cannot be made: {reason}", where="--model", fix="give smaller options"
+        ) from error
 
 
 def _loader(data: Any, collate: Any, settings: TrainSettings, *, shuffle: bool) -> DataLoader[Any]:

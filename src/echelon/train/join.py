@@ -34,6 +34,7 @@ from echelon.comm.meet.place import RUN_VARIABLE, Place
 from echelon.comm.meet.rendezvous import Rendezvous, meet
 from echelon.comm.open import open_group, open_solo
 from echelon.comm.wire.summing import KEEP, SERVERS_DO, SUM
+from echelon.config.allowed import allow_names_in
 from echelon.config.choices import Choices, FactorRule, Overlap, Transport, flag
 from echelon.config.registry import convert
 from echelon.config.units import show_bytes, show_seconds
@@ -113,6 +114,7 @@ def join(
         "codec": codec,
     }
     launched = _launchers_folder()
+    allow_names_in(*choices.values())
     with _naming_arguments({**choices, "shares": shares, "servers": servers}):
         asked = convert(servers, int, where=flag("servers")) if servers is not None else None
         place = Place.from_environment(os.environ, parent=os.getppid(), servers=asked)

@@ -41,6 +41,7 @@ from echelon.comm.group import Group
 from echelon.comm.meet.clocks import ClockOffset, measure_clocks
 from echelon.comm.meet.flows import FlowRates, Together, measure_flows
 from echelon.comm.meet.links import Pair, Wired
+from echelon.config.allowed import allow_names_in
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError
 from echelon.observe.readiness import WorkerPhase, tell
@@ -117,6 +118,8 @@ class NodeProbe:
 
 def probe_worker(request: ProbeRequest) -> NodeProbe:
     """Join the run, measure, and return what was found; called on every worker."""
+    if request.model is not None:
+        allow_names_in(request.model.model)  # the launcher was given it, and has built it
     warm_up(request.model)
     with join() as session:
         say = _say if session.is_leader else _silent

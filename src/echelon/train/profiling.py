@@ -20,6 +20,7 @@ from echelon.comm.meet.links import Links
 from echelon.comm.meet.rendezvous import Member
 from echelon.comm.memory.rails import machines
 from echelon.config.call import parse_call
+from echelon.errors import ConfigError
 from echelon.observe.atomic import write_whole
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.arrange import topology_of_links
@@ -137,7 +138,11 @@ def _written(run: ProfiledRun, profile: JobProfile) -> None:
     job = replace(profile, batch=trained[0].global_batch_size)
     topology = machine_topology(run.plan, machines(run.members), run.links)
     kind = classify(topology, job, predict=predict)
-    write_whole(run.folder.cluster, write_cluster(topology, job).encode())
+    try:
+        write_whole(run.folder.cluster, write_cluster(topology, job).encode(), option="")
+    except ConfigError as error:  # a record never ends a run
+        run.log.note(f"no profile of the job was kept: {error.message}")
+        return
     run.log.explain("job", f"{kind.bound}-bound: {kind.why}")
 
 

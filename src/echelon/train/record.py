@@ -20,6 +20,7 @@ import msgspec
 from echelon.comm.meet import stream
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous
+from echelon.errors import ConfigError
 from echelon.observe.events import Event, RunEnded, RunStarted
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
@@ -127,7 +128,7 @@ class RunRecord:
         self.recorder.close()
         try:
             write_summary(self.folder)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             _log.warning("the summary could not be written: %s", error)
         path = _shown(self.folder.path)
         if sys.stderr is not None:  # a process without a console has none

@@ -250,6 +250,26 @@ def test_a_replay_names_the_first_decision_that_differs(echelon):
     assert json.loads(ended.out)["mismatch"].startswith("arrival 4 ")
 
 
+def test_a_replay_imports_nothing_that_the_record_names(echelon, tmp_path, monkeypatch):
+    _record("smooth-switch(step_over_lr=0.1)")
+    plan = RunFolder(Path("runs") / "2025-demo").plan
+    was = plan.read_text()
+    plan.write_text(was.replace("step_over_lr=0.1", "threshold=function(a_replay_trap:grow)"))
+    assert plan.read_text() != was
+    (tmp_path / "a_replay_trap.py").write_text("open('marker', 'w').close()\ndef grow(n): return n + 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("echelon.config.allowed._given", set())
+    monkeypatch.setenv("ECHELON_ALLOW", "")
+    ended = echelon("simulate", "--replay", "latest")
+    assert ended.code == 2
+    assert "function a_replay_trap:grow is code outside of Echelon" in ended.err
+    assert "echelon --allow a_replay_trap:grow" in ended.err
+    assert not Path("marker").exists()
+    ended = echelon("--allow", "a_replay_trap:grow", "simulate", "--replay", "latest")
+    assert Path("marker").exists(), ended.err
+    sys.modules.pop("a_replay_trap")
+
+
 def test_a_run_without_a_servers_record_cannot_be_replayed(echelon):
     _record("async", lambda events: [])
     ended = echelon("simulate", "--replay", "latest")

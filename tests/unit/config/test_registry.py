@@ -8,6 +8,7 @@ from typing import Literal
 
 import pytest
 
+from echelon.config import allowed
 from echelon.config.registry import Registry, Strategy, convert, type_text
 from echelon.errors import ConfigError, UnknownName
 
@@ -106,6 +107,7 @@ def registry(tmp_path, monkeypatch):
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ECHELON_ALLOW", "borrowed missing broken plain puzzling stranger")
     contract = importlib.import_module("own_paces.contract").Pace
     yield Registry("pace", contract, "own_paces.kinds")
     for name in [name for name in sys.modules if name.startswith(("own_paces", "elsewhere"))]:
@@ -255,3 +257,14 @@ def test_text_is_never_converted_to_a_number():
 
 def test_strategy_base_class_has_empty_slots():
     assert Strategy.__slots__ == ()
+
+
+def test_a_strategy_of_another_distribution_is_imported_only_if_the_user_named_it(registry, monkeypatch):
+    monkeypatch.setenv("ECHELON_ALLOW", "")
+    with pytest.raises(ConfigError, match="pace 'borrowed' is code outside of Echelon") as caught:
+        registry.build("borrowed(factor=5)")
+    assert "--allow borrowed" in str(caught.value.fix)
+    assert "elsewhere" not in sys.modules
+    monkeypatch.setattr(allowed, "_given", set())
+    allowed.allow_names_in("levels(borrowed(factor=5))")
+    assert registry.build("borrowed(factor=5)").speed() == 5

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.config import allowed
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.errors import ConfigError, UnknownName
@@ -169,3 +170,16 @@ def test_written_settings_read_back_the_same():
 
 def test_settings_without_a_value_are_not_written():
     assert "\nport =" not in resolve(TrainSettings, {}).to_toml()
+
+
+def test_settings_name_code_that_may_be_imported_but_those_of_a_run_folder_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(allowed, "_given", set())
+    file = tmp_path / "config.toml"
+    file.write_text('[run]\nsync = "theirs(mine:grow)"\n')
+    (tmp_path / "plan.toml").touch()
+    (tmp_path / "events").mkdir()
+    resolve(RunSettings, {}, file)
+    assert not allowed.is_allowed("mine:grow")
+    (tmp_path / "events").rmdir()
+    resolve(RunSettings, {}, file)
+    assert allowed.is_allowed("mine:grow")

@@ -10,6 +10,7 @@ import types
 
 import pytest
 
+from echelon.config.allowed import allow_names_in
 from echelon.errors import ConfigError
 from echelon.sync.families.serve import Arrival
 from echelon.sync.policy import POLICIES, ClusterInfo
@@ -28,6 +29,7 @@ def function(monkeypatch):
         module = types.ModuleType(name)
         module.grow = call
         monkeypatch.setitem(sys.modules, name, module)
+        allow_names_in(f"{name}:grow")
         return f"function({name}:grow)"
 
     return make
@@ -102,6 +104,21 @@ def test_options_out_of_range_are_refused_with_a_fix(text):
 # A user's function ------------------------------------------------------------------------------
 
 
+def test_a_function_that_the_user_did_not_name_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "a_trap.py").write_text("from pathlib import Path; Path('marker').touch()\ngrow = abs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    text = "smooth-switch(threshold=function(a_trap:grow))"
+    with pytest.raises(ConfigError, match="it is not imported") as caught:
+        POLICIES.build(text).resolved().check(FOUR)
+    assert "echelon --allow a_trap:grow" in str(caught.value.fix)
+    assert not (tmp_path / "marker").exists()
+    monkeypatch.setenv("ECHELON_ALLOW", "a_trap:grow")
+    POLICIES.build(text).resolved().check(FOUR)
+    assert (tmp_path / "marker").exists()
+    sys.modules.pop("a_trap")
+
+
 def test_a_users_function_gives_k(function):
     policy = POLICIES.build(f"smooth-switch(threshold={function(lambda n: 1 + n * n)})")
     policy.check(FOUR)
@@ -171,6 +188,7 @@ def test_a_function_that_gives_no_number_is_refused_before_training(function, ca
     ],
 )
 def test_a_target_that_is_not_a_function_is_refused_at_once(target, reason):
+    allow_names_in(target)
     with pytest.raises(ConfigError, match=reason) as caught:
         THRESHOLDS.build(f"function({target})")
     assert caught.value.fix

@@ -40,6 +40,7 @@ from typing import Any, Literal, get_args
 
 from echelon.cluster.lab.paths import unreachable
 from echelon.config.registry import build_options
+from echelon.config.toml_text import read_toml
 from echelon.config.units import duration_s, rate_bytes_per_s
 from echelon.errors import ConfigError, UnknownName
 
@@ -216,7 +217,7 @@ def read_lab(path_or_name: str | Path) -> LabSpec:
 def parse_lab(text: str, *, file: str, name: str) -> LabSpec:
     """Parse a lab file's text; `file` appears in errors, `name` is the default name."""
     try:
-        tables = tomllib.loads(text)
+        tables = read_toml(text)
     except tomllib.TOMLDecodeError as error:
         at = re.search(r"line (\d+)", str(error))
         line = at.group(1) if at else max(1, text.count("\n"))  # without a line, the text ends too early

@@ -1,7 +1,8 @@
 """A user's function of the number of gradients, given as "module:name".
 
 The function takes the number of gradients so far and returns K. It must never decrease, which is checked at
-many points before training and at every gradient during training.
+many points before training and at every gradient during training. It is imported only if the user of this
+process named it (config/allowed.py): a plan's file or a message cannot make a process import anything.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, SupportsFloat
 
+from echelon.config.allowed import check_allowed
 from echelon.errors import ConfigError
 from echelon.sync.threshold import Curve
 
@@ -50,6 +52,7 @@ class Function(Curve):
 
 @lru_cache(maxsize=64)
 def _load(target: str) -> Callable[[int], SupportsFloat]:
+    check_allowed(target, f"function {target}", where="threshold function, target")
     module, _, attribute = target.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)

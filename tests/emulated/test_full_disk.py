@@ -1,0 +1,42 @@
+"""A disk that is full in the middle of a run: training goes on, the cause is said, the exit code is 0."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import pathlib, torch, echelon
+session = echelon.join()
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer = session.prepare(model, optimizer)
+for _ in range(300):
+    optimizer.zero_grad()
+    model(torch.ones(4, 3)).mean().backward()
+    optimizer.step()
+    print("x" * 1000, flush=True)
+pathlib.Path(f"done-{session.rank}").touch()
+"""
+
+
+def test_a_full_disk_does_not_end_training(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "echelon", "run", "--workers", "2", "--runs", str(disk), "script.py"],
+            cwd=tmp_path, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert done.returncode == 0, done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if "the record is not complete" in line]
+    assert "No space left on device" in said
+    assert "training was not affected" in said
+    assert "--out" not in done.stderr
+    assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]
