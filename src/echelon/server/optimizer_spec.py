@@ -152,7 +152,7 @@ def _of_torch(module: object, name: object) -> type[Optimizer] | None:
     """The class of torch.optim that has this name and is defined there; None if there is none."""
     found = vars(torch.optim).get(name) if isinstance(name, str) else None
     is_one = inspect.isclass(found) and issubclass(found, Optimizer) and found is not Optimizer
-    return found if is_one and found.__module__ == module else None
+    return found if is_one and module in (found.__module__, torch.optim.__name__) else None
 
 
 def _of_user(key: str) -> type[Optimizer] | None:
