@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.errors import ConfigError
 from echelon.server import encoding, layout, optimizer_spec
 from echelon.server.coordinator import Coordinator
 from echelon.server.protocol import OpenTable
@@ -34,6 +35,23 @@ class KeptShard:
         return next((piece for piece in self.pieces if piece.start == start), None)
 
 
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+
+
+def _dtype(name: str) -> torch.dtype:
+    """The type of that name, which came over the network."""
+    if name not in _DTYPES:
+        raise ConfigError(
+            f"a parameter server keeps no parameters of type {name}",
+            where="--sync",
+            fix=f"train with one of {', '.join(_DTYPES)}, or with --sync full",
+        )
+    return _DTYPES[name]
+
+
 class KeptTable:
     """One optimizer's parameters, as far as this server keeps them."""
 
@@ -42,7 +60,7 @@ class KeptTable:
         assert isinstance(policy, ServePolicy)
         self.opening = opening
         self.policy = policy
-        self.dtype: torch.dtype = getattr(torch, opening.dtype)
+        self.dtype = _dtype(opening.dtype)
         lengths = [torch.Size(shape).numel() for shape in opening.shapes]
         self.shards = layout.split(lengths, servers, item_bytes=self.dtype.itemsize, whole=opening.whole)
         self.pieces = layout.cut_pieces(self.shards, item_bytes=self.dtype.itemsize)

@@ -123,6 +123,12 @@ def test_a_policy_that_cannot_be_built_is_answered_by_the_problem():
     assert "asink" in answer.problem
 
 
+@pytest.mark.parametrize("dtype", ["load", "int8", "", "nn"])
+def test_a_type_that_is_no_float_is_refused_by_name(dtype):
+    ((_, opened, _),) = Server().opened(dtype=dtype).sent.messages
+    assert f"no parameters of type {dtype}" in opened.problem
+
+
 def test_coordinator_notes_membership_and_names_the_awaited_workers():
     server = Server().opened()
     assert server.take(1, LeaveTable(table=0)) == [(1, MembershipNoted(table=0), b"")]
