@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from echelon.cli.listing import KINDS
+from echelon.config.allowed import allow_names_in
 from echelon.config.call import Call
 from echelon.config.registry import Registry, Strategy, options_of
 from echelon.errors import ConfigError
@@ -29,6 +30,9 @@ _TRIED: dict[Any, tuple[Any, ...]] = {
     float: (0.25, 1.0, 3.0),
     str: ("somewhere", "1", "math:sqrt"),
 }
+
+
+allow_names_in(*_TRIED[str])
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ def test_a_server_that_dies_is_named_and_ends_the_run(tmp_path: Path) -> None:
         deadline = time.monotonic() + 120
         logs = tmp_path / "runs"
         while not _has_stepped(logs) and time.monotonic() < deadline:
+            if run.poll() is not None:
+                raise AssertionError(f"the run has ended: {run.communicate()[0]}")
             time.sleep(0.1)
         server = next(
             child

@@ -71,6 +71,7 @@ class Engine:
         self.messages: MachineMessages | None = None  # between two workers of this machine
         self.all_to_alls: deque[AllToAll] = deque()  # in flight, oldest first
         self.piece_bytes = 0  # unknown
+        self.warned = False  # that there is no shared memory
         self.whole: WeakSet[EngineGroup] = WeakSet()  # the groups of all workers
         self.arrangement: tuple[str, tuple[tuple[int, ...], ...]] | None = None
         loop.progress = self.progress

@@ -522,8 +522,9 @@ class EngineGroup(Group):
         )
 
     def _warn(self, error: LaunchError | ConfigError, instead: str) -> None:
-        """On the workers that know the cause, and on the leader."""
-        if self.rank == 0 or error.__cause__ is not None:
+        """On the workers that know the cause, and on the leader; once, whatever else finds no memory."""
+        if (self.rank == 0 or error.__cause__ is not None) and not self._engine.warned:
+            self._engine.warned = True
             _log.warning("%s; %s", error.message, instead)
 
     def _in_memory(self, team: SharedMemoryTeam, tensor: Tensor, flat: Tensor, op: Op) -> Future[Tensor]:
