@@ -85,7 +85,9 @@ class CodecThread:
 
     def _run(self) -> None:
         while not (self._closed and not self._jobs and self._events.empty()):
-            event = self._next_event()
+            silent = next((job for job in self._jobs if job.silent), None)
+            # A thread whose frame is this function's waits for work; watch.py looks at that.
+            event = self._events.get() if silent is None else self._next_event(silent)
             if isinstance(event, BucketJob):
                 self._jobs.append(event)
             try:
@@ -97,15 +99,12 @@ class CodecThread:
                     job.future.complete(error=self._failed)
                 self._jobs = []
 
-    def _next_event(self) -> BucketJob | None:
-        """Wait for a job, or until one can go on.
+    def _next_event(self, silent: BucketJob) -> BucketJob | None:
+        """Wait for a job, or until one can go on; `silent` is the oldest that nobody calls back for.
 
         Futures of shared memory call nobody back. They are looked at while this thread waits for new jobs;
         one that takes long is waited for, which notices workers that are gone.
         """
-        silent = next((job for job in self._jobs if job.silent), None)
-        if silent is None:
-            return self._events.get()
         begun = time.monotonic()
         while not self._some_can_resume():
             try:
