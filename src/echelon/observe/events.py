@@ -353,7 +353,7 @@ EVENT_TYPES = frozenset(_kinds)
 
 
 # No time, count or rate is as large as 1e100; sums of such numbers overflow.
-_ABSURD = re.compile(rb"[0-9][eE]\+?0*[1-9][0-9]{2}|[0-9]{100}")
+_ABSURD = re.compile(rb"[:,\[]-?[0-9.]*(?:[0-9][eE]\+?0*[1-9][0-9]{2}|[0-9]{100})")  # numbers, not texts
 _ABSURD_LOSS = re.compile(rb'("loss":)-?[0-9.]+[eE][0-9+]+')
 _END_OF_TIME_S = 1e11
 _CLOCKED = frozenset({
