@@ -62,6 +62,7 @@ class StepSimulation:
         self._moving_s = [self.moving_s(bucket) for bucket in self._buckets]
         self._land_s = [costs.engine * bucket.land_s for bucket in self._buckets]
         self._arrivals = [0.0] * len(self._buckets)  # of the step before, by bucket
+        self._begun = 0.0  # when the first bucket of this step was sent
         self._first = min((bucket.ready_at for bucket in self._buckets), default=1.0)
 
     def _main_work(self, bucket: BucketLoad) -> Floats:
@@ -142,6 +143,7 @@ class StepSimulation:
         """Start a bucket at that time."""
         bucket, cost = self._buckets[index], self._buckets[index].cost
         moving_s = self._moving_s[index]
+        self._begun = ready if index == 0 else self._begun
         moved = self._clocks.charge(moving_s, ready, last=index + 1 == len(self._buckets))
         self._moving_free = np.maximum(np.maximum(self._moving_free, ready) + moving_s, moved)
         stalls_s = self._stalls_s(index)
@@ -156,7 +158,7 @@ class StepSimulation:
         busy = float(self._moving_free.max()) if self._network.size > 1 else ready
         self._arrivals[index] = max(ready, linked, chained, busy) + waits_s
         if index + 1 == len(self._buckets):
-            self._arrivals[index] += self._drained_s()
+            self._arrivals[index] += self._drained_s(self._arrivals[index] - self._begun)
 
     def _stalls_s(self, index: int) -> float:
         """How long a bucket's steps wait for workers whose quota is used up by computing.
@@ -167,16 +169,15 @@ class StepSimulation:
         steps = 1 if index + 1 == len(self._buckets) else self._buckets[index].cost.steps
         return steps * float(self._costs.stall_s.max())
 
-    def _drained_s(self) -> float:
-        """How long transfers wait for workers whose quota is used up by moving bytes.
+    def _drained_s(self, elapsed_s: float) -> float:
+        """How long transfers that take so long wait for workers whose quota is used up by moving bytes.
 
         The more of the budget moving takes, the more likely it runs out; it lasts for moving / budget
         periods, and then half of the rest of a period is lost.
         """
         quotas, period_s = self._costs.quotas, self._engine.period_s
         moving_s = sum(self._moving_s, 0.0 * quotas)
-        transfer_s = sum(bucket.cost.s_per_byte * bucket.sent_bytes for bucket in self._buckets)
-        used = np.minimum(1.0, moving_s / (quotas * max(transfer_s, 1e-12)))
+        used = np.minimum(1.0, moving_s / (quotas * max(elapsed_s, 1e-12)))
         lost_s: Floats = used * moving_s / (quotas * period_s) * (1 - quotas) * period_s / 2
         return float(lost_s.max(initial=0.0))
 
