@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import pathlib, torch, echelon
 session = echelon.join()
@@ -21,6 +23,7 @@ pathlib.Path(f"done-{session.rank}").touch()
 """
 
 
+@pytest.mark.usefixtures("_machine_can_emulate")  # root, for the mount
 def test_a_full_disk_does_not_end_training(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     disk = tmp_path / "disk"
