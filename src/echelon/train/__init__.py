@@ -25,6 +25,7 @@ encoding.py     which codec each model's gradients are encoded with
 linear.py       linear layers that keep the factors of their gradients
 factoring.py    which linear layers send factors
 batchnorm.py    batch normalisation over all workers' samples
+convolution.py  weight gradients that are computed while statistics travel
 clock.py        where a worker's time goes, step by step
 profile_job.py  what does a model cost on this worker?
 thread_times.py did the training thread have a core?

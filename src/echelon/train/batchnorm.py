@@ -35,7 +35,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from echelon.comm.future import Future
 from echelon.comm.group import Group
+from echelon.train import convolution
 
 Exchange = Callable[[], AbstractContextManager[None]]  # in it, workers meet
 Vector = npt.NDArray[np.float64]  # by channel
@@ -48,14 +50,15 @@ class _Workers:
     group: Group
     weight_of: Callable[[], float]
     exchange: Exchange
+    turns: convolution.Turns
 
     def all_gather(self, own: Tensor) -> list[Tensor]:
         with self.exchange():
             return self.group.all_gather(own)
 
-    def all_reduce(self, sums: Tensor) -> Tensor:
+    def receive(self, sums: Future[Tensor]) -> Tensor:
         with self.exchange():
-            return self.group.all_reduce(sums).wait()
+            return sums.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,16 @@ class _Moments:
         return self.variance * (self.count / max(self.count - 1, 1))
 
 
+class _Sent:
+    """The sums of all workers, in flight between the two nodes of a layer's backward pass."""
+
+    saved: tuple[Tensor, Tensor | None]  # a checkpoint gives saved tensors out once
+    part: float
+    grad_bias: Tensor
+    grad_weight: Tensor
+    sums: Future[Tensor]
+
+
 class _Normalise(torch.autograd.Function):
     """Normalises with statistics over all workers' samples, and applies the layer's weight and bias."""
 
@@ -84,6 +97,7 @@ class _Normalise(torch.autograd.Function):
         mean, variance, unbiased, rounded_scale = _rounded(*by_channel, like=x)
         layer._note(mean, unbiased)
         ctx.save_for_backward(x, weight)
+        ctx.sent = _Sent()
         ctx.workers, ctx.over, ctx.scale, ctx.rounded = workers, over, scale, (mean, rounded_scale)
         ctx.kinds = [None if given is None else given.dtype for given in (weight, bias)]
         if not x.numel():
@@ -94,12 +108,13 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        workers, part, mean, scale = ctx.workers, ctx.workers.weight_of(), ctx.over.mean, ctx.scale
+        workers, sent, mean, scale = ctx.workers, ctx.sent, ctx.over.mean, ctx.scale
+        x, weight = sent.saved
         wide = x.to(_wide(x))
         grad = _laid_out_as(grads[0].to(wide.dtype), wide)
-        grad_bias, grad_weight = _both_sums(grad, wide, *ctx.rounded)
-        sums = _numbers(workers.all_reduce(torch.cat([grad_bias, grad_weight]).mul_(part))).reshape(2, -1)
+        sums = _numbers(workers.receive(sent.sums)).reshape(2, -1)
+        part, grad_bias, grad_weight = sent.part, sent.grad_bias, sent.grad_weight
+        del sent.saved, sent.sums
         sums /= ctx.over.count * part or 1.0
         slope = scale if weight is None else scale * _numbers(weight)
         tilt = -slope * scale * sums[1]
@@ -112,6 +127,29 @@ class _Normalise(torch.autograd.Function):
             None if bias_kind is None else grad_bias.to(bias_kind),
             None,
         )
+
+
+class _SendSums(torch.autograd.Function):
+    """Passes a layer's output on; in backward sends this worker's sums; `_Normalise` receives all."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, node: Any) -> Tensor:
+        ctx.node = node
+        return out.detach()  # the same memory, but no view: later layers may change it in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        workers, sent = ctx.node.workers, ctx.node.sent
+        sent.saved = ctx.node.saved_tensors
+        x = sent.saved[0]
+        sent.part = workers.weight_of()
+        wide = x.to(_wide(x))
+        grad = _laid_out_as(grads[0].to(wide.dtype), wide)
+        sent.grad_bias, sent.grad_weight = _both_sums(grad, wide, *ctx.node.rounded)
+        own = torch.cat([sent.grad_bias, sent.grad_weight]).mul_(sent.part)
+        sent.sums = workers.group.all_reduce(own)
+        return grads[0] if grads[0].dtype != grad.dtype else grad, None
 
 
 def _own_moments(x: Tensor) -> Tensor:
@@ -189,14 +227,26 @@ def _wide(x: Tensor) -> torch.dtype:
 def _normalise(x: Tensor, layer: _Global) -> Tensor:
     """Normalise outside of torch.compile, which would trace the waits for other workers."""
     compiler = "torch._dynamo" in sys.modules  # slow to import, and loaded if anything is compiled
-    apply = _untraced() if compiler else _Normalise.apply
-    return cast(Tensor, apply(x, layer.weight, layer.bias, layer))
+    return (_untraced() if compiler else _both_nodes)(x, layer)
+
+
+def _both_nodes(x: Tensor, layer: _Global) -> Tensor:
+    out = cast(Tensor, _Normalise.apply(x, layer.weight, layer.bias, layer))  # type: ignore[no-untyped-call]
+    if out.grad_fn is None:
+        return out
+    out = cast(Tensor, _SendSums.apply(out, out.grad_fn))  # type: ignore[no-untyped-call]
+    assert out.grad_fn is not None
+    # Behind the weight gradient that fills the wait: see convolution.py.
+    before = max(0, out.grad_fn._sequence_nr() - 2)
+    out.grad_fn.next_functions[0][0]._set_sequence_nr(before)  # type: ignore[union-attr]
+    layer.echelon_workers.turns.sums_sent_by(out.grad_fn)
+    return out
 
 
 @functools.cache
-def _untraced() -> Callable[..., object]:
-    hidden: Callable[..., object] = torch.compiler.disable(
-        _Normalise.apply, reason="it waits for other workers"
+def _untraced() -> Callable[[Tensor, _Global], Tensor]:
+    hidden: Callable[[Tensor, _Global], Tensor] = torch.compiler.disable(
+        _both_nodes, reason="it waits for other workers"
     )
     return hidden
 
@@ -257,6 +307,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 def make_local(model: nn.Module) -> None:
     """Undo `make_global`."""
+    convolution.release(model)
     for layer in model.modules():
         if isinstance(layer, _Global):
             del layer.echelon_workers
@@ -271,7 +322,9 @@ def make_global(
 ) -> int:
     """Make the model's batch normalisation span all workers, in place; returns the number of layers."""
     found = layers(model)
+    workers = _Workers(group, weight_of, exchange, convolution.Turns())
+    convolution.delay(model, workers.turns)
     for layer in found:
-        layer.echelon_workers = _Workers(group, weight_of, exchange)  # type: ignore[assignment]
+        layer.echelon_workers = workers  # type: ignore[assignment]
         layer.__class__ = _GLOBAL[type(layer)]  # type: ignore[index]
     return len(found)

@@ -1,9 +1,9 @@
 """Tracebacks without the thin layers that Echelon puts around the user's own.
 
-A prepared `nn.Linear` computes in linear.py, and batch normalisation in batchnorm.py; weighing.py stands
-around every call of a prepared model, and loaders and `torch.save` are called through others. If the user's
-tensor has the wrong shape, torch complains about the user's layer; a traceback that ends in Echelon's files
-would tell the user to look there.
+A prepared `nn.Linear` computes in linear.py, batch normalisation in batchnorm.py, convolutions in
+convolution.py; weighing.py stands around every call of a prepared model, and loaders and `torch.save` are
+called through others. If the user's tensor has the wrong shape, torch complains about the user's layer; a
+traceback that ends in Echelon's files would tell the user to look there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echelon.errors import EchelonError
 
 _WRAPPERS = frozenset(
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("batchnorm", "forgotten", "linear", "loader", "saving", "weighing")
+    for name in ("batchnorm", "convolution", "forgotten", "linear", "loader", "saving", "weighing")
 )
 _BUGS = (AssertionError, AttributeError, KeyError, NameError)  # raised in a wrapper, these are its own
 
