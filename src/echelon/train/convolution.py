@@ -47,17 +47,17 @@ class Turns:
         return None if number is None else max(0, number - 1)
 
 
-class _Kept:
+class _KeptGradient:
     """The gradient of a convolution's output, until its weight's gradient is computed."""
 
     grad: Tensor | None = None
 
 
 class _WeightGradient(torch.autograd.Function):
-    """Computes the weight's gradient of a convolution from what `_Keep` has kept."""
+    """Computes the weight's gradient of a convolution from what `_KeepGradient` has kept."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor, layer: _Delayed, kept: _Kept) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, x: Tensor, layer: _Delayed, kept: _KeptGradient) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.kept = kept
         ctx.how = layer.stride, layer.padding, layer.dilation, layer.groups
@@ -76,11 +76,11 @@ class _WeightGradient(torch.autograd.Function):
         return found, None, None, None
 
 
-class _Keep(torch.autograd.Function):
+class _KeepGradient(torch.autograd.Function):
     """Passes a convolution's output on; in backward keeps its gradient for `_WeightGradient`."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, token: Tensor, kept: _Kept) -> Tensor:
+    def forward(ctx: Any, out: Tensor, token: Tensor, kept: _KeptGradient) -> Tensor:
         ctx.kept = kept
         return out.detach()  # the same memory, but no view: later layers may change it in place
 
@@ -102,10 +102,10 @@ class _Delayed(_ConvNd):
         if number is None:
             return plain(input, weight, bias)
         out = plain(input, weight.detach(), bias)
-        kept = _Kept()
+        kept = _KeptGradient()
         token = _WeightGradient.apply(weight, input.detach(), self, kept)  # type: ignore[no-untyped-call]
         token.grad_fn._set_sequence_nr(number)
-        return _Keep.apply(out, token, kept)  # type: ignore[no-any-return,no-untyped-call]
+        return _KeepGradient.apply(out, token, kept)  # type: ignore[no-any-return,no-untyped-call]
 
     def _is_worth_it(self, input: Tensor, weight: Tensor) -> bool:
         if not (weight.requires_grad and torch.is_grad_enabled()) or input.dim() != weight.dim():

@@ -86,7 +86,7 @@ def test_only_the_first_convolution_after_a_normalisation_is_delayed():
     for layer in model:
         out = layer(out)
         kinds.append(type(out.grad_fn).__name__)
-    assert kinds[1::2] == ["_KeepBackward", "ConvolutionBackward0"]
+    assert kinds[1::2] == ["_KeepGradientBackward", "ConvolutionBackward0"]
 
 
 def test_small_convolution_is_left_as_it_is(monkeypatch):
