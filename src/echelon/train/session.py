@@ -13,6 +13,7 @@ worker's share. Gradients are those of the global batch when `backward()` return
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ from echelon.train import consistency, resume
 from echelon.train.arranging import Arranger, arranges, gradient_bytes
 from echelon.train.auto_shares import AutoShares
 from echelon.train.batches import HandedBatch
+from echelon.train.checks import chosen_verifications
 from echelon.train.clock import StepClock
 from echelon.train.collectives import ScriptCollectives
 from echelon.train.families.choose import choose
@@ -54,6 +56,15 @@ from echelon.train.record import RunRecord
 from echelon.train.script_checkpoints import ScriptCheckpoints
 from echelon.train.script_log import ScriptLog
 from echelon.train.weighing import LossWeights
+from echelon.verify.replica_choice import Consensus, Validate
+from echelon.verify.verification import (
+    VerifiedRun,
+    refuse_combination,
+    weights_of_shards,
+)
+from echelon.verify.verifier import Verifier, reporting
+
+_log = logging.getLogger(__name__)
 
 A = TypeVar("A", bound=Preparable)
 B = TypeVar("B", bound=Preparable)
@@ -88,19 +99,32 @@ class Session(ScriptCheckpoints):
     ) -> None:
         ScriptCollectives.__init__(self, group, [worker.node for worker in plan.workers])
         ScriptLog.__init__(self, record, clock, plan, group.rank)
+        self._noted: set[str] = set()
         self._rendezvous = rendezvous
         self.folder = record.folder
         self.device = device
         self._prepared = resume.Prepared()
-        self._synchronizer: Synchronizer = choose(plan, group, clock, links, self.explain)
+        self._verifications = chosen_verifications(plan, group.size)
+        self._copies = max((one.copies for one in self._verifications), default=1)
+        self._verifier = self._make_verifier(plan, clock, record)
+        self._synchronizer: Synchronizer = choose(
+            plan,
+            group,
+            clock,
+            links,
+            self.explain,
+            inspector=self._verifier if self._verifier.in_rounds else None,
+            copies=self._copies,
+        )
         self._sharing: Sharing | None = None
-        self._shares = ShareTable(plan.weights)
+        self._shares = ShareTable(weights_of_shards(plan.weights, self._copies))
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         if links is not None and rendezvous is not None and arranges(plan, group, self._synchronizer):
             hosts = machines(rendezvous.members[: group.size])
             self._arranger = Arranger(group, links, hosts, clock, record.emit, self.explain)
-        if plan.adapt_shares and group.size > 1 and self._synchronizer.meets_every_step:
+        adapts = plan.adapt_shares and group.size > 1 and self._copies == 1
+        if adapts and self._synchronizer.meets_every_step:
             self._auto_shares = AutoShares(
                 group,
                 self._shares,
@@ -124,12 +148,14 @@ class Session(ScriptCheckpoints):
                 prepared=self._prepared,
                 synchronizer=self._synchronizer,
                 rendezvous=rendezvous,
+                verifier=self._verifier,
+                copies=self._copies,
                 step=lambda: self._clock.step,
                 warn=self.warn,
             )
         )
         self._weights = LossWeights(
-            self._synchronizer.weigh,
+            lambda weight, batch: self._synchronizer.weigh(weight / self._copies, batch),
             where=lambda: f"step {self._clock.step}, rank {self.rank}",
             entering=self._entering,
             strange=self._guard.not_finite,
@@ -138,6 +164,24 @@ class Session(ScriptCheckpoints):
         members = rendezvous.members[: group.size] if rendezvous is not None else []
         seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
         self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
+
+    def _make_verifier(self, plan: Plan, clock: StepClock, record: RunRecord) -> Verifier:
+        run = VerifiedRun(
+            group=self._group.fork() if self._verifications else self._group,
+            nodes=self._nodes,
+            copies=self._copies,
+            step=lambda: clock.step,
+            weights=lambda: self._synchronizer.replicas(),
+            optimizers=self._prepared.optimizers,
+            report=reporting(self._nodes, self.rank, lambda: clock.step, record.emit, _say),
+            note=self._note_once,
+        )
+        return Verifier(self._verifications, run, text=plan.verify)
+
+    def _note_once(self, text: str) -> None:
+        if self.is_leader and text not in self._noted:
+            self._noted.add(text)
+            self.warn(text)
 
     @property
     def is_leader(self) -> bool:
@@ -208,6 +252,15 @@ class Session(ScriptCheckpoints):
             factors=factors or self._plan.factors,
             codec=codec or "",
         )
+        for one in self._verifications:
+            coded = (codec or self._plan.codec) != "none"
+            refuse_combination(one, overlap=rules.overlap, coded=coded, where="session.prepare")
+        if loss == "sum" and self._copies > 1:
+            raise ConfigError(
+                "replicas would count several times in a sum over workers",
+                where='prepare(loss="sum")',
+                fix="use a loss that is a mean, or leave replicate out",
+            )
         self._agree("prepare")
         facts: list[consistency.Fact] = []
         out: list[Any] = []
@@ -218,6 +271,7 @@ class Session(ScriptCheckpoints):
         self._profiling.preparing(models)
         for model in models:
             self._synchronizer.add(model, rules)
+            self._verifier.attach(model)
             if self.world_size > 1:
                 self._weights.attach(model, marks=rules.loss == "mean")
         self._synchronizer.begin()
@@ -284,6 +338,7 @@ class Session(ScriptCheckpoints):
             self._sharing = Sharing(
                 group=self._group,
                 shares=self._shares,
+                copies=self._copies,
                 seed=self._plan.seed,
                 clock=self._clock,
                 device=self.device,
@@ -371,6 +426,26 @@ class Session(ScriptCheckpoints):
         self._synchronizer.weigh(_counts(count, float(total), self.rank) / float(total))
         self._weights.tell()
 
+    def compare_replicas(
+        self, consensus: Consensus | None = None, validate: Validate | None = None
+    ) -> None:
+        """With `verify="replicate(n)"`: let the script's functions decide where replicas' gradients differ.
+
+        consensus  gets every replica's gradients, by parameter name; returns the indices of those that pass
+        validate   gets the same and those indices, if several pass; returns the index of the one to use
+
+        Without `consensus` all pass, without `validate` the first that passes is used. Call it before
+        training, on all workers alike. Example, for replicas that differ by rounding:
+
+            def close(replicas):
+                middle = replicas[len(replicas) // 2]
+                return [i for i, one in enumerate(replicas)
+                        if all(torch.allclose(one[name], middle[name]) for name in middle)]
+
+            session.compare_replicas(consensus=close)
+        """
+        self._verifier.decide_by(consensus, validate)
+
     def pause(self) -> None:
         """Tell the servers not to wait for this worker until its next pass over the data.
 
@@ -422,6 +497,10 @@ class Session(ScriptCheckpoints):
         self._guard.forward()
         self._profiling.called(model, given)
 
+    @property
+    def _shards(self) -> int:
+        return self.world_size // self._copies
+
     def _samples(self) -> float:
         loader = self._current
         if loader is None:
@@ -440,6 +519,7 @@ class Session(ScriptCheckpoints):
         if self._synchronizer.claims:
             self._weights.stepping()
         self._synchronizer.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
+        self._verifier.stepping(optimizer)
         self._guard.stepping(optimizer)
         if self._current is not None:
             self._current.trains = True
@@ -448,6 +528,9 @@ class Session(ScriptCheckpoints):
     def _after_step(self, optimizer: Optimizer) -> None:
         step = self._clock.step
         self._clock.applied(id(optimizer))
+        self._verifier.stepped_one()
+        if self._clock.step > step:
+            self._verifier.stepped(self._clock.step)
         if self._auto_shares is not None and self._clock.step > step:
             self._auto_shares.stepped()
 
@@ -462,6 +545,7 @@ class Session(ScriptCheckpoints):
             return
         self._closed = True
         self._guard.remove()
+        self._verifier.remove()
         self._profiling.end()
         if cause:
             self._leave(cause)
@@ -476,6 +560,9 @@ class Session(ScriptCheckpoints):
 
     def _leave(self, cause: str) -> None:
         self._clock.close()
+        totals = self._verifier.totals()
+        if totals is not None and self.is_leader:
+            self._record.emit(totals)
         self._record.flush()
         try:
             if self._rendezvous is not None:
@@ -501,6 +588,11 @@ class Session(ScriptCheckpoints):
 
     def __repr__(self) -> str:
         return f"<Session rank {self.rank} of {self.world_size} on {self.node}, pid {os.getpid()}>"
+
+
+def _say(text: str) -> None:
+    """In the log only: the record has an event for it."""
+    _log.warning(text, extra={"is_noted": True})
 
 
 def _counts(count: float, total: float, rank: int) -> float:
