@@ -142,7 +142,7 @@ class PassRecorder:
         streams, buffers = _Streams(), [buffer.detach().clone() for buffer in self._model.buffers()]
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
-        computed: Sequence[Tensor | None] = ()
+        computed: Sequence[Any] = ()
         self._replaying = True
         try:
             with torch.enable_grad():
