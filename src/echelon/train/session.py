@@ -13,7 +13,6 @@ worker's share. Gradients are those of the global batch when `backward()` return
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -41,7 +40,6 @@ from echelon.train import consistency, resume
 from echelon.train.arranging import Arranger, arranges, gradient_bytes
 from echelon.train.auto_shares import AutoShares
 from echelon.train.batches import HandedBatch
-from echelon.train.checks import chosen_verifications
 from echelon.train.clock import StepClock
 from echelon.train.collectives import ScriptCollectives
 from echelon.train.families.choose import choose
@@ -55,16 +53,9 @@ from echelon.train.profiling import JobProfiling, ProfiledRun
 from echelon.train.record import RunRecord
 from echelon.train.script_checkpoints import ScriptCheckpoints
 from echelon.train.script_log import ScriptLog
+from echelon.train.verifying import make_verifier, refuse_preparing, weights_of_shards
 from echelon.train.weighing import LossWeights
 from echelon.verify.replica_choice import Consensus, Validate
-from echelon.verify.verification import (
-    VerifiedRun,
-    refuse_combination,
-    weights_of_shards,
-)
-from echelon.verify.verifier import Verifier, reporting
-
-_log = logging.getLogger(__name__)
 
 A = TypeVar("A", bound=Preparable)
 B = TypeVar("B", bound=Preparable)
@@ -99,14 +90,20 @@ class Session(ScriptCheckpoints):
     ) -> None:
         ScriptCollectives.__init__(self, group, [worker.node for worker in plan.workers])
         ScriptLog.__init__(self, record, clock, plan, group.rank)
-        self._noted: set[str] = set()
         self._rendezvous = rendezvous
         self.folder = record.folder
         self.device = device
         self._prepared = resume.Prepared()
-        self._verifications = chosen_verifications(plan, group.size)
-        self._copies = max((one.copies for one in self._verifications), default=1)
-        self._verifier = self._make_verifier(plan, clock, record)
+        self._verifier = make_verifier(
+            plan,
+            group,
+            clock,
+            record,
+            optimizers=self._prepared.optimizers,
+            weights=lambda: self._synchronizer.replicas(),
+            warn=self.warn,
+        )
+        self._copies = self._verifier.copies
         self._synchronizer: Synchronizer = choose(
             plan,
             group,
@@ -164,24 +161,6 @@ class Session(ScriptCheckpoints):
         members = rendezvous.members[: group.size] if rendezvous is not None else []
         seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
         self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
-
-    def _make_verifier(self, plan: Plan, clock: StepClock, record: RunRecord) -> Verifier:
-        run = VerifiedRun(
-            group=self._group.fork() if self._verifications else self._group,
-            nodes=self._nodes,
-            copies=self._copies,
-            step=lambda: clock.step,
-            weights=lambda: self._synchronizer.replicas(),
-            optimizers=self._prepared.optimizers,
-            report=reporting(self._nodes, self.rank, lambda: clock.step, record.emit, _say),
-            note=self._note_once,
-        )
-        return Verifier(self._verifications, run, text=plan.verify)
-
-    def _note_once(self, text: str) -> None:
-        if self.is_leader and text not in self._noted:
-            self._noted.add(text)
-            self.warn(text)
 
     @property
     def is_leader(self) -> bool:
@@ -252,15 +231,7 @@ class Session(ScriptCheckpoints):
             factors=factors or self._plan.factors,
             codec=codec or "",
         )
-        for one in self._verifications:
-            coded = (codec or self._plan.codec) != "none"
-            refuse_combination(one, overlap=rules.overlap, coded=coded, where="session.prepare")
-        if loss == "sum" and self._copies > 1:
-            raise ConfigError(
-                "replicas would count several times in a sum over workers",
-                where='prepare(loss="sum")',
-                fix="use a loss that is a mean, or leave replicate out",
-            )
+        refuse_preparing(self._verifier, rules, codec or self._plan.codec)
         self._agree("prepare")
         facts: list[consistency.Fact] = []
         out: list[Any] = []
@@ -588,11 +559,6 @@ class Session(ScriptCheckpoints):
 
     def __repr__(self) -> str:
         return f"<Session rank {self.rank} of {self.world_size} on {self.node}, pid {os.getpid()}>"
-
-
-def _say(text: str) -> None:
-    """In the log only: the record has an event for it."""
-    _log.warning(text, extra={"is_noted": True})
 
 
 def _counts(count: float, total: float, rank: int) -> float:

@@ -9,7 +9,7 @@ The loss is outside of the model, and is not computed again.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ class _Streams:
 
 
 @dataclass(slots=True)
-class _Call:
+class _ForwardCall:
     """One forward pass; `gradients` are those of its outputs, once backward has reached them."""
 
     number: int
@@ -62,8 +62,8 @@ class PassRecorder:
     def __init__(self, model: nn.Module, wanted: Callable[[], bool]) -> None:
         self._model = model
         self._wanted = wanted
-        self._open: _Call | None = None
-        self._current: list[_Call] = []  # those that the last backward pass reached
+        self._open: _ForwardCall | None = None
+        self._current: list[_ForwardCall] = []  # those that the last backward pass reached
         self._before: dict[int, Tensor] = {}  # gradients from before that pass
         self._task = -1
         self._calls = 0
@@ -96,7 +96,7 @@ class PassRecorder:
             return
         kind = next((p.device.type for p in model.parameters()), "cpu")
         self._calls += 1
-        self._open = _Call(
+        self._open = _ForwardCall(
             self._calls,
             args,
             dict(kwargs),
@@ -114,7 +114,7 @@ class PassRecorder:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._noting(call, index, tensor.output_nr))
 
-    def _noting(self, call: _Call, index: int, output: int) -> Callable[..., None]:
+    def _noting(self, call: _ForwardCall, index: int, output: int) -> Callable[..., None]:
         def note(gradients: tuple[Tensor | None, ...]) -> None:
             task = torch._C._current_graph_task_id()
             if task != self._task:
@@ -142,7 +142,7 @@ class PassRecorder:
         streams, buffers = _Streams(), [buffer.detach().clone() for buffer in self._model.buffers()]
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
-        computed: Sequence[Any] = ()
+        computed: list[Tensor | None] = []
         self._replaying = True
         try:
             with torch.enable_grad():
@@ -150,7 +150,7 @@ class PassRecorder:
                     found = list(_tensors(self._run(call)))
                     outputs += [found[index] for index in call.gradients]
                     gradients += list(call.gradients.values())
-                computed = torch.autograd.grad(outputs, trained, gradients, allow_unused=True)
+                computed += torch.autograd.grad(outputs, trained, gradients, allow_unused=True)
         finally:
             self._replaying = False
             self._set_buffers(buffers)
@@ -164,7 +164,7 @@ class PassRecorder:
                 expected[id(p)] = before
         return expected
 
-    def _run(self, call: _Call) -> Any:
+    def _run(self, call: _ForwardCall) -> Any:
         """Not through the model's class, whose calls belong to the script's batches."""
         call.streams.restore()
         self._set_buffers(call.buffers)

@@ -17,7 +17,7 @@ from echelon.errors import ModelError
 from echelon.verify.recorded_pass import PassRecorder
 from echelon.verify.verification import (
     ActiveVerification,
-    Found,
+    CheckFinding,
     Verdict,
     VerifiedRound,
     VerifiedRun,
@@ -133,7 +133,9 @@ class ReplayCheck(ActiveVerification):
         else:
             what, action = "was computed wrong when it was computed again", "kept"
         self.run.report(
-            Found(check="replay", worker=rank, tensor=named.parameter + more, what=what, action=action)
+            CheckFinding(
+                check="replay", worker=rank, tensor=named.parameter + more, what=what, action=action
+            )
         )
         if undecided:
             return Verdict.REFUSE

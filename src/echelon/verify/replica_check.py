@@ -22,7 +22,7 @@ from echelon.verify.replica_choice import (
 from echelon.verify.verification import (
     UNKNOWN,
     ActiveVerification,
-    Found,
+    CheckFinding,
     Verdict,
     VerifiedRound,
     VerifiedRun,
@@ -104,7 +104,7 @@ class ReplicaCheck(ActiveVerification):
             mates = ", ".join(str(one) for one in self.replicas(rank % self._shards) if one not in by_rank)
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
             self.run.report(
-                Found(
+                CheckFinding(
                     check="replicate",
                     worker=rank,
                     tensor=round_.named[places[0]][0] + more,
@@ -142,7 +142,7 @@ class ReplicaCheck(ActiveVerification):
                 return Verdict.REFUSE
             for wrong in (place for place in told[one][1:] if place >= 0):
                 self.run.report(
-                    Found(
+                    CheckFinding(
                         check="replicate",
                         worker=ranks[wrong],
                         tensor=self._first(round_, one),
@@ -176,7 +176,7 @@ class ReplicaCheck(ActiveVerification):
         ranks = self.replicas(shard)
         between = f"{what} (ranks {', '.join(str(rank) for rank in ranks)})"
         self.run.report(
-            Found(
+            CheckFinding(
                 check="replicate",
                 worker=UNKNOWN,
                 tensor=name,

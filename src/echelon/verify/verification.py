@@ -36,7 +36,7 @@ class Verdict(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class CheckFinding:
     """What a check found. `action` is what was done: warned, refused, repaired, kept or stopped."""
 
     check: str
@@ -65,7 +65,7 @@ class VerifiedRun:
     step: Callable[[], int]
     weights: Callable[[], list[tuple[str, Tensor]]]
     optimizers: list[Optimizer]
-    report: Callable[[Found], None]
+    report: Callable[[CheckFinding], None]
     note: Callable[[str], None]
 
     def name(self, rank: int) -> str:
@@ -213,9 +213,3 @@ def refuse_combination(one: Verification, *, overlap: str, coded: bool, where: s
             where=where,
             fix="use codec none, or verify gradients and weights",
         )
-
-
-def weights_of_shards(weights: Sequence[float], copies: int) -> list[float]:
-    """The parts of a batch, one for each shard: the mean of its replicas' parts."""
-    shards = len(weights) // copies
-    return [sum(weights[shard::shards]) / copies for shard in range(shards)]

@@ -25,7 +25,7 @@ from echelon.verify.replica_check import ReplicaCheck
 from echelon.verify.replica_choice import Consensus, Validate
 from echelon.verify.verification import (
     ActiveVerification,
-    Found,
+    CheckFinding,
     Verdict,
     Verification,
     VerifiedRound,
@@ -49,6 +49,8 @@ class Verifier:
         *,
         text: str,
     ) -> None:
+        self.chosen = tuple(chosen)
+        self.copies = run.copies  # how many workers have the same samples
         self._run = run
         self._group = run.group
         self._text = text
@@ -211,10 +213,10 @@ def reporting(
     step: Callable[[], int],
     emit: Callable[[CorruptionFound], None],
     tell: Callable[[str], None],
-) -> Callable[[Found], None]:
+) -> Callable[[CheckFinding], None]:
     """How findings reach the record and the user: every worker knows them, the leader tells them."""
 
-    def report(found: Found) -> None:
+    def report(found: CheckFinding) -> None:
         if rank != 0:
             return
         event = CorruptionFound(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from echelon.checkpoint import state_tree
 from echelon.errors import ModelError
 from echelon.verify.checksums import checksum, state_checksum
-from echelon.verify.verification import ActiveVerification, Found, VerifiedRun
+from echelon.verify.verification import ActiveVerification, CheckFinding, VerifiedRun
 from echelon.verify.vote import Vote, vote
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class WeightCheck(ActiveVerification):
             source = f"rank {outcome.source}'s"
             why = "the majority's" if outcome.majority else f"{source}, and there is no majority"
             self.run.report(
-                Found(
+                CheckFinding(
                     check="weights",
                     worker=rank,
                     tensor=held[concerned[0]].label + more,
