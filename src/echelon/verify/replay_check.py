@@ -125,18 +125,14 @@ class ReplayCheck(ActiveVerification):
         undecided = [one for one in outcomes if not one.majority]
         wrong = [one for one in outcomes if one.majority and one.right]
         named = (undecided or wrong or outcomes)[0]
-        more = f" and {len(outcomes) - 1} more" if len(outcomes) > 1 else ""
+        tensor = named.parameter + (f" and {len(outcomes) - 1} more" if len(outcomes) > 1 else "")
         if undecided:
             what, action = f"differs between {times} computations, without a majority", "refused"
         elif wrong:
             what, action = f"was computed wrong: {times - 1} other computations agree", "repaired"
         else:
             what, action = "was computed wrong when it was computed again", "kept"
-        self.run.report(
-            CheckFinding(
-                check="replay", worker=rank, tensor=named.parameter + more, what=what, action=action
-            )
-        )
+        self.run.report(CheckFinding(check="replay", worker=rank, tensor=tensor, what=what, action=action))
         if undecided:
             return Verdict.REFUSE
         return Verdict.AGAIN if wrong else Verdict.FINE
