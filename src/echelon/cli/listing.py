@@ -23,6 +23,7 @@ from echelon.sync.detector import DETECTORS
 from echelon.sync.graph import GRAPHS
 from echelon.sync.policy import POLICIES
 from echelon.sync.threshold import THRESHOLDS
+from echelon.verify.verification import VERIFICATIONS
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 
@@ -38,6 +39,7 @@ KINDS: dict[str, Registry[Any]] = {
         DETECTORS,
         THRESHOLDS,
         GRAPHS,
+        VERIFICATIONS,
         LAUNCHERS,
         SOURCES,
         RULES,

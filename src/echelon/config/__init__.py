@@ -3,6 +3,7 @@
 call.py      `name(option=value, ...)`: the syntax that names a strategy and its options
 registry.py  finds the strategies of one kind by name, ours and third parties'
 allowed.py   which code outside of Echelon a text may name: what the user gave himself
+named_function.py the user's function that a text names as module:name
 toml_text.py reads TOML
 units.py     quantities with units: "100mbit", "5ms", "1.5GiB"
 choices.py   the choices that settings, plan and `join` share: types, defaults, help, ranges

@@ -38,6 +38,9 @@ class Choices:
     collective: str = setting("auto", "How gradients are summed: see `echelon list collective`.")
     codec: str = setting("none", "How gradients are encoded on the wire: see `echelon list codec`.")
     sync: str = setting("full", "When workers synchronise: see `echelon list sync`.")
+    verify: str = setting(
+        "none", "Checks against silent corruption, separated by semicolons: see `echelon list verify`."
+    )
     replicas: int = setting(0, "Copies of each server's shard that other servers keep, with every update.")
     overlap: Overlap = setting(  # noqa: RUF009
         "backward",

@@ -61,6 +61,7 @@ class RunSettings:
     collective: str = choice("collective")
     codec: str = choice("codec")
     sync: str = choice("sync")
+    verify: str = choice("verify")
     groups: str | None = setting(
         None,
         "Groups of workers, for levels and codecs: sizes 4,4, or ranks 0,1;2,3. Default: a lab's sites.",

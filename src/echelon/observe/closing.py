@@ -12,6 +12,7 @@ from echelon.observe.decisions import decisions_verdict
 from echelon.observe.summary import Summary
 from echelon.observe.sync import SyncFigures
 from echelon.observe.verdict import verdict, wire_verdict
+from echelon.observe.verified import verify_line
 
 _LEGEND = {  # of the closing table's columns
     "wait": "for other workers and for transfers",
@@ -41,6 +42,7 @@ def closing_table(summary: Summary) -> RenderableType:
     rate = f"{summary.samples_per_s:,.0f} samples/s"
     lines = [f"{_made(summary)} in {show_seconds(summary.seconds)}, {rate}", ", ".join(quality(summary))]
     lines += [verdict(summary), decisions_verdict(summary.decisions), wire_verdict(summary)]
+    lines.append(verify_line(summary.verified))
     meanings = _meanings(summary)
     known = [f"{name}: {meaning}" for name, meaning in meanings.items() if name in columns]
     texts = [Text("; ".join(known), style="dim")] if summary.world_size > 1 else []

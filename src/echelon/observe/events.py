@@ -204,6 +204,38 @@ class Noted(Event, frozen=True, kw_only=True, tag="noted"):
     warning: bool = False
 
 
+class CorruptionFound(Event, frozen=True, kw_only=True, tag="corruption"):
+    """A check (`--verify`) found something; written by rank 0 for all workers.
+
+    `worker` is the rank to which it is assigned, -1 if it cannot be assigned to one. `tensor` names a
+    parameter, `what` says what is wrong with its gradient, weight or state. `action` is what was done:
+    warned, refused (the step was skipped on all workers), repaired, kept (the original was right) or
+    stopped.
+    """
+
+    step: int
+    check: str
+    worker: int
+    node: str
+    tensor: str
+    what: str
+    action: str
+
+    @property
+    def text(self) -> str:
+        """The finding as a sentence."""
+        on = f" on {self.node}" if self.node else ""
+        who = f"rank {self.worker}{on}: " if self.worker >= 0 else ""
+        return f"verify {self.check}, step {self.step:,}: {who}{self.tensor} {self.what}; {self.action}"
+
+
+class Verified(Event, frozen=True, kw_only=True, tag="verified"):
+    """How many comparisons each check (`--verify`) has made, by its name; written at the end, by rank 0."""
+
+    checks: str
+    compared: dict[str, int]
+
+
 class Logged(Event, frozen=True, kw_only=True, tag="logged"):
     """Numbers that the user's script reported through `session.log`."""
 
@@ -334,6 +366,8 @@ AnyEvent: TypeAlias = (
     | Noted
     | SharesChanged
     | CollectiveChanged
+    | CorruptionFound
+    | Verified
     | Logged
     | ServerEnded
     | CheckpointSaved

@@ -22,6 +22,7 @@ from echelon.observe.closing import percent, quality
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
+    CorruptionFound,
     EpochEnded,
     Evaluated,
     FaultInjected,
@@ -106,6 +107,8 @@ class Progress:
             case Noted() if event.rank != LAUNCHER and event.text not in self._said:
                 return self._note(event, now)
             case Noted() if event.rank == LAUNCHER and event.warning:  # its notes were shown at the start
+                return [f"warning: {event.text}"]
+            case CorruptionFound() if not self._script:  # a script's workers have printed it
                 return [f"warning: {event.text}"]
             case QuotasApplied() if event.quotas:
                 return [f"CPU quotas are in force: {event.reason}"]

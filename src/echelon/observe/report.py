@@ -29,6 +29,7 @@ from echelon.observe.run_folder import RunFolder
 from echelon.observe.spans import end_of
 from echelon.observe.summary import Summary
 from echelon.observe.sync import plan_values, policy_of
+from echelon.observe.verified import verify_line
 
 _MOST_INCIDENTS = 200
 _OUTCOMES = ("completed", "failed", "interrupted")
@@ -94,6 +95,7 @@ def page_html(
     else:
         parts.append(section("No steps", "<p>No step was recorded, so there is nothing to draw.</p>"))
     parts.append(planned(plan, history) if plan is not None else "")
+    parts.append(_verified(history.summary))
     parts.append(decided(history.summary.decisions))
     parts += [_incidents(history.incidents), _logged(history), _appendix(quoted)]
     return _document(title, "".join(parts))
@@ -129,6 +131,12 @@ def _damaged(damage: Sequence[str]) -> str:
         return ""
     text = f"The record is damaged: {'; '.join(damage)}. Figures on this page are of what is left."
     return f'<section class="failure">{safe(text)}</section>'
+
+
+def _verified(summary: Summary) -> str:
+    if summary.verified is None:
+        return ""
+    return section("Checks", f'<p class="verdict">{safe(verify_line(summary.verified))}</p>')
 
 
 def _tiles(summary: Summary) -> str:

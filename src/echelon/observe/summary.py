@@ -22,6 +22,7 @@ from echelon.observe.events import (
     Arrived,
     BucketReduced,
     CollectiveChanged,
+    CorruptionFound,
     Decided,
     EpochEnded,
     Evaluated,
@@ -31,6 +32,7 @@ from echelon.observe.events import (
     ServerEnded,
     SharesChanged,
     StepEnded,
+    Verified,
     WorkerFailed,
     WorkerJoined,
 )
@@ -43,6 +45,7 @@ from echelon.observe.settled import SettledFigures, SettledTally
 from echelon.observe.spans import end_of
 from echelon.observe.step_cost import CostTally, StepCost
 from echelon.observe.sync import Stretch, SyncFigures, SyncTally, policy_of, steps_together
+from echelon.observe.verified import VerifySummary, VerifyTally
 from echelon.observe.worker_figures import WorkerSummary, WorkerSums, worker_summary
 
 UNFINISHED = "unfinished"
@@ -78,6 +81,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     figures since the last change of shares, if enough rounds followed it; then sentences and columns on
     who kept the others waiting are from these: `judged`.
 
+    `verified` is None without checks (`--verify`).
+
     `prediction` is None if the run's plan predicts nothing, or workers did not step together.
 
     With sync policies of other families than that of `full` workers do not step together: `rounds` are
@@ -111,6 +116,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...] = ()
     settled: SettledFigures | None = None
     prediction: PlanScore | None = None
+    verified: VerifySummary | None = None
 
     @property
     def shares_adapt(self) -> bool:
@@ -197,6 +203,7 @@ class Tally:
         self._evaluated: Evaluated | None = None
         self._failed: WorkerFailed | None = None
         self._ended: RunEnded | None = None
+        self._verify = VerifyTally()
 
     def add(self, event: AnyEvent) -> None:
         """Take one event into account."""
@@ -218,6 +225,8 @@ class Tally:
                 self._traffic.link(event)
             case ServerEnded():
                 self._codecs.server(event)
+            case CorruptionFound() | Verified():
+                self._verify.add(event)
             case WorkerJoined():
                 self._joined(event)
             case RunStarted():
@@ -346,6 +355,7 @@ class Tally:
             standstills=lateness.standstills,
             decisions=self._decisions.decisions() if self._decisions is not None else (),
             settled=self._settled_figures(late_rounds, lateness.rounds),
+            verified=self._verify.summary(),
         )
 
     def _settled_figures(self, late_rounds: list[ObservedRound], rounds: int) -> SettledFigures | None:

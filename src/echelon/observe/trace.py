@@ -35,6 +35,7 @@ from echelon.observe.events import (
     BucketReduced,
     CheckpointLoaded,
     CheckpointSaved,
+    CorruptionFound,
     Decided,
     Evaluated,
     FaultInjected,
@@ -328,6 +329,8 @@ def _instant(event: AnyEvent, start: float) -> TraceEvent | None:
             name = "checkpoint saved"
         case CheckpointLoaded():
             name = "checkpoint loaded"
+        case CorruptionFound():
+            name, scope = f"verify {event.check}: {event.action}", "g"
         case Noted():
             name = "note"
         case _:

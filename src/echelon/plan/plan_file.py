@@ -19,7 +19,7 @@ _HEAD = """\
 # A plan: `echelon run --plan FILE SCRIPT` or `echelon train --plan FILE` follows it.
 # It may be edited: a run checks it first, and names each contradiction with its line.
 """
-_CHOICES = ("transport", "collective", "codec", "sync", "overlap", "factors", "replicas")
+_CHOICES = ("transport", "collective", "codec", "sync", "verify", "overlap", "factors", "replicas")
 
 
 def parse_plan(text: str) -> Plan:

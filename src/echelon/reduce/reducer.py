@@ -87,6 +87,19 @@ class Receiver(Protocol):
         """Wait for all of them now: another round begins."""
 
 
+class Inspector(Protocol):
+    """Looks at every round before its sums are assigned; see verify/verifier.py."""
+
+    def sending(self, bucket: Bucket) -> None:
+        """A bucket is about to be filled with this worker's gradients."""
+
+    def sent(self, reducer: Reducer) -> None:
+        """All buckets are in flight."""
+
+    def landed(self, reducer: Reducer) -> bool:
+        """All sums have arrived, `p.grad` is still this worker's own; whether to reduce these again."""
+
+
 class Reducer:
     """Reduces one model's gradients over all workers."""
 
@@ -102,7 +115,9 @@ class Reducer:
         link: LinkCost | None = None,
         encoder: ModelEncoder | None = None,
         piggyback: Piggyback | None = None,
+        inspector: Inspector | None = None,
     ) -> None:
+        self._inspector = inspector
         self._named = list(parameters)
         self._group = group
         self._weight = weight
@@ -328,6 +343,8 @@ class Reducer:
             self._set_all_aside(bucket.parameters)
             ids = [id(p) for p in bucket.parameters]
             bucket.carried = {key: self._carried.pop(key) for key in ids if key in self._carried}
+        if self._inspector is not None:
+            self._inspector.sending(bucket)
         bucket.send(self._weight(), -self._next)
 
     def _finish(self) -> None:
@@ -339,7 +356,7 @@ class Reducer:
             if self._receiver is not None:
                 self._receiver.take(self, self._buckets)
             else:
-                landed = self._receive_all()
+                landed = self._receive_all() if self._inspector is None else self._inspected()
                 for bucket in landed:
                     for p, gradient in bucket:
                         if gradient is not None:
@@ -353,6 +370,19 @@ class Reducer:
         finally:
             self._in_backward = False
             self._next = 0
+
+    def _inspected(self) -> list[Landed]:
+        """Wait for all buckets, and let the inspector look; all workers repeat the round if it says so."""
+        assert self._inspector is not None
+        self._inspector.sent(self)
+        landed = self._receive_all()
+        while self._inspector.landed(self):
+            for index, bucket in enumerate(self._buckets):
+                bucket.reset()
+                bucket.send(self._weight(), -index - 1)
+            self._inspector.sent(self)
+            landed = self._receive_all()
+        return landed
 
     def _receive_all(self) -> list[Landed]:
         """Wait for all buckets, also if a gradient is not finite: training may go on after that."""

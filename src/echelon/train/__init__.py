@@ -15,6 +15,7 @@ batches.py      which batch does a forward pass belong to?
 weighing.py     gives a backward pass the weight of its own batch
 guard.py        what is checked while a script trains on several workers
 drift.py        do all workers still have the same weights?
+verifying.py    what the checks of --verify see of a session, and how findings are told
 forgotten.py    what did the script forget to prepare?
 saving.py       one whole file if all workers save to one path
 streams.py      random numbers of its own for every worker

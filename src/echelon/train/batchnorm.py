@@ -51,6 +51,7 @@ class _Workers:
     weight_of: Callable[[], float]
     exchange: Exchange
     turns: convolution.Turns
+    copies: int = 1  # how many workers have the same samples
 
     def all_gather(self, own: Tensor) -> list[Tensor]:
         with self.exchange():
@@ -69,10 +70,10 @@ class _Moments:
     mean: Vector
     variance: Vector
 
-    @property
-    def unbiased(self) -> Vector:
-        """What torch keeps as the running variance."""
-        return self.variance * (self.count / max(self.count - 1, 1))
+    def unbiased(self, copies: int) -> Vector:
+        """What torch keeps as the running variance; samples that several workers have count once."""
+        count = self.count / copies
+        return self.variance * (count / max(count - 1, 1))
 
 
 class _Sent:
@@ -93,7 +94,7 @@ class _Normalise(torch.autograd.Function):
         workers, wide = layer.echelon_workers, _wide(x)
         over = _combined(workers.all_gather(_own_moments(x.to(wide))))
         scale = 1.0 / np.sqrt(over.variance + layer.eps)
-        by_channel = over.mean, over.variance, over.unbiased, scale
+        by_channel = over.mean, over.variance, over.unbiased(workers.copies), scale
         mean, variance, unbiased, rounded_scale = _rounded(*by_channel, like=x)
         layer._note(mean, unbiased)
         ctx.save_for_backward(x, weight)
@@ -319,10 +320,12 @@ def make_global(
     group: Group,
     weight_of: Callable[[], float],
     exchange: Exchange = nullcontext,
+    *,
+    copies: int = 1,
 ) -> int:
     """Make the model's batch normalisation span all workers, in place; returns the number of layers."""
     found = layers(model)
-    workers = _Workers(group, weight_of, exchange, convolution.Turns())
+    workers = _Workers(group, weight_of, exchange, convolution.Turns(), copies)
     convolution.delay(model, workers.turns)
     for layer in found:
         layer.echelon_workers = workers  # type: ignore[assignment]

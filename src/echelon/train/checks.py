@@ -21,6 +21,7 @@ from echelon.errors import ConfigError
 from echelon.plan.plan import Plan
 from echelon.sync.policies.levels import Levels
 from echelon.sync.policy import POLICIES, ClusterInfo, Policy
+from echelon.verify.verification import Verification, check_verifications
 
 
 def check_plan(plan: Plan, cluster: ClusterInfo) -> Policy:
@@ -31,9 +32,21 @@ def check_plan(plan: Plan, cluster: ClusterInfo) -> Policy:
         policy.check(cluster)
         check_servers(cluster.servers, plan, sums=not needs_parameter_servers(policy))
     _check_codec(plan, policy, cluster)
+    chosen_verifications(plan, len(plan.workers))
     if cluster.servers and _between_groups(policy).family in ("mix", "share"):
         raise ConfigError(f"sync {policy.name} has no use for servers", where="--servers", fix="start none")
     return policy
+
+
+def chosen_verifications(plan: Plan, workers: int) -> tuple[Verification, ...]:
+    """The checks of --verify that have something to do; refuses what does not work with this plan."""
+    return check_verifications(
+        plan.verify,
+        workers=workers,
+        together=POLICIES.build(plan.sync, where="--sync").resolved().family == "reduce",
+        overlap=plan.overlap,
+        coded=plan.codec != "none",
+    )
 
 
 def _check_codec(plan: Plan, policy: Policy, cluster: ClusterInfo) -> None:

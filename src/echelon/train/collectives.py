@@ -52,6 +52,11 @@ class ScriptCollectives:
         self._group = group
         self._nodes = nodes
 
+    @property
+    def _shards(self) -> int:
+        """How many workers have different samples; the others are replicas of these."""
+        return self.world_size
+
     def _samples(self) -> float:
         """How many samples this worker's figures are of: of the last batch, or of a pass that has ended."""
         return 1.0
@@ -252,9 +257,9 @@ class ScriptCollectives:
 
     def _gathered(self, data: Any) -> Any:
         if isinstance(data, Tensor):
-            return torch.cat(self.all_gather(data if data.dim() else data.reshape(1)))
+            return torch.cat(self.all_gather(data if data.dim() else data.reshape(1))[: self._shards])
         if isinstance(data, (bool, int, float)):
-            return torch.cat(self.all_gather(torch.tensor([data])))
+            return torch.cat(self.all_gather(torch.tensor([data]))[: self._shards])
         if isinstance(data, tuple) and hasattr(data, "_fields"):
             return type(data)(*(self._gathered(one) for one in data))
         if isinstance(data, (list, tuple)):

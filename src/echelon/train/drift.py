@@ -6,16 +6,16 @@ the end of every epoch and at every checkpoint, so it costs little beside them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import xxhash
 from torch import Tensor
 
 from echelon.comm.group import Group
 from echelon.errors import ModelError
+from echelon.verify.checksums import checksum as checksum
+from echelon.verify.vote import vote
 
 Named = Sequence[tuple[str, Tensor]]
 
@@ -28,26 +28,12 @@ class Difference:
     ranks: tuple[int, ...]
 
 
-def checksum(tensor: Tensor | None) -> int:
-    """A number for the tensor's bytes, its shape and its type."""
-    if tensor is None:
-        return 0
-    digest = xxhash.xxh3_64(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-    flat = tensor.detach().contiguous().cpu().view(-1)
-    if flat.numel():
-        digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.intdigest() >> 1
-
-
 def first_difference(names: Sequence[str], sums: Sequence[Sequence[int]]) -> Difference | None:
     """The first tensor whose checksums differ; `sums` are all workers', by rank. Pure."""
     for index, name in enumerate(names):
         found = [mine[index] for mine in sums]
         if len(set(found)) > 1:
-            count = Counter(found)
-            # The most common value is right; of equally common ones, that of the lowest rank.
-            right = max(count, key=lambda value: (count[value], -found.index(value)))
-            return Difference(name, tuple(rank for rank, value in enumerate(found) if value != right))
+            return Difference(name, vote(found).others)
     return None
 
 

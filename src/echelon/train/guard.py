@@ -34,19 +34,25 @@ from echelon.train.forgotten import ForgottenParts
 from echelon.train.loader import SharedLoader
 from echelon.train.resume import Prepared
 from echelon.train.saving import WholeSaves
+from echelon.verify.verifier import Verifier
 
 _STEPS_BETWEEN = 400  # a check costs about as much as a small step, so it must be rare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the checks see of a session. `warn` tells the user a sentence."""
+    """What the checks see of a session. `warn` tells the user a sentence.
+
+    `verifier` has the optional checks; `copies` is how many workers have the same samples.
+    """
 
     group: Group
     nodes: list[str]
     prepared: Prepared
     synchronizer: Synchronizer
     rendezvous: Rendezvous | None
+    verifier: Verifier
+    copies: int
     step: Callable[[], int]
     warn: Callable[[str], None]
 
@@ -118,12 +124,15 @@ class Guard:
 
     def _fork_streams(self) -> bool:
         """Whether two workers had a stream in common, which they have no longer."""
-        if not self._own_streams:
-            return False
-        found = self._around.group.all_gather(torch.tensor(streams.digests()))
-        among = [one.tolist() for one in found]
-        streams.fork(self._around.group.rank, among)
-        return streams.alike(among)
+        group, copies = self._around.group, self._around.copies
+        alike = False
+        if self._own_streams:
+            among = [one.tolist() for one in group.all_gather(torch.tensor(streams.digests()))]
+            streams.fork(group.rank, among)
+            alike = streams.alike(among[: group.size // copies])
+        if copies > 1:
+            streams.copy(group, group.rank % (group.size // copies))
+        return alike
 
     # Layers that change ------------------------------------------------------------------------------
 
@@ -217,6 +226,7 @@ class Guard:
         if not self._several:
             return
         self._checked_at = self._around.step()
+        self._around.verifier.vote()
         weights = self._around.synchronizer.replicas()
         found = drift.compare(self._around.group, weights)
         if found is not None:

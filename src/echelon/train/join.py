@@ -73,6 +73,7 @@ def join(
     factors: FactorRule | None = None,
     sync: str | None = None,
     codec: str | None = None,
+    verify: str | None = None,
     servers: int | None = None,
     runs: str | Path = "runs",
     record: bool | None = None,
@@ -91,6 +92,7 @@ def join(
     factors          whether linear layers send factors of their gradients: auto, always or never
     sync             when workers synchronise, see `echelon list sync`
     codec            how gradients are encoded, see `echelon list codec`
+    verify           checks against silent corruption, separated by semicolons, see `echelon list verify`
     servers          how many of the processes that another launcher started are parameter servers
     runs             the folder in which the run's folder is made
     record           whether to keep a record; default: if a launcher started the run
@@ -112,6 +114,7 @@ def join(
         "factors": factors,
         "sync": sync,
         "codec": codec,
+        "verify": verify,
     }
     launched = _launchers_folder()
     allow_names_in(*choices.values())

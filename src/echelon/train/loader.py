@@ -75,6 +75,7 @@ class Sharing:
     on_error  called with the exception by which a loop was left, if something else catches it; with None
               when a pass begins
     claim     adds to a counter that all workers share, if they claim parts of batches as they need them
+    copies    how many workers have the same samples: ranks s, s + shards, s + 2 shards and so on
     slots     into how many parts a batch is claimed, and which part of them is this worker's
     """
 
@@ -89,6 +90,17 @@ class Sharing:
     on_error: Callable[[BaseException | None], None] = lambda error: None
     claim: Callable[[str, int], int] | None = None
     slots: tuple[int, Callable[[int], int]] | None = None
+    copies: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts a batch is cut."""
+        return self.group.size // self.copies
+
+    @property
+    def shard(self) -> int:
+        """Which of them is this worker's."""
+        return self.group.rank % self.shards
 
 
 class _Batches:
@@ -123,7 +135,7 @@ class SharedLoader(DataLoader[Any]):
         _refuse(loader, self._sampler, self.streams)
         self.drop_last = bool(getattr(self._batch_sampler, "drop_last", False))
         size = 0 if self._own_batches else int(getattr(self._batch_sampler, "batch_size", 0))
-        self.global_batch_size = size * sharing.group.size if meaning == "per-worker" else size
+        self.global_batch_size = size * sharing.shards if meaning == "per-worker" else size
         self._by_batches = self._own_batches or (not self.streams and not self._has_list())
         self._batches = _Batches()
         self._seeds = torch.Generator()
@@ -173,7 +185,7 @@ class SharedLoader(DataLoader[Any]):
         """This worker's share of a full batch."""
         if self._own_batches:
             raise AttributeError("batch_size")
-        return split(self.global_batch_size, self._sharing.shares.weights)[self._sharing.group.rank]
+        return split(self.global_batch_size, self._sharing.shares.weights)[self._sharing.shard]
 
     def _has_list(self) -> bool:
         """Whether the order can be looked up at any position; otherwise it is drawn batch by batch."""
@@ -209,7 +221,7 @@ class SharedLoader(DataLoader[Any]):
         )
 
     def _check(self) -> None:
-        workers = self._sharing.group.size
+        workers = self._sharing.shards
         if self._own_batches:
             return
         split(self.global_batch_size, self._sharing.shares.weights)
@@ -246,7 +258,7 @@ class SharedLoader(DataLoader[Any]):
         return len(self._sizes(len(self._sampler)))
 
     def _sizes(self, samples: int) -> BatchSizes:
-        workers = self._sharing.group.size
+        workers = self._sharing.shards
         return batch_sizes(samples, self.global_batch_size, workers, drop_last=self.drop_last)
 
     def merged(self) -> int:
@@ -266,7 +278,7 @@ class SharedLoader(DataLoader[Any]):
         self._sharing.on_error(None)
         self._sharing.on_pass(self)
         # Seeds of its own, so that resuming a pass does not change the script's random numbers.
-        self._seeds.manual_seed(self._seed_of_pass(f"/{self._sharing.group.rank}"))
+        self._seeds.manual_seed(self._seed_of_pass(f"/{self._sharing.shard}"))
         clock = self._sharing.clock
         parts = self._from_stream() if self.streams else self._from_order()
         counts = not self._claims
@@ -337,11 +349,10 @@ class SharedLoader(DataLoader[Any]):
         self._claimed_to = None
 
     def _cut_order(self, taken: deque[Slice]) -> Iterator[list[int]]:
-        group = self._sharing.group
         order = self._order()
         sizes = self._sizes(len(order) - self.position)
         if sizes:
-            _check_enough(sizes[len(sizes) - 1], group.size)
+            _check_enough(sizes[len(sizes) - 1], self._sharing.shards)
         begin = self.position
         for index, size in enumerate(sizes):
             part = self._slice(size, begin + sizes.start(index))
@@ -350,8 +361,8 @@ class SharedLoader(DataLoader[Any]):
 
     def _slice(self, size: int, start: int = 0) -> Slice:
         """This worker's part of the next batch."""
-        rank = self._sharing.group.rank
-        part = self._sharing.shares.slice_of(self._index, self.batches_drawn, size, rank, start=start)
+        shard = self._sharing.shard
+        part = self._sharing.shares.slice_of(self._index, self.batches_drawn, size, shard, start=start)
         self.batches_drawn += 1
         return part
 
@@ -382,10 +393,9 @@ class SharedLoader(DataLoader[Any]):
 
     def _cut_batches(self, taken: deque[Slice]) -> Iterator[list[int]]:
         """This worker's shares of the batches that the leader's sampler draws."""
-        group = self._sharing.group
         for batch in islice(self._told_batches(), self.position, None):
             if not self._own_batches:
-                _check_enough(len(batch), group.size)
+                _check_enough(len(batch), self._sharing.shards)
             part = self._slice(len(batch))
             taken.append(part)
             yield batch[part.start : part.stop]
@@ -399,7 +409,7 @@ class SharedLoader(DataLoader[Any]):
         if self._generator is not None:
             self._generator_began = self._generator.get_state()
         batches = told_batches(self._sharing.group, lambda: iter(sampler), self.global_batch_size)
-        return batches if self._own_batches else merge_small(batches, self._sharing.group.size)
+        return batches if self._own_batches else merge_small(batches, self._sharing.shards)
 
     def _order(self) -> SampleOrder:
         """The indices of one whole pass, the same on all workers."""
@@ -459,12 +469,12 @@ class SharedLoader(DataLoader[Any]):
 
     def _from_stream(self) -> Iterator[tuple[Slice, Any]]:
         skip = self.position
-        for batch in merge_small(iter(self._inner), self._sharing.group.size):
+        for batch in merge_small(iter(self._inner), self._sharing.shards):
             if skip >= len(batch):
                 skip -= len(batch)
                 continue
             samples, skip = batch[skip:], 0
-            _check_enough(len(samples), self._sharing.group.size)
+            _check_enough(len(samples), self._sharing.shards)
             part = self._slice(len(samples))
             yield part, self._collate(samples[part.start : part.stop])
 

@@ -6,14 +6,12 @@ so no shared file system is needed. A failure on the leader raises the same erro
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -23,6 +21,7 @@ from echelon.checkpoint import state_tree
 from echelon.checkpoint import store as checkpoint
 from echelon.comm.group import Group
 from echelon.errors import CheckpointError
+from echelon.train import streams
 from echelon.train.loader import SharedLoader
 
 T = TypeVar("T")
@@ -48,7 +47,7 @@ def gather(
     residuals: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """The state of the whole run, on the leader; None elsewhere. `residuals` are this worker's."""
-    packed = _to_leader(group, state_tree.pack({"random": _random_state(), "owed": residuals or {}}))
+    packed = _to_leader(group, state_tree.pack({"random": streams.random_state(), "owed": residuals or {}}))
     if group.rank != 0:
         return None
     told = [state_tree.unpack(data) for data in packed]
@@ -121,7 +120,7 @@ def restore(prepared: Prepared, group: Group, state: dict[str, Any]) -> int:
     for loader, saved in zip(prepared.loaders, state["loaders"], strict=True):
         loader.restore(saved)
     if len(state["random"]) == group.size:
-        _set_random_state(state["random"][group.rank])
+        streams.set_random_state(state["random"][group.rank])
     return int(state["epoch"]) + _epoch_is_over(state["loaders"])
 
 
@@ -176,26 +175,3 @@ def _on_leader(group: Group, act: Callable[[], T]) -> T | None:
     if told:
         raise CheckpointError(told["message"], where=told["where"], fix=told["fix"])
     return result
-
-
-def _random_state() -> dict[str, Any]:
-    version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "python": (version, torch.tensor(internal, dtype=torch.int64), gauss),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

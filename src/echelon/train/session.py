@@ -53,7 +53,9 @@ from echelon.train.profiling import JobProfiling, ProfiledRun
 from echelon.train.record import RunRecord
 from echelon.train.script_checkpoints import ScriptCheckpoints
 from echelon.train.script_log import ScriptLog
+from echelon.train.verifying import make_verifier, refuse_preparing, weights_of_shards
 from echelon.train.weighing import LossWeights
+from echelon.verify.replica_choice import Consensus, Validate
 
 A = TypeVar("A", bound=Preparable)
 B = TypeVar("B", bound=Preparable)
@@ -92,15 +94,34 @@ class Session(ScriptCheckpoints):
         self.folder = record.folder
         self.device = device
         self._prepared = resume.Prepared()
-        self._synchronizer: Synchronizer = choose(plan, group, clock, links, self.explain)
+        self._verifier = make_verifier(
+            plan,
+            group,
+            clock,
+            record,
+            optimizers=self._prepared.optimizers,
+            weights=lambda: self._synchronizer.replicas(),
+            warn=self.warn,
+        )
+        self._copies = self._verifier.copies
+        self._synchronizer: Synchronizer = choose(
+            plan,
+            group,
+            clock,
+            links,
+            self.explain,
+            inspector=self._verifier if self._verifier.in_rounds else None,
+            copies=self._copies,
+        )
         self._sharing: Sharing | None = None
-        self._shares = ShareTable(plan.weights)
+        self._shares = ShareTable(weights_of_shards(plan.weights, self._copies))
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         if links is not None and rendezvous is not None and arranges(plan, group, self._synchronizer):
             hosts = machines(rendezvous.members[: group.size])
             self._arranger = Arranger(group, links, hosts, clock, record.emit, self.explain)
-        if plan.adapt_shares and group.size > 1 and self._synchronizer.meets_every_step:
+        adapts = plan.adapt_shares and group.size > 1 and self._copies == 1
+        if adapts and self._synchronizer.meets_every_step:
             self._auto_shares = AutoShares(
                 group,
                 self._shares,
@@ -124,12 +145,14 @@ class Session(ScriptCheckpoints):
                 prepared=self._prepared,
                 synchronizer=self._synchronizer,
                 rendezvous=rendezvous,
+                verifier=self._verifier,
+                copies=self._copies,
                 step=lambda: self._clock.step,
                 warn=self.warn,
             )
         )
         self._weights = LossWeights(
-            self._synchronizer.weigh,
+            lambda weight, batch: self._synchronizer.weigh(weight / self._copies, batch),
             where=lambda: f"step {self._clock.step}, rank {self.rank}",
             entering=self._entering,
             strange=self._guard.not_finite,
@@ -208,6 +231,7 @@ class Session(ScriptCheckpoints):
             factors=factors or self._plan.factors,
             codec=codec or "",
         )
+        refuse_preparing(self._verifier, rules, codec or self._plan.codec)
         self._agree("prepare")
         facts: list[consistency.Fact] = []
         out: list[Any] = []
@@ -218,6 +242,7 @@ class Session(ScriptCheckpoints):
         self._profiling.preparing(models)
         for model in models:
             self._synchronizer.add(model, rules)
+            self._verifier.attach(model)
             if self.world_size > 1:
                 self._weights.attach(model, marks=rules.loss == "mean")
         self._synchronizer.begin()
@@ -284,6 +309,7 @@ class Session(ScriptCheckpoints):
             self._sharing = Sharing(
                 group=self._group,
                 shares=self._shares,
+                copies=self._copies,
                 seed=self._plan.seed,
                 clock=self._clock,
                 device=self.device,
@@ -371,6 +397,26 @@ class Session(ScriptCheckpoints):
         self._synchronizer.weigh(_counts(count, float(total), self.rank) / float(total))
         self._weights.tell()
 
+    def compare_replicas(
+        self, consensus: Consensus | None = None, validate: Validate | None = None
+    ) -> None:
+        """With `verify="replicate(n)"`: let the script's functions decide where replicas' gradients differ.
+
+        consensus  gets every replica's gradients, by parameter name; returns the indices of those that pass
+        validate   gets the same and those indices, if several pass; returns the index of the one to use
+
+        Without `consensus` all pass, without `validate` the first that passes is used. Call it before
+        training, on all workers alike. Example, for replicas that differ by rounding:
+
+            def close(replicas):
+                middle = replicas[len(replicas) // 2]
+                return [i for i, one in enumerate(replicas)
+                        if all(torch.allclose(one[name], middle[name]) for name in middle)]
+
+            session.compare_replicas(consensus=close)
+        """
+        self._verifier.decide_by(consensus, validate)
+
     def pause(self) -> None:
         """Tell the servers not to wait for this worker until its next pass over the data.
 
@@ -422,6 +468,10 @@ class Session(ScriptCheckpoints):
         self._guard.forward()
         self._profiling.called(model, given)
 
+    @property
+    def _shards(self) -> int:
+        return self.world_size // self._copies
+
     def _samples(self) -> float:
         loader = self._current
         if loader is None:
@@ -440,6 +490,7 @@ class Session(ScriptCheckpoints):
         if self._synchronizer.claims:
             self._weights.stepping()
         self._synchronizer.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
+        self._verifier.stepping(optimizer)
         self._guard.stepping(optimizer)
         if self._current is not None:
             self._current.trains = True
@@ -448,6 +499,9 @@ class Session(ScriptCheckpoints):
     def _after_step(self, optimizer: Optimizer) -> None:
         step = self._clock.step
         self._clock.applied(id(optimizer))
+        self._verifier.stepped_one()
+        if self._clock.step > step:
+            self._verifier.stepped(self._clock.step)
         if self._auto_shares is not None and self._clock.step > step:
             self._auto_shares.stepped()
 
@@ -462,6 +516,7 @@ class Session(ScriptCheckpoints):
             return
         self._closed = True
         self._guard.remove()
+        self._verifier.remove()
         self._profiling.end()
         if cause:
             self._leave(cause)
@@ -476,6 +531,9 @@ class Session(ScriptCheckpoints):
 
     def _leave(self, cause: str) -> None:
         self._clock.close()
+        totals = self._verifier.totals()
+        if totals is not None and self.is_leader:
+            self._record.emit(totals)
         self._record.flush()
         try:
             if self._rendezvous is not None:

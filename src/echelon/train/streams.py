@@ -13,10 +13,14 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+
+from echelon.checkpoint import state_tree
+from echelon.comm.group import Group
 
 STREAMS = ("torch", "numpy", "python")
 
@@ -50,6 +54,38 @@ def fork(rank: int, among: Sequence[Sequence[int]]) -> list[str]:
 def alike(among: Sequence[Sequence[int]]) -> bool:
     """Whether two workers have a stream in common."""
     return any(len({mine[index] for mine in among}) < len(among) for index in range(len(STREAMS)))
+
+
+def copy(group: Group, source: int) -> None:
+    """Continue with the streams of another worker; all workers call it, each with a source of its own."""
+    told = group.all_gather_bytes(state_tree.pack(random_state()))
+    if source != group.rank:
+        set_random_state(state_tree.unpack(told[source]))
+
+
+def random_state() -> dict[str, Any]:
+    """The state of all streams of this process."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": (version, torch.tensor(internal, dtype=torch.int64), gauss),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Continue from a state that `random_state` gave."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _seed(name: str, seed: int) -> None:

@@ -26,6 +26,7 @@ from echelon.observe.events import (
 
 KINDS = get_args(AnyEvent)
 VALUES = {
+    dict[str, int]: {"gradients": 3},
     float: 1.5,
     int: 3,
     str: 'text, "quoted"\nand more',

@@ -15,6 +15,7 @@ from echelon.observe.events import (
     AnyEvent,
     CheckpointLoaded,
     CheckpointSaved,
+    CorruptionFound,
     Evaluated,
     FaultInjected,
     Logged,
@@ -247,6 +248,8 @@ def _in_words(event: AnyEvent) -> tuple[str, str] | None:
         case WorkerFailed():
             node = f" ({event.node})" if event.node else ""
             return "failure", f"rank {event.failed}{node}: {event.cause}"
+        case CorruptionFound():
+            return "corruption", event.text
         case Noted():
             return "note", event.text
         case CheckpointLoaded():

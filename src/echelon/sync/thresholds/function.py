@@ -7,15 +7,15 @@ process named it (config/allowed.py): a plan's file or a message cannot make a p
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar, SupportsFloat
 
-from echelon.config.allowed import check_allowed
+from echelon.config.named_function import check_target, named_function
 from echelon.errors import ConfigError
 from echelon.sync.threshold import Curve
+
+_WHERE = "threshold function, target"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,7 @@ class Function(Curve):
     target: str
 
     def __post_init__(self) -> None:
-        module, _, attribute = self.target.partition(":")
-        if not attribute.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-            raise ConfigError(
-                f"{self.target!r} is not of the form module:name",
-                where="threshold function, target",
-                fix='give the module and the name of a function: function(target="my_module:grow")',
-            )
+        check_target(self.target, where=_WHERE, example='function(target="my_module:grow")')
         _load(self.target)
 
     def at(self, gradients: int, workers: int) -> float:
@@ -45,27 +39,10 @@ class Function(Curve):
         except Exception as error:
             raise ConfigError(
                 f"{self.target} failed for {gradients} gradients: {type(error).__name__}: {error}",
-                where="threshold function, target",
+                where=_WHERE,
                 fix="use a function of one integer, from 0 on, that returns a number",
             ) from error
 
 
-@lru_cache(maxsize=64)
-def _load(target: str) -> Callable[[int], SupportsFloat]:
-    check_allowed(target, f"function {target}", where="threshold function, target")
-    module, _, attribute = target.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        raise ConfigError(
-            f"{target} cannot be imported: {type(error).__name__}: {error}",
-            where="threshold function, target",
-            fix="name a function in a module that Python can import on every machine",
-        ) from error
-    if not callable(found):
-        raise ConfigError(
-            f"{target} is not a function but of type {type(found).__name__}",
-            where="threshold function, target",
-            fix="name a function of the number of gradients",
-        )
-    return found  # type: ignore[no-any-return]
+def _load(target: str) -> Callable[..., SupportsFloat]:
+    return named_function(target, where=_WHERE, of="the number of gradients")

@@ -10,6 +10,7 @@ from echelon.comm.meet.links import Links
 from echelon.comm.schedule.cost import LinkCost
 from echelon.errors import ConfigError
 from echelon.plan.plan import Plan
+from echelon.reduce.reducer import Inspector
 from echelon.sync.cluster import best_rates, planned_cluster
 from echelon.sync.families.mix import MixPolicy
 from echelon.sync.families.serve import ServePolicy
@@ -37,14 +38,32 @@ def joined_cluster(plan: Plan, group: Group, links: Links | None) -> ClusterInfo
 
 
 def choose(
-    plan: Plan, group: Group, clock: StepClock, links: Links | None, explain: Explain
+    plan: Plan,
+    group: Group,
+    clock: StepClock,
+    links: Links | None,
+    explain: Explain,
+    *,
+    inspector: Inspector | None = None,
+    copies: int = 1,
 ) -> Synchronizer:
-    """The synchronizer of this run's policy."""
+    """The synchronizer of this run's policy.
+
+    `inspector` looks at every round of gradients; `copies` is how many workers have the same samples.
+    """
     policy = POLICIES.build(plan.sync, where="--sync").resolved()
     link: LinkCost | None = links.slowest if links else None
     if group.size == 1 or policy.family == "reduce":
         encoding = Encoding(plan.codec, group, links=links, sites=plan.groups, explain=explain)
-        return ReduceSynchronizer(group, clock, link=link, encoding=encoding, explain=explain)
+        return ReduceSynchronizer(
+            group,
+            clock,
+            link=link,
+            encoding=encoding,
+            explain=explain,
+            inspector=inspector,
+            copies=copies,
+        )
     cluster = joined_cluster(plan, group, links)
     policy.check(replace(cluster, lr=1.0))  # checked again when the optimizer is known
     if isinstance(policy, MixPolicy):

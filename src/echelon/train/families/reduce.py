@@ -22,7 +22,7 @@ from echelon.errors import ModelError
 from echelon.reduce.deferred import DeferredSteps
 from echelon.reduce.encoded.encoder import ModelEncoder
 from echelon.reduce.piggyback import Piggyback
-from echelon.reduce.reducer import Reducer, RoundObserver
+from echelon.reduce.reducer import Inspector, Reducer, RoundObserver
 from echelon.train import batchnorm, linear
 from echelon.train import consistency as agree
 from echelon.train.encoding import Encoding
@@ -53,7 +53,11 @@ class ReduceSynchronizer(Synchronizer):
         link: LinkCost | None = None,
         encoding: Encoding | None = None,
         explain: Explain = lambda topic, why, tell: None,
+        inspector: Inspector | None = None,
+        copies: int = 1,
     ) -> None:
+        self._inspector = inspector
+        self._copies = copies
         self._group = group
         self._encoding = encoding or Encoding("none", group, links=None, sites=(), explain=explain)
         self._observer = observer
@@ -76,7 +80,7 @@ class ReduceSynchronizer(Synchronizer):
 
     def add(self, model: nn.Module, rules: ModelOptions) -> None:
         """Reduce a model's gradients from now on."""
-        if self._group.size == 1 and not self._encoding.active(rules.codec):
+        if self._group.size == 1 and not self._encoding.active(rules.codec) and self._inspector is None:
             return
 
         weight = self._weight_of(rules)
@@ -87,8 +91,10 @@ class ReduceSynchronizer(Synchronizer):
             self._refuse_shared(model)
         agree.share_state(self._group, model)
         self._models.append(model)
-        if rules.batchnorm == "global" and batchnorm.layers(model):
-            batchnorm.make_global(model, self._group.fork(), weight, self._observer.exchange)
+        if rules.batchnorm == "global" and batchnorm.layers(model) and self._group.size > 1:
+            batchnorm.make_global(
+                model, self._group.fork(), weight, self._observer.exchange, copies=self._copies
+            )
         coding = self._encoding.add(model, rules.codec)
         factoring = self._watch(model, self._factors(rules, coding))
         reducer = Reducer(
@@ -101,6 +107,7 @@ class ReduceSynchronizer(Synchronizer):
             link=self._link,
             encoder=coding,
             piggyback=self._piggyback if self._piggyback and not self._piggyback.is_carried else None,
+            inspector=self._inspector,
         )
         self._reducers.append(reducer)
         self._rules.append(rules)
@@ -137,7 +144,7 @@ class ReduceSynchronizer(Synchronizer):
         self.settle()
         agree.share_tensors(self._group, [p.data for _, p in fresh] + list(model.buffers()))
         if rules.batchnorm == "global" and batchnorm.layers(model):
-            batchnorm.make_global(model, self._group.fork(), self._weight_of(rules))
+            batchnorm.make_global(model, self._group.fork(), self._weight_of(rules), copies=self._copies)
         reducer.renew(named)
         return [name for name, _ in fresh]
 
@@ -145,6 +152,8 @@ class ReduceSynchronizer(Synchronizer):
         """Which layers may send factors; none if the gradients are encoded."""
         if coding is not None:
             refuse_factors(coding.codec, rules.factors)
+        if self._inspector is not None:  # checks look at whole gradients, also where factors would travel
+            return "never"
         return rules.factors if coding is None else "never"
 
     def _refuse_shared(self, model: nn.Module) -> None:
