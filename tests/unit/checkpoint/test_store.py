@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from echelon.checkpoint import store as checkpoint
+from echelon.checkpoint.folder import unfinished
 from echelon.checkpoint.store import exists, read_newest, write
 from echelon.errors import CheckpointError
 
@@ -143,7 +144,7 @@ def test_leftovers_of_dead_writers_are_removed_and_those_of_live_ones_are_not(tm
     (tmp_path / ".checkpoint-dead").mkdir()
     (tmp_path / ".checkpoint-dead" / "tensors.safetensors").write_text("half")
     (tmp_path / "notes").mkdir()
-    with checkpoint._temporary(tmp_path) as live:
+    with unfinished(tmp_path) as live:
         write(tmp_path, 1, {})
         assert names(tmp_path) == sorted([live.name, "notes", "step-000000001"])
 
@@ -249,11 +250,11 @@ def test_a_file_in_place_of_a_folder_is_skipped(pair):
 def test_a_format_of_another_version_is_skipped(tmp_path, monkeypatch):
     write(tmp_path, 1, {})
     with monkeypatch.context() as later:
-        later.setattr(checkpoint, "_FORMAT", 2)
+        later.setattr(checkpoint, "FORMAT", 3)
         write(tmp_path, 2, {})
     found = newest(tmp_path)
     assert found.step == 1
-    assert found.rejected == {"step-000000002": "it has format 2; this version of Echelon reads format 1"}
+    assert found.rejected == {"step-000000002": "it has format 3; this version of Echelon reads formats 1 and 2"}
 
 
 def test_an_unsuitable_checkpoint_is_skipped_with_the_reason(pair):
