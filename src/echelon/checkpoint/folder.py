@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _STEP = re.compile(r"step-(\d{9,})(\.replaced)?")
@@ -78,7 +78,7 @@ def _claim(root: Path, name: str) -> tuple[Path, int]:
 def _is(path: Path, handle: int) -> bool:
     """Whether the open folder still has this name."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(handle))
+        return os.path.samestat(path.stat(), os.fstat(handle))
     except FileNotFoundError:
         return False
 
@@ -119,10 +119,10 @@ def discard(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def sweep(root: Path, *, but: str = "") -> None:
-    """Remove hidden folders whose writers are dead; not those whose name begins with `but`."""
+def sweep(root: Path, *, spare: Callable[[str], bool] = lambda name: False) -> None:
+    """Remove hidden folders whose writers are dead, except those whose names are to be spared."""
     for path in root.glob(f"{_HIDDEN}*"):
-        if not but or not path.name.startswith(f"{_HIDDEN}{but}"):
+        if not spare(path.name.removeprefix(_HIDDEN)):
             _remove_if_free(path)
 
 

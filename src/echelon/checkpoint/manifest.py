@@ -1,7 +1,7 @@
 """`state.json` of a checkpoint: its step, its parts with their checksums, and all that is not a tensor.
 
-The file is `{"checksum":"<16 hex digits>"` followed by the rest. The checksum is the xxh3-64 of exactly that
-rest, so that the file is verified before any of it is used.
+The file is `{"checksum":"<16 hex digits>"` followed by the rest. The checksum is the xxh3-64 of exactly
+that rest, so that the file is verified before any of it is used.
 
     format 1   one part, and a tree of the whole state
     format 2   a part of each worker; trees of what the workers have in common, of what the leader adds, and

@@ -126,7 +126,7 @@ class Part:
     def write(self, path: Path) -> PartFacts:
         """Write the file and force it to disk; raises OSError."""
         digest = xxhash.xxh3_64()
-        view = memoryview(self._memory)
+        view: memoryview = self._memory.data
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             for start in range(0, len(view), _CHUNK_BYTES):

@@ -77,12 +77,12 @@ def flatten(state: Any) -> tuple[bytes, dict[str, Tensor]]:
     return json.dumps(tree, allow_nan=False, separators=(",", ":")).encode("ascii"), writer.tensors
 
 
-def leaves(state: Any) -> tuple[Node, dict[str, Tensor]]:
+def leaves(state: Any, prefix: str = "") -> tuple[Node, dict[str, Tensor]]:
     """The state as a tree for JSON, and its tensors as they are: on their device, not copied.
 
-    Tensors may share memory, and change when training goes on.
+    Tensors may share memory, and change when training goes on. Their names begin with `prefix`.
     """
-    writer = _Writer(as_they_are=True)
+    writer = _Writer(prefix, as_they_are=True)
     return writer.node(state, "", 0), writer.tensors
 
 
@@ -127,7 +127,8 @@ def unpack(data: bytes) -> Any:
 class _Writer:
     """Walks the state once and collects its tensors under unique names."""
 
-    def __init__(self, *, as_they_are: bool = False) -> None:
+    def __init__(self, prefix: str = "", *, as_they_are: bool = False) -> None:
+        self._prefix = prefix
         self.tensors: dict[str, Tensor] = {}
         self._as_they_are = as_they_are
         self._storages: set[int] = set()
@@ -193,7 +194,7 @@ class _Writer:
 
     def _name(self, path: str) -> str:
         """The path, made unique (`a.b` may be one key or two) and valid UTF-8."""
-        stem = path.encode("utf-8", "backslashreplace").decode("utf-8") or "state"
+        stem = self._prefix + path.encode("utf-8", "backslashreplace").decode("utf-8") or "state"
         name, count = stem, 1
         while name in self.tensors or name == _RESERVED:
             count += 1

@@ -119,10 +119,13 @@ def write_part(hidden: Path, rank: int, part: Part, own: Node, signature: str) -
         raise write_error(error, hidden.parent, rank) from error
 
 
-def note_failure(hidden: Path, rank: int, number: int) -> None:
-    """Tell the leader that a part will not come; an empty file needs no space on the disk."""
+def note_failure(hidden: Path, rank: int, number: int, why: str = "") -> None:
+    """Tell the leader that a part will not come. On a full disk the file stays empty, and has its name."""
+    beside = hidden / f".writing{_FAILED}{rank}"
+    with contextlib.suppress(OSError):
+        beside.write_text(why)
     with contextlib.suppress(OSError):  # then the leader waits in vain, until its deadline
-        (hidden / f"{_FAILED}{rank}-{number}").touch()
+        beside.rename(hidden / f"{_FAILED}{rank}-{number}")
 
 
 def missing_notes(hidden: Path, ranks: Sequence[int]) -> list[int]:
@@ -131,7 +134,8 @@ def missing_notes(hidden: Path, ranks: Sequence[int]) -> list[int]:
     for name in there:
         match = re.fullmatch(re.escape(_FAILED) + r"(\d+)-(\d+)", name)
         if match is not None:
-            raise write_error(OSError(int(match[2]), ""), hidden.parent, int(match[1]))
+            error = OSError(int(match[2]) or None, (hidden / name).read_text())
+            raise write_error(error, hidden.parent, int(match[1]))
     return [rank for rank in ranks if f"{_NOTE}{rank}" not in there]
 
 
@@ -198,7 +202,7 @@ def write(
             f"cannot write step {step} and keep {keep} checkpoints",
             fix="step must be at least 0, keep at least 1",
         )
-    lead, tensors = leaves(state)
+    lead, tensors = leaves(state, "lead.")
     target = folder.target_of(root, step)
     try:
         folder.make_root(root)
@@ -215,11 +219,13 @@ def write(
     return written
 
 
-def tidy(root: Path, step: int, keeping: Keeping, *, but: str = "") -> None:
+def tidy(
+    root: Path, step: int, keeping: Keeping, *, spare: Callable[[str], bool] = lambda name: False
+) -> None:
     """Remove checkpoints up to this step that no longer stay, and what dead writers have left.
 
-    Checkpoints of later steps, from a run that went further, are not touched, nor are hidden folders whose
-    names begin with `but`. The new checkpoint is safe, so a failure here is only logged.
+    Checkpoints of later steps, from a run that went further, are not touched, nor are hidden folders to be
+    spared. The new checkpoint is safe, so a failure here is only logged.
     """
     try:
         upto = [found for found in folder.steps(root) if found[0] <= step]
@@ -229,7 +235,7 @@ def tidy(root: Path, step: int, keeping: Keeping, *, but: str = "") -> None:
         for old_step, aside, path in upto:
             if old_step not in stay or (aside and path.with_suffix("").exists()):
                 folder.discard(path)
-        folder.sweep(root, but=but)
+        folder.sweep(root, spare=spare)
     except OSError as error:
         _log.warning("old checkpoints in %s could not be removed: %s", root, error)
 
@@ -255,7 +261,7 @@ _FIXES = {
 
 def write_error(error: OSError, where: Path, rank: int = 0) -> CheckpointError:
     """The error for a failed write."""
-    reason = os.strerror(error.errno) if error.errno else error
+    reason = os.strerror(error.errno) if error.errno else error.strerror or error
     whose = f"rank {rank}'s part of " if rank else ""
     return CheckpointError(
         f"{whose}the checkpoint cannot be written: {reason}",

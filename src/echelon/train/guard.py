@@ -32,7 +32,7 @@ from echelon.train import drift, streams
 from echelon.train.families.synchronizer import Synchronizer
 from echelon.train.forgotten import ForgottenParts
 from echelon.train.loader import SharedLoader
-from echelon.train.resume import Prepared
+from echelon.train.run_state import Prepared
 from echelon.train.saving import WholeSaves
 
 _STEPS_BETWEEN = 400  # a check costs about as much as a small step, so it must be rare
