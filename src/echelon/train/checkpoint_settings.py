@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from echelon.checkpoint.retention import Best
+from echelon.config.choices import flag
 from echelon.config.every import Every
+from echelon.config.registry import convert
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunSettings
 from echelon.errors import ConfigError
@@ -20,8 +23,14 @@ _EVERY = "1epoch"
 
 def checkpoint_settings(launched: RunFolder | None, asked: Mapping[str, Any]) -> RunSettings:
     """The settings that the script asks for; those that it does not mention are the launcher's."""
-    file = launched.config if launched is not None and launched.config.is_file() else None
-    settings = resolve(RunSettings, asked, file or Path("/dev/null")).settings
+    if launched is not None and launched.config.is_file():
+        settings = resolve(RunSettings, asked, launched.config).settings
+    else:
+        hints = typing.get_type_hints(RunSettings)
+        given = {name: value for name, value in asked.items() if value is not None}
+        settings = RunSettings(
+            **{name: convert(value, hints[name], where=flag(name)) for name, value in given.items()}
+        )
     if settings.checkpoint_best is not None:
         Best.parse(settings.checkpoint_best, where="--checkpoint-best")
     return settings
