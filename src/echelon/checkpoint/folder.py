@@ -39,6 +39,13 @@ def steps(root: Path) -> list[tuple[int, bool, Path]]:
     return [(int(match[1]), match[2] is not None, root / match.string) for match in matches]
 
 
+def newest_step(root: Path) -> int | None:
+    """The step of the newest checkpoint, readable or not; None if there is none."""
+    with contextlib.suppress(OSError):
+        return max((step for step, _, _ in steps(root)), default=None)
+    return None
+
+
 def make_root(root: Path) -> None:
     """Make the folder of the checkpoints, if it is not there."""
     if not root.is_dir():

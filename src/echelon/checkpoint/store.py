@@ -310,13 +310,6 @@ def exists(root: Path) -> bool:
     return bool(_candidates(root))
 
 
-def newest_step(root: Path) -> int | None:
-    """The step of the newest checkpoint, readable or not; None if there is none."""
-    with contextlib.suppress(OSError):
-        return max((step for step, _, _ in folder.steps(root)), default=None)
-    return None
-
-
 def _candidates(root: Path) -> list[Path]:
     """The checkpoint folders, newest first; a replaced checkpoint comes after its replacement."""
     try:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from echelon.checkpoint.store import exists
+from echelon.checkpoint.folder import newest_step
 from echelon.cli.run import show_run
 from echelon.config.resolve import resolve
 from echelon.config.schema import RunSettings, TrainSettings
@@ -56,7 +56,7 @@ def resume(
     here = settings.on == "local" and not settings.hosts
     console = Console(stderr=command.kind == "run")
     os.chdir(command.cwd)
-    if here and not exists(Path(settings.checkpoint)):
+    if here and newest_step(Path(settings.checkpoint)) is None:
         console.print("there is no checkpoint yet: the run begins again", soft_wrap=True)
     words = "echelon train" if command.kind == "train" else shlex.join(command.argv)
     console.print(Text(f"again, in {command.cwd}: {words}"), soft_wrap=True)

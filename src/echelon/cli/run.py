@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from echelon.checkpoint.store import newest_step
+from echelon.checkpoint.folder import newest_step
 from echelon.cli.command import PlainCommand
 from echelon.cli.options import with_settings
+from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_seconds
@@ -27,7 +28,6 @@ from echelon.observe.stall import ranks
 from echelon.plan.plan import Plan
 from echelon.start.failure import Failure
 from echelon.start.run import RunResult, Target, run
-from echelon.train.stopping import SAVED_AND_STOPPED
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
 

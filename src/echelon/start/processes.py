@@ -18,13 +18,13 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
+from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.errors import LaunchError
 from echelon.observe.run_folder import RunFolder
 from echelon.start.command import WorkerCommand
 from echelon.start.failure import Failure, first, from_exit, read_failure
 from echelon.start.forked import CAN_FORK, ForkedWorker, Template
 from echelon.start.input import WorkerInput
-from echelon.train.stopping import SAVED_AND_STOPPED
 
 _GRACE_S = 0.3
 _SETTLE_S = 0.4

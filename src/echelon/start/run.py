@@ -32,6 +32,7 @@ from echelon.cluster.machine import usable_cores
 from echelon.codec.codec import CODECS
 from echelon.codec.fitting import refuse_momentum
 from echelon.comm.meet.place import SERVERS_VARIABLE
+from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_bytes
@@ -68,7 +69,6 @@ from echelon.start.processes import WorkerProcesses
 from echelon.start.recorded_command import RecordedCommand
 from echelon.sync.cluster import planned_cluster
 from echelon.train.checks import check_plan
-from echelon.train.stopping import SAVED_AND_STOPPED
 
 Processes = WorkerProcesses | AgentProcesses
 _LOOK_EVERY_S = 0.05

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from echelon.checkpoint.retention import Best
 from echelon.checkpoint.store import Keeping, Written
 from echelon.config.every import Every
+from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.observe.events import CheckpointLoaded, CheckpointSaved
 from echelon.plan.shares import ShareTable
 from echelon.train import resume, run_state
@@ -27,7 +28,7 @@ from echelon.train.families.synchronizer import Synchronizer
 from echelon.train.guard import Guard
 from echelon.train.loader import SharedLoader
 from echelon.train.script_log import ScriptLog
-from echelon.train.stopping import SAVED_AND_STOPPED, Agreement, StopSignal
+from echelon.train.stopping import Agreement, StopSignal
 
 _CLAIM_LOOK_S = 0.25
 _log = logging.getLogger(__name__)

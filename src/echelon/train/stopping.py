@@ -23,9 +23,6 @@ from torch import Tensor
 from echelon.comm.future import Future
 from echelon.comm.group import Group
 
-SAVED_AND_STOPPED = 75
-"""The exit code after a last checkpoint: EX_TEMPFAIL of sysexits.h, start it again later."""
-
 _EVERY_S = 0.25
 _MOST = 256  # calls between two messages
 

@@ -15,6 +15,7 @@ from importlib import metadata
 from types import TracebackType
 from typing import Protocol
 
+from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.errors import Corrupt, LaunchError, PeerLost, WorkerError
 from echelon.observe.growth import Grown, write_grown
 from echelon.observe.run_folder import RunFolder
@@ -31,7 +32,6 @@ from echelon.start.agents.protocol import (
     WorkerEnded,
 )
 from echelon.start.failure import Failure, first, from_exit, read_failure
-from echelon.train.stopping import SAVED_AND_STOPPED
 
 _POLL_S = 0.02
 _SETTLE_S = 1.0
