@@ -254,7 +254,9 @@ def test_a_format_of_another_version_is_skipped(tmp_path, monkeypatch):
         write(tmp_path, 2, {})
     found = newest(tmp_path)
     assert found.step == 1
-    assert found.rejected == {"step-000000002": "it has format 3; this version of Echelon reads formats 1 and 2"}
+    assert found.rejected == {
+        "step-000000002": "it has format 3; this version of Echelon reads formats 1 and 2"
+    }
 
 
 def test_an_unsuitable_checkpoint_is_skipped_with_the_reason(pair):
