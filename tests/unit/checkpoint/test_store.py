@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -14,11 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from echelon.checkpoint import store as checkpoint
 from echelon.checkpoint.folder import unfinished
+from echelon.checkpoint.state_tree import flatten
 from echelon.checkpoint.store import exists, read_newest, write
 from echelon.errors import CheckpointError
 
@@ -257,6 +261,31 @@ def test_a_format_of_another_version_is_skipped(tmp_path, monkeypatch):
     assert found.rejected == {
         "step-000000002": "it has format 3; this version of Echelon reads formats 1 and 2"
     }
+
+
+def test_a_checkpoint_of_the_first_format_can_be_read(tmp_path):
+    """As it was written before checkpoints had parts."""
+    folder = tmp_path / "step-000000007"
+    folder.mkdir()
+    state = {"step": 7, "weight": torch.arange(5.0), "random": [{"a": (1, 2)}]}
+    tree, tensors = flatten(state)
+    save_file(tensors, folder / "tensors.safetensors")
+    data = (folder / "tensors.safetensors").read_bytes()
+    facts = {
+        "format": 1,
+        "step": 7,
+        "tensors_bytes": len(data),
+        "tensors_xxh3": xxhash.xxh3_64_hexdigest(data),
+    }
+    rest = b'",' + json.dumps(facts)[1:-1].encode() + b',"tree":' + tree + b"}\n"
+    (folder / "state.json").write_bytes(b'{"checksum":"' + xxhash.xxh3_64_hexdigest(rest).encode() + rest)
+    found = newest(tmp_path)
+    assert (found.step, list(found.workers)) == (7, [])
+    assert found.state["random"] == state["random"]
+    assert torch.equal(found.state["weight"], state["weight"])
+    damage(folder)
+    with pytest.raises(CheckpointError, match="its checksum differs"):
+        newest(tmp_path)
 
 
 def test_an_unsuitable_checkpoint_is_skipped_with_the_reason(pair):
