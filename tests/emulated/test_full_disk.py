@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from echelon.checkpoint.store import read_newest
+
 SCRIPT = """
 import pathlib, torch, echelon
 session = echelon.join()
@@ -42,4 +44,50 @@ def test_a_full_disk_does_not_end_training(tmp_path):
     assert "No space left on device" in said
     assert "training was not affected" in said
     assert "--out" not in done.stderr
+    assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]
+
+
+SAVES = """
+import contextlib, pathlib, torch, echelon
+from torch.utils.data import DataLoader, TensorDataset
+session = echelon.join()
+model = torch.nn.Linear(100, 100)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(TensorDataset(torch.ones(400, 100)), batch_size=4)
+model, optimizer, loader = session.prepare(model, optimizer, loader)
+for _ in session.epochs(1):
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        if session.step == 55 and session.is_leader:
+            with contextlib.suppress(OSError), open("disk/filler", "wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(4096))
+pathlib.Path(f"done-{session.rank}").touch()
+"""
+
+
+@pytest.mark.usefixtures("_machine_can_emulate")  # root, for the mount
+def test_a_disk_that_fills_up_leaves_the_last_checkpoints_and_training_goes_on(tmp_path):
+    (tmp_path / "script.py").write_text(SAVES)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], check=True)
+    options = ["--workers", "2", "--checkpoint", "disk/saved", "--checkpoint-every", "25steps"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "echelon", "run", *options, "script.py"],
+            cwd=tmp_path, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+        newest = read_newest(disk / "saved", lambda state: None)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "the checkpoint cannot be written: No space left on device; training goes on"
+        in done.stdout + done.stderr
+    )
+    assert (newest.step, newest.rejected) == (50, {})
     assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]

@@ -453,7 +453,8 @@ def test_run_resumed_after_an_epoch_equals_an_uninterrupted_run(warm_pool, tmp_p
         ended[part] = run.run(warm_pool, work, "saving", upto, save_at, str(tmp_path / where))[0]
     for one, other in zip(ended["whole"], ended["second"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-    codecs = checkpoint.read_newest(tmp_path / "saved", lambda state: None).state["codecs"]
+    saved = checkpoint.read_newest(tmp_path / "saved", lambda state: None)
+    codecs = [worker["codec"] for worker in saved.workers]
     assert [one["codec"] for one in codecs] == ["top-k(ratio=0.05)"] * 2
     assert all(float(one["tables"]["0/0"]["residual"].norm()) > 0 for one in codecs)
 
@@ -509,7 +510,8 @@ def test_residuals_of_workers_are_loaded_by_the_first_members_of_groups(warm_poo
             for name, residual in before.items():
                 assert float(residual.norm()) > 0
                 torch.testing.assert_close(now[name], residual, rtol=1e-5, atol=1e-6)
-        codecs = checkpoint.read_newest(tmp_path / "saved", lambda state: None).state["codecs"]
+        found = checkpoint.read_newest(tmp_path / "saved", lambda state: None)
+        codecs = [worker["codec"] for worker in found.workers]
         tables = [one.get("tables", {}) for one in codecs]
         saved = [{name: state["residual"] for name, state in one.items()} for one in tables]
 

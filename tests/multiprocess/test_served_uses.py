@@ -6,6 +6,7 @@ import copy
 import time
 from collections import Counter
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import echelon
+from echelon.checkpoint.store import read_newest
 from echelon.errors import ConfigError
 from echelon.observe.recorder import Recorder
 from echelon.server.coordinator import Coordinator
@@ -424,12 +426,13 @@ def saved_and_loaded():
         own = float(model.weight.detach())
         session.save("saved")
         session.load("saved")
-        return own, float(model.weight.detach())
+        held = read_newest(Path("saved"), lambda state: None).state["models"][0]
+        return own, float(model.weight.detach()), float(next(iter(held.values())))
 
 
-def test_a_save_holds_the_average_and_not_the_leaders_weights(warm_pool, tmp_path):
+def test_a_save_holds_the_average_and_every_worker_goes_on_with_its_own_weights(warm_pool, tmp_path):
     seen = ServedRun(tmp_path, workers=2, sync="local(5)").run(warm_pool, work, "saved_and_loaded")[0]
-    assert seen == [(-2.0, -3.0), (-4.0, -3.0)]
+    assert seen == [(-2.0, -2.0, -3.0), (-4.0, -4.0, -3.0)]
 
 
 def drawn_again():

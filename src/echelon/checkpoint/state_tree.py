@@ -77,17 +77,39 @@ def flatten(state: Any) -> tuple[bytes, dict[str, Tensor]]:
     return json.dumps(tree, allow_nan=False, separators=(",", ":")).encode("ascii"), writer.tensors
 
 
+def leaves(state: Any, prefix: str = "") -> tuple[Node, dict[str, Tensor]]:
+    """The state as a tree for JSON, and its tensors as they are: on their device, not copied.
+
+    Tensors may share memory, and change when training goes on. Their names begin with `prefix`.
+    """
+    writer = _Writer(prefix, as_they_are=True)
+    return writer.node(state, "", 0), writer.tensors
+
+
 def restore(tree_json: bytes, tensors: Mapping[str, Tensor]) -> Any:
     """The state that was passed to `flatten`."""
     try:
-        return _read(json.loads(tree_json), tensors)
+        tree = json.loads(tree_json)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(error) from error
+    return restore_node(tree, tensors)
+
+
+def restore_node(tree: Node, tensors: Mapping[str, Tensor]) -> Any:
+    """The state that was passed to `leaves`."""
+    try:
+        return _read(tree, tensors)
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the checkpoint's state cannot be read: {type(error).__name__}: {error}",
-            fix="use another checkpoint; Echelon did not write this one, or it is damaged",
-        ) from error
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint's state cannot be read: {type(error).__name__}: {error}",
+        fix="use another checkpoint; Echelon did not write this one, or it is damaged",
+    )
 
 
 def pack(state: Any) -> bytes:
@@ -105,8 +127,10 @@ def unpack(data: bytes) -> Any:
 class _Writer:
     """Walks the state once and collects its tensors under unique names."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "", *, as_they_are: bool = False) -> None:
+        self._prefix = prefix
         self.tensors: dict[str, Tensor] = {}
+        self._as_they_are = as_they_are
         self._storages: set[int] = set()
 
     def node(self, value: Any, path: str, depth: int) -> Node:
@@ -158,6 +182,9 @@ class _Writer:
         if tensor.dtype in _OTHER_DTYPES:
             node["as"] = _OTHER_DTYPES[tensor.dtype]
             tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(torch.uint8)
+        if self._as_they_are:
+            self.tensors[node["tensor"]] = tensor
+            return node
         tensor = tensor.cpu().contiguous()
         if tensor.data_ptr() and tensor.untyped_storage().data_ptr() in self._storages:
             tensor = tensor.clone()
@@ -167,7 +194,7 @@ class _Writer:
 
     def _name(self, path: str) -> str:
         """The path, made unique (`a.b` may be one key or two) and valid UTF-8."""
-        stem = path.encode("utf-8", "backslashreplace").decode("utf-8") or "state"
+        stem = self._prefix + path.encode("utf-8", "backslashreplace").decode("utf-8") or "state"
         name, count = stem, 1
         while name in self.tensors or name == _RESERVED:
             count += 1

@@ -1,50 +1,44 @@
-"""Writes checkpoints atomically, and finds the newest readable one.
+"""Writes checkpoints whose parts come from one worker or from several, and finds the newest readable one.
 
-    <root>/step-000000123/tensors.safetensors   the tensors
-    <root>/step-000000123/state.json            everything else, and checksums of both files
+    <root>/step-000000123/state.json                  see manifest.py: all but tensors, and all checksums
+    <root>/step-000000123/tensors.safetensors         the leader's part
+    <root>/step-000000123/tensors-00001.safetensors   the part of rank 1, and so on
 
-A checkpoint is written into a hidden folder, forced to disk, and renamed: under its own name it is
-complete, or it does not exist. A killed writer or a full disk leaves earlier checkpoints intact. Reading
-detects any missing or changed byte, and falls back to the checkpoint before.
+All parts are written into one hidden folder and forced to disk; the leader adds `state.json` and renames
+the folder. Under its own name a checkpoint is complete, or it does not exist: a killed writer or a full
+disk leaves earlier checkpoints intact. Reading detects any missing or changed byte, and falls back to the
+checkpoint before.
 
-`state.json` is `{"checksum":"<16 hex digits>"` followed by the rest. The checksum is the xxh3-64 of exactly
-that rest, so that the file is verified before any of it is used.
+A part is followed by a note with its checksum and the worker's tree, under a name that begins with a dot;
+the leader reads the notes into `state.json` and removes them. A writer that fails leaves a note of that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
 import re
-import shutil
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from echelon.checkpoint.state_tree import flatten, restore
+from echelon.checkpoint import folder
+from echelon.checkpoint.manifest import FORMAT, STATE_FILE, Damaged, Manifest, figures_in
+from echelon.checkpoint.part import Part, PartFacts, PartMemory, hash_of
+from echelon.checkpoint.retention import Best, kept
+from echelon.checkpoint.state_tree import Node, leaves, restore_node
 from echelon.errors import CheckpointError
 
-_FORMAT = 1
-_TENSORS = "tensors.safetensors"
-_STATE = "state.json"
-_HEAD = b'{"checksum":"'
-_DIGITS = 16
-_TREE = b',"tree":'
-_END = b"}\n"
-_STEP = re.compile(r"step-(\d{9,})(\.replaced)?")
-_TEMPORARY = ".checkpoint-"  # unfinished, or being removed
-_CHUNK_BYTES = 1 << 22
+_NOTE = ".note-"
+_FAILED = ".failed-"
 _log = logging.getLogger(__name__)
 
 Accept = Callable[[dict[str, Any]], str | None]
@@ -60,39 +54,223 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The newest usable checkpoint; `rejected` names newer ones, each with the reason."""
+    """The newest usable checkpoint; `rejected` names newer ones, each with the reason.
+
+    `state` is what the workers had in common and what the leader added; `workers` is what each had of its
+    own, by rank.
+    """
 
     path: Path
     step: int
     state: dict[str, Any]
+    workers: Sequence[dict[str, Any]] = ()
     rejected: dict[str, str] = field(default_factory=dict)
 
 
-class _Damaged(Exception):
-    """The reason why a checkpoint cannot be read."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """Which checkpoints stay: how many of the newest, and the best by a figure."""
+
+    keep: int = 2
+    best: Best | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise CheckpointError(
+                f"cannot keep {self.keep} checkpoints", where="keep", fix="keep at least one"
+            )
 
 
-def write(root: Path, step: int, state: dict[str, Any], *, keep: int = 2) -> Written:
-    """Write one checkpoint, then remove the oldest so that `keep` remain up to this step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartNote:
+    """What a worker tells the leader about its part.
 
-    Checkpoints of later steps, from a run that went further, are not touched.
+    `signature` is a number for what it believes all workers have in common.
     """
+
+    facts: PartFacts
+    own: Node
+    signature: str
+
+
+# Writing
+
+
+def part_file(rank: int) -> str:
+    """The name of a rank's part."""
+    return f"tensors-{rank:05d}.safetensors" if rank else "tensors.safetensors"
+
+
+def write_part(hidden: Path, rank: int, part: Part, own: Node, signature: str) -> None:
+    """Write a worker's part into the hidden folder, then its note; raises CheckpointError."""
+    try:
+        facts = part.write(hidden / part_file(rank))
+        note = {
+            "facts": [facts.file, facts.size_bytes, facts.xxh3],
+            "own": own,
+            "signature": signature,
+        }
+        beside = hidden / f".writing{_NOTE}{rank}"
+        beside.write_bytes(json.dumps(note, allow_nan=False, separators=(",", ":")).encode("ascii"))
+        folder.sync(beside)
+        beside.rename(hidden / f"{_NOTE}{rank}")
+    except OSError as error:
+        note_failure(hidden, rank, error.errno or 0)
+        raise write_error(error, hidden.parent, rank) from error
+
+
+def note_failure(hidden: Path, rank: int, number: int, why: str = "") -> None:
+    """Tell the leader that a part will not come. On a full disk the file stays empty, and has its name."""
+    beside = hidden / f".writing{_FAILED}{rank}"
+    with contextlib.suppress(OSError):
+        beside.write_text(why)
+    with contextlib.suppress(OSError):  # then the leader waits in vain, until its deadline
+        beside.rename(hidden / f"{_FAILED}{rank}-{number}")
+
+
+def missing_notes(hidden: Path, ranks: Sequence[int]) -> list[int]:
+    """The ranks whose parts are not there yet; raises CheckpointError if one has failed."""
+    there = {path.name for path in hidden.iterdir()}
+    for name in there:
+        match = re.fullmatch(re.escape(_FAILED) + r"(\d+)-(\d+)", name)
+        if match is not None:
+            error = OSError(int(match[2]) or None, (hidden / name).read_text())
+            raise write_error(error, hidden.parent, int(match[1]))
+    return [rank for rank in ranks if f"{_NOTE}{rank}" not in there]
+
+
+def commit(
+    hidden: Path,
+    target: Path,
+    *,
+    step: int,
+    common: Node,
+    lead: Node,
+    ranks: int,
+    figures: Mapping[str, float],
+) -> Written:
+    """Make a checkpoint of a hidden folder in which all parts are."""
+    try:
+        notes = [_note(hidden, rank) for rank in range(ranks)]
+        differs = [rank for rank, note in enumerate(notes) if note.signature != notes[0].signature]
+        if differs:
+            raise CheckpointError(
+                f"rank {differs[0]} has other models or optimizers than rank 0, so their parts do not fit",
+                where=str(target),
+                fix="prepare the same models and optimizers on all workers, and give them the same states",
+            )
+        manifest = Manifest(
+            step=step,
+            parts=[note.facts for note in notes],
+            common=common,
+            lead=lead,
+            workers=[note.own for note in notes],
+            figures=figures,
+            format=FORMAT,
+        )
+        data = manifest.encode()
+        (hidden / STATE_FILE).write_bytes(data)
+        for rank in range(ranks):
+            (hidden / f"{_NOTE}{rank}").unlink()
+        for path in (hidden / STATE_FILE, hidden):
+            folder.sync(path)
+        folder.put(hidden, target)
+    except OSError as error:
+        raise write_error(error, target) from error
+    return Written(path=target, size_bytes=len(data) + sum(note.facts.size_bytes for note in notes))
+
+
+def _note(hidden: Path, rank: int) -> PartNote:
+    told = json.loads((hidden / f"{_NOTE}{rank}").read_bytes())
+    file, size_bytes, xxh3 = told["facts"]
+    facts = PartFacts(file=file, size_bytes=size_bytes, xxh3=xxh3)
+    return PartNote(facts=facts, own=told["own"], signature=told["signature"])
+
+
+def write(
+    root: Path,
+    step: int,
+    state: dict[str, Any],
+    *,
+    keep: int = 2,
+    best: Best | None = None,
+    figures: Mapping[str, float] | None = None,
+) -> Written:
+    """Write a checkpoint of one writer, then remove those that no longer stay."""
     if keep < 1 or step < 0:
         raise CheckpointError(
             f"cannot write step {step} and keep {keep} checkpoints",
             fix="step must be at least 0, keep at least 1",
         )
-    tree, tensors = flatten(state)
-    target = root / f"step-{step:09d}"
+    lead, tensors = leaves(state, "lead.")
+    target = folder.target_of(root, step)
     try:
-        _make_root(root)
-        with _temporary(root) as temporary:
-            size_bytes = _fill(temporary, step, tree, tensors)
-            _put(temporary, target)
-    except (OSError, SafetensorError) as error:
-        raise _write_error(error, target) from error
-    _tidy(root, step, keep)
-    return Written(path=target, size_bytes=size_bytes)
+        folder.make_root(root)
+        with folder.unfinished(root) as hidden:
+            part = Part.of(tensors, PartMemory())
+            part.copy(tensors)
+            write_part(hidden, 0, part, None, "")
+            written = commit(
+                hidden, target, step=step, common=None, lead=lead, ranks=1, figures=figures or {}
+            )
+    except OSError as error:
+        raise write_error(error, target) from error
+    tidy(root, step, Keeping(keep=keep, best=best))
+    return written
+
+
+def tidy(
+    root: Path, step: int, keeping: Keeping, *, spare: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Remove checkpoints up to this step that no longer stay, and what dead writers have left.
+
+    Checkpoints of later steps, from a run that went further, are not touched, nor are hidden folders to be
+    spared. The new checkpoint is safe, so a failure here is only logged.
+    """
+    try:
+        upto = [found for found in folder.steps(root) if found[0] <= step]
+        figures = {found[0]: _figures(found[2]) if keeping.best else {} for found in upto if not found[1]}
+        figures = {found[0]: {} for found in upto} | figures
+        stay = kept(figures, keep=keeping.keep, best=keeping.best)
+        for old_step, aside, path in upto:
+            if old_step not in stay or (aside and path.with_suffix("").exists()):
+                folder.discard(path)
+        folder.sweep(root, spare=spare)
+    except OSError as error:
+        _log.warning("old checkpoints in %s could not be removed: %s", root, error)
+
+
+def _figures(path: Path) -> dict[str, float]:
+    try:
+        return figures_in((path / STATE_FILE).read_bytes())
+    except OSError:
+        return {}
+
+
+_FIXES = {
+    errno.ENOSPC: "free space on that disk, or save to another",
+    errno.EDQUOT: "free space in your quota, or save elsewhere",
+    errno.EFBIG: "raise the file size limit (ulimit -f), or save elsewhere",
+    errno.EROFS: "save to a folder that can be written to",
+    errno.EACCES: "save to a folder that you may write to",
+    errno.EPERM: "save to a folder that you may write to",
+    errno.ENOTDIR: "save to a folder; a file is in the way",
+    errno.EEXIST: "save to a folder; a file is in the way",
+}
+
+
+def write_error(error: OSError, where: Path, rank: int = 0) -> CheckpointError:
+    """The error for a failed write."""
+    reason = os.strerror(error.errno) if error.errno else error.strerror or error
+    whose = f"rank {rank}'s part of " if rank else ""
+    return CheckpointError(
+        f"{whose}the checkpoint cannot be written: {reason}",
+        where=str(where),
+        fix=_FIXES.get(error.errno or 0, "save to another folder") + "; earlier checkpoints are intact",
+    )
+
+
+# Reading
 
 
 def read_newest(root: Path, accept: Accept) -> Found:
@@ -111,13 +289,13 @@ def read_newest(root: Path, accept: Accept) -> Found:
     rejected: dict[str, str] = {}
     for path in candidates:
         try:
-            step, state = _read(path)
-        except (_Damaged, CheckpointError) as error:
+            step, state, workers = _read(path)
+        except (Damaged, CheckpointError) as error:
             rejected[path.name] = error.message if isinstance(error, CheckpointError) else str(error)
             continue
         reason = accept(state)
         if reason is None:
-            return Found(path=path, step=step, state=state, rejected=rejected)
+            return Found(path=path, step=step, state=state, workers=workers, rejected=rejected)
         rejected[path.name] = reason
     reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
     raise CheckpointError(
@@ -135,222 +313,47 @@ def exists(root: Path) -> bool:
 def _candidates(root: Path) -> list[Path]:
     """The checkpoint folders, newest first; a replaced checkpoint comes after its replacement."""
     try:
-        found = sorted(((step, not aside, path) for step, aside, path in _steps(root)), reverse=True)
+        found = sorted(((step, not aside, path) for step, aside, path in folder.steps(root)), reverse=True)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise CheckpointError(
             f"{root} cannot be read: {error.strerror}", where=str(root), fix="make the folder readable"
         ) from error
-    if not found and ((root / _STATE).exists() or _STEP.fullmatch(root.name)):
+    if not found and ((root / STATE_FILE).exists() or folder.is_named(root)):
         return [root]
     return [path for _, _, path in found]
 
 
-def _steps(root: Path) -> list[tuple[int, bool, Path]]:
-    """For each checkpoint: its step, whether a newer one replaced it, and its folder."""
-    matches = [match for path in root.iterdir() if (match := _STEP.fullmatch(path.name))]
-    return [(int(match[1]), match[2] is not None, root / match.string) for match in matches]
-
-
-# Writing
-
-
-def _make_root(root: Path) -> None:
-    if not root.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        _sync(root.parent)
-
-
-@contextlib.contextmanager
-def _temporary(root: Path) -> Iterator[Path]:
-    """A hidden folder that is removed afterwards, unless it was renamed."""
-    path, handle = _claim(root)
+def _read(path: Path) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+    """Step, state and workers' own states of one checkpoint; raises Damaged or CheckpointError."""
     try:
-        yield path
-    finally:
-        os.close(handle)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _claim(root: Path) -> tuple[Path, int]:
-    """Create a hidden folder, with a lock that shows that its writer is alive.
-
-    The kernel releases the lock when the writer dies, so a hidden folder whose lock is free is abandoned.
-    Another writer may find the folder before it is locked, and remove it: then create another.
-    """
-    while True:
-        path = root / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        path.mkdir()
-        try:
-            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue
-        if _lock(handle) is not False and path.exists():
-            return path, handle
-        os.close(handle)
-
-
-def _lock(handle: int) -> bool | None:
-    """Take the lock; False if another process has it, None if the file system has no locks."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _fill(folder: Path, step: int, tree: bytes, tensors: dict[str, Tensor]) -> int:
-    """Write both files and force them to disk."""
-    tensors_file, state_file = folder / _TENSORS, folder / _STATE
-    save_file(tensors, tensors_file)
-    size_bytes = tensors_file.stat().st_size
-    facts = {
-        "format": _FORMAT,
-        "step": step,
-        "tensors_bytes": size_bytes,
-        "tensors_xxh3": _hash(tensors_file),
-    }
-    rest = b'",' + json.dumps(facts)[1:-1].encode() + _TREE + tree + _END
-    digest = xxhash.xxh3_64_hexdigest(rest).encode()
-    state_file.write_bytes(_HEAD + digest + rest)
-    tensors_file.chmod(state_file.stat().st_mode)  # safetensors makes it readable only by its owner
-    for path in (tensors_file, state_file, folder):
-        _sync(path)
-    return size_bytes + state_file.stat().st_size
-
-
-def _put(temporary: Path, target: Path) -> None:
-    """Rename the finished folder. At every moment the old or the new checkpoint can be found."""
-    aside = target.with_name(target.name + ".replaced")
-    if target.exists():
-        _discard(aside)
-        target.rename(aside)
-    try:
-        temporary.rename(target)
-    except OSError:
-        if aside.exists():
-            aside.rename(target)
-        raise
-    _sync(target.parent)
-
-
-def _tidy(root: Path, step: int, keep: int) -> None:
-    """Remove old checkpoints. The new one is safe, so a failure here is only logged."""
-    try:
-        upto = [found for found in _steps(root) if found[0] <= step]
-        kept = sorted({found[0] for found in upto}, reverse=True)[:keep]
-        for old_step, aside, path in upto:
-            if old_step not in kept or (aside and path.with_suffix("").exists()):
-                _discard(path)
-        for path in root.glob(f"{_TEMPORARY}*"):
-            _sweep(path)
+        manifest = Manifest.decode((path / STATE_FILE).read_bytes())
+        tensors = [_checked_tensors(path, part) for part in manifest.parts]
     except OSError as error:
-        _log.warning("old checkpoints in %s could not be removed: %s", root, error)
-
-
-def _discard(path: Path) -> None:
-    """Remove a checkpoint so that it is never partly visible under its name."""
-    hidden = path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}")
-    try:
-        path.rename(hidden)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _sweep(path: Path) -> None:
-    """Remove a hidden folder whose writer is dead, holding its lock so that nobody else takes it."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:
-        return
-    try:
-        if _lock(handle):
-            shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(handle)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-_FIXES = {
-    errno.ENOSPC: "free space on that disk, or save to another",
-    errno.EDQUOT: "free space in your quota, or save elsewhere",
-    errno.EFBIG: "raise the file size limit (ulimit -f), or save elsewhere",
-    errno.EROFS: "save to a folder that can be written to",
-    errno.EACCES: "save to a folder that you may write to",
-    errno.EPERM: "save to a folder that you may write to",
-    errno.ENOTDIR: "save to a folder; a file is in the way",
-    errno.EEXIST: "save to a folder; a file is in the way",
-}
-
-
-def _write_error(error: OSError | SafetensorError, target: Path) -> CheckpointError:
-    """The error for a failed write. safetensors reports the system's error only as text."""
-    number = error.errno if isinstance(error, OSError) else None
-    match = re.search(r"\(os error (\d+)\)", str(error))
-    if number is None and match is not None:
-        number = int(match[1])
-    return CheckpointError(
-        f"the checkpoint cannot be written: {os.strerror(number) if number else error}",
-        where=str(target),
-        fix=_FIXES.get(number or 0, "save to another folder") + "; earlier checkpoints are intact",
-    )
-
-
-# Reading
-
-
-def _read(path: Path) -> tuple[int, dict[str, Any]]:
-    """Step and state of one checkpoint; raises _Damaged or CheckpointError with the reason."""
-    try:
-        facts, tree = _checked_state(path / _STATE)
-        tensors = _checked_tensors(path / _TENSORS, facts)
-    except OSError as error:
-        raise _Damaged(f"{Path(error.filename or path).name}: {error.strerror or error}") from error
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise _Damaged(f"{type(error).__name__}: {error}") from error
-    state = restore(tree, tensors)
+        raise Damaged(f"{Path(error.filename or path).name}: {error.strerror or error}") from error
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"{type(error).__name__}: {error}") from error
+    if manifest.tree is not None:
+        state, workers = restore_node(manifest.tree, tensors[0]), []
+    else:
+        together = {name: tensor for part in tensors for name, tensor in part.items()}
+        state = restore_node(manifest.lead, tensors[0])
+        common = restore_node(manifest.common, together)
+        state = {**(common or {}), **state} if isinstance(state, dict) else None
+        owned = zip(manifest.workers, tensors, strict=True)
+        workers = [restore_node(own, part) or {} for own, part in owned]
     if not isinstance(state, dict):
-        raise _Damaged(f"{_STATE} contains no state")
-    return facts["step"], state
+        raise Damaged(f"{STATE_FILE} contains no state")
+    return manifest.step, state, workers
 
 
-def _checked_state(file: Path) -> tuple[dict[str, Any], bytes]:
-    """The metadata of the checkpoint, and the state's JSON."""
-    data = file.read_bytes()
-    head, rest = data[: len(_HEAD) + _DIGITS], data[len(_HEAD) + _DIGITS :]
-    if head != _HEAD + xxhash.xxh3_64_hexdigest(rest).encode():
-        raise _Damaged(f"{_STATE} is truncated or damaged: its checksum differs")
-    written, _, tree = data.partition(_TREE)
-    facts: dict[str, Any] = json.loads(written + b"}")
-    if facts["format"] != _FORMAT:
-        raise _Damaged(f"it has format {facts['format']}; this version of Echelon reads format {_FORMAT}")
-    return facts, tree.removesuffix(_END)
-
-
-def _checked_tensors(file: Path, facts: dict[str, Any]) -> dict[str, Tensor]:
-    size_bytes, wanted_bytes = file.stat().st_size, facts["tensors_bytes"]
-    if size_bytes != wanted_bytes:
-        raise _Damaged(f"{_TENSORS} has {size_bytes} bytes, but {wanted_bytes} were written")
-    if _hash(file) != facts["tensors_xxh3"]:
-        raise _Damaged(f"{_TENSORS} is damaged: its checksum differs")
+def _checked_tensors(folder_of: Path, part: PartFacts) -> dict[str, Tensor]:
+    file = folder_of / part.file
+    size_bytes = file.stat().st_size
+    if size_bytes != part.size_bytes:
+        raise Damaged(f"{part.file} has {size_bytes} bytes, but {part.size_bytes} were written")
+    if hash_of(file) != part.xxh3:
+        raise Damaged(f"{part.file} is damaged: its checksum differs")
     # Read, not memory-mapped: the state must not depend on a file that may be replaced or removed.
     return load_file(file, backend="pread")
-
-
-def _hash(file: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with file.open("rb", buffering=0) as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return str(digest.hexdigest())

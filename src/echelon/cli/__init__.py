@@ -3,6 +3,7 @@
 command.py   the classes of all commands: help without types for flags
 options.py   turns a settings class into command-line options
 run.py       echelon run, echelon train
+resume.py    echelon resume
 adapt.py     echelon adapt
 runs.py      echelon runs
 config.py    echelon config show
@@ -35,6 +36,7 @@ from echelon.cli.adapt import adapt
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.doctor import doctor
 from echelon.cli.probe import probe
+from echelon.cli.resume import resume
 from echelon.config.allowed import ALLOW_VARIABLE
 from echelon.errors import EchelonError
 
@@ -50,6 +52,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 run.register(app)
+app.command("resume", cls=PlainCommand)(resume)
 plan.register(app)
 app.command("adapt", cls=PlainCommand)(adapt)
 check.register(app)

@@ -11,8 +11,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from echelon.checkpoint.folder import newest_step
 from echelon.cli.command import PlainCommand
 from echelon.cli.options import with_settings
+from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_seconds
@@ -49,7 +51,10 @@ _PANELS = {
         "Launch",
     ),
     **dict.fromkeys(["model", "data", "epochs", "batch", "optimizer", "lr", "momentum"], "Training"),
-    **dict.fromkeys(["weight_decay", "until_accuracy", "checkpoint", "loader_workers"], "Training"),
+    **dict.fromkeys(["weight_decay", "until_accuracy", "loader_workers"], "Training"),
+    **dict.fromkeys(
+        ["checkpoint", "checkpoint_every", "checkpoint_keep", "checkpoint_best"], "Checkpoints"
+    ),
 }
 
 
@@ -112,8 +117,10 @@ class _Shown:
             _say(Console(stderr=True), f"the record is not complete: {outcome.unrecorded}; {what}")
         if failure is not None:
             self._blame(outcome, failure)
+            if outcome.checkpoints is not None and (step := newest_step(outcome.checkpoints)) is not None:
+                _say(Console(stderr=True), f"  go on: echelon resume {folder} (from step {step})")
         elif outcome.code:
-            _say(self._console, f"interrupted; record: {folder}")
+            _say(self._console, _stopped(outcome))
         else:
             if not self._joined and self._count > 1:
                 each = f"each of the {self._workers} ran all of it"
@@ -169,9 +176,10 @@ def _run(
             where=str(Path.cwd()),
             fix="give its path; options of echelon go before it, the script's own after it",
         )
+    _check_checkpoint(resolved.settings)
     argv = ["-m", script, *(args or [])] if module else [script, *(args or [])]
     target = Target(argv=argv, name=Path(script).stem, plans=True)
-    _show(resolved, target, Console(stderr=True), sys.stdout.buffer)
+    show_run(resolved, target, Console(stderr=True), sys.stdout.buffer)
 
 
 def _train(resolved: Resolved[TrainSettings]) -> None:
@@ -188,13 +196,18 @@ def _train(resolved: Resolved[TrainSettings]) -> None:
     settings = resolved.settings
     MODELS.build(settings.model, where="--model")
     DATASETS.build(settings.data, where="--data")
+    _check_checkpoint(settings)
+    name = f"{settings.model.partition('(')[0]}-{settings.data.partition('(')[0]}"
+    show_run(resolved, Target(argv=["-m", "echelon.train.job"], name=name, plans=True), Console(), None)
+
+
+def _check_checkpoint(settings: RunSettings) -> None:
+    """Refuse a folder that cannot be written to; one on another machine is not known here."""
     if settings.checkpoint and settings.on == "local" and not settings.hosts:
         check_writable(Path(settings.checkpoint), where="--checkpoint")
-    name = f"{settings.model.partition('(')[0]}-{settings.data.partition('(')[0]}"
-    _show(resolved, Target(argv=["-m", "echelon.train.job"], name=name, plans=True), Console(), None)
 
 
-def _show(
+def show_run(
     resolved: Resolved[RunSettings], target: Target, console: Console, output: BinaryIO | None
 ) -> None:
     """Carry out a run and show it; `output` is where the leader's output is shown, if it is."""
@@ -202,6 +215,19 @@ def _show(
         shown = _Shown(console, display, script=output is not None)
         outcome = run(resolved, target, shown)
     shown.conclude(outcome)
+
+
+def _stopped(outcome: RunResult) -> str:
+    """How a run ended that was asked to stop, and how it goes on."""
+    folder = _short(outcome.folder.path)
+    step = newest_step(outcome.checkpoints) if outcome.checkpoints is not None else None
+    if outcome.code == SAVED_AND_STOPPED:
+        at = f" at step {step}" if step is not None else ""
+        last = f"stopped by SIGTERM after a last checkpoint{at}, in {_short(outcome.checkpoints or Path())}"
+        return f"{last}\ngo on: echelon resume {folder}"
+    if step is not None:
+        return f"interrupted; record: {folder}\ngo on: echelon resume {folder} (from step {step})"
+    return f"interrupted; record: {folder}"
 
 
 def _say(console: Console, text: str) -> None:

@@ -6,6 +6,8 @@ allowed.py   which code outside of Echelon a text may name: what the user gave h
 named_function.py the user's function that a text names as module:name
 toml_text.py reads TOML
 units.py     quantities with units: "100mbit", "5ms", "1.5GiB"
+every.py     how often: "5min", "500steps", "1epoch"
+exit_codes.py exit codes with a meaning of their own
 choices.py   the choices that settings, plan and `join` share: types, defaults, help, ranges
 schema.py    the settings of a run, each with its default and its help
 describe.py  fields of settings classes with their help, for command-line options

@@ -21,6 +21,7 @@ from echelon.errors import ConfigError, UnknownName
 
 DEFAULT_FILE = Path("echelon.toml")
 _OPTION = re.compile(r"--([a-z-]+)")
+_MOVED = {"train": ("checkpoint",)}  # settings that were in this table once, and are still read there
 
 S = TypeVar("S", bound=RunSettings)
 S_co = TypeVar("S_co", bound=RunSettings, covariant=True)
@@ -117,6 +118,9 @@ def _read(file: Path) -> dict[str, Any]:
         hints = typing.get_type_hints(SECTIONS[table])
         known = [f.name for f in dataclasses.fields(SECTIONS[table]) if section_of(f.name) == table]
         for key, value in content.items():
+            if key in _MOVED.get(table, ()):
+                found[key] = convert(value, hints[key], where=f"{where}, {key}")
+                continue
             if key not in known:
                 raise UnknownName("key", key, known, where=where)
             found[key] = convert(value, hints[key], where=f"{where}, {key}")

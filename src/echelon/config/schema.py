@@ -23,6 +23,7 @@ from echelon.config.choices import (
     flag,
     setting,
 )
+from echelon.config.every import Every
 from echelon.errors import ConfigError
 
 
@@ -81,9 +82,27 @@ class RunSettings:
     seed: int = choice("seed")
     join_timeout_s: float = choice("join_timeout_s")
     round_timeout_s: float = choice("round_timeout_s")
+    checkpoint: str | None = setting(
+        None,
+        "Save in this folder, and continue from its newest checkpoint, if there is one. Default with "
+        "--checkpoint-every: checkpoints in the run's folder.",
+    )
+    checkpoint_every: str | None = setting(
+        None,
+        "How often to save: 5min, 500steps or 1epoch. Default with --checkpoint: 1epoch. On SIGTERM a last "
+        "one is written.",
+    )
+    checkpoint_keep: int = setting(3, "How many checkpoints stay, the newest ones.")
+    checkpoint_best: str | None = setting(
+        None,
+        "One more stays, the best: loss, accuracy, or NAME:min, NAME:max. Saves at the end of every epoch.",
+    )
 
     def __post_init__(self) -> None:
         check_at_least(self, "workers", 1)
+        check_at_least(self, "checkpoint_keep", 1)
+        if self.checkpoint_every is not None:
+            Every.parse(self.checkpoint_every, where="--checkpoint-every")
         check_at_least(self, "threads", 1)
         check_at_least(self, "servers", 0)
         if self.replicas and self.replicas >= self.servers:
@@ -102,6 +121,11 @@ class RunSettings:
     def choices(self) -> Choices:
         """The choices that are also the plan's."""
         return Choices(**{name: getattr(self, name) for name in CHOICES})
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves checkpoints by itself."""
+        return self.checkpoint is not None or self.checkpoint_every is not None
 
     @property
     def speeds(self) -> tuple[float, ...]:
@@ -129,7 +153,6 @@ class TrainSettings(RunSettings):
     momentum: float = setting(0.9, "The momentum of sgd.")
     weight_decay: float = setting(0.0, "The weight decay.")
     until_accuracy: float | None = setting(None, "Stop when the test accuracy reaches this, e.g. 0.95.")
-    checkpoint: str | None = setting(None, "Save here after every epoch, and resume from here if possible.")
     loader_workers: int = setting(0, "Processes per worker that load data.")
 
     def __post_init__(self) -> None:

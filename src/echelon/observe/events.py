@@ -263,12 +263,13 @@ class ServerEnded(Event, frozen=True, kw_only=True, tag="server-ended"):
 
 
 class CheckpointSaved(Event, frozen=True, kw_only=True, tag="checkpoint-saved"):
-    """A checkpoint is complete on disk."""
+    """A checkpoint is complete on disk, `seconds` after it was begun; training paused for `pause_s`."""
 
     path: str
     step: int
     seconds: float
     size_bytes: int
+    pause_s: float = 0.0
 
 
 class CheckpointLoaded(Event, frozen=True, kw_only=True, tag="checkpoint-loaded"):

@@ -7,6 +7,8 @@
     errors/         rank-N.json: why a worker failed
     summary.json    the figures of the whole run
     cluster.toml    machines, links and the job, as the first steps showed them
+    command.json    the script or module with its arguments, and the folder it was started in
+    checkpoints/    checkpoints, if the run saves some and no other folder was given
 
 While workers run a function, and not a script, there are also `call`, which holds it, and `results/`. While
 the launcher of a lab asks how far workers are, there is `ready/`.
@@ -125,6 +127,16 @@ class RunFolder:
     def results(self) -> Path:
         """The folder of what the function returned; gone at the end of the run."""
         return self.path / "results"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints, if the run saves some and no other folder was given."""
+        return self.path / "checkpoints"
+
+    @property
+    def command(self) -> Path:
+        """What the run runs, and where it was started, for `echelon resume`."""
+        return self.path / "command.json"
 
     @property
     def ready(self) -> Path:

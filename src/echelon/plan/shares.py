@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 from echelon.errors import ConfigError
 
@@ -130,6 +131,28 @@ class ShareTable:
             self._before.setdefault(loader, []).append((number, self.weights))
         self._parts.clear()
         self.weights = tuple(weights)
+
+    def state(self, handed: Mapping[int, int]) -> dict[str, object]:
+        """The weights, and the batches that still have earlier ones: counted from those handed out."""
+        before = {
+            str(loader): [[until - handed[loader], list(weights)] for until, weights in entries]
+            for loader, entries in self._before.items()
+            if loader in handed
+        }
+        return {"weights": list(self.weights), "before": before}
+
+    def restore(self, state: Mapping[str, Any], drawn: Mapping[int, int]) -> None:
+        """Go on with the weights of a state; `drawn` counts each loader's batches in this run."""
+        self.weights = tuple(float(weight) for weight in state["weights"])
+        self._parts.clear()
+        self._before = {
+            loader: [
+                (number + ahead, tuple(float(weight) for weight in weights))
+                for ahead, weights in state["before"].get(str(loader), ())
+                if ahead > 0
+            ]
+            for loader, number in drawn.items()
+        }
 
     def at(self, loader: int, number: int) -> tuple[float, ...]:
         """The weights of a loader's batch; `number` counts all batches that were drawn from it."""

@@ -16,6 +16,7 @@ auto_plan.py  does a run make a plan by itself, from what is known about machine
 earlier_run.py  what did an earlier run of the same script on the same machines leave in the cache?
 known_links.py  what did an earlier probe find about these machines?
 run.py        a whole run: folder, plan, lab, processes, summary
+recorded_command.py  what a run ran, for `echelon resume`
 lab_course.py what happens to a lab in the course of a run: quotas, faults
 quotas.py     when do the CPU quotas of a lab come into force?
 log_file.py   a worker's output on a full disk: lost, without an error

@@ -10,6 +10,7 @@ template.py. A worker that cannot be forked is started by exec.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
+from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.errors import LaunchError
 from echelon.observe.run_folder import RunFolder
 from echelon.start.command import WorkerCommand
@@ -33,8 +35,12 @@ _POLL_S = 0.02
 class WorkerProcesses:
     """Workers that were started together and end together."""
 
-    def __init__(self, folder: RunFolder, commands: Sequence[WorkerCommand]) -> None:
+    def __init__(
+        self, folder: RunFolder, commands: Sequence[WorkerCommand], *, saves: bool = False
+    ) -> None:
+        """`saves`: a worker may save and stop, which is no failure."""
         self._folder = folder
+        self._fine = (0, SAVED_AND_STOPPED) if saves else (0,)
         self._commands = {command.rank: command for command in commands}
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
         self._template: Template | None = None
@@ -127,7 +133,9 @@ class WorkerProcesses:
         return first(self._failures())
 
     def _failures(self) -> list[Failure]:
-        return [self._reason(rank, code) for rank, code in self.exit_codes().items() if code != 0]
+        return [
+            self._reason(rank, code) for rank, code in self.exit_codes().items() if code not in self._fine
+        ]
 
     def _reason(self, rank: int, code: int) -> Failure:
         told = read_failure(self._folder.error_of(rank))
@@ -139,6 +147,13 @@ class WorkerProcesses:
     def interrupt(self) -> None:
         """Send every worker the signal of Ctrl-C."""
         self._signal(signal.SIGINT)
+
+    def terminate(self) -> None:
+        """Ask every worker to save and stop; not the processes that it has started, which load its data."""
+        for process in self._processes.values():
+            if process.poll() is None and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
 
     def end(self, grace_s: float = _GRACE_S) -> None:
         """End every worker and the processes it has started: SIGTERM, then SIGKILL."""

@@ -130,7 +130,7 @@ def start(
                 call=call,
             )
         )
-    return AgentProcesses(folder, agents, begins)
+    return AgentProcesses(folder, agents, begins, saves=settings.saves)
 
 
 def _divided(

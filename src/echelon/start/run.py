@@ -19,10 +19,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Literal, Protocol
 
 import psutil  # type: ignore[import-untyped]
 
+from echelon.checkpoint.retention import Best
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.lab.lab import Lab, Seat
 from echelon.cluster.lab.needs import has_netem
@@ -31,6 +32,7 @@ from echelon.cluster.machine import usable_cores
 from echelon.codec.codec import CODECS
 from echelon.codec.fitting import refuse_momentum
 from echelon.comm.meet.place import SERVERS_VARIABLE
+from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_bytes
@@ -54,7 +56,7 @@ from echelon.plan.groups import by_site, parse_groups
 from echelon.plan.placed import placed
 from echelon.plan.plan import Plan, PlanRequest, WorkerPlan, make_plan
 from echelon.plan.told import topology_of_lab
-from echelon.start import remote
+from echelon.start import recorded_command, remote
 from echelon.start.agents.driver import AgentProcesses, ConnectedAgent
 from echelon.start.auto_plan import planned_by_itself
 from echelon.start.command import WorkerCommand
@@ -64,12 +66,14 @@ from echelon.start.lab_course import LabCourse
 from echelon.start.output import LeaderOutput
 from echelon.start.planned import NO_PLAN, by_plan, in_order_of_plan
 from echelon.start.processes import WorkerProcesses
+from echelon.start.recorded_command import RecordedCommand
 from echelon.sync.cluster import planned_cluster
 from echelon.train.checks import check_plan
 
 Processes = WorkerProcesses | AgentProcesses
 _LOOK_EVERY_S = 0.05
 _INTERRUPT_GRACE_S = 5.0
+_SAVE_GRACE_S = 25.0  # many machines are taken away 30 s after SIGTERM
 _LAB_PORT = 29400
 _TAIL_BYTES = 4000
 _WORKER_BYTES = 250_000_000
@@ -96,7 +100,7 @@ class RunResult:
     """How a run ended. `code` is the exit code for the launcher's own process.
 
     `alike` are the other workers that failed with the same error as `failure`. `unrecorded` says why the
-    record is not complete.
+    record is not complete. `checkpoints` is the folder that the run saves to by itself.
     """
 
     folder: RunFolder
@@ -108,6 +112,7 @@ class RunResult:
     node: str = ""
     log_tail: str = ""
     unrecorded: str = ""
+    checkpoints: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +163,21 @@ def _run(
         plan = placed(plan, topology_of_lab(spec, latency_emulated=emulated))
     if settings.port is not None and spec is None and not agents:
         _check_port(settings.port)
+    if settings.checkpoint_best is not None:
+        Best.parse(settings.checkpoint_best, where="--checkpoint-best")
+    if settings.saves and settings.checkpoint is None and agents:
+        raise ConfigError(
+            "workers on other machines have no run folder that stays, so there is no place for checkpoints",
+            where="--checkpoint-every",
+            fix="name a folder of the first machine with --checkpoint",
+        )
     folder = RunFolder.create(Path(settings.runs), settings.name or target.name)
+    resolved = _with_checkpoints(resolved, folder, agents)
+    settings = resolved.settings
     plan = replace(plan, run=folder.name)
     _write(folder.config, resolved.to_toml())
     _write(folder.plan, plan.to_toml())
+    _keep_command(folder, settings, target)
     if target.call:
         folder.results.mkdir()
     with ExitStack() as stack:
@@ -184,7 +200,7 @@ def _run(
         if lab is not None:
             workers = len(plan.workers)
             course = stack.enter_context(LabCourse(lab, folder, workers, bounded=bounded, seed=plan.seed))
-        watch = _Watch(folder, plan, course, recorder, watcher, stopped)
+        watch = _Watch(folder, plan, course, recorder, watcher, stopped, saves=settings.saves)
         for note in [*notes, *(lab.notes if lab else ())]:
             watch.note(note)
         if agents:
@@ -196,7 +212,7 @@ def _run(
                 folder.call.write_bytes(target.call)
                 stack.callback(folder.call.unlink, missing_ok=True)
             commands = _commands(plan, settings, target, folder, lab)
-            failure, code = watch.run(lambda: WorkerProcesses(folder, commands))
+            failure, code = watch.run(lambda: WorkerProcesses(folder, commands, saves=settings.saves))
     if job is not None and code == 0:
         keep_job(job, plan, folder)
     tail = b""
@@ -209,11 +225,34 @@ def _run(
         workers=len(plan.workers),
         summary=summary,
         unrecorded=unrecorded,
+        checkpoints=Path(settings.checkpoint) if settings.checkpoint else None,
         failure=failure,
         alike=alike(failure, read_failures(folder)) if failure else (),
         node=[*(worker.node for worker in plan.workers), *plan.servers][failure.rank] if failure else "",
         log_tail=tail.decode(errors="replace"),
     )
+
+
+def _with_checkpoints(
+    resolved: Resolved[RunSettings], folder: RunFolder, agents: Sequence[ConnectedAgent]
+) -> Resolved[RunSettings]:
+    """Settings that name the folder of checkpoints so that it is found from anywhere."""
+    settings = resolved.settings
+    if not settings.saves or (agents and settings.checkpoint):
+        return resolved
+    root = Path(settings.checkpoint).absolute() if settings.checkpoint else folder.checkpoints
+    return Resolved(replace(settings, checkpoint=str(root)), resolved.origins)
+
+
+def _keep_command(folder: RunFolder, settings: RunSettings, target: Target) -> None:
+    kind: Literal["run", "train", "function"] = "train" if isinstance(settings, TrainSettings) else "run"
+    command = RecordedCommand(
+        kind="function" if target.call else kind,
+        argv=list(target.argv),
+        name=target.name,
+        cwd=str(Path.cwd()),
+    )
+    recorded_command.keep(folder, command)
 
 
 def _summary(folder: RunFolder) -> tuple[Summary, str]:
@@ -375,6 +414,8 @@ class _Watch:
         recorder: Recorder,
         watcher: Watcher,
         stopped: list[int],
+        *,
+        saves: bool,
     ) -> None:
         self._folder = folder
         self._plan = plan
@@ -383,6 +424,7 @@ class _Watch:
         self._recorder = recorder
         self._watcher = watcher
         self._stopped = stopped
+        self._saves = saves
         self._follower = Follower(folder)
         self._output = LeaderOutput(folder)
         self._started_at = time.monotonic()
@@ -419,15 +461,29 @@ class _Watch:
                 self._emit(self._course.look(processes.exit_codes(), self._step))
             if self._stopped and interrupted_at is None:
                 interrupted_at = time.monotonic()
-                processes.interrupt()
+                if self._is_to_save:
+                    processes.terminate()
+                else:
+                    processes.interrupt()
             if interrupted_at is not None:
-                if len(self._stopped) > 1 or time.monotonic() - interrupted_at > _INTERRUPT_GRACE_S:
+                if self._is_over(time.monotonic() - interrupted_at):
                     return None
                 continue
             failure = processes.failure()
             if failure is not None:
                 return failure
         return None if self._stopped else processes.failure()
+
+    @property
+    def _is_to_save(self) -> bool:
+        """Whether the workers save before they stop: after SIGTERM, by which machines are taken away."""
+        return self._saves and self._stopped[:1] == [signal.SIGTERM]
+
+    def _is_over(self, waited_s: float) -> bool:
+        """Whether workers that were asked to stop are ended now. Some send SIGTERM more than once."""
+        if self._is_to_save:
+            return signal.SIGINT in self._stopped or waited_s > _SAVE_GRACE_S
+        return len(self._stopped) > 1 or waited_s > _INTERRUPT_GRACE_S
 
     def _look(self) -> None:
         """Show new output and events."""
@@ -456,7 +512,10 @@ class _Watch:
 
     def _conclude(self, processes: Processes, failure: Failure | None) -> int:
         """Record how the run ended. Returns the exit code."""
-        if self._stopped:
+        if self._saves and SAVED_AND_STOPPED in processes.exit_codes().values() and failure is None:
+            outcome, detail = "interrupted", "SIGTERM, after a last checkpoint"
+            code = SAVED_AND_STOPPED
+        elif self._stopped:
             outcome, detail, code = (
                 "interrupted",
                 signal.Signals(self._stopped[0]).name,

@@ -35,7 +35,11 @@ far_events.py   sends the events of workers that do not share the leader's disk 
 left_loop.py    did an exception end the script's loop, in an engine that catches it?
 threads.py      how many threads does each worker compute with under another launcher?
 user_traceback.py  the traceback of a user's error, without Echelon's wrappers
-resume.py       the state of a run for a checkpoint, and how it is restored
+run_state.py    the whole state of a run as a tree: collected, and put back
+checkpoint_writer.py  writes it in the background, every worker its part
+checkpoint_settings.py  where and how often: asked by `join`, or set by the launcher
+stopping.py     do all workers save or stop now? SIGTERM, and times they agree on
+resume.py       finds a checkpoint that fits, and gives it to all workers
 job.py          the built-in training job of `echelon train`
 probe_job.py    what every worker measures for `echelon probe`
 profiling.py    what kind of job is this run?

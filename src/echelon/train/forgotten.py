@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.errors import DataError, ModelError
 from echelon.train.loader import SharedLoader
-from echelon.train.resume import Prepared
+from echelon.train.run_state import Prepared
 
 
 class ForgottenParts:

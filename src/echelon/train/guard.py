@@ -32,7 +32,7 @@ from echelon.train import drift, streams
 from echelon.train.families.synchronizer import Synchronizer
 from echelon.train.forgotten import ForgottenParts
 from echelon.train.loader import SharedLoader
-from echelon.train.resume import Prepared
+from echelon.train.run_state import Prepared
 from echelon.train.saving import WholeSaves
 from echelon.verify.verifier import Verifier
 

@@ -58,9 +58,11 @@ def main() -> None:
             optimizer.step()
             session.log(loss=loss)
         accuracy = _evaluate(session, model, test_loader, loss_fn)
-        if settings.checkpoint:
-            session.save(settings.checkpoint)
         if settings.until_accuracy is not None and accuracy >= settings.until_accuracy:
+            if settings.checkpoint:
+                session.save(
+                    settings.checkpoint, keep=settings.checkpoint_keep, best=settings.checkpoint_best
+                )
             session.note(f"stopped at a test accuracy of {accuracy:.4f}")
             break
 

@@ -48,6 +48,7 @@ from echelon.reduce.packing import sizes
 from echelon.server.process import serve
 from echelon.sync.cluster import carried_out, planned_cluster
 from echelon.train import threads
+from echelon.train.checkpoint_settings import checkpoint_settings, save_as_asked
 from echelon.train.checks import check_plan, needs_parameter_servers, refuse_without_servers
 from echelon.train.clock import StepClock
 from echelon.train.record import RunRecord
@@ -75,6 +76,10 @@ def join(
     codec: str | None = None,
     verify: str | None = None,
     servers: int | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: str | None = None,
+    checkpoint_keep: int | None = None,
+    checkpoint_best: str | None = None,
     runs: str | Path = "runs",
     record: bool | None = None,
 ) -> Session:
@@ -94,6 +99,11 @@ def join(
     codec            how gradients are encoded, see `echelon list codec`
     verify           checks against silent corruption, separated by semicolons, see `echelon list verify`
     servers          how many of the processes that another launcher started are parameter servers
+    checkpoint       the folder of checkpoints: the session saves there by itself, and continues from the
+                     newest one; default with checkpoint_every: checkpoints in the run's folder
+    checkpoint_every how often: 5min, 500steps or 1epoch (the default)
+    checkpoint_keep  how many checkpoints stay, the newest ones; default: 3
+    checkpoint_best  one more stays, the best: loss, accuracy, or NAME:min, NAME:max
     runs             the folder in which the run's folder is made
     record           whether to keep a record; default: if a launcher started the run
 
@@ -118,11 +128,18 @@ def join(
     }
     launched = _launchers_folder()
     allow_names_in(*choices.values())
-    with _naming_arguments({**choices, "shares": shares, "servers": servers}):
+    own = {
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "checkpoint_every": checkpoint_every,
+        "checkpoint_keep": checkpoint_keep,
+        "checkpoint_best": checkpoint_best,
+    }
+    with _naming_arguments({**choices, **own, "shares": shares, "servers": servers}):
         asked = convert(servers, int, where=flag("servers")) if servers is not None else None
         place = Place.from_environment(os.environ, parent=os.getppid(), servers=asked)
         plan = _plan(place, launched, choices, shares)
         sums = _check(plan, place)
+        saving = checkpoint_settings(launched, own)
     kept = _is_kept(record, launched, place)
     if place.serves:
         _serve(place, plan, kept=kept)
@@ -132,7 +149,9 @@ def join(
         written = _record(rendezvous, launched, place, name, Path(runs)) if kept else _unrecorded(place)
         if launched is None:
             plan = _placed(plan, written.folder, rendezvous)
-        return _session(group, rendezvous, plan, written, links, place)
+        session = _session(group, rendezvous, plan, written, links, place)
+        save_as_asked(session, saving)
+        return session
 
 
 def _is_kept(record: bool | None, launched: RunFolder | None, place: Place) -> bool:

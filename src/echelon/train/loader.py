@@ -69,7 +69,9 @@ class Sharing:
     """How workers share data.
 
     shares    every worker's part of each batch
+    on_begin  called before a pass begins, when its position can still be set
     on_pass   called when a pass begins and when it has ended
+    on_ask    called when the loop asks for a batch
     on_batch  called with every batch before the loop gets it: which part it is of, and its data
     on_break  called when the loop is left in the middle
     on_error  called with the exception by which a loop was left, if something else catches it; with None
@@ -86,6 +88,8 @@ class Sharing:
     device: torch.device
     on_pass: Callable[[SharedLoader], None]
     on_batch: Callable[[SharedLoader, Slice, Any], None]
+    on_begin: Callable[[], None] = lambda: None
+    on_ask: Callable[[SharedLoader], None] = lambda loader: None
     on_break: Callable[[], None] = lambda: None
     on_error: Callable[[BaseException | None], None] = lambda error: None
     claim: Callable[[str, int], int] | None = None
@@ -145,7 +149,8 @@ class SharedLoader(DataLoader[Any]):
         self.finished = True
         self.trains = False
         self.draws_to_train = False
-        self.batches_drawn = 0  # in all passes
+        self.batches_drawn = 0  # in all passes; the loop may not have them yet
+        self.batches_handed = 0
         self.share_drawn = 0  # samples of this worker in the current pass, or in the last one
         self._resuming = False
         self._drawn: list[Any] | None = None
@@ -269,6 +274,7 @@ class SharedLoader(DataLoader[Any]):
         return max(0, sizes.last - self.global_batch_size)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._sharing.on_begin()
         if not self._resuming:
             self.pass_index += 1
             self.position = 0
@@ -285,6 +291,7 @@ class SharedLoader(DataLoader[Any]):
         try:
             while True:
                 clock.data_asked()
+                self._sharing.on_ask(self)
                 try:
                     part, data = next(parts)
                 except StopIteration:
@@ -292,6 +299,7 @@ class SharedLoader(DataLoader[Any]):
                 if counts:
                     self.position += 1 if self._by_batches else part.batch
                 self.share_drawn += part.share
+                self.batches_handed += 1
                 data = _to_device(data, self._sharing.device)
                 self._sharing.on_batch(self, part, data)
                 clock.data_handed(part.share, part.batch)

@@ -25,6 +25,8 @@ class ScriptLog:
         self._clock = clock
         self._plan = plan
         self._log_rank = rank
+        self.evaluated: tuple[int, dict[str, float]] = (-1, {})
+        """The step of the last evaluation, and its figures."""
 
     @property
     def epoch(self) -> int:
@@ -71,6 +73,8 @@ class ScriptLog:
                 where="session.log_evaluation",
                 fix="give loss=..., accuracy=..., or both",
             )
+        given = {"loss": loss, "accuracy": accuracy}
+        self.evaluated = self.step, {name: float(one) for name, one in given.items() if one is not None}
         if self._log_rank != 0:
             return
         self._record.emit(

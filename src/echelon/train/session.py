@@ -36,10 +36,11 @@ from echelon.observe.events import EpochEnded
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.plan.shares import ShareTable, Slice
-from echelon.train import consistency, resume
+from echelon.train import consistency, run_state
 from echelon.train.arranging import Arranger, arranges, gradient_bytes
 from echelon.train.auto_shares import AutoShares
 from echelon.train.batches import HandedBatch
+from echelon.train.checkpoint_writer import CheckpointWriter
 from echelon.train.clock import StepClock
 from echelon.train.collectives import ScriptCollectives
 from echelon.train.families.choose import choose
@@ -93,7 +94,8 @@ class Session(ScriptCheckpoints):
         self._rendezvous = rendezvous
         self.folder = record.folder
         self.device = device
-        self._prepared = resume.Prepared()
+        self._prepared = run_state.Prepared()
+        self._writer = CheckpointWriter(group, self._nodes)
         self._verifier = make_verifier(
             plan,
             group,
@@ -315,7 +317,9 @@ class Session(ScriptCheckpoints):
                 device=self.device,
                 claim=self._claim if self._synchronizer.claims else None,
                 slots=self._synchronizer.slots,
+                on_begin=lambda: self._continue(counts=False),
                 on_pass=self._on_pass,
+                on_ask=self._asked,
                 on_batch=self._on_batch,
                 on_break=self._synchronizer.left,
                 on_error=self._group.left_loop,
@@ -335,6 +339,7 @@ class Session(ScriptCheckpoints):
                 for x, y in loader:
                     ...
         """
+        self._continue(counts=True)
         for epoch in range(self._first_epoch, count):
             self._clock.epoch = epoch
             try:
@@ -347,6 +352,7 @@ class Session(ScriptCheckpoints):
             self._first_epoch = epoch + 1
             self._record.emit(EpochEnded(t=time.time(), rank=self.rank, epoch=epoch, step=self.step))
             self._guard.goes_on()
+            self._epoch_ended()
         self._synchronizer.finish()
         if self._prepared.models and not self._synchronizer.claims:
             self._agree("the end of the last epoch")
@@ -487,6 +493,7 @@ class Session(ScriptCheckpoints):
             self._clock.begun()
 
     def _before_step(self, optimizer: Optimizer) -> None:
+        self._writer.await_copied()
         if self._synchronizer.claims:
             self._weights.stepping()
         self._synchronizer.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
@@ -515,6 +522,10 @@ class Session(ScriptCheckpoints):
         if self._closed:
             return
         self._closed = True
+        if self._by_itself is not None:
+            self._by_itself.signal.remove()
+        self._writer.close(failed=bool(cause))
+        self._report_saved()
         self._guard.remove()
         self._verifier.remove()
         self._profiling.end()

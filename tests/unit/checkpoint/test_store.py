@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -14,10 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from echelon.checkpoint import store as checkpoint
+from echelon.checkpoint.folder import unfinished
+from echelon.checkpoint.state_tree import flatten
 from echelon.checkpoint.store import exists, read_newest, write
 from echelon.errors import CheckpointError
 
@@ -143,7 +148,7 @@ def test_leftovers_of_dead_writers_are_removed_and_those_of_live_ones_are_not(tm
     (tmp_path / ".checkpoint-dead").mkdir()
     (tmp_path / ".checkpoint-dead" / "tensors.safetensors").write_text("half")
     (tmp_path / "notes").mkdir()
-    with checkpoint._temporary(tmp_path) as live:
+    with unfinished(tmp_path) as live:
         write(tmp_path, 1, {})
         assert names(tmp_path) == sorted([live.name, "notes", "step-000000001"])
 
@@ -249,11 +254,38 @@ def test_a_file_in_place_of_a_folder_is_skipped(pair):
 def test_a_format_of_another_version_is_skipped(tmp_path, monkeypatch):
     write(tmp_path, 1, {})
     with monkeypatch.context() as later:
-        later.setattr(checkpoint, "_FORMAT", 2)
+        later.setattr(checkpoint, "FORMAT", 3)
         write(tmp_path, 2, {})
     found = newest(tmp_path)
     assert found.step == 1
-    assert found.rejected == {"step-000000002": "it has format 2; this version of Echelon reads format 1"}
+    assert found.rejected == {
+        "step-000000002": "it has format 3; this version of Echelon reads formats 1 and 2"
+    }
+
+
+def test_a_checkpoint_of_the_first_format_can_be_read(tmp_path):
+    """As it was written before checkpoints had parts."""
+    folder = tmp_path / "step-000000007"
+    folder.mkdir()
+    state = {"step": 7, "weight": torch.arange(5.0), "random": [{"a": (1, 2)}]}
+    tree, tensors = flatten(state)
+    save_file(tensors, folder / "tensors.safetensors")
+    data = (folder / "tensors.safetensors").read_bytes()
+    facts = {
+        "format": 1,
+        "step": 7,
+        "tensors_bytes": len(data),
+        "tensors_xxh3": xxhash.xxh3_64_hexdigest(data),
+    }
+    rest = b'",' + json.dumps(facts)[1:-1].encode() + b',"tree":' + tree + b"}\n"
+    (folder / "state.json").write_bytes(b'{"checksum":"' + xxhash.xxh3_64_hexdigest(rest).encode() + rest)
+    found = newest(tmp_path)
+    assert (found.step, list(found.workers)) == (7, [])
+    assert found.state["random"] == state["random"]
+    assert torch.equal(found.state["weight"], state["weight"])
+    damage(folder)
+    with pytest.raises(CheckpointError, match="its checksum differs"):
+        newest(tmp_path)
 
 
 def test_an_unsuitable_checkpoint_is_skipped_with_the_reason(pair):

@@ -122,8 +122,10 @@ class Agent:
                 self._channel.send(self._listeners.open(message.port, steady=message.steady))
             case TryReach():
                 self._channel.send(Reached(attempt(message)))
-            case Interrupt():
-                if self._processes is not None:
+            case Interrupt(saves):
+                if self._processes is not None and saves:
+                    self._processes.terminate()
+                elif self._processes is not None:
                     self._processes.interrupt()
             case Finish():
                 self._finish()

@@ -15,6 +15,7 @@ from importlib import metadata
 from types import TracebackType
 from typing import Protocol
 
+from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.errors import Corrupt, LaunchError, PeerLost, WorkerError
 from echelon.observe.growth import Grown, write_grown
 from echelon.observe.run_folder import RunFolder
@@ -152,9 +153,16 @@ class AgentProcesses:
     """The workers that agents have started: watch them, end them; none is left behind."""
 
     def __init__(
-        self, folder: RunFolder, agents: Sequence[ConnectedAgent], starts: Sequence[Begin]
+        self,
+        folder: RunFolder,
+        agents: Sequence[ConnectedAgent],
+        starts: Sequence[Begin],
+        *,
+        saves: bool = False,
     ) -> None:
+        """`saves`: a worker may save and stop, which is no failure."""
         self._folder = folder
+        self._fine = (0, SAVED_AND_STOPPED) if saves else (0,)
         self._agents = list(agents)
         self._nodes = {worker.rank: worker.node for begin in starts for worker in begin.workers}
         self._of_agent = {
@@ -203,6 +211,11 @@ class AgentProcesses:
         """Send every worker the signal of Ctrl-C."""
         for agent in self._agents:
             agent.send(Interrupt())
+
+    def terminate(self) -> None:
+        """Ask every worker to save and stop."""
+        for agent in self._agents:
+            agent.send(Interrupt(saves=True))
 
     def end(self) -> None:
         """End every worker and every agent, and take what they wrote last."""
@@ -259,7 +272,9 @@ class AgentProcesses:
                 )
 
     def _failures(self) -> list[Failure]:
-        return [self._reason(rank, code) for rank, code in self.exit_codes().items() if code != 0]
+        return [
+            self._reason(rank, code) for rank, code in self.exit_codes().items() if code not in self._fine
+        ]
 
     def _reason(self, rank: int, code: int) -> Failure:
         if rank in self._lost:

@@ -151,7 +151,9 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag=True):
-    """Send the workers the signal of Ctrl-C."""
+    """Send the workers the signal of Ctrl-C, or ask them to save and stop."""
+
+    saves: bool = False
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):

@@ -267,6 +267,39 @@ class LevelsSynchronizer(IndependentSynchronizer):
             self._between.loaded()
         self._group.barrier()
 
+    def own_state(self) -> dict[str, Any]:
+        """Both levels' own states; without a server also the weights and the states of optimizers."""
+        state: dict[str, Any] = {
+            "inside": self._inside.own_state(),
+            "between": {} if self._between is None else self._between.own_state(),
+            "groups": [list(ranks) for ranks in self._cluster.groups],
+            "steps": [self._steps.get(id(optimizer), 0) for optimizer in self._optimizers],
+        }
+        if not self._served:
+            state["optimizers"] = [optimizer.state_dict() for optimizer in self._optimizers]
+            state["weights"] = [[p.detach().clone() for p in _parameters(o)] for o in self._optimizers]
+        return state
+
+    @torch.no_grad()
+    def restore_own(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take them over if the groups are the same; otherwise only how many steps there were."""
+        if not states or len(states[0].get("steps", ())) != len(self._optimizers):
+            return
+        for optimizer, steps in zip(self._optimizers, states[0]["steps"], strict=True):
+            self._steps[id(optimizer)] = steps
+        groups = [list(ranks) for ranks in self._cluster.groups]
+        if len(states) != self._group.size or states[0]["groups"] != groups:
+            return
+        mine = states[self._group.rank]
+        for optimizer, state in zip(self._optimizers, mine.get("optimizers", ()), strict=False):
+            optimizer.load_state_dict(state)
+        for optimizer, values in zip(self._optimizers, mine.get("weights", ()), strict=False):
+            for p, value in zip(_parameters(optimizer), values, strict=True):
+                p.copy_(value)
+        self._inside.restore_own([states[rank]["inside"] for rank in self._cluster.groups[self.unit]])
+        if self._between is not None:
+            self._between.restore_own([states[ranks[0]]["between"] for ranks in self._cluster.groups])
+
     def residuals(self) -> dict[str, Any]:
         """The residuals of the first member's codec."""
         return {} if self._between is None else self._between.residuals()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class _Weights:
                 where="--sync",
                 fix="convert the model to one type, or use --sync full",
             )
+        self.optimizer = optimizer
         self.parameters: list[nn.Parameter] = parameters
         self.memory: dict[str, Tensor] = {}
         self.steps = 0
@@ -203,6 +204,42 @@ class MixSynchronizer(IndependentSynchronizer):
             weights.kept = None
             weights.memory.clear()
             self._policy.start(weights.flat(), weights.memory)
+
+    def own_state(self) -> dict[str, Any]:
+        """This worker's weights, optimizer states, buffers, and what the policy keeps."""
+        return {
+            "weights": [
+                {
+                    "own": weights.flat() if weights.kept is None else weights.kept.clone(),
+                    "shown": weights.kept is not None,
+                    "memory": {name: value.clone() for name, value in weights.memory.items()},
+                    "steps": weights.steps,
+                    "optimizer": weights.optimizer.state_dict(),
+                }
+                for weights in self._weights
+            ],
+            "buffers": [[buffer.clone() for buffer in model.buffers()] for model in self._models],
+        }
+
+    @torch.no_grad()
+    def restore_own(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on with this worker's own weights; with another number of workers, with those shown."""
+        if not states or len(states[0].get("weights", ())) != len(self._weights):
+            return
+        for weights, saved in zip(self._weights, states[0]["weights"], strict=True):
+            weights.steps = saved["steps"]
+        if len(states) != self._group.size:
+            return
+        mine = states[self._group.rank]
+        for weights, saved in zip(self._weights, mine["weights"], strict=True):
+            weights.optimizer.load_state_dict(saved["optimizer"])
+            weights.memory = dict(saved["memory"])
+            weights.kept = saved["own"] if saved["shown"] else None
+            if not saved["shown"]:
+                weights.put(saved["own"])
+        for model, buffers in zip(self._models, mine["buffers"], strict=True):
+            for buffer, value in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(value)
 
     def finish(self) -> None:
         """End with the same weights on all workers."""

@@ -44,6 +44,7 @@ class ReduceSynchronizer(Synchronizer):
     """
 
     meets_every_step = True
+    same_on_all = True
 
     def __init__(
         self,

@@ -6,7 +6,8 @@ its own optimizer; of two writes at the same time, one may be lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ class ShareSynchronizer(IndependentSynchronizer):
         super().__init__(group, "hogwild", explain)
         self._observer = observer
         self._handles: list[Callable[[], None]] = []
+        self._optimizers: list[Optimizer] = []
 
     def add(self, model: nn.Module, rules: ModelOptions) -> None:
         """Move the parameters to memory that the first worker creates and all workers map."""
@@ -50,6 +52,7 @@ class ShareSynchronizer(IndependentSynchronizer):
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
         """Call `before` and `after` around the optimizer's own steps."""
+        self._optimizers.append(optimizer)
         self._handles.append(optimizer.register_step_pre_hook(lambda *_: before()).remove)
         self._handles.append(optimizer.register_step_post_hook(lambda *_: after()).remove)
 
@@ -61,6 +64,21 @@ class ShareSynchronizer(IndependentSynchronizer):
     def before_save(self) -> None:
         """Wait until no worker writes, since the leader reads now."""
         self._group.barrier()
+
+    def after_save(self) -> None:
+        """Nobody writes before the leader has read."""
+        self._group.barrier()
+
+    def own_state(self) -> dict[str, Any]:
+        """The states of this worker's optimizers."""
+        return {"optimizers": [optimizer.state_dict() for optimizer in self._optimizers]}
+
+    def restore_own(self, states: Sequence[dict[str, Any]]) -> None:
+        """Load them, if there are as many workers as there were."""
+        if len(states) == self._group.size and "optimizers" in states[self._group.rank]:
+            saved = states[self._group.rank]["optimizers"]
+            for optimizer, state in zip(self._optimizers, saved, strict=True):
+                optimizer.load_state_dict(state)
 
     def loaded(self) -> None:
         """Wait until every worker has written the loaded weights."""

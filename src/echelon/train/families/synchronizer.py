@@ -49,6 +49,9 @@ class Synchronizer(ABC):
     meets_every_step = False
     """Whether all workers take the same steps, and wait for the slowest in each."""
 
+    same_on_all = False
+    """Whether models and optimizers are the same on all workers after a step, until the next one."""
+
     claims = False
     """Whether workers claim parts of batches from a common order, as they need them."""
 
@@ -133,6 +136,14 @@ class Synchronizer(ABC):
 
     def loaded(self) -> None:
         """All workers have loaded a checkpoint's weights and states."""
+        return
+
+    def own_state(self) -> dict[str, Any]:
+        """What only this worker has, for a checkpoint, besides codec states; before `before_save`."""
+        return {}
+
+    def restore_own(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over the own states of a checkpoint's workers, by rank; after `loaded`."""
         return
 
     def residuals(self) -> dict[str, Any]:
