@@ -131,7 +131,7 @@ class _Shown:
             _say(errors, failure.text.rstrip())
         elif last_lines.strip() and not (failure.rank == 0 and self._script):
             _say(errors, f"rank {failure.rank} printed last:\n{last_lines.rstrip()}")
-        _say(errors, f"rank {failure.rank} on {outcome.node} failed: {failure.cause}")
+        _say(errors, failure.sentence(outcome.node))
         if failure.kind == "EOFError" and failure.rank > 0:
             _say(errors, "  why: only rank 0 has the launcher's input; ask there, with session.is_leader")
         if outcome.alike:

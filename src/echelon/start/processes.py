@@ -20,7 +20,7 @@ from types import TracebackType
 from echelon.errors import LaunchError
 from echelon.observe.run_folder import RunFolder
 from echelon.start.command import WorkerCommand
-from echelon.start.failure import Failure, first, from_exit, read_failure
+from echelon.start.failure import Failure, decide, evidence
 from echelon.start.forked import CAN_FORK, ForkedWorker, Template
 from echelon.start.input import WorkerInput
 
@@ -111,8 +111,9 @@ class WorkerProcesses:
     def failure(self) -> Failure | None:
         """The failure that caused the others, once any worker has failed.
 
-        A worker that fails because of another may end before it, so the launcher waits a moment for the
-        other. Then it waits for the rest, so that they can write to their logs which worker they lost.
+        Workers hand over their errors when they happen, so one that is slow to exit is named as well. A
+        worker that fails because of another may be earlier than that one, so the launcher waits a moment
+        for it. Then it waits for the rest, so that they can write to their logs which worker they lost.
         """
         found = self._failures()
         if not found:
@@ -124,17 +125,10 @@ class WorkerProcesses:
         deadline = time.monotonic() + _LAST_LOGS_S
         while not self.all_done_so_far() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return first(self._failures())
+        return decide(self._failures(), self.exit_codes())
 
     def _failures(self) -> list[Failure]:
-        return [self._reason(rank, code) for rank, code in self.exit_codes().items() if code != 0]
-
-    def _reason(self, rank: int, code: int) -> Failure:
-        told = read_failure(self._folder.error_of(rank))
-        if told is not None:
-            return told
-        log = self._folder.log_of(rank)
-        return from_exit(rank, code, log.stat().st_mtime if log.exists() else time.time())
+        return evidence(self._folder, self.exit_codes())
 
     def interrupt(self) -> None:
         """Send every worker the signal of Ctrl-C."""

@@ -389,6 +389,7 @@ class _Watch:
         self._joined: set[int] = set()
         self._joined_at: float | None = None
         self._step: int | None = None
+        self._code = 0
 
     def note(self, text: str) -> None:
         """Record a note that is shown when workers start."""
@@ -424,10 +425,17 @@ class _Watch:
                 if len(self._stopped) > 1 or time.monotonic() - interrupted_at > _INTERRUPT_GRACE_S:
                     return None
                 continue
-            failure = processes.failure()
+            failure = self._failure(processes)
             if failure is not None:
                 return failure
-        return None if self._stopped else processes.failure()
+        return None if self._stopped else self._failure(processes)
+
+    def _failure(self, processes: Processes) -> Failure | None:
+        failure = processes.failure()
+        if failure is not None:
+            # Before the others are ended: a worker that ended well, or has not ended, failed all the same.
+            self._code = processes.exit_codes().get(failure.rank) or 1
+        return failure
 
     def _look(self) -> None:
         """Show new output and events."""
@@ -465,10 +473,9 @@ class _Watch:
         elif failure is not None:
             outcome, detail = (
                 "failed",
-                f"rank {failure.rank}: {failure.cause}",
+                failure.cause if failure.unclear else f"rank {failure.rank}: {failure.cause}",
             )
-            exit_code = processes.exit_codes()[failure.rank]
-            code = exit_code if exit_code > 0 else 128 - exit_code
+            code = self._code if self._code > 0 else 128 - self._code
             self._recorder.emit(
                 WorkerFailed(
                     t=failure.t,

@@ -127,13 +127,15 @@ def _write_failure(kind: type[BaseException], error: BaseException, text: str) -
     if not folder:
         return ""
     rank = int(os.environ.get("RANK", "0"))
+    consequence = isinstance(error, WorkerError) and not _is_own(error, rank)
     failure = Failure(
         rank=rank,
         t=time.time(),
         kind=kind.__name__,
         message=str(error),
         text=text,
-        consequence=isinstance(error, WorkerError) and not _is_own(error, rank),
+        consequence=consequence,
+        blamed=tuple(error.ranks) if consequence and isinstance(error, WorkerError) else (),
     )
     path = RunFolder(Path(folder)).error_of(rank)
     try:
