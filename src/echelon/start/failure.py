@@ -71,6 +71,9 @@ def decide(failures: Iterable[Failure], codes: Mapping[int, int]) -> Failure | N
         witness = first(one for one in found if rank in one.blamed)
         assert witness is not None
         return _accused(rank, codes.get(rank), witness)
+    cause = first(one for one in found if one.rank in accused and not one.blamed)
+    if cause is not None:  # it blames nobody, so its error is the reason
+        return cause
     if accused:
         return _mutual(found, accused)
     return reported

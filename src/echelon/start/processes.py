@@ -1,6 +1,7 @@
 """The worker processes of one run: start them, watch them, end them. None is left behind.
 
-Every worker leads a process group of its own, so that the processes it starts end with it. A worker's
+Every worker leads a process group of its own, so that the processes it starts end with it; those in
+sessions of their own, and those of a launcher that is killed, are ended by left_behind.py. A worker's
 output goes straight to its log file, so neither worker nor launcher can block the other; what it reads is
 said in input.py.
 
@@ -23,6 +24,7 @@ from echelon.start.command import WorkerCommand
 from echelon.start.failure import Failure, decide, evidence
 from echelon.start.forked import CAN_FORK, ForkedWorker, Template
 from echelon.start.input import WorkerInput
+from echelon.start.left_behind import Guardian
 
 _GRACE_S = 0.3
 _SETTLE_S = 0.4
@@ -40,6 +42,7 @@ class WorkerProcesses:
         self._template: Template | None = None
         self._ending = False
         self._input = WorkerInput()
+        self._guardian = Guardian(folder.path)
         forkable = [command for command in commands if command.program]
         try:
             if CAN_FORK and len(forkable) > 1:
@@ -98,6 +101,11 @@ class WorkerProcesses:
         on_node = (process for rank, process in self._processes.items() if self.node_of(rank) == node)
         return [process.pid for process in on_node if process.pid is not None]
 
+    def pid_of(self, rank: int) -> int | None:
+        """A worker's process id; None as long as it has not been started."""
+        process = self._processes.get(rank)
+        return process.pid if process is not None else None
+
     def exit_codes(self) -> dict[int, int]:
         """The exit codes of the workers that have ended; negative is a signal."""
         self._exec_unforked()
@@ -149,6 +157,7 @@ class WorkerProcesses:
             self._template.end(_LAST_LOGS_S)
         for process in self._processes.values():
             process.wait()
+        self._guardian.end()
         self._input.close()
 
     def all_done_so_far(self) -> bool:

@@ -28,6 +28,7 @@ import msgspec
 
 from echelon.config.allowed import allow_names_in
 from echelon.errors import EchelonError, GradientError, LaunchError, MismatchedCalls, WorkerError
+from echelon.observe import stacks
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
 from echelon.start.failure import Failure
@@ -49,6 +50,7 @@ def run_program(program: Sequence[str]) -> None:
     """Run a script with its arguments, or a module: `-m`, its name, its arguments."""
     survive_a_full_disk()
     faulthandler.enable()
+    stacks.answer()
     _hand_on_warnings()
     sys.excepthook = _keep_error
     _allow_planned(program)

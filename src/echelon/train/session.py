@@ -33,6 +33,7 @@ from echelon.comm.memory.rails import machines
 from echelon.config.choices import FactorRule, Overlap, check_word
 from echelon.errors import ConfigError, EchelonError
 from echelon.observe.events import EpochEnded
+from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.plan.shares import ShareTable, Slice
@@ -239,6 +240,7 @@ class Session(ScriptCheckpoints):
         for position, thing in enumerate(things):
             out.append(self._take(thing, position, batch, rules, models, facts))
         consistency.check(self._group, facts, [worker.node for worker in self._plan.workers])
+        self._guard.same_samples([one for one in out if isinstance(one, SharedLoader)])
         self._profiling.preparing(models)
         for model in models:
             self._synchronizer.add(model, rules)
@@ -545,6 +547,7 @@ class Session(ScriptCheckpoints):
             if self._rendezvous is not None:
                 self._rendezvous.linger()
         finally:
+            tell(WorkerPhase.LEFT)
             self._record.end(cause)  # last: by now the other workers have written their events
             atexit.unregister(self.close)
 

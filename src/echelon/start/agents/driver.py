@@ -181,6 +181,10 @@ class AgentProcesses:
         """None that this machine could signal."""
         return []
 
+    def pid_of(self, rank: int) -> int | None:
+        """None that this machine could signal."""
+        return None
+
     def exit_codes(self) -> dict[int, int]:
         """The exit codes of the workers that have ended; negative is a signal."""
         self._listen()
