@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import random
-import time
 
 import numpy as np
 import pytest
@@ -158,6 +157,30 @@ def test_nan_is_told_by_the_worker_on_which_it_begins_and_ends_the_run_in_the_we
     assert 0 not in error.ranks
 
 
+def skipping(rank_that_skips):
+    with echelon.join(**WAIT) as session:
+        model, optimizer, loader = job(session, samples=80)
+
+        def train():
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                if session.step != 4 or session.rank != rank_that_skips or session.step in skipped:
+                    optimizer.step()
+                else:
+                    skipped.append(session.step)
+
+        skipped = []
+        return attempt(train), session.step
+
+
+def test_a_worker_that_skips_an_optimizer_step_is_named_in_the_next_step(warm_pool):
+    for rank, (error, step) in enumerate(warm_pool.run(3, skipping, 1)):
+        assert isinstance(error, WorkerError)
+        assert "different numbers of optimizer steps: rank 1 on" in str(error) or rank != 1
+        assert step <= 6
+
+
 class Numbered(torch.utils.data.Dataset):
     """Samples by index, which are other ones on some workers, or random on all."""
 
@@ -170,7 +193,7 @@ class Numbered(torch.utils.data.Dataset):
     def __getitem__(self, index):
         noise = torch.rand(()) if self.how == "augmented" else 0.0
         if self.how == "random":
-            noise = time.perf_counter_ns()
+            noise = random.SystemRandom().random()
         return torch.full((3,), float(index)) + self.shift + noise, torch.zeros(1)
 
 

@@ -25,6 +25,7 @@ from echelon.observe.run_folder import RunFolder
 from echelon.observe.stall import ranks
 from echelon.plan.plan import Plan
 from echelon.start.failure import Failure
+from echelon.start.module import check_module
 from echelon.start.run import RunResult, Target, run
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
@@ -169,6 +170,8 @@ def _run(
             where=str(Path.cwd()),
             fix="give its path; options of echelon go before it, the script's own after it",
         )
+    if module:
+        check_module(script)
     argv = ["-m", script, *(args or [])] if module else [script, *(args or [])]
     target = Target(argv=argv, name=Path(script).stem, plans=True)
     _show(resolved, target, Console(stderr=True), sys.stdout.buffer)

@@ -161,7 +161,7 @@ class Progress:
         return self._line(self._position(summary), before)
 
     def _about_stall(self, now: float) -> list[str]:
-        """Without a panel: who is missing, after some seconds and at each doubling, and that steps go on."""
+        """Without a panel: who is missing, after seconds and at each doubling, and that steps go on."""
         stall = None if self._over or not self._lines else self._stalls.look(now)
         if stall is None:
             said_s, self._stall_said_s = self._stall_said_s, 0.0

@@ -10,6 +10,7 @@ input.py      what workers read: the leader what the launcher was given, the oth
 output.py     what the launcher shows of the leader's log
 failure.py    which worker failed first, and why
 whereabouts.py  where are workers that others wait for, or that go on without the others?
+module.py     is there a module of this name, for `run -m`?
 lingering.py  do some workers end, or go on, without the others?
 left_behind.py  which processes has a run left behind, and how are they ended?
 few_steps.py  a few steps of a run, and then no more: what a step takes, what a script's step costs

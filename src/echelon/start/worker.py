@@ -27,12 +27,13 @@ from types import TracebackType
 import msgspec
 
 from echelon.config.allowed import allow_names_in
-from echelon.errors import EchelonError, GradientError, LaunchError, MismatchedCalls, WorkerError
+from echelon.errors import EchelonError, GradientError, MismatchedCalls, WorkerError
 from echelon.observe import stacks
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
 from echelon.start.failure import Failure
 from echelon.start.log_file import survive_a_full_disk
+from echelon.start.module import missing_module
 from echelon.start.warn import WarningHandler
 from echelon.train.user_traceback import hide_wrappers
 
@@ -76,11 +77,7 @@ def _check_module(name: str) -> None:
             raise
         found = None
     if found is None:
-        raise LaunchError(
-            f"there is no module {name}",
-            where="run -m",
-            fix="check the name, and that the module is installed or in the current folder",
-        )
+        raise missing_module(name)
 
 
 def _allow_planned(program: Sequence[str]) -> None:

@@ -108,7 +108,7 @@ def sample_digests(loader: SharedLoader) -> list[int]:
     nothing = [0] * len(_PLACES)
     data = loader.dataset
     known = isinstance(data, Subset | ConcatDataset | ChunkDataset | TensorDataset)
-    if known or loader.streams or not hasattr(data, "__len__") or getattr(loader, "num_workers", 0):
+    if known or loader.streams or not hasattr(data, "__len__") or loader.num_workers:
         return nothing
     count, begun = len(data), time.perf_counter()
     found = list(nothing)
@@ -176,7 +176,7 @@ def compare_samples(group: Group, loaders: list[SharedLoader], nodes: list[str])
         found = differing_samples([one[at] for one in by_rank])
         if found is not None:
             place, rank = found
-            index = int(_PLACES[place] * (len(loader.dataset) - 1))
+            index = int(_PLACES[place] * (len(loader.dataset) - 1))  # type: ignore[arg-type]
             return (
                 f"workers have different data: sample {index} of loader {loader.index} differs on rank "
                 f"{rank} on {nodes[rank]}. Each worker draws its share of indices from its own data set, "

@@ -493,6 +493,8 @@ class Session(ScriptCheckpoints):
             self._weights.stepping()
         self._synchronizer.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
         self._verifier.stepping(optimizer)
+        if self._auto_shares is not None:
+            self._auto_shares.stepping(self._group.names)
         self._guard.stepping(optimizer)
         if self._current is not None:
             self._current.trains = True

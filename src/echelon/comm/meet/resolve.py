@@ -1,4 +1,4 @@
-"""Does the leader's name lead to an address? If not, it is said at once: but a machine may still come up."""
+"""Does the leader's name lead to an address? If not, it is said at once; a machine may still come up."""
 
 from __future__ import annotations
 
