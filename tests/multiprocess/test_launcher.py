@@ -207,7 +207,7 @@ def test_module_runs_as_python_m_runs_it(tmp_path):
 
 def test_missing_module_fails_without_a_traceback(tmp_path):
     done = _echelon(tmp_path, "run", "-m", "no_such_module")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "no_such_module" in done.stderr
     assert "Traceback" not in done.stderr
 
