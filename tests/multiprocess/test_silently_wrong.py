@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import echelon
-from echelon.errors import ConfigError, DataError, ModelError, WorkerError
+from echelon.errors import ConfigError, DataError, GradientError, ModelError, WorkerError
 
 WAIT = {"record": False, "round_timeout_s": 90}
 
@@ -145,11 +145,74 @@ def test_gradients_set_by_hand_must_be_the_same_on_all_workers(warm_pool):
         assert "session.all_reduce(p.grad" in error.fix
 
 
-def test_gradient_that_is_not_finite_is_told_by_the_worker_that_has_it(warm_pool):
-    (_, leader), (_, other) = warm_pool.run(2, drifting, "nan")
+def test_nan_is_told_by_the_worker_on_which_it_begins_and_ends_the_run_in_the_weights(warm_pool):
+    (error, leader), (own, other) = warm_pool.run(2, drifting, "nan")
     assert any("rank 1" in text and "NaN or infinite" in text for text in other)
-    assert any("holds NaN or infinity" in text for text in leader)
     assert not any("rank 0" in text for text in leader)
+    assert isinstance(own, GradientError)
+    assert own.ranks == (1,)
+    assert "holds NaN" in str(own)
+    assert "rank 1" in str(own)
+    assert isinstance(error, WorkerError)
+    assert 0 not in error.ranks
+
+
+def skipping(rank_that_skips):
+    with echelon.join(**WAIT) as session:
+        model, optimizer, loader = job(session, samples=80)
+
+        def train():
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                if session.step != 4 or session.rank != rank_that_skips or session.step in skipped:
+                    optimizer.step()
+                else:
+                    skipped.append(session.step)
+
+        skipped = []
+        return attempt(train), session.step
+
+
+def test_a_worker_that_skips_an_optimizer_step_is_named_in_the_next_step(warm_pool):
+    for rank, (error, step) in enumerate(warm_pool.run(3, skipping, 1)):
+        assert isinstance(error, WorkerError)
+        assert "different numbers of optimizer steps: rank 1 on" in str(error) or rank != 1
+        assert step <= 6
+
+
+class Numbered(torch.utils.data.Dataset):
+    """Samples by index, which are other ones on some workers, or random on all."""
+
+    def __init__(self, how, rank):
+        self.how, self.shift = how, 0.5 if how == "differs" and rank == 1 else 0.0
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        noise = torch.rand(()) if self.how == "augmented" else 0.0
+        if self.how == "random":
+            noise = random.SystemRandom().random()
+        return torch.full((3,), float(index)) + self.shift + noise, torch.zeros(1)
+
+
+def with_own_data(how):
+    with echelon.join(**WAIT) as session:
+        heard = Heard()
+        torch.manual_seed(3)
+        model, data = nn.Linear(3, 1), Numbered(how, session.rank)
+        before = torch.get_rng_state()
+        session.prepare(model, torch.utils.data.DataLoader(data, batch_size=4), random="same")
+        assert torch.equal(before, torch.get_rng_state())
+        return heard.texts
+
+
+@pytest.mark.parametrize(("how", "told"), [("same", 0), ("differs", 1), ("augmented", 0), ("random", 0)])
+def test_samples_that_differ_between_workers_are_told_when_they_can_be_compared(warm_pool, how, told):
+    leader, *_ = warm_pool.run(2, with_own_data, how)
+    found = [text for text in leader if "sample 0 of loader 0 differs on rank 1" in text]
+    assert len(found) == told
 
 
 def replaced(how):

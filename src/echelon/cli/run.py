@@ -27,6 +27,7 @@ from echelon.observe.run_folder import RunFolder
 from echelon.observe.stall import ranks
 from echelon.plan.plan import Plan
 from echelon.start.failure import Failure
+from echelon.start.module import check_module
 from echelon.start.run import RunResult, Target, run
 from echelon.zoo.dataset import DATASETS
 from echelon.zoo.model import MODELS
@@ -138,7 +139,7 @@ class _Shown:
             _say(errors, failure.text.rstrip())
         elif last_lines.strip() and not (failure.rank == 0 and self._script):
             _say(errors, f"rank {failure.rank} printed last:\n{last_lines.rstrip()}")
-        _say(errors, f"rank {failure.rank} on {outcome.node} failed: {failure.cause}")
+        _say(errors, failure.sentence(outcome.node))
         if failure.kind == "EOFError" and failure.rank > 0:
             _say(errors, "  why: only rank 0 has the launcher's input; ask there, with session.is_leader")
         if outcome.alike:
@@ -177,6 +178,8 @@ def _run(
             fix="give its path; options of echelon go before it, the script's own after it",
         )
     _check_checkpoint(resolved.settings)
+    if module:
+        check_module(script)
     argv = ["-m", script, *(args or [])] if module else [script, *(args or [])]
     target = Target(argv=argv, name=Path(script).stem, plans=True)
     show_run(resolved, target, Console(stderr=True), sys.stdout.buffer)

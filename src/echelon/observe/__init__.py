@@ -2,7 +2,8 @@
 
 events.py      the typed events; all other files here work from them
 run_folder.py  the paths of a run's files
-readiness.py   how far each worker is, for the launcher of a lab
+readiness.py   how far each worker is, for the launcher
+stacks.py      where is a worker's main thread now? For the launcher
 recorder.py    writes one worker's events, cheaply
 growth.py      what a run's folder has gained, for workers that do not share the record's disk
 follow.py      reads the events of a run, also while it is running

@@ -39,6 +39,7 @@ from echelon.observe.worker_figures import WorkerSummary
 _LINE_EVERY_S = 10.0
 _RECENT_S = 5.0
 _HELD_S = 0.5
+_STALL_S = 5.0
 _BAR_WIDTH = 24
 _PENDING_ROUNDS = 1000
 _AROUND_WORKERS = 4  # lines of the panel that are not workers: position, figures, a line between, headings
@@ -160,12 +161,12 @@ class Progress:
         return self._line(self._position(summary), before)
 
     def _about_stall(self, now: float) -> list[str]:
-        """Without a panel: who is missing, after ten seconds and at each doubling, and that steps go on."""
+        """Without a panel: who is missing, after seconds and at each doubling, and that steps go on."""
         stall = None if self._over or not self._lines else self._stalls.look(now)
         if stall is None:
             said_s, self._stall_said_s = self._stall_said_s, 0.0
             return ["steps go on"] if said_s and not self._over else []
-        if stall.seconds < max(_LINE_EVERY_S, 2 * self._stall_said_s) or not (stall.missing or stall.doing):
+        if stall.seconds < max(_STALL_S, 2 * self._stall_said_s) or not (stall.missing or stall.doing):
             return []
         self._stall_said_s = stall.seconds
         return [str(stall)]

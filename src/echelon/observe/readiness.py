@@ -1,8 +1,8 @@
-"""How far each worker is: its script runs, it has joined, it trains. The launcher of a lab asks.
+"""How far each worker is: its script runs, it joins, it trains, it has left. The launcher asks.
 
-A worker says it by an empty file in the run's `ready/`, which exists only while a launcher asks: elsewhere
-nothing is written. It does not depend on the record, so it works with `record=False`, and for scripts that
-never join.
+A worker says it by an empty file in the run's `ready/`, which exists only while a launcher on its machine
+asks: elsewhere nothing is written. It does not depend on the record, so it works with `record=False`, and
+for scripts that never join.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ class WorkerPhase(IntEnum):
     """How far a worker is; a later phase has a larger number."""
 
     RUNNING = 1
-    JOINED = 2
-    TRAINING = 3
+    JOINING = 2
+    JOINED = 3
+    TRAINING = 4
+    LEFT = 5
 
 
 def tell(phase: WorkerPhase, environment: Mapping[str, str] = os.environ) -> None:
@@ -44,6 +46,8 @@ def told(folder: RunFolder) -> dict[int, WorkerPhase]:
     with suppress(OSError):
         for file in folder.ready.iterdir():
             rank, _, phase = file.name.partition(".")
+            if phase.upper() not in WorkerPhase.__members__:
+                continue  # a stack: see stacks.py
             number = int(rank)
             found[number] = max(WorkerPhase[phase.upper()], found.get(number, WorkerPhase.RUNNING))
     return found

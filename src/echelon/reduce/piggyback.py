@@ -12,19 +12,30 @@ import torch
 from torch import Tensor
 
 _EXACT = (torch.float32, torch.float64)
+_MOST_COUNTED = 1 << 20  # float32 holds it exactly
 
 
 class Piggyback:
     """The rows of all workers; `tell` gives this worker's for the next round, or None if there is nothing.
 
-    Whether there is something is the same on all workers.
+    Whether there is something is the same on all workers. `count` is a number that must be the same on all
+    workers in every round, such as that of the steps that were taken; `apart` are the first ones, by rank,
+    that were not.
     """
 
     def __init__(
-        self, rank: int, workers: int, width: int, tell: Callable[[], Sequence[float] | None]
+        self,
+        rank: int,
+        workers: int,
+        width: int,
+        tell: Callable[[], Sequence[float] | None],
+        count: Callable[[], int] = lambda: 0,
     ) -> None:
+        self.apart: list[int] | None = None
         self._rank = rank
-        self._shape = workers, width
+        self._shape = workers, width + 1
+        self._count = count
+        self._counted = 0
         self._tell = tell
         self._told = False
         self._rows: list[list[float]] | None = None
@@ -45,12 +56,19 @@ class Piggyback:
         room.zero_()
         row = self._tell()
         self._told = row is not None
+        self._counted = self._count() % _MOST_COUNTED
         if row is not None:
-            room.view(self._shape)[self._rank] = torch.tensor(row, dtype=torch.float64)
+            room.view(self._shape)[self._rank] = torch.tensor([*row, self._counted], dtype=torch.float64)
+        else:
+            room[(self._rank + 1) * self._shape[1] - 1] = self._counted
 
     def landed(self, room: Tensor) -> None:
         """Read the rows of all workers."""
-        self._rows = room.view(self._shape).tolist() if self._told else None
+        width = self._shape[1]
+        counts = room[width - 1 :: width].tolist()
+        if self.apart is None and counts != [self._counted] * len(counts):
+            self.apart = [round(one) for one in counts]
+        self._rows = [row[:-1] for row in room.view(self._shape).tolist()] if self._told else None
 
     def take(self) -> list[list[float]] | None:
         """The rows of the last round, by rank, once; None if nothing was told."""

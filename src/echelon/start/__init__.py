@@ -9,6 +9,10 @@ processes.py  the worker processes of one run: start, watch, end; none is left b
 input.py      what workers read: the leader what the launcher was given, the others nothing
 output.py     what the launcher shows of the leader's log
 failure.py    which worker failed first, and why
+whereabouts.py  where are workers that others wait for, or that go on without the others?
+module.py     is there a module of this name, for `run -m`?
+lingering.py  do some workers end, or go on, without the others?
+left_behind.py  which processes has a run left behind, and how are they ended?
 few_steps.py  a few steps of a run, and then no more: what a step takes, what a script's step costs
 planning.py   which machines and which job is to be planned? From a lab, hosts, a file, a run
 planned.py    a run by a plan's file: is it right for this place, and what does it decide?

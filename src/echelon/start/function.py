@@ -101,7 +101,7 @@ def _results(outcome: RunResult) -> list[Any]:
     if failure is not None:
         told = _read(outcome.folder, failure.rank)
         error = FunctionFailed(
-            f"rank {failure.rank} on {outcome.node} failed: {failure.cause}",
+            failure.sentence(outcome.node),
             ranks=(failure.rank, *outcome.alike),
             where=str(outcome.folder.log_of(failure.rank)),
         )

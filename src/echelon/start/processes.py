@@ -1,6 +1,7 @@
 """The worker processes of one run: start them, watch them, end them. None is left behind.
 
-Every worker leads a process group of its own, so that the processes it starts end with it. A worker's
+Every worker leads a process group of its own, so that the processes it starts end with it; those in
+sessions of their own, and those of a launcher that is killed, are ended by left_behind.py. A worker's
 output goes straight to its log file, so neither worker nor launcher can block the other; what it reads is
 said in input.py.
 
@@ -22,9 +23,10 @@ from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.errors import LaunchError
 from echelon.observe.run_folder import RunFolder
 from echelon.start.command import WorkerCommand
-from echelon.start.failure import Failure, first, from_exit, read_failure
+from echelon.start.failure import Failure, decide, evidence
 from echelon.start.forked import CAN_FORK, ForkedWorker, Template
 from echelon.start.input import WorkerInput
+from echelon.start.left_behind import Guardian
 
 _GRACE_S = 0.3
 _SETTLE_S = 0.4
@@ -46,6 +48,7 @@ class WorkerProcesses:
         self._template: Template | None = None
         self._ending = False
         self._input = WorkerInput()
+        self._guardian = Guardian(folder.path)
         forkable = [command for command in commands if command.program]
         try:
             if CAN_FORK and len(forkable) > 1:
@@ -104,6 +107,11 @@ class WorkerProcesses:
         on_node = (process for rank, process in self._processes.items() if self.node_of(rank) == node)
         return [process.pid for process in on_node if process.pid is not None]
 
+    def pid_of(self, rank: int) -> int | None:
+        """A worker's process id; None as long as it has not been started."""
+        process = self._processes.get(rank)
+        return process.pid if process is not None else None
+
     def exit_codes(self) -> dict[int, int]:
         """The exit codes of the workers that have ended; negative is a signal."""
         self._exec_unforked()
@@ -117,8 +125,9 @@ class WorkerProcesses:
     def failure(self) -> Failure | None:
         """The failure that caused the others, once any worker has failed.
 
-        A worker that fails because of another may end before it, so the launcher waits a moment for the
-        other. Then it waits for the rest, so that they can write to their logs which worker they lost.
+        Workers hand over their errors when they happen, so one that is slow to exit is named as well. A
+        worker that fails because of another may be earlier than that one, so the launcher waits a moment
+        for it. Then it waits for the rest, so that they can write to their logs which worker they lost.
         """
         found = self._failures()
         if not found:
@@ -130,19 +139,10 @@ class WorkerProcesses:
         deadline = time.monotonic() + _LAST_LOGS_S
         while not self.all_done_so_far() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return first(self._failures())
+        return decide(self._failures(), self.exit_codes())
 
     def _failures(self) -> list[Failure]:
-        return [
-            self._reason(rank, code) for rank, code in self.exit_codes().items() if code not in self._fine
-        ]
-
-    def _reason(self, rank: int, code: int) -> Failure:
-        told = read_failure(self._folder.error_of(rank))
-        if told is not None:
-            return told
-        log = self._folder.log_of(rank)
-        return from_exit(rank, code, log.stat().st_mtime if log.exists() else time.time())
+        return evidence(self._folder, self.exit_codes(), self._fine)
 
     def interrupt(self) -> None:
         """Send every worker the signal of Ctrl-C."""
@@ -170,6 +170,7 @@ class WorkerProcesses:
             self._template.end(_LAST_LOGS_S)
         for process in self._processes.values():
             process.wait()
+        self._guardian.end()
         self._input.close()
 
     def all_done_so_far(self) -> bool:

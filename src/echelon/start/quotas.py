@@ -38,11 +38,12 @@ class QuotaTrigger:
         waits = all(rank in ended for rank in range(self._workers))  # there is nothing left to limit
         for rank in range(self._workers):
             phase = phases.get(rank)
-            if rank in ended or phase is WorkerPhase.TRAINING:
+            if rank in ended or (phase is not None and phase >= WorkerPhase.TRAINING):
                 continue
             if phase is None:
                 waits = True
                 continue
+            phase = WorkerPhase.RUNNING if phase is WorkerPhase.JOINING else phase
             for_s = now - self._since.setdefault((rank, phase), now)
             bound_s = JOINED_S if phase is WorkerPhase.JOINED else RUNNING_S
             waits |= not self._bounded or for_s < bound_s
@@ -51,7 +52,7 @@ class QuotaTrigger:
 
     def awaited(self, phases: Mapping[int, WorkerPhase]) -> str:
         """What was awaited, for a run that ends before."""
-        late = [rank for rank in range(self._workers) if phases.get(rank) is not WorkerPhase.TRAINING]
+        late = [rank for rank in range(self._workers) if phases.get(rank, 0) < WorkerPhase.TRAINING]
         return f"{_ranks(late)} had not begun to train" if late else "all had only just begun to train"
 
 

@@ -37,6 +37,7 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError, LaunchError
+from echelon.observe import readiness
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -67,6 +68,7 @@ from echelon.start.output import LeaderOutput
 from echelon.start.planned import NO_PLAN, by_plan, in_order_of_plan
 from echelon.start.processes import WorkerProcesses
 from echelon.start.recorded_command import RecordedCommand
+from echelon.start.whereabouts import Whereabouts
 from echelon.sync.cluster import planned_cluster
 from echelon.train.checks import check_plan
 
@@ -431,6 +433,8 @@ class _Watch:
         self._joined: set[int] = set()
         self._joined_at: float | None = None
         self._step: int | None = None
+        self._code = 0
+        self._whereabouts = Whereabouts(folder, plan, recorder)
 
     def note(self, text: str) -> None:
         """Record a note that is shown when workers start."""
@@ -442,12 +446,16 @@ class _Watch:
         self._watcher.starting(self._folder, self._plan, self._notes)
         if self._course is not None:
             self._course.begin()
+        readiness.ask(self._folder)
         with start() as processes:
             if self._course is not None:
                 self._course.started(processes.pids_on)
             failure = self._until_done(processes)
+            if failure is not None:
+                self._look()
         if self._course is not None:
             self._emit(self._course.end(completed=failure is None and not self._stopped))
+        readiness.forget(self._folder)
         self._look()
         self._show(self._output.rest(failure))
         return failure, self._conclude(processes, failure)
@@ -469,10 +477,17 @@ class _Watch:
                 if self._is_over(time.monotonic() - interrupted_at):
                     return None
                 continue
-            failure = processes.failure()
+            failure = self._failure(processes)
             if failure is not None:
                 return failure
-        return None if self._stopped else processes.failure()
+        return None if self._stopped else self._failure(processes)
+
+    def _failure(self, processes: Processes) -> Failure | None:
+        failure = processes.failure() or self._whereabouts.look(processes)
+        if failure is not None:
+            # Before the others are ended: a worker that ended well, or has not ended, failed all the same.
+            self._code = processes.exit_codes().get(failure.rank) or 1
+        return failure
 
     @property
     def _is_to_save(self) -> bool:
@@ -490,6 +505,7 @@ class _Watch:
         output = self._output.read()  # before the events, so that what they tell comes first
         events = self._follower.poll()
         for event in events:
+            self._whereabouts.take(event)
             if isinstance(event, WorkerJoined):
                 self._joined.add(event.rank)
             elif isinstance(event, StepEnded) and event.rank == 0:
@@ -524,10 +540,9 @@ class _Watch:
         elif failure is not None:
             outcome, detail = (
                 "failed",
-                f"rank {failure.rank}: {failure.cause}",
+                failure.cause if failure.unclear else f"rank {failure.rank}: {failure.cause}",
             )
-            exit_code = processes.exit_codes()[failure.rank]
-            code = exit_code if exit_code > 0 else 128 - exit_code
+            code = self._code if self._code > 0 else 128 - self._code
             self._recorder.emit(
                 WorkerFailed(
                     t=failure.t,

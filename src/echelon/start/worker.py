@@ -27,11 +27,13 @@ from types import TracebackType
 import msgspec
 
 from echelon.config.allowed import allow_names_in
-from echelon.errors import EchelonError, GradientError, LaunchError, MismatchedCalls, WorkerError
+from echelon.errors import EchelonError, GradientError, MismatchedCalls, WorkerError
+from echelon.observe import stacks
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
 from echelon.start.failure import Failure
 from echelon.start.log_file import survive_a_full_disk
+from echelon.start.module import missing_module
 from echelon.start.warn import WarningHandler
 from echelon.train.user_traceback import hide_wrappers
 
@@ -49,6 +51,7 @@ def run_program(program: Sequence[str]) -> None:
     """Run a script with its arguments, or a module: `-m`, its name, its arguments."""
     survive_a_full_disk()
     faulthandler.enable()
+    stacks.answer()
     _hand_on_warnings()
     sys.excepthook = _keep_error
     _allow_planned(program)
@@ -74,11 +77,7 @@ def _check_module(name: str) -> None:
             raise
         found = None
     if found is None:
-        raise LaunchError(
-            f"there is no module {name}",
-            where="run -m",
-            fix="check the name, and that the module is installed or in the current folder",
-        )
+        raise missing_module(name)
 
 
 def _allow_planned(program: Sequence[str]) -> None:
@@ -127,13 +126,15 @@ def _write_failure(kind: type[BaseException], error: BaseException, text: str) -
     if not folder:
         return ""
     rank = int(os.environ.get("RANK", "0"))
+    consequence = isinstance(error, WorkerError) and not _is_own(error, rank)
     failure = Failure(
         rank=rank,
         t=time.time(),
         kind=kind.__name__,
         message=str(error),
         text=text,
-        consequence=isinstance(error, WorkerError) and not _is_own(error, rank),
+        consequence=consequence,
+        blamed=tuple(error.ranks) if consequence and isinstance(error, WorkerError) else (),
     )
     path = RunFolder(Path(folder)).error_of(rank)
     try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from echelon.comm.future import Future
 from echelon.comm.group import Group
 from echelon.config.units import show_seconds
+from echelon.errors import MismatchedCalls
 from echelon.observe.events import SharesChanged
 from echelon.plan.balance import Balancer, ShareChange, StepReport
 from echelon.plan.congestion import TailWatch
@@ -81,9 +82,10 @@ class AutoShares:
         self._times: list[float] = []
         self._waited_s = 0.0
         self._steps = 0
+        self._taken = 0  # optimizer steps, of any optimizer
         self._empty = 0
         self._next_at = _WARM_UP_STEPS + 1
-        self.piggyback = Piggyback(group.rank, group.size, _NUMBERS, self._tell)
+        self.piggyback = Piggyback(group.rank, group.size, _NUMBERS, self._tell, lambda: self._taken)
         self._measured_s = 0.0
         self._pending: Future[Tensor] | None = None
 
@@ -103,6 +105,12 @@ class AutoShares:
             self._batch = self._drawn
             self._times.append(busy_s)
             self._waited_s += waited_s
+
+    def stepping(self, names: Mapping[int, str]) -> None:
+        """An optimizer is about to step; raises if workers had taken different numbers of steps before."""
+        if self.piggyback.apart is not None:
+            raise different_steps(self.piggyback.apart, names)
+        self._taken += 1
 
     def stepped(self) -> None:
         """An optimizer step is done: send or read reports if it is time to."""
@@ -203,3 +211,17 @@ class AutoShares:
             )
         )
         self._explain("shares", f"by measured speed; {why}", f"shares of a batch: {why}")
+
+
+def different_steps(taken: Sequence[int], names: Mapping[int, str]) -> MismatchedCalls:
+    """The error for workers of which some have skipped an optimizer step, or taken one more. Pure."""
+    usual = max(set(taken), key=lambda count: (taken.count(count), count))
+    odd = tuple(rank for rank, count in enumerate(taken) if count != usual)
+    said = ", ".join(f"{names[rank]} {taken[rank]}" for rank in odd)
+    return MismatchedCalls(
+        f"workers have taken different numbers of optimizer steps: {said}, the others {usual}",
+        ranks=odd,
+        where=", ".join(names[rank] for rank in odd),
+        fix="all workers must step after the same backward passes: look for `continue` and conditions on "
+        "the rank or on a worker's own loss",
+    )

@@ -6,9 +6,12 @@ worker's error names the first difference from the leader.
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -21,6 +24,8 @@ from echelon.errors import DataError, ModelError
 from echelon.train.loader import SharedLoader
 
 _SAMPLED = 4096
+_PLACES = (0.0, 0.5, 1.0)  # of a data set, at which samples are compared
+_LONG_S = 0.1
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -77,7 +82,107 @@ def _fingerprint(data: Any) -> str:
         return data.catalogue.fingerprint
     if isinstance(data, TensorDataset):
         return " ".join(_digest(_sample(tensor)) for tensor in data.tensors)
-    return type(data).__name__
+    return f"{type(data).__name__} {_held(data)}".strip()
+
+
+def _held(data: Any) -> str:
+    """A digest of the tensors and arrays that a data set of another class holds as attributes."""
+    found: list[str] = []
+    for name, value in sorted(getattr(data, "__dict__", {}).items()):
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            value = torch.from_numpy(
+                np.ascontiguousarray(value.reshape(-1)[:: max(1, value.size // _SAMPLED)])
+            )
+        if isinstance(value, torch.Tensor) and not value.is_sparse:
+            found.append(f"{name}={_digest(_sample(value))}")
+    return " ".join(found)
+
+
+def sample_digests(loader: SharedLoader) -> list[int]:
+    """Digests of a few samples, for data sets whose attributes do not tell; 0 where nothing can be said.
+
+    Samples are drawn twice from the same random state: one that differs then is drawn at random in a way
+    that cannot be repeated. Nothing is drawn for a loader with processes of its own, because files that a
+    data set opens here must not be shared with them, nor after a sample that took long.
+    """
+    nothing = [0] * len(_PLACES)
+    data = loader.dataset
+    known = isinstance(data, Subset | ConcatDataset | ChunkDataset | TensorDataset)
+    if known or loader.streams or not hasattr(data, "__len__") or loader.num_workers:
+        return nothing
+    count, begun = len(data), time.perf_counter()
+    found = list(nothing)
+    for at, place in enumerate(_PLACES):
+        if count and time.perf_counter() - begun < _LONG_S:
+            found[at] = _sample_digest(data, int(place * (count - 1)))
+    return found
+
+
+def _sample_digest(data: Any, index: int) -> int:
+    drawn: set[int] = set()
+    before = random.getstate(), np.random.get_state()
+    try:
+        for _ in range(2):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(index)
+                random.seed(index)
+                np.random.seed(index % (1 << 32))
+                drawn.add(_of_sample(data[index]))
+    except Exception:  # noqa: BLE001 - the script's own pass over the data will raise it
+        return 0
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+    return drawn.pop() if len(drawn) == 1 else 0
+
+
+def _of_sample(sample: Any) -> int:
+    """A number for the tensors, arrays and plain values in a sample; others do not count."""
+    digest = xxhash.xxh3_64()
+    left = [sample]
+    while left:
+        one = left.pop()
+        if isinstance(one, np.ndarray) and one.dtype.kind in "biufc":
+            one = torch.from_numpy(np.ascontiguousarray(one))
+        if isinstance(one, torch.Tensor) and not one.is_sparse:
+            digest.update(_digest(one.detach().cpu()).encode())
+        elif isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, list | tuple):
+            left += one
+        elif isinstance(one, str | bytes | int | float | bool):
+            digest.update(repr(one).encode())
+    return (digest.intdigest() >> 1) or 1
+
+
+def differing_samples(digests: list[list[int]]) -> tuple[int, int] | None:
+    """The place and the rank of the first sample that differs from the others' most common one. Pure."""
+    for place in range(len(digests[0])):
+        said = [one[place] for one in digests]
+        known = [value for value in said if value]
+        if len(set(known)) > 1:
+            usual = max(known, key=lambda value: (known.count(value), -said.index(value)))
+            return place, next(rank for rank, value in enumerate(said) if value not in (0, usual))
+    return None
+
+
+def compare_samples(group: Group, loaders: list[SharedLoader], nodes: list[str]) -> str:
+    """A warning if workers read different samples at the same index; empty if no difference is seen."""
+    if group.size == 1 or not loaders:
+        return ""
+    mine = torch.tensor([sample_digests(loader) for loader in loaders])
+    by_rank = [one.tolist() for one in group.all_gather(mine)]
+    for at, loader in enumerate(loaders):
+        found = differing_samples([one[at] for one in by_rank])
+        if found is not None:
+            place, rank = found
+            index = int(_PLACES[place] * (len(loader.dataset) - 1))  # type: ignore[arg-type]
+            return (
+                f"workers have different data: sample {index} of loader {loader.index} differs on rank "
+                f"{rank} on {nodes[rank]}. Each worker draws its share of indices from its own data set, "
+                "so some samples are never seen; build the same data set on all workers"
+            )
+    return ""
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

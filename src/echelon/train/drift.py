@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from echelon.comm.group import Group
-from echelon.errors import ModelError
+from echelon.errors import GradientError, ModelError
 from echelon.verify.checksums import checksum as checksum
 from echelon.verify.vote import vote
 
@@ -68,6 +68,22 @@ def gradients_differ(found: Difference, nodes: Sequence[str], when: str) -> Mode
     )
 
 
+def weights_are_lost(
+    name: str, rank: int, nodes: Sequence[str], began: int | None, when: str
+) -> GradientError:
+    """The error for weights that hold NaN; `began`: in which step a gradient of this worker did first."""
+    here = f"rank {rank} on {nodes[rank]}"
+    cause = "no gradient of an output was NaN on this worker before, so it began elsewhere, or in a layer"
+    if began is not None:
+        cause = f"the gradient of the model's output became NaN or infinite on {here} in step {began}"
+    return GradientError(
+        f"parameter {name} holds NaN, so training goes nowhere: {cause}",
+        ranks=(rank,) if began is not None else (),
+        where=f"{here}, {when}",
+        fix="look at that worker's samples in that step, lower the learning rate, or clip gradients",
+    )
+
+
 def _named(found: Difference, nodes: Sequence[str]) -> str:
     return ", ".join(f"rank {rank} on {nodes[rank]}" for rank in found.ranks)
 
@@ -78,5 +94,14 @@ def first_not_finite(tensors: Named) -> str:
         values = tensor.detach()
         # The sum first: it is quick, and not finite if any value is not.
         if values.is_floating_point() and not values.sum().isfinite() and not values.isfinite().all():
+            return name
+    return ""
+
+
+def first_nan(tensors: Named) -> str:
+    """The name of the first tensor that holds NaN; empty if none does."""
+    for name, tensor in tensors:
+        values = tensor.detach()
+        if values.is_floating_point() and values.sum().isnan() and values.isnan().any():
             return name
     return ""

@@ -2,10 +2,12 @@
 
     weights      the same on all workers (drift.py), at the first pass' end, every few hundred steps, at
                  saves and after the last epoch
-    gradients    finite; reduced, if no backward pass has made them
+    gradients    finite: a warning of the worker on which they are not, an error once weights hold NaN;
+                 reduced, if no backward pass has made them
     streams      random numbers that differ between workers (streams.py)
     layers       those that were replaced after `prepare`
     evaluations  on a share of the data whose figures were not combined
+    samples      the same at the same index, as far as a few of them show (consistency.py)
     calls        what was not prepared (forgotten.py), what all workers save (saving.py)
 
 With one worker nothing is installed and nothing is checked.
@@ -28,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.comm.group import Group
 from echelon.comm.meet.rendezvous import Rendezvous
-from echelon.train import drift, streams
+from echelon.train import consistency, drift, streams
 from echelon.train.families.synchronizer import Synchronizer
 from echelon.train.forgotten import ForgottenParts
 from echelon.train.loader import SharedLoader
@@ -70,6 +72,7 @@ class Guard:
         self._combines = False  # the script has combined figures since the last pass began
         self._not_combined: SharedLoader | None = None
         self._said: set[str] = set()
+        self._nan_began: int | None = None  # the step in which this worker had such a gradient first
         self._changed = False
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[RemovableHandle] = []
@@ -121,6 +124,12 @@ class Guard:
         if not self._streams_forked:
             self._streams_forked = True
             self._fork_streams()
+
+    def same_samples(self, loaders: list[SharedLoader]) -> None:
+        """Warn if workers read different samples at the same index."""
+        text = consistency.compare_samples(self._around.group, loaders, self._around.nodes)
+        if text:
+            self._say(text, text)
 
     def _fork_streams(self) -> bool:
         """Whether two workers had a stream in common, which they have no longer."""
@@ -231,13 +240,30 @@ class Guard:
         found = drift.compare(self._around.group, weights)
         if found is not None:
             raise drift.weights_differ(found, self._around.nodes, f"{when}, {self._when()}")
+        self._refuse_nan(when)
         name = drift.first_not_finite(weights)
         if name:
             self._say("not finite", f"parameter {name} holds NaN or infinity ({self._when()})")
 
+    def _refuse_nan(self, when: str) -> None:
+        """Raise if weights hold NaN: no step can remove it."""
+        name = drift.first_nan(self._around.synchronizer.replicas())
+        if name:
+            rank, nodes = self._around.group.rank, self._around.nodes
+            raise drift.weights_are_lost(name, rank, nodes, self._nan_began, f"{when}, {self._when()}")
+
     def not_finite(self) -> None:
-        """The gradient of a model's output is NaN or infinite on this worker."""
+        """The gradient of a model's output is NaN or infinite on this worker.
+
+        A scaler of gradients skips such a step, so it is no error. Once it has spread, weights hold NaN on
+        all workers, and the worker on which it began names itself.
+        """
+        if not self._several:
+            return
+        self._refuse_nan("a backward pass")
         rank = self._around.group.rank
+        if self._nan_began is None:
+            self._nan_began = self._around.step()
         self._say(
             "not finite",
             f"rank {rank} on {self._around.nodes[rank]}: the gradient of the model's output is NaN or "

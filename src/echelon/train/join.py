@@ -32,6 +32,7 @@ from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.comm.meet.place import RUN_VARIABLE, Place
 from echelon.comm.meet.rendezvous import Rendezvous, meet
+from echelon.comm.meet.resolve import await_address
 from echelon.comm.open import open_group, open_solo
 from echelon.comm.wire.summing import KEEP, SERVERS_DO, SUM
 from echelon.config.allowed import allow_names_in
@@ -255,6 +256,8 @@ def _connect(place: Place, plan: Plan, *, sums: bool) -> tuple[Group, Rendezvous
 
 def _meet(place: Place, plan: Plan, node: str) -> Rendezvous:
     usable = usable_cores()
+    tell(WorkerPhase.JOINING)
+    await_address(place.address, place.port, plan.join_timeout_s)
     return meet(
         place,
         node=node,

@@ -33,6 +33,7 @@ from echelon.comm.memory.rails import machines
 from echelon.config.choices import FactorRule, Overlap, check_word
 from echelon.errors import ConfigError, EchelonError
 from echelon.observe.events import EpochEnded
+from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.plan.shares import ShareTable, Slice
@@ -241,6 +242,7 @@ class Session(ScriptCheckpoints):
         for position, thing in enumerate(things):
             out.append(self._take(thing, position, batch, rules, models, facts))
         consistency.check(self._group, facts, [worker.node for worker in self._plan.workers])
+        self._guard.same_samples([one for one in out if isinstance(one, SharedLoader)])
         self._profiling.preparing(models)
         for model in models:
             self._synchronizer.add(model, rules)
@@ -498,6 +500,8 @@ class Session(ScriptCheckpoints):
             self._weights.stepping()
         self._synchronizer.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
         self._verifier.stepping(optimizer)
+        if self._auto_shares is not None:
+            self._auto_shares.stepping(self._group.names)
         self._guard.stepping(optimizer)
         if self._current is not None:
             self._current.trains = True
@@ -556,6 +560,7 @@ class Session(ScriptCheckpoints):
             if self._rendezvous is not None:
                 self._rendezvous.linger()
         finally:
+            tell(WorkerPhase.LEFT)
             self._record.end(cause)  # last: by now the other workers have written their events
             atexit.unregister(self.close)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.start.failure import Failure, alike, first, from_exit
+from echelon.start.failure import Failure, alike, decide, first, from_exit
 
 
 def _failure(rank: int, t: float, *, consequence: bool = False, message: str = "") -> Failure:
@@ -89,3 +89,55 @@ def test_a_failure_survives_being_written_and_read():
         consequence=True,
     )
     assert msgspec.json.decode(msgspec.json.encode(failure), type=Failure) == failure
+
+
+def _lost(rank: int, *blamed: int, t: float = 1.0) -> Failure:
+    """A worker that failed because it lost others."""
+    message = f"lost {blamed}\n  where: there"
+    return Failure(
+        rank=rank, t=t, kind="PeerLost", message=message, text="all", consequence=True, blamed=blamed
+    )
+
+
+def test_an_own_error_is_named_whoever_is_accused():
+    assert decide([_lost(0, 2), _failure(1, 9.0)], {0: 1, 2: 0}).rank == 1
+
+
+def test_a_worker_that_ended_with_code_0_and_that_others_lost_is_named_with_both_sides():
+    found = decide([_lost(0, 1), _lost(2, 1, t=2.0)], {0: 1, 1: 0, 2: 1})
+    assert found.sentence("b") == "rank 1 on b failed: ended with exit code 0; rank 0 says: lost (1,)"
+    assert found.text == "all"
+
+
+def test_a_worker_that_hangs_and_that_others_lost_is_named():
+    found = decide([_lost(0, 1)], {0: 1})
+    assert found.sentence("b").startswith("rank 1 on b failed: it reported no error and has not ended; ")
+
+
+def test_of_workers_that_lost_each_other_nobody_is_blamed():
+    found = decide([_lost(0, 1), _lost(1, 0), _lost(2, 0, 1)], {0: 1, 1: 1, 2: 1})
+    assert found.unclear
+    assert "not known which worker is to blame" in found.sentence("a")
+    assert "rank 0 lost rank 1; rank 1 lost rank 0; rank 2 lost ranks 0, 1" in found.sentence("a")
+
+
+def test_workers_that_make_different_calls_fail_together_and_none_is_named_alone():
+    failures = [
+        Failure(rank=rank, t=float(-rank), kind="MismatchedCalls", message="rank 0 is in save()")
+        for rank in (0, 1)
+    ]
+    assert decide(failures, {}).sentence("a") == "failed: MismatchedCalls: rank 0 is in save()"
+
+
+@given(st.lists(st.sets(st.integers(0, 4), max_size=3), min_size=1, max_size=5), st.permutations(range(5)))
+def test_blame_does_not_depend_on_the_order_and_never_falls_on_a_witness(blamed, order):
+    failures = [_lost(rank, *sorted(ranks - {rank}), t=float(rank)) for rank, ranks in enumerate(blamed)]
+    found = decide(failures, {})
+    mixed = [failures[at] for at in order if at < len(failures)]
+    assert decide(mixed, {}) == found
+    accused = {rank for failure in failures for rank in failure.blamed}
+    outside = accused - {failure.rank for failure in failures}
+    if outside:
+        assert found.rank in outside
+    else:
+        assert found.unclear == (bool(accused) and all(failures[rank].blamed for rank in accused))

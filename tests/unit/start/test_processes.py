@@ -143,6 +143,16 @@ def test_consequence_is_reported_if_no_cause_is_found(folder):
         assert processes.failure().rank == 0
 
 
+def test_error_of_a_worker_that_is_slow_to_exit_is_reported_before_its_end(folder, monkeypatch):
+    monkeypatch.setattr("echelon.start.processes._LAST_LOGS_S", 0)
+    slow = _fails(1, folder, consequence=False).replace("sys.exit(1)", "time.sleep(250)")
+    with WorkerProcesses(folder, _commands(_fails(0, folder, consequence=True), slow)) as processes:
+        _until(folder.error_of(1).exists, "the error of the slow worker")
+        _until(processes.exit_codes, "the consequence to end")
+        assert processes.failure().rank == 1
+        assert 1 not in processes.exit_codes()
+
+
 def test_a_damaged_reason_falls_back_to_the_exit_code(folder):
     folder.error_of(0).write_bytes(b'{"rank": 0, "t"')
     with WorkerProcesses(folder, _commands("raise SystemExit(4)")) as processes:

@@ -2,6 +2,7 @@
 
 place.py       reads this worker's rank and the leader's address from the launcher's variables
 foreign.py     what do the variables of MPI and Slurm say?
+resolve.py     does the leader's name lead to an address?
 rendezvous.py  workers sign in at a key-value store, and report there why they failed
 mesh.py        connects every worker with every other worker over TCP
 stream.py      opens streams from some workers to the leader, besides those connections

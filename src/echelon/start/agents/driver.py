@@ -31,7 +31,7 @@ from echelon.start.agents.protocol import (
     Refusal,
     WorkerEnded,
 )
-from echelon.start.failure import Failure, first, from_exit, read_failure
+from echelon.start.failure import Failure, decide, evidence
 
 _POLL_S = 0.02
 _SETTLE_S = 1.0
@@ -189,6 +189,10 @@ class AgentProcesses:
         """None that this machine could signal."""
         return []
 
+    def pid_of(self, rank: int) -> int | None:
+        """None that this machine could signal."""
+        return None
+
     def exit_codes(self) -> dict[int, int]:
         """The exit codes of the workers that have ended; negative is a signal."""
         self._listen()
@@ -205,7 +209,7 @@ class AgentProcesses:
         until = time.monotonic() + _SETTLE_S
         while not self.all_done() and time.monotonic() < until:
             time.sleep(_POLL_S)
-        return first(self._failures())
+        return decide(self._failures(), self._codes)
 
     def interrupt(self) -> None:
         """Send every worker the signal of Ctrl-C."""
@@ -272,15 +276,8 @@ class AgentProcesses:
                 )
 
     def _failures(self) -> list[Failure]:
-        return [
-            self._reason(rank, code) for rank, code in self.exit_codes().items() if code not in self._fine
-        ]
-
-    def _reason(self, rank: int, code: int) -> Failure:
-        if rank in self._lost:
-            return self._lost[rank]
-        told = read_failure(self._folder.error_of(rank))
-        return told if told is not None else from_exit(rank, code, time.time())
+        found = {one.rank: one for one in evidence(self._folder, self.exit_codes(), self._fine)}
+        return list((found | self._lost).values())
 
     def __enter__(self) -> AgentProcesses:
         return self

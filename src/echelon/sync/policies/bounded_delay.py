@@ -83,6 +83,7 @@ class _BoundedRule(Rule):
 
     def leave(self, worker: int, t: float) -> list[Decision]:
         self._made.pop(worker, None)
+        self._held = [held for held in self._held if held != worker]  # it gave up waiting
         return self._release_free()
 
     def join(self, worker: int, t: float) -> list[Decision]:
