@@ -48,7 +48,7 @@ def test_results_come_back_by_rank_and_the_leaders_output_is_shown(place, capsys
     (folder,) = runs(place)
     assert folder.name.endswith("-mine")
     assert sorted(path.name for path in folder.iterdir()) == [
-        "config.toml", "errors", "events", "logs", "plan.toml", "summary.json",
+        "command.json", "config.toml", "errors", "events", "logs", "plan.toml", "summary.json",
     ]  # fmt: skip
     assert "seed = 5" in (folder / "plan.toml").read_text()
     assert RunFolder(folder).log_of(1).exists()

@@ -111,7 +111,7 @@ def test_without_a_panel_a_missing_worker_is_said_a_few_times_and_that_steps_go_
         awaited = [_awaited(last + second, last, 1)] if second % 2 else []
         said += progress.take(awaited, now + second)
     assert said == [
-        f"no step for {time}: rank 1 is missing" for time in ("10 s", "20 s", "40 s", "1 min 20 s")
+        f"no step for {time}: rank 1 is missing" for time in ("5 s", "10 s", "20 s", "40 s", "1 min 20 s")
     ]
     after = progress.take([_again(step, 100) for step in steps], now + 100)
     assert after[:1] == ["steps go on"]
