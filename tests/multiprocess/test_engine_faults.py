@@ -217,7 +217,7 @@ def join_among_unknown_connections():
     dial = mesh._try
 
     def with_company(place, *rest):
-        for data in [b"GET / HTTP/1.1\r\n\r\n", b"ECHH\0", bytes(500)] + [b""] * 50:
+        for data in [b"GET / HTTP/1.1\r\n\r\n", b"ECHI\0", bytes(500)] + [b""] * 50:
             crowd.append(socket.create_connection(place))
             crowd[-1].sendall(data)
         return dial(place, *rest)

@@ -20,14 +20,16 @@ import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 from torch.distributed import DistError
 
 from echelon.comm.meet import tls
-from echelon.comm.meet.handshake import HandshakeStep, HungUp, Refused, conversation, greet
+from echelon.comm.meet.handshake import HandshakeStep, HungUp, Proven, Refused, conversation, greet
 from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.comm.meet.tls import Certificates, Contexts
+from echelon.comm.wire.seals import Keys
 from echelon.errors import JoinTimeout, LaunchError, WorkerError
 
 SECRET_VARIABLE = "ECHELON_SECRET"
@@ -55,12 +57,34 @@ class ListenAddress(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What a worker uses to prove its membership."""
+    """What a worker uses to prove its membership. `authenticated`: whether frames are to be."""
 
     view: bytes
     secret: bytes
     rank: int
     contexts: Contexts | None = None
+    authenticated: bool = True
+
+    def talk(self, *, dialled: bool) -> Generator[HandshakeStep, bytes, Proven]:
+        """This worker's side of a handshake."""
+        return conversation(
+            view=self.view,
+            rank=self.rank,
+            secret=self.secret,
+            dialled=dialled,
+            authenticated=self.authenticated,
+        )
+
+    def link(self, sock: socket.socket, proven: Proven) -> Link:
+        """The connection with its keys, if it needs them: TLS authenticates, too."""
+        return Link(sock, proven.keys if self.authenticated and self.contexts is None else None)
+
+
+class Link(NamedTuple):
+    """A connection to a peer that has proved itself, and its keys; without keys, checksums are enough."""
+
+    sock: socket.socket
+    keys: Keys | None
 
 
 def agree_on_view(rendezvous: Rendezvous, secret: bytes | None) -> tuple[bytes, bytes]:
@@ -84,7 +108,8 @@ def connect(
     secret: bytes,
     timeout_s: float,
     certificates: Certificates | None = None,
-) -> dict[int, socket.socket]:
+    authenticated: bool = True,
+) -> dict[int, Link]:
     """Connect to every other worker and check that each belongs to this view; with certificates, encrypt.
 
     `address` is this worker's own, `further` are others of its machine. A link-local one names its
@@ -93,11 +118,11 @@ def connect(
     me, size = rendezvous.me.rank, len(rendezvous.members)
     deadline = time.monotonic() + timeout_s
     contexts = certificates.contexts() if certificates is not None else None
-    own = Credentials(view=view, secret=secret, rank=me, contexts=contexts)
+    own = Credentials(view=view, secret=secret, rank=me, contexts=contexts, authenticated=authenticated)
     with contextlib.ExitStack() as stack:
         listeners, here = listen_at(address, further, rendezvous, stack, encrypted=contexts is not None)
         answering = Answering(listeners, own, set(range(me + 1, size)))
-        dialled: dict[int, socket.socket] = {}
+        dialled: dict[int, Link] = {}
         try:
             with store_alive(rendezvous):
                 publish(rendezvous, view, here)
@@ -193,7 +218,7 @@ class _Caller:
     """An incoming connection and the state of its handshake."""
 
     sock: socket.socket
-    talk: Generator[HandshakeStep, bytes, int]
+    talk: Generator[HandshakeStep, bytes, Proven]
     until: float
     awaits: int = 0
     heard: bytearray = field(default_factory=bytearray)
@@ -203,7 +228,7 @@ class Answering:
     """A thread that accepts connections from the wanted ranks, and rejects all others."""
 
     def __init__(self, listeners: Sequence[socket.socket], own: Credentials, wanted: set[int]) -> None:
-        self.found: dict[int, socket.socket] = {}
+        self.found: dict[int, Link] = {}
         self.refused: dict[int, Refused] = {}
         self._own = own
         self._wanted = wanted
@@ -259,7 +284,7 @@ class Answering:
             self._rejected += 1
             sock.close()
             return
-        talk = conversation(view=own.view, rank=own.rank, secret=own.secret, dialled=False)
+        talk = own.talk(dialled=False)
         caller = _Caller(sock, talk, time.monotonic() + _HANDSHAKE_S)
         caller.awaits = next(talk).awaits
         if len(self._callers) >= _MOST_CALLERS:  # drop the one that has been silent longest
@@ -280,7 +305,7 @@ class Answering:
                 caller.awaits = step.awaits
                 caller.sock.sendall(step.say)  # shorter than any socket's buffer
         except StopIteration as end:
-            self._accept(ready, caller, int(end.value))
+            self._accept(ready, caller, end.value)
         except BlockingIOError:
             return
         except Refused as refusal:
@@ -289,15 +314,16 @@ class Answering:
         except OSError:
             self._reject(ready, caller)
 
-    def _accept(self, ready: selectors.BaseSelector, caller: _Caller, rank: int) -> None:
+    def _accept(self, ready: selectors.BaseSelector, caller: _Caller, proven: Proven) -> None:
+        rank = proven.rank
         if rank not in self._wanted:
             self._reject(ready, caller)
             return
         ready.unregister(caller.sock)
         del self._callers[caller.sock.fileno()]
         if rank in self.found:  # it knows the secret, and dialled again because it missed the reply
-            self.found[rank].close()
-        self.found[rank] = caller.sock
+            self.found[rank].sock.close()
+        self.found[rank] = self._own.link(caller.sock, proven)
 
     def _reject(self, ready: selectors.BaseSelector, caller: _Caller) -> None:
         self._rejected += 1
@@ -320,9 +346,7 @@ def _encrypted(sock: socket.socket, context: ssl.SSLContext) -> socket.socket:
 # Dialling ----------------------------------------------------------------------------------------
 
 
-def dial(
-    rendezvous: Rendezvous, rank: int, own: Credentials, mine: Sequence[str], deadline: float
-) -> socket.socket:
+def dial(rendezvous: Rendezvous, rank: int, own: Credentials, mine: Sequence[str], deadline: float) -> Link:
     """Connect to a listening worker; try its addresses in turn until the deadline if it does not answer.
 
     `mine` are this worker's own addresses.
@@ -382,27 +406,20 @@ def _raise_if_final(error: Exception, *, peer: str, rank: int, where: str) -> No
 
 def _try(
     place: tuple[str, int], rank: int, own: Credentials, connect_until: float, deadline: float
-) -> socket.socket:
+) -> Link:
     peer = socket.create_connection(place, timeout=max(0.1, connect_until - time.monotonic()))
     until = time.monotonic() + min(_HANDSHAKE_S, max(0.1, deadline - time.monotonic()))
     try:
         if own.contexts is not None:
             peer.settimeout(until - time.monotonic())
             peer = own.contexts.dialling.wrap_socket(peer, server_side=True)
-        answered = greet(
-            peer,
-            view=own.view,
-            rank=own.rank,
-            secret=own.secret,
-            dialled=True,
-            timeout_s=until - time.monotonic(),
-        )
-        if answered != rank:
-            raise Refused(f"rank {answered} answered where rank {rank} was expected", ranks=(rank,))
+        proven = greet(peer, own.talk(dialled=True), timeout_s=until - time.monotonic())
+        if proven.rank != rank:
+            raise Refused(f"rank {proven.rank} answered where rank {rank} was expected", ranks=(rank,))
     except BaseException:
         peer.close()
         raise
-    return peer
+    return own.link(peer, proven)
 
 
 def _address_of(rendezvous: Rendezvous, rank: int, view: bytes, deadline: float) -> ListenAddress:
@@ -435,7 +452,7 @@ def store_alive(rendezvous: Rendezvous) -> Iterator[None]:
         ) from error
 
 
-def close_all(sockets: Mapping[int, socket.socket]) -> None:
-    """Close the sockets."""
-    for one in sockets.values():
-        one.close()
+def close_all(links: Mapping[int, Link]) -> None:
+    """Close the connections."""
+    for one in links.values():
+        one.sock.close()

@@ -1,7 +1,8 @@
 """Opens streams from some workers to the leader, besides the connections that reduce.
 
 They outlive those: what ends a reduction does not end them. A worker proves itself as it does to any other
-worker, with a view of their own; with certificates, the streams are encrypted (`mesh.py`, `tls.py`).
+worker, with a view of their own; with certificates, the streams are encrypted (`mesh.py`, `tls.py`). Their
+messages are sealed with the link's keys (`wire/sealed.py`).
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import time
 from collections.abc import Collection
 
 from echelon.comm.meet import mesh
-from echelon.comm.meet.mesh import Answering, Credentials
+from echelon.comm.meet.mesh import Answering, Credentials, Link
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous, further_addresses, interface_address
 from echelon.comm.meet.tls import Certificates
@@ -25,7 +25,7 @@ _ASK_S = 0.2
 
 def answer(
     rendezvous: Rendezvous, place: Place, ranks: Collection[int], *, timeout_s: float
-) -> dict[int, socket.socket]:
+) -> dict[int, Link]:
     """On the leader: wait until these workers have opened their streams. The sockets do not block."""
     view, secret = secrets.token_bytes(16), os.environ.get(mesh.SECRET_VARIABLE)
     made = "" if secret else secrets.token_hex(32)
@@ -56,7 +56,7 @@ def answer(
     return answering.found
 
 
-def dial_leader(rendezvous: Rendezvous, place: Place, *, timeout_s: float) -> socket.socket:
+def dial_leader(rendezvous: Rendezvous, place: Place, *, timeout_s: float) -> Link:
     """On another worker: open a stream to the leader, which waits for it."""
     view, _, made = rendezvous.lookup(_VIEW).partition(" ")
     secret = os.environ.get(mesh.SECRET_VARIABLE) or made
