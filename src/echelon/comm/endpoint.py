@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from echelon.comm.meet import mesh
+from echelon.comm.meet import mesh, secret
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous, further_addresses, interface_address
 from echelon.comm.meet.tls import Certificates
@@ -91,8 +91,8 @@ class Engine:
         integrity: Integrity = "authenticated",
     ) -> Engine:
         """Connect the workers and servers of a rendezvous. `sums`: whether the servers sum."""
-        given = os.environ.get(mesh.SECRET_VARIABLE)
-        view, secret = mesh.agree_on_view(rendezvous, given.encode() if given else None)
+        view = mesh.agree_on_view(rendezvous)
+        known, _ = secret.find(os.environ, place.address)
         address = interface_address(rendezvous, place)
         certificates = Certificates.from_environment(os.environ)
         links = mesh.connect(
@@ -100,7 +100,7 @@ class Engine:
             address,
             further=further_addresses(rendezvous, address),
             view=view,
-            secret=secret,
+            secret=known,
             timeout_s=timeout_s,
             certificates=certificates,
             authenticated=integrity == "authenticated",

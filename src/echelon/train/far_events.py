@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from echelon.comm.meet.mesh import Link
+from echelon.comm.meet.credentials import Link
 from echelon.comm.wire.sealed import MessageReader, MessageWriter
 from echelon.errors import Corrupt
 from echelon.observe.growth import FolderTail, Grown, write_grown

@@ -1,7 +1,7 @@
 """What workers tell each other while they meet: values by key, and counters. Requests and replies, typed.
 
-`Board` decides and does no I/O: a request in, a reply out. `decode_request` and `decode_reply` read bytes of
-a peer that has proved itself, and still believe nothing: unknown types, long keys and values, and boards
+`Board` decides and does no I/O: a request in, a reply out. `decode_request` and `decode_reply` read bytes
+of a peer that has proved itself, and still believe nothing: unknown types, long keys and values, and boards
 that grow without end are refused. A further kind of message is one more class here, and one more case in
 `Board.answer`.
 """
@@ -9,16 +9,19 @@ that grow without end are refused. A further kind of message is one more class h
 from __future__ import annotations
 
 import threading
+import time
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import msgspec
 
-from echelon.errors import Corrupt
+from echelon.errors import Corrupt, WorkerError
 
 LONGEST_MESSAGE_BYTES = 1 << 20
 _LONGEST_KEY = 8192  # a path is part of some
 _MOST_KEYS = 200_000
 _MOST_BYTES = 256 << 20
+_LOOK_S = 0.01
 
 
 class Store(Protocol):
@@ -59,6 +62,54 @@ class PrefixedStore:
     def check(self, keys: list[str]) -> bool:
         """Whether all these values are there."""
         return bool(self.store.check([self._prefix + key for key in keys]))
+
+
+class BoardError(RuntimeError):
+    """The meeting has ended, or a value did not come in time."""
+
+
+class BoardStore(ABC):
+    """A store whose values are on a board, wherever that is."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    @abstractmethod
+    def ask(self, request: Request) -> Reply:
+        """Have a request carried out; raises BoardError if the meeting has ended."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self._ask(SetValue(key, value.encode() if isinstance(value, str) else value))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value, for a limited time."""
+        until = time.monotonic() + self._timeout_s
+        while True:
+            reply = self._ask(GetValue(key))
+            if isinstance(reply, ValueReply) and reply.value is not None:
+                return reply.value
+            if time.monotonic() > until:
+                raise BoardError(f"no worker has written {key!r} within {self._timeout_s:g} s")
+            time.sleep(_LOOK_S)
+
+    def add(self, key: str, count: int) -> int:
+        """Add to a counter, which begins at 0; returns its new value."""
+        return self._count(AddCount(key, count))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all these values are there."""
+        return bool(self._count(CheckKeys(keys)))
+
+    def _count(self, request: Request) -> int:
+        reply = self._ask(request)
+        return reply.count if isinstance(reply, CountReply) else 0
+
+    def _ask(self, request: Request) -> Reply:
+        reply = self.ask(request)
+        if isinstance(reply, RefusalReply):
+            raise WorkerError(f"the leader refused what this worker wrote: {reply.reason}", ranks=(0,))
+        return reply
 
 
 class SetValue(msgspec.Struct, frozen=True, tag="set"):
@@ -161,7 +212,8 @@ class Board:
 
     def _set(self, key: str, value: bytes) -> Reply:
         grown = self._bytes + len(value) - len(self._values.get(key, b""))
-        if len(key) > _LONGEST_KEY or grown > _MOST_BYTES or len(self._values) >= _MOST_KEYS:
+        full = key not in self._values and len(self._values) >= _MOST_KEYS
+        if len(key) > _LONGEST_KEY or grown > _MOST_BYTES or full:
             return RefusalReply("the meeting holds too much, or a key is too long")
         self._bytes = grown
         self._values[key] = value

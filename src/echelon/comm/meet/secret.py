@@ -5,12 +5,13 @@
 
 Without either, under another launcher: if all workers are on one machine, the secret is in a file that only
 this user can read, made by the first of the user's runs. On several machines there is none that a stranger
-could not know; the leader warns.
+could not know; the leader warns. All workers come to the same answer, however their machines resolve names.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import secrets
@@ -31,6 +32,27 @@ _log = logging.getLogger(__name__)
 def draw() -> str:
     """A new secret."""
     return secrets.token_hex(32)
+
+
+def find(env: Mapping[str, str], address: str) -> tuple[bytes, bool]:
+    """The secret of workers that meet at this address, and whether strangers cannot know it."""
+    found = given(env)
+    if found is not None:
+        return found, True
+    together = bool(env.get("WORLD_SIZE")) and env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")
+    if together or is_loopback(address):
+        return of_this_user(), True
+    return PUBLIC, False
+
+
+def is_loopback(name: str) -> bool:
+    """Whether any machine takes this text for itself. A host's name may lead a host to itself, too."""
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def given(env: Mapping[str, str]) -> bytes | None:
@@ -87,7 +109,7 @@ def of_this_user() -> bytes:
 
 
 def _private_folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f".echelon-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     _refuse_foreign(folder, folder.lstat(), stat.S_ISDIR)
@@ -110,12 +132,11 @@ def _refuse_foreign(path: Path, found: os.stat_result, kind: object) -> None:
         )
 
 
-def warn_unprotected(how: str) -> None:
-    """Say once, on the leader, what is not protected."""
+def warn_unprotected() -> None:
+    """Say, on the leader, what is not protected."""
     _log.warning(
-        "the run has no secret%s: whoever can reach its ports can read and change it; set %s or %s on all "
-        "workers",
-        how,
+        "the run has no secret: whoever can reach its ports can read and change it; set %s or %s on "
+        "all workers",
         SECRET_VARIABLE,
         FILE_VARIABLE,
     )
