@@ -55,10 +55,16 @@ def is_loopback(name: str) -> bool:
         return False
 
 
+def for_workers(env: Mapping[str, str]) -> dict[str, str]:
+    """What a launcher sets for the workers of one run: the user's secret, or a new one."""
+    found = given(env)
+    return {SECRET_VARIABLE: os.fsdecode(found) if found is not None else draw()}
+
+
 def given(env: Mapping[str, str]) -> bytes | None:
     """The secret that the environment holds or names; None if it does neither."""
     if env.get(SECRET_VARIABLE):
-        return env[SECRET_VARIABLE].encode()
+        return os.fsencode(env[SECRET_VARIABLE])
     name = env.get(FILE_VARIABLE)
     if not name:
         return None
@@ -83,9 +89,9 @@ def read_file(path: Path) -> bytes:
             where=FILE_VARIABLE,
             fix=f"chmod 600 {path}, and make a new secret if others may have read it",
         )
-    if len(secret) < _SHORT:
+    if len(secret) < _SHORT or b"\0" in secret:
         raise ConfigError(
-            f"the secret in {path} has {len(secret)} bytes, which can be guessed",
+            f"the secret in {path} has {len(secret)} bytes, which can be guessed, or is no text",
             where=FILE_VARIABLE,
             fix="write a random one: python -c 'import secrets; print(secrets.token_hex(32))'",
         )
