@@ -14,6 +14,7 @@ mesh.py        connects every worker with every other worker over TCP
 stream.py      opens streams from some workers to the leader, besides those connections
 credentials.py with what a worker proves that it belongs to a view
 handshake.py   a peer proves that it knows the run's secret
+certs.py       makes an authority and certificates
 tls.py         optional encryption: certificates and TLS sockets
 links.py       measures latency and bandwidth between the workers
 flows.py       measures one flow alone, and several at the same time, so that shared links show

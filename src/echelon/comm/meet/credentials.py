@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
+import ssl
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,15 +34,24 @@ class Credentials:
     def __repr__(self) -> str:
         return f"Credentials(rank={self.rank}, ...)"  # no secret in logs
 
-    def talk(self, *, dialled: bool) -> Generator[HandshakeStep, bytes, Proven]:
-        """This worker's side of a handshake."""
+    def talk(self, sock: socket.socket, *, dialled: bool) -> Generator[HandshakeStep, bytes, Proven]:
+        """This worker's side of a handshake on this socket."""
         return conversation(
             view=self.view,
             rank=self.rank,
             secret=self.secret,
             dialled=dialled,
             authenticated=self.authenticated,
+            channel=lambda: self._certificates(sock, dialled=dialled),
         )
+
+    def _certificates(self, sock: socket.socket, *, dialled: bool) -> bytes:
+        """Both certificates' hashes, that of the dialling side first."""
+        if self.contexts is None or not isinstance(sock, ssl.SSLSocket):
+            return b""
+        theirs = hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
+        mine = hashlib.sha256(self.contexts.certificate).digest()
+        return mine + theirs if dialled else theirs + mine
 
     def link(self, sock: socket.socket, proven: Proven) -> Link:
         """The connection with its keys, if it needs them: TLS authenticates, too."""

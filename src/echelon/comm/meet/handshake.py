@@ -4,7 +4,8 @@ Both sides send a hello with their rank, the view, whether frames are to be auth
 challenge. Then each side sends an HMAC over both hellos and its role. The dialling side sends its proof
 first, and the answering side replies only if that proof is right, so an outsider learns nothing. Comparison
 takes constant time. A recorded handshake cannot be replayed, because challenges differ; a reflected one
-fails, because roles differ; one with changed hellos fails, because proofs do.
+fails, because roles differ; one with changed hellos fails, because proofs do. Inside TLS, proofs are about
+both certificates, too: who has another certificate and passes on what two workers say gets no proof right.
 
 From the secret and both hellos, both sides derive the keys of this connection (HKDF), one for each
 direction, with which everything that follows is authenticated (`wire/seals.py`).
@@ -20,7 +21,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from cryptography.hazmat.primitives import hashes
@@ -60,29 +61,41 @@ class Proven:
 
 
 def conversation(
-    *, view: bytes, rank: int, secret: bytes, dialled: bool, authenticated: bool = True
+    *,
+    view: bytes,
+    rank: int,
+    secret: bytes,
+    dialled: bool,
+    authenticated: bool = True,
+    channel: Callable[[], bytes] = bytes,
 ) -> Generator[HandshakeStep, bytes, Proven]:
-    """Prove this worker's membership and check the peer's."""
+    """Prove this worker's membership and check the peer's.
+
+    `channel` says what both ends of the encryption below know of it, once that is there: proofs hold for it
+    only.
+    """
     mine = _HELLO.pack(_MAGIC, view, rank, authenticated, os.urandom(32))
     if dialled:
         theirs = yield HandshakeStep(mine, _HELLO.size)
         their_rank = _rank_of(theirs, view)
         _check_integrity(theirs, authenticated)
-        proof = yield HandshakeStep(_proof(secret, b"dialled", mine + theirs), _PROOF_BYTES)
-        if not hmac.compare_digest(proof, _proof(secret, b"answered", mine + theirs)):
+        both = mine + theirs + channel()
+        proof = yield HandshakeStep(_proof(secret, b"dialled", both), _PROOF_BYTES)
+        if not hmac.compare_digest(proof, _proof(secret, b"answered", both)):
             raise _no_secret(their_rank)
-        return Proven(rank=their_rank, keys=_keys(secret, mine + theirs, dialled=True))
+        return Proven(rank=their_rank, keys=_keys(secret, both, dialled=True))
     theirs = yield HandshakeStep(b"", _HELLO.size)
     their_rank = _rank_of(theirs, view)
     if _HELLO.unpack(theirs)[3] != authenticated:
         yield HandshakeStep(mine, 0)  # so that the peer learns the reason too
         _check_integrity(theirs, authenticated)
     proof = yield HandshakeStep(mine, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(secret, b"dialled", theirs + mine)):
+    both = theirs + mine + channel()
+    if not hmac.compare_digest(proof, _proof(secret, b"dialled", both)):
         yield HandshakeStep(_NO_PROOF, 0)  # so that the peer learns the reason too
         raise _no_secret(their_rank)
-    yield HandshakeStep(_proof(secret, b"answered", theirs + mine), 0)
-    return Proven(rank=their_rank, keys=_keys(secret, theirs + mine, dialled=False))
+    yield HandshakeStep(_proof(secret, b"answered", both), 0)
+    return Proven(rank=their_rank, keys=_keys(secret, both, dialled=False))
 
 
 def greet(

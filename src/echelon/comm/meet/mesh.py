@@ -209,7 +209,7 @@ class Answering:
         with selectors.DefaultSelector() as ready:
             strangers = Strangers(
                 ready,
-                talk=lambda: own.talk(dialled=False),
+                talk=lambda sock: own.talk(sock, dialled=False),
                 proven=self._accept,
                 rejected=self._reject,
                 context=own.contexts.answering if own.contexts is not None else None,
@@ -270,7 +270,7 @@ def dial(rendezvous: Rendezvous, rank: int, own: Credentials, mine: Sequence[str
         for place in places:
             until = deadline if len(places) == 1 else min(deadline, time.monotonic() + patience_s)
             try:
-                return _try(place, rank, own, until, deadline)
+                return _try(place, rank, own, until, deadline, (place[0], other.host, other.node))
             except (OSError, WorkerError) as error:
                 if place == places[0]:  # at another one, another machine may have answered
                     _raise_if_final(error, peer=peer, rank=rank, where=here)
@@ -308,15 +308,22 @@ def _raise_if_final(error: Exception, *, peer: str, rank: int, where: str) -> No
 
 
 def _try(
-    place: tuple[str, int], rank: int, own: Credentials, connect_until: float, deadline: float
+    place: tuple[str, int],
+    rank: int,
+    own: Credentials,
+    connect_until: float,
+    deadline: float,
+    names: Sequence[str] = (),
 ) -> Link:
+    """Connect; the certificate has to name the address, or be one of `names`."""
     peer = socket.create_connection(place, timeout=max(0.1, connect_until - time.monotonic()))
     until = time.monotonic() + min(_HANDSHAKE_S, max(0.1, deadline - time.monotonic()))
     try:
         if own.contexts is not None:
             peer.settimeout(until - time.monotonic())
             peer = own.contexts.dialling.wrap_socket(peer, server_side=True)
-        proven = greet(peer, own.talk(dialled=True), timeout_s=until - time.monotonic())
+            tls.check_names(peer, names, rank=rank)
+        proven = greet(peer, own.talk(peer, dialled=True), timeout_s=until - time.monotonic())
         if proven.rank != rank:
             raise Refused(f"rank {proven.rank} answered where rank {rank} was expected", ranks=(rank,))
     except BaseException:

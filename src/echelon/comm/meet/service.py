@@ -57,7 +57,7 @@ class MeetingService:
         self._ready = selectors.DefaultSelector()
         self._strangers = Strangers(
             self._ready,
-            talk=lambda: own.talk(dialled=False),
+            talk=lambda sock: own.talk(sock, dialled=False),
             proven=self._admit,
             rejected=self._reject,
             context=own.contexts.answering if own.contexts is not None else None,

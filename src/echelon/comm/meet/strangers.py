@@ -70,7 +70,7 @@ class Strangers:
         self,
         ready: selectors.BaseSelector,
         *,
-        talk: Callable[[], Talk],
+        talk: Callable[[socket.socket], Talk],
         proven: Callable[[socket.socket, Proven], None],
         rejected: Callable[[Refused | None, str], None],
         context: ssl.SSLContext | None = None,
@@ -167,7 +167,7 @@ class Strangers:
                 self._rejected(None, caller.address)
                 return False
             self._ready.register(caller.sock, selectors.EVENT_READ)
-        caller.talk = self._talk()
+        caller.talk = self._talk(caller.sock)
         caller.awaits = next(caller.talk).awaits
         return True
 

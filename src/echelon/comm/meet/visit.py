@@ -137,7 +137,8 @@ def _dial(place: tuple[str, int], own: Credentials, deadline: float) -> Link:
         if own.contexts is not None:
             sock.settimeout(max(0.1, until - time.monotonic()))
             sock = own.contexts.dialling.wrap_socket(sock, server_side=True)
-        proven = greet(sock, own.talk(dialled=True), timeout_s=max(0.1, until - time.monotonic()))
+            tls.check_names(sock, (place[0], str(sock.getpeername()[0])), rank=0)
+        proven = greet(sock, own.talk(sock, dialled=True), timeout_s=max(0.1, until - time.monotonic()))
         if proven.rank != 0:
             raise Refused(f"rank {proven.rank} answered where rank 0 was expected", ranks=(0,))
     except BaseException:
