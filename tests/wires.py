@@ -12,8 +12,15 @@ from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.comm.wire.connection import Connection
 from echelon.comm.wire.exchange import Exchange
 from echelon.comm.wire.loop import CHANNEL_BITS, Loop
+from echelon.comm.wire.seals import Keys
 
 VIEW = bytes(range(16))
+
+
+def keys_of(rank, peer):
+    """The keys that the two have for each other, as if after a handshake."""
+    there, back = (bytes([one]) * 16 + bytes([other]) * 16 for one, other in ((rank, peer), (peer, rank)))
+    return Keys(sending=there, receiving=back)
 
 
 class Wires:
@@ -30,7 +37,11 @@ class Wires:
                 if buffer_bytes:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
                 self.ends[rank][peer] = Connection(
-                    sock, view=VIEW, peer=self.names[peer], frame_bytes=frame_bytes
+                    sock,
+                    view=VIEW,
+                    peer=self.names[peer],
+                    keys=keys_of(rank, peer),
+                    frame_bytes=frame_bytes,
                 )
         self._silent = silent
         names = dict(enumerate(self.names))

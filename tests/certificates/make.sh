@@ -21,6 +21,7 @@ basicConstraints = critical, CA:TRUE
 subjectKeyIdentifier = hash
 [worker]
 basicConstraints = critical, CA:FALSE
+subjectAltName = DNS:localhost, IP:127.0.0.1, IP:::1
 END
 
 key() { openssl ecparam -name prime256v1 -genkey -noout -out "$1"; }

@@ -193,7 +193,7 @@ def test_messages_of_unexpected_size_raise_an_error_and_no_process_dies(warm_poo
 
 def join_with_secret(secrets):
     os.environ["ECHELON_SECRET"] = secrets[int(os.environ["RANK"])]
-    with join("tcp") as session:
+    with echelon.join(record=False, transport="tcp", timeout_s=3) as session:
         return session.all_reduce(torch.ones(1)).item()
 
 
@@ -217,7 +217,7 @@ def join_among_unknown_connections():
     dial = mesh._try
 
     def with_company(place, *rest):
-        for data in [b"GET / HTTP/1.1\r\n\r\n", b"ECHH\0", bytes(500)] + [b""] * 50:
+        for data in [b"GET / HTTP/1.1\r\n\r\n", b"ECHI\0", bytes(500)] + [b""] * 50:
             crowd.append(socket.create_connection(place))
             crowd[-1].sendall(data)
         return dial(place, *rest)

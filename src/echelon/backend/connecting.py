@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from echelon.cluster import interfaces
 from echelon.comm.group import Group
+from echelon.comm.meet import secret
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Member, Rendezvous, meet_at
 from echelon.comm.open import open_group
@@ -35,6 +36,8 @@ def connect(store: Store, rank: int, size: int, timeout_s: float) -> tuple[Group
     rendezvous = meet_at(PrefixStore("echelon", store), place, me, timeout_s)
     if all(member.host == me.host for member in rendezvous.members):
         address = _LOOPBACK
+    if rank == 0 and not secret.find(os.environ, address)[1]:
+        secret.warn_unprotected()
     # Rank 0, because that asks which of its own addresses the others know, wherever the store is.
     towards = Place(rank=0, world_size=size, address=address, port=port)
     group = open_group(

@@ -20,6 +20,7 @@ bench.py     echelon bench codecs
 bench_step.py echelon bench step
 doctor.py    echelon doctor
 probe.py     echelon probe
+certs.py     echelon certs
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rich.text import Text
 
 from echelon.cli import bench, check, config, lab, listing, look, plan, run, runs, simulate, what_if
 from echelon.cli.adapt import adapt
+from echelon.cli.certs import certs
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.doctor import doctor
 from echelon.cli.probe import probe
@@ -67,6 +69,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(lab.app, name="lab")
 app.add_typer(config.app, name="config")
 app.command("doctor", cls=PlainCommand)(doctor)
+app.command("certs", cls=PlainCommand)(certs)
 
 
 @app.callback(invoke_without_command=True)

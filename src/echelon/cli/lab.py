@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -108,6 +109,7 @@ def exec_(
     """
     from echelon.cluster.lab.execute import NodeJob, run_attached
     from echelon.cluster.lab.lab import Lab
+    from echelon.comm.meet import secret
 
     if everywhere == bool(node):
         raise ConfigError(
@@ -117,7 +119,8 @@ def exec_(
         )
     lab = Lab.find(_name_of(file))
     nodes = list(dict.fromkeys(node)) if node else [known.name for known in lab.spec.nodes]
-    job = NodeJob(command=command, nodes=nodes, env=_variables(env or []), port=port, keep_going=keep_going)
+    own = {**secret.for_workers(os.environ), **_variables(env or [])}
+    job = NodeJob(command=command, nodes=nodes, env=own, port=port, keep_going=keep_going)
     raise typer.Exit(run_attached(lab, job).code if len(nodes) == 1 else _run_on_several(lab, job))
 
 

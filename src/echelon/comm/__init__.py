@@ -5,6 +5,7 @@ future.py    the result of an operation in flight
 open.py      opens a group: chooses one of the following three
 alone.py     the group of one
 c10d.py      a group on torch.distributed
+c10d_store.py the store with which it connects, on the meeting's board
 engine.py    a group on Echelon's own transports
 endpoint.py  a worker's connections and memory, which a group and its forks share
 

@@ -15,10 +15,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
+from echelon.comm.c10d_store import TorchStore
 from echelon.comm.future import CallerFuture, Future
 from echelon.comm.group import Group, Op
+from echelon.comm.meet.board import PrefixedStore
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous, interface_of
 from echelon.comm.memory.rails import machines
@@ -47,6 +48,7 @@ class C10dGroup(Group):
         self._owns = owns
         self._forks: list[C10dGroup] = []
         self._in_flight: list[dist.Work] = []
+        self._store: TorchStore | None = None
 
     @classmethod
     def connect(cls, rendezvous: Rendezvous, place: Place, *, deadline_s: float) -> C10dGroup:
@@ -55,10 +57,11 @@ class C10dGroup(Group):
         group = cls(rendezvous, None, deadline_s=deadline_s, owns=owns)
         if owns:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            group._store = TorchStore(PrefixedStore("c10d", rendezvous.store), timeout_s=deadline_s)
             with group._explained(), _interface(interface_of(rendezvous, place)):
                 dist.init_process_group(
                     backend,
-                    store=PrefixStore("c10d", rendezvous.store),
+                    store=group._store,
                     rank=place.rank,
                     world_size=place.world_size,
                     timeout=timedelta(seconds=deadline_s),
@@ -148,6 +151,7 @@ class C10dGroup(Group):
             dist.destroy_process_group(self._group)
         self._owns = False
         self._group = None
+        self._store = None
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

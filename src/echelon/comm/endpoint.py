@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from echelon.comm.meet import mesh
+from echelon.comm.meet import mesh, secret
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous, further_addresses, interface_address
 from echelon.comm.meet.tls import Certificates
@@ -24,6 +24,7 @@ from echelon.comm.wire.all_to_all import AllToAll
 from echelon.comm.wire.connection import Connection
 from echelon.comm.wire.loop import Loop
 from echelon.comm.wire.summing import SumServers
+from echelon.config.choices import Integrity
 from echelon.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -87,24 +88,27 @@ class Engine:
         deadline_s: float,
         timeout_s: float,
         sums: bool = True,
+        integrity: Integrity = "authenticated",
     ) -> Engine:
         """Connect the workers and servers of a rendezvous. `sums`: whether the servers sum."""
-        given = os.environ.get(mesh.SECRET_VARIABLE)
-        view, secret = mesh.agree_on_view(rendezvous, given.encode() if given else None)
+        view = mesh.agree_on_view(rendezvous)
+        known, _ = secret.find(os.environ, place.address)
         address = interface_address(rendezvous, place)
         certificates = Certificates.from_environment(os.environ)
-        sockets = mesh.connect(
+        links = mesh.connect(
             rendezvous,
             address,
             further=further_addresses(rendezvous, address),
             view=view,
-            secret=secret,
+            secret=known,
             timeout_s=timeout_s,
             certificates=certificates,
+            authenticated=integrity == "authenticated",
         )
         names = {member.rank: str(member) for member in rendezvous.members}
         connections = {
-            rank: Connection(sock, view=view, peer=names[rank]) for rank, sock in sockets.items()
+            rank: Connection(link.sock, view=view, peer=names[rank], keys=link.keys)
+            for rank, link in links.items()
         }
         loop = Loop(connections, names, me=names[rendezvous.me.rank])
         return cls(

@@ -21,6 +21,7 @@ from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.comm.meet.tls import CERTIFICATE_VARIABLE, Certificates
 from echelon.comm.memory.rails import machines
 from echelon.comm.wire.loop import Loop
+from echelon.config.choices import Integrity
 from echelon.errors import ConfigError
 
 
@@ -29,10 +30,17 @@ def open_solo() -> Group:
     return SoloGroup()
 
 
-def open_server(rendezvous: Rendezvous, place: Place, *, deadline_s: float, timeout_s: float) -> Loop:
+def open_server(
+    rendezvous: Rendezvous, place: Place, *, deadline_s: float, timeout_s: float, integrity: Integrity
+) -> Loop:
     """Connect a server with the workers of its rendezvous; the caller closes the loop."""
     engine = Engine.connect(
-        rendezvous, place, shared_memory=False, deadline_s=deadline_s, timeout_s=timeout_s
+        rendezvous,
+        place,
+        shared_memory=False,
+        deadline_s=deadline_s,
+        timeout_s=timeout_s,
+        integrity=integrity,
     )
     return engine.loop
 
@@ -46,6 +54,7 @@ def open_group(
     deadline_s: float,
     timeout_s: float,
     sums: bool = True,
+    integrity: Integrity = "authenticated",
 ) -> Group:
     """Connect the workers of a rendezvous. `sums`: servers, if there are any, sum for the collectives.
 
@@ -74,5 +83,6 @@ def open_group(
         deadline_s=deadline_s,
         timeout_s=timeout_s,
         sums=sums,
+        integrity=integrity,
     )
     return EngineGroup(engine, collective)

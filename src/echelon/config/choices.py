@@ -16,6 +16,7 @@ from echelon.errors import ConfigError, UnknownName
 
 Transport = Literal["auto", "shm", "tcp", "c10d"]
 Overlap = Literal["backward", "step"]
+Integrity = Literal["authenticated", "checksum"]
 FactorRule = Literal["auto", "always", "never"]
 
 LARGEST_FLOAT32 = 3.4e38
@@ -34,6 +35,10 @@ class Choices:
 
     transport: Transport = setting(  # noqa: RUF009
         "auto", "How bytes move: shared memory on one machine, TCP between machines, or torch.distributed."
+    )
+    integrity: Integrity = setting(  # noqa: RUF009
+        "authenticated",
+        "What guards bytes between machines: keys that strangers lack, or a checksum against accidents.",
     )
     collective: str = setting("auto", "How gradients are summed: see `echelon list collective`.")
     codec: str = setting("none", "How gradients are encoded on the wire: see `echelon list codec`.")

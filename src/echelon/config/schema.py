@@ -14,6 +14,7 @@ from echelon.config.choices import (
     LARGEST_FLOAT32,
     Choices,
     FactorRule,
+    Integrity,
     Overlap,
     Transport,
     check_above,
@@ -59,6 +60,7 @@ class RunSettings:
     )
     copy: bool = setting(False, "Copy the script's folder to the other machines, for this run.")
     transport: Transport = choice("transport")  # noqa: RUF009
+    integrity: Integrity = choice("integrity")  # noqa: RUF009
     collective: str = choice("collective")
     codec: str = choice("codec")
     sync: str = choice("sync")

@@ -52,7 +52,13 @@ def serve(
 ) -> ParameterServer | None:
     """Serve the workers of a rendezvous until they have left. `record` opens the recorder."""
     deadline_s = choices.round_timeout_s
-    loop = open_server(rendezvous, place, deadline_s=deadline_s, timeout_s=choices.join_timeout_s)
+    loop = open_server(
+        rendezvous,
+        place,
+        deadline_s=deadline_s,
+        timeout_s=choices.join_timeout_s,
+        integrity=choices.integrity,
+    )
     cause = ""
     try:
         with record() as recorder:

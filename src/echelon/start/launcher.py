@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from echelon.config.registry import Registry, Strategy
 from echelon.start.agents.driver import ConnectedAgent
@@ -26,7 +26,7 @@ class Wanted:
     workers: int
     hosts: Sequence[Host]
     timeout_s: float
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)
 
 
 class Launcher(Strategy):

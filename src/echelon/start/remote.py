@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from echelon.comm.meet import secret
 from echelon.comm.meet.place import SERVERS_VARIABLE
 from echelon.config.allowed import ALLOW_VARIABLE
 from echelon.config.schema import RunSettings
@@ -26,7 +27,7 @@ from echelon.start.launcher import LAUNCHERS, Wanted
 
 # What the user has set here also holds there; secrets travel over the agents' connections only.
 _HANDED_ON = (
-    "ECHELON_SECRET", "ECHELON_TLS_CERT", "ECHELON_TLS_KEY", "ECHELON_TLS_CA", "ECHELON_DATA",
+    "ECHELON_TLS_CERT", "ECHELON_TLS_KEY", "ECHELON_TLS_CA", "ECHELON_DATA",
     ALLOW_VARIABLE,
 )  # fmt: skip
 _MOST_COPIED_BYTES = 64 << 20
@@ -41,9 +42,12 @@ def connected(settings: RunSettings) -> Iterator[list[ConnectedAgent]]:
     if launcher.name != "local":
         _check(settings)
     timeout_s = settings.join_timeout_s
-    wanted = Wanted(workers=settings.workers or 0, hosts=hosts, timeout_s=timeout_s, env=handed_on())
+    env = handed_on()
+    wanted = Wanted(workers=settings.workers or 0, hosts=hosts, timeout_s=timeout_s, env=env)
     agents = launcher.connect(wanted)
     try:
+        for agent in agents:
+            agent.env = env if agent.private else {}
         introduce(agents, timeout_s)
         meet(agents, port=settings.port, both_ways=bool(settings.servers))
         yield agents
@@ -53,8 +57,9 @@ def connected(settings: RunSettings) -> Iterator[list[ConnectedAgent]]:
 
 
 def handed_on() -> dict[str, str]:
-    """The variables of this process that workers need wherever they are."""
-    return {name: os.environ[name] for name in _HANDED_ON if os.environ.get(name)}
+    """The variables of this process that workers need wherever they are, and the run's secret."""
+    found = {name: os.environ[name] for name in _HANDED_ON if os.environ.get(name)}
+    return found | secret.for_workers(os.environ)
 
 
 def _check(settings: RunSettings) -> None:
@@ -118,7 +123,7 @@ def start(
     for agent, workers in zip(agents, _divided(agents, plan, settings, program), strict=True):
         address, port = agent.meets_at
         env = {**common, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        env |= handed_on() if agent.private else {}
+        env |= agent.env
         begins.append(
             Begin(
                 run=folder.name,

@@ -31,6 +31,7 @@ from echelon.cluster.lab.spec import LabSpec, NodeSpec, read_lab
 from echelon.cluster.machine import usable_cores
 from echelon.codec.codec import CODECS
 from echelon.codec.fitting import refuse_momentum
+from echelon.comm.meet import secret
 from echelon.comm.meet.place import SERVERS_VARIABLE
 from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.config.resolve import Resolved
@@ -366,6 +367,7 @@ def _commands(
     seats: dict[str, Seat] = {seat.node: seat for seat in lab.seats} if lab else {}
     address = seats[plan.workers[0].node].address if lab else "127.0.0.1"
     port = settings.port or (_LAB_PORT if lab else _free_port())
+    known = secret.for_workers(os.environ)
     on_node: dict[str, int] = {}
     commands = []
     first = len(plan.workers)
@@ -378,6 +380,7 @@ def _commands(
         seat = seats.get(worker.node)
         env = {
             **os.environ,
+            **known,
             SERVERS_VARIABLE: str(len(serving)),
             "RANK": str(worker.rank),
             "WORLD_SIZE": str(len(plan.workers)),

@@ -5,8 +5,8 @@ and at its end, over a stream of its own (`comm/meet/stream.py`). A thread of th
 run's folder. When the leader ends, it waits a short time for the others to end, and asks those that do not
 for what they have.
 
-On the stream a message is its length in four bytes, then a `Grown` in MessagePack. An empty message says
-that all events so far have been sent.
+On the stream a message is a `Grown` in MessagePack, with a seal (`comm/wire/sealed.py`). An empty message
+says that all events so far have been sent. The leader sends one message: the question for them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import logging
 import selectors
 import shutil
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
+from echelon.comm.meet.credentials import Link
+from echelon.comm.wire.sealed import MessageReader, MessageWriter
 from echelon.errors import Corrupt
 from echelon.observe.growth import FolderTail, Grown, write_grown
 from echelon.observe.run_folder import RunFolder
 
-_LENGTH = struct.Struct("<I")
 _LONGEST_BYTES = 16 << 20
 _READ_BYTES = 1 << 18
 _EVERY_S = 0.5
@@ -39,15 +39,17 @@ _log = logging.getLogger(__name__)
 class EventSender:
     """Sends what a worker's folder gains to the leader. `flush` writes the events that are pending."""
 
-    def __init__(self, leader: socket.socket, folder: RunFolder, flush: Callable[[], None]) -> None:
-        self._leader = leader
+    def __init__(self, leader: Link, folder: RunFolder, flush: Callable[[], None]) -> None:
+        self._leader = leader.sock
+        self._writer = MessageWriter(leader.keys)
+        self._reader = MessageReader(leader.keys, peer="the leader", longest_bytes=len(_ASK))
         self._folder = folder
         self._flush = flush
         self._tail = FolderTail(folder.path)
         self._encode = msgspec.msgpack.Encoder().encode
         self._wake_in, self._wake_out = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="echelon-events", daemon=True)
-        leader.settimeout(_SEND_S)
+        self._leader.settimeout(_SEND_S)
         self._thread.start()
 
     def close(self) -> None:
@@ -66,18 +68,22 @@ class EventSender:
                 ready.register(self._wake_in, selectors.EVENT_READ)
                 while True:
                     found = {key.fileobj for key, _ in ready.select(_EVERY_S)}
-                    if self._leader in found and not self._leader.recv(1):
-                        return  # the leader has ended
+                    asked = False
+                    if self._leader in found:
+                        data = self._leader.recv(_READ_BYTES)
+                        if not data:
+                            return  # the leader has ended
+                        asked = any(self._reader.messages(data))
                     if self._wake_in in found:
                         break
-                    self._send_grown(asked=self._leader in found)
-                    answered = answered or self._leader in found
+                    self._send_grown(asked=asked)
+                    answered = answered or asked
             self._send_grown(asked=True)
             self._leader.shutdown(socket.SHUT_WR)
             self._leader.settimeout(_LAST_S)
             while self._leader.recv(_READ_BYTES):  # the leader closes the stream when it has all
                 pass
-        except OSError as error:
+        except (OSError, Corrupt) as error:
             if not answered:
                 _log.warning("no more events can be sent to the leader: %s", error)
 
@@ -88,24 +94,25 @@ class EventSender:
         while sent:  # a file is read in parts
             sent = False
             for part in self._tail.grown():
-                data = self._encode(part)
-                self._leader.sendall(_LENGTH.pack(len(data)) + data)
+                self._leader.sendall(self._writer.sealed(self._encode(part)))
                 sent = asked
         if asked:
-            self._leader.sendall(_LENGTH.pack(0))
+            self._leader.sendall(self._writer.sealed(b""))
 
 
 class EventReceiver:
     """Writes what other workers send to the run's folder. `senders` are their streams, by rank."""
 
-    def __init__(
-        self, senders: Mapping[int, socket.socket], folder: RunFolder, names: Mapping[int, str]
-    ) -> None:
-        self._live = dict(senders)
+    def __init__(self, senders: Mapping[int, Link], folder: RunFolder, names: Mapping[int, str]) -> None:
+        self._live = {rank: link.sock for rank, link in senders.items()}
         self._folder = folder
         self._names = names
         self._decoder = msgspec.msgpack.Decoder(Grown)
-        self._unread = {rank: bytearray() for rank in senders}
+        self._readers = {
+            rank: MessageReader(link.keys, peer=names[rank], longest_bytes=_LONGEST_BYTES)
+            for rank, link in senders.items()
+        }
+        self._writers = {rank: MessageWriter(link.keys) for rank, link in senders.items()}
         self._behind = set(senders)  # those that have not said that all is sent
         self._changed = threading.Condition()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -145,17 +152,15 @@ class EventReceiver:
             self._end(rank)
 
     def _ask(self) -> None:
-        for sender in self._live.values():
+        for rank, sender in self._live.items():
             with contextlib.suppress(OSError):  # it has ended
-                sender.send(_ASK)
+                sender.send(self._writers[rank].sealed(_ASK))
 
     def _read(self, rank: int) -> bool:
         """Take what has arrived; False if no more will come."""
-        unread = self._unread[rank]
         try:
             while data := self._live[rank].recv(_READ_BYTES):
-                unread += data
-                for message in _messages(unread):
+                for message in self._readers[rank].messages(data):
                     self._take(rank, message)
         except BlockingIOError:
             return True
@@ -176,16 +181,3 @@ class EventReceiver:
             self._live.pop(rank).close()
             self._behind.discard(rank)
             self._changed.notify_all()
-
-
-def _messages(unread: bytearray) -> Iterator[bytes]:
-    """The whole messages at the beginning of the buffer, which loses them."""
-    while len(unread) >= _LENGTH.size:
-        (length,) = _LENGTH.unpack_from(unread)
-        if length > _LONGEST_BYTES:
-            raise Corrupt(f"a message of {length} bytes")
-        if len(unread) < _LENGTH.size + length:
-            return
-        message = bytes(unread[_LENGTH.size : _LENGTH.size + length])
-        del unread[: _LENGTH.size + length]
-        yield message

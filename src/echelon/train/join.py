@@ -36,7 +36,7 @@ from echelon.comm.meet.resolve import await_address
 from echelon.comm.open import open_group, open_solo
 from echelon.comm.wire.summing import KEEP, SERVERS_DO, SUM
 from echelon.config.allowed import allow_names_in
-from echelon.config.choices import Choices, FactorRule, Overlap, Transport, flag
+from echelon.config.choices import Choices, FactorRule, Integrity, Overlap, Transport, flag
 from echelon.config.registry import convert
 from echelon.config.units import show_bytes, show_seconds
 from echelon.errors import ConfigError, EchelonError
@@ -70,6 +70,7 @@ def join(
     timeout_s: float | None = None,
     round_timeout_s: float | None = None,
     transport: Transport | None = None,
+    integrity: Integrity | None = None,
     collective: str | None = None,
     overlap: Overlap | None = None,
     factors: FactorRule | None = None,
@@ -93,6 +94,7 @@ def join(
     timeout_s        how long to wait for all workers to join
     round_timeout_s  how long a worker may keep the others waiting at a round
     transport        how bytes move: auto, shm, tcp or c10d
+    integrity        what guards bytes between machines: authenticated, or on trusted networks checksum
     collective       how gradients are summed, see `echelon list collective`
     overlap          what hides communication: backward, or step (see `Session.prepare`)
     factors          whether linear layers send factors of their gradients: auto, always or never
@@ -120,6 +122,7 @@ def join(
         "join_timeout_s": timeout_s,
         "round_timeout_s": round_timeout_s,
         "transport": transport,
+        "integrity": integrity,
         "collective": collective,
         "overlap": overlap,
         "factors": factors,
@@ -250,6 +253,7 @@ def _connect(place: Place, plan: Plan, *, sums: bool) -> tuple[Group, Rendezvous
             deadline_s=plan.round_timeout_s,
             timeout_s=plan.join_timeout_s,
             sums=sums,
+            integrity=plan.integrity,
         )
     return group, rendezvous
 

@@ -1,8 +1,9 @@
-"""Workers meet at a small key-value store, and report there why they failed.
+"""Workers meet at the leader's board, and report there why they failed.
 
-The leader opens the store; each worker signs in and waits, up to a deadline, for all the others. A worker
-that fails writes the reason to the store. When a reduction breaks, each survivor reports that it is still
-present and checks who else is, so that the error names the missing worker or the reason why it left.
+The leader opens a meeting (`meeting.py`), whose board is the store; each worker signs in and waits, up to a
+deadline, for all the others. A worker that fails writes the reason to the store. When a reduction breaks,
+each survivor reports that it is still present and checks who else is, so that the error names the missing
+worker or the reason why it left.
 
 A process may join again at the same store, whether or not its first session is closed. So meetings are
 numbered: the leader opens a new one each time, and the others take part in the newest one that is not
@@ -12,18 +13,17 @@ complete.
 from __future__ import annotations
 
 import socket
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import msgspec
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from echelon.cluster import interfaces
+from echelon.comm.meet.board import PrefixedStore, Store
+from echelon.comm.meet.meeting import open_meeting
 from echelon.comm.meet.place import Place
+from echelon.comm.meet.service import refused_key
 from echelon.comm.wire import blame
 from echelon.errors import ConfigError, JoinTimeout, PeerLost, RoundTimeout, WorkerError
 
@@ -218,7 +218,8 @@ def meet(
     threads: int = 0,
 ) -> Rendezvous:
     """Sign in and wait for all processes; JoinTimeout names the missing ones."""
-    store = PrefixStore(f"echelon/{place.attempt}/{place.process_count}", _open_store(place, timeout_s))
+    board = open_meeting(place, timeout_s)
+    store = PrefixedStore(f"echelon/{place.attempt}/{place.process_count}", board)
     me = Member(
         rank=place.rank,
         node=node,
@@ -230,20 +231,26 @@ def meet(
         usable_cores=usable_cores,
         threads=threads,
     )
-    return meet_at(store, place, me, timeout_s)
+    return meet_at(store, place, me, timeout_s, refusals=board)
 
 
-def meet_at(store: Store, place: Place, me: Member, timeout_s: float) -> Rendezvous:
-    """Sign in at a store that others use, too, and wait for all; JoinTimeout names the missing ones."""
-    meeting = _Meetings(store, place, me, time.monotonic() + timeout_s)
+def meet_at(
+    store: Store, place: Place, me: Member, timeout_s: float, *, refusals: Store | None = None
+) -> Rendezvous:
+    """Sign in at a store that others use, too, and wait for all; JoinTimeout names the missing ones.
+
+    `refusals` says why callers were refused that named a rank, if the store lets nobody in without proof.
+    """
+    meeting = _Meetings(store, place, me, time.monotonic() + timeout_s, refusals)
     try:
         found = meeting.complete()
         if found is None:
-            raise _missing(place, meeting.missing, f"did not join within {timeout_s:g} s")
+            raise _missing(place, meeting.missing, f"did not join within {timeout_s:g} s{meeting.refusal}")
         keys = [f"joined/{rank}" for rank in range(place.process_count)]
         members = tuple(msgspec.json.decode(found.get(key), type=Member) for key in keys)
     except (DistError, RuntimeError) as error:  # the store ends with the leader
-        raise _missing(place, meeting.missing or {0}, "had not joined when rank 0 left") from error
+        what = f"had not joined when rank 0 left{meeting.refusal}"
+        raise _missing(place, meeting.missing or {0}, what) from error
     rendezvous = Rendezvous(found, me, members, timeout_s)
     _check_servers(rendezvous)
     return rendezvous
@@ -252,12 +259,17 @@ def meet_at(store: Store, place: Place, me: Member, timeout_s: float) -> Rendezv
 class _Meetings:
     """The meetings at one store, from one worker's side."""
 
-    def __init__(self, store: Store, place: Place, me: Member, deadline: float) -> None:
+    def __init__(
+        self, store: Store, place: Place, me: Member, deadline: float, refusals: Store | None
+    ) -> None:
         self.missing = {0} - {place.rank}
+        self.refusal = ""
         self._all = store
         self._place = place
         self._me = me
         self._deadline = deadline
+        self._refusals = refusals
+        self._look_at = 0.0
 
     def complete(self) -> Store | None:
         """The part of the store that belongs to the newest meeting, once all have joined it.
@@ -283,7 +295,7 @@ class _Meetings:
 
     def _enter(self, number: int) -> Store | None:
         """Sign in at a meeting; None if it was complete without this worker."""
-        store = PrefixStore(str(number), self._all)
+        store = PrefixedStore(str(number), self._all)
         if store.check(["complete"]):
             self.missing = {0}
             return None
@@ -292,10 +304,23 @@ class _Meetings:
         return store
 
     def _all_joined(self, store: Store) -> bool:
-        self.missing = {rank for rank in self.missing if not store.check([f"joined/{rank}"])}
-        if not self.missing:
+        joined = store.check([f"joined/{rank}" for rank in sorted(self.missing)])
+        if joined:
+            self.missing = set()
             store.set("complete", "1")
+        elif time.monotonic() > self._look_at:
+            self._look_at = time.monotonic() + _ASK_S
+            self.missing = {rank for rank in self.missing if not store.check([f"joined/{rank}"])}
+            self.refusal = _refusal(self._refusals, self.missing)
         return not self.missing
+
+
+def _refusal(store: Store | None, missing: set[int]) -> str:
+    """Why a missing worker was not let in, if somebody that named its rank was not."""
+    for rank in sorted(missing):
+        if store is not None and store.check([refused_key(rank)]):
+            return f"; {store.get(refused_key(rank)).decode()}"
+    return ""
 
 
 def _check_servers(rendezvous: Rendezvous) -> None:
@@ -327,62 +352,6 @@ def _missing(place: Place, missing: set[int], what: str) -> JoinTimeout:
         where=f"rank {place.rank}, waiting at {place.address}:{place.port}",
         fix=f"see the log of {plural} {names}; a longer wait is join(timeout_s=...) or --join-timeout-s",
     )
-
-
-def _open_store(place: Place, timeout_s: float) -> Store:
-    leads = place.rank == 0 and not place.hosted
-
-    def open_it() -> Store:
-        return TCPStore(
-            place.address,
-            place.port,
-            is_master=leads,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            multi_tenant=True,  # the script may have torch.distributed's own store at that port
-        )
-
-    try:
-        store = _within(timeout_s + 1, open_it)
-    except (DistError, RuntimeError, ValueError, TimeoutError) as error:
-        where = f"{place.address}:{place.port}"
-        if leads and "EADDRINUSE" in str(error):
-            raise ConfigError(
-                f"port {place.port} is in use by another program",
-                where=f"rank 0, {where}",
-                fix="give another one with --port, or leave it out to have a free one chosen",
-            ) from None
-        raise JoinTimeout(
-            f"no leader answered at {where} within {timeout_s:g} s",
-            ranks=(0,),
-            where=f"rank {place.rank}",
-            fix="start rank 0; check that MASTER_ADDR and MASTER_PORT name it, and check firewalls",
-        ) from error
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return store
-
-
-def _within(limit_s: float, act: Callable[[], Store]) -> Store:
-    """Return `act()`, or raise TimeoutError: a silent program at that port would block it for ever.
-
-    The call cannot be interrupted, so it runs in a daemon thread that is abandoned on a timeout.
-    """
-    outcome: list[Store | Exception] = []
-
-    def run() -> None:
-        try:
-            outcome.append(act())
-        except Exception as error:  # noqa: BLE001 - the waiting thread raises it
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="echelon-store", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if not outcome:
-        raise TimeoutError(f"no answer within {limit_s:g} s")
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return outcome[0]
 
 
 def _address_of(place: Place) -> str:

@@ -1,7 +1,8 @@
 """Opens streams from some workers to the leader, besides the connections that reduce.
 
 They outlive those: what ends a reduction does not end them. A worker proves itself as it does to any other
-worker, with a view of their own; with certificates, the streams are encrypted (`mesh.py`, `tls.py`).
+worker, with a view of their own; with certificates, the streams are encrypted (`mesh.py`, `tls.py`). Their
+messages are sealed with the link's keys (`wire/sealed.py`).
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import time
 from collections.abc import Collection
 
-from echelon.comm.meet import mesh
-from echelon.comm.meet.mesh import Answering, Credentials
+from echelon.comm.meet import mesh, secret
+from echelon.comm.meet.credentials import Credentials, Link
+from echelon.comm.meet.mesh import Answering
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous, further_addresses, interface_address
 from echelon.comm.meet.tls import Certificates
@@ -25,12 +26,11 @@ _ASK_S = 0.2
 
 def answer(
     rendezvous: Rendezvous, place: Place, ranks: Collection[int], *, timeout_s: float
-) -> dict[int, socket.socket]:
+) -> dict[int, Link]:
     """On the leader: wait until these workers have opened their streams. The sockets do not block."""
-    view, secret = secrets.token_bytes(16), os.environ.get(mesh.SECRET_VARIABLE)
-    made = "" if secret else secrets.token_hex(32)
-    own = _credentials(view, (secret or made).encode(), 0)
-    rendezvous.publish(_VIEW, f"{view.hex()} {made}")
+    view = secrets.token_bytes(16)
+    own = _credentials(view, place)
+    rendezvous.publish(_VIEW, view.hex())
     until = time.monotonic() + timeout_s
     address = interface_address(rendezvous, place)
     further = further_addresses(rendezvous, address)
@@ -56,18 +56,17 @@ def answer(
     return answering.found
 
 
-def dial_leader(rendezvous: Rendezvous, place: Place, *, timeout_s: float) -> socket.socket:
+def dial_leader(rendezvous: Rendezvous, place: Place, *, timeout_s: float) -> Link:
     """On another worker: open a stream to the leader, which waits for it."""
-    view, _, made = rendezvous.lookup(_VIEW).partition(" ")
-    secret = os.environ.get(mesh.SECRET_VARIABLE) or made
-    own = _credentials(bytes.fromhex(view), secret.encode(), place.rank)
+    own = _credentials(bytes.fromhex(rendezvous.lookup(_VIEW)), place)
     address = interface_address(rendezvous, place)
     mine = [address, *further_addresses(rendezvous, address)]
     with mesh.store_alive(rendezvous):
         return mesh.dial(rendezvous, 0, own, mine, time.monotonic() + timeout_s)
 
 
-def _credentials(view: bytes, secret: bytes, rank: int) -> Credentials:
+def _credentials(view: bytes, place: Place) -> Credentials:
     certificates = Certificates.from_environment(os.environ)
     contexts = certificates.contexts() if certificates is not None else None
-    return Credentials(view=view, secret=secret, rank=rank, contexts=contexts)
+    found, _ = secret.find(os.environ, place.address)
+    return Credentials(view=view, secret=found, rank=place.rank, contexts=contexts)

@@ -5,9 +5,10 @@ certificates: ECHELON_TLS_CERT, ECHELON_TLS_KEY and ECHELON_TLS_CA name the file
 have them, or none. Connections use TLS 1.3, and both sides must show a certificate that the authority
 signed.
 
-Host names in certificates are not checked, because workers find each other by address. Any certificate of
-the authority is accepted for any worker, so the authority should sign for workers only. The HMAC that
-follows inside the encrypted connection proves that a peer is a worker of this run (`handshake.py`).
+The dialling side checks that the certificate names the address that it dialled, or the host of the worker
+that it expects there. The answering side accepts any certificate of the authority. The HMAC that follows
+inside the encrypted connection proves that a peer is a worker of this run, and that both ends see the same
+two certificates (`handshake.py`). `echelon certs` makes an authority and certificates (`certs.py`).
 
 The dialling side acts as the TLS server, the answering side as the TLS client. A TLS client shows its
 certificate only after it has accepted the server's, so an outsider that connects sees none. At the end of
@@ -16,11 +17,13 @@ the handshake the dialling side knows that both sides have accepted, or why not.
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from echelon.comm.meet.handshake import Refused
 from echelon.errors import ConfigError
@@ -45,6 +48,8 @@ class Contexts:
 
     dialling: ssl.SSLContext
     answering: ssl.SSLContext
+    certificate: bytes = b""
+    """This worker's own, as the peer sees it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +80,11 @@ class Certificates:
         _check_certificates(self.authority, AUTHORITY_VARIABLE)
         _check_certificates(self.certificate, CERTIFICATE_VARIABLE)
         _check_readable(self.key, KEY_VARIABLE)
-        made = Contexts(dialling=self._context(dialling=True), answering=self._context(dialling=False))
+        made = Contexts(
+            dialling=self._context(dialling=True),
+            answering=self._context(dialling=False),
+            certificate=_first(self.certificate.read_text()),
+        )
         try:
             _shake_hands(made)
         except ssl.SSLCertVerificationError as error:
@@ -178,6 +187,36 @@ def refusal(error: ssl.SSLError, *, peer: str, rank: int, where: str) -> Refused
         return Refused(message, ranks=(rank,), where=where, fix=_SAME_AUTHORITY)
     message = f"{peer} does not use TLS as this worker does: {reason(error)}"
     return Refused(message, ranks=(rank,), where=where, fix=ALL_OR_NONE)
+
+
+def check_names(sock: socket.socket, names: Iterable[str], *, rank: int) -> None:
+    """Raise Refused if the peer's certificate has none of these names and addresses."""
+    assert isinstance(sock, ssl.SSLSocket)
+    shown: Any = (sock.getpeercert() or {}).get("subjectAltName", ())
+    has = {_normal(str(name)) for kind, name in shown if kind in ("DNS", "IP Address")}
+    wanted = list(dict.fromkeys(name for name in names if name))
+    if not has & set(map(_normal, wanted)):
+        raise Refused(
+            f"the certificate of rank {rank} is for {', '.join(sorted(has)) or 'no name'}, not for "
+            f"{' or '.join(wanted)}",
+            ranks=(rank,),
+            fix="give each machine a certificate with its host name and addresses: echelon certs",
+        )
+
+
+def _normal(name: str) -> str:
+    """A name or an address as it is compared."""
+    try:
+        return str(ipaddress.ip_address(name.partition("%")[0]))
+    except ValueError:
+        return name.lower().rstrip(".")
+
+
+def _first(text: str) -> bytes:
+    """The first certificate of a file: the worker's own."""
+    end = "-----END CERTIFICATE-----"
+    begin = text.index("-----BEGIN CERTIFICATE-----")
+    return ssl.PEM_cert_to_DER_cert(text[begin : text.index(end, begin) + len(end)])
 
 
 def reason(error: ssl.SSLError) -> str:

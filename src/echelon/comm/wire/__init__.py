@@ -1,6 +1,8 @@
 """Messages on TCP connections, and the operations that send and receive them.
 
 frames.py      the format of a message on the wire
+seals.py       finds bytes that were changed, repeated or left out: by a checksum, or with a key
+sealed.py      messages on a stream of bytes, each with a seal
 connection.py  sends frames to one peer and receives frames from it
 loop.py        the thread that serves all connections of a worker and carries out its operations
 exchange.py    carries out one worker's part of a collective's schedule

@@ -26,6 +26,7 @@ from echelon.comm.wire import frames, notices
 from echelon.comm.wire.frames import HEADER_BYTES, NOTICES, Header
 from echelon.comm.wire.mismatch import SAME_TENSORS
 from echelon.comm.wire.notices import Notice
+from echelon.comm.wire.seals import PAYLOAD, Keys, seals_of
 from echelon.errors import Corrupt, MismatchedCalls, StaleView
 
 _ASIDE_BYTES = 64 << 20
@@ -120,7 +121,7 @@ _Queued = tuple[int, int, _Outgoing]  # priority, order of queueing, message
 
 
 class Connection:
-    """Frames to and from one peer."""
+    """Frames to and from one peer; with `keys`, nobody else can make or change one unnoticed."""
 
     def __init__(
         self,
@@ -128,6 +129,7 @@ class Connection:
         *,
         view: bytes,
         peer: str,
+        keys: Keys | None = None,
         frame_bytes: int = frames.FRAME_BYTES,
         aside_bytes: int = _ASIDE_BYTES,
     ) -> None:
@@ -141,6 +143,7 @@ class Connection:
         self.notices: list[Notice] = []
         self.broken: Corrupt | MismatchedCalls | None = None
         self._view = view
+        self._seal_out, self._seal_in = seals_of(keys)
         # Sending.
         self._queue: list[_Queued] = []
         self._order = 0
@@ -248,11 +251,11 @@ class Connection:
             len(message.data),
             message.at,
             len(payload),
-            frames.checksum(payload),
+            self._seal_out.of(self._sequence_out, PAYLOAD, payload),
         )
         self._sequence_out += 1
         message.at += len(payload)
-        self._parts = [memoryview(header.pack()), payload]
+        self._parts = [memoryview(header.pack(self._seal_out)), payload]
         return True
 
     def _advance(self, count: int) -> None:
@@ -342,7 +345,11 @@ class Connection:
             return False
         self._have = 0
         header = frames.unpack(
-            self._header_bytes, view=self._view, sequence=self._sequence_in, peer=self.peer
+            self._header_bytes,
+            seal=self._seal_in,
+            view=self._view,
+            sequence=self._sequence_in,
+            peer=self.peer,
         )
         self._sequence_in += 1
         self._choose_target(header)
@@ -407,8 +414,7 @@ class Connection:
             self._have += count
             self.received_bytes += count
         self._have, self._header = 0, None
-        if frames.checksum(target) != header.checksum:
-            raise Corrupt(f"{self.peer} sent a damaged frame", where=f"frame {header.sequence}")
+        frames.check_payload(header, target, seal=self._seal_in, peer=self.peer)
         self._deliver(header, target)
         return True
 

@@ -1,8 +1,8 @@
 """How does an agent that an engine has started find its launcher? It is invited, and calls back.
 
 The launcher listens, and hands an invitation to its engine: addresses, port and a token. The engine's own
-way of starting processes carries it there, never a command line. Both sides prove that they know the token
-(the handshake of workers), then derive a key for each direction from it and two random numbers.
+way of starting processes carries it there, never a command line. Both sides prove that they know the token,
+and derive the connection's keys from it (the handshake of workers).
 
     Reception    the launcher's side: waits for agents, and says what it waits for
     call_back    the agent's side
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import logging
 import os
 import secrets
@@ -30,7 +29,7 @@ import msgspec
 
 from echelon.cluster.interfaces import interfaces
 from echelon.cluster.machine import network_key
-from echelon.comm.meet.handshake import Refused, greet
+from echelon.comm.meet.handshake import Refused, conversation, greet
 from echelon.errors import LaunchError
 from echelon.start.agents.channel import Channel
 from echelon.start.agents.orphan import ending_with_this
@@ -209,37 +208,15 @@ def call_back(invitation: Invitation) -> Channel:
 def _secured(connection: socket.socket, token: bytes, *, dialled: bool) -> Channel:
     """Prove the token, derive keys, and make a channel of the connection."""
     try:
-        greet(
-            connection,
-            view=_VIEW,
-            rank=0,
-            secret=token,
-            dialled=dialled,
-            timeout_s=_GREET_S,
-        )
-        connection.settimeout(_GREET_S)
-        mine = secrets.token_bytes(_NONCE_BYTES)
-        connection.sendall(mine)
-        theirs = b""
-        while len(theirs) < _NONCE_BYTES:
-            part = connection.recv(_NONCE_BYTES - len(theirs))
-            if not part:
-                raise Refused("the launcher or agent closed the connection while keys were made")
-            theirs += part
-        nonces = mine + theirs if dialled else theirs + mine
-        from_agent, from_launcher = (_key(token, nonces, way) for way in (b"agent", b"launcher"))
-        seals = (from_agent, from_launcher) if dialled else (from_launcher, from_agent)
+        talk = conversation(view=_VIEW, rank=0, secret=token, dialled=dialled)
+        keys = greet(connection, talk, timeout_s=_GREET_S).keys
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     except BaseException:
         connection.close()
         raise
     fd = connection.detach()
-    return Channel(fd, fd, peer="the launcher" if dialled else "an agent", seals=seals)
-
-
-def _key(token: bytes, nonces: bytes, way: bytes) -> bytes:
-    return hashlib.blake2b(nonces + way, key=token, digest_size=_KEY_BYTES).digest()
+    return Channel(fd, fd, peer="the launcher" if dialled else "an agent", keys=keys)
 
 
 def host_agent(text: str, errors: IO[bytes] | None = None) -> int:

@@ -1,15 +1,13 @@
 """Carries messages over a pair of byte streams: those of a child process, or a socket's.
 
 A message is its length in four bytes, then itself in MessagePack. Reading and writing never block: what
-cannot be written yet is kept, and `poll` goes on with it. Over a network each message also carries a keyed
-hash of itself and its number, so that a stranger can change, repeat or leave out none.
+cannot be written yet is kept, and `poll` goes on with it. Over a network each message also carries a seal,
+so that a stranger can change, repeat or leave out none (`comm/wire/seals.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import os
 import select
 import struct
@@ -17,6 +15,7 @@ import time
 
 import msgspec
 
+from echelon.comm.wire.seals import MESSAGE, SEAL_BYTES, Keys, Seal, seals_of
 from echelon.errors import Corrupt, PeerLost
 from echelon.start.agents.protocol import Message
 
@@ -27,38 +26,24 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Seal:
-    """The hashes of one direction's messages, in their order."""
-
-    SIZE = 16
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self._number = 0
-
-    def of(self, data: bytes) -> bytes:
-        """The hash of the next message."""
-        number = self._number.to_bytes(8, "little")
-        self._number += 1
-        return hashlib.blake2b(number + data, key=self._key, digest_size=self.SIZE).digest()
-
-
 class Channel:
     """Messages to and from a peer, whom `peer` names in errors.
 
-    `seals` are the keys of outgoing and of incoming messages; without them the streams are trusted.
+    `keys` are those of the connection; without them the streams are trusted.
     """
 
-    def __init__(
-        self, read_fd: int, write_fd: int, *, peer: str, seals: tuple[bytes, bytes] | None = None
-    ) -> None:
+    def __init__(self, read_fd: int, write_fd: int, *, peer: str, keys: Keys | None = None) -> None:
         self._read_fd = read_fd
         self._write_fd = write_fd
         self._peer = peer
         self._incoming = bytearray()
         self._outgoing = bytearray()
-        self._seal = Seal(seals[0]) if seals else None
-        self._check = Seal(seals[1]) if seals else None
+        self._seal: Seal | None = None
+        self._check: Seal | None = None
+        if keys is not None:
+            self._seal, self._check = seals_of(keys)
+        self._sent = 0
+        self._heard = 0
         self.heard_at = time.monotonic()
         for fd in (read_fd, write_fd):
             os.set_blocking(fd, False)
@@ -76,7 +61,8 @@ class Channel:
         """Queue a message, and write what can be written now."""
         data = _encode(message)
         if self._seal is not None:
-            data += self._seal.of(data)
+            self._sent += 1
+            data += self._seal.of(self._sent, MESSAGE, data)
         self._outgoing += _LENGTH.pack(len(data)) + data
         self._write()
 
@@ -124,8 +110,9 @@ class Channel:
             body = bytes(self._incoming[_LENGTH.size : _LENGTH.size + length])
             del self._incoming[: _LENGTH.size + length]
             if self._check is not None:
-                body, seal = body[: -Seal.SIZE], body[-Seal.SIZE :]
-                if not hmac.compare_digest(seal, self._check.of(body)):
+                self._heard += 1
+                body, seal = body[:-SEAL_BYTES], body[-SEAL_BYTES:]
+                if not self._check.fits(seal, self._heard, MESSAGE, body):
                     raise Corrupt(f"a message from {self._peer} was changed on its way", where=self._peer)
             try:
                 found.append(_decoder.decode(body))

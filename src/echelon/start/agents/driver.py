@@ -53,7 +53,8 @@ class ConnectedAgent:
     """An agent and the machine that it is on.
 
     `node` is how the user calls the machine; `slots` is how many workers it gets. `private`: what is sent
-    to it cannot be read on the way. `meets_at` is where its workers find the leader: address and port.
+    to it cannot be read on the way; then `env` is what its workers need that nobody else may read.
+    `meets_at` is where its workers find the leader: address and port.
     """
 
     node: str
@@ -65,6 +66,7 @@ class ConnectedAgent:
     waiting: list[Message] = field(default_factory=list)
     meets_at: tuple[str, int] = ("", 0)
     told_at: float = 0.0
+    env: dict[str, str] = field(default_factory=dict, repr=False)
 
     def receive(self) -> list[Message]:
         """The messages that have arrived; an error names the machine and what its agent said last."""

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.comm.meet.handshake import HungUp, Refused, conversation, greet
+from echelon.comm.meet import handshake
+from echelon.comm.meet.handshake import HungUp, Refused, conversation
 
 VIEW = bytes(range(16))
 SECRET = b"the run's secret"
-HELLO_BYTES = 56
+HELLO_BYTES = 57
 
 
 @contextmanager
@@ -22,6 +23,10 @@ def two_sockets():
     one, other = socket.socketpair()
     with one, other:
         yield one, other
+
+
+def greet(sock, *, timeout_s, **options):
+    return handshake.greet(sock, conversation(**options), timeout_s=timeout_s)
 
 
 def outcome(act):
@@ -68,7 +73,27 @@ def answering(secret=SECRET, view=VIEW):
 
 
 def test_peers_with_the_same_secret_learn_each_others_rank():
-    assert meet({"rank": 5}, {"rank": 2}) == (2, 5)
+    dialled, answered = meet({"rank": 5}, {"rank": 2})
+    assert (dialled.rank, answered.rank) == (2, 5)
+
+
+def test_both_sides_derive_the_same_keys_of_their_own_for_each_connection_and_direction():
+    made = [meet({"rank": 5}, {"rank": 2}) for _ in range(2)]
+    for dialled, answered in made:
+        assert dialled.keys.sending == answered.keys.receiving
+        assert dialled.keys.receiving == answered.keys.sending
+    assert len({key for one, _ in made for key in (one.keys.sending, one.keys.receiving)}) == 4
+    assert made[0][0].keys.sending.hex() not in repr(made[0][0])
+
+
+@pytest.mark.parametrize("dialler", [True, False])
+def test_peers_with_different_integrity_are_refused_on_both_sides(dialler):
+    sides = meet({"rank": 5, "authenticated": dialler}, {"rank": 2, "authenticated": not dialler})
+    for refusal, rank in zip(sides, (2, 5), strict=True):
+        assert type(refusal) is Refused
+        assert refusal.ranks == (rank,)
+        assert "--integrity checksum" in refusal.message
+        assert "--integrity authenticated" in refusal.message
 
 
 def test_both_sides_refuse_a_wrong_secret_and_name_the_peer():

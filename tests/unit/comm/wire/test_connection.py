@@ -13,6 +13,7 @@ from echelon.comm.wire import frames, notices
 from echelon.comm.wire.connection import Connection, Sink
 from echelon.comm.wire.frames import HEADER_BYTES, NOTICES, Header
 from echelon.comm.wire.notices import LeaveNotice, Question
+from echelon.comm.wire.seals import PAYLOAD, Checksum
 from echelon.errors import Corrupt, StaleView
 
 VIEW = bytes(range(16))
@@ -298,9 +299,9 @@ def made(*, key=(1, 0), size, offset=0, payload=b"", length=None, sequence=0):
         size,
         offset,
         len(payload) if length is None else length,
-        frames.checksum(memoryview(payload)),
+        Checksum().of(sequence, PAYLOAD, payload),
     )
-    return header.pack() + payload
+    return header.pack(Checksum()) + payload
 
 
 def test_an_oversized_frame_is_refused_before_memory_is_taken_for_it():

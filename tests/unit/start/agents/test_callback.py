@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echelon.comm.wire.seals import Keys
 from echelon.errors import Corrupt, LaunchError
 from echelon.start.agents.callback import Invitation, Reception, call_back
 from echelon.start.agents.channel import Channel
@@ -111,8 +112,8 @@ def sealed():
     (a_reads, b_writes), (b_reads, a_writes) = os.pipe(), os.pipe()
     one, other = b"1" * 32, b"2" * 32
     return (
-        Channel(a_reads, a_writes, peer="b", seals=(one, other)),
-        Channel(b_reads, b_writes, peer="a", seals=(other, one)),
+        Channel(a_reads, a_writes, peer="b", keys=Keys(sending=one, receiving=other)),
+        Channel(b_reads, b_writes, peer="a", keys=Keys(sending=other, receiving=one)),
         b_reads,
         a_writes,
     )
