@@ -11,8 +11,7 @@ them is lost.
 
 If a member is lost, the fence is at once. Joining, leaving and becoming whole wait for the end of a step.
 Whoever does not answer a fence in time is silent; one that answers after all is a member again, until the
-next view is
-decided. Every decision is in the log before anybody is told.
+next view is decided. Every decision is in the log before anybody is told.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ class MemberMachine:
         self.phase: StepPhase = "undrawn"
         self.healing: Healing | None = None
         self._stop_after: int | None = None
+        self._answer: Fenced | None = None
         self._busy = False  # the script is between drawing a part and its optimizer step
 
     # The training thread reports
@@ -206,9 +207,12 @@ class MemberMachine:
         return self.view is not None and view.number < self.view.number
 
     def _freeze(self) -> list[Fenced]:
-        self.fenced, self._stop_after = True, None
+        """Stop, and answer. The training thread may go on to compute, but the answer stays as it is."""
         assert self.view is not None
-        return [Fenced(member=self.member, view=self.view.id, state=self.state())]
+        if not self.fenced or self._answer is None:
+            self._answer = Fenced(member=self.member, view=self.view.id, state=self.state())
+        self.fenced, self._stop_after = True, None
+        return [self._answer]
 
     def _plan(self, parts: Parts | None = None) -> None:
         """Who draws what in the step under way: as told, or the first samples that are open."""
