@@ -18,7 +18,6 @@ from echelon.membership.messages import (
     Announce,
     Exited,
     Fence,
-    Fenced,
     Join,
     Leaving,
     LeftOut,
@@ -43,6 +42,7 @@ class Process:
         self.history = None
         self.queue = []
         self.answers = {}
+        self.views = set()
 
     @property
     def runs(self):
@@ -56,7 +56,7 @@ class World:
         self.now = 0.0
         self.log = MemoryLog()
         lateness = LatenessRules(floor_s=0.5, first_s=3.0)
-        options = {"workers": workers, "wait_s": 30.0, "respawn": 2, "lateness": lateness, **rules}
+        options = {"workers": workers, "wait_s": 300.0, "respawn": 2, "lateness": lateness, **rules}
         self.rules = MembershipRules(**options)
         self.ledger = new_ledger(SAMPLES, BATCH)
         self.mail = []  # to whom (None: the coordinator), what
@@ -109,6 +109,12 @@ class World:
         elif process.alive:
             self._receive(process, message)
 
+    def drop(self, at):
+        """A message is lost. That a state is lost is noticed, because its connection ends."""
+        to, message = self.mail.pop(at)
+        if isinstance(message, tuple):
+            self.workers[to].machine.transfer_failed(message[2])
+
     def _receive(self, process, message):
         machine = process.machine
         if isinstance(message, Stop):
@@ -137,6 +143,7 @@ class World:
         if act is None:
             return
         machine = process.machine
+        process.views.add(machine.view.id)
         if act.source is None:
             if process.history is None:
                 process.history = []
@@ -151,6 +158,9 @@ class World:
 
     def _take_state(self, process, _, view, base, history):
         machine = process.machine
+        if view not in process.views or machine.fenced:
+            self.mail.append((machine.member, ("state", view, base, history)))  # it waits for the view
+            return
         if machine.healing is None or machine.healing.base != base or len(history) != base:
             return
         found = machine.received(base)
@@ -249,7 +259,7 @@ class World:
         goal = None
         for process in self.workers.values():
             process.stopped = False
-        for _ in range(rounds):
+        for turn in range(rounds):
             for _ in range(len(self.mail)):
                 self.deliver(0)
             for process in [one for one in self.workers.values() if one.runs]:
@@ -257,7 +267,7 @@ class World:
                     act(process)
                 self.report(process)
             self.check()
-            self.tick(0.2)
+            self.tick(0.2 if turn < 400 else 5.0)
             if self.coordinator.ended is not None:
                 return
             if self._is_whole():
@@ -273,8 +283,10 @@ class World:
     def _is_whole(self):
         """All live workers are full members of the current view."""
         view = self.coordinator.view
-        return view is not None and bool(self.live()) and all(
-            one.machine.view == view and one.machine.member in view.full for one in self.live()
+        return (
+            view is not None
+            and bool(self.live())
+            and all(one.machine.view == view and one.machine.member in view.full for one in self.live())
         )
 
     def story(self):

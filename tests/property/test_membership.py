@@ -8,9 +8,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from members import World
 
 from echelon.membership.messages import Exited
+from members import World
 
 NUMBER = st.integers(0, 10_000)
 
@@ -29,7 +29,7 @@ def act(world, kind, number):
                 world.deliver(0)
     elif kind == "drop" and at is not None:
         if not isinstance(world.mail[at][1], Exited):  # the launcher sees it for certain, if late
-            world.mail.pop(at)
+            world.drop(at)
     elif kind == "repeat" and at is not None:
         world.deliver(at, keep=True)
     elif kind == "tick":
@@ -56,8 +56,7 @@ def act_on(world, kind, one, number, live):
     elif kind == "overwrite":
         world.spoil(one)
     elif kind == "lose-kept":
-        if one.machine.healing is not None:
-            one.machine.overwriting()
+        if one.machine.healing is not None and one.machine.overwriting():
             one.history = None
     elif kind == "report":
         world.report(one)

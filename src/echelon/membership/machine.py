@@ -106,7 +106,7 @@ class MembershipCoordinator:
         self._silent: set[MemberId] = set()
         self._leaving: dict[MemberId, tuple[Evidence, str]] = {}
         self._joining: dict[MemberId, float] = {}
-        self._healed: set[MemberId] = set()
+        self._changed: set[MemberId] = set()
         self._accusals: Counter[tuple[str, int]] = Counter()
         self._without_progress = 0
         self._fence: _Fence | None = None
@@ -183,6 +183,8 @@ class MembershipCoordinator:
         self._installed.add(member)
         if isinstance(event, Report):
             self._lateness.note(event, now)
+            if event.needs_state and self.view is not None and member in self.view.healing:
+                self._changed.add(member)
             if self._record is not None and event.step > self._record.committed:
                 self._respawn.progressed(member)
                 self._respawn.forget_failures()
@@ -198,7 +200,7 @@ class MembershipCoordinator:
                 self._accusals[event.whom.place] += 1
                 return self._begin_fence(now, at_once=True)
         elif isinstance(event, Healed) and self.view is not None and member in self.view.healing:
-            self._healed.add(member)
+            self._changed.add(member)
         return []
 
     def _is_of_view(self, member: MemberId, view: UUID) -> bool:
@@ -320,7 +322,7 @@ class MembershipCoordinator:
         if self._fence is None:
             if self._out:
                 told += self._begin_fence(now, at_once=True)
-            elif self._joining or self._healed or self._leaving:
+            elif self._joining or self._changed or self._leaving:
                 told += self._begin_fence(now, at_once=False)
         elif self._out and self._fence.after is not None:
             self._fence.after, self._fence.began, self._fence.said = None, now, float("-inf")
@@ -419,7 +421,7 @@ class MembershipCoordinator:
         self._installed, self._acks, self._out, self._silent = set(), {}, {}, set()
         self._leaving = {m: why for m, why in self._leaving.items() if m in record.view}
         self._joining = {m: at for m, at in self._joining.items() if m not in record.view}
-        self._healed = set()
+        self._changed = set()
         self._without_progress += 1
         self._lateness.begin(record.view.members, record.committed, now)
         return told

@@ -80,8 +80,9 @@ class Join(Message, frozen=True, kw_only=True, tag="join"):
 class Report(Message, frozen=True, kw_only=True, tag="report"):
     """How far a worker's training thread is. `arrived`: all gradients of the step after `step` are sent.
 
-    compute_s  how long its last step took without waiting for others
-    finite     whether its last gradients were finite
+    compute_s    how long its last step took without waiting for others
+    finite       whether its last gradients were finite
+    needs_state  whether the transfer of the state to it has failed
     """
 
     member: MemberId
@@ -90,6 +91,7 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     arrived: bool = False
     compute_s: float | None = None
     finite: bool = True
+    needs_state: bool = False
 
 
 class Accuse(Message, frozen=True, kw_only=True, tag="accuse"):

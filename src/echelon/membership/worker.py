@@ -64,6 +64,7 @@ class MemberMachine:
         self.healing: Healing | None = None
         self._stop_after: int | None = None
         self._answer: Fenced | None = None
+        self._seen = 0  # the number of the latest view that it heard of, also of one without it
         self._busy = False  # the script is between drawing a part and its optimizer step
 
     # The training thread reports
@@ -116,21 +117,50 @@ class MemberMachine:
         if current:
             self.holds, self._held = self.following, self._ledger
         self._plan()
-        if self._stop_after is not None and self.following >= self._stop_after:
-            return self._freeze()
-        return []
+        return self.stop_here()
 
-    def overwriting(self) -> None:
-        """The state that it kept is replaced piece by piece: none is whole until the transfer has ended."""
+    def overwriting(self) -> bool:
+        """Its kept state is replaced piece by piece from now on, so none is whole; not while fenced."""
+        if self.fenced:
+            return False  # the others count on the answer
         self.holds = self._held = None
+        return True
 
     def received(self, base: int) -> list[Healed]:
-        """The state after step `base` is complete, and the sums that landed since are applied to it."""
-        if self.healing is None or self.healing.base != base or self.view is None:
+        """The state after step `base` is complete, and the sums that landed since are applied to it.
+
+        Not while it is fenced: the others count on the answer. It is said again in the next view.
+        """
+        if self.fenced or self.healing is None or self.healing.base != base or self.view is None:
             return []  # of a transfer that was given up
         self.healing = None
         self.holds, self._held = self.following, self._ledger
         return [Healed(member=self.member, view=self.view.id)]
+
+    def transfer_failed(self, base: int) -> None:
+        """The transfer of the state after step `base` has ended early: another one is needed."""
+        if self.healing is not None and self.healing.base == base:
+            self.healing = None
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether it has no whole state, and nobody sends it one; its reports say so."""
+        return self.view is not None and self.holds != self.following and self.healing is None
+
+    def stop_here(self) -> list[Fenced]:
+        """Stop if a fence asked to stop after a step that has landed."""
+        due = self._stop_after is not None and self.following >= self._stop_after
+        return self._freeze() if due else []
+
+    def stand_with(self, other: MemberMachine) -> None:
+        """Take over where another member of the same view stands: for a simulation, where one member's
+        steps stand for those of all.
+        """
+        assert other.view is self.view or other.view == self.view
+        if self.holds == self.following:
+            self.holds, self._held = other.following, other._ledger
+        self.following, self._ledger, self.parts = other.following, other._ledger, other.parts
+        self.phase, self._busy = other.phase, other._busy
 
     # The coordinator says
 
@@ -155,7 +185,7 @@ class MemberMachine:
         goes_on = source is not None and source == self.healing and self.following == record.committed
         stayed = before is not None and before.number + 1 == view.number
         held = stayed and self.phase == "held"
-        self.view, self.fenced, self._stop_after = view, False, None
+        self.view, self.fenced, self._stop_after, self._seen = view, False, None, view.number
         self.following, self._ledger, self.healing = record.committed, record.ledger, source
         if source is None:
             self.holds, self._held = record.committed, record.ledger
@@ -183,6 +213,7 @@ class MemberMachine:
         """A view of this number does not have this worker. Whether that is news."""
         if self.view is None or number <= self.view.number:
             return False
+        self._seen = max(self._seen, number)
         self.view, self.fenced, self._stop_after, self.healing = None, False, None, None
         self.holds = self._held = None
         return True
@@ -204,7 +235,7 @@ class MemberMachine:
         )
 
     def _is_older(self, view: View) -> bool:
-        return self.view is not None and view.number < self.view.number
+        return view.number < self._seen or (self.view is None and view.number == self._seen > 0)
 
     def _freeze(self) -> list[Fenced]:
         """Stop, and answer. The training thread may go on to compute, but the answer stays as it is."""
