@@ -19,8 +19,8 @@ from echelon.membership.messages import (
     Exited,
     Fence,
     Join,
+    LeaveOut,
     Leaving,
-    LeftOut,
     NewView,
     Report,
     Respawn,
@@ -130,7 +130,7 @@ class World:
                     self._carry_act(process, one)
                 else:
                     self._answer(process, one)
-        elif isinstance(message, LeftOut) and machine.left_out(message.number):
+        elif isinstance(message, LeaveOut) and machine.left_out(message.number):
             process.history, process.queue = None, []
             self.mail.append((None, Join(member=machine.member, well_s=0.01)))
 

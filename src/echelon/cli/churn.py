@@ -1,4 +1,4 @@
-"""`echelon simulate --churn`, `--outage`: what losses cost, by the state machines that decide about members."""
+"""`echelon simulate --churn`, `--outage`: what losses of workers cost."""
 
 from __future__ import annotations
 

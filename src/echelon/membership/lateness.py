@@ -49,7 +49,7 @@ class _Track:
     bad: int = 0
 
 
-class Lateness:
+class MemberProgress:
     """The progress of all members."""
 
     def __init__(self, rules: LatenessRules) -> None:

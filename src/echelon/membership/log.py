@@ -33,13 +33,13 @@ class SlotStarted(Message, frozen=True, kw_only=True, tag="slot-started"):
     member: MemberId
 
 
-class RunEnded(Message, frozen=True, kw_only=True, tag="run-ended"):
+class RunStopped(Message, frozen=True, kw_only=True, tag="run-stopped"):
     """The run was stopped."""
 
     reason: str
 
 
-Entry = ViewDecided | SlotFailed | SlotStarted | RunEnded
+Entry = ViewDecided | SlotFailed | SlotStarted | RunStopped
 
 
 class Log(Protocol):

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from uuid import UUID
 
 from echelon.membership.decision import decide, holders
-from echelon.membership.lateness import Lateness, LatenessRules
+from echelon.membership.lateness import LatenessRules, MemberProgress
 from echelon.membership.ledger import Ledger
-from echelon.membership.log import Log, RunEnded, SlotFailed, SlotStarted, ViewDecided
+from echelon.membership.log import Log, RunStopped, SlotFailed, SlotStarted, ViewDecided
 from echelon.membership.messages import (
     Accuse,
     Announce,
@@ -38,8 +38,8 @@ from echelon.membership.messages import (
     Installed,
     Instruction,
     Join,
+    LeaveOut,
     Leaving,
-    LeftOut,
     NewView,
     Report,
     Respawn,
@@ -97,7 +97,7 @@ class MembershipCoordinator:
         self._ledger = ledger
         self._respawn = RespawnRule(rules.respawn)
         self._readmission = Readmission()
-        self._lateness = Lateness(rules.lateness)
+        self._lateness = MemberProgress(rules.lateness)
         self._record: NewView | None = None
         self._decided_at = self._said_at = 0.0
         self._installed: set[MemberId] = set()
@@ -124,7 +124,7 @@ class MembershipCoordinator:
                 self._respawn.failed(entry.member, entry.failure, entry.step)
             elif isinstance(entry, SlotStarted):
                 self._incarnations[entry.member.place] = entry.member.incarnation
-            elif isinstance(entry, RunEnded):
+            elif isinstance(entry, RunStopped):
                 self.ended = entry.reason
         if self._record is not None:
             self._lateness.begin(self._record.view.members, self._record.committed, 0.0)
@@ -216,9 +216,9 @@ class MembershipCoordinator:
             return []
         return [(member, self._left_out(member, "the others have gone on without it"))]
 
-    def _left_out(self, member: MemberId, reason: str) -> LeftOut:
+    def _left_out(self, member: MemberId, reason: str) -> LeaveOut:
         number = self._record.view.number if self._record is not None else 0
-        return LeftOut(member=member, number=number, reason=reason)
+        return LeaveOut(member=member, number=number, reason=reason)
 
     def _join(self, event: Join, now: float) -> list[Instruction]:
         member = event.member
@@ -410,7 +410,7 @@ class MembershipCoordinator:
             evidence, reason = why[member]
             if evidence != "exited":
                 self._readmission.left_out(member, evidence, now)
-            told.append((member, LeftOut(member=member, number=record.view.number, reason=reason)))
+            told.append((member, LeaveOut(member=member, number=record.view.number, reason=reason)))
             orderly = evidence == "leaving"
             lost = evidence in ("exited", "silent")
             kind: AnnouncedKind = "left" if orderly else "lost" if lost else "left-out"
@@ -449,7 +449,7 @@ class MembershipCoordinator:
     def _end(
         self, reason: str, member: MemberId | None, now: float, *, checkpoint: bool
     ) -> list[Instruction]:
-        self._log.append(RunEnded(reason=reason))
+        self._log.append(RunStopped(reason=reason))
         self.ended = reason
         members = self.view.members if self.view is not None else ()
         told: list[Instruction] = [(m, Stop(reason=reason, checkpoint=checkpoint)) for m in members]

@@ -1,7 +1,7 @@
 """What do workers and the coordinator of a run's members say to each other? One class per message.
 
 A worker says Join, Report, Accuse, Leaving, Fenced, Installed, Healed. The launcher says Exited. The
-coordinator says Fence, NewView, LeftOut, Stop to a worker, and Respawn, Ended to the launcher; Announce
+coordinator says Fence, NewView, LeaveOut, Stop to a worker, and Respawn, Ended to the launcher; Announce
 becomes an event. Messages may be lost, repeated or reordered: each says which view it is about, and is
 handled alike however often it comes.
 """
@@ -173,7 +173,7 @@ class Fence(Message, frozen=True, kw_only=True, tag="fence"):
     after: int | None = None
 
 
-class LeftOut(Message, frozen=True, kw_only=True, tag="left-out"):
+class LeaveOut(Message, frozen=True, kw_only=True, tag="left-out"):
     """This process is not a member of the current view. It may ask to join again."""
 
     member: MemberId
@@ -213,5 +213,5 @@ class Announce(Message, frozen=True, kw_only=True, tag="announce"):
 
 
 FromWorker = Join | Report | Accuse | Leaving | Fenced | Installed | Healed
-ToWorker = NewView | Fence | LeftOut | Stop
+ToWorker = NewView | Fence | LeaveOut | Stop
 Instruction = tuple[MemberId, ToWorker] | Respawn | Ended | Announce

@@ -26,7 +26,7 @@ from echelon.membership.messages import (
     FromWorker,
     Instruction,
     Join,
-    LeftOut,
+    LeaveOut,
     NewView,
     Report,
     Respawn,
@@ -324,7 +324,7 @@ class _ChurnRun:
                     self._carry_act(machine, answer)
                 else:
                     self._say(to, answer)
-        elif isinstance(message, LeftOut) and machine.left_out(message.number):
+        elif isinstance(message, LeaveOut) and machine.left_out(message.number):
             self._clock.after(_TICK_S, lambda: self._report(machine, arrived=False))
 
     def _carry_act(self, machine: MemberMachine, act: Act | None) -> None:
