@@ -158,7 +158,7 @@ class World:
 
     def _take_state(self, process, _, view, base, history):
         machine = process.machine
-        if view not in process.views or machine.fenced:
+        if view not in process.views:
             self.mail.append((machine.member, ("state", view, base, history)))  # it waits for the view
             return
         if machine.healing is None or machine.healing.base != base or len(history) != base:
@@ -167,6 +167,8 @@ class World:
         if found:
             process.history, process.queue = history + process.queue, []
             self.mail += [(None, one) for one in found]
+        elif machine.fenced:
+            self.mail.append((machine.member, ("state", view, base, history)))  # it is said again
 
     # Training
 
