@@ -16,6 +16,7 @@ plan_output.py what it prints
 what_if.py   echelon what-if
 simulate.py  echelon simulate
 scaling.py   echelon simulate --nodes
+churn.py     echelon simulate --churn, --outage
 bench.py     echelon bench codecs
 bench_step.py echelon bench step
 doctor.py    echelon doctor

@@ -18,12 +18,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from echelon.cli.churn import show_churn
 from echelon.cli.options import Given, flag_of, with_options
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.machine import usable_cores
 from echelon.errors import ConfigError
 from echelon.observe.atomic import write_whole
 from echelon.observe.run_folder import RunFolder
+from echelon.simulate.churn import ChurnSetting
 from echelon.simulate.compare import Standing, compare, in_words
 from echelon.simulate.outcome import SimulationResult
 from echelon.simulate.page import page_html, profile_rows, show_reached, show_spread
@@ -49,6 +51,8 @@ _MANY: Any = {
     "rich_help_panel": "Many nodes: steps by prediction, without gradients",
     "show_default": False,
 }
+_CHURN: Any = {"rich_help_panel": "Losses: members by the rules, without gradients", "show_default": False}
+_FOR_CHURN = ("workers", "seconds", "seed", "compute", "latency")
 _FOR_MANY = ("model", "data", "batch", "seed")
 
 
@@ -82,6 +86,14 @@ def simulate(
     runs: Annotated[
         Path, typer.Option(help="The folder of runs, for --replay and --like-run.", **_OUTPUT)
     ] = Path("runs"),
+    churn: Annotated[
+        list[str] | None,
+        typer.Option(help='Workers are lost at random: "kill(rate=0.5)", "stop(rate=0.1)".', **_CHURN),
+    ] = None,
+    outage: Annotated[
+        list[str] | None,
+        typer.Option(help='Many are lost at once: "kill(at=10)", "cut(at=10, part=0.3)".', **_CHURN),
+    ] = None,
     nodes: Annotated[
         int | None, typer.Option(help="Predict the steps of so many nodes, up to 10,000.", **_MANY)
     ] = None,
@@ -115,8 +127,22 @@ def simulate(
       echelon simulate --workers 1000 --sync async --no-gradients --compute 20ms
       echelon simulate --replay latest
       echelon simulate --nodes 1000 --like node-a --cluster cluster.toml
+      echelon simulate --workers 100 --churn "kill(rate=0.5)" --seconds 60
     """
     settings = given.settings
+    if churn or outage:
+        others = {"--replay": replay, "--events": events, "--out": out, "--open": show, "--nodes": nodes}
+        _refuse_unused(given, others)
+        compute_s, link = settings.compute_s, settings.virtual_link
+        setting_of_losses = ChurnSetting(
+            workers=settings.workers,
+            seconds=settings.seconds,
+            seed=settings.seed,
+            step_s=compute_s or 0.02,
+            latency_s=link.latency_s,
+        )
+        show_churn(setting_of_losses, churn or [], outage or [], json=json)
+        return
     if nodes is not None:
         _refuse_others(given, {"--replay": replay, "--events": events})
         machines = PlanningAsked(
@@ -204,6 +230,15 @@ def _refuse_others(given: Given[SimulateSettings], others: Mapping[str, object])
     flags = [flag_of(name) for name in given.names if name not in _FOR_MANY]
     for flag in [*flags, *(flag for flag, value in others.items() if value)]:
         raise ConfigError(f"{flag} is not for --nodes", where=flag, fix="leave one of the two out")
+
+
+def _refuse_unused(given: Given[SimulateSettings], others: Mapping[str, object]) -> None:
+    """Refuse options that a simulation of losses does not use."""
+    flags = [flag_of(name) for name in given.names if name not in _FOR_CHURN]
+    for flag in [*flags, *(flag for flag, value in others.items() if value)]:
+        raise ConfigError(
+            f"{flag} is not for --churn and --outage", where=flag, fix="leave one of the two out"
+        )
 
 
 def _needs_nodes(given: Mapping[str, object]) -> None:

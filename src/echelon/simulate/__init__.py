@@ -20,6 +20,7 @@
     recorded_cluster.py what does a run's cluster.toml add to its record?
     recorded_job.py which machines, links and job does a recorded run show?
     what_if.py    what would a recorded run take if something were different?
+    churn.py      what losses cost: the state machines of `membership/` on the virtual clock
     recorded.py   replays a run of real training from its folder
 
 The same setting gives the same result, to the bit.

@@ -29,6 +29,10 @@ class Detector(Strategy):
         Infinite as long as there are too few times.
         """
 
+    def shortest(self, own: Sequence[float], others: Sequence[Sequence[float]]) -> float:
+        """The shortest normal time; 0 unless a worker that is much faster than usual counts as abnormal."""
+        return 0.0
+
     def limits(self, times: Sequence[Sequence[float]]) -> list[float]:
         """The limits of all workers; override it if this can be computed faster than one by one."""
         return [self.limit(own, [*times[:i], *times[i + 1 :]]) for i, own in enumerate(times)]
