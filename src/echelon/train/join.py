@@ -71,6 +71,7 @@ def join(
     round_timeout_s: float | None = None,
     transport: Transport | None = None,
     collective: str | None = None,
+    parallel: str | None = None,
     overlap: Overlap | None = None,
     factors: FactorRule | None = None,
     sync: str | None = None,
@@ -94,6 +95,8 @@ def join(
     round_timeout_s  how long a worker may keep the others waiting at a round
     transport        how bytes move: auto, shm, tcp or c10d
     collective       how gradients are summed, see `echelon list collective`
+    parallel         how one model is spread over workers, such as "pipeline(stages=2) * data"; see `echelon
+                     list parallel`
     overlap          what hides communication: backward, or step (see `Session.prepare`)
     factors          whether linear layers send factors of their gradients: auto, always or never
     sync             when workers synchronise, see `echelon list sync`
@@ -121,6 +124,7 @@ def join(
         "round_timeout_s": round_timeout_s,
         "transport": transport,
         "collective": collective,
+        "parallel": parallel,
         "overlap": overlap,
         "factors": factors,
         "sync": sync,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from echelon.codec.fitting import refuse_for_weights
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
+from echelon.comm.open import open_solo
 from echelon.comm.schedule.cost import LinkCost
 from echelon.errors import ConfigError
+from echelon.parallel.layout import Layout, Mesh, mesh_of
+from echelon.parallel.strategies.pipeline import Pipeline
 from echelon.plan.plan import Plan
 from echelon.reduce.reducer import Inspector
 from echelon.sync.cluster import best_rates, planned_cluster
@@ -23,6 +27,7 @@ from echelon.train.families.mix import MixSynchronizer
 from echelon.train.families.reduce import ReduceSynchronizer
 from echelon.train.families.serve import ServeSynchronizer
 from echelon.train.families.share import ShareSynchronizer
+from echelon.train.families.spread import SpreadSynchronizer
 from echelon.train.families.synchronizer import Explain, Synchronizer
 
 
@@ -99,3 +104,41 @@ def choose(
         )
     refuse_for_weights(plan.codec, policy.name)
     return ShareSynchronizer(group, clock, explain=explain)
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadRun:
+    """How a run with a layout goes: `view` has one worker for each replica, those with this one's stage."""
+
+    synchronizer: Synchronizer
+    mesh: Mesh
+    view: Group
+
+
+def spread_out(
+    layout: Layout,
+    group: Group,
+    clock: StepClock,
+    *,
+    memory_bytes: float,
+    compared: Callable[[str], None],
+    explain: Explain,
+) -> SpreadRun:
+    """The synchronizer of a layout in which workers have parts of a model; all workers call it."""
+    mesh = mesh_of(layout, group.size)
+    pipeline = layout.find(Pipeline)
+    assert pipeline is not None
+    view: Group = open_solo()
+    for stage in range(mesh.stages):
+        peers = group.subgroup(mesh.peers(stage)) if mesh.replicas > 1 else None
+        view = peers or view
+    synchronizer = SpreadSynchronizer(
+        group,
+        mesh,
+        pipeline,
+        clock,
+        memory_bytes=memory_bytes,
+        compared=compared,
+        explain=explain,
+    )
+    return SpreadRun(synchronizer, mesh, view)

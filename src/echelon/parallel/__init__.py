@@ -1,0 +1,17 @@
+"""How is one model spread over several workers?
+
+layout.py      an expression of dimensions, and who is in which replica and stage
+dimension.py   the contract of a dimension
+strategies/    the dimensions, one file each
+schedule.py    in which order a stage computes micro-batches
+cut.py         where the layers are cut, so that unequal workers finish together
+chain.py       a model as a chain of layers
+traced.py      any module as such a chain, by torch.fx
+measure.py     what each layer costs on this worker
+masks.py       the same dropout masks as in one process
+passing.py     values from stage to stage
+stage.py       one worker's stage of a pipeline
+holdings.py    which worker holds which parameters
+norms.py       the norm of a whole model's gradients
+spread.py      one model spread over the workers: cut at its first call, then run
+"""

@@ -1,0 +1,53 @@
+"""Stages: each worker has some of the layers, and batches go through them in micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+from echelon.errors import ConfigError
+from echelon.parallel.dimension import Dimension
+
+ScheduleName = Literal["gpipe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline(Dimension):
+    """Stages of consecutive layers, one worker each; 0 stages: as many as workers are left.
+
+    schedule  the order of micro-batches (`schedule.py`)
+    micro     into how many micro-batches a batch is cut
+    cuts      the layers at which the second and later stages begin; empty: by measured times
+    """
+
+    name: ClassVar[str] = "pipeline"
+    stages: int = 0
+    schedule: ScheduleName = "gpipe"
+    micro: int = 4
+    cuts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.stages < 0:
+            raise ConfigError(
+                f"stages is {self.stages}", where="pipeline, stages", fix="give at least 1, or leave it out"
+            )
+        if self.micro < 1:
+            raise ConfigError(f"micro is {self.micro}", where="pipeline, micro", fix="give at least 1")
+        if any(later <= earlier for earlier, later in pairwise([0, *self.cuts])):
+            raise ConfigError(
+                f"cuts are {self.cuts}",
+                where="pipeline, cuts",
+                fix="give the numbers of layers in ascending order, from 1 on",
+            )
+        if self.cuts and self.stages and len(self.cuts) != self.stages - 1:
+            raise ConfigError(
+                f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, not {self.stages}",
+                where="pipeline, cuts",
+                fix=f"give {self.stages - 1} cuts, or leave them out",
+            )
+
+    @property
+    def extent(self) -> int:
+        """The number of stages."""
+        return len(self.cuts) + 1 if self.cuts else self.stages
