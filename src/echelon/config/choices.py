@@ -43,7 +43,8 @@ class Choices:
     )
     replicas: int = setting(0, "Copies of each server's shard that other servers keep, with every update.")
     parallel: str = setting(
-        "data", 'How one model is spread over workers: "pipeline(stages=2) * data"; `echelon list parallel`.'
+        "data",
+        'How one model is spread over workers: "pipeline(stages=2) * data"; `echelon list parallel`.',
     )
     overlap: Overlap = setting(  # noqa: RUF009
         "backward",

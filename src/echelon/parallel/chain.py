@@ -4,8 +4,8 @@
     any other module  its operations in the order in which they run, traced with torch.fx (`traced.py`);
                       a loop over a ModuleList becomes its layers, one after another
 
-No cut comes before a layer that changes its input in place: a received activation is kept for the backward
-pass.
+No cut comes before a layer that changes its input in place: a received activation is kept for the
+backward pass.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ With micro-batches the slowest stage sets the pace: a batch of M micro-batches t
 
     T = sum of all stages + (M - 1) * slowest stage
 
-The sum depends on the cut too, because workers are unequal. Both are minimised exactly: for every possible
-pace (the time of some run of layers on some worker) a dynamic program finds the least sum with no stage
-slower than the pace. Stages are in the order of the workers; each has at least one layer. A stage that does
-not fit its worker's memory is not considered.
+The sum depends on the cut too, because workers are unequal. Both are minimised exactly: for every
+possible pace (the time of some run of layers on some worker) a dynamic program finds the least sum with
+no stage slower than the pace. Stages are in the order of the workers; each has at least one layer. A
+stage that does not fit its worker's memory is not considered.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def best_cuts(cost: ChainCost, micro: int) -> tuple[int, ...]:
 def _slowest(cost: ChainCost, cuts: Sequence[int]) -> float:
     edges = [0, *cuts, cost.layers]
     return max(
-        sum(times[begin:end])
-        for times, begin, end in zip(cost.times_s, edges[:-1], edges[1:], strict=True)
+        sum(times[begin:end]) for times, begin, end in zip(cost.times_s, edges[:-1], edges[1:], strict=True)
     )
 
 

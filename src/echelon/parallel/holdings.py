@@ -1,8 +1,8 @@
 """Which worker holds which parameters, and how do the others get them when they are needed?
 
 After the cut a worker keeps the parameters of its own layers. Of the others it keeps shape and type only:
-their values read as NaN and take no memory. Whoever reads the whole model (`state_dict`, a checkpoint) calls
-`whole` first, on all workers, and `part` afterwards.
+their values read as NaN and take no memory. Whoever reads the whole model (`state_dict`, a checkpoint)
+calls `whole` first, on all workers, and `part` afterwards.
 
 A parameter may be held by several workers: one in each replica, and one for each stage that uses it. Its
 gradient is the sum over all of them.
@@ -30,7 +30,7 @@ class _Owned:
 
 
 class Holdings:
-    """The parameters and buffers of one model. `owners` are the ranks that hold each, by name, ascending."""
+    """The parameters and buffers of one model. `owners`: the ranks that hold each, by name, ascending."""
 
     def __init__(self, model: nn.Module, group: Group, owners: Mapping[str, Sequence[int]]) -> None:
         self._group = group

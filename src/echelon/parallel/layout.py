@@ -87,7 +87,9 @@ def parse_layout(text: str, *, where: str = "--parallel") -> Layout:
         one = DIMENSIONS.build(parse_call(part.strip()), where=where)
         if any(type(one) is type(other) for other in dimensions):
             raise ConfigError(
-                f"{text!r} has {one.name} twice", where=where, fix=f"write {one.name} once, with all workers"
+                f"{text!r} has {one.name} twice",
+                where=where,
+                fix=f"write {one.name} once, with all workers",
             )
         dimensions.append(one)
     return Layout(tuple(dimensions))

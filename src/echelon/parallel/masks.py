@@ -1,10 +1,10 @@
 """How does a model draw the same dropout masks in micro-batches as it does in one pass over the batch?
 
-The first micro-batch draws each mask for the whole batch; every micro-batch takes its rows. So a stage draws
-the numbers that one process draws in these layers, and the state of the random numbers goes from stage to
-stage with the first micro-batch. Known are dropout in all forms and attention with dropout; any other random
-number within a forward pass is refused, because it would differ. The batch is the first dimension of what
-is dropped, or divides it, as in (batch x time, features).
+The first micro-batch draws each mask for the whole batch; every micro-batch takes its rows. So a stage
+draws the numbers that one process draws in these layers, and the state of the random numbers goes from
+stage to stage with the first micro-batch. Known are dropout in all forms and attention with dropout; any
+other random number within a forward pass is refused, because it would differ. The batch is the first
+dimension of what is dropped, or divides it, as in (batch x time, features).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _Drawing(TorchFunctionMode):
         return func(*args, **given)
 
     def _dropped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        value = args[0] if args else kwargs["input"]
+        value: Tensor = args[0] if args else kwargs["input"]
         rest, named = args[1:], {key: one for key, one in kwargs.items() if key not in ("input", "inplace")}
         in_place = _DROPS[func] or kwargs.get("inplace") is True or (len(rest) > 2 and rest[2] is True)
         rate = rest[0] if rest else named.get("p", 0.5)

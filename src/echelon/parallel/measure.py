@@ -22,7 +22,7 @@ _COPIES = 4  # a parameter, its gradient, and two states of an optimizer such as
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """By layer: seconds of a forward and a backward pass, and bytes while `micro` micro-batches are kept."""
+    """By layer: seconds of a forward and a backward pass, bytes while `micro` micro-batches are kept."""
 
     times_s: list[float]
     sizes_bytes: list[float]
@@ -57,9 +57,7 @@ def _one(
     inputs = [one.detach().requires_grad_(one.is_floating_point()) for one in leaves]
     left = iter(inputs)
     # Clones: a layer may change its input in place, which torch refuses for a leaf.
-    entering = pytree.tree_map(
-        lambda one: next(left).clone() if isinstance(one, Tensor) else one, carried
-    )
+    entering = pytree.tree_map(lambda one: next(left).clone() if isinstance(one, Tensor) else one, carried)
     begun = time.perf_counter()
     out = chain.run(at, at + 1, given, entering)
     roots = [one for one in pytree.tree_leaves(out) if isinstance(one, Tensor) and one.requires_grad]

@@ -1,8 +1,9 @@
 """How does `torch.nn.utils.clip_grad_norm_` find the norm over the whole model, if a worker holds a part?
 
-Torch computes the norm of the gradients it is given; here these are the worker's own. While a model is spread
-over workers, the function that it does so with is replaced: gradients that other workers hold are added, and
-those that several hold are counted once. A worker that holds none of them takes part with nothing.
+Torch computes the norm of the gradients it is given; here these are the worker's own. While a model is
+spread over workers, the function that it does so with is replaced: gradients that other workers hold are
+added, and those that several hold are counted once. A worker that holds none of them takes part with
+nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class WholeNorms:
 
     def _combined(self, gradients: list[Tensor], order: float) -> Tensor:
         if math.isinf(order):
-            most = torch.stack([one.abs().max().double() for one in gradients] or [torch.zeros(()).double()])
+            most = torch.stack(
+                [one.abs().max().double() for one in gradients] or [torch.zeros(()).double()]
+            )
             whole = most.max().reshape(1)
             self._group.all_reduce(whole, "max").wait()
             return whole[0]

@@ -1,8 +1,9 @@
 """How do values go from one stage to another? Tensors as messages, and once a description of them.
 
-The receiver must know shapes before it can receive. The first time that a micro-batch of some size comes, the
-sender describes what it hands over; from then on both know, and receives are posted ahead. Sends are not
-awaited until the pass ends. Numbers, such as a size that the model has read, travel in the description only.
+The receiver must know shapes before it can receive. The first time that a micro-batch of some size comes,
+the sender describes what it hands over; from then on both know, and receives are posted ahead. Sends are
+not awaited until the pass ends. Numbers, such as a size that the model has read, travel in the
+description only.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Described:
         """As bytes."""
         told = {
             "tensors": [
-                [list(one.shape), str(one.dtype).removeprefix("torch."), one.trained] for one in self.tensors
+                [list(one.shape), str(one.dtype).removeprefix("torch."), one.trained]
+                for one in self.tensors
             ],
             "plain": [one if one == _TENSOR else list(one) for one in self.plain],
             "structure": self.structure,
@@ -69,7 +71,10 @@ class Described:
         """The inverse of `encoded`."""
         told = json.loads(bytes(data.tolist()))
         return cls(
-            tuple(TensorSpec(tuple(shape), getattr(torch, kind), trained) for shape, kind, trained in told["tensors"]),
+            tuple(
+                TensorSpec(tuple(shape), getattr(torch, kind), trained)
+                for shape, kind, trained in told["tensors"]
+            ),
             tuple(one if one == _TENSOR else tuple(one) for one in told["plain"]),
             told["structure"],
         )

@@ -1,8 +1,9 @@
 """One model, spread over workers: cut at its first call, then run stage by stage.
 
-The module stays the script's own: `model(x)` returns the whole output on every worker, `state_dict` has all
-parameters under their own names. Until the first call every worker has the whole model. Then the layers are
-measured on every worker, each replica is cut by what its own workers take, and each worker keeps its part.
+The module stays the script's own: `model(x)` returns the whole output on every worker, `state_dict` has
+all parameters under their own names. Until the first call every worker has the whole model. Then the
+layers are measured on every worker, each replica is cut by what its own workers take, and each worker
+keeps its part.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class SpreadModel:
         model.forward = self._forward
         self._handles = [
             model.register_state_dict_pre_hook(self._before_state),
-            model.register_state_dict_post_hook(self._after_state),
+            model.register_state_dict_post_hook(
+                lambda *_: self._after_state()
+            ),  # torch sets an attribute of it
             model.register_load_state_dict_pre_hook(self._before_load),
             model.register_load_state_dict_post_hook(self._after_load),
         ]
@@ -206,7 +209,7 @@ class SpreadModel:
             self._agree("state_dict of a model in parts")
             self.holdings.whole()
 
-    def _after_state(self, *_: Any) -> None:
+    def _after_state(self) -> None:
         if self.holdings is not None and not self.quiet:
             self.holdings.part()
 

@@ -1,9 +1,9 @@
 """One worker's stage of a pipeline: a call of the model goes through it in micro-batches.
 
-`forward` runs this stage's forward passes and returns the model's whole output, on every stage: the last one
-sends it to the others, so that each computes the loss as one process does. The output's gradient, which is the
-same on all of them, then goes back through the stages. Gradients of parameters are added up over the
-micro-batches and handed over once, when the last one is done.
+`forward` runs this stage's forward passes and returns the model's whole output, on every stage: the last
+one sends it to the others, so that each computes the loss as one process does. The output's gradient,
+which is the same on all of them, then goes back through the stages. Gradients of parameters are added up
+over the micro-batches and handed over once, when the last one is done.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Stage:
             return self._through(call)
         structure: list[Any] = []
         anchor = torch.zeros((), requires_grad=True)  # so that autograd calls back
-        flat = _Passed.apply(anchor, self, call, structure)
+        flat = _Passed.apply(anchor, self, call, structure)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(list(flat), structure[0])
 
     def _cut(self, given: Given) -> _Call:
@@ -162,7 +162,7 @@ class Stage:
         if not part.is_last:
             self._output.expect(keys)
         masks = BatchMasks(call.rows)
-        outputs = []
+        outputs: list[Any] = []
         trains = torch.is_grad_enabled()
         order = schedule("gpipe", part.stage, len(part.ranks), len(call.edges))
         for micro in (action.micro for action in order if action.kind == "forward"):
@@ -267,10 +267,7 @@ class Stage:
         total: Gradients = [None] * len(self._parameters)
         for micro in micros:
             kept = call.kept.pop(micro)
-            if part.is_last:
-                given = _rows_of(of_outputs, call.edges[micro], call.rows)
-            else:
-                given = list(take())
+            given = _rows_of(of_outputs, call.edges[micro], call.rows) if part.is_last else take()
             found = self._gradients(kept, given)
             if not part.is_first:
                 for tensor, gradient in zip(kept.received, found, strict=False):

@@ -1,9 +1,9 @@
 """Any module as a chain of its operations, traced with torch.fx.
 
 Tracing runs `forward` once with placeholders. A submodule that cannot be traced, because it decides by
-values, stays whole; the model's own forward cannot. Values that later layers use are handed over from stage
-to stage, so connections may skip stages. Parameters and buffers are read where they are used, and inputs of
-the model are known to every stage: neither is handed over.
+values, stays whole; the model's own forward cannot. Values that later layers use are handed over from
+stage to stage, so connections may skip stages. Parameters and buffers are read where they are used, and
+inputs of the model are known to every stage: neither is handed over.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class TracedChain(Chain):
             boundary
             for boundary in range(1, len(self._nodes))
             if any(
-                changed[index] & set(self._carried[boundary])
-                for index in range(boundary, len(self._nodes))
+                changed[index] & set(self._carried[boundary]) for index in range(boundary, len(self._nodes))
             )
         )
 

@@ -195,7 +195,12 @@ class Session(ScriptCheckpoints):
         self._profiling = JobProfiling(None)
         memory = allowance(self._nodes.count(self.node)).memory_bytes
         spread = spread_out(
-            layout, self._group, self._clock, memory_bytes=memory, compared=self._agree, explain=self.explain
+            layout,
+            self._group,
+            self._clock,
+            memory_bytes=memory,
+            compared=self._agree,
+            explain=self.explain,
         )
         self._synchronizer, self._view = spread.synchronizer, spread.view
         self._shares = ShareTable(spread.mesh.weights(self._plan.weights))
@@ -259,8 +264,8 @@ class Session(ScriptCheckpoints):
                    dropout masks and noise; the leader those that one process would draw. same: all workers
                    draw the same numbers if they were seeded alike
 
-        The defaults of parallel, overlap, factors and codec are the run's. All workers call it with the same things.
-        Example:
+        The defaults of parallel, overlap, factors and codec are the run's. All workers call it with the
+        same things. Example:
 
             model, optimizer, loader = session.prepare(model, optimizer, loader)
         """

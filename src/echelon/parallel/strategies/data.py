@@ -11,7 +11,7 @@ from echelon.parallel.dimension import Dimension
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data(Dimension):
-    """Replicas of the model, each with its share of every batch; 0 replicas: as many as workers are left."""
+    """Replicas of the model, each with its share of every batch; 0: as many as workers are left."""
 
     name: ClassVar[str] = "data"
     replicas: int = 0

@@ -1,7 +1,7 @@
 """Keeps models synchronised that are spread over workers by a layout (`parallel/`).
 
-Every replica of the model is a pipeline of workers. A replica's workers draw the same share of each batch; the
-gradients of a parameter are summed over the workers that hold it, when backward ends.
+Every replica of the model is a pipeline of workers. A replica's workers draw the same share of each
+batch; the gradients of a parameter are summed over the workers that hold it, when backward ends.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class SpreadSynchronizer(Synchronizer):
         whole = self._pipeline.micro == 1 and self._mesh.replicas == 1
         if layers and rules.batchnorm == "global" and not whole:
             raise ModelError(
-                "batch normalisation in a pipeline sees one micro-batch at a time, so it would not train as "
-                "the whole batch does",
+                "batch normalisation in a pipeline sees one micro-batch at a time, so it would not train "
+                "as the whole batch does",
                 where="prepare, parallel",
                 fix='prepare with batchnorm="local" to normalise each micro-batch by itself, or use '
                 "pipeline(micro=1) without data",
