@@ -20,7 +20,7 @@ CLOSE = 1e-12
 LAYOUTS = {
     "pipeline(stages=2, micro=3)": 2,
     "pipeline(stages=4)": 4,
-    "pipeline(stages=2, cuts=[1], micro=10)": 2,
+    'pipeline(stages=2, cuts="1", micro=10)': 2,
     "data": 2,
     "pipeline(stages=2) * data": 4,
     "data * pipeline(stages=2, micro=2)": 4,
@@ -71,7 +71,12 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def train(
-    kind: str, layout: str | None, dropout: float = 0.0, folder: str = "", epochs: int = 2, load: bool = False
+    kind: str,
+    layout: str | None,
+    dropout: float = 0.0,
+    folder: str = "",
+    epochs: int = 2,
+    load: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Two epochs: clipping, accumulation, a scheduler, an evaluation; losses and weights."""
     session = echelon.join(record=False, shares="equal")
@@ -110,7 +115,9 @@ def train(
     return losses, state
 
 
-def distance(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> float:
+def distance(
+    one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]
+) -> float:
     assert list(one[1]) == list(other[1])
     assert len(one[0]) == len(other[0])
     weights = max(float((one[1][name] - other[1][name]).abs().max()) for name in one[1])
@@ -138,7 +145,9 @@ def test_one_replica_draws_the_dropout_masks_of_one_process(warm_pool, kind, lay
 
 
 @every_layout
-def test_a_checkpoint_of_a_layout_continues_in_one_process_and_back(warm_pool, layout, workers, tmp_path: Path):
+def test_a_checkpoint_of_a_layout_continues_in_one_process_and_back(
+    warm_pool, layout, workers, tmp_path: Path
+):
     whole = warm_pool.run(1, train, "sequential", None, 0.0, "", 3)[0]
     folder = str(tmp_path / "of-layout")
     warm_pool.run(workers, train, "sequential", layout, 0.0, folder, 2, timeout_s=60)

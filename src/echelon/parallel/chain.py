@@ -21,7 +21,7 @@ from echelon.errors import ModelError
 Given = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
-class Chain(ABC):
+class LayerChain(ABC):
     """Layers, numbered from 0. `names` are how users know them; `closed`: no cut comes before these."""
 
     names: Sequence[str]
@@ -45,7 +45,7 @@ class Chain(ABC):
         return len(self.names)
 
 
-class SequentialChain(Chain):
+class SequentialLayers(LayerChain):
     """The children of an nn.Sequential."""
 
     def __init__(self, model: nn.Sequential) -> None:
@@ -92,16 +92,16 @@ def is_in_place(module: nn.Module) -> bool:
     return getattr(module, "inplace", False) is True
 
 
-def chain_of(model: nn.Module) -> Chain:
+def chain_of(model: nn.Module) -> LayerChain:
     """The model's chain; ModelError if it has none."""
     if type(model) is nn.Sequential:
-        return SequentialChain(model)
-    from echelon.parallel.traced import TracedChain  # torch.fx takes a while to import
+        return SequentialLayers(model)
+    from echelon.parallel.traced import TracedLayers  # torch.fx takes a while to import
 
-    return TracedChain(model)
+    return TracedLayers(model)
 
 
-def check_cuts(chain: Chain, cuts: Sequence[int], stages: int) -> None:
+def check_cuts(chain: LayerChain, cuts: Sequence[int], stages: int) -> None:
     """Refuse stages that the chain does not have."""
     if stages > len(chain) - len(chain.closed):
         raise ModelError(

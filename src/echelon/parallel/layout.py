@@ -19,7 +19,7 @@ from typing import TypeVar
 from echelon.config.call import parse_call
 from echelon.errors import ConfigError
 from echelon.parallel.dimension import DIMENSIONS, Dimension
-from echelon.parallel.strategies.data import Data
+from echelon.parallel.strategies.data import Replicas
 from echelon.parallel.strategies.pipeline import Pipeline
 
 D = TypeVar("D", bound=Dimension)
@@ -38,7 +38,7 @@ class Layout:
     @property
     def is_data_only(self) -> bool:
         """Whether every worker has the whole model, as without a layout."""
-        return all(isinstance(one, Data) for one in self.dimensions)
+        return all(isinstance(one, Replicas) for one in self.dimensions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ def extents(layout: Layout, workers: int, *, where: str = "--parallel") -> tuple
             fix=f"start a multiple of {product} workers, or choose other numbers",
         )
     fix = f"start {product} workers"
-    if workers % product == 0 and layout.find(Data) is None:
+    if workers % product == 0 and layout.find(Replicas) is None:
         fix += ", or add '* data'"
     raise ConfigError(f"the layout is for {product} workers, there are {workers}", where=where, fix=fix)
 
@@ -145,7 +145,7 @@ def mesh_of(layout: Layout, workers: int, *, where: str = "--parallel") -> Mesh:
     """Who is in which replica and stage."""
     sizes = extents(layout, workers, where=where)
     steps = {type(one): (size, math.prod(sizes[:at])) for at, (one, size) in _numbered(layout, sizes)}
-    replicas, replica_step = steps.get(Data, (1, 0))
+    replicas, replica_step = steps.get(Replicas, (1, 0))
     stages, stage_step = steps.get(Pipeline, (1, 0))
     return Mesh(
         ranks=tuple(

@@ -40,9 +40,9 @@ class BatchMasks:
         self._drawn: list[Tensor] = []
         self._after: Tensor | None = None
 
-    def of(self, begin: int, end: int) -> _Drawing:
+    def of(self, begin: int, end: int) -> _DropoutMode:
         """A context in which samples `begin` to `end` get their rows of the masks."""
-        return _Drawing(self, begin, end)
+        return _DropoutMode(self, begin, end)
 
     def mask(self, index: int, begin: int, end: int, shape: Sequence[int], draw: _Draw) -> Tensor:
         """The rows of the mask with this number; the first micro-batch draws it."""
@@ -81,7 +81,7 @@ class BatchMasks:
 _Draw = Callable[[Sequence[int]], Tensor]
 
 
-class _Drawing(TorchFunctionMode):
+class _DropoutMode(TorchFunctionMode):
     """Takes the place of dropout while one micro-batch goes through a stage."""
 
     def __init__(self, masks: BatchMasks, begin: int, end: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from echelon.parallel.chain import Chain, Given
+from echelon.parallel.chain import Given, LayerChain
 
 _TIMES = 2  # the quicker counts: the first pass also loads code
 _COPIES = 4  # a parameter, its gradient, and two states of an optimizer such as Adam
@@ -28,7 +28,7 @@ class LayerCosts:
     sizes_bytes: list[float]
 
 
-def measure(model: nn.Module, chain: Chain, given: Given, micro: int) -> LayerCosts:
+def measure(model: nn.Module, chain: LayerChain, given: Given, micro: int) -> LayerCosts:
     """Measure every layer with one micro-batch."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -51,7 +51,7 @@ def measure(model: nn.Module, chain: Chain, given: Given, micro: int) -> LayerCo
 
 
 def _one(
-    model: nn.Module, chain: Chain, at: int, given: Given, carried: tuple[Any, ...]
+    model: nn.Module, chain: LayerChain, at: int, given: Given, carried: tuple[Any, ...]
 ) -> tuple[float, tuple[Any, ...]]:
     leaves = [one for one in pytree.tree_leaves(carried) if isinstance(one, Tensor)]
     inputs = [one.detach().requires_grad_(one.is_floating_point()) for one in leaves]

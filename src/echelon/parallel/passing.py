@@ -28,7 +28,7 @@ _AHEAD = 2  # receives that are posted before they are needed
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class HandedTensor:
     """A tensor that is handed over; `trained`: a gradient comes back for it."""
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class TensorSpec:
 class Described:
     """What is handed over: a structure whose leaves are tensors or plain values."""
 
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[HandedTensor, ...]
     plain: tuple[Any, ...]  # by leaf; _TENSOR for a tensor
     structure: str
 
@@ -72,7 +72,7 @@ class Described:
         told = json.loads(bytes(data.tolist()))
         return cls(
             tuple(
-                TensorSpec(tuple(shape), getattr(torch, kind), trained)
+                HandedTensor(tuple(shape), getattr(torch, kind), trained)
                 for shape, kind, trained in told["tensors"]
             ),
             tuple(one if one == _TENSOR else tuple(one) for one in told["plain"]),
@@ -99,7 +99,7 @@ def describe(values: Any) -> tuple[Described, list[Tensor]]:
                 where="pipeline",
                 fix="let layers return tensors and numbers, in tuples, lists and dicts; or cut elsewhere",
             )
-    specs = tuple(TensorSpec(tuple(one.shape), one.dtype, one.requires_grad) for one in tensors)
+    specs = tuple(HandedTensor(tuple(one.shape), one.dtype, one.requires_grad) for one in tensors)
     return Described(specs, tuple(plain), pytree.treespec_dumps(structure)), tensors
 
 
@@ -122,7 +122,7 @@ class Outbox:
             self._sent.pop(0)[0].wait()
 
 
-class Sender:
+class HandedSender:
     """Hands values to one worker. `tag` and the one after it are this link's."""
 
     def __init__(self, outbox: Outbox, to: int, tag: int) -> None:
@@ -151,7 +151,7 @@ class Sender:
         return described, tensors
 
 
-class Receiver:
+class HandedReceiver:
     """Receives values from one worker, in the order in which they are sent."""
 
     def __init__(self, group: Group, source: int, tag: int) -> None:
@@ -195,7 +195,7 @@ class Receiver:
 
 
 def post_gradients(
-    group: Group, source: int, tag: int, wanted: Sequence[Sequence[TensorSpec]]
+    group: Group, source: int, tag: int, wanted: Sequence[Sequence[HandedTensor]]
 ) -> Callable[[], list[Tensor]]:
     """Receive gradients for these tensors, two micro-batches ahead; each call gives the next."""
     left = deque(wanted)

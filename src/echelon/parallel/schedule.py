@@ -20,39 +20,39 @@ Kind = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class StageAction:
     """One pass of one micro-batch through a stage."""
 
     kind: Kind
     micro: int
 
 
-def gpipe(micro: int) -> list[Action]:
+def gpipe(micro: int) -> list[StageAction]:
     """All forward, then all backward; the same for all stages."""
-    forward = [Action("forward", m) for m in range(micro)]
-    return forward + [Action("backward", m) for m in range(micro)]
+    forward = [StageAction("forward", m) for m in range(micro)]
+    return forward + [StageAction("backward", m) for m in range(micro)]
 
 
-def one_forward_one_backward(stage: int, stages: int, micro: int, *, ahead: int = 0) -> list[Action]:
+def one_forward_one_backward(stage: int, stages: int, micro: int, *, ahead: int = 0) -> list[StageAction]:
     """As few micro-batches in flight as keep all stages busy; `ahead` more for each hop that follows."""
     hops = stages - 1 - stage
     first = min(micro, (1 + ahead) * hops + 1)  # forward passes before the first backward pass
-    actions = [Action("forward", m) for m in range(first)]
+    actions = [StageAction("forward", m) for m in range(first)]
     for m in range(micro):
-        actions.append(Action("backward", m))
+        actions.append(StageAction("backward", m))
         if first + m < micro:
-            actions.append(Action("forward", first + m))
+            actions.append(StageAction("forward", first + m))
     return actions
 
 
-def schedule(name: str, stage: int, stages: int, micro: int) -> list[Action]:
+def schedule(name: str, stage: int, stages: int, micro: int) -> list[StageAction]:
     """The actions of one stage, in the order in which it computes them."""
     if name == "gpipe":
         return gpipe(micro)
     return one_forward_one_backward(stage, stages, micro, ahead=1 if name == "1f1b+" else 0)
 
 
-def most_kept(actions: list[Action]) -> int:
+def most_kept(actions: list[StageAction]) -> int:
     """How many micro-batches' activations a stage keeps at most."""
     kept = most = 0
     for action in actions:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from echelon.comm.group import Group
-from echelon.parallel.chain import Chain, Given, chain_of, check_cuts
+from echelon.parallel.chain import Given, LayerChain, chain_of, check_cuts
 from echelon.parallel.cut import ChainCost, best_cuts
 from echelon.parallel.holdings import Holdings
 from echelon.parallel.layout import Mesh
 from echelon.parallel.measure import measure
 from echelon.parallel.norms import WholeNorms
-from echelon.parallel.stage import Gradients, Part, Stage
+from echelon.parallel.stage import Gradients, PipelineStage, StagePart
 from echelon.parallel.strategies.pipeline import Pipeline
 
 Explain = Callable[[str, str, str], None]
@@ -61,10 +61,10 @@ class SpreadModel:
         self._agree = agree
         self._observer = observer
         self._explain = explain
-        self._chain: Chain = chain_of(model)
-        check_cuts(self._chain, pipeline.cuts, mesh.stages)
+        self._chain: LayerChain = chain_of(model)
+        check_cuts(self._chain, pipeline.cut_points, mesh.stages)
         self._messages = group.fork()
-        self._stage: Stage | None = None
+        self._stage: PipelineStage | None = None
         self.holdings: Holdings | None = None
         self.quiet = False  # state_dict gives what is there, and does not ask the other workers
         self._kept: Gradients = []
@@ -89,21 +89,21 @@ class SpreadModel:
             self._stage = self._begin((args, kwargs))
         return self._stage.forward(args, kwargs)
 
-    def _begin(self, given: Given) -> Stage:
+    def _begin(self, given: Given) -> PipelineStage:
         """Cut the model, and keep this worker's part."""
         cuts = self._cuts(given)
         edges = [(0, *cut, len(self._chain)) for cut in cuts]
         self.holdings = Holdings(self._model, self._group, self._owners(edges))
         rank = self._group.rank
         replica, stage = self._mesh.replica_of(rank), self._mesh.stage_of(rank)
-        part = Part(
+        part = StagePart(
             stage=stage,
             ranks=self._mesh.ranks[replica],
             begin=edges[replica][stage],
             end=edges[replica][stage + 1],
         )
         self.holdings.part()
-        return Stage(
+        return PipelineStage(
             self._chain,
             part,
             self._messages,
@@ -139,7 +139,7 @@ class SpreadModel:
         """Each replica's cuts."""
         pipeline, mesh = self._pipeline, self._mesh
         if pipeline.cuts or mesh.stages == 1:
-            return [tuple(pipeline.cuts)] * mesh.replicas
+            return [pipeline.cut_points] * mesh.replicas
         small = _first_rows(given, pipeline.micro)
         costs = measure(self._model, self._chain, small, pipeline.micro)
         mine = torch.tensor([*costs.times_s, *costs.sizes_bytes, self._memory_bytes], dtype=torch.float64)

@@ -18,14 +18,14 @@ from torch.utils import _pytree as pytree
 
 from echelon.comm.group import Group
 from echelon.errors import ModelError
-from echelon.parallel.chain import Chain, Given
+from echelon.parallel.chain import Given, LayerChain
 from echelon.parallel.masks import BatchMasks
 from echelon.parallel.passing import (
     TAGS_OF_A_LINK,
+    HandedReceiver,
+    HandedSender,
+    HandedTensor,
     Outbox,
-    Receiver,
-    Sender,
-    TensorSpec,
     describe,
     post_gradients,
 )
@@ -40,7 +40,7 @@ Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StagePart:
     """Which layers this worker has: `begin` to `end`. `ranks` are the workers of its pipeline, by stage."""
 
     stage: int
@@ -68,7 +68,7 @@ class _Kept:
 
 
 @dataclass(slots=True)
-class _Call:
+class _ModelCall:
     """One call of the model, cut into micro-batches by samples."""
 
     given: Given
@@ -88,13 +88,13 @@ class _Call:
         return args, kwargs
 
 
-class Stage:
+class PipelineStage:
     """Runs one stage. `landed` gets the gradients of `parameters` after each backward pass."""
 
     def __init__(
         self,
-        chain: Chain,
-        part: Part,
+        chain: LayerChain,
+        part: StagePart,
         group: Group,
         parameters: Sequence[nn.Parameter],
         *,
@@ -112,12 +112,12 @@ class Stage:
         self._outbox = Outbox(group)
         ranks, stage = part.ranks, part.stage
         if not part.is_first:
-            self._from_before = Receiver(group, ranks[stage - 1], _ACTIVATIONS)
+            self._from_before = HandedReceiver(group, ranks[stage - 1], _ACTIVATIONS)
         if part.is_last:
-            self._outputs = [Sender(self._outbox, rank, _OUTPUT) for rank in ranks[:-1]]
+            self._outputs = [HandedSender(self._outbox, rank, _OUTPUT) for rank in ranks[:-1]]
         else:
-            self._to_after = Sender(self._outbox, ranks[stage + 1], _ACTIVATIONS)
-            self._output = Receiver(group, ranks[-1], _OUTPUT)
+            self._to_after = HandedSender(self._outbox, ranks[stage + 1], _ACTIVATIONS)
+            self._output = HandedReceiver(group, ranks[-1], _OUTPUT)
 
     # Forward -------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Stage:
         flat = _Passed.apply(anchor, self, call, structure)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(list(flat), structure[0])
 
-    def _cut(self, given: Given) -> _Call:
+    def _cut(self, given: Given) -> _ModelCall:
         leaves = pytree.tree_leaves(given)
         tensors = [one for one in leaves if isinstance(one, Tensor)]
         if any(one.requires_grad for one in tensors):
@@ -151,9 +151,9 @@ class Stage:
         rows = batch.shape[0]
         count = min(self._micro, rows)
         ends = [(at + 1) * rows // count for at in range(count)]
-        return _Call(given, list(zip([0, *ends[:-1]], ends, strict=True)), rows)
+        return _ModelCall(given, list(zip([0, *ends[:-1]], ends, strict=True)), rows)
 
-    def _through(self, call: _Call) -> Any:
+    def _through(self, call: _ModelCall) -> Any:
         """Run all forward passes of this stage; keeps what backward needs, if gradients are on."""
         keys = self._keys(call)
         part, random = self._part, self._training()
@@ -185,7 +185,7 @@ class Stage:
         self._outbox.flush()
         return _joined(outputs, call.edges)
 
-    def _keys(self, call: _Call) -> list[Any]:
+    def _keys(self, call: _ModelCall) -> list[Any]:
         """What the shapes within a micro-batch depend on."""
         mode = (self._training(), torch.is_grad_enabled())
         found = []
@@ -218,7 +218,7 @@ class Stage:
             raise ModelError(
                 f"stage {self._part.stage}, which begins with {name}, changes its input in place",
                 where="forward pass of a pipeline",
-                fix="cut elsewhere, with pipeline(cuts=[...]), or compute it out of place",
+                fix="cut elsewhere, with the option cuts of pipeline, or compute it out of place",
             ) from error
 
     def _hand(self, values: tuple[Any, ...], key: Any, outputs: list[Any]) -> list[Tensor]:
@@ -232,7 +232,7 @@ class Stage:
             _, tensors = self._to_after.send(values, key)
         return [tensor for tensor in tensors if tensor.requires_grad]
 
-    def _outputs_of(self, call: _Call) -> list[Any]:
+    def _outputs_of(self, call: _ModelCall) -> list[Any]:
         return [self._output.take() for _ in call.edges]
 
     def _send_random(self) -> None:
@@ -248,7 +248,7 @@ class Stage:
 
     # Backward ------------------------------------------------------------------------------------
 
-    def backward(self, call: _Call, of_outputs: Sequence[Tensor | None]) -> None:
+    def backward(self, call: _ModelCall, of_outputs: Sequence[Tensor | None]) -> None:
         """Run all backward passes of this stage; `of_outputs` are the gradients of the model's output."""
         if not call.kept:
             raise ModelError(
@@ -260,15 +260,15 @@ class Stage:
         micros = sorted(call.kept)
         if not part.is_last:
             wanted = [
-                [TensorSpec(tuple(one.shape), one.dtype, True) for one in call.kept[micro].handed]
+                [HandedTensor(tuple(one.shape), one.dtype, True) for one in call.kept[micro].handed]
                 for micro in micros
             ]
             take = post_gradients(self._group, part.ranks[part.stage + 1], _GRADIENTS, wanted)
         total: Gradients = [None] * len(self._parameters)
         for micro in micros:
             kept = call.kept.pop(micro)
-            given = _rows_of(of_outputs, call.edges[micro], call.rows) if part.is_last else take()
-            found = self._gradients(kept, given)
+            rows = call.edges[micro]
+            found = self._gradients(kept, _rows_of(of_outputs, rows, call.rows) if part.is_last else take())
             if not part.is_first:
                 for tensor, gradient in zip(kept.received, found, strict=False):
                     own = torch.zeros_like(tensor) if gradient is None else gradient
@@ -277,7 +277,7 @@ class Stage:
         self._outbox.flush()
         self._landed(total)
 
-    def _gradients(self, kept: _Kept, given: list[Tensor | None]) -> Gradients:
+    def _gradients(self, kept: _Kept, given: Sequence[Tensor | None]) -> Gradients:
         """The gradients of what was received, then of the parameters."""
         pairs = [
             (one, gradient)
@@ -298,7 +298,9 @@ class _Passed(torch.autograd.Function):
     """A call of the model as one operation for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, stage: Stage, call: _Call, structure: list[Any]) -> Any:
+    def forward(
+        ctx: Any, anchor: Tensor, stage: PipelineStage, call: _ModelCall, structure: list[Any]
+    ) -> Any:
         """Run the stage's passes with a graph of their own."""
         ctx.stage, ctx.call = stage, call
         with torch.enable_grad():

@@ -17,12 +17,12 @@ import torch
 from torch import fx, nn
 
 from echelon.errors import ModelError
-from echelon.parallel.chain import Chain, Given, is_in_place, names_in
+from echelon.parallel.chain import Given, LayerChain, is_in_place, names_in
 
 _LEFT_TO_TORCH = (TypeError, ValueError, RuntimeError, AttributeError, NameError, AssertionError, KeyError)
 
 
-class _Tracer(fx.Tracer):
+class _LayerTracer(fx.Tracer):
     """Keeps submodules whole that cannot be traced."""
 
     def call_module(
@@ -39,7 +39,7 @@ class _Tracer(fx.Tracer):
             return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
 
 
-class TracedChain(Chain):
+class TracedLayers(LayerChain):
     """The operations of a traced module. Placeholders, attributes and the output are no layers."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -140,7 +140,7 @@ def _graph(model: nn.Module, signature: inspect.Signature) -> fx.Graph:
         if parameter.default is not inspect.Parameter.empty
     }
     try:
-        return _Tracer().trace(model, concrete_args=defaults or None)
+        return _LayerTracer().trace(model, concrete_args=defaults or None)
     except (fx.proxy.TraceError, *_LEFT_TO_TORCH) as error:
         raise ModelError(
             f"the forward of {type(model).__name__} decides by values, so it cannot be cut into stages: "

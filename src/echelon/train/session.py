@@ -204,6 +204,7 @@ class Session(ScriptCheckpoints):
         )
         self._synchronizer, self._view = spread.synchronizer, spread.view
         self._shares = ShareTable(spread.mesh.weights(self._plan.weights))
+        self._clock.counts_samples = spread.mesh.stage_of(self.rank) == 0
         self._watch_over()
 
     @property

@@ -10,7 +10,7 @@ from echelon.parallel.dimension import Dimension
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Data(Dimension):
+class Replicas(Dimension):
     """Replicas of the model, each with its share of every batch; 0: as many as workers are left."""
 
     name: ClassVar[str] = "data"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal
 
@@ -18,14 +18,14 @@ class Pipeline(Dimension):
 
     schedule  the order of micro-batches (`schedule.py`)
     micro     into how many micro-batches a batch is cut
-    cuts      the layers at which the second and later stages begin; empty: by measured times
+    cuts      the layers at which the second and later stages begin, such as "3,7"; empty: by measured times
     """
 
     name: ClassVar[str] = "pipeline"
     stages: int = 0
     schedule: ScheduleName = "gpipe"
     micro: int = 4
-    cuts: list[int] = field(default_factory=list)
+    cuts: str = ""
 
     def __post_init__(self) -> None:
         if self.stages < 0:
@@ -34,15 +34,10 @@ class Pipeline(Dimension):
             )
         if self.micro < 1:
             raise ConfigError(f"micro is {self.micro}", where="pipeline, micro", fix="give at least 1")
-        if any(later <= earlier for earlier, later in pairwise([0, *self.cuts])):
+        cuts = self.cut_points
+        if self.cuts and self.stages and len(cuts) != self.stages - 1:
             raise ConfigError(
-                f"cuts are {self.cuts}",
-                where="pipeline, cuts",
-                fix="give the numbers of layers in ascending order, from 1 on",
-            )
-        if self.cuts and self.stages and len(self.cuts) != self.stages - 1:
-            raise ConfigError(
-                f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, not {self.stages}",
+                f"{len(cuts)} cuts make {len(cuts) + 1} stages, not {self.stages}",
                 where="pipeline, cuts",
                 fix=f"give {self.stages - 1} cuts, or leave them out",
             )
@@ -50,4 +45,17 @@ class Pipeline(Dimension):
     @property
     def extent(self) -> int:
         """The number of stages."""
-        return len(self.cuts) + 1 if self.cuts else self.stages
+        return len(self.cut_points) + 1 if self.cuts else self.stages
+
+    @property
+    def cut_points(self) -> tuple[int, ...]:
+        """The numbers in `cuts`."""
+        words = [word.strip() for word in self.cuts.split(",")] if self.cuts else []
+        found = tuple(int(word) if word.isdecimal() else 0 for word in words)
+        if any(later <= earlier for earlier, later in pairwise([0, *found])):
+            raise ConfigError(
+                f"cuts are {self.cuts!r}",
+                where="pipeline, cuts",
+                fix='give the numbers of layers in ascending order, from 1 on: cuts="3,7"',
+            )
+        return found

@@ -7,4 +7,5 @@ serve.py         a parameter server: each step is a push and a pull
 mix.py           workers average their weights by a schedule
 share.py         all workers update one memory
 levels.py        one policy inside groups, another one between them
+spread.py        no policy: a layout gives each worker a part of the model
 """
