@@ -20,6 +20,8 @@ CLOSE = 1e-12
 LAYOUTS = {
     "pipeline(stages=2, micro=3)": 2,
     "pipeline(stages=4)": 4,
+    "pipeline(stages=2, schedule=1f1b, micro=4)": 2,
+    "pipeline(stages=4, schedule=1f1b, micro=6, ahead=1)": 4,
     'pipeline(stages=2, cuts="1", micro=10)': 2,
     "data": 2,
     "pipeline(stages=2) * data": 4,

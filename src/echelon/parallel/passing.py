@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,21 +194,32 @@ class HandedReceiver:
         return Described.decoded(self._group.receive(data, self._source, tag).wait())
 
 
-def post_gradients(
-    group: Group, source: int, tag: int, wanted: Sequence[Sequence[HandedTensor]]
-) -> Callable[[], list[Tensor]]:
-    """Receive gradients for these tensors, two micro-batches ahead; each call gives the next."""
-    left = deque(wanted)
-    posted: deque[list[Future[Tensor]]] = deque()
+class GradientReceiver:
+    """Receives the gradients of what was handed over, in the order in which it was, two ahead."""
 
-    def post() -> None:
-        while left and len(posted) < _AHEAD:
-            posted.append([group.receive(one.empty(), source, tag) for one in left.popleft()])
+    def __init__(self, group: Group, source: int, tag: int) -> None:
+        self._group = group
+        self._source = source
+        self._tag = tag
+        self._coming: deque[Sequence[Tensor]] = deque()
+        self._posted: deque[list[Future[Tensor]]] = deque()
 
-    def take() -> list[Tensor]:
-        futures = posted.popleft()
-        post()
+    def expect(self, handed: Sequence[Tensor]) -> None:
+        """Gradients of these tensors will come next."""
+        self._coming.append(handed)
+        self._post()
+
+    def _post(self) -> None:
+        while self._coming and len(self._posted) < _AHEAD:
+            self._posted.append(
+                [
+                    self._group.receive(torch.empty(one.shape, dtype=one.dtype), self._source, self._tag)
+                    for one in self._coming.popleft()
+                ]
+            )
+
+    def take(self) -> list[Tensor]:
+        """The next gradients."""
+        futures = self._posted.popleft()
+        self._post()
         return [future.wait() for future in futures]
-
-    post()
-    return take

@@ -3,7 +3,7 @@
     gpipe  all micro-batches forward, then all backward (Huang et al., 2019)
     1f1b   a stage begins with the backward passes as early as it can, and then alternates: at most as
            many micro-batches are kept as there are stages after it, and its own (Narayanan et al., 2019)
-    1f1b+  the same with one more micro-batch in flight per hop, so that a stage need not wait for the wire
+           With `ahead`, so many more are in flight per hop, so that a stage need not wait for the wire
 
 A stage computes its list in order; it waits for what an action needs, and sends what it yields without
 waiting. Forward of m needs forward of m on the stage before; backward of m needs forward of m here and
@@ -45,11 +45,11 @@ def one_forward_one_backward(stage: int, stages: int, micro: int, *, ahead: int 
     return actions
 
 
-def schedule(name: str, stage: int, stages: int, micro: int) -> list[StageAction]:
+def schedule(name: str, stage: int, stages: int, micro: int, ahead: int = 0) -> list[StageAction]:
     """The actions of one stage, in the order in which it computes them."""
     if name == "gpipe":
         return gpipe(micro)
-    return one_forward_one_backward(stage, stages, micro, ahead=1 if name == "1f1b+" else 0)
+    return one_forward_one_backward(stage, stages, micro, ahead=ahead)
 
 
 def most_kept(actions: list[StageAction]) -> int:

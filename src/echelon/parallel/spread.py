@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from echelon.comm.group import Group
 from echelon.parallel.chain import Given, LayerChain, chain_of, check_cuts
@@ -21,6 +20,7 @@ from echelon.parallel.cut import ChainCost, best_cuts
 from echelon.parallel.holdings import Holdings
 from echelon.parallel.layout import Mesh
 from echelon.parallel.measure import measure
+from echelon.parallel.micro import cut_call
 from echelon.parallel.norms import WholeNorms
 from echelon.parallel.stage import Gradients, PipelineStage, StagePart
 from echelon.parallel.strategies.pipeline import Pipeline
@@ -108,7 +108,7 @@ class SpreadModel:
             part,
             self._messages,
             self.holdings.own,
-            micro=self._pipeline.micro,
+            options=self._pipeline,
             landed=self._landed,
             training=self._trains,
         )
@@ -140,7 +140,7 @@ class SpreadModel:
         pipeline, mesh = self._pipeline, self._mesh
         if pipeline.cuts or mesh.stages == 1:
             return [pipeline.cut_points] * mesh.replicas
-        small = _first_rows(given, pipeline.micro)
+        small = cut_call(given, pipeline.micro).part(0)
         costs = measure(self._model, self._chain, small, pipeline.micro)
         mine = torch.tensor([*costs.times_s, *costs.sizes_bytes, self._memory_bytes], dtype=torch.float64)
         told = [one.tolist() for one in self._group.all_gather(mine)]
@@ -237,17 +237,3 @@ def _sum(kept: Tensor | None, fresh: Tensor | None, weight: float) -> Tensor | N
         return kept
     scaled = fresh if weight == 1.0 else fresh.mul_(weight)
     return scaled if kept is None else kept.add_(scaled)
-
-
-def _first_rows(given: Given, micro: int) -> Given:
-    """The inputs of a micro-batch."""
-    leaves = pytree.tree_leaves(given)
-    rows = next(one.shape[0] for one in leaves if isinstance(one, Tensor) and one.dim())
-    end = max(1, rows // micro)
-
-    def cut(value: Any) -> Any:
-        is_batch = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
-        return value[:end] if is_batch else value
-
-    args, kwargs = pytree.tree_map(cut, (given[0], dict(given[1])))
-    return args, kwargs

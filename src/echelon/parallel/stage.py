@@ -18,22 +18,25 @@ from torch.utils import _pytree as pytree
 
 from echelon.comm.group import Group
 from echelon.errors import ModelError
+from echelon.parallel.awaited import AwaitedOutput, called_twice, not_one_tensor
 from echelon.parallel.chain import Given, LayerChain
+from echelon.parallel.losses import MicroLoss
 from echelon.parallel.masks import BatchMasks
+from echelon.parallel.micro import KeptMicro, ModelCall, cut_call, joined, part_of
 from echelon.parallel.passing import (
     TAGS_OF_A_LINK,
+    GradientReceiver,
     HandedReceiver,
     HandedSender,
-    HandedTensor,
     Outbox,
     describe,
-    post_gradients,
 )
 from echelon.parallel.schedule import schedule
+from echelon.parallel.strategies.pipeline import Pipeline
 
 _ACTIVATIONS, _OUTPUT = 0, TAGS_OF_A_LINK
 _GRADIENTS = 2 * TAGS_OF_A_LINK
-_RANDOM = _GRADIENTS + 1
+_RANDOM, _LOSS = _GRADIENTS + 1, _GRADIENTS + 2
 _IN_PLACE = "a leaf Variable that requires grad is being used in an in-place operation"
 
 Gradients = list[Tensor | None]
@@ -58,34 +61,22 @@ class StagePart:
         """Whether it ends with the model's output."""
         return self.stage == len(self.ranks) - 1
 
-
-@dataclass(slots=True)
-class _Kept:
-    """What the backward pass of a micro-batch needs: tensors that carry gradients."""
-
-    received: list[Tensor]
-    handed: list[Tensor]
+    @property
+    def after(self) -> int:
+        """The worker that has the next stage; of the last stage, itself."""
+        return self.ranks[min(self.stage + 1, len(self.ranks) - 1)]
 
 
 @dataclass(slots=True)
-class _ModelCall:
-    """One call of the model, cut into micro-batches by samples."""
+class _StageRun:
+    """Forward passes under way. `random`: they may draw; `trains`: they are followed by backward passes."""
 
-    given: Given
-    edges: list[tuple[int, int]]
-    rows: int
-    kept: dict[int, _Kept] = field(default_factory=dict)
-
-    def part(self, micro: int) -> Given:
-        """The inputs of one micro-batch: rows of what has a row for each sample, the rest whole."""
-        begin, end = self.edges[micro]
-
-        def cut(value: Any) -> Any:
-            is_batch = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == self.rows
-            return value[begin:end] if is_batch else value
-
-        args, kwargs = pytree.tree_map(cut, (self.given[0], dict(self.given[1])))
-        return args, kwargs
+    call: ModelCall
+    keys: list[Any]
+    masks: BatchMasks
+    random: bool
+    trains: bool
+    outputs: list[Any] = field(default_factory=list)
 
 
 class PipelineStage:
@@ -98,7 +89,7 @@ class PipelineStage:
         group: Group,
         parameters: Sequence[nn.Parameter],
         *,
-        micro: int,
+        options: Pipeline,
         landed: Callable[[Gradients], None],
         training: Callable[[], bool],
     ) -> None:
@@ -106,8 +97,8 @@ class PipelineStage:
         self._part = part
         self._group = group
         self._parameters = list(parameters)
-        self._micro = micro
-        self._landed = landed
+        self._options = options
+        self.landed = landed
         self._training = training
         self._outbox = Outbox(group)
         ranks, stage = part.ranks, part.stage
@@ -123,69 +114,100 @@ class PipelineStage:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output; its gradient goes back through the pipeline."""
-        call = self._cut((args, kwargs))
-        trains = torch.is_grad_enabled()
-        if not trains:
+        call = cut_call((args, kwargs), self._options.micro)
+        if not torch.is_grad_enabled():
             return self._through(call)
+        return self.passed(call) if self._options.schedule == "gpipe" else AwaitedOutput.of(self, call)
+
+    def passed(self, call: ModelCall) -> Any:
+        """The model's output by forward passes alone; its gradient starts the backward passes."""
         structure: list[Any] = []
         anchor = torch.zeros((), requires_grad=True)  # so that autograd calls back
         flat = _Passed.apply(anchor, self, call, structure)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(list(flat), structure[0])
 
-    def _cut(self, given: Given) -> _ModelCall:
-        leaves = pytree.tree_leaves(given)
-        tensors = [one for one in leaves if isinstance(one, Tensor)]
-        if any(one.requires_grad for one in tensors):
-            raise ModelError(
-                "an input of the model needs a gradient, which a pipeline does not compute",
-                where="forward pass of a pipeline",
-                fix="detach the input, or put the layers before it into the model",
-            )
-        batch = next((one for one in tensors if one.dim()), None)
-        if batch is None or not batch.shape[0]:
-            raise ModelError(
-                "the model was called without a tensor that has samples",
-                where="forward pass of a pipeline",
-                fix="give it a batch whose first dimension is the samples",
-            )
-        rows = batch.shape[0]
-        count = min(self._micro, rows)
-        ends = [(at + 1) * rows // count for at in range(count)]
-        return _ModelCall(given, list(zip([0, *ends[:-1]], ends, strict=True)), rows)
-
-    def _through(self, call: _ModelCall) -> Any:
+    def _through(self, call: ModelCall) -> Any:
         """Run all forward passes of this stage; keeps what backward needs, if gradients are on."""
-        keys = self._keys(call)
-        part, random = self._part, self._training()
-        if not part.is_first:
-            self._from_before.expect(keys)
-        if not part.is_last:
-            self._output.expect(keys)
-        masks = BatchMasks(call.rows)
-        outputs: list[Any] = []
-        trains = torch.is_grad_enabled()
-        order = schedule("gpipe", part.stage, len(part.ranks), len(call.edges))
-        for micro in (action.micro for action in order if action.kind == "forward"):
-            carried, received = self._carried(trains)
-            if random and micro == 0 and not part.is_first:
-                self._receive_random(part.ranks[part.stage - 1])
-            begin, end = call.edges[micro]
-            values = self._run(call.part(micro), carried, masks.of(begin, end))
-            if random:
-                masks.check(begin)
-                if micro == 0:
-                    self._send_random()
-            handed = self._hand(values, keys[micro], outputs)
-            if trains:
-                call.kept[micro] = _Kept(received, handed)
-        if not part.is_last:
-            outputs = [described.build(tensors)[0] for described, tensors in self._outputs_of(call)]
-            if random:
-                self._receive_random(part.ranks[-1])
-        self._outbox.flush()
-        return _joined(outputs, call.edges)
+        run = self._begin(call)
+        for micro in range(len(call.edges)):
+            self._forward_one(run, micro)
+        return self._end(run)
 
-    def _keys(self, call: _ModelCall) -> list[Any]:
+    def scheduled(self, call: ModelCall, loss: MicroLoss) -> tuple[Tensor, Tensor, Gradients]:
+        """Run the schedule with a loss: its value, the model's output, and gradients of the parameters."""
+        part, options = self._part, self._options
+        run, total = self._begin(call), self._no_gradients()
+        parts: list[Tensor] = []
+        coming = GradientReceiver(self._group, part.after, _GRADIENTS)
+        for action in schedule(
+            options.schedule, part.stage, len(part.ranks), len(call.edges), options.ahead
+        ):
+            micro = action.micro
+            if action.kind == "forward":
+                self._forward_one(run, micro)
+                kept = call.kept[micro]
+                if part.is_last:
+                    if not isinstance(run.outputs[micro], Tensor):
+                        raise not_one_tensor(run.outputs[micro])
+                    parts.append(loss.part(run.outputs[micro], call.edges[micro]))
+                    kept.handed = parts[-1:]
+                else:
+                    coming.expect(kept.handed)
+            else:
+                given = [torch.ones_like(parts[micro])] if part.is_last else coming.take()
+                self._backward_one(call, micro, given, total)
+        value = self._told([one.detach() for one in parts])
+        output = pytree.tree_map(
+            lambda one: one.detach() if isinstance(one, Tensor) else one, self._end(run)
+        )
+        return value.to(output.dtype), output, total
+
+    def _told(self, parts: list[Tensor]) -> Tensor:
+        """The loss, which the last stage tells the others."""
+        ranks = self._part.ranks
+        if not self._part.is_last:
+            told = torch.empty((), dtype=torch.float64)
+            return self._group.receive(told, ranks[-1], _LOSS).wait()
+        total = torch.stack(parts).sum()
+        for rank in ranks[:-1]:
+            self._outbox.send(total.double(), rank, _LOSS)
+        return total
+
+    def _begin(self, call: ModelCall) -> _StageRun:
+        keys = self._keys(call)
+        if not self._part.is_first:
+            self._from_before.expect(keys)
+        if not self._part.is_last:
+            self._output.expect(keys)
+        return _StageRun(call, keys, BatchMasks(call.rows), self._training(), torch.is_grad_enabled())
+
+    def _forward_one(self, run: _StageRun, micro: int) -> None:
+        """The forward pass of a micro-batch."""
+        part, call = self._part, run.call
+        carried, received = self._carried(run.trains)
+        if run.random and micro == 0 and not part.is_first:
+            self._receive_random(part.ranks[part.stage - 1])
+        begin, end = call.edges[micro]
+        values = self._run(call.part(micro), carried, run.masks.of(begin, end))
+        if run.random:
+            run.masks.check(begin)
+            if micro == 0:
+                self._send_random()
+        handed = self._hand(values, run.keys[micro], run.outputs)
+        if run.trains:
+            call.kept[micro] = KeptMicro(received, handed)
+
+    def _end(self, run: _StageRun) -> Any:
+        """The model's output, when all passes of the run have begun."""
+        if not self._part.is_last:
+            received = [self._output.take() for _ in run.call.edges]
+            run.outputs = [described.build(tensors)[0] for described, tensors in received]
+            if run.random:
+                self._receive_random(self._part.ranks[-1])
+        self._outbox.flush()
+        return joined(run.outputs, run.call.edges)
+
+    def _keys(self, call: ModelCall) -> list[Any]:
         """What the shapes within a micro-batch depend on."""
         mode = (self._training(), torch.is_grad_enabled())
         found = []
@@ -232,9 +254,6 @@ class PipelineStage:
             _, tensors = self._to_after.send(values, key)
         return [tensor for tensor in tensors if tensor.requires_grad]
 
-    def _outputs_of(self, call: _ModelCall) -> list[Any]:
-        return [self._output.take() for _ in call.edges]
-
     def _send_random(self) -> None:
         """After the last stage, the state of random numbers is everybody's."""
         part = self._part
@@ -248,36 +267,40 @@ class PipelineStage:
 
     # Backward ------------------------------------------------------------------------------------
 
-    def backward(self, call: _ModelCall, of_outputs: Sequence[Tensor | None]) -> None:
+    def backward(self, call: ModelCall, of_outputs: Sequence[Tensor | None]) -> None:
         """Run all backward passes of this stage; `of_outputs` are the gradients of the model's output."""
         if not call.kept:
-            raise ModelError(
-                "backward() was called twice for one forward pass of a pipeline",
-                where="backward pass of a pipeline",
-                fix="run the model again, or add up losses before backward()",
-            )
-        part = self._part
-        micros = sorted(call.kept)
+            raise called_twice()
+        part, total = self._part, self._no_gradients()
+        coming = GradientReceiver(self._group, part.after, _GRADIENTS)
         if not part.is_last:
-            wanted = [
-                [HandedTensor(tuple(one.shape), one.dtype, True) for one in call.kept[micro].handed]
-                for micro in micros
-            ]
-            take = post_gradients(self._group, part.ranks[part.stage + 1], _GRADIENTS, wanted)
-        total: Gradients = [None] * len(self._parameters)
-        for micro in micros:
-            kept = call.kept.pop(micro)
-            rows = call.edges[micro]
-            found = self._gradients(kept, _rows_of(of_outputs, rows, call.rows) if part.is_last else take())
-            if not part.is_first:
-                for tensor, gradient in zip(kept.received, found, strict=False):
-                    own = torch.zeros_like(tensor) if gradient is None else gradient
-                    self._outbox.send(own, part.ranks[part.stage - 1], _GRADIENTS)
-            _add(total, found[len(kept.received) :])
+            for kept in call.kept.values():
+                coming.expect(kept.handed)
+        for micro, edge in enumerate(call.edges):
+            given = (
+                coming.take()
+                if not part.is_last
+                else [None if one is None else part_of(one, call.rows, edge) for one in of_outputs]
+            )
+            self._backward_one(call, micro, given, total)
         self._outbox.flush()
-        self._landed(total)
+        self.landed(total)
 
-    def _gradients(self, kept: _Kept, given: Sequence[Tensor | None]) -> Gradients:
+    def _no_gradients(self) -> Gradients:
+        return [None] * len(self._parameters)
+
+    def _backward_one(
+        self, call: ModelCall, micro: int, given: Sequence[Tensor | None], total: Gradients
+    ) -> None:
+        """The backward pass of a micro-batch; its parameters' gradients are added to `total`."""
+        kept = call.kept.pop(micro)
+        found = self._gradients(kept, given)
+        for tensor, gradient in zip(kept.received, found, strict=False):
+            own = torch.zeros_like(tensor) if gradient is None else gradient
+            self._outbox.send(own, self._part.ranks[self._part.stage - 1], _GRADIENTS)
+        _add(total, found[len(kept.received) :])
+
+    def _gradients(self, kept: KeptMicro, given: Sequence[Tensor | None]) -> Gradients:
         """The gradients of what was received, then of the parameters."""
         pairs = [
             (one, gradient)
@@ -299,7 +322,7 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, stage: PipelineStage, call: _ModelCall, structure: list[Any]
+        ctx: Any, anchor: Tensor, stage: PipelineStage, call: ModelCall, structure: list[Any]
     ) -> Any:
         """Run the stage's passes with a graph of their own."""
         ctx.stage, ctx.call = stage, call
@@ -307,8 +330,6 @@ class _Passed(torch.autograd.Function):
             output = stage._through(call)
         leaves, spec = pytree.tree_flatten(output)
         structure.append(spec)
-        if any(not isinstance(leaf, Tensor) for leaf in leaves):
-            raise _no_batch("something that is no tensor")
         out = tuple(leaf.detach() for leaf in leaves)
         ctx.mark_non_differentiable(*(leaf for leaf in out if not leaf.is_floating_point()))
         ctx.floating = [leaf.is_floating_point() for leaf in out]
@@ -321,35 +342,6 @@ class _Passed(torch.autograd.Function):
         kept = [grad for grad, floating in zip(grads, ctx.floating, strict=True) if floating]
         ctx.stage.backward(ctx.call, kept)
         return None, None, None, None
-
-
-def _rows_of(grads: Sequence[Tensor | None], edge: tuple[int, int], rows: int) -> list[Tensor | None]:
-    """The gradients' rows of one micro-batch."""
-    found: list[Tensor | None] = []
-    for grad in grads:
-        times = 1 if grad is None else grad.shape[0] // rows
-        found.append(None if grad is None else grad[edge[0] * times : edge[1] * times])
-    return found
-
-
-def _joined(outputs: Sequence[Any], edges: Sequence[tuple[int, int]]) -> Any:
-    """The micro-batches' outputs as one, along the samples."""
-    flats = [pytree.tree_flatten(output) for output in outputs]
-    for (leaves, _), (begin, end) in zip(flats, edges, strict=True):
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] % (end - begin):
-                what = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-                raise _no_batch(what)
-    columns = zip(*(leaves for leaves, _ in flats), strict=True)
-    return pytree.tree_unflatten([torch.cat(column) for column in columns], flats[0][1])
-
-
-def _no_batch(what: str) -> ModelError:
-    return ModelError(
-        f"the model returns {what} for a micro-batch, so micro-batches cannot be joined",
-        where="forward pass of a pipeline",
-        fix="return tensors with a row for each sample, and compute means outside the model",
-    )
 
 
 def _add(total: Gradients, found: Gradients) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from echelon.errors import ConfigError
 from echelon.parallel.dimension import Dimension
 
-ScheduleName = Literal["gpipe"]
+ScheduleName = Literal["gpipe", "1f1b"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,7 @@ class Pipeline(Dimension):
 
     schedule  the order of micro-batches (`schedule.py`)
     micro     into how many micro-batches a batch is cut
+    ahead     with 1f1b: micro-batches more in flight for each hop, for thin links
     cuts      the layers at which the second and later stages begin, such as "3,7"; empty: by measured times
     """
 
@@ -25,6 +26,7 @@ class Pipeline(Dimension):
     stages: int = 0
     schedule: ScheduleName = "gpipe"
     micro: int = 4
+    ahead: int = 0
     cuts: str = ""
 
     def __post_init__(self) -> None:
@@ -34,6 +36,8 @@ class Pipeline(Dimension):
             )
         if self.micro < 1:
             raise ConfigError(f"micro is {self.micro}", where="pipeline, micro", fix="give at least 1")
+        if self.ahead < 0:
+            raise ConfigError(f"ahead is {self.ahead}", where="pipeline, ahead", fix="give 0 or more")
         cuts = self.cut_points
         if self.cuts and self.stages and len(cuts) != self.stages - 1:
             raise ConfigError(
