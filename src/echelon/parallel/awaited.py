@@ -23,9 +23,7 @@ from echelon.parallel.micro import ModelCall
 if TYPE_CHECKING:
     from echelon.parallel.stage import Gradients, PipelineStage
 
-_TRAINED = tuple(
-    getattr(vars(torch._C.TensorBase)[name], "__get__") for name in ("grad_fn", "requires_grad")
-)  # noqa: B009
+_TRAINED = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("grad_fn", "requires_grad"))
 
 
 class AwaitedOutput(Tensor):
