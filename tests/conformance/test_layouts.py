@@ -24,12 +24,22 @@ LAYOUTS = {
     "pipeline(stages=4, schedule=1f1b, micro=6, ahead=1)": 4,
     'pipeline(stages=2, cuts="1", micro=10)': 2,
     "data": 2,
+    "sharded(level=1)": 2,
+    'sharded(level=2, shares="3,1,2")': 3,
+    'sharded(level=3, shares="1,3")': 2,
+    "sharded(level=3)": 4,
+    "sharded(level=2, workers=2) * data": 4,
     "pipeline(stages=2) * data": 4,
     "data * pipeline(stages=2, micro=2)": 4,
 }
 every_layout = pytest.mark.parametrize(("layout", "workers"), LAYOUTS.items())
 one_replica = pytest.mark.parametrize(
-    ("layout", "workers"), [(text, count) for text, count in LAYOUTS.items() if "data" not in text]
+    ("layout", "workers"),
+    [
+        (text, count)
+        for text, count in LAYOUTS.items()
+        if text.startswith("pipeline") and "data" not in text
+    ],
 )
 
 

@@ -14,6 +14,9 @@ losses.py      losses that are computed micro-batch by micro-batch
 awaited.py     an output that waits for its loss, so that an unchanged loop runs any schedule
 passing.py     values from stage to stage
 stage.py       one worker's stage of a pipeline
+slices.py      which elements of a parameter each worker has
+shards.py      a model whose states are divided among workers
+gathered.py    when divided parameters are whole
 holdings.py    which worker holds which parameters
 norms.py       the norm of a whole model's gradients
 spread.py      one model spread over the workers: cut at its first call, then run

@@ -155,5 +155,16 @@ def mesh_of(layout: Layout, workers: int, *, where: str = "--parallel") -> Mesh:
     )
 
 
+def lines(layout: Layout, workers: int, kind: type[Dimension]) -> list[tuple[int, ...]]:
+    """The workers that differ in this dimension alone, for each place in the others."""
+    sizes = extents(layout, workers)
+    at = next((at for at, one in enumerate(layout.dimensions) if isinstance(one, kind)), None)
+    if at is None:
+        return [(rank,) for rank in range(workers)]
+    step, size = math.prod(sizes[:at]), sizes[at]
+    first = [rank for rank in range(workers) if rank // step % size == 0]
+    return [tuple(rank + index * step for index in range(size)) for rank in first]
+
+
 def _numbered(layout: Layout, sizes: Sequence[int]) -> list[tuple[int, tuple[Dimension, int]]]:
     return list(enumerate(zip(layout.dimensions, sizes, strict=True)))

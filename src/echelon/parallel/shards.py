@@ -1,14 +1,16 @@
 """One model whose optimizer states, gradients or parameters are divided among workers.
 
-Each worker updates a slice of every trained parameter. Between the end of a backward pass and the end of the
-optimizer's step a parameter *is* this worker's slice of it, and its gradient the slice's gradient, summed over
-the workers: so any optimizer that computes each element by itself makes its states for the slice alone.
+Each worker updates a slice of every trained parameter. Between the end of a backward pass and the end of
+the optimizer's step a parameter *is* this worker's slice of it, and its gradient the slice's gradient,
+summed over the workers: so any optimizer that computes each element by itself makes its states for the
+slice alone.
 
     level 1  gradients stay whole until the backward pass ends; then they are summed, slice by slice
     level 2  they are summed and freed in buckets while the backward pass goes on
     level 3  parameters are slices all the time, but while a module computes with them (`gathered.py`)
 
-Bytes: a reduce-scatter and a gather, as an all-reduce has; level 3 gathers once more, in the backward pass.
+Bytes: a reduce-scatter and a gather, as an all-reduce has; level 3 gathers once more, in the backward
+pass.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ _MOST_ELEMENTS = 1 << 20  # that travel together
 class ShardedParameter:
     """A trained parameter, its whole values, and the slices of all workers.
 
-    `whole` has the values; with level 3 it has memory only while they are gathered. `kept` is the gradient of
-    this worker's slice from backward passes before this one.
+    `whole` has the values; with level 3 it has memory only while they are gathered. `kept` is the gradient
+    of this worker's slice from backward passes before this one.
     """
 
     parameter: nn.Parameter
@@ -51,17 +53,14 @@ class ShardedParameter:
         return self.shape.numel()
 
     def show_whole(self) -> None:
-        """The parameter has all its values; a gradient of the slice is kept aside."""
+        """The parameter has all its values. Its gradient stays that of the slice."""
         if self.cut:
-            if self.parameter.grad is not None:
-                self.kept, self.parameter.grad = self.parameter.grad, None
             self.parameter.data = self.whole.view(self.shape)
             self.cut = False
 
     def show_slice(self) -> None:
-        """The parameter is this worker's slice, and so is its gradient."""
+        """The parameter is this worker's slice."""
         if not self.cut:
-            self.parameter.grad = None
             self.parameter.data = self.mine
             self.cut = True
 
@@ -80,7 +79,8 @@ class ShardedModel:
     group     the workers that divide the states; `weights` are their parts
     across    the workers with the same slices, if there are several sets
     weight    of this worker's loss, when a backward pass ends
-    keeps     whether gradients stay on this worker for now (accumulation; level 1 only)
+    keeps     whether more backward passes follow before a step (accumulation): level 1 keeps their
+              gradients on this worker, the others sum them at once
     """
 
     def __init__(
@@ -103,9 +103,11 @@ class ShardedModel:
         self._weight = weight
         self._keeps = keeps
         self._observer = observer
-        self._rank = group.rank
+        self.rank = group.rank
         self.parameters = [
-            _sharded(p, weights, group.rank, apart=level == 3) for p in model.parameters() if p.requires_grad
+            _sharded(p, weights, group.rank, apart=level == 3)
+            for p in model.parameters()
+            if p.requires_grad
         ]
         self._of = {id(one.parameter): one for one in self.parameters}
         self._buckets = [_GradientBucket(members) for members in _packed(self.parameters[::-1])]
@@ -118,9 +120,9 @@ class ShardedModel:
         self._handles: list[Any] = [
             one.parameter.register_post_accumulate_grad_hook(self._accumulated) for one in self.parameters
         ]
+        self._handles.append(model.register_forward_hook(lambda _m, _a, out: self._watch(out)))
         if level < 3:
             self._handles.append(model.register_forward_pre_hook(lambda *_: self.show_whole()))
-            self._handles.append(model.register_forward_hook(lambda _m, _a, out: self._watch(out)))
             self._handles.append(model.register_state_dict_pre_hook(lambda *_: self.show_whole()))
             self._handles.append(model.register_load_state_dict_pre_hook(lambda *_: self.show_whole()))
 
@@ -134,10 +136,10 @@ class ShardedModel:
             one.show_whole()
 
     def _watch(self, output: Any) -> None:
-        """Show whole parameters to a backward pass that begins after another one has ended."""
+        """Prepare for the backward pass when a gradient reaches the model's output."""
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(lambda _grad: self.show_whole())
+                leaf.register_hook(lambda _grad: self._begin_backward())
 
     # Gradients -------------------------------------------------------------------------------------
 
@@ -156,9 +158,14 @@ class ShardedModel:
         if self._backward:
             return
         self._backward, self._sent, self._sent_bytes = True, 0, 0
+        for one in self.parameters:
+            if self._level < 3:
+                one.show_whole()
+            if not (self._level == 1 and self.unreduced):  # then it is whole, and not yet summed
+                one.kept, one.parameter.grad = _sum(one.kept, one.parameter.grad), None
         for bucket in self._buckets:
             bucket.waits_for = {id(one) for one in bucket.members}
-        Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._end_backward)
 
     def _send(self) -> None:
         """Sum the next bucket: blocks by worker, each with its slices and which gradients there are."""
@@ -207,6 +214,7 @@ class ShardedModel:
             for one in self.parameters:
                 one.show_slice()
                 one.parameter.grad, one.kept = one.kept, None
+            self.unreduced = False
         self._observer.reduced(self._sent_bytes)
 
     def _land(self, bucket: _GradientBucket, future: Future[Tensor]) -> None:
@@ -231,7 +239,7 @@ class ShardedModel:
 
     def slice_gradients(self) -> list[Tensor]:
         """The gradients of this worker's slices."""
-        return [one.parameter.grad for one in self.parameters if one.cut and one.parameter.grad is not None]
+        return [one.parameter.grad for one in self.parameters if one.parameter.grad is not None]
 
     # Values ----------------------------------------------------------------------------------------
 
@@ -243,9 +251,7 @@ class ShardedModel:
         ours = [one for one in ours if one.cut]
         self.gather(ours)
         for one in ours:
-            grad = one.parameter.grad
             one.show_whole()
-            one.kept = grad  # until the script sets it to zero
 
     def gather(self, wanted: Sequence[ShardedParameter]) -> None:
         """Fill the whole values of these parameters from all workers' slices."""
@@ -256,13 +262,13 @@ class ShardedModel:
             ]
             flat = torch.empty(sum(lengths), dtype=members[0].mine.dtype)
             parts = blocks(flat, lengths)
-            torch.cat([one.mine for one in members], out=parts[self._rank])
+            torch.cat([one.mine for one in members], out=parts[self.rank])
             self._gathers.all_gather_unequal(flat, lengths).wait()
             for worker, block in enumerate(parts):
                 at = 0
                 for one in members:
                     begin, end = one.edges[worker]
-                    if worker != self._rank or self._level == 3:
+                    if worker != self.rank or self._level == 3:
                         one.whole[begin:end] = block[at : at + end - begin]
                     at += end - begin
 
@@ -285,10 +291,18 @@ def _sharded(p: nn.Parameter, weights: Sequence[float], rank: int, *, apart: boo
     return ShardedParameter(p, whole, p.shape, edges, mine.clone() if apart else mine)
 
 
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
 def _packed(members: Sequence[ShardedParameter]) -> list[list[ShardedParameter]]:
     """Parameters of one type that travel together."""
     found: list[list[ShardedParameter]] = []
     for kind in dict.fromkeys(one.parameter.dtype for one in members):
         alike = [one for one in members if one.parameter.dtype == kind]
-        found += [[alike[at] for at in group] for group in buckets([one.length for one in alike], _MOST_ELEMENTS)]
+        found += [
+            [alike[at] for at in group] for group in buckets([one.length for one in alike], _MOST_ELEMENTS)
+        ]
     return found

@@ -19,6 +19,8 @@ from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.config.choices import check_servers
 from echelon.errors import ConfigError
 from echelon.parallel.layout import Layout, extents, parse_layout
+from echelon.parallel.strategies.pipeline import Pipeline
+from echelon.parallel.strategies.sharded import Sharded
 from echelon.plan.plan import Plan
 from echelon.sync.policies.levels import Levels
 from echelon.sync.policy import POLICIES, ClusterInfo, Policy
@@ -57,6 +59,12 @@ def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layo
     extents(layout, workers, where=where)
     if layout.is_data_only or workers == 1:
         return layout
+    if layout.find(Sharded) is not None and layout.find(Pipeline) is not None:
+        raise ConfigError(
+            "a pipeline's stages are not divided into shards yet",
+            where=where,
+            fix="use pipeline * data, or sharded * data",
+        )
     for option, value, needed in (
         ("sync", POLICIES.build(plan.sync, where="--sync").resolved().name, "full"),
         ("codec", CODECS.build(plan.codec, where="--codec").name, "none"),

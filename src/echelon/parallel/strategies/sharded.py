@@ -28,7 +28,9 @@ class Sharded(Dimension):
             raise ConfigError(f"level is {self.level}", where="sharded, level", fix="give 1, 2 or 3")
         if self.workers < 0:
             raise ConfigError(
-                f"workers is {self.workers}", where="sharded, workers", fix="give at least 1, or leave it out"
+                f"workers is {self.workers}",
+                where="sharded, workers",
+                fix="give at least 1, or leave it out",
             )
         count = len(self.weights)
         if self.shares and self.workers and count != self.workers:

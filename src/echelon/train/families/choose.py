@@ -11,8 +11,10 @@ from echelon.comm.meet.links import Links
 from echelon.comm.open import open_solo
 from echelon.comm.schedule.cost import LinkCost
 from echelon.errors import ConfigError
-from echelon.parallel.layout import Layout, Mesh, mesh_of
+from echelon.parallel.layout import Layout, Mesh, lines, mesh_of
+from echelon.parallel.strategies.data import Replicas
 from echelon.parallel.strategies.pipeline import Pipeline
+from echelon.parallel.strategies.sharded import Sharded
 from echelon.plan.plan import Plan
 from echelon.reduce.reducer import Inspector
 from echelon.sync.cluster import best_rates, planned_cluster
@@ -26,6 +28,7 @@ from echelon.train.families.levels import LevelsSynchronizer
 from echelon.train.families.mix import MixSynchronizer
 from echelon.train.families.reduce import ReduceSynchronizer
 from echelon.train.families.serve import ServeSynchronizer
+from echelon.train.families.shard import ShardSynchronizer
 from echelon.train.families.share import ShareSynchronizer
 from echelon.train.families.spread import SpreadSynchronizer
 from echelon.train.families.synchronizer import Explain, Synchronizer
@@ -125,6 +128,9 @@ def spread_out(
     explain: Explain,
 ) -> SpreadRun:
     """The synchronizer of a layout in which workers have parts of a model; all workers call it."""
+    sharded = layout.find(Sharded)
+    if sharded is not None:
+        return SpreadRun(_sharded(layout, sharded, group, clock, compared), _of_workers(group.size), group)
     mesh = mesh_of(layout, group.size)
     pipeline = layout.find(Pipeline)
     assert pipeline is not None
@@ -142,3 +148,26 @@ def spread_out(
         explain=explain,
     )
     return SpreadRun(synchronizer, mesh, view)
+
+
+def _of_workers(count: int) -> Mesh:
+    """Every worker is a replica."""
+    return Mesh(ranks=tuple((rank,) for rank in range(count)))
+
+
+def _sharded(
+    layout: Layout, sharded: Sharded, group: Group, clock: StepClock, compared: Callable[[str], None]
+) -> Synchronizer:
+    divides, across = (
+        [one for line in lines(layout, group.size, kind) if (one := group.subgroup(line)) is not None]
+        for kind in (Sharded, Replicas)
+    )
+    return ShardSynchronizer(
+        group,
+        divides[0],
+        across[0] if across[0].size > 1 else None,
+        clock,
+        level=sharded.level,
+        weights=sharded.weights or [1.0] * divides[0].size,
+        compared=compared,
+    )

@@ -74,10 +74,7 @@ class SpreadSynchronizer(Synchronizer):
         self._models.append((model, spread))
 
     def _refuse(self, model: nn.Module, rules: ModelOptions) -> None:
-        if rules.codec not in ("", "none"):
-            raise _does_not_go("codec", rules.codec)
-        if rules.overlap == "step":
-            raise _does_not_go("overlap", "step")
+        refuse_rules(rules)
         layers = batchnorm.layers(model)
         whole = self._pipeline.micro == 1 and self._mesh.replicas == 1
         if layers and rules.batchnorm == "global" and not whole:
@@ -218,6 +215,14 @@ class SpreadSynchronizer(Synchronizer):
 
 def _parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def refuse_rules(rules: ModelOptions) -> None:
+    """Refuse what does not go with a model in parts."""
+    if rules.codec not in ("", "none"):
+        raise _does_not_go("codec", rules.codec)
+    if rules.overlap == "step":
+        raise _does_not_go("overlap", "step")
 
 
 def _does_not_go(what: str, value: str) -> ConfigError:
