@@ -113,7 +113,7 @@ class GatheredParameters:
         """Gather the values of parameters that are slices now."""
         missing = [one for one in wanted if one.cut]
         for one in missing:
-            one.whole.untyped_storage().resize_(one.length * one.whole.element_size())
+            _resize(one, one.length)
         self._shards.gather(missing)
         for one in missing:
             one.show_whole()
@@ -122,7 +122,7 @@ class GatheredParameters:
         for one in parameters:
             if not one.cut:
                 one.show_slice()
-                one.whole.untyped_storage().resize_(0)
+                _resize(one, 0)
 
     # State -----------------------------------------------------------------------------------------
 
@@ -155,6 +155,13 @@ class GatheredParameters:
         """Give the module back; its parameters stay slices."""
         for handle in self._handles:
             handle.remove()
+
+
+def _resize(one: ShardedParameter, length: int) -> None:
+    """Give back the memory of whole values, or take it again; views that autograd keeps stay valid."""
+    storage = one.whole.untyped_storage()
+    if storage.resizable():  # not if numpy has seen it, as with batch normalisation
+        storage.resize_(length * one.whole.element_size())
 
 
 class _Uses(TorchFunctionMode):
