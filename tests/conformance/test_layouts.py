@@ -12,6 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
 from echelon.parallel.dimension import DIMENSIONS
+from echelon.zoo.dataset import SampleSpec
+from echelon.zoo.model import MODELS
+from echelon.zoo.task import loss_of
 
 SAMPLES, BATCH, CLASSES = 44, 10, 3
 CLOSE = 1e-12
@@ -169,3 +172,66 @@ def test_a_checkpoint_of_a_layout_continues_in_one_process_and_back(
     warm_pool.run(1, train, "sequential", None, 0.0, folder, 2)
     for found in warm_pool.run(workers, train, "sequential", layout, 0.0, folder, 3, True, timeout_s=60):
         assert distance((found[0], found[1]), (whole[0][-len(found[0]) :], whole[1])) < CLOSE
+
+
+ZOO = {"mlp": "digits", "lenet": "digits", "cnn": "digits", "char-transformer": "text", "char-lstm": "text"}
+SPECS = {
+    "digits": SampleSpec(shape=(1, 8, 8), dtype="float32", classes=10, task="classify"),
+    "text": SampleSpec(shape=(6,), dtype="int64", classes=11, task="next-token"),
+}
+
+
+def zoo_model(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A small model of the zoo without dropout, and a batch for it."""
+    spec = SPECS[ZOO[name]]
+    torch.manual_seed(1)
+    model = MODELS.build(name).build(spec).double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    generator = torch.Generator().manual_seed(2)
+    if spec.dtype == "int64":
+        tokens = torch.randint(spec.classes, (12, *spec.shape), generator=generator)
+        return model, tokens, tokens.roll(-1, 1)
+    x = torch.randn(12, *spec.shape, generator=generator, dtype=torch.float64)
+    return model, x, torch.randint(spec.classes, (12,), generator=generator)
+
+
+def train_zoo(layout: str | None, replicas: int) -> dict[str, dict[str, Tensor]]:
+    """The weights of each model after three steps."""
+    found = {}
+    for name in ZOO:
+        session = echelon.join(record=False, shares="equal")
+        model, x, y = zoo_model(name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        options: dict[str, Any] = {"parallel": layout} if layout else {}
+        model, optimizer = session.prepare(model, optimizer, random="same", **options)
+        begin, end = 0, len(x)
+        if layout and layout.startswith("sharded"):
+            begin, end = session.rank * len(x) // replicas, (session.rank + 1) * len(x) // replicas
+        for _ in range(3):
+            output = model(x[begin:end])
+            optimizer.zero_grad()
+            loss_of(SPECS[ZOO[name]])(output, y[begin:end]).backward()
+            optimizer.step()
+        found[name] = {key: value.clone() for key, value in model.state_dict().items()}
+        session.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pipeline(stages=2)",
+        "pipeline(stages=2, schedule=1f1b)",
+        "sharded(level=1)",
+        'sharded(level=2, shares="2,1")',
+        "sharded(level=3)",
+    ],
+)
+def test_models_of_the_zoo_get_the_weights_of_one_process(warm_pool, layout):
+    (alone,) = warm_pool.run(1, train_zoo, None, 1)
+    for found in warm_pool.run(2, train_zoo, layout, 2, timeout_s=90):
+        for name, weights in alone.items():
+            for key, value in weights.items():
+                assert torch.allclose(found[name][key], value, rtol=0, atol=CLOSE), (name, key)

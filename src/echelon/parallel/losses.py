@@ -28,15 +28,20 @@ _BY_ELEMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class MicroLoss:
-    """A loss of a batch of `rows` samples, computed in parts. `options` are its other arguments."""
+    """A loss of a batch of `rows` samples, computed in parts.
+
+    `options` are its other arguments; `shaped` is what the script does to the output before.
+    """
 
     function: Callable[..., Tensor]
     target: Tensor
     options: dict[str, Any]
     rows: int
+    shaped: Callable[[Tensor], Tensor] = lambda output: output
 
     def part(self, output: Tensor, edge: tuple[int, int]) -> Tensor:
         """What the samples of a micro-batch add to the loss."""
+        output = self.shaped(output)
         target = part_of(self.target, self.rows, edge)
         options = {**self.options, "reduction": "sum"}
         total: Tensor = self.function(output, target, **options)
