@@ -18,6 +18,7 @@ from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.config.registry import Description, Registry
 from echelon.data.source import SOURCES
 from echelon.errors import UnknownName
+from echelon.parallel.dimension import DIMENSIONS
 from echelon.start.launcher import LAUNCHERS
 from echelon.sync.detector import DETECTORS
 from echelon.sync.graph import GRAPHS
@@ -33,6 +34,7 @@ KINDS: dict[str, Registry[Any]] = {
         MODELS,
         DATASETS,
         POLICIES,
+        DIMENSIONS,
         COLLECTIVES,
         CODECS,
         DELAYS,

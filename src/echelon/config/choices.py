@@ -47,6 +47,10 @@ class Choices:
         "none", "Checks against silent corruption, separated by semicolons: see `echelon list verify`."
     )
     replicas: int = setting(0, "Copies of each server's shard that other servers keep, with every update.")
+    parallel: str = setting(
+        "data",
+        'How one model is spread over workers: "pipeline(stages=2) * data"; `echelon list parallel`.',
+    )
     overlap: Overlap = setting(  # noqa: RUF009
         "backward",
         "What hides communication: backward, or also the optimizer and the next forward pass (step).",

@@ -74,6 +74,7 @@ class RunSettings:
     )
     colocate_servers: bool = setting(False, "Put the servers on the workers' nodes, from the first on.")
     replicas: int = choice("replicas")
+    parallel: str = choice("parallel")
     overlap: Overlap = choice("overlap")  # noqa: RUF009
     factors: FactorRule = choice("factors")  # noqa: RUF009
     start: Literal["fork", "exec"] = setting(

@@ -18,6 +18,9 @@ from echelon.codec.fitting import (
 from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.config.choices import check_servers
 from echelon.errors import ConfigError
+from echelon.parallel.layout import Layout, extents, parse_layout
+from echelon.parallel.strategies.pipeline import Pipeline
+from echelon.parallel.strategies.sharded import Sharded
 from echelon.plan.plan import Plan
 from echelon.sync.policies.levels import Levels
 from echelon.sync.policy import POLICIES, ClusterInfo, Policy
@@ -33,6 +36,7 @@ def check_plan(plan: Plan, cluster: ClusterInfo) -> Policy:
         check_servers(cluster.servers, plan, sums=not needs_parameter_servers(policy))
     _check_codec(plan, policy, cluster)
     chosen_verifications(plan, len(plan.workers))
+    check_layout(plan, cluster.workers)
     if cluster.servers and _between_groups(policy).family in ("mix", "share"):
         raise ConfigError(f"sync {policy.name} has no use for servers", where="--servers", fix="start none")
     return policy
@@ -47,6 +51,38 @@ def chosen_verifications(plan: Plan, workers: int) -> tuple[Verification, ...]:
         overlap=plan.overlap,
         coded=plan.codec != "none",
     )
+
+
+def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layout:
+    """Refuse a layout that these workers cannot have, or that does not go with the plan's other choices."""
+    layout = parse_layout(plan.parallel, where=where)
+    extents(layout, workers, where=where)
+    if layout.is_data_only or workers == 1:
+        return layout
+    if layout.find(Sharded) is not None and layout.find(Pipeline) is not None:
+        raise ConfigError(
+            "a pipeline's stages are not divided into shards yet",
+            where=where,
+            fix="use pipeline * data, or sharded * data",
+        )
+    for option, value, needed in (
+        ("sync", POLICIES.build(plan.sync, where="--sync").resolved().name, "full"),
+        ("codec", CODECS.build(plan.codec, where="--codec").name, "none"),
+        ("overlap", plan.overlap, "backward"),
+    ):
+        if value != needed:
+            raise ConfigError(
+                f"{option} {value} does not work with a model in parts, {plan.parallel!r}",
+                where=where,
+                fix=f"use --{option} {needed}, or --parallel data",
+            )
+    if plan.transport == "c10d":
+        raise ConfigError(
+            "a model in parts needs Echelon's own transports, not torch.distributed",
+            where=where,
+            fix="use --transport auto, shm or tcp",
+        )
+    return layout
 
 
 def _check_codec(plan: Plan, policy: Policy, cluster: ClusterInfo) -> None:

@@ -92,6 +92,7 @@ class StepClock:
         self.epoch = 0
         self.step = 0
         self.optimizers = 0
+        self.counts_samples = True  # False: another worker counts the same samples
         self.waited_s = 0.0  # for other workers, in all steps
         self.on_ended: Callable[[float, float, int], None] | None = None
         """Called at the end of a step: seconds of data and computing, of waiting, and its global batch."""
@@ -121,7 +122,7 @@ class StepClock:
         step.handed = time.perf_counter()
         step.asking = False
         step.data_s += step.handed - step.asked
-        step.share += share
+        step.share += share if self.counts_samples else 0
         step.batch += batch
         self._begin_computing()
 

@@ -50,6 +50,7 @@ class ScriptCollectives:
 
     def __init__(self, group: Group, nodes: list[str]) -> None:
         self._group = group
+        self._view = group  # one worker for each replica of the model, who have different data
         self._nodes = nodes
 
     @property
@@ -107,7 +108,7 @@ class ScriptCollectives:
         if not one_exchange:
             self._agree(call)
         part = self._part(op, weight)
-        if self.world_size == 1 or not tensor.numel():
+        if self._view.size == 1 or not tensor.numel():
             future = Future.completed(tensor)
             return future.wait() if wait else future
         # A copy: if the reduction fails half-way, the script's tensor is unchanged.
@@ -116,24 +117,24 @@ class ScriptCollectives:
             flat.mul_(part)
         how: GroupOp = "sum" if op == "mean" else op
         if one_exchange:
-            self._together(call, lambda: self._group.all_reduce(flat, how).wait())
+            self._together(call, lambda: self._view.all_reduce(flat, how).wait())
             return _put(tensor, flat)
-        future = self._group.all_reduce(flat, how).then(lambda _: _put(tensor, flat))
+        future = self._view.all_reduce(flat, how).then(lambda _: _put(tensor, flat))
         return future.wait() if wait else future
 
     def _part(self, op: Op, weight: float | None) -> float | None:
         """The factor of this worker's tensor in a mean; None for other operations."""
         if weight is None:
-            return 1.0 / self.world_size if op == "mean" else None
+            return 1.0 / self._view.size if op == "mean" else None
         told = torch.tensor([float(weight) if op == "mean" and 0 <= weight < math.inf else math.nan])
-        weights = torch.cat(self._group.all_gather(told.double()))
+        weights = torch.cat(self._view.all_gather(told.double()))
         if not float(weights.sum()) > 0:  # all workers have all weights, so all raise
             raise ConfigError(
                 f"weights {[round(w, 6) for w in weights.tolist()]} of op={op!r} make no weighted mean",
                 where="session.all_reduce",
                 fix="give op='mean' and weights of 0 or more, not all 0",
             )
-        return float(weights[self.rank] / weights.sum())
+        return float(weights[self._view.rank] / weights.sum())
 
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """Combine a tensor over all workers; each worker gets its part of the first dimension, by rank.
@@ -154,15 +155,15 @@ class ScriptCollectives:
         self._combined()
         call = _described("reduce_scatter", op, tensor)
         flat = tensor.detach().clone(memory_format=torch.contiguous_format)
-        parts = torch.tensor_split(flat, self.world_size)
+        parts = torch.tensor_split(flat, self._view.size)
         lengths = [part.numel() for part in parts]
         how: GroupOp = "sum" if op == "mean" else op
         if flat.numel():
-            self._together(call, lambda: self._group.reduce_scatter(flat, lengths, how).wait())
+            self._together(call, lambda: self._view.reduce_scatter(flat, lengths, how).wait())
         else:
             self._agree(call)
-        own = parts[self.rank].clone()
-        return own.div_(self.world_size) if op == "mean" else own
+        own = parts[self._view.rank].clone()
+        return own.div_(self._view.size) if op == "mean" else own
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every worker's tensor, by rank. Shapes may differ, types may not.
@@ -173,7 +174,7 @@ class ScriptCollectives:
         """
         self._combined()
         call = f"all_gather {tensor.dtype} of {tensor.dim()} dimensions"
-        return self._together(call, lambda: self._group.all_gather_any(tensor))
+        return self._together(call, lambda: self._view.all_gather_any(tensor))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Give every worker the source's values, in place, and return the tensor.
@@ -227,7 +228,7 @@ class ScriptCollectives:
         counts = self._samples() if weight is None else float(weight)
         total = torch.cat([own.double().cpu().reshape(-1) * counts, torch.tensor([counts]).double()])
         if self.world_size > 1:
-            self._together(f"mean {list(own.shape)}", lambda: self._group.all_reduce(total).wait())
+            self._together(f"mean {list(own.shape)}", lambda: self._view.all_reduce(total).wait())
         if not 0 < float(total[-1]) < math.inf or not 0 <= counts < math.inf:
             raise ConfigError(
                 f"weights that sum to {float(total[-1]):g} make no mean",
@@ -324,7 +325,10 @@ class ScriptCollectives:
             return act()
 
         def announced() -> T:
-            self._group.announce(_checksum(call))
+            if self._view is self._group:
+                self._group.announce(_checksum(call))
+            else:  # the operation is not the group's own, so it cannot tell that calls differ
+                self._group.agree(_checksum(call))
             return act()
 
         return self._compared(call, announced)

@@ -49,6 +49,7 @@ class Surroundings:
     """
 
     group: Group
+    view: Group  # one worker for each replica of the model; the group itself, if each worker has one
     nodes: list[str]
     prepared: Prepared
     synchronizer: Synchronizer
@@ -133,7 +134,7 @@ class Guard:
 
     def _fork_streams(self) -> bool:
         """Whether two workers had a stream in common, which they have no longer."""
-        group, copies = self._around.group, self._around.copies
+        group, copies = self._around.view, self._around.copies
         alike = False
         if self._own_streams:
             among = [one.tolist() for one in group.all_gather(torch.tensor(streams.digests()))]
@@ -186,7 +187,7 @@ class Guard:
             self._say(
                 f"merged {loader.index}",
                 f"the last {merged} samples of each pass over loader {loader.index} join the batch before, "
-                f"because {self._around.group.size} workers cannot share them: one step fewer than alone",
+                f"because {self._around.view.size} workers cannot share them: one step fewer than alone",
             )
 
     def pass_ended(self, loader: SharedLoader, *, evaluated: bool) -> None:
@@ -196,7 +197,7 @@ class Guard:
         stepped = self._around.step() > self._stepped_at_begin
         if stepped and self._checked_at < 0:
             self.check_weights("the end of a pass")
-        if evaluated and not stepped and not self._combines:
+        if evaluated and not stepped and not self._combines and self._around.view.size > 1:
             self._not_combined = loader
 
     def combined(self) -> None:

@@ -72,6 +72,7 @@ def join(
     transport: Transport | None = None,
     integrity: Integrity | None = None,
     collective: str | None = None,
+    parallel: str | None = None,
     overlap: Overlap | None = None,
     factors: FactorRule | None = None,
     sync: str | None = None,
@@ -96,6 +97,8 @@ def join(
     transport        how bytes move: auto, shm, tcp or c10d
     integrity        what guards bytes between machines: authenticated, or on trusted networks checksum
     collective       how gradients are summed, see `echelon list collective`
+    parallel         how one model is spread over workers, such as "pipeline(stages=2) * data"; see `echelon
+                     list parallel`
     overlap          what hides communication: backward, or step (see `Session.prepare`)
     factors          whether linear layers send factors of their gradients: auto, always or never
     sync             when workers synchronise, see `echelon list sync`
@@ -124,6 +127,7 @@ def join(
         "transport": transport,
         "integrity": integrity,
         "collective": collective,
+        "parallel": parallel,
         "overlap": overlap,
         "factors": factors,
         "sync": sync,

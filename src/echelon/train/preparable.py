@@ -23,6 +23,7 @@ class PrepareOptions(TypedDict, total=False):
     batch: BatchMeaning
     batchnorm: Literal["global", "local"]
     loss: Literal["mean", "sum"]
+    parallel: str | None
     overlap: Overlap | None
     factors: FactorRule | None
     codec: str | None

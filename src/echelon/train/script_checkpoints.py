@@ -184,9 +184,10 @@ class ScriptCheckpoints(ScriptCollectives, ScriptLog):
         if self._by_itself is not None:
             self._by_itself.loads = False
         self._writer.await_written()
-        self._synchronizer.settle()
+        self._synchronizer.before_load()
         found = resume.read(Path(path), self._group, self._prepared, required=required)
         if found is None:
+            self._synchronizer.nothing_loaded()
             return None
         for name, reason in found.rejected.items():
             if self.rank == 0:

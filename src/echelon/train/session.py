@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar, Unpack, get_args, overload
 
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from echelon.cluster.allowance import allowance
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.comm.meet.rendezvous import Rendezvous
@@ -42,9 +44,10 @@ from echelon.train.arranging import Arranger, arranges, gradient_bytes
 from echelon.train.auto_shares import AutoShares
 from echelon.train.batches import HandedBatch
 from echelon.train.checkpoint_writer import CheckpointWriter
+from echelon.train.checks import check_layout
 from echelon.train.clock import StepClock
 from echelon.train.collectives import ScriptCollectives
-from echelon.train.families.choose import choose
+from echelon.train.families.choose import choose, spread_out
 from echelon.train.families.synchronizer import ModelOptions, Synchronizer
 from echelon.train.guard import Guard, Surroundings
 from echelon.train.left_loop import when_unwound
@@ -120,6 +123,7 @@ class Session(ScriptCheckpoints):
         self._shares = ShareTable(weights_of_shards(plan.weights, self._copies))
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
+        self._layout = "data"
         if links is not None and rendezvous is not None and arranges(plan, group, self._synchronizer):
             hosts = machines(rendezvous.members[: group.size])
             self._arranger = Arranger(group, links, hosts, clock, record.emit, self.explain)
@@ -141,13 +145,22 @@ class Session(ScriptCheckpoints):
         self._share = 0
         self._first_epoch = 0
         self._closed = False
+        self._watch_over()
+        members = rendezvous.members[: group.size] if rendezvous is not None else []
+        seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
+        self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
+        self._lay_out(plan.parallel, where="--parallel")
+
+    def _watch_over(self) -> None:
+        """Check and weigh what the synchronizer synchronises."""
         self._guard = Guard(
             Surroundings(
-                group=group,
+                group=self._group,
+                view=self._view,
                 nodes=self._nodes,
                 prepared=self._prepared,
                 synchronizer=self._synchronizer,
-                rendezvous=rendezvous,
+                rendezvous=self._rendezvous,
                 verifier=self._verifier,
                 copies=self._copies,
                 step=lambda: self._clock.step,
@@ -161,9 +174,38 @@ class Session(ScriptCheckpoints):
             strange=self._guard.not_finite,
         )
         self._synchronizer.resolve_with(self._weights.resolve)
-        members = rendezvous.members[: group.size] if rendezvous is not None else []
-        seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
-        self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
+
+    def _lay_out(self, text: str, *, where: str) -> None:
+        """Spread the models that will be prepared over the workers by this layout."""
+        if text == self._layout or self.world_size == 1:
+            return
+        layout = check_layout(replace(self._plan, parallel=text), self.world_size, where=where)
+        if layout.is_data_only and self._layout == "data":
+            return
+        if self._prepared.models or self._prepared.loaders or self._layout != "data":
+            raise ConfigError(
+                f"parallel is {text!r}, but the run has begun with {self._layout!r}",
+                where=where,
+                fix="give one layout, in the first prepare or in join",
+            )
+        self._layout = text
+        self._guard.remove()
+        self._synchronizer.close()
+        self._auto_shares = self._arranger = self._clock.on_ended = None
+        self._profiling = JobProfiling(None)
+        memory = allowance(self._nodes.count(self.node)).memory_bytes
+        spread = spread_out(
+            layout,
+            self._group,
+            self._clock,
+            memory_bytes=memory,
+            compared=self._agree,
+            explain=self.explain,
+        )
+        self._synchronizer, self._view = spread.synchronizer, spread.view
+        self._shares = ShareTable(spread.mesh.weights(self._plan.weights))
+        self._clock.counts_samples = spread.mesh.stage_of(self.rank) == 0
+        self._watch_over()
 
     @property
     def is_leader(self) -> bool:
@@ -197,6 +239,7 @@ class Session(ScriptCheckpoints):
         batch: BatchMeaning = "global",
         batchnorm: Literal["global", "local"] = "global",
         loss: Literal["mean", "sum"] = "mean",
+        parallel: str | None = None,
         overlap: Overlap | None = None,
         factors: FactorRule | None = None,
         codec: str | None = None,
@@ -210,6 +253,8 @@ class Session(ScriptCheckpoints):
         batch      what a loader's batch_size is: the batch of all workers (global), or per-worker
         batchnorm  statistics over all workers' samples (global), or over each worker's own (local)
         loss       whether the script's loss is the mean or the sum over its samples
+        parallel   how the models are spread over workers, such as "pipeline(stages=2) * data": see `echelon
+                   list parallel`. Once for a run, in its first `prepare`
         overlap    backward: gradients are complete when `backward()` returns. step: `backward()` and the
                    optimizer's `step()` return at once, and using a parameter or gradient waits for it; the
                    results are the same, and more communication is hidden
@@ -220,8 +265,8 @@ class Session(ScriptCheckpoints):
                    dropout masks and noise; the leader those that one process would draw. same: all workers
                    draw the same numbers if they were seeded alike
 
-        The defaults of overlap, factors and codec are the run's. All workers call it with the same things.
-        Example:
+        The defaults of parallel, overlap, factors and codec are the run's. All workers call it with the
+        same things. Example:
 
             model, optimizer, loader = session.prepare(model, optimizer, loader)
         """
@@ -235,7 +280,9 @@ class Session(ScriptCheckpoints):
             codec=codec or "",
         )
         refuse_preparing(self._verifier, rules, codec or self._plan.codec)
-        self._agree("prepare")
+        self._agree("prepare" if parallel is None else f"prepare with parallel {parallel}")
+        if parallel is not None:
+            self._lay_out(parallel, where=f"prepare(parallel={parallel!r})")
         facts: list[consistency.Fact] = []
         out: list[Any] = []
         models: list[nn.Module] = []
@@ -311,7 +358,7 @@ class Session(ScriptCheckpoints):
     def _data_sharing(self) -> Sharing:
         if self._sharing is None:
             self._sharing = Sharing(
-                group=self._group,
+                group=self._view,
                 shares=self._shares,
                 copies=self._copies,
                 seed=self._plan.seed,

@@ -7,4 +7,6 @@ serve.py         a parameter server: each step is a push and a pull
 mix.py           workers average their weights by a schedule
 share.py         all workers update one memory
 levels.py        one policy inside groups, another one between them
+spread.py        no policy: a layout gives each worker some layers of the model
+shard.py         no policy: a layout gives each worker slices of the states
 """

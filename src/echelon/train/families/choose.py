@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from echelon.codec.fitting import refuse_for_weights
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
+from echelon.comm.open import open_solo
 from echelon.comm.schedule.cost import LinkCost
 from echelon.errors import ConfigError
+from echelon.parallel.layout import Layout, Mesh, lines, mesh_of
+from echelon.parallel.strategies.data import Replicas
+from echelon.parallel.strategies.pipeline import Pipeline
+from echelon.parallel.strategies.sharded import Sharded
 from echelon.plan.plan import Plan
 from echelon.reduce.reducer import Inspector
 from echelon.sync.cluster import best_rates, planned_cluster
@@ -22,7 +28,9 @@ from echelon.train.families.levels import LevelsSynchronizer
 from echelon.train.families.mix import MixSynchronizer
 from echelon.train.families.reduce import ReduceSynchronizer
 from echelon.train.families.serve import ServeSynchronizer
+from echelon.train.families.shard import ShardSynchronizer
 from echelon.train.families.share import ShareSynchronizer
+from echelon.train.families.spread import SpreadSynchronizer
 from echelon.train.families.synchronizer import Explain, Synchronizer
 
 
@@ -99,3 +107,67 @@ def choose(
         )
     refuse_for_weights(plan.codec, policy.name)
     return ShareSynchronizer(group, clock, explain=explain)
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadRun:
+    """How a run with a layout goes: `view` has one worker for each replica, those with this one's stage."""
+
+    synchronizer: Synchronizer
+    mesh: Mesh
+    view: Group
+
+
+def spread_out(
+    layout: Layout,
+    group: Group,
+    clock: StepClock,
+    *,
+    memory_bytes: float,
+    compared: Callable[[str], None],
+    explain: Explain,
+) -> SpreadRun:
+    """The synchronizer of a layout in which workers have parts of a model; all workers call it."""
+    sharded = layout.find(Sharded)
+    if sharded is not None:
+        return SpreadRun(_sharded(layout, sharded, group, clock, compared), _of_workers(group.size), group)
+    mesh = mesh_of(layout, group.size)
+    pipeline = layout.find(Pipeline)
+    assert pipeline is not None
+    view: Group = open_solo()
+    for stage in range(mesh.stages):
+        peers = group.subgroup(mesh.peers(stage)) if mesh.replicas > 1 else None
+        view = peers or view
+    synchronizer = SpreadSynchronizer(
+        group,
+        mesh,
+        pipeline,
+        clock,
+        memory_bytes=memory_bytes,
+        compared=compared,
+        explain=explain,
+    )
+    return SpreadRun(synchronizer, mesh, view)
+
+
+def _of_workers(count: int) -> Mesh:
+    """Every worker is a replica."""
+    return Mesh(ranks=tuple((rank,) for rank in range(count)))
+
+
+def _sharded(
+    layout: Layout, sharded: Sharded, group: Group, clock: StepClock, compared: Callable[[str], None]
+) -> Synchronizer:
+    divides, across = (
+        [one for line in lines(layout, group.size, kind) if (one := group.subgroup(line)) is not None]
+        for kind in (Sharded, Replicas)
+    )
+    return ShardSynchronizer(
+        group,
+        divides[0],
+        across[0] if across[0].size > 1 else None,
+        clock,
+        level=sharded.level,
+        weights=sharded.weights or [1.0] * divides[0].size,
+        compared=compared,
+    )

@@ -1,8 +1,8 @@
 """Groups of workers that act as one worker: a policy inside each group, another one between the groups.
 
-Inside, gradients are reduced or weights averaged over the group. The group's first member takes part in the
-policy between groups for all members, and sends them the resulting weights. A codec encodes messages to a
-server; inside a group everything is sent unencoded.
+Inside, gradients are reduced or weights averaged over the group. The group's first member takes part in
+the policy between groups for all members, and sends them the resulting weights. A codec encodes messages
+to a server; inside a group everything is sent unencoded.
 """
 
 from __future__ import annotations

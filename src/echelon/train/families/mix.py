@@ -1,8 +1,8 @@
 """Workers take steps of their own and average their weights by the policy's schedule.
 
-An averaging treats all weights of an optimizer as one flat buffer. Between passes over the data the models
-hold the weights to evaluate and save: the mean of all workers, a center, or each worker's own. When the
-next pass begins, every worker continues with its own weights.
+An averaging treats all weights of an optimizer as one flat buffer. Between passes over the data the
+models hold the weights to evaluate and save: the mean of all workers, a center, or each worker's own.
+When the next pass begins, every worker continues with its own weights.
 """
 
 from __future__ import annotations

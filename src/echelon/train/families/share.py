@@ -1,7 +1,7 @@
 """All workers of a machine update the same weights, without locks (hogwild).
 
-The parameters move to memory that all workers map. Each worker computes and applies its own gradients with
-its own optimizer; of two writes at the same time, one may be lost.
+The parameters move to memory that all workers map. Each worker computes and applies its own gradients
+with its own optimizer; of two writes at the same time, one may be lost.
 """
 
 from __future__ import annotations

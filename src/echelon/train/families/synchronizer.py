@@ -134,6 +134,14 @@ class Synchronizer(ABC):
         """The checkpoint has been written."""
         return
 
+    def before_load(self) -> None:
+        """A checkpoint is about to be read, compared with what was prepared, and loaded."""
+        self.settle()
+
+    def nothing_loaded(self) -> None:
+        """There was no checkpoint to load."""
+        return
+
     def loaded(self) -> None:
         """All workers have loaded a checkpoint's weights and states."""
         return

@@ -1,0 +1,23 @@
+"""How is one model spread over several workers?
+
+layout.py      an expression of dimensions, and who is in which replica and stage
+dimension.py   the contract of a dimension
+strategies/    the dimensions, one file each
+schedule.py    in which order a stage computes micro-batches
+cut.py         where the layers are cut, so that unequal workers finish together
+chain.py       a model as a chain of layers
+traced.py      any module as such a chain, by torch.fx
+measure.py     what each layer costs on this worker
+masks.py       the same dropout masks as in one process
+micro.py       a call of the model in micro-batches
+losses.py      losses that are computed micro-batch by micro-batch
+awaited.py     an output that waits for its loss, so that an unchanged loop runs any schedule
+passing.py     values from stage to stage
+stage.py       one worker's stage of a pipeline
+slices.py      which elements of a parameter each worker has
+shards.py      a model whose states are divided among workers
+gathered.py    when divided parameters are whole
+holdings.py    which worker holds which parameters
+norms.py       the norm of a whole model's gradients
+spread.py      one model spread over the workers: cut at its first call, then run
+"""

@@ -1,0 +1,127 @@
+"""Where is a chain of layers cut into stages, so that unequal workers finish together? Pure.
+
+With micro-batches the slowest stage sets the pace: a batch of M micro-batches takes about
+
+    T = sum of all stages + (M - 1) * slowest stage
+
+The sum depends on the cut too, because workers are unequal. Both are minimised exactly: for every
+possible pace (the time of some run of layers on some worker) a dynamic program finds the least sum with
+no stage slower than the pace. Stages are in the order of the workers; each has at least one layer. A
+stage that does not fit its worker's memory is not considered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from echelon.errors import PlanError
+
+_MOST_PACES = 64  # that are tried exactly; more are thinned out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainCost:
+    """What the layers cost.
+
+    times_s       forward and backward of a micro-batch: of each layer, on each worker
+    sizes_bytes   what a stage with the layer keeps in memory
+    limits_bytes  each worker's memory; empty: not limited
+    closed        layers before which no cut is possible
+    """
+
+    times_s: Sequence[Sequence[float]]
+    sizes_bytes: Sequence[float]
+    limits_bytes: Sequence[float] = ()
+    closed: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return len(self.sizes_bytes)
+
+
+def best_cuts(cost: ChainCost, micro: int) -> tuple[int, ...]:
+    """The layers at which the second and later stages begin; PlanError if no cut fits into memory."""
+    stages = len(cost.times_s)
+    found: tuple[float, tuple[int, ...]] | None = None
+    for pace in _paces(cost):
+        if found is not None and micro * pace >= found[0] and pace > 0:
+            break  # paces ascend: the sum is at least the slowest stage, so nothing later is better
+        within = _least_sum(cost, pace)
+        if within is None:
+            continue
+        total, cuts = within
+        took = total + (micro - 1) * _slowest(cost, cuts)
+        if found is None or took < found[0]:
+            found = took, cuts
+    if found is None:
+        raise _misfit(cost, stages)
+    return found[1]
+
+
+def _slowest(cost: ChainCost, cuts: Sequence[int]) -> float:
+    edges = [0, *cuts, cost.layers]
+    return max(
+        sum(times[begin:end]) for times, begin, end in zip(cost.times_s, edges[:-1], edges[1:], strict=True)
+    )
+
+
+def _paces(cost: ChainCost) -> list[float]:
+    """The times of all runs of layers on all workers, ascending; thinned out evenly if they are many."""
+    runs: set[float] = set()
+    for times in cost.times_s:
+        sums = [0.0, *accumulate(times)]
+        for begin in range(cost.layers):
+            runs.update(sums[end] - sums[begin] for end in range(begin + 1, cost.layers + 1))
+    ordered = sorted(runs)
+    if len(ordered) <= _MOST_PACES * 8:
+        return ordered
+    every = len(ordered) / (_MOST_PACES * 8)
+    return [ordered[int(at * every)] for at in range(_MOST_PACES * 8)] + [ordered[-1]]
+
+
+def _least_sum(cost: ChainCost, pace: float) -> tuple[float, tuple[int, ...]] | None:
+    """The least sum of all stages with none slower than `pace`, and its cuts; None if there is none."""
+    layers, stages = cost.layers, len(cost.times_s)
+    best: list[tuple[float, tuple[int, ...]] | None] = [None] * (layers + 1)
+    best[0] = 0.0, ()
+    for stage in range(stages):
+        times, limit = cost.times_s[stage], _limit(cost, stage)
+        following: list[tuple[float, tuple[int, ...]] | None] = [None] * (layers + 1)
+        for begin, before in enumerate(best):
+            if before is None or begin in cost.closed or begin == layers:
+                continue
+            took = size = 0.0
+            for end in range(begin + 1, layers - (stages - 1 - stage) + 1):
+                took, size = took + times[end - 1], size + cost.sizes_bytes[end - 1]
+                if took > pace * (1 + 1e-12) or size > limit:
+                    break
+                total, known = before[0] + took, following[end]
+                if known is None or total < known[0]:
+                    following[end] = total, (*before[1], begin) if stage else ()
+        best = following
+    return best[layers]
+
+
+def _limit(cost: ChainCost, stage: int) -> float:
+    return cost.limits_bytes[stage] if cost.limits_bytes else math.inf
+
+
+def _misfit(cost: ChainCost, stages: int) -> PlanError:
+    need, have = sum(cost.sizes_bytes), sum(cost.limits_bytes) if cost.limits_bytes else math.inf
+    if need > have:
+        return PlanError(
+            f"the model needs {need / 2**20:.1f} MiB, the {stages} stages have {have / 2**20:.1f} MiB: "
+            f"{(need - have) / 2**20:.1f} MiB are missing",
+            where="pipeline",
+            fix="use more stages, more micro-batches, or workers with more memory",
+        )
+    return PlanError(
+        f"no cut of {cost.layers} layers into {stages} stages fits"
+        + (" into the workers' memory" if cost.limits_bytes else ""),
+        where="pipeline",
+        fix="use fewer stages, or a model with smaller layers",
+    )

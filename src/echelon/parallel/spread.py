@@ -1,0 +1,239 @@
+"""One model, spread over workers: cut at its first call, then run stage by stage.
+
+The module stays the script's own: `model(x)` returns the whole output on every worker, `state_dict` has
+all parameters under their own names. Until the first call every worker has the whole model. Then the
+layers are measured on every worker, each replica is cut by what its own workers take, and each worker
+keeps its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.comm.group import Group
+from echelon.parallel.chain import Given, LayerChain, chain_of, check_cuts
+from echelon.parallel.cut import ChainCost, best_cuts
+from echelon.parallel.holdings import Holdings
+from echelon.parallel.layout import Mesh
+from echelon.parallel.measure import measure
+from echelon.parallel.micro import cut_call
+from echelon.parallel.norms import WholeNorms
+from echelon.parallel.stage import Gradients, PipelineStage, StagePart
+from echelon.parallel.strategies.pipeline import Pipeline
+
+Explain = Callable[[str, str, str], None]
+
+
+class SpreadModel:
+    """A model over the workers of a mesh.
+
+    group         all workers; `memory_bytes` is what this one may use
+    weight        of this replica's loss, when a backward pass ends
+    keeps         whether gradients stay on this worker for now (accumulation)
+    agree         all workers make the call that is described, or all raise
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pipeline: Pipeline,
+        mesh: Mesh,
+        group: Group,
+        *,
+        memory_bytes: float,
+        weight: Callable[[], float],
+        keeps: Callable[[], bool],
+        agree: Callable[[str], None],
+        observer: Any,
+        explain: Explain,
+    ) -> None:
+        self._model = model
+        self._pipeline = pipeline
+        self._mesh = mesh
+        self._group = group
+        self._memory_bytes = memory_bytes
+        self._weight = weight
+        self._keeps = keeps
+        self._agree = agree
+        self._observer = observer
+        self._explain = explain
+        self._chain: LayerChain = chain_of(model)
+        check_cuts(self._chain, pipeline.cut_points, mesh.stages)
+        self._messages = group.fork()
+        self._stage: PipelineStage | None = None
+        self.holdings: Holdings | None = None
+        self.quiet = False  # state_dict gives what is there, and does not ask the other workers
+        self._kept: Gradients = []
+        self.unreduced = False
+        self._own_forward = vars(model).get("forward")
+        model.forward = self._forward
+        self._handles = [
+            model.register_state_dict_pre_hook(self._before_state),
+            model.register_state_dict_post_hook(
+                lambda *_: self._after_state()
+            ),  # torch sets an attribute of it
+            model.register_load_state_dict_pre_hook(self._before_load),
+            model.register_load_state_dict_post_hook(self._after_load),
+        ]
+        self._norms = WholeNorms(group, self._held, self._counted)
+        self._norms.install()
+
+    # Calls -----------------------------------------------------------------------------------------
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stage is None:
+            self._stage = self._begin((args, kwargs))
+        return self._stage.forward(args, kwargs)
+
+    def _begin(self, given: Given) -> PipelineStage:
+        """Cut the model, and keep this worker's part."""
+        cuts = self._cuts(given)
+        edges = [(0, *cut, len(self._chain)) for cut in cuts]
+        self.holdings = Holdings(self._model, self._group, self._owners(edges))
+        rank = self._group.rank
+        replica, stage = self._mesh.replica_of(rank), self._mesh.stage_of(rank)
+        part = StagePart(
+            stage=stage,
+            ranks=self._mesh.ranks[replica],
+            begin=edges[replica][stage],
+            end=edges[replica][stage + 1],
+        )
+        self.holdings.part()
+        return PipelineStage(
+            self._chain,
+            part,
+            self._messages,
+            self.holdings.own,
+            options=self._pipeline,
+            landed=self._landed,
+            training=self._trains,
+        )
+
+    def _trains(self) -> bool:
+        return any(module.training for module in self._model.modules())
+
+    def _owners(self, edges: list[tuple[int, ...]]) -> dict[str, list[int]]:
+        """The workers that hold each parameter and buffer, by name; what no layer uses, stage 0 holds."""
+        model = self._model
+        first = {id(p): name for name, p in (*model.named_parameters(), *model.named_buffers())}
+        everything = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        canonical = {name: first[id(tensor)] for name, tensor in everything}
+        owners: dict[str, set[int]] = {name: set() for name in first.values()}
+        for replica, ranks in enumerate(self._mesh.ranks):
+            for stage, rank in enumerate(ranks):
+                begin, end = edges[replica][stage], edges[replica][stage + 1]
+                for name in self._chain.holds(begin, end):
+                    if name in canonical:
+                        owners[canonical[name]].add(rank)
+        unused = set(self._mesh.peers(0))
+        return {name: sorted(ranks or unused) for name, ranks in owners.items()}
+
+    def _cuts(self, given: Given) -> list[tuple[int, ...]]:
+        """Each replica's cuts."""
+        pipeline, mesh = self._pipeline, self._mesh
+        if pipeline.cuts or mesh.stages == 1:
+            return [pipeline.cut_points] * mesh.replicas
+        small = cut_call(given, pipeline.micro).part(0)
+        costs = measure(self._model, self._chain, small, pipeline.micro)
+        mine = torch.tensor([*costs.times_s, *costs.sizes_bytes, self._memory_bytes], dtype=torch.float64)
+        told = [one.tolist() for one in self._group.all_gather(mine)]
+        count = len(self._chain)
+        found = [
+            best_cuts(
+                ChainCost(
+                    times_s=[told[rank][:count] for rank in ranks],
+                    sizes_bytes=told[0][count : 2 * count],
+                    limits_bytes=[told[rank][-1] for rank in ranks],
+                    closed=self._chain.closed,
+                ),
+                pipeline.micro,
+            )
+            for ranks in mesh.ranks
+        ]
+        self._explain("pipeline", self._why(found, told), "")
+        return found
+
+    def _why(self, cuts: list[tuple[int, ...]], told: list[list[float]]) -> str:
+        parts = []
+        for ranks, cut in zip(self._mesh.ranks, cuts, strict=True):
+            edges = [0, *cut, len(self._chain)]
+            for stage, rank in enumerate(ranks):
+                begin, end = edges[stage], edges[stage + 1]
+                took_ms = 1e3 * sum(told[rank][begin:end])
+                parts.append(
+                    f"rank {rank} has layers {begin} to {end - 1} (from {self._chain.names[begin]}), "
+                    f"{took_ms:.2f} ms a micro-batch"
+                )
+        return "cut by measured times: " + "; ".join(parts)
+
+    # Gradients -------------------------------------------------------------------------------------
+
+    def _landed(self, gradients: Gradients) -> None:
+        """A backward pass has ended on this stage: sum its gradients over their owners, unless kept."""
+        holdings = self.holdings
+        assert holdings is not None
+        weight = self._weight()
+        kept = self._kept or [None] * len(gradients)
+        self._kept = [_sum(mine, fresh, weight) for mine, fresh in zip(kept, gradients, strict=True)]
+        self._observer.computing()
+        if self._keeps():
+            self.unreduced = True
+            return
+        self._observer.arrived()
+        total, self._kept, self.unreduced = self._kept, [], False
+        sent_bytes = holdings.reduce(total)
+        for p, gradient in zip(holdings.own, total, strict=True):
+            if gradient is not None:
+                p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+        self._observer.reduced(sent_bytes)
+
+    def _held(self) -> list[Tensor]:
+        own = self.holdings.own if self.holdings is not None else []
+        return [p.grad for p in own if p.grad is not None]
+
+    def _counted(self) -> list[Tensor]:
+        counted = self.holdings.counted if self.holdings is not None else []
+        return [p.grad for p in counted if p.grad is not None]
+
+    # State -------------------------------------------------------------------------------------------
+
+    def _before_state(self, *_: Any) -> None:
+        if self.holdings is not None and not self.quiet:
+            self._agree("state_dict of a model in parts")
+            self.holdings.whole()
+
+    def _after_state(self) -> None:
+        if self.holdings is not None and not self.quiet:
+            self.holdings.part()
+
+    def _before_load(self, *_: Any) -> None:
+        if self.holdings is not None:
+            self.holdings.room()
+
+    def _after_load(self, *_: Any) -> None:
+        if self.holdings is not None and not self.quiet:
+            self.holdings.part()
+
+    def close(self) -> None:
+        """Give the module back. Parameters of other stages stay where they are."""
+        self._norms.remove()
+        for handle in self._handles:
+            handle.remove()
+        if self._own_forward is None:
+            vars(self._model).pop("forward", None)
+        else:
+            self._model.forward = self._own_forward
+
+
+def _sum(kept: Tensor | None, fresh: Tensor | None, weight: float) -> Tensor | None:
+    if fresh is None:
+        return kept
+    scaled = fresh if weight == 1.0 else fresh.mul_(weight)
+    return scaled if kept is None else kept.add_(scaled)

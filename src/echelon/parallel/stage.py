@@ -1,0 +1,352 @@
+"""One worker's stage of a pipeline: a call of the model goes through it in micro-batches.
+
+`forward` runs this stage's forward passes and returns the model's whole output, on every stage: the last
+one sends it to the others, so that each computes the loss as one process does. The output's gradient,
+which is the same on all of them, then goes back through the stages. Gradients of parameters are added up
+over the micro-batches and handed over once, when the last one is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from echelon.comm.group import Group
+from echelon.errors import ModelError
+from echelon.parallel.awaited import AwaitedOutput, called_twice, not_one_tensor
+from echelon.parallel.chain import Given, LayerChain
+from echelon.parallel.losses import MicroLoss
+from echelon.parallel.masks import BatchMasks
+from echelon.parallel.micro import KeptMicro, ModelCall, cut_call, joined, part_of
+from echelon.parallel.passing import (
+    TAGS_OF_A_LINK,
+    GradientReceiver,
+    HandedReceiver,
+    HandedSender,
+    Outbox,
+    describe,
+)
+from echelon.parallel.schedule import schedule
+from echelon.parallel.strategies.pipeline import Pipeline
+
+_ACTIVATIONS, _OUTPUT = 0, TAGS_OF_A_LINK
+_GRADIENTS = 2 * TAGS_OF_A_LINK
+_RANDOM, _LOSS = _GRADIENTS + 1, _GRADIENTS + 2
+_IN_PLACE = "a leaf Variable that requires grad is being used in an in-place operation"
+
+Gradients = list[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePart:
+    """Which layers this worker has: `begin` to `end`. `ranks` are the workers of its pipeline, by stage."""
+
+    stage: int
+    ranks: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins with the model's input."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends with the model's output."""
+        return self.stage == len(self.ranks) - 1
+
+    @property
+    def after(self) -> int:
+        """The worker that has the next stage; of the last stage, itself."""
+        return self.ranks[min(self.stage + 1, len(self.ranks) - 1)]
+
+
+@dataclass(slots=True)
+class _StageRun:
+    """Forward passes under way. `random`: they may draw; `trains`: they are followed by backward passes."""
+
+    call: ModelCall
+    keys: list[Any]
+    masks: BatchMasks
+    random: bool
+    trains: bool
+    outputs: list[Any] = field(default_factory=list)
+
+
+class PipelineStage:
+    """Runs one stage. `landed` gets the gradients of `parameters` after each backward pass."""
+
+    def __init__(
+        self,
+        chain: LayerChain,
+        part: StagePart,
+        group: Group,
+        parameters: Sequence[nn.Parameter],
+        *,
+        options: Pipeline,
+        landed: Callable[[Gradients], None],
+        training: Callable[[], bool],
+    ) -> None:
+        self._chain = chain
+        self._part = part
+        self._group = group
+        self._parameters = list(parameters)
+        self._options = options
+        self.landed = landed
+        self._training = training
+        self._outbox = Outbox(group)
+        ranks, stage = part.ranks, part.stage
+        if not part.is_first:
+            self._from_before = HandedReceiver(group, ranks[stage - 1], _ACTIVATIONS)
+        if part.is_last:
+            self._outputs = [HandedSender(self._outbox, rank, _OUTPUT) for rank in ranks[:-1]]
+        else:
+            self._to_after = HandedSender(self._outbox, ranks[stage + 1], _ACTIVATIONS)
+            self._output = HandedReceiver(group, ranks[-1], _OUTPUT)
+
+    # Forward -------------------------------------------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output; its gradient goes back through the pipeline."""
+        call = cut_call((args, kwargs), self._options.micro)
+        if not torch.is_grad_enabled():
+            return self._through(call)
+        return self.passed(call) if self._options.schedule == "gpipe" else AwaitedOutput.of(self, call)
+
+    def passed(self, call: ModelCall) -> Any:
+        """The model's output by forward passes alone; its gradient starts the backward passes."""
+        structure: list[Any] = []
+        anchor = torch.zeros((), requires_grad=True)  # so that autograd calls back
+        flat = _Passed.apply(anchor, self, call, structure)  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten(list(flat), structure[0])
+
+    def _through(self, call: ModelCall) -> Any:
+        """Run all forward passes of this stage; keeps what backward needs, if gradients are on."""
+        run = self._begin(call)
+        for micro in range(len(call.edges)):
+            self._forward_one(run, micro)
+        return self._end(run)
+
+    def scheduled(self, call: ModelCall, loss: MicroLoss) -> tuple[Tensor, Tensor, Gradients]:
+        """Run the schedule with a loss: its value, the model's output, and gradients of the parameters."""
+        part, options = self._part, self._options
+        run, total = self._begin(call), self._no_gradients()
+        parts: list[Tensor] = []
+        coming = GradientReceiver(self._group, part.after, _GRADIENTS)
+        for action in schedule(
+            options.schedule, part.stage, len(part.ranks), len(call.edges), options.ahead
+        ):
+            micro = action.micro
+            if action.kind == "forward":
+                self._forward_one(run, micro)
+                kept = call.kept[micro]
+                if part.is_last:
+                    if not isinstance(run.outputs[micro], Tensor):
+                        raise not_one_tensor(run.outputs[micro])
+                    parts.append(loss.part(run.outputs[micro], call.edges[micro]))
+                    kept.handed = parts[-1:]
+                else:
+                    coming.expect(kept.handed)
+            else:
+                given = [torch.ones_like(parts[micro])] if part.is_last else coming.take()
+                self._backward_one(call, micro, given, total)
+        value = self._told([one.detach() for one in parts])
+        output = pytree.tree_map(
+            lambda one: one.detach() if isinstance(one, Tensor) else one, self._end(run)
+        )
+        return value.to(output.dtype), output, total
+
+    def _told(self, parts: list[Tensor]) -> Tensor:
+        """The loss, which the last stage tells the others."""
+        ranks = self._part.ranks
+        if not self._part.is_last:
+            told = torch.empty((), dtype=torch.float64)
+            return self._group.receive(told, ranks[-1], _LOSS).wait()
+        total = torch.stack(parts).sum()
+        for rank in ranks[:-1]:
+            self._outbox.send(total.double(), rank, _LOSS)
+        return total
+
+    def _begin(self, call: ModelCall) -> _StageRun:
+        keys = self._keys(call)
+        if not self._part.is_first:
+            self._from_before.expect(keys)
+        if not self._part.is_last:
+            self._output.expect(keys)
+        return _StageRun(call, keys, BatchMasks(call.rows), self._training(), torch.is_grad_enabled())
+
+    def _forward_one(self, run: _StageRun, micro: int) -> None:
+        """The forward pass of a micro-batch."""
+        part, call = self._part, run.call
+        carried, received = self._carried(run.trains)
+        if run.random and micro == 0 and not part.is_first:
+            self._receive_random(part.ranks[part.stage - 1])
+        begin, end = call.edges[micro]
+        values = self._run(call.part(micro), carried, run.masks.of(begin, end))
+        if run.random:
+            run.masks.check(begin)
+            if micro == 0:
+                self._send_random()
+        handed = self._hand(values, run.keys[micro], run.outputs)
+        if run.trains:
+            call.kept[micro] = KeptMicro(received, handed)
+
+    def _end(self, run: _StageRun) -> Any:
+        """The model's output, when all passes of the run have begun."""
+        if not self._part.is_last:
+            received = [self._output.take() for _ in run.call.edges]
+            run.outputs = [described.build(tensors)[0] for described, tensors in received]
+            if run.random:
+                self._receive_random(self._part.ranks[-1])
+        self._outbox.flush()
+        return joined(run.outputs, run.call.edges)
+
+    def _keys(self, call: ModelCall) -> list[Any]:
+        """What the shapes within a micro-batch depend on."""
+        mode = (self._training(), torch.is_grad_enabled())
+        found = []
+        for begin, end in call.edges:
+            leaves = pytree.tree_leaves(call.given)
+            shapes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else str(x) for x in leaves)
+            found.append((mode, shapes, end - begin))
+        return found
+
+    def _carried(self, trains: bool) -> tuple[Sequence[Any], list[Tensor]]:
+        """What the stage before hands over, and which of it carries gradients."""
+        if self._part.is_first:
+            return (), []
+        described, tensors = self._from_before.take()
+        received = []
+        for spec, tensor in zip(described.tensors, tensors, strict=True):
+            if spec.trained and trains:
+                received.append(tensor.requires_grad_())
+        values: Sequence[Any] = described.build(tensors)
+        return values, received
+
+    def _run(self, given: Given, carried: Sequence[Any], drawing: Any) -> tuple[Any, ...]:
+        try:
+            with drawing:
+                return self._chain.run(self._part.begin, self._part.end, given, carried)
+        except RuntimeError as error:
+            if _IN_PLACE not in str(error):
+                raise
+            name = self._chain.names[self._part.begin]
+            raise ModelError(
+                f"stage {self._part.stage}, which begins with {name}, changes its input in place",
+                where="forward pass of a pipeline",
+                fix="cut elsewhere, with the option cuts of pipeline, or compute it out of place",
+            ) from error
+
+    def _hand(self, values: tuple[Any, ...], key: Any, outputs: list[Any]) -> list[Tensor]:
+        """Send what the stage yields; returns what carries gradients."""
+        if self._part.is_last:
+            outputs.append(values[0])
+            _, tensors = describe(values)
+            for sender in self._outputs:
+                sender.send(values, key)
+        else:
+            _, tensors = self._to_after.send(values, key)
+        return [tensor for tensor in tensors if tensor.requires_grad]
+
+    def _send_random(self) -> None:
+        """After the last stage, the state of random numbers is everybody's."""
+        part = self._part
+        to = part.ranks[:-1] if part.is_last else part.ranks[part.stage + 1 : part.stage + 2]
+        for rank in to:
+            self._outbox.send(torch.get_rng_state(), rank, _RANDOM)
+
+    def _receive_random(self, source: int) -> None:
+        state = torch.empty_like(torch.get_rng_state())
+        torch.set_rng_state(self._group.receive(state, source, _RANDOM).wait())
+
+    # Backward ------------------------------------------------------------------------------------
+
+    def backward(self, call: ModelCall, of_outputs: Sequence[Tensor | None]) -> None:
+        """Run all backward passes of this stage; `of_outputs` are the gradients of the model's output."""
+        if not call.kept:
+            raise called_twice()
+        part, total = self._part, self._no_gradients()
+        coming = GradientReceiver(self._group, part.after, _GRADIENTS)
+        if not part.is_last:
+            for kept in call.kept.values():
+                coming.expect(kept.handed)
+        for micro, edge in enumerate(call.edges):
+            given = (
+                coming.take()
+                if not part.is_last
+                else [None if one is None else part_of(one, call.rows, edge) for one in of_outputs]
+            )
+            self._backward_one(call, micro, given, total)
+        self._outbox.flush()
+        self.landed(total)
+
+    def _no_gradients(self) -> Gradients:
+        return [None] * len(self._parameters)
+
+    def _backward_one(
+        self, call: ModelCall, micro: int, given: Sequence[Tensor | None], total: Gradients
+    ) -> None:
+        """The backward pass of a micro-batch; its parameters' gradients are added to `total`."""
+        kept = call.kept.pop(micro)
+        found = self._gradients(kept, given)
+        for tensor, gradient in zip(kept.received, found, strict=False):
+            own = torch.zeros_like(tensor) if gradient is None else gradient
+            self._outbox.send(own, self._part.ranks[self._part.stage - 1], _GRADIENTS)
+        _add(total, found[len(kept.received) :])
+
+    def _gradients(self, kept: KeptMicro, given: Sequence[Tensor | None]) -> Gradients:
+        """The gradients of what was received, then of the parameters."""
+        pairs = [
+            (one, gradient)
+            for one, gradient in zip(kept.handed, given, strict=True)
+            if gradient is not None and one.requires_grad
+        ]
+        inputs: list[Tensor] = [*kept.received, *self._parameters]
+        if not pairs or not inputs:
+            return [None] * len(inputs)
+        return list(
+            torch.autograd.grad(
+                [one for one, _ in pairs], inputs, [gradient for _, gradient in pairs], allow_unused=True
+            )
+        )
+
+
+class _Passed(torch.autograd.Function):
+    """A call of the model as one operation for autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, stage: PipelineStage, call: ModelCall, structure: list[Any]
+    ) -> Any:
+        """Run the stage's passes with a graph of their own."""
+        ctx.stage, ctx.call = stage, call
+        with torch.enable_grad():
+            output = stage._through(call)
+        leaves, spec = pytree.tree_flatten(output)
+        structure.append(spec)
+        out = tuple(leaf.detach() for leaf in leaves)
+        ctx.mark_non_differentiable(*(leaf for leaf in out if not leaf.is_floating_point()))
+        ctx.floating = [leaf.is_floating_point() for leaf in out]
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Hand the gradients to the last stage; every stage runs its backward passes."""
+        kept = [grad for grad, floating in zip(grads, ctx.floating, strict=True) if floating]
+        ctx.stage.backward(ctx.call, kept)
+        return None, None, None, None
+
+
+def _add(total: Gradients, found: Gradients) -> None:
+    for at, gradient in enumerate(found):
+        if gradient is None:
+            continue
+        known = total[at]
+        total[at] = gradient.clone() if known is None else known.add_(gradient)

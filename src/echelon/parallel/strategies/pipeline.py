@@ -1,0 +1,65 @@
+"""Stages: each worker has some of the layers, and batches go through them in micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+from echelon.errors import ConfigError
+from echelon.parallel.dimension import Dimension
+
+ScheduleName = Literal["gpipe", "1f1b"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline(Dimension):
+    """Stages of consecutive layers, one worker each; 0 stages: as many as workers are left.
+
+    schedule  the order of micro-batches (`schedule.py`)
+    micro     into how many micro-batches a batch is cut
+    ahead     with 1f1b: micro-batches more in flight for each hop, for thin links
+    cuts      the layers at which the second and later stages begin, such as "3,7"; empty: by measured times
+    """
+
+    name: ClassVar[str] = "pipeline"
+    stages: int = 0
+    schedule: ScheduleName = "gpipe"
+    micro: int = 4
+    ahead: int = 0
+    cuts: str = ""
+
+    def __post_init__(self) -> None:
+        if self.stages < 0:
+            raise ConfigError(
+                f"stages is {self.stages}", where="pipeline, stages", fix="give at least 1, or leave it out"
+            )
+        if self.micro < 1:
+            raise ConfigError(f"micro is {self.micro}", where="pipeline, micro", fix="give at least 1")
+        if self.ahead < 0:
+            raise ConfigError(f"ahead is {self.ahead}", where="pipeline, ahead", fix="give 0 or more")
+        cuts = self.cut_points
+        if self.cuts and self.stages and len(cuts) != self.stages - 1:
+            raise ConfigError(
+                f"{len(cuts)} cuts make {len(cuts) + 1} stages, not {self.stages}",
+                where="pipeline, cuts",
+                fix=f"give {self.stages - 1} cuts, or leave them out",
+            )
+
+    @property
+    def extent(self) -> int:
+        """The number of stages."""
+        return len(self.cut_points) + 1 if self.cuts else self.stages
+
+    @property
+    def cut_points(self) -> tuple[int, ...]:
+        """The numbers in `cuts`."""
+        words = [word.strip() for word in self.cuts.split(",")] if self.cuts else []
+        found = tuple(int(word) if word.isdecimal() else 0 for word in words)
+        if any(later <= earlier for earlier, later in pairwise([0, *found])):
+            raise ConfigError(
+                f"cuts are {self.cuts!r}",
+                where="pipeline, cuts",
+                fix='give the numbers of layers in ascending order, from 1 on: cuts="3,7"',
+            )
+        return found

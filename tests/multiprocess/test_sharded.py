@@ -1,0 +1,134 @@
+"""Divided states on real workers: what a loop may do, how much memory is held, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import echelon
+from echelon.errors import EchelonError
+
+X = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+LEVELS = (1, 2, 3)
+
+
+class Odd(nn.Module):
+    """Tied weights, a parameter that nobody uses, attention, an LSTM, batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6)
+        self.again.weight = self.entry.weight
+        self.unused = nn.Linear(2, 2)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.memory = nn.LSTM(6, 6, batch_first=True)
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.again(torch.tanh(self.entry(x))))
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        return self.frozen(self.norm(self.memory(h)[0]))
+
+
+def one_step(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> None:
+    """Gradients are set to zero between forward and backward, as many scripts do."""
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def two_backward_passes(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> None:
+    first, second = model(x).square().mean(), model(x.flip(0)).sin().mean()
+    first.backward()
+    second.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def gradients_that_stay(model: nn.Module, optimizer: optim.Optimizer, x: Tensor) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+LOOPS = {loop.__name__: loop for loop in (one_step, two_backward_passes, gradients_that_stay)}
+
+
+def trained(level: int, loop: str, steps: int = 3) -> tuple[dict[str, Tensor], dict[str, int], int]:
+    """Weights after some steps; then elements of parameters, and of optimizer states, on this worker."""
+    session = echelon.join(record=False, shares="equal")
+    torch.manual_seed(1)
+    model = Odd().double()
+    optimizer = optim.AdamW(model.parameters(), lr=0.02)
+    options: dict[str, Any] = {"parallel": f"sharded(level={level})"} if level else {}
+    model, optimizer = session.prepare(model, optimizer, **options)
+    half = len(X) // session.world_size
+    own = X[session.rank * half : (session.rank + 1) * half]
+    act: Callable[..., None] = LOOPS[loop]
+    for _ in range(steps):
+        act(model, optimizer, own)
+    held = {name: p.untyped_storage().nbytes() // 8 for name, p in model.named_parameters()}
+    states = sum(
+        value.numel() for state in optimizer.state.values() for value in state.values() if value.dim()
+    )
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    session.close()
+    return found, held, states
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_odd_models_and_loops_train_as_with_data_parallelism(warm_pool, loop):
+    (alone, whole, states), *_ = warm_pool.run(1, trained, 0, loop)
+    for level in LEVELS:
+        parts = warm_pool.run(2, trained, level, loop)
+        for found, held, _ in parts:
+            for name, value in alone.items():
+                assert torch.allclose(found[name].double(), value.double(), rtol=0, atol=1e-12), (
+                    level,
+                    name,
+                )
+            if level == 3:
+                assert held["memory.weight_ih_l0"] == whole["memory.weight_ih_l0"] // 2
+        assert sum(part[2] for part in parts) == states
+
+
+def refused(optimizer: str, layout: str) -> tuple[str, str]:
+    session = echelon.join(record=False)
+    model = nn.Linear(4, 4)
+    try:
+        session.prepare(model, getattr(optim, optimizer)(model.parameters()), parallel=layout)
+    except EchelonError as error:
+        return error.message, error.fix
+    finally:
+        session.close()
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "says", "fix"),
+    [
+        ("LBFGS", "sharded(level=1)", "LBFGS may compute with whole parameters", "AdamW"),
+        ("Adafactor", "sharded(level=3)", "Adafactor may compute with whole parameters", "SGD"),
+        ("SGD", "sharded(level=4)", "level is 4", "1, 2 or 3"),
+        ("SGD", 'sharded(shares="1,2,1")', "for 3 workers, there are 2", "start 3 workers"),
+        ("SGD", 'sharded(shares="1,-2")', "shares are '1,-2'", "0 or more"),
+        ("SGD", 'sharded(workers=2, shares="1")', "1 shares for 2 workers", "give 2 numbers"),
+        (
+            "SGD",
+            "sharded(workers=1) * pipeline(stages=2)",
+            "not divided into shards yet",
+            "pipeline * data",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_in_prepare(warm_pool, optimizer, layout, says, fix):
+    for message, way in warm_pool.run(2, refused, optimizer, layout):
+        assert says in message
+        assert fix in way

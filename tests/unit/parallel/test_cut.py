@@ -1,0 +1,73 @@
+"""Cuts of a chain of layers: as good as the best of all possible ones, and within memory."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.errors import PlanError
+from echelon.parallel.cut import ChainCost, best_cuts
+
+
+def took(cost: ChainCost, cuts: tuple[int, ...], micro: int) -> float:
+    edges = [0, *cuts, cost.layers]
+    stages = [
+        sum(times[begin:end]) for times, begin, end in zip(cost.times_s, edges[:-1], edges[1:], strict=True)
+    ]
+    return sum(stages) + (micro - 1) * max(stages)
+
+
+@st.composite
+def chains(draw):
+    layers = draw(st.integers(1, 7))
+    stages = draw(st.integers(1, min(4, layers)))
+    seconds = st.integers(0, 20).map(float)
+    base = draw(st.lists(seconds, min_size=layers, max_size=layers))
+    speeds = draw(st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=stages, max_size=stages))
+    return ChainCost(
+        times_s=[[one * speed for one in base] for speed in speeds],
+        sizes_bytes=draw(st.lists(st.integers(1, 5).map(float), min_size=layers, max_size=layers)),
+        limits_bytes=draw(st.sampled_from([(), tuple([9.0] * stages)])),
+    )
+
+
+def fits(cost: ChainCost, cuts: tuple[int, ...]) -> bool:
+    edges = [0, *cuts, cost.layers]
+    return not cost.limits_bytes or all(
+        sum(cost.sizes_bytes[begin:end]) <= limit
+        for limit, begin, end in zip(cost.limits_bytes, edges[:-1], edges[1:], strict=True)
+    )
+
+
+@given(chains(), st.integers(1, 8))
+@settings(max_examples=200)
+def test_no_other_cut_is_faster(cost, micro):
+    stages = len(cost.times_s)
+    possible = [c for c in combinations(range(1, cost.layers), stages - 1) if fits(cost, c)]
+    if not possible:
+        with pytest.raises(PlanError):
+            best_cuts(cost, micro)
+        return
+    found = best_cuts(cost, micro)
+    assert fits(cost, found)
+    best = min(took(cost, cuts, micro) for cuts in possible)
+    assert took(cost, found, micro) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_slow_worker_gets_fewer_layers():
+    cost = ChainCost(times_s=[[1.0] * 12, [3.0] * 12], sizes_bytes=[1.0] * 12)
+    assert best_cuts(cost, 100) == (9,)
+
+
+def test_a_model_that_fits_nowhere_says_how_much_is_missing():
+    cost = ChainCost(times_s=[[1.0] * 4] * 2, sizes_bytes=[2.0**20] * 4, limits_bytes=[2.0**20] * 2)
+    with pytest.raises(PlanError, match=r"2\.0 MiB are missing"):
+        best_cuts(cost, 4)
+
+
+def test_no_stage_begins_with_a_closed_layer():
+    cost = ChainCost(times_s=[[1.0] * 4] * 2, sizes_bytes=[1.0] * 4, closed=frozenset({2}))
+    assert best_cuts(cost, 4) in ((1,), (3,))
