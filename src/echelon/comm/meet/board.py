@@ -1,9 +1,9 @@
 """What workers tell each other while they meet: values by key, and counters. Requests and replies, typed.
 
-`Board` decides and does no I/O: a request in, a reply out. `decode_request` and `decode_reply` read bytes
-of a peer that has proved itself, and still believe nothing: unknown types, long keys and values, and boards
+`MeetingBoard` decides and does no I/O: a request in, a reply out. `decode_request` and `decode_reply` read
+bytes of a peer that has proved itself, and still believe nothing: unknown types, long keys and values, and boards
 that grow without end are refused. A further kind of message is one more class here, and one more case in
-`Board.answer`.
+`MeetingBoard.answer`.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def decode_reply(data: bytes, *, peer: str) -> Reply:
         raise Corrupt(f"{peer} sent what is not a reply", where=str(error)) from None
 
 
-class Board:
+class MeetingBoard:
     """Values and counters by key."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from echelon.comm.meet.board import LONGEST_MESSAGE_BYTES, Board, SetValue, decode_request, encode
+from echelon.comm.meet.board import LONGEST_MESSAGE_BYTES, MeetingBoard, SetValue, decode_request, encode
 from echelon.comm.meet.credentials import Credentials, Link
 from echelon.comm.meet.handshake import Proven, Refused
 from echelon.comm.meet.strangers import Strangers
@@ -48,7 +48,7 @@ class MeetingService:
     """Serves a board at listening sockets, which it closes in the end. `size` is that of the run."""
 
     def __init__(self, listeners: Sequence[socket.socket], own: Credentials, *, size: int) -> None:
-        self.board = Board()
+        self.board = MeetingBoard()
         self._listeners = {listener.fileno(): listener for listener in listeners}
         self._own = own
         self._size = size

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from echelon.comm.meet import tls
 from echelon.comm.meet.board import (
     LONGEST_MESSAGE_BYTES,
-    Board,
     BoardError,
     BoardStore,
+    MeetingBoard,
     Reply,
     Request,
     decode_reply,
@@ -38,7 +38,7 @@ _LEADER = "the leader"
 class LeaderStore(BoardStore):
     """The board in the leader's own process."""
 
-    def __init__(self, board: Board, *, timeout_s: float) -> None:
+    def __init__(self, board: MeetingBoard, *, timeout_s: float) -> None:
         super().__init__(timeout_s=timeout_s)
         self._board = board
 

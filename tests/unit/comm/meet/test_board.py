@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from echelon.comm.meet import board
 from echelon.comm.meet.board import (
     AddCount,
-    Board,
     BoardError,
     CheckKeys,
     CountReply,
     GetValue,
+    MeetingBoard,
     PrefixedStore,
     RefusalReply,
     SetValue,
@@ -27,7 +27,7 @@ from echelon.errors import Corrupt, WorkerError
 
 
 def test_a_value_is_read_as_it_was_written_and_counters_count():
-    one = Board()
+    one = MeetingBoard()
     assert one.answer(GetValue("a")) == ValueReply(None)
     one.answer(SetValue("a", b"\0x"))
     assert one.answer(GetValue("a")) == ValueReply(b"\0x")
@@ -41,7 +41,7 @@ def test_a_value_is_read_as_it_was_written_and_counters_count():
 def test_a_value_is_not_a_counter_and_boards_do_not_grow_without_end(monkeypatch):
     monkeypatch.setattr(board, "_MOST_KEYS", 2)
     monkeypatch.setattr(board, "_MOST_BYTES", 10)
-    one = Board()
+    one = MeetingBoard()
     one.answer(SetValue("a", b"x"))
     assert isinstance(one.answer(AddCount("a", 1)), RefusalReply)
     assert isinstance(one.answer(SetValue("k" * 9000, b"")), RefusalReply)
@@ -69,7 +69,7 @@ def test_requests_survive_their_encoding(key, value, count):
 
 
 def test_a_prefix_keeps_stores_apart_and_a_value_that_never_comes_is_named():
-    whole = LeaderStore(Board(), timeout_s=0.05)
+    whole = LeaderStore(MeetingBoard(), timeout_s=0.05)
     one, other = PrefixedStore("1", whole), PrefixedStore("2", whole)
     one.set("a", "x")
     assert (one.get("a"), one.check(["a"]), other.check(["a"])) == (b"x", True, False)
