@@ -3,6 +3,7 @@
 #             accelerate, Lightning and transformers; test with them
 # make check  ruff, mypy, import-linter                make docs    the documentation site, in site/
 # make bench  run the benchmarks (root, idle machine) and write docs/benchmarks.md; QUICK=--quick
+# make fuzz   feed each parser for FUZZ_S seconds (600) with bytes that a stranger could send; FUZZ="NAME ..." for some
 # make clean  remove .venv, site and caches
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,8 +11,10 @@ QUICK ?=
 # Many tests wait rather than compute, so there are more processes than cores on a small machine.
 TEST_PROCESSES ?= 4
 TEST_OPTIONS ?=
+FUZZ_S ?= 600
+FUZZ ?=
 
-.PHONY: demo test test-engines check lint types imports docs picture bench install dev engines site-tools clean
+.PHONY: demo test test-engines fuzz check lint types imports docs picture bench install dev engines site-tools clean
 
 DEMO := train --workers 4 --speed 0.5,0.5,0.5,0.125 --batch 256 --epochs 8 --optimizer adamw --lr 0.002
 
@@ -28,6 +31,9 @@ test: dev
 test-engines: engines
 	$(BIN)/python -m pytest --numprocesses 2 tests/conformance/test_launchers.py \
 	    $(wildcard $(patsubst %,tests/multiprocess/test_%.py,ssh mpi slurm ray spark dask engine_tables frameworks))
+
+fuzz: .venv/installed-fuzz
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_S) $(FUZZ)
 
 check: lint types imports
 
@@ -75,6 +81,10 @@ site-tools: .venv/installed-docs
 	$(BIN)/python -m pip install --quiet --upgrade --target .venv/mpich mpich
 	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	    apt-get update -qq && apt-get install -qq -y openssh-server slurm-wlm munge default-jre-headless; fi
+	@touch $@
+
+.venv/installed-fuzz: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[fuzz]"
 	@touch $@
 
 .venv/installed-docs: .venv/installed

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -121,7 +122,11 @@ def pack(state: Any) -> bytes:
 def unpack(data: bytes) -> Any:
     """The state that was passed to `pack`."""
     length = int.from_bytes(data[:8], "little")
-    return restore(data[8 : 8 + length], safetensors.torch.load(data[8 + length :]))
+    try:
+        tensors = safetensors.torch.load(data[8 + length :])
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise _unreadable(error) from error
+    return restore(data[8 : 8 + length], tensors)
 
 
 class _Writer:

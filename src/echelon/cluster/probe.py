@@ -136,7 +136,7 @@ def _read(file: Path | None) -> dict[str, _ProbeEntry]:
         return {}
     try:
         found: dict[str, Any] = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
     entries = {}
     for machine, entry in found.items():

@@ -39,7 +39,7 @@ def cached(key: str, *, within_s: float, now: float | None = None) -> CacheEntry
         return None
     try:
         entry = msgspec.json.decode(file.read_bytes(), type=CacheEntry)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     age_s = (time.time() if now is None else now) - entry.at
     return entry if entry.key == key and 0 <= age_s <= within_s else None

@@ -90,7 +90,7 @@ def read(folder: Path) -> Catalogue:
     """The catalogue of a folder, which may have been moved."""
     try:
         found = msgspec.json.decode((folder / CATALOGUE).read_bytes(), type=Catalogue)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
             f"the catalogue cannot be read: {error}",
             where=str(folder / CATALOGUE),

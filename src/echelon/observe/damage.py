@@ -61,5 +61,5 @@ def _is_newer(line: bytes) -> bool:
     """Whether a newer version wrote the line: it is whole, and its type is not known here."""
     try:
         return msgspec.json.decode(line, type=_Typed).type not in EVENT_TYPES
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False

@@ -409,7 +409,7 @@ def decode_line(line: bytes) -> AnyEvent | None:
         return event if max(map(abs, times)) < _END_OF_TIME_S else None
     except msgspec.ValidationError:
         return _decode_with_nan(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -15,6 +15,7 @@ from echelon.errors import Corrupt
 
 _KINDS = ("errors", "results", "events", "logs")
 _READ_BYTES = 1 << 20
+_LONGEST_NAME = 200
 
 
 class Grown(msgspec.Struct, frozen=True, tag=True):
@@ -23,6 +24,9 @@ class Grown(msgspec.Struct, frozen=True, tag=True):
     path: str
     offset: int
     data: bytes
+
+
+_decoder: msgspec.msgpack.Decoder[Grown] = msgspec.msgpack.Decoder(Grown)
 
 
 class FolderTail:
@@ -48,13 +52,25 @@ class FolderTail:
                 yield Grown(str(path.relative_to(self._folder)), start, data)
 
 
+def read_grown(data: bytes) -> Grown:
+    """The part that a worker sent; raises Corrupt."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Corrupt("a part of a file that cannot be read", where=str(error)) from None
+
+
 def write_grown(folder: Path, part: Grown, ranks: Collection[int]) -> None:
     """Write a part where it belongs. Corrupt if it is not of a file of one of these ranks."""
     kind, _, name = part.path.partition("/")
     owner = name.partition(".")[0]
-    if kind not in _KINDS or owner not in {f"rank-{rank}" for rank in ranks} or "/" in name:
-        raise Corrupt(f"{part.path!r} is not a file of its sender")
+    of_sender = kind in _KINDS and owner in {f"rank-{rank}" for rank in ranks} and "/" not in name
+    if not of_sender or not name.isprintable() or len(name) > _LONGEST_NAME:
+        raise Corrupt(f"{part.path[:_LONGEST_NAME]!r} is not a file of its sender")
     path = folder / kind / name
+    size_bytes = path.stat().st_size if path.exists() else 0
+    if not 0 <= part.offset <= size_bytes:  # files grow at their end: a gap is not what a worker sends
+        raise Corrupt(f"a part of {part.path!r} at {part.offset}, where it has {size_bytes} bytes")
     with path.open("r+b" if path.exists() else "w+b") as file:
         file.seek(part.offset)
         file.write(part.data)

@@ -189,7 +189,7 @@ def _read(file: Path | None) -> dict[str, _ProfileEntry]:
         return {}
     try:
         found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
     entries = {}
     for key, entry in found.items():

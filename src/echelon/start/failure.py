@@ -167,7 +167,7 @@ def read_failure(path: Path) -> Failure | None:
     """The error that a worker has left, if it has left one."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Failure)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

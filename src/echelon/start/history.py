@@ -68,7 +68,7 @@ def _summary(folder: RunFolder) -> Summary:
     """The figures that were written at the end; those of the events so far if there are none."""
     try:
         return msgspec.json.decode(folder.summary.read_bytes(), type=Summary)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return summarise(read_run(folder), policy_of(folder))
 
 

@@ -36,7 +36,7 @@ def read(folder: RunFolder) -> RecordedCommand:
     """The command of a run; raises LaunchError if it has none that can be started again."""
     try:
         found = msgspec.json.decode(folder.command.read_bytes(), type=RecordedCommand)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LaunchError(
             f"the run's folder does not say what it ran: {error}",
             where=str(folder.command),

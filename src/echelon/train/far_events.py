@@ -24,7 +24,7 @@ import msgspec
 from echelon.comm.meet.credentials import Link
 from echelon.comm.wire.sealed import MessageReader, MessageWriter
 from echelon.errors import Corrupt
-from echelon.observe.growth import FolderTail, Grown, write_grown
+from echelon.observe.growth import FolderTail, read_grown, write_grown
 from echelon.observe.run_folder import RunFolder
 
 _LONGEST_BYTES = 16 << 20
@@ -107,7 +107,6 @@ class EventReceiver:
         self._live = {rank: link.sock for rank, link in senders.items()}
         self._folder = folder
         self._names = names
-        self._decoder = msgspec.msgpack.Decoder(Grown)
         self._readers = {
             rank: MessageReader(link.keys, peer=names[rank], longest_bytes=_LONGEST_BYTES)
             for rank, link in senders.items()
@@ -164,13 +163,13 @@ class EventReceiver:
                     self._take(rank, message)
         except BlockingIOError:
             return True
-        except (OSError, Corrupt, msgspec.MsgspecError) as error:
+        except (OSError, Corrupt) as error:
             _log.warning("no more events of %s can be recorded: %s", self._names[rank], error)
         return False
 
     def _take(self, rank: int, message: bytes) -> None:
         if message:
-            write_grown(self._folder.path, self._decoder.decode(message), [rank])
+            write_grown(self._folder.path, read_grown(message), [rank])
             return
         with self._changed:
             self._behind.discard(rank)

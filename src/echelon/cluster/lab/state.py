@@ -114,7 +114,7 @@ def read_states(prefix: str = PREFIX) -> list[LabState]:
     """All labs with a readable state file, oldest first; `down --all` removes the unreadable ones."""
     states = []
     for file in _files(prefix):
-        with suppress(OSError, msgspec.DecodeError):
+        with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             states.append(msgspec.json.decode(file.read_bytes(), type=LabState))
     return sorted(states, key=lambda state: state.created)
 

@@ -109,7 +109,7 @@ def decode(data: bytes | bytearray | memoryview, *, peer: str) -> Notice:
     """The notice that a peer sent."""
     try:
         return _decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Corrupt(f"{peer} sent a control message that cannot be decoded", where=str(error)) from None
 
 

@@ -116,7 +116,7 @@ class Channel:
                     raise Corrupt(f"a message from {self._peer} was changed on its way", where=self._peer)
             try:
                 found.append(_decoder.decode(body))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise Corrupt(f"{self._peer} sent what is not a message", where=str(error)) from None
         return found
 
