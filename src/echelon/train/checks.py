@@ -69,6 +69,7 @@ def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layo
         ("sync", POLICIES.build(plan.sync, where="--sync").resolved().name, "full"),
         ("codec", CODECS.build(plan.codec, where="--codec").name, "none"),
         ("overlap", plan.overlap, "backward"),
+        ("verify", plan.verify, "none"),
     ):
         if value != needed:
             raise ConfigError(
