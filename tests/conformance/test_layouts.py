@@ -34,6 +34,7 @@ LAYOUTS = {
     "sharded(level=2, workers=2) * data": 4,
     "pipeline(stages=2) * data": 4,
     "data * pipeline(stages=2, micro=2)": 4,
+    "pipeline(stages=1, schedule=1f1b, samples=2) * data": 2,
 }
 every_layout = pytest.mark.parametrize(("layout", "workers"), LAYOUTS.items())
 one_replica = pytest.mark.parametrize(

@@ -140,3 +140,25 @@ def test_what_a_pipeline_cannot_do_is_refused_in_prepare(warm_pool, what, kind, 
         assert name == kind.__name__
         assert says in message
         assert fix in way
+
+
+def in_chunks(layout: str) -> tuple[dict[str, Tensor], float]:
+    """One worker's gradients and loss, with dropout."""
+    session = echelon.join(record=False)
+    torch.manual_seed(1)
+    model = layers(nn.Dropout(0.4))
+    torch.manual_seed(2)
+    if layout:
+        model = session.prepare(model, parallel=layout)
+    loss = nn.functional.cross_entropy(model(X), Y)
+    loss.backward()
+    session.close()
+    return gradients(model), float(loss.detach())
+
+
+def test_one_worker_computes_a_batch_in_chunks_with_the_same_result(warm_pool):
+    ((whole, loss),) = warm_pool.run(1, in_chunks, "")
+    for layout in ("pipeline(stages=1, schedule=1f1b, samples=3)", "pipeline(stages=1, micro=8)"):
+        ((found, of_chunks),) = warm_pool.run(1, in_chunks, layout)
+        assert of_chunks == pytest.approx(loss, abs=1e-14)
+        assert all(torch.allclose(found[name], whole[name], atol=1e-14) for name in whole)

@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 
 import echelon
 from echelon.errors import EchelonError
+from echelon.observe.events import StepEnded, read_events
 
 X = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 LEVELS = (1, 2, 3)
@@ -132,3 +133,29 @@ def test_what_cannot_be_divided_is_refused_in_prepare(warm_pool, optimizer, layo
     for message, way in warm_pool.run(2, refused, optimizer, layout):
         assert says in message
         assert fix in way
+
+
+def sent_bytes(layout: str, folder: str) -> int:
+    """The bytes that this worker sent in the second and third step."""
+    session = echelon.join(record=True, shares="equal", factors="never", runs=folder, transport="tcp")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.randn(24, 64), batch_size=8)
+    model, optimizer, loader = session.prepare(model, optimizer, loader, parallel=layout)
+    for batch in loader:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    session.close()
+    events = list(read_events(session.folder.events_of(session.rank)))
+    return sum(one.sent_bytes for one in events if isinstance(one, StepEnded) and one.step in (1, 2))
+
+
+def test_levels_1_and_2_send_what_an_all_reduce_sends_and_level_3_half_as_much_again(warm_pool, tmp_path):
+    def sent(layout: str) -> int:
+        (one, other) = warm_pool.run(2, sent_bytes, layout, str(tmp_path / layout))
+        return one + other
+
+    whole = sent("data")
+    for level, times in ((1, 1.0), (2, 1.0), (3, 1.5)):
+        assert sent(f"sharded(level={level})") == pytest.approx(times * whole, rel=0.02)

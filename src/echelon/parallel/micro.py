@@ -6,7 +6,7 @@ differ by at most one sample. What has a row for each sample is cut, everything 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +40,8 @@ class ModelCall:
         return rows_of(self.given, self.rows, *self.edges[micro])
 
 
-def cut_call(given: Given, micro: int) -> ModelCall:
-    """A call in `micro` parts, or in as many as it has samples."""
+def cut_call(given: Given, count_of: Callable[[int], int]) -> ModelCall:
+    """A call in parts: as many as `count_of` says for its number of samples."""
     tensors = [one for one in pytree.tree_leaves(given) if isinstance(one, Tensor)]
     if any(one.requires_grad for one in tensors):
         raise ModelError(
@@ -57,7 +57,7 @@ def cut_call(given: Given, micro: int) -> ModelCall:
             fix="give it a batch whose first dimension is the samples",
         )
     rows = batch.shape[0]
-    count = min(micro, rows)
+    count = count_of(rows)
     ends = [(at + 1) * rows // count for at in range(count)]
     return ModelCall(given, list(zip([0, *ends[:-1]], ends, strict=True)), rows)
 

@@ -29,6 +29,7 @@ from echelon.comm.group import Group, blocks
 from echelon.parallel.slices import buckets, slices
 
 _MOST_ELEMENTS = 1 << 20  # that travel together
+_MOST_FLIGHTS = 2  # buckets at once: each has memory of its own
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +158,7 @@ class ShardedModel:
     def _begin_backward(self) -> None:
         if self._backward:
             return
-        self._backward, self._sent, self._sent_bytes = True, 0, 0
+        self._backward, self._sent = True, 0
         for one in self.parameters:
             if self._level < 3:
                 one.show_whole()
@@ -190,6 +191,8 @@ class ShardedModel:
         size_bytes = flat.numel() * flat.element_size()
         self._sent_bytes += size_bytes * (self._sums.size - 1) // self._sums.size
         self._flights.append((bucket, self._sums.reduce_scatter(flat, lengths)))
+        while len(self._flights) > _MOST_FLIGHTS:
+            self._land(*self._flights.pop(0))
 
     def _lengths(self, members: Sequence[ShardedParameter]) -> list[int]:
         return [
@@ -215,7 +218,8 @@ class ShardedModel:
                 one.show_slice()
                 one.parameter.grad, one.kept = one.kept, None
             self.unreduced = False
-        self._observer.reduced(self._sent_bytes)
+        sent_bytes, self._sent_bytes = self._sent_bytes, 0  # with the gathers since the last round
+        self._observer.reduced(sent_bytes)
 
     def _land(self, bucket: _GradientBucket, future: Future[Tensor]) -> None:
         block = future.wait().clone()
@@ -264,6 +268,7 @@ class ShardedModel:
             parts = blocks(flat, lengths)
             torch.cat([one.mine for one in members], out=parts[self.rank])
             self._gathers.all_gather_unequal(flat, lengths).wait()
+            self._sent_bytes += flat.numel() * flat.element_size() * (len(lengths) - 1) // len(lengths)
             for worker, block in enumerate(parts):
                 at = 0
                 for one in members:

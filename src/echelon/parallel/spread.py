@@ -140,8 +140,9 @@ class SpreadModel:
         pipeline, mesh = self._pipeline, self._mesh
         if pipeline.cuts or mesh.stages == 1:
             return [pipeline.cut_points] * mesh.replicas
-        small = cut_call(given, pipeline.micro).part(0)
-        costs = measure(self._model, self._chain, small, pipeline.micro)
+        call = cut_call(given, pipeline.count)
+        micro = len(call.edges)
+        costs = measure(self._model, self._chain, call.part(0), micro)
         mine = torch.tensor([*costs.times_s, *costs.sizes_bytes, self._memory_bytes], dtype=torch.float64)
         told = [one.tolist() for one in self._group.all_gather(mine)]
         count = len(self._chain)
@@ -153,7 +154,7 @@ class SpreadModel:
                     limits_bytes=[told[rank][-1] for rank in ranks],
                     closed=self._chain.closed,
                 ),
-                pipeline.micro,
+                micro,
             )
             for ranks in mesh.ranks
         ]

@@ -114,7 +114,7 @@ class PipelineStage:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output; its gradient goes back through the pipeline."""
-        call = cut_call((args, kwargs), self._options.micro)
+        call = cut_call((args, kwargs), self._options.count)
         if not torch.is_grad_enabled():
             return self._through(call)
         return self.passed(call) if self._options.schedule == "gpipe" else AwaitedOutput.of(self, call)

@@ -53,6 +53,12 @@ def chosen_verifications(plan: Plan, workers: int) -> tuple[Verification, ...]:
     )
 
 
+def alone(text: str, where: str) -> bool:
+    """Whether a layout has a meaning for one worker: micro-batches without further stages."""
+    pipeline = parse_layout(text, where=where).find(Pipeline)
+    return pipeline is not None and pipeline.extent == 1
+
+
 def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layout:
     """Refuse a layout that these workers cannot have, or that does not go with the plan's other choices."""
     layout = parse_layout(plan.parallel, where=where)
@@ -69,6 +75,7 @@ def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layo
         ("sync", POLICIES.build(plan.sync, where="--sync").resolved().name, "full"),
         ("codec", CODECS.build(plan.codec, where="--codec").name, "none"),
         ("overlap", plan.overlap, "backward"),
+        ("verify", plan.verify, "none"),
     ):
         if value != needed:
             raise ConfigError(

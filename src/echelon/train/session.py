@@ -44,7 +44,7 @@ from echelon.train.arranging import Arranger, arranges, gradient_bytes
 from echelon.train.auto_shares import AutoShares
 from echelon.train.batches import HandedBatch
 from echelon.train.checkpoint_writer import CheckpointWriter
-from echelon.train.checks import check_layout
+from echelon.train.checks import alone, check_layout
 from echelon.train.clock import StepClock
 from echelon.train.collectives import ScriptCollectives
 from echelon.train.families.choose import choose, spread_out
@@ -177,7 +177,7 @@ class Session(ScriptCheckpoints):
 
     def _lay_out(self, text: str, *, where: str) -> None:
         """Spread the models that will be prepared over the workers by this layout."""
-        if text == self._layout or self.world_size == 1:
+        if text == self._layout or (self.world_size == 1 and not alone(text, where)):
             return
         layout = check_layout(replace(self._plan, parallel=text), self.world_size, where=where)
         if layout.is_data_only and self._layout == "data":

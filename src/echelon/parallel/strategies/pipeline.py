@@ -18,6 +18,7 @@ class Pipeline(Dimension):
 
     schedule  the order of micro-batches (`schedule.py`)
     micro     into how many micro-batches a batch is cut
+    samples   instead: how many samples a micro-batch has at most; 0: by `micro`
     ahead     with 1f1b: micro-batches more in flight for each hop, for thin links
     cuts      the layers at which the second and later stages begin, such as "3,7"; empty: by measured times
     """
@@ -26,6 +27,7 @@ class Pipeline(Dimension):
     stages: int = 0
     schedule: ScheduleName = "gpipe"
     micro: int = 4
+    samples: int = 0
     ahead: int = 0
     cuts: str = ""
 
@@ -36,6 +38,8 @@ class Pipeline(Dimension):
             )
         if self.micro < 1:
             raise ConfigError(f"micro is {self.micro}", where="pipeline, micro", fix="give at least 1")
+        if self.samples < 0:
+            raise ConfigError(f"samples is {self.samples}", where="pipeline, samples", fix="give 0 or more")
         if self.ahead < 0:
             raise ConfigError(f"ahead is {self.ahead}", where="pipeline, ahead", fix="give 0 or more")
         cuts = self.cut_points
@@ -50,6 +54,10 @@ class Pipeline(Dimension):
     def extent(self) -> int:
         """The number of stages."""
         return len(self.cut_points) + 1 if self.cuts else self.stages
+
+    def count(self, rows: int) -> int:
+        """The number of micro-batches of a batch with so many samples."""
+        return -(-rows // self.samples) if self.samples else min(self.micro, rows)
 
     @property
     def cut_points(self) -> tuple[int, ...]:

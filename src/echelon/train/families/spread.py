@@ -76,7 +76,7 @@ class SpreadSynchronizer(Synchronizer):
     def _refuse(self, model: nn.Module, rules: ModelOptions) -> None:
         refuse_rules(rules)
         layers = batchnorm.layers(model)
-        whole = self._pipeline.micro == 1 and self._mesh.replicas == 1
+        whole = self._pipeline.micro == 1 and not self._pipeline.samples and self._mesh.replicas == 1
         if layers and rules.batchnorm == "global" and not whole:
             raise ModelError(
                 "batch normalisation in a pipeline sees one micro-batch at a time, so it would not train "
