@@ -3,6 +3,7 @@
 #             accelerate, Lightning and transformers; test with them
 # make check  ruff, mypy, import-linter                make docs    the documentation site, in site/
 # make bench  run the benchmarks (root, idle machine) and write docs/benchmarks.md; QUICK=--quick
+# make chaos  kill workers of many runs at random moments, and print what became of them
 # make clean  remove .venv, site and caches
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,7 +12,7 @@ QUICK ?=
 TEST_PROCESSES ?= 4
 TEST_OPTIONS ?=
 
-.PHONY: demo test test-engines check lint types imports docs picture bench install dev engines site-tools clean
+.PHONY: demo test chaos test-engines check lint types imports docs picture bench install dev engines site-tools clean
 
 DEMO := train --workers 4 --speed 0.5,0.5,0.5,0.125 --batch 256 --epochs 8 --optimizer adamw --lr 0.002
 
@@ -28,6 +29,9 @@ test: dev
 test-engines: engines
 	$(BIN)/python -m pytest --numprocesses 2 tests/conformance/test_launchers.py \
 	    $(wildcard $(patsubst %,tests/multiprocess/test_%.py,ssh mpi slurm ray spark dask engine_tables frameworks))
+
+chaos: dev
+	$(BIN)/python benchmarks/chaos.py
 
 check: lint types imports
 
