@@ -4,6 +4,7 @@
 # make check  ruff, mypy, import-linter                make docs    the documentation site, in site/
 # make bench  run the benchmarks (root, idle machine) and write docs/benchmarks.md; QUICK=--quick
 # make fuzz   feed each parser for FUZZ_S seconds (600) with bytes that a stranger could send; FUZZ="NAME ..." for some
+# make chaos  kill workers of many runs at random moments, and print what became of them
 # make clean  remove .venv, site and caches
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,7 +15,7 @@ TEST_OPTIONS ?=
 FUZZ_S ?= 600
 FUZZ ?=
 
-.PHONY: demo test test-engines fuzz check lint types imports docs picture bench install dev engines site-tools clean
+.PHONY: demo test chaos test-engines fuzz check lint types imports docs picture bench install dev engines site-tools clean
 
 DEMO := train --workers 4 --speed 0.5,0.5,0.5,0.125 --batch 256 --epochs 8 --optimizer adamw --lr 0.002
 
@@ -34,6 +35,9 @@ test-engines: engines
 
 fuzz: .venv/installed-fuzz
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_S) $(FUZZ)
+
+chaos: dev
+	$(BIN)/python benchmarks/chaos.py
 
 check: lint types imports
 

@@ -44,6 +44,7 @@ _PANELS = {
             "port",
             "threads",
             "start",
+            "min_workers",
             "join_timeout_s",
             "round_timeout_s",
             "runs",

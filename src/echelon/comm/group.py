@@ -23,6 +23,7 @@ from echelon.comm.wire import frames
 from echelon.errors import ConfigError, Corrupt
 
 if TYPE_CHECKING:
+    from echelon.comm.changing import GroupChanges
     from echelon.comm.meet.links import Links
     from echelon.comm.wire.mailbox import M, Mailbox, PlacePayload
     from echelon.comm.wire.watch import OnWaiting
@@ -68,6 +69,13 @@ class Group(ABC):
     def ranks(self) -> tuple[int, ...]:
         """The members' ranks in the view, which numbers all workers and then the servers."""
         return tuple(range(self.size))
+
+    changes: GroupChanges | None = None  # what is done when members are lost; None: operations fail
+
+    @property
+    def current(self) -> Group:
+        """The group as it is now: itself, unless members may be lost."""
+        return self
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:

@@ -83,6 +83,10 @@ class RunSettings:
     threads: int | None = setting(None, "Threads per worker. Default: the usable cores over the workers.")
     port: int | None = setting(None, "The port where workers meet. Default: a free one.")
     seed: int = choice("seed")
+    min_workers: int | None = setting(
+        None,
+        "Go on when workers are killed, as long as so many are left. Default: a loss ends the run.",
+    )
     join_timeout_s: float = choice("join_timeout_s")
     round_timeout_s: float = choice("round_timeout_s")
     checkpoint: str | None = setting(
@@ -103,6 +107,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_at_least(self, "workers", 1)
+        check_at_least(self, "min_workers", 1)
         check_at_least(self, "checkpoint_keep", 1)
         if self.checkpoint_every is not None:
             Every.parse(self.checkpoint_every, where="--checkpoint-every")

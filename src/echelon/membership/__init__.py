@@ -9,6 +9,7 @@
     lateness.py     which members hold the others up, by their progress
     readmission.py  when a worker that was left out may come back
     respawn.py      whether a worker that has ended is started again
+    survival.py     who goes on after workers were killed, and from which operation: what runs use today
     log.py          where the coordinator writes what it has decided
 
 Nothing here uses sockets, clocks or threads: events and times come in, instructions go out. So a cluster,

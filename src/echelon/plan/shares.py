@@ -57,13 +57,15 @@ def _less_than_one(total: int, weights: Sequence[float]) -> set[int]:
 class Slice:
     """One worker's part of one global batch: samples `start` to `stop` of the epoch's order.
 
-    `parts` are the shares of all workers.
+    `parts` are the shares of all workers. `positions` are those of the whole batch, where workers may be
+    lost.
     """
 
     start: int
     stop: int
     batch: int
     parts: tuple[int, ...] = ()
+    positions: Sequence[int] | None = None
 
     @property
     def share(self) -> int:
@@ -122,6 +124,7 @@ class ShareTable:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = tuple(weights)
+        self.goes_back = False  # whether batches that were drawn are drawn again, with the same weights
         self._before: dict[int, list[tuple[int, tuple[float, ...]]]] = {}  # until which batch, oldest first
         self._parts: dict[tuple[int, tuple[float, ...]], tuple[int, ...]] = {}
 
@@ -157,15 +160,24 @@ class ShareTable:
     def at(self, loader: int, number: int) -> tuple[float, ...]:
         """The weights of a loader's batch; `number` counts all batches that were drawn from it."""
         before = self._before.get(loader, [])
+        if self.goes_back:
+            return next((weights for until, weights in before if number < until), self.weights)
         while before and before[0][0] <= number:  # batches are drawn in ascending order
             del before[0]
         return before[0][1] if before else self.weights
 
-    def slice_of(self, loader: int, number: int, size: int, rank: int, *, start: int = 0) -> Slice:
-        """One worker's part of a batch of `size` samples that begins at `start`."""
+    def parts(self, loader: int, number: int, size: int) -> tuple[int, ...]:
+        """Every worker's number of samples of a batch; a worker with weight 0 is lost and has none."""
         weights = self.at(loader, number)
         parts = self._parts.get((size, weights))
         if parts is None:
-            parts = self._parts[size, weights] = split(size, weights)
+            shares = iter(split(size, [weight for weight in weights if weight]))
+            parts = tuple(next(shares) if weight else 0 for weight in weights)
+            self._parts[size, weights] = parts
+        return parts
+
+    def slice_of(self, loader: int, number: int, size: int, rank: int, *, start: int = 0) -> Slice:
+        """One worker's part of a batch of `size` samples that begins at `start`."""
+        parts = self.parts(loader, number, size)
         before = start + sum(parts[:rank])
         return Slice(before, before + parts[rank], size, parts)

@@ -73,6 +73,10 @@ class Bucket(ABC):
         """Free the buffer."""
         return
 
+    def sums(self) -> Tensor:
+        """All that lands, as one tensor; only of buckets whose round can be repeated."""
+        raise NotImplementedError(f"a bucket of {self.how} cannot be repeated")
+
     @abstractmethod
     def _fill(self, weight: float) -> None: ...
 
@@ -96,10 +100,11 @@ class DenseBucket(Bucket):
         first = parameters[0]
         length = sum(p.numel() for p in parameters)
         flagged = length + len(parameters)
-        self._group = group
+        self._group = group.current
+        self._repeats = group.changes is not None
         self._piggyback = piggyback
         extra = piggyback.length if piggyback is not None else 0
-        self._buffer = group.buffer(flagged + extra, first.dtype, first.device)
+        self._buffer = self._group.buffer(flagged + extra, first.dtype, first.device)
         self._flags = self._buffer[length:flagged]
         self._room = self._buffer[flagged:]
         self._views: list[Tensor] = []
@@ -135,12 +140,18 @@ class DenseBucket(Bucket):
         """Let the group forget the buffer."""
         self._group.release(self._buffer)
 
+    def sums(self) -> Tensor:
+        """The buffer."""
+        return self._buffer
+
     def _fill(self, weight: float) -> None:
         used = []
         for p, view in zip(self.parameters, self._views, strict=True):
             if p.grad is None:
                 view.zero_()
             else:
+                if self._repeats and p.grad.data_ptr() == view.data_ptr():
+                    p.grad = p.grad.clone()  # this worker's own gradient must outlive the round
                 torch.mul(p.grad, weight, out=view)
             used.append(float(p.grad is not None))
         self._flags.copy_(torch.tensor(used))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from echelon.comm.changing import LOST, GroupChanges
 from echelon.comm.group import Group
 from echelon.comm.schedule.cost import LinkCost
 from echelon.errors import GradientError, ModelError
@@ -137,6 +138,7 @@ class Reducer:
         self._next = 0
         self._reported: set[int] = set()
         self._in_backward = False
+        self._packed_in = 0  # the number of changes of members when buckets were made
         self.active = True
         self.unreduced = False
         self.rounds = 0
@@ -175,6 +177,10 @@ class Reducer:
             self._signature = signature
             self._pack()
 
+    @property
+    def _changes_so_far(self) -> int:
+        return self._group.changes.number if self._group.changes is not None else 0
+
     def factor(self, made: Mapping[int, Callable[[], Bucket]]) -> None:
         """From the next round on, these parameters (by id) have buckets of their own."""
         self._factored = made
@@ -184,6 +190,7 @@ class Reducer:
         """Assign every trainable parameter to a bucket, in the order in which backward reaches them."""
         if self._receiver is not None:
             self._receiver.settle()
+        self._packed_in = self._changes_so_far
         self._set_all_aside(p for _, p in self._named)
         self.detach()
         wanted = [p for _, p in self._named if p.requires_grad]
@@ -345,6 +352,8 @@ class Reducer:
             bucket.carried = {key: self._carried.pop(key) for key in ids if key in self._carried}
         if self._inspector is not None:
             self._inspector.sending(bucket)
+        if self._packed_in != self._changes_so_far:
+            return  # its buffers are those of lost members too: all are sent when backward ends
         bucket.send(self._weight(), -self._next)
 
     def _finish(self) -> None:
@@ -356,7 +365,7 @@ class Reducer:
             if self._receiver is not None:
                 self._receiver.take(self, self._buckets)
             else:
-                landed = self._receive_all() if self._inspector is None else self._inspected()
+                landed = self._landed()
                 for bucket in landed:
                     for p, gradient in bucket:
                         if gradient is not None:
@@ -370,6 +379,46 @@ class Reducer:
         finally:
             self._in_backward = False
             self._next = 0
+
+    def _landed(self) -> list[Landed]:
+        """Wait for all buckets, and repeat the round where that is needed."""
+        if self._group.changes is not None:
+            return self._landed_without_lost(self._group.changes)
+        return self._receive_all() if self._inspector is None else self._inspected()
+
+    def _landed_without_lost(self, changes: GroupChanges) -> list[Landed]:
+        """The round of the members that are there: sent again if others were lost before it was complete.
+
+        The sums are kept for members that were interrupted before they had them. The script may change its
+        gradients in place, so these are copies.
+        """
+        found, landed = changes.begin(), None
+        while found is None and landed is None:
+            try:
+                if self._packed_in != changes.number or changes.outdated():
+                    self._send_again()
+                landed = self._receive_all()
+            except LOST as error:
+                found = changes.recover(error)
+        if found is not None:
+            for bucket, sums in zip(self._buckets, found, strict=True):
+                bucket.sums().copy_(sums)
+            landed = [bucket.landed() for bucket in self._buckets]
+        assert landed is not None
+        changes.complete([bucket.sums().clone() for bucket in self._buckets], full=True)
+        changes.reduced(anew=found is None)
+        return landed
+
+    def _send_again(self) -> None:
+        """Send this worker's own gradients, weighted so that the weights of the members sum to one."""
+        weight = self._weight()
+        total = torch.tensor([weight], dtype=torch.float64)
+        self._group.current.all_reduce(total).wait()
+        if self._packed_in != self._changes_so_far:
+            self._pack()
+        for index, bucket in enumerate(self._buckets):
+            bucket.reset()
+            bucket.send(weight / float(total), -index - 1)
 
     def _inspected(self) -> list[Landed]:
         """Wait for all buckets, and let the inspector look; all workers repeat the round if it says so."""

@@ -36,9 +36,19 @@ class LeaderOutput:
     """
 
     def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._leader = 0
         self._tail = LogTail(folder.log_of(0))
         self._error = folder.error_of(0)
         self._held = b""
+
+    def follow(self, leader: int) -> None:
+        """Another worker leads from now on: show what it prints after this."""
+        if leader != self._leader:
+            self._leader = leader
+            self._tail = LogTail(self._folder.log_of(leader))
+            self._tail.read()
+            self._error = self._folder.error_of(leader)
 
     def read(self) -> bytes:
         """The new output; nothing after the leader has failed."""

@@ -47,6 +47,7 @@ class WorkerProcesses:
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
         self._template: Template | None = None
         self._ending = False
+        self.lost: set[int] = set()  # workers without which the others go on
         self._input = WorkerInput()
         self._guardian = Guardian(folder.path)
         forkable = [command for command in commands if command.program]
@@ -142,7 +143,8 @@ class WorkerProcesses:
         return decide(self._failures(), self.exit_codes())
 
     def _failures(self) -> list[Failure]:
-        return evidence(self._folder, self.exit_codes(), self._fine)
+        codes = {rank: code for rank, code in self.exit_codes().items() if rank not in self.lost}
+        return evidence(self._folder, codes, self._fine)
 
     def interrupt(self) -> None:
         """Send every worker the signal of Ctrl-C."""

@@ -65,13 +65,14 @@ from echelon.start.command import WorkerCommand
 from echelon.start.earlier_run import keep_job, script_job
 from echelon.start.failure import Failure, alike, read_failures
 from echelon.start.lab_course import LabCourse
+from echelon.start.members import Members
 from echelon.start.output import LeaderOutput
 from echelon.start.planned import NO_PLAN, by_plan, in_order_of_plan
 from echelon.start.processes import WorkerProcesses
 from echelon.start.recorded_command import RecordedCommand
 from echelon.start.whereabouts import Whereabouts
 from echelon.sync.cluster import planned_cluster
-from echelon.train.checks import check_plan
+from echelon.train.checks import check_plan, refuse_losses
 
 Processes = WorkerProcesses | AgentProcesses
 _LOOK_EVERY_S = 0.05
@@ -174,6 +175,7 @@ def _run(
             where="--checkpoint-every",
             fix="name a folder of the first machine with --checkpoint",
         )
+    _check_losses(settings, plan)
     folder = RunFolder.create(Path(settings.runs), settings.name or target.name)
     resolved = _with_checkpoints(resolved, folder, agents)
     settings = resolved.settings
@@ -214,7 +216,11 @@ def _run(
             if target.call:
                 folder.call.write_bytes(target.call)
                 stack.callback(folder.call.unlink, missing_ok=True)
-            commands = _commands(plan, settings, target, folder, lab)
+            members = _members(settings, plan)
+            if members is not None:
+                stack.callback(members.close)
+                watch.members = members
+            commands = _commands(plan, settings, target, folder, lab, members)
             failure, code = watch.run(lambda: WorkerProcesses(folder, commands, saves=settings.saves))
     if job is not None and code == 0:
         keep_job(job, plan, folder)
@@ -361,8 +367,39 @@ def _check_sync(plan: Plan, settings: RunSettings) -> None:
         refuse_momentum(codec, 0.9 if adam else settings.momentum, "AdamW" if adam else "SGD")
 
 
+def _check_losses(settings: RunSettings, plan: Plan) -> None:
+    """Refuse --min-workers where a run cannot go on without a worker."""
+    if settings.min_workers is None:
+        return
+    if settings.min_workers > len(plan.workers):
+        raise ConfigError(
+            f"{settings.min_workers} workers are needed, and {len(plan.workers)} are started",
+            where="--min-workers",
+            fix=f"give at most {len(plan.workers)}",
+        )
+    if settings.lab or settings.hosts or settings.on != "local":
+        raise ConfigError(
+            "workers of a lab or of other machines cannot go on yet when one of them is lost",
+            where="--min-workers",
+            fix="leave --min-workers out: then a loss ends the run",
+        )
+    refuse_losses(plan, saves=settings.saves)
+
+
+def _members(settings: RunSettings, plan: Plan) -> Members | None:
+    """The service that workers ask when one of them is lost; None if a loss ends the run."""
+    if settings.min_workers is None or len(plan.workers) == 1:
+        return None
+    return Members(len(plan.workers), settings.min_workers, limit_s=plan.round_timeout_s)
+
+
 def _commands(
-    plan: Plan, settings: RunSettings, target: Target, folder: RunFolder, lab: Lab | None
+    plan: Plan,
+    settings: RunSettings,
+    target: Target,
+    folder: RunFolder,
+    lab: Lab | None,
+    members: Members | None = None,
 ) -> list[WorkerCommand]:
     seats: dict[str, Seat] = {seat.node: seat for seat in lab.seats} if lab else {}
     address = seats[plan.workers[0].node].address if lab else "127.0.0.1"
@@ -392,6 +429,7 @@ def _commands(
             "PYTHONUNBUFFERED": "1",
             "ECHELON_RUN": str(folder.path),
             "ECHELON_LAUNCHER": str(os.getpid()),
+            **(members.environment if members is not None else {}),
         }
         if seat is not None:
             env["GLOO_SOCKET_IFNAME"] = seat.interface
@@ -437,6 +475,7 @@ class _Watch:
         self._joined_at: float | None = None
         self._step: int | None = None
         self._code = 0
+        self.members: Members | None = None
         self._whereabouts = Whereabouts(folder, plan, recorder)
 
     def note(self, text: str) -> None:
@@ -485,7 +524,18 @@ class _Watch:
                 return failure
         return None if self._stopped else self._failure(processes)
 
+    def _lose(self, members: Members, processes: WorkerProcesses) -> None:
+        """Tell the service who has ended, and the user who was lost."""
+        for rank, code in processes.exit_codes().items():
+            if members.ended(rank, code):
+                processes.lost.add(rank)
+        for text in members.news():
+            self._emit([Noted(t=time.time(), rank=LAUNCHER, text=text, warning=True)])
+            self._output.follow(members.leader)
+
     def _failure(self, processes: Processes) -> Failure | None:
+        if self.members is not None and isinstance(processes, WorkerProcesses):
+            self._lose(self.members, processes)
         failure = processes.failure() or self._whereabouts.look(processes)
         if failure is not None:
             # Before the others are ended: a worker that ended well, or has not ended, failed all the same.

@@ -13,6 +13,9 @@ memory_room.py  how large may a share become before memory is full?
 order.py        in which order are samples drawn, alike on all workers?
 batches.py      which batch does a forward pass belong to?
 weighing.py     gives a backward pass the weight of its own batch
+changes.py      what a worker does when others are lost
+service.py      how a worker asks the launcher about the run's members
+drawn.py        whose samples would be missing if a worker were lost?
 guard.py        what is checked while a script trains on several workers
 drift.py        do all workers still have the same weights?
 verifying.py    what the checks of --verify see of a session, and how findings are told

@@ -130,3 +130,31 @@ def needs_parameter_servers(policy: Policy) -> bool:
 def _between_groups(policy: Policy) -> Policy:
     """The policy between groups; of a policy without groups, the policy itself."""
     return policy.between if isinstance(policy, Levels) else policy
+
+
+def refuse_losses(plan: Plan, *, saves: bool) -> None:
+    """Refuse what cannot go on yet when a worker is lost."""
+    policy = POLICIES.build(plan.sync, where="--sync").resolved()
+    found = (
+        f"--sync {plan.sync}"
+        if policy.family != "reduce"
+        else f"--codec {plan.codec}"
+        if plan.codec != "none"
+        else f"--verify {plan.verify}"
+        if plan.verify != "none"
+        else "--overlap step"
+        if plan.overlap == "step"
+        else "--transport c10d"
+        if plan.transport == "c10d"
+        else "a run with servers"
+        if plan.servers
+        else "a run that saves checkpoints by itself"
+        if saves
+        else ""
+    )
+    if found:
+        raise ConfigError(
+            f"{found} cannot go on yet when a worker is lost",
+            where="--min-workers",
+            fix="leave --min-workers out: then a loss ends the run",
+        )

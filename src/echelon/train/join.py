@@ -21,13 +21,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.machine import usable_cores
 from echelon.cluster.pace import Pace
+from echelon.comm.changing import ChangingGroup
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.comm.meet.place import RUN_VARIABLE, Place
@@ -49,16 +50,19 @@ from echelon.reduce.packing import sizes
 from echelon.server.process import serve
 from echelon.sync.cluster import carried_out, planned_cluster
 from echelon.train import threads
+from echelon.train.changes import MemberChanges
 from echelon.train.checkpoint_settings import checkpoint_settings, save_as_asked
-from echelon.train.checks import check_plan, needs_parameter_servers, refuse_without_servers
+from echelon.train.checks import check_plan, needs_parameter_servers, refuse_losses, refuse_without_servers
 from echelon.train.clock import StepClock
 from echelon.train.record import RunRecord
+from echelon.train.service import ADDRESS_VARIABLE, MemberService
 from echelon.train.session import Session
 from echelon.train.thread_times import ThreadTimes
 from echelon.train.user_traceback import hide_wrappers
 
 _HINTS = typing.get_type_hints(Choices)
 _OPTION = re.compile(r"--([a-z-]+)")
+_ANSWER_S = 10.0  # the launcher answers so much later than a round may take
 _ARGUMENTS = {"join_timeout_s": "timeout_s"}  # where `join` has a shorter name
 
 
@@ -148,6 +152,8 @@ def join(
         plan = _plan(place, launched, choices, shares)
         sums = _check(plan, place)
         saving = checkpoint_settings(launched, own)
+        if os.environ.get(ADDRESS_VARIABLE):
+            refuse_losses(plan, saves=saving.saves)
     kept = _is_kept(record, launched, place)
     if place.serves:
         _serve(place, plan, kept=kept)
@@ -157,6 +163,8 @@ def join(
         written = _record(rendezvous, launched, place, name, Path(runs)) if kept else _unrecorded(place)
         if launched is None:
             plan = _placed(plan, written.folder, rendezvous)
+        if isinstance(group.changes, MemberChanges) and rendezvous is not None:
+            rendezvous = replace(rendezvous, store=cast(Any, group.changes.store()))
         session = _session(group, rendezvous, plan, written, links, place)
         save_as_asked(session, saving)
         return session
@@ -259,7 +267,33 @@ def _connect(place: Place, plan: Plan, *, sums: bool) -> tuple[Group, Rendezvous
             sums=sums,
             integrity=plan.integrity,
         )
+        service = MemberService.from_environment(os.environ, place.rank, plan.round_timeout_s + _ANSWER_S)
+        if service is not None:
+            group = _changing(group, service, rendezvous, place, plan)
     return group, rendezvous
+
+
+def _changing(
+    group: Group, service: MemberService, rendezvous: Rendezvous, place: Place, plan: Plan
+) -> Group:
+    """The group as one that goes on when workers are lost."""
+
+    def open_view(meeting: Rendezvous) -> Group:
+        if len(meeting.members) == 1:
+            return open_solo()
+        return open_group(
+            meeting,
+            place,
+            transport=plan.transport,
+            collective=plan.collective,
+            deadline_s=plan.round_timeout_s,
+            timeout_s=plan.join_timeout_s,
+        )
+
+    changes = MemberChanges(service, rendezvous, open_view)
+    made = ChangingGroup(group, changes)
+    changes.opened(made)
+    return made
 
 
 def _meet(place: Place, plan: Plan, node: str) -> Rendezvous:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, Protocol
 
@@ -79,6 +79,10 @@ class Sharing:
     claim     adds to a counter that all workers share, if they claim parts of batches as they need them
     copies    how many workers have the same samples: ranks s, s + shards, s + 2 shards and so on
     slots     into how many parts a batch is claimed, and which part of them is this worker's
+    slot      where workers may be lost: which of the first workers this one is
+    workers   and how many those were
+    on_drained  where workers may be lost: called when a pass has no batches left; returns the positions
+                that are to be drawn again, since those who drew them were lost
     """
 
     group: Group
@@ -95,16 +99,19 @@ class Sharing:
     claim: Callable[[str, int], int] | None = None
     slots: tuple[int, Callable[[int], int]] | None = None
     copies: int = 1
+    slot: int | None = None
+    workers: int = 0
+    on_drained: Callable[[SharedLoader], list[int]] | None = None
 
     @property
     def shards(self) -> int:
-        """Into how many parts a batch is cut."""
-        return self.group.size // self.copies
+        """Into how many parts a batch is cut; also after some of the first workers were lost."""
+        return self.workers or self.group.size // self.copies
 
     @property
     def shard(self) -> int:
         """Which of them is this worker's."""
-        return self.group.rank % self.shards
+        return self.slot if self.slot is not None else self.group.rank % self.shards
 
 
 class _Batches:
@@ -153,6 +160,8 @@ class SharedLoader(DataLoader[Any]):
         self.batches_handed = 0
         self.share_drawn = 0  # samples of this worker in the current pass, or in the last one
         self._resuming = False
+        self._changed = False  # workers were lost: what was loaded ahead is cut for them, too
+        self._again: list[int] = []  # positions of this pass whose holders were lost
         self._drawn: list[Any] | None = None
         self._claimed_to: Callable[[], int] | None = None
         self._restored = 0
@@ -190,7 +199,10 @@ class SharedLoader(DataLoader[Any]):
         """This worker's share of a full batch."""
         if self._own_batches:
             raise AttributeError("batch_size")
-        return split(self.global_batch_size, self._sharing.shares.weights)[self._sharing.shard]
+        weights = self._sharing.shares.weights
+        living = [at for at, weight in enumerate(weights) if weight]
+        shares = split(self.global_batch_size, [weights[at] for at in living])
+        return shares[living.index(self._sharing.shard)]
 
     def _has_list(self) -> bool:
         """Whether the order can be looked up at any position; otherwise it is drawn batch by batch."""
@@ -227,6 +239,13 @@ class SharedLoader(DataLoader[Any]):
 
     def _check(self) -> None:
         workers = self._sharing.shards
+        if self._sharing.slot is not None and (self.streams or self._by_batches):
+            raise ConfigError(
+                "samples of a stream, or of a batch sampler of its own, cannot be drawn again when their "
+                "worker is lost",
+                where=f"--min-workers, loader {self._index}",
+                fix="leave --min-workers out, or use a data set with a length and a sampler",
+            )
         if self._own_batches:
             return
         split(self.global_batch_size, self._sharing.shares.weights)
@@ -280,6 +299,8 @@ class SharedLoader(DataLoader[Any]):
             self.position = 0
             self._drawn = None
         self.share_drawn = 0
+        if self._sharing.slot is not None:  # what was loaded ahead of a loop that was left counts no more
+            self.batches_drawn = self.batches_handed
         self._resuming = self.finished = False
         self._sharing.on_error(None)
         self._sharing.on_pass(self)
@@ -295,7 +316,13 @@ class SharedLoader(DataLoader[Any]):
                 try:
                     part, data = next(parts)
                 except StopIteration:
-                    break
+                    if self._sharing.on_drained is None:
+                        break
+                    self._again = self._sharing.on_drained(self)
+                    if not self._again:
+                        break
+                    parts, counts = self._draw_again(), False
+                    continue
                 if counts:
                     self.position += 1 if self._by_batches else part.batch
                 self.share_drawn += part.share
@@ -352,9 +379,42 @@ class SharedLoader(DataLoader[Any]):
         else:
             drawing = self._cut_order(taken)
         self._batches.drawing = drawing
+        self._changed = False
         for data in self._inner:
             yield taken.popleft(), data
+            if self._changed:
+                break
         self._claimed_to = None
+        if self._changed:  # what was loaded ahead was cut for lost workers, too
+            self.batches_drawn = self.batches_handed
+            yield from self._from_order()
+
+    def changed(self) -> None:
+        """Workers were lost: batches that the loop does not have yet are cut anew."""
+        self._changed = True
+
+    def _draw_again(self) -> Iterator[tuple[Slice, Any]]:
+        """The samples whose holders were lost, shared by the others; if they are few, each has all."""
+        order, shares, shard = self._order(), self._sharing.shares, self._sharing.shard
+        while self._again:
+            batch, self._again = (
+                self._again[: self.global_batch_size],
+                self._again[self.global_batch_size :],
+            )
+            living = [bool(weight) for weight in shares.at(self._index, self.batches_drawn)]
+            if len(batch) < sum(living):  # each computes all of them, and their mean is the same
+                parts = tuple(len(batch) * alive for alive in living)
+                part = Slice(0, len(batch), sum(parts), parts)
+                own = batch
+            else:
+                parts = shares.parts(self._index, self.batches_drawn, len(batch))
+                start = sum(parts[:shard])
+                part = Slice(start, start + parts[shard], len(batch), parts, batch)
+                own = batch[part.start : part.stop]
+            self.batches_drawn += 1
+            self._batches.drawing = iter([[order[at : at + 1][0] for at in own]])
+            for data in self._inner:
+                yield part, data
 
     def _cut_order(self, taken: deque[Slice]) -> Iterator[list[int]]:
         order = self._order()
@@ -372,6 +432,8 @@ class SharedLoader(DataLoader[Any]):
         shard = self._sharing.shard
         part = self._sharing.shares.slice_of(self._index, self.batches_drawn, size, shard, start=start)
         self.batches_drawn += 1
+        if self._sharing.slot is not None:
+            part = replace(part, positions=range(start, start + size))
         return part
 
     @property

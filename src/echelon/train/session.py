@@ -34,6 +34,7 @@ from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.comm.memory.rails import machines
 from echelon.config.choices import FactorRule, Overlap, check_word
 from echelon.errors import ConfigError, EchelonError
+from echelon.membership.survival import SurvivorView
 from echelon.observe.events import EpochEnded
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
@@ -43,10 +44,12 @@ from echelon.train import consistency, run_state
 from echelon.train.arranging import Arranger, arranges, gradient_bytes
 from echelon.train.auto_shares import AutoShares
 from echelon.train.batches import HandedBatch
+from echelon.train.changes import MemberChanges
 from echelon.train.checkpoint_writer import CheckpointWriter
 from echelon.train.checks import alone, check_layout
 from echelon.train.clock import StepClock
 from echelon.train.collectives import ScriptCollectives
+from echelon.train.drawn import DrawnBatch
 from echelon.train.families.choose import choose, spread_out
 from echelon.train.families.synchronizer import ModelOptions, Synchronizer
 from echelon.train.guard import Guard, Surroundings
@@ -95,6 +98,7 @@ class Session(ScriptCheckpoints):
     ) -> None:
         ScriptCollectives.__init__(self, group, [worker.node for worker in plan.workers])
         ScriptLog.__init__(self, record, clock, plan, group.rank)
+        self._changes = group.changes if isinstance(group.changes, MemberChanges) else None
         self._rendezvous = rendezvous
         self.folder = record.folder
         self.device = device
@@ -127,7 +131,7 @@ class Session(ScriptCheckpoints):
         if links is not None and rendezvous is not None and arranges(plan, group, self._synchronizer):
             hosts = machines(rendezvous.members[: group.size])
             self._arranger = Arranger(group, links, hosts, clock, record.emit, self.explain)
-        adapts = plan.adapt_shares and group.size > 1 and self._copies == 1
+        adapts = plan.adapt_shares and group.size > 1 and self._copies == 1 and self._changes is None
         if adapts and self._synchronizer.meets_every_step:
             self._auto_shares = AutoShares(
                 group,
@@ -147,6 +151,10 @@ class Session(ScriptCheckpoints):
         self._closed = False
         self._watch_over()
         members = rendezvous.members[: group.size] if rendezvous is not None else []
+        if self._changes is not None:
+            self._shares.goes_back = True
+            self._changes.handed = lambda: {one.index: one.batches_handed for one in self._prepared.loaders}
+            self._changes.on_change = self._members_changed
         seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
         self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
         self._lay_out(plan.parallel, where="--parallel")
@@ -188,6 +196,12 @@ class Session(ScriptCheckpoints):
                 where=where,
                 fix="give one layout, in the first prepare or in join",
             )
+        if self._changes is not None:
+            raise ConfigError(
+                f"parallel is {text!r}, and a part of the model is lost with its worker",
+                where=where,
+                fix="leave --min-workers out, or use data parallelism alone",
+            )
         self._layout = text
         self._guard.remove()
         self._synchronizer.close()
@@ -215,7 +229,17 @@ class Session(ScriptCheckpoints):
     @property
     def node(self) -> str:
         """The name of the machine that this worker runs on."""
-        return self._plan.workers[self.rank].node
+        return self._nodes[self.rank]
+
+    def _members_changed(self, view: SurvivorView) -> None:
+        """Workers were lost: the others share what is not drawn yet."""
+        planned = self._plan.workers
+        self._nodes[:] = [planned[slot].node for slot in view.members]
+        weights = [one.weight if one.rank in view.members else 0.0 for one in planned]
+        first = {one.index: view.handed.get(one.index, 0) for one in self._prepared.loaders}
+        self._shares.change(weights, first)
+        for loader in self._prepared.loaders:
+            loader.changed()
 
     # Preparing -----------------------------------------------------------------------------------
 
@@ -372,6 +396,9 @@ class Session(ScriptCheckpoints):
                 on_batch=self._on_batch,
                 on_break=self._synchronizer.left,
                 on_error=self._group.left_loop,
+                slot=None if self._changes is None else self._changes.slot,
+                workers=0 if self._changes is None else len(self._plan.workers),
+                on_drained=None if self._changes is None else self._drained,
             )
         return self._sharing
 
@@ -496,6 +523,8 @@ class Session(ScriptCheckpoints):
         return self._synchronizer.claim(ticket) if count else ticket()
 
     def _on_pass(self, loader: SharedLoader) -> None:
+        if not loader.finished and self._changes is not None and self._prepared.models:
+            self._changes.ready()
         if not loader.finished:
             purpose = "training" if self._weights.trains else "evaluation"
             self._agree(f"pass {loader.pass_index} over loader {loader.index}, for {purpose}")
@@ -505,10 +534,18 @@ class Session(ScriptCheckpoints):
         if loader.finished:
             self._guard.pass_ended(loader, evaluated=not self._weights.trains)
 
+    def _drained(self, loader: SharedLoader) -> list[int]:
+        """A pass has no batches left; the positions that are to be drawn again."""
+        assert self._changes is not None
+        self._agree(f"the end of pass {loader.pass_index} over loader {loader.index}")
+        return self._changes.drawn.take(loader.index, self._changes.members)
+
     def _on_batch(self, loader: SharedLoader, part: Slice, data: Any) -> None:
         self._current = loader
         self._share = part.share
-        if self.world_size == 1:
+        if self._changes is not None and part.positions is not None:
+            self._changes.drawn.drew(DrawnBatch(loader.index, part.positions, part.parts))
+        if self.world_size == 1 and self._changes is None:
             return
         if self._weights.trains:
             loader.draws_to_train = True
@@ -598,6 +635,8 @@ class Session(ScriptCheckpoints):
             self._record.emit(totals)
         self._record.flush()
         try:
+            if self._changes is not None:
+                self._changes.left(failed=bool(cause))
             if self._rendezvous is not None:
                 self._rendezvous.announce_departure(cause)
             self._synchronizer.close()

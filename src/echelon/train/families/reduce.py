@@ -84,6 +84,8 @@ class ReduceSynchronizer(Synchronizer):
         if self._group.size == 1 and not self._encoding.active(rules.codec) and self._inspector is None:
             return
 
+        if self._group.changes is not None:
+            refuse_changes(model, rules)
         weight = self._weight_of(rules)
         deferred = rules.overlap == "step"
         if deferred:
@@ -153,6 +155,8 @@ class ReduceSynchronizer(Synchronizer):
         """Which layers may send factors; none if the gradients are encoded."""
         if coding is not None:
             refuse_factors(coding.codec, rules.factors)
+        if self._group.changes is not None:  # rows are gone once they are sent
+            return "never"
         if self._inspector is not None:  # checks look at whole gradients, also where factors would travel
             return "never"
         return rules.factors if coding is None else "never"
@@ -339,4 +343,26 @@ def refuse_compiled(model: nn.Module) -> None:
             "a compiled module reads its parameters where nobody can wait for them",
             where='prepare(overlap="step")',
             fix='prepare with overlap="backward", or without torch.compile',
+        )
+
+
+def refuse_changes(model: nn.Module, rules: ModelOptions) -> None:
+    """Refuse what cannot go on yet when a worker is lost."""
+    normalised = rules.batchnorm == "global" and batchnorm.layers(model)
+    found = (
+        "batch normalisation over all workers"
+        if normalised
+        else "a loss that is a sum"
+        if rules.loss == "sum"
+        else 'overlap="step"'
+        if rules.overlap == "step"
+        else f"codec {rules.codec}"
+        if rules.codec not in ("", "none")
+        else ""
+    )
+    if found:
+        raise ModelError(
+            f"{found} cannot go on yet when a worker is lost",
+            where="prepare, --min-workers",
+            fix='leave --min-workers out, or prepare(batchnorm="local", loss="mean", overlap="backward")',
         )

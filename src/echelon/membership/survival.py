@@ -1,0 +1,117 @@
+"""Who goes on after workers were lost, and from which operation? Pure: deaths and standings in, views out.
+
+Workers number the operations that all of them carry out in the same order: a round of gradients, a gather,
+a broadcast. When one fails because a worker is gone, each survivor says which operation it is at, and
+waits. Once all have said so, the next view is decided: the survivors, in their old order, and the operation
+of each. One that is behind gets the results that it lacks from one that has them. Then all are at the same
+operation, which is carried out again without the lost worker.
+
+A worker that has ended in an orderly way is awaited no longer.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SurvivorState(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a survivor stands: the view that broke, the operation that failed, batches of each loader."""
+
+    slot: int
+    view: int
+    operation: int
+    handed: dict[int, int] = {}
+
+
+class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers that go on: their slots in order, and the operation that each of them is at.
+
+    handed  how many batches of each loader were handed out on the worker that is furthest
+    lost    the slots that are not in it any more
+    """
+
+    number: int
+    members: tuple[int, ...]
+    operations: tuple[int, ...] = ()
+    handed: dict[int, int] = {}
+    lost: tuple[int, ...] = ()
+
+    @property
+    def behind(self) -> range:
+        """The operations that some members have completed and others have not."""
+        return range(min(self.operations, default=0), max(self.operations, default=0))
+
+    def source(self, operation: int) -> int:
+        """The place in this view of the first member that has completed an operation."""
+        return next(place for place, at in enumerate(self.operations) if at > operation)
+
+
+class Survival:
+    """The workers of one run. `fewest`: with fewer it does not go on."""
+
+    def __init__(self, workers: int, fewest: int) -> None:
+        self.view = SurvivorView(number=0, members=tuple(range(workers)))
+        self._fewest = fewest
+        self._ready: set[int] = set()
+        self._gone: set[int] = set()
+        self._left: set[int] = set()
+        self._standing: dict[int, SurvivorState] = {}
+
+    @property
+    def living(self) -> list[int]:
+        """The members of the view that are neither lost nor have left."""
+        return [slot for slot in self.view.members if slot not in self._gone | self._left]
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """All slots that were lost so far."""
+        return frozenset(self._gone)
+
+    def ready(self, slot: int) -> None:
+        """A worker can go on without others from now on."""
+        self._ready.add(slot)
+
+    def left(self, slot: int) -> None:
+        """A worker has ended in an orderly way."""
+        self._left.add(slot)
+
+    def lose(self, slot: int) -> bool:
+        """A worker was lost; whether the others can go on without it."""
+        if slot in self._gone:
+            return True
+        known = slot in self.view.members and slot not in self._left
+        enough = len(self.living) - 1 >= self._fewest
+        if not known or not enough or not self._ready >= set(self.view.members):
+            return False
+        self._gone.add(slot)
+        return True
+
+    def stand(self, standing: SurvivorState) -> None:
+        """A survivor says where it stands."""
+        if standing.view == self.view.number:
+            self._standing[standing.slot] = standing
+
+    @property
+    def broken(self) -> bool:
+        """Whether the view has lost a member."""
+        return bool(self._gone & set(self.view.members))
+
+    def follow(self) -> SurvivorView | None:
+        """The next view, once it is due: somebody is lost, and all others have said where they are."""
+        living = self.living
+        if not self.broken or not living or any(slot not in self._standing for slot in living):
+            return None
+        told = [self._standing[slot] for slot in living]
+        handed: dict[int, int] = {}
+        for one in told:
+            for loader, count in one.handed.items():
+                handed[loader] = max(count, handed.get(loader, 0))
+        self.view = SurvivorView(
+            number=self.view.number + 1,
+            members=tuple(living),
+            operations=tuple(one.operation for one in told),
+            handed=handed,
+            lost=tuple(slot for slot in self.view.members if slot not in living),
+        )
+        self._standing = {}
+        return self.view

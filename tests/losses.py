@@ -1,0 +1,152 @@
+"""Runs from which workers are taken by SIGKILL: starts one, kills, and looks at what the others did."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+SAMPLES, EPOCHS, WORKERS = 600, 3, 4
+
+SCRIPT = f"""
+import hashlib, json, os, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+import echelon
+
+class Numbers(Dataset):
+    def __len__(self):
+        return {SAMPLES}
+    def __getitem__(self, i):
+        return torch.full((16,), i / {SAMPLES}), torch.tensor(i % 4), i
+
+torch.manual_seed(0)
+session = echelon.join(seed=1)
+slot = os.environ["RANK"]
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+model, optimizer, loader = session.prepare(
+    model, optimizer, DataLoader(Numbers(), batch_size=24, shuffle=True)
+)
+drawn = open(f"drawn-{{slot}}", "a", buffering=1)
+for epoch in session.epochs({EPOCHS}):
+    for x, y, i in loader:
+        drawn.write(json.dumps([epoch, i.tolist(), time.time(), os.getpid()]) + "\\n")
+        optimizer.zero_grad(set_to_none=epoch % 2 == 0)
+        nn.functional.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        time.sleep(0.004)
+    session.mean(1.0)
+weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+open(f"weights-{{slot}}", "w").write(hashlib.sha256(weights).hexdigest())
+session.print(f"done with {{session.world_size}} workers")
+"""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL of a worker, so long after all have begun to train, or after the kill before."""
+
+    slot: int
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run went. `wrong` is empty if survivors have the same weights and each sample was used once."""
+
+    code: int
+    output: str
+    wrong: list[str]
+    pause_s: float
+
+
+def run(
+    folder: Path, transport: str, kills: list[Kill], *, fewest: int = 2, limit_s: float = 60.0
+) -> Outcome:
+    """Start a run in an empty folder, kill workers of it, and look at what is left."""
+    (folder / "train.py").write_text(SCRIPT)
+    options = ["--workers", str(WORKERS), "--min-workers", str(fewest), "--transport", transport]
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "echelon", "run", *options, "train.py"],
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            killed = _kill(folder, process, kills)
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = -1
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.wait(20)
+    text = (folder / "output").read_text(errors="replace")
+    if code == -1:
+        return Outcome(code, text, ["it hangs"], limit_s)
+    return _judged(folder, code, text, killed)
+
+
+def _lines(folder: Path, slot: int) -> list[list]:
+    file = folder / f"drawn-{slot}"
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
+def _kill(folder: Path, process: subprocess.Popen[bytes], kills: list[Kill]) -> dict[int, float]:
+    until = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < until:
+        if all(_lines(folder, slot) for slot in range(WORKERS)):
+            break
+        time.sleep(0.01)
+    killed: dict[int, float] = {}
+    for kill in kills:
+        time.sleep(kill.after_s)
+        pid = _lines(folder, kill.slot)[0][3]
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it was done
+            continue
+        killed[kill.slot] = time.time()
+    return killed
+
+
+def _judged(folder: Path, code: int, text: str, killed: dict[int, float]) -> Outcome:
+    wrong: list[str] = []
+    done = [slot for slot in range(WORKERS) if (folder / f"weights-{slot}").exists()]
+    if len({(folder / f"weights-{slot}").read_text() for slot in done}) != 1:
+        wrong.append("survivors have different weights")
+    counts: dict[int, Counter[int]] = defaultdict(Counter)
+    under_way: dict[int, list[set[int]]] = defaultdict(list)
+    pause_s = 0.0
+    for slot in range(WORKERS):
+        lines = _lines(folder, slot)
+        if slot in killed and slot not in done:
+            epoch, positions, *_ = lines.pop()  # it may have been in the last sum, or not
+            under_way[epoch].append(set(positions))
+        for epoch, positions, *_ in lines:
+            counts[epoch].update(positions)
+        if slot in done:
+            pairs = itertools.pairwise(line[2] for line in lines)
+            pause_s = max(
+                [pause_s, *(b - a for a, b in pairs if any(a <= t <= b for t in killed.values()))]
+            )
+    for epoch in range(EPOCHS):
+        if twice := [i for i, n in counts[epoch].items() if n > 1]:
+            wrong.append(f"epoch {epoch}: {len(twice)} samples were used twice")
+        missing = set(range(SAMPLES)) - set(counts[epoch])
+        parts = under_way[epoch]
+        choices = (c for n in range(len(parts) + 1) for c in itertools.combinations(parts, n))
+        if not any(missing == set().union(*choice) for choice in choices):
+            wrong.append(f"epoch {epoch}: {len(missing)} samples were not used")
+    return Outcome(code, text, wrong, pause_s)

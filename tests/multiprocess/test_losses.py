@@ -1,0 +1,69 @@
+"""Workers are killed, and the others go on: the same weights to the bit, every sample once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from random import Random
+
+import pytest
+from tests.losses import SCRIPT, Kill, run
+
+SEEDED = Random(17)
+
+
+@pytest.mark.parametrize(
+    ("transport", "kills"),
+    [
+        ("tcp", [Kill(2, SEEDED.uniform(0, 0.3))]),
+        ("tcp", [Kill(0, SEEDED.uniform(0, 0.3)), Kill(3, SEEDED.uniform(0, 0.05))]),
+        ("shm", [Kill(0, SEEDED.uniform(0, 0.3))]),
+        ("shm", [Kill(1, SEEDED.uniform(0, 0.3)), Kill(2, SEEDED.uniform(0, 0.05))]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(str(kill.slot) for kill in value),
+)
+def test_the_others_go_on_with_the_same_weights_and_every_sample_once(tmp_path, transport, kills):
+    outcome = run(tmp_path, transport, kills)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert f"done with {4 - len(kills)} workers" in outcome.output, "the leader of then prints it"
+    for kill in kills:
+        assert f"rank {kill.slot} was lost (SIGKILL)" in outcome.output
+    assert not list((tmp_path / "runs").glob("*/errors/*"))
+
+
+def test_with_too_few_left_the_run_ends_and_names_the_lost_worker(tmp_path):
+    outcome = run(tmp_path, "tcp", [Kill(2, 0.1)], fewest=4)
+    assert outcome.code == 128 + 9
+    assert "rank 2" in outcome.output
+    assert "killed by SIGKILL" in outcome.output
+
+
+def start(folder, script, *words):
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "echelon", "run", "--workers", "4", *words, "train.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_an_error_of_the_script_still_ends_the_run_with_that_error(tmp_path):
+    faulty = SCRIPT.replace("optimizer.step()", "optimizer.step(); 1 / (session.step < 3)")
+    ended = start(tmp_path, faulty, "--min-workers", "1")
+    assert ended.returncode == 1
+    assert "ZeroDivisionError" in ended.stdout + ended.stderr
+    assert "was lost" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--min-workers", "5"), "5 workers are needed, and 4 are started"),
+        (("--min-workers", "2", "--sync", "local(8)"), "--sync local(8) cannot go on yet"),
+        (("--min-workers", "2", "--codec", "fp16"), "--codec fp16 cannot go on yet"),
+        (("--min-workers", "2", "--checkpoint", "kept"), "saves checkpoints by itself cannot go on yet"),
+        (("--min-workers", "0"), "min workers is 0"),
+    ],
+)
+def test_what_cannot_go_on_without_a_worker_is_refused_before_the_start(tmp_path, words, said):
+    refused = start(tmp_path, SCRIPT, *words)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert said in " ".join((refused.stdout + refused.stderr).split())
+    assert not (tmp_path / "runs").exists()

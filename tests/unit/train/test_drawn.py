@@ -1,0 +1,43 @@
+"""Whose samples are drawn again after a loss."""
+
+from __future__ import annotations
+
+from echelon.plan.shares import ShareTable
+from echelon.train.drawn import DrawnBatch, DrawnBatches
+
+
+def test_the_part_of_a_lost_worker_is_drawn_again_unless_it_was_in_a_sum():
+    drawn = DrawnBatches()
+    drawn.drew(DrawnBatch(0, range(10, 18), (3, 3, 2)))
+    assert not drawn.names_lost({0, 1, 2})
+    assert drawn.names_lost({0, 2})
+    drawn.reduced({0, 2})
+    assert drawn.empty
+    assert drawn.take(0, {0, 2}) == [13, 14, 15]
+    assert drawn.take(0, {0, 2}) == []
+
+
+def test_a_round_of_all_settles_what_was_drawn():
+    drawn = DrawnBatches()
+    drawn.drew(DrawnBatch(0, range(8), (3, 3, 2)))
+    drawn.settle()
+    drawn.reduced({0})
+    assert drawn.take(0, {0}) == []
+
+
+def test_all_that_a_lost_worker_evaluated_in_a_pass_is_drawn_again():
+    drawn = DrawnBatches()
+    drawn.drew(DrawnBatch(1, range(4), (2, 2)))
+    drawn.drew(DrawnBatch(1, range(4, 8), (2, 2)))
+    drawn.drew(DrawnBatch(0, range(4), (2, 2)))
+    assert drawn.take(1, {0}) == [2, 3, 6, 7]
+    assert not drawn.empty
+
+
+def test_a_lost_worker_has_no_samples_and_earlier_batches_keep_their_parts():
+    table = ShareTable((1.0, 1.0, 1.0))
+    table.goes_back = True
+    table.change((1.0, 0.0, 1.0), {0: 5})
+    assert table.parts(0, 6, 10) == (5, 0, 5)
+    assert table.parts(0, 4, 9) == (3, 3, 3), "asked again after a later one"
+    assert table.slice_of(0, 6, 10, 2).start == 5
