@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from echelon.comm.meet import secret
-from echelon.comm.meet.place import SERVERS_VARIABLE
+from echelon.comm.meet.place import LISTEN_VARIABLE, SERVERS_VARIABLE
 from echelon.config.allowed import ALLOW_VARIABLE
 from echelon.config.schema import RunSettings
 from echelon.errors import ConfigError, LaunchError
@@ -118,6 +118,7 @@ def start(
 ) -> AgentProcesses:
     """Start the plan's workers and servers."""
     common = {"WORLD_SIZE": str(len(plan.workers)), SERVERS_VARIABLE: str(len(plan.servers))}
+    common[LISTEN_VARIABLE] = " ".join(dict.fromkeys(agent.meets_at[0] for agent in agents))
     files = copied(Path(program[0])) if settings.copy else {}
     begins = []
     for agent, workers in zip(agents, _divided(agents, plan, settings, program), strict=True):

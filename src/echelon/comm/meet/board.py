@@ -1,9 +1,9 @@
 """What workers tell each other while they meet: values by key, and counters. Requests and replies, typed.
 
 `MeetingBoard` decides and does no I/O: a request in, a reply out. `decode_request` and `decode_reply` read
-bytes of a peer that has proved itself, and still believe nothing: unknown types, long keys and values, and boards
-that grow without end are refused. A further kind of message is one more class here, and one more case in
-`MeetingBoard.answer`.
+bytes of a peer that has proved itself, and still believe nothing: unknown types, long keys and values, and
+boards that grow without end are refused. A further kind of message is one more class here, and one more
+case in `MeetingBoard.answer`.
 """
 
 from __future__ import annotations

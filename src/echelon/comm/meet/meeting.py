@@ -87,7 +87,7 @@ def _lead(place: Place, own: Credentials, timeout_s: float) -> LeaderStore:
 
 def _listen(place: Place, port: int) -> tuple[str, list[socket.socket]]:
     """Listeners at the address that MASTER_ADDR names, and the address that others can dial."""
-    addresses = _resolved(place.address)
+    addresses = _resolved(place.address, *place.further)
     if all(map(interfaces.is_loopback, addresses)) and not secret.is_loopback(place.address):
         # On its own machine, a host's name often leads to loopback, which the others cannot reach.
         return place.address, [_everywhere(place, port)]
@@ -109,8 +109,8 @@ def _listen(place: Place, port: int) -> tuple[str, list[socket.socket]]:
     return place.address, [_everywhere(place, port)]
 
 
-def _resolved(name: str) -> list[str]:
-    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+def _resolved(*names: str) -> list[str]:
+    found = [one for name in names for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     return list(dict.fromkeys(str(one[4][0]) for one in found))
 
 

@@ -20,6 +20,7 @@ from echelon.errors import ConfigError
 
 RUN_VARIABLE = "ECHELON_RUN"
 SERVERS_VARIABLE = "ECHELON_SERVERS"
+LISTEN_VARIABLE = "ECHELON_LISTEN"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -40,6 +41,8 @@ class Place:
     """Distinguishes restarts of one job, so that none reads keys that another left behind."""
     launched: bool = False
     """`echelon run` has started this process."""
+    further: tuple[str, ...] = ()
+    """Further addresses of the leader's machine: workers elsewhere may know another one than `address`."""
 
     @property
     def process_count(self) -> int:
@@ -88,6 +91,7 @@ class Place:
             hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
             launched=launched,
+            further=tuple(env.get(LISTEN_VARIABLE, "").split()),
         )
         if not 0 <= place.rank < place.process_count:
             raise ConfigError(
