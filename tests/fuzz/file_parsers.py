@@ -1,4 +1,4 @@
-"""The parsers of files that somebody else may have written: a run's folder, a checkpoint, a plan, settings."""
+"""The parsers of files that others may have written: a run's folder, a checkpoint, a plan, settings."""
 
 from __future__ import annotations
 

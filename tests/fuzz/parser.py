@@ -1,4 +1,4 @@
-"""What is a parser, for a fuzzer: bytes in, nothing out, and no error but one that names the sender or file."""
+"""What is a parser, for a fuzzer: bytes in, nothing out, and no error but one of Echelon's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.errors import EchelonError
 
 @dataclass(frozen=True, slots=True)
 class Parser:
-    """`read` gets the bytes that a peer sent, or that a file holds. `seeds` are valid ones, to be changed."""
+    """`read` gets the bytes that a peer sent, or that a file holds. `seeds` are valid ones."""
 
     name: str
     read: Callable[[bytes], object]
@@ -23,7 +23,8 @@ class Parser:
         try:
             self.read(data)
         except EchelonError as error:
-            assert error.message, "an error without a text"
+            if not error.message:
+                raise AssertionError("an error without a text") from error
 
 
 def from_file(read: Callable[[Path], object], name: str) -> Callable[[bytes], object]:

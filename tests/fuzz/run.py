@@ -2,10 +2,10 @@
 
     python tests/fuzz/run.py [--seconds 600] [--list] [NAME ...]
 
-The fuzzer is atheris (libFuzzer). It begins with the valid messages of each parser, and keeps what reached new
-code in `.fuzz/NAME/`, so that the next run goes on from there. A parser fails if it raises what is no error of
-Echelon's, needs more than 2 GB, or more than 10 s for one input. The input is then in `.fuzz/NAME.failed-...`;
-add it to the seeds of the parser with the correction.
+The fuzzer is atheris (libFuzzer). It begins with the valid messages of each parser, and keeps what reached
+new code in `.fuzz/NAME/`, so that the next run goes on from there. A parser fails if it raises what is no
+error of Echelon's, needs more than 2 GB, or more than 10 s for one input. The input is then in
+`.fuzz/NAME.failed-...`; add it to the seeds of the parser with the correction.
 """
 
 from __future__ import annotations

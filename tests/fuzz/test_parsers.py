@@ -1,4 +1,4 @@
-"""Whatever bytes come, a parser reads them or raises an error of Echelon's; `make fuzz` looks for longer."""
+"""Whatever bytes come, a parser reads them or raises an error of Echelon's; `make fuzz` looks longer."""
 
 from __future__ import annotations
 

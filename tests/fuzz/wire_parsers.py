@@ -4,7 +4,7 @@ Some come in two variants. With "sealed", the fuzzer's bytes become a frame with
 what a worker sends that knows the secret, and errs. Without, they are what a stranger sends.
 
 Not here: memory that processes of one user on one machine share (`comm/memory`, `server/ring.py`), because
-they could write to each other's memory anyway, and cloudpickle, which only the launcher's own channel carries.
+they could write to each other's memory anyway, and pickled calls, which only a launcher's channel carries.
 """
 
 from __future__ import annotations
