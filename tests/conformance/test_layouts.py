@@ -93,9 +93,10 @@ def train(
     folder: str = "",
     epochs: int = 2,
     load: bool = False,
+    shares: Any = "equal",
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Two epochs: clipping, accumulation, a scheduler, an evaluation; losses and weights."""
-    session = echelon.join(record=False, shares="equal")
+    session = echelon.join(record=False, shares=shares)
     torch.manual_seed(3)
     model = build(kind, dropout)
     torch.manual_seed(4)
@@ -149,6 +150,15 @@ def test_every_dimension_has_a_layout_here() -> None:
 def test_losses_and_weights_are_those_of_one_process(warm_pool, kind, layout, workers):
     alone = warm_pool.run(1, train, kind, None)[0]
     for found in warm_pool.run(workers, train, kind, layout, timeout_s=60):
+        assert distance(found, alone) < CLOSE
+
+
+@pytest.mark.parametrize("layout", ["pipeline(stages=2, schedule=1f1b) * data", "sharded(level=3)"])
+def test_unequal_shares_of_a_batch_are_weighed(warm_pool, layout):
+    (alone,) = warm_pool.run(1, train, "sequential", None)
+    for found in warm_pool.run(
+        4, train, "sequential", layout, 0.0, "", 2, False, (3, 3, 1, 1), timeout_s=60
+    ):
         assert distance(found, alone) < CLOSE
 
 
