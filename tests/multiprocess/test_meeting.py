@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 from datetime import timedelta
 
+import pytest
 import torch
 
 import echelon
@@ -77,3 +80,29 @@ def test_a_run_with_the_certificates_of_echelon_certs_works(warm_pool, tmp_path)
     certs.make(tmp_path / "keys", [["here"]], days=3)
     found = warm_pool.run(2, join_with_certificates, str(tmp_path / "keys"))
     assert found == [2, 2]
+
+
+WITH_TORCH = """
+import sys, torch, torch.distributed as dist, echelon
+if sys.argv[1] == "before":
+    dist.init_process_group("gloo")
+with echelon.join() as session:
+    if sys.argv[1] == "after":
+        dist.init_process_group("gloo")
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    if session.rank == 0:
+        print("sums", one.item(), session.all_reduce(torch.ones(1)).item(), flush=True)
+    else:
+        session.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_script_initialises_torch_distributed_before_or_after_it_joins(when, tmp_path):
+    script = tmp_path / "both.py"
+    script.write_text(WITH_TORCH)
+    command = [sys.executable, "-m", "echelon", "run", "--workers", "2", str(script), when]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert "sums 2.0 2.0" in done.stdout, done.stderr

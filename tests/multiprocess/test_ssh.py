@@ -188,7 +188,7 @@ def test_a_fixed_port_is_where_the_workers_meet(server, work):
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     (work / "port.py").write_text(
-        "import os, echelon; echelon.join(); print('at', os.environ['MASTER_PORT'])"
+        "import os, echelon; echelon.join(); print('at', os.environ['ECHELON_PORT'])"
     )
     done = run(work, command(server, "--port", port, "--copy", "port.py"))
     assert done.returncode == 0, done.stderr

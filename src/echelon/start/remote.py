@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from echelon.comm.meet import secret
-from echelon.comm.meet.place import LISTEN_VARIABLE, SERVERS_VARIABLE
+from echelon.comm.meet.place import LISTEN_VARIABLE, PORT_VARIABLE, SERVERS_VARIABLE
 from echelon.config.allowed import ALLOW_VARIABLE
 from echelon.config.schema import RunSettings
 from echelon.errors import ConfigError, LaunchError
@@ -123,7 +123,9 @@ def start(
     begins = []
     for agent, workers in zip(agents, _divided(agents, plan, settings, program), strict=True):
         address, port = agent.meets_at
-        env = {**common, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        # The next port is for the script's own torch.distributed, if it uses it.
+        torch_port = port + 1 if port < 65535 else port - 1
+        env = {**common, "MASTER_ADDR": address, "MASTER_PORT": str(torch_port), PORT_VARIABLE: str(port)}
         env |= agent.env
         begins.append(
             Begin(

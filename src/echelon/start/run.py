@@ -32,7 +32,7 @@ from echelon.cluster.machine import usable_cores
 from echelon.codec.codec import CODECS
 from echelon.codec.fitting import refuse_momentum
 from echelon.comm.meet import secret
-from echelon.comm.meet.place import SERVERS_VARIABLE
+from echelon.comm.meet.place import PORT_VARIABLE, SERVERS_VARIABLE
 from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
@@ -404,6 +404,7 @@ def _commands(
     seats: dict[str, Seat] = {seat.node: seat for seat in lab.seats} if lab else {}
     address = seats[plan.workers[0].node].address if lab else "127.0.0.1"
     port = settings.port or (_LAB_PORT if lab else _free_port())
+    torch_port = _free_port()
     known = secret.for_workers(os.environ)
     on_node: dict[str, int] = {}
     commands = []
@@ -423,7 +424,8 @@ def _commands(
             "WORLD_SIZE": str(len(plan.workers)),
             "LOCAL_RANK": str(local_rank),
             "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(port + 1 if lab else torch_port),  # free for the script's torch.distributed
+            PORT_VARIABLE: str(port),
             "OMP_NUM_THREADS": str(worker.threads),
             "MKL_NUM_THREADS": str(worker.threads),
             "PYTHONUNBUFFERED": "1",

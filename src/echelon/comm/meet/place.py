@@ -21,6 +21,7 @@ from echelon.errors import ConfigError
 RUN_VARIABLE = "ECHELON_RUN"
 SERVERS_VARIABLE = "ECHELON_SERVERS"
 LISTEN_VARIABLE = "ECHELON_LISTEN"
+PORT_VARIABLE = "ECHELON_PORT"
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -86,7 +87,9 @@ class Place:
             world_size=foreign.number(env, "WORLD_SIZE"),
             local_rank=foreign.number(env, "LOCAL_RANK", 0),
             address=env["MASTER_ADDR"],
-            port=foreign.number(env, "MASTER_PORT"),
+            port=foreign.number(
+                env, PORT_VARIABLE if launched and env.get(PORT_VARIABLE) else "MASTER_PORT"
+            ),
             servers=given if launched else 0,
             hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
