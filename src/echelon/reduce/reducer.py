@@ -421,6 +421,9 @@ class Reducer:
 
     def _send_again(self) -> None:
         """Send this worker's own gradients, weighted so that the weights of the members sum to one."""
+        for bucket in self._buckets:
+            if bucket.future is not None and self._packed_in == self._changes_so_far:
+                bucket.future.wait()  # sent with another weight, and still in flight
         weight = self._weight()
         total = torch.tensor([weight], dtype=torch.float64)
         self._group.current.all_reduce(total).wait()
