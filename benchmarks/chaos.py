@@ -2,10 +2,10 @@
 
     python benchmarks/chaos.py [--runs N] [--seed S] [--json]
 
-Each run has four workers, of which one or two are killed, so long after training has begun as the seed says:
-during forward or backward passes, rounds, while the others meet again, at the end of a pass. A run is right
-if it ends by itself, all survivors have the same weights, and every sample of every pass was used once. The
-pause is the longest time between two steps of a survivor around a kill.
+Each run has four workers, of which one or two are killed, so long after training has begun as the seed
+says: during forward or backward passes, rounds, while the others meet again, at the end of a pass. A run is
+right if it ends by itself, all survivors have the same weights, and every sample of every pass was used
+once. The pause is the longest time between two steps of a survivor around a kill.
 """
 
 from __future__ import annotations

@@ -138,6 +138,7 @@ class Reducer:
         self._next = 0
         self._reported: set[int] = set()
         self._in_backward = False
+        self._kept: list[Tensor] = []  # copies of the last round's sums, where members may be lost
         self._packed_in = 0  # the number of changes of members when buckets were made
         self.active = True
         self.unreduced = False
@@ -405,12 +406,24 @@ class Reducer:
                 bucket.sums().copy_(sums)
             landed = [bucket.landed() for bucket in self._buckets]
         assert landed is not None
-        changes.complete([bucket.sums().clone() for bucket in self._buckets], full=True)
+        changes.complete(self._kept_sums(), full=True)
         changes.reduced(anew=found is None)
         return landed
 
+    def _kept_sums(self) -> list[Tensor]:
+        """Copies of the sums, in the memory of the last round's, which nobody needs any more."""
+        sums = [bucket.sums() for bucket in self._buckets]
+        if [kept.shape for kept in self._kept] != [one.shape for one in sums]:
+            self._kept = [torch.empty_like(one) for one in sums]
+        for kept, one in zip(self._kept, sums, strict=True):
+            kept.copy_(one)
+        return self._kept
+
     def _send_again(self) -> None:
         """Send this worker's own gradients, weighted so that the weights of the members sum to one."""
+        for bucket in self._buckets:
+            if bucket.future is not None and self._packed_in == self._changes_so_far:
+                bucket.future.wait()  # sent with another weight, and still in flight
         weight = self._weight()
         total = torch.tensor([weight], dtype=torch.float64)
         self._group.current.all_reduce(total).wait()
