@@ -1,8 +1,8 @@
 """Where is the meeting of a run's workers? The leader opens it, the others find it.
 
 MASTER_ADDR and MASTER_PORT say where, and the leader listens at that address only; Echelon's launchers name
-another port in ECHELON_PORT, so that a script's torch.distributed finds MASTER_PORT free. Two others may hold it
-already: torchrun, with a store of its own, or the script, with that of torch.distributed. Then the
+another port in ECHELON_PORT, so that a script's torch.distributed finds MASTER_PORT free. Two others may
+hold it already: torchrun, with a store of its own, or the script, with that of torch.distributed. Then the
 leader listens at a free port, and the store tells the others the address and the port, and nothing else:
 whoever changes them there cannot prove to the others that it knows the secret.
 """
