@@ -124,7 +124,7 @@ class MemberChanges:
         root = self._groups[0]
         threading.Thread(target=_close, args=(root.inner,), name="echelon-closing", daemon=True).start()
         meeting = Rendezvous(
-            ServiceStore(self._service, view.number, view.members),  # type: ignore[arg-type]
+            ServiceStore(self._service, view.number, view.members),
             me,
             people,
             self._first.timeout_s,
