@@ -147,7 +147,7 @@ def _call(data: bytes) -> None:
         listener.setblocking(False)
         strangers = Strangers(
             ready,
-            talk=lambda: conversation(view=_VIEW, rank=0, secret=_SECRET, dialled=False),
+            talk=lambda sock: conversation(view=_VIEW, rank=0, secret=_SECRET, dialled=False),
             proven=lambda sock, proven: sock.close(),
             rejected=lambda refusal, address: found.append(refusal),
             opens=True,
@@ -165,7 +165,7 @@ def _call(data: bytes) -> None:
 
 def _requests(data: bytes) -> None:
     """What a worker asks of the meeting's board."""
-    made = board.Board()
+    made = board.MeetingBoard()
     for message in _messages(data):
         board.encode(made.answer(board.decode_request(message, peer="rank 1")))
 

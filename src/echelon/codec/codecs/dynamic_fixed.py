@@ -208,7 +208,8 @@ class DynamicFixed(Codec):
         head = _Head(*_HEAD.unpack(data[: _HEAD.size].tobytes())) if len(data) >= _HEAD.size else None
         if head is not None and _LOWEST <= head.exponent <= _HIGHEST and 0 < head.writers < 2**16:
             size_bytes = self._grid(head.exponent).total(head.writers).size_bytes(count)
-            if len(data) == _HEAD.size + size_bytes:
+            most = count * head.writers
+            if len(data) == _HEAD.size + size_bytes and head.beyond <= most and head.beyond_half <= most:
                 return head
         raise Corrupt(
             f"these {len(data)} bytes are not {count} numbers of {self.bits} bits and their scale",

@@ -48,7 +48,7 @@ _LOOK_S = 0.2
 _LEFT_S = 2.5  # a script that goes on after an exception makes its next call before, or computes
 _IDLE = 0.2  # of the time
 _IDLE_LOOK_S = 0.5
-_MOVING_BYTES = ("echelon-wire", "echelon-rails", "echelon-store")  # threads that are no codec's
+_CODECS = ("echelon-codec",)  # the only threads of Echelon's own that begin operations
 
 _log = logging.getLogger(__name__)
 OnWaiting = Callable[[list[int], float, str], None]  # awaited ranks, since when (Unix time), what they do
@@ -389,7 +389,7 @@ class Watch:
         others = (self._beginners & running.keys()) - own - {self._trainer()}
         if trained or others:
             return bool(others)
-        codecs = (own & running.keys()) - _own_threads(_MOVING_BYTES)
+        codecs = _own_threads(_CODECS) & running.keys()
         at_work = {thread for thread in codecs if running[thread].f_code.co_name != "_run"}
         return bool(at_work or codecs & self._loop.threads_in_flight())
 
