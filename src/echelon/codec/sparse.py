@@ -176,7 +176,8 @@ def put(positions: Positions, values: Floats | np.float32, out: Tensor, *, add: 
     """Write the values at their positions and zeros elsewhere, or add the values to `out`."""
     target: Floats = out.numpy()
     if add:
-        target[positions] += values
+        with np.errstate(invalid="ignore", over="ignore"):  # a gradient may be infinite
+            target[positions] += values
     else:
         target.fill(0)
         target[positions] = values
