@@ -39,8 +39,8 @@ def closing_table(summary: Summary) -> RenderableType:
             table.add_column(name, total, justify="right", no_wrap=True)
     for row in range(len(summary.workers)):
         table.add_row(*(Text(cells[row + 1]) for cells in columns.values()))
-    rate = f"{summary.samples_per_s:,.0f} samples/s"
-    lines = [f"{_made(summary)} in {show_seconds(summary.seconds)}, {rate}", ", ".join(quality(summary))]
+    lines = [f"{_made(summary)} in {show_seconds(summary.seconds)}, {rate(summary)}"]
+    lines.append(", ".join(quality(summary)))
     lines += [verdict(summary), decisions_verdict(summary.decisions), wire_verdict(summary)]
     lines.append(verify_line(summary.verified))
     meanings = _meanings(summary)
@@ -58,6 +58,13 @@ def _meanings(summary: Summary) -> dict[str, str]:
         for name in ("last", "delayed"):
             meanings[name] += f", from step {summary.settled.step:,} on"
     return meanings
+
+
+def rate(summary: Summary) -> str:
+    """How fast it was; without a prepared loader samples are not counted."""
+    if summary.samples or not summary.seconds:
+        return f"{summary.samples_per_s:,.0f} samples/s"
+    return f"{summary.all_steps / len(summary.workers) / summary.seconds:,.3g} steps/s"
 
 
 def quality(summary: Summary) -> list[str]:
@@ -86,13 +93,15 @@ def _columns(summary: Summary) -> dict[str, list[str]]:
         "rank": ["all", *(str(w.rank) for w in workers)],
         "node": ["", *(w.node for w in workers)],
     }
-    if summary.sync is None:
+    if summary.sync is None and summary.samples:
         batch = sum(w.mean_share for w in workers)
         columns["share"] = [f"{batch:.0f}", *(f"{w.mean_share:.0f}" for w in workers)]
     else:
         columns["steps"] = [f"{summary.all_steps:,}", *(f"{w.steps:,}" for w in workers)]
+    if summary.samples:
+        speeds = [summary.samples_per_s, *(w.samples_per_s for w in workers)]
+        columns["samples/s"] = [f"{speed:,.0f}" for speed in speeds]
     columns |= {
-        "samples/s": [f"{summary.samples_per_s:,.0f}", *(f"{w.samples_per_s:,.0f}" for w in workers)],
         "compute": ["", *(_seconds(w.compute_s, summary) for w in workers)],
         "wait": ["", *(_seconds(w.wait_s, summary) for w in workers)],
     }

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.config.units import show_seconds
-from echelon.observe.closing import percent, quality
+from echelon.observe.closing import percent, quality, rate
 from echelon.observe.events import (
     LAUNCHER,
     AnyEvent,
@@ -183,7 +183,7 @@ class Progress:
         if not self._lines or self._script:
             return []
         summary = self._tally.summary()
-        return [", ".join([beginning, f"{_rate(summary, before):,.0f} samples/s", *quality(summary)])]
+        return [", ".join([beginning, _rate(summary, before), *quality(summary)])]
 
     # The panel -----------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Progress:
             waits = Text(str(stall), style="yellow") if stall else Text("waiting for the first step", "dim")
             return waits if stall or not self._script else None
         if stall is None:
-            figures = [f"{_rate(summary, before):,.0f} samples/s", *quality(summary)]
+            figures = [_rate(summary, before), *quality(summary)]
             news = Text("  ".join(figures))
         else:
             news = Text(str(stall), style="yellow" if stall.missing or stall.doing else "dim")
@@ -292,10 +292,10 @@ class Progress:
         return Group(table, Text(f"and {len(summary.workers) - room} more workers", style="dim"))
 
 
-def _rate(summary: Summary, before: Summary | None) -> float:
-    if before is None or summary.seconds <= before.seconds:
-        return summary.samples_per_s
-    return (summary.samples - before.samples) / (summary.seconds - before.seconds)
+def _rate(summary: Summary, before: Summary | None) -> str:
+    if not summary.samples or before is None or summary.seconds <= before.seconds:
+        return rate(summary)
+    return f"{(summary.samples - before.samples) / (summary.seconds - before.seconds):,.0f} samples/s"
 
 
 def _worker_rate(worker: WorkerSummary, then: WorkerSummary | None) -> float:

@@ -146,7 +146,7 @@ def _tiles(summary: Summary) -> str:
         "updates": f"{summary.sync.updates:,}" if summary.sync and summary.sync.served else "",
         "epochs": f"{summary.epochs:,}" if summary.epochs else "",
         "from first to last step": show_seconds(summary.seconds),
-        "samples/s": f"{summary.samples_per_s:,.0f}",
+        "samples/s": f"{summary.samples_per_s:,.0f}" if summary.samples else "",
         "train loss": f"{summary.train_loss:.3g}" if summary.train_loss is not None else "",
         "test loss": f"{summary.test_loss:.3g}" if summary.test_loss is not None else "",
         "test accuracy": f"{100 * summary.accuracy:.1f} %" if summary.accuracy is not None else "",

@@ -327,7 +327,8 @@ class Tally:
         late_rounds = [r for r in self._rounds_open.incomplete() if len(r.workers) >= max(2, world_size)]
         lateness = self._lateness.with_more(late_rounds).figures(len(self._hosts), all_meet=not self.apart)
         samples = sum(worker.samples for worker in self._workers.values())
-        seconds = max(0.0, self._last_end - self._first_start) if samples else 0.0
+        stepped = any(worker.steps for worker in self._workers.values())
+        seconds = max(0.0, self._last_end - self._first_start) if stepped else 0.0
         return Summary(
             world_size=world_size,
             steps=max((worker.steps for worker in self._workers.values()), default=0),

@@ -239,7 +239,7 @@ def wire_verdict(summary: Summary) -> str:
     communication = summary.communication
     if communication is None:
         return " ".join(sentences)
-    if communication.distance is not None:
+    if communication.distance is not None and summary.samples:  # else only part of the computing is known
         limit = _limit(communication, summary)
         sentences.append(f"A step took {communication.distance:.2f} times its lower limit: {limit}.")
         if communication.limited_by == "link" and communication.distance < _BELOW_LIMIT:

@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from echelon.config.units import show_seconds
 from echelon.observe.closing import closing_table
 from echelon.observe.summary import summarise
 
@@ -49,6 +50,15 @@ def test_long_names_and_figures_still_fit(imagined, a_plan):
 )
 def test_the_closing_table_leaves_out_unknown_figures(imagined, a_plan, situation, missing):
     assert missing not in _closing(summarise(imagined(a_plan(**situation))))
+
+
+def test_without_counted_samples_the_closing_table_has_steps_per_second_and_no_shares(imagined, a_plan):
+    summary = summarise(imagined(a_plan(shares=(0, 0, 0, 0), buckets=4)))
+    text = " ".join(_closing(summary).split())
+    assert f"120 steps in {show_seconds(summary.seconds)}, {120 / summary.seconds:.3g} steps/s" in text
+    assert "samples/s" not in text
+    assert "share " not in text.replace("share of", "")
+    assert "lower limit" not in text
 
 
 def test_without_events_the_closing_table_is_a_sentence():
