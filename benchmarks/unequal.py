@@ -1,12 +1,14 @@
 """Unequal CPUs: how much of the ideal gain do shares bring when nothing is told? DDP beside it.
 
     python benchmarks/unequal.py [--quick] [--clusters 5] [--seconds 12] [--only auto,equal]
+    python benchmarks/unequal.py --alike --rounds 5 --only auto,equal
 
 Lab nodes with CPU quotas train a small convolutional net; the batch is global. `equal` gives every worker
 the same share, `by-speed` the quotas that the lab's file states, `auto` is told nothing. The ideal gain on
 equal shares is the sum of the speeds over the number of nodes times the slowest one. DDP (Gloo) has equal
 batches. The first cluster has quotas of 0.8, 0.4, 0.2 and 0.1 of a core; the others are drawn at random. Of
-each run the first part is not counted (`--warm-up`), in which `auto` still measures.
+each run the first part is not counted (`--warm-up`), in which `auto` still measures. `--alike`: four nodes of
+0.4 of a core, where automatic shares can only cost something.
 """
 
 from __future__ import annotations
@@ -135,6 +137,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=1)
     options.add_argument("--only", default="")
     options.add_argument("--quick", action="store_true")
+    options.add_argument("--alike", action="store_true")
     options.add_argument("--verbose", action="store_true")
     asked = options.parse_args()
     if asked.work and "RANK" in os.environ:
@@ -142,6 +145,8 @@ def main() -> None:
         return
     ways = [way for way in _WAYS if not asked.only or way in asked.only.split(",")]
     clusters = [[0.8, 0.4, 0.2, 0.1], *(() if asked.quick else drawn(asked.clusters))]
+    if asked.alike:
+        clusters = [[0.4] * 4]
     fractions = []
     for quotas in clusters:
         rates: dict[str, list[float]] = {way: [] for way in ways}
