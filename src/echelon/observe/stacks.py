@@ -45,6 +45,8 @@ def answer(environment: Mapping[str, str] = os.environ) -> None:
                 os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
                 0o666,
             )
+            # When Python ends, faulthandler puts this back: the signal must not kill a worker that ends.
+            signal.signal(_signal(), signal.SIG_IGN)
             faulthandler.register(_signal(), fd, all_threads=False)
 
 

@@ -56,7 +56,7 @@ from echelon.zoo.dataset import SampleSpec
 from echelon.zoo.model import MODELS
 from echelon.zoo.task import cross_entropy
 
-LINKS_LIMIT_S = 3.5
+LINKS_LIMIT_S = 2.3
 COMPUTE_LIMIT_S = 1.0
 QUOTA_WITHIN_S = 8.0
 PROGRESS = "probe: "  # how the leader's progress lines begin

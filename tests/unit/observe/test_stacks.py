@@ -37,6 +37,28 @@ def test_a_worker_that_computes_says_where_it_is_and_a_stopped_one_that_it_is_st
             worker.kill()
 
 
+ENDING = """
+import faulthandler, signal, time
+from echelon.observe import stacks
+stacks.answer()
+faulthandler.unregister(signal.SIGRTMAX - 1)  # as when Python ends
+print("here", flush=True)
+input()
+"""
+
+
+def test_a_worker_that_is_about_to_end_is_not_killed_by_the_question(tmp_path):
+    folder = RunFolder(tmp_path).with_subfolders()
+    readiness.ask(folder)
+    env = {**os.environ, "ECHELON_RUN": str(tmp_path), "RANK": "3"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", ENDING], env=env, stdin=pipe, stdout=pipe) as worker:
+        worker.stdout.readline()
+        assert stacks.ask(folder, 3, worker.pid) == ""
+        worker.communicate(b"\n")
+    assert worker.returncode == 0
+
+
 def _stopped(folder, pid):
     return stacks.ask(folder, 3, pid).startswith("stopped")
 
