@@ -109,6 +109,7 @@ def work(way: str) -> None:
     if way == "ddp":
         import torch.distributed as dist
 
+        dist.barrier()  # the first worker has the store, without which the others would not end
         dist.destroy_process_group()
 
 

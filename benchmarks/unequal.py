@@ -7,8 +7,8 @@ Lab nodes with CPU quotas train a small convolutional net; the batch is global. 
 the same share, `by-speed` the quotas that the lab's file states, `auto` is told nothing. The ideal gain on
 equal shares is the sum of the speeds over the number of nodes times the slowest one. DDP (Gloo) has equal
 batches. The first cluster has quotas of 0.8, 0.4, 0.2 and 0.1 of a core; the others are drawn at random. Of
-each run the first part is not counted (`--warm-up`), in which `auto` still measures. `--alike`: four nodes of
-0.4 of a core, where automatic shares can only cost something.
+each run the first part is not counted (`--warm-up`), in which `auto` still measures. `--alike`: two workers
+of this machine without quotas, where automatic shares can only cost something.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def run(way: str, quotas: list[float], options: argparse.Namespace) -> dict[str,
         lab = Path(folder) / "unequal.toml"
         lab.write_text(lab_of(quotas))
         shares = way if way in ("equal", "by-speed", "auto") else "equal"
-        command = [sys.executable, "-m", "echelon", "run", "--lab", str(lab), "--shares", shares]
+        where = ["--workers", str(len(quotas))] if options.alike else ["--lab", str(lab)]
+        command = [sys.executable, "-m", "echelon", "run", *where, "--shares", shares]
         command += ["--runs", folder, __file__, "--work", way, "--batch", str(options.batch)]
         command += ["--seconds", str(options.seconds), "--warm-up", str(options.warm_up)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -146,7 +147,7 @@ def main() -> None:
     ways = [way for way in _WAYS if not asked.only or way in asked.only.split(",")]
     clusters = [[0.8, 0.4, 0.2, 0.1], *(() if asked.quick else drawn(asked.clusters))]
     if asked.alike:
-        clusters = [[0.4] * 4]
+        clusters = [[1.0] * 2]
     fractions = []
     for quotas in clusters:
         rates: dict[str, list[float]] = {way: [] for way in ways}
