@@ -44,7 +44,7 @@ for epoch in session.epochs({EPOCHS}):
         nn.functional.cross_entropy(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        time.sleep(0.004)
+        time.sleep(0.04 if "WAITS" in os.environ and session.world_size < {WORKERS} else 0.004)
     session.mean(1.0)
 weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 open(f"weights-{{slot}}", "w").write(hashlib.sha256(weights).hexdigest())
@@ -71,17 +71,29 @@ class Outcome:
 
 
 def run(
-    folder: Path, transport: str, kills: list[Kill], *, fewest: int = 2, limit_s: float = 60.0
+    folder: Path,
+    transport: str,
+    kills: list[Kill],
+    *,
+    fewest: int = 2,
+    respawn: int = 0,
+    limit_s: float = 60.0,
+    script: str = SCRIPT,
 ) -> Outcome:
-    """Start a run in an empty folder, kill workers of it, and look at what is left."""
-    (folder / "train.py").write_text(SCRIPT)
+    """Start a run in an empty folder, kill workers of it, and look at what is left.
+
+    With `respawn` the script takes its time while a worker is missing, so that it can come back.
+    """
+    (folder / "train.py").write_text(script)
     options = ["--workers", str(WORKERS), "--min-workers", str(fewest), "--transport", transport]
+    options += ["--respawn", str(respawn)]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "echelon", "run", *options, "train.py"],
             cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
+            env={**os.environ, **({"WAITS": "1"} if respawn else {})},
         )
         try:
             killed = _kill(folder, process, kills)
@@ -112,7 +124,7 @@ def _kill(folder: Path, process: subprocess.Popen[bytes], kills: list[Kill]) -> 
     killed: dict[int, float] = {}
     for kill in kills:
         time.sleep(kill.after_s)
-        pid = _lines(folder, kill.slot)[0][3]
+        pid = _lines(folder, kill.slot)[-1][3]
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:  # it was done
@@ -131,13 +143,15 @@ def _judged(folder: Path, code: int, text: str, killed: dict[int, float]) -> Out
     pause_s = 0.0
     for slot in range(WORKERS):
         lines = _lines(folder, slot)
-        if slot in killed and slot not in done:
-            epoch, positions, *_ = lines.pop()  # it may have been in the last sum, or not
+        pids = list(dict.fromkeys(line[3] for line in lines))
+        for pid in pids if slot in killed and slot not in done else pids[:-1]:
+            last = max(at for at, line in enumerate(lines) if line[3] == pid)
+            epoch, positions, *_ = lines.pop(last)  # it may have been in the last sum, or not
             under_way[epoch].append(set(positions))
         for epoch, positions, *_ in lines:
             counts[epoch].update(positions)
         if slot in done:
-            pairs = itertools.pairwise(line[2] for line in lines)
+            pairs = itertools.pairwise(line[2] for line in lines if line[3] == pids[0])
             pause_s = max(
                 [pause_s, *(b - a for a, b in pairs if any(a <= t <= b for t in killed.values()))]
             )

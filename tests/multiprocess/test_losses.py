@@ -31,6 +31,17 @@ def test_the_others_go_on_with_the_same_weights_and_every_sample_once(tmp_path, 
     assert not list((tmp_path / "runs").glob("*/errors/*"))
 
 
+@pytest.mark.parametrize(("transport", "slot"), [("shm", 0), ("tcp", 2)])
+def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(tmp_path, transport, slot):
+    outcome = run(tmp_path, transport, [Kill(slot, 0.1)], respawn=3)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert f"rank {slot} was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert f"rank {slot} is back after" in outcome.output
+    assert "done with 4 workers" in outcome.output
+    assert (tmp_path / f"weights-{slot}").exists()
+    assert not (next((tmp_path / "runs").iterdir()) / "admission").exists()
+
+
 def test_with_too_few_left_the_run_ends_and_names_the_lost_worker(tmp_path):
     outcome = run(tmp_path, "tcp", [Kill(2, 0.1)], fewest=4)
     assert outcome.code == 128 + 9

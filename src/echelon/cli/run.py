@@ -45,6 +45,7 @@ _PANELS = {
             "threads",
             "start",
             "min_workers",
+            "respawn",
             "join_timeout_s",
             "round_timeout_s",
             "runs",

@@ -124,7 +124,8 @@ class ChangingGroup(Group):
             return tensor
 
         def put(found: Sequence[Tensor]) -> Tensor:
-            tensor.detach().copy_(found[0])
+            if found:  # else a worker that comes back repeats it, and gets the values of now later
+                tensor.detach().copy_(found[0])
             return tensor
 
         self._run(attempt, lambda sent: [sent.detach().clone()], put, full=False)

@@ -87,6 +87,10 @@ class RunSettings:
         None,
         "Go on when workers are killed, as long as so many are left. Default: a loss ends the run.",
     )
+    respawn: int = setting(
+        3,
+        "With --min-workers: how often in a row a lost worker is started again. 0: never.",
+    )
     join_timeout_s: float = choice("join_timeout_s")
     round_timeout_s: float = choice("round_timeout_s")
     checkpoint: str | None = setting(
@@ -108,6 +112,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         check_at_least(self, "workers", 1)
         check_at_least(self, "min_workers", 1)
+        check_at_least(self, "respawn", 0)
         check_at_least(self, "checkpoint_keep", 1)
         if self.checkpoint_every is not None:
             Every.parse(self.checkpoint_every, where="--checkpoint-every")

@@ -7,6 +7,9 @@ of each. One that is behind gets the results that it lacks from one that has the
 operation, which is carried out again without the lost worker.
 
 A worker that has ended in an orderly way is awaited no longer.
+
+A lost worker may come back: a new process with its slot waits until all members stand between two steps to
+admit it. If somebody is lost meanwhile, the members go on without that one first.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ import msgspec
 
 
 class SurvivorState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a survivor stands: the view that broke, the operation that failed, batches of each loader."""
+    """Where a survivor stands: the view that broke, the operation that failed, batches of each loader.
+
+    admits  nothing has failed: it is between two steps, and waits for workers that come back
+    """
 
     slot: int
     view: int
     operation: int
     handed: dict[int, int] = {}
+    admits: bool = False
 
 
 class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +35,7 @@ class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
 
     handed  how many batches of each loader were handed out on the worker that is furthest
     lost    the slots that are not in it any more
+    joined  the slots that have come back: the last members, which get the state of the first one
     """
 
     number: int
@@ -35,6 +43,7 @@ class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
     operations: tuple[int, ...] = ()
     handed: dict[int, int] = {}
     lost: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
 
     @property
     def behind(self) -> range:
@@ -55,6 +64,7 @@ class Survival:
         self._ready: set[int] = set()
         self._gone: set[int] = set()
         self._left: set[int] = set()
+        self._waiting: list[int] = []
         self._standing: dict[int, SurvivorState] = {}
 
     @property
@@ -74,6 +84,21 @@ class Survival:
     def left(self, slot: int) -> None:
         """A worker has ended in an orderly way."""
         self._left.add(slot)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The lost slots whose new workers wait to be members."""
+        return tuple(self._waiting)
+
+    def wait(self, slot: int) -> None:
+        """The new worker of a lost slot is ready to be a member."""
+        if slot in self._gone and slot not in self._waiting:
+            self._waiting.append(slot)
+
+    def give_up(self, slot: int) -> None:
+        """The new worker of a lost slot has ended before it was a member."""
+        if slot in self._waiting:
+            self._waiting.remove(slot)
 
     def lose(self, slot: int) -> bool:
         """A worker was lost; whether the others can go on without it."""
@@ -97,21 +122,29 @@ class Survival:
         return bool(self._gone & set(self.view.members))
 
     def follow(self) -> SurvivorView | None:
-        """The next view, once it is due: somebody is lost, and all others have said where they are."""
+        """The next view, once it is due: all have said where they are, and one is lost or may come back."""
         living = self.living
-        if not self.broken or not living or any(slot not in self._standing for slot in living):
+        if not living or any(slot not in self._standing for slot in living):
             return None
         told = [self._standing[slot] for slot in living]
+        if not self.broken and not all(one.admits for one in told):
+            return None
         handed: dict[int, int] = {}
         for one in told:
             for loader, count in one.handed.items():
                 handed[loader] = max(count, handed.get(loader, 0))
+        operations = [one.operation for one in told]
+        joined = [] if self.broken else self._waiting
         self.view = SurvivorView(
             number=self.view.number + 1,
-            members=tuple(living),
-            operations=tuple(one.operation for one in told),
+            members=(*living, *joined),
+            operations=(*operations, *[max(operations)] * len(joined)),
             handed=handed,
             lost=tuple(slot for slot in self.view.members if slot not in living),
+            joined=tuple(joined),
         )
+        if joined:
+            self._gone -= set(joined)
+            self._waiting = []
         self._standing = {}
         return self.view

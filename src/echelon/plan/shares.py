@@ -157,6 +157,23 @@ class ShareTable:
             for loader, number in drawn.items()
         }
 
+    def table(self) -> dict[str, Any]:
+        """All of it, with the numbers of batches as they are; for a worker that comes back to the run."""
+        before = {
+            str(loader): [[until, list(weights)] for until, weights in entries]
+            for loader, entries in self._before.items()
+        }
+        return {"weights": list(self.weights), "before": before}
+
+    def adopt(self, table: Mapping[str, Any]) -> None:
+        """Go on with another worker's table."""
+        self.weights = tuple(float(weight) for weight in table["weights"])
+        self._parts.clear()
+        self._before = {
+            int(loader): [(int(until), tuple(map(float, weights))) for until, weights in entries]
+            for loader, entries in table["before"].items()
+        }
+
     def at(self, loader: int, number: int) -> tuple[float, ...]:
         """The weights of a loader's batch; `number` counts all batches that were drawn from it."""
         before = self._before.get(loader, [])

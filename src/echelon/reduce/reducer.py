@@ -34,6 +34,7 @@ from echelon.reduce.packing import Item, assign, sizes
 from echelon.reduce.piggyback import Piggyback
 
 NamedParameter = tuple[str, nn.Parameter]
+_COPIED_BYTES = 2 << 20  # sums of so many bytes are copied faster than workers confirm them to each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,23 +391,29 @@ class Reducer:
     def _landed_without_lost(self, changes: GroupChanges) -> list[Landed]:
         """The round of the members that are there: sent again if others were lost before it was complete.
 
-        The sums are kept for members that were interrupted before they had them. The script may change its
-        gradients in place, so these are copies.
+        A member may be interrupted after others have gone on. Small sums are kept for it: copies, because
+        the script may change its gradients in place. Larger ones count once all members confirm that they
+        have them, so that nobody needs another's.
         """
+        small = sum(bucket.size_bytes for bucket in self._buckets) <= _COPIED_BYTES
         found, landed = changes.begin(), None
         while found is None and landed is None:
             try:
                 if self._packed_in != changes.number or changes.outdated():
                     self._send_again()
-                landed = self._receive_all()
+                received = self._receive_all()
+                if not small:
+                    self._group.current.barrier()
+                landed = received
             except LOST as error:
                 found = changes.recover(error)
         if found is not None:
-            for bucket, sums in zip(self._buckets, found, strict=True):
-                bucket.sums().copy_(sums)
+            if small:
+                for bucket, sums in zip(self._buckets, found, strict=True):
+                    bucket.sums().copy_(sums)
             landed = [bucket.landed() for bucket in self._buckets]
         assert landed is not None
-        changes.complete(self._kept_sums(), full=True)
+        changes.complete(self._kept_sums() if small else [], full=True)
         changes.reduced(anew=found is None)
         return landed
 

@@ -3,6 +3,8 @@
 The launcher tells it which processes have ended. Workers tell it where they stand when an operation has
 failed, and get the next view, as membership/survival.py decides. Only processes with the run's token are
 answered. Workers that step without losses ask nothing.
+
+A lost worker is started again, as membership/respawn.py says. It waits here until the others admit it.
 """
 
 from __future__ import annotations
@@ -15,33 +17,46 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from echelon.membership.respawn import RespawnRule
 from echelon.membership.survival import Survival, SurvivorState
-from echelon.train.service import ADDRESS_VARIABLE, TOKEN_VARIABLE
+from echelon.membership.view import MemberId
+from echelon.train.admission import ADMISSION_VARIABLE, AdmissionFlag
+from echelon.train.service import ADDRESS_VARIABLE, EPOCHS_KEY, TOKEN_VARIABLE
 
 _GET_S = 0.1
 _NOBODY_S = 5.0
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 1 << 26
 
 
 class Members:
     """The members of one run, in a thread for each worker.
 
     limit_s  how long survivors wait for one that has not come to the operation that failed
+    tries    how often in a row a lost worker is started again
+    file     where workers see that one of them waits to come back
     """
 
-    def __init__(self, workers: int, fewest: int, *, limit_s: float) -> None:
+    def __init__(self, workers: int, fewest: int, *, limit_s: float, tries: int, file: Path) -> None:
         self._survival = Survival(workers, fewest)
         self._limit_s = limit_s
+        self._tries = tries
+        self._rule = RespawnRule(tries)
         self._changed = threading.Condition()
         self._values: dict[str, str] = {}
         self._counts: dict[str, int] = {}
         self._ended: dict[int, int] = {}
+        self._lost_at: dict[int, float] = {}
+        self._to_start: list[int] = []
+        self._returning: set[int] = set()  # started again, and no members yet
+        self._fresh: set[int] = set()  # members again, without a step yet
         self._news: list[str] = []
         self._raised = False  # a worker has raised an error, which ends the run
+        self._flag = AdmissionFlag.create(file)
         self._token = secrets.token_hex(16)
         self._listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._accept, name="echelon-members", daemon=True).start()
@@ -50,7 +65,11 @@ class Members:
     def environment(self) -> dict[str, str]:
         """What workers need to find it."""
         host, port = self._listener.getsockname()[:2]
-        return {ADDRESS_VARIABLE: f"{host}:{port}", TOKEN_VARIABLE: self._token}
+        return {
+            ADDRESS_VARIABLE: f"{host}:{port}",
+            TOKEN_VARIABLE: self._token,
+            ADMISSION_VARIABLE: str(self._flag.file),
+        }
 
     @property
     def leader(self) -> int:
@@ -58,24 +77,67 @@ class Members:
         with self._changed:
             return next(iter(self._survival.living), 0)
 
-    def ended(self, slot: int, code: int) -> bool:
-        """A process has ended with this code; whether the others go on without it.
+    @property
+    def apart(self) -> frozenset[int]:
+        """The slots whose failures do not end the run: lost, starting again, or back without a step."""
+        with self._changed:
+            return self._survival.gone | self._fresh
 
-        Only after a signal: one that has raised would raise again, on any worker.
+    def ended(self, slot: int, code: int) -> None:
+        """A process has ended with this code. The others go on without it after a signal.
+
+        One that has raised would raise again, on any worker: that ends the run, unless it was on its way
+        back.
         """
         with self._changed:
             if slot in self._ended:
-                return slot in self._survival.gone
+                return
             self._ended[slot] = code
-            if code >= 0 or not self._survival.lose(slot):
-                self._changed.notify_all()
-                return False
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            left = len(self._survival.living)
-            self._news.append(f"rank {slot} was lost ({name}); {left} workers go on")
+            if slot in self._returning:
+                self._returning.discard(slot)
+                self._survival.give_up(slot)
+                self._mark()
+                self._tell_not_back(slot, code)
+            elif slot in self._fresh and code:
+                self._fresh.discard(slot)
+                if self._survival.lose(slot):
+                    self._tell_not_back(slot, code)
+            elif code < 0 and self._survival.lose(slot):
+                left = len(self._survival.living)
+                self._news.append(f"rank {slot} was lost ({_signal(code)}); {left} workers go on")
+                self._lost_at[slot] = time.monotonic()
+                self._start_again(slot, "")
             self._follow()
             self._changed.notify_all()
-            return True
+
+    def _tell_not_back(self, slot: int, code: int) -> None:
+        left = len(self._survival.living)
+        how = _signal(code) if code < 0 else f"exit code {code}"
+        self._news.append(f"rank {slot} did not come back ({how}); {left} workers go on")
+        self._start_again(slot, "" if code < 0 else how)
+
+    def _start_again(self, slot: int, failure: str) -> None:
+        """Start a new worker in the slot, unless that would fail again."""
+        if not self._tries:
+            return
+        member = MemberId("", slot)
+        self._rule.failed(member, failure, 0)
+        refusal = f"its script ended with {failure}" if failure else self._rule.refusal(member)
+        if f"-1/{EPOCHS_KEY}" not in self._values:
+            refusal = "the script does not train in `for epoch in session.epochs(n)`"
+        if refusal:
+            self._news.append(f"rank {slot} is not started again: {refusal}")
+        else:
+            self._to_start.append(slot)
+
+    def to_start(self) -> list[int]:
+        """The slots for which a process is to be started now."""
+        with self._changed:
+            slots, self._to_start = self._to_start, []
+            for slot in slots:
+                del self._ended[slot]
+                self._returning.add(slot)
+        return slots
 
     def news(self) -> list[str]:
         """What is to be told since the last call."""
@@ -86,10 +148,26 @@ class Members:
     def close(self) -> None:
         """Answer nobody any more."""
         self._listener.close()
+        self._flag.remove()
+
+    def _mark(self) -> None:
+        """Let the members see whether somebody waits."""
+        self._flag.waiting = len(self._survival.waiting)
 
     def _follow(self) -> None:
-        if self._survival.follow() is not None:
-            self._changed.notify_all()
+        view = self._survival.follow()
+        if view is None:
+            return
+        if view.joined or not view.lost:
+            self._flag.round = 0  # all members stand, so none of them sets it meanwhile
+        for slot in view.joined:
+            self._returning.discard(slot)
+            self._fresh.add(slot)
+            took_s = time.monotonic() - self._lost_at.get(slot, time.monotonic())
+            count = len(view.members)
+            self._news.append(f"rank {slot} is back after {took_s:.1f} s; {count} workers go on")
+        self._mark()
+        self._changed.notify_all()
 
     # One thread for each worker ------------------------------------------------------------------
 
@@ -146,14 +224,33 @@ class Members:
                 return {}
             case "left":
                 with self._changed:
-                    self._survival.left(slot)
-                    self._raised |= bool(request["failed"])
+                    if slot not in self._returning and slot not in self._fresh:
+                        self._survival.left(slot)
+                        self._raised |= bool(request["failed"])
                     self._follow()
                     self._changed.notify_all()
                 return {}
+            case "stepped":
+                with self._changed:
+                    self._fresh.discard(slot)
+                    self._rule.progressed(MemberId("", slot))
+                return {}
+            case "return":
+                return self._return(slot)
             case "stand":
                 return self._stand(msgspec.convert(request["standing"], SurvivorState, strict=False))
         return {}
+
+    def _return(self, slot: int) -> dict[str, Any]:
+        """Wait a moment until the new worker of a lost slot is a member; then its first view."""
+        with self._changed:
+            self._survival.wait(slot)
+            self._mark()
+            self._changed.wait_for(lambda: slot not in self._survival.gone, 1.0)
+            view = self._survival.view
+            if slot in self._survival.gone or slot not in view.joined:
+                return {}
+            return {"view": msgspec.to_builtins(view, str_keys=True)}
 
     def _stand(self, standing: SurvivorState) -> dict[str, Any]:
         """Wait for the view after the one that the worker is in."""
@@ -163,7 +260,8 @@ class Members:
             self._follow()
             while self._survival.view.number <= standing.view:
                 waited_s = time.monotonic() - began
-                if waited_s > (self._limit_s if self._survival.broken else _NOBODY_S):
+                known = self._survival.broken or standing.admits
+                if waited_s > (self._limit_s if known else _NOBODY_S):
                     return {}
                 if self._failed():
                     return {}
@@ -178,3 +276,7 @@ class Members:
         return self._raised or any(
             code and slot not in self._survival.gone for slot, code in self._ended.items()
         )
+
+
+def _signal(code: int) -> str:
+    return signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from echelon.config.exit_codes import SAVED_AND_STOPPED
@@ -27,6 +28,7 @@ from echelon.start.failure import Failure, decide, evidence
 from echelon.start.forked import CAN_FORK, ForkedWorker, Template
 from echelon.start.input import WorkerInput
 from echelon.start.left_behind import Guardian
+from echelon.train.service import RETURNS_VARIABLE
 
 _GRACE_S = 0.3
 _SETTLE_S = 0.4
@@ -47,7 +49,7 @@ class WorkerProcesses:
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedWorker] = {}
         self._template: Template | None = None
         self._ending = False
-        self.lost: set[int] = set()  # workers without which the others go on
+        self.lost: frozenset[int] = frozenset()  # workers without which the others go on
         self._input = WorkerInput()
         self._guardian = Guardian(folder.path)
         forkable = [command for command in commands if command.program]
@@ -94,6 +96,12 @@ class WorkerProcesses:
             rank = self._template.refused.pop()
             self._processes[rank] = self._exec(self._commands[rank])
 
+    def restart(self, rank: int) -> None:
+        """Start a new process in the place of one that has ended."""
+        command = self._commands[rank]
+        env = {**command.env, RETURNS_VARIABLE: "1"}
+        self._processes[rank] = self._exec(replace(command, env=env))
+
     @property
     def size(self) -> int:
         """How many workers there are."""
@@ -120,8 +128,8 @@ class WorkerProcesses:
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def all_done(self) -> bool:
-        """Whether every worker has ended."""
-        return len(self.exit_codes()) == self.size
+        """Whether every worker has ended; not counting those without which the others go on."""
+        return len(self.exit_codes().keys() | self.lost) == self.size
 
     def failure(self) -> Failure | None:
         """The failure that caused the others, once any worker has failed.
@@ -144,7 +152,8 @@ class WorkerProcesses:
 
     def _failures(self) -> list[Failure]:
         codes = {rank: code for rank, code in self.exit_codes().items() if rank not in self.lost}
-        return evidence(self._folder, codes, self._fine)
+        found = evidence(self._folder, codes, self._fine)
+        return [failure for failure in found if failure.rank not in self.lost]
 
     def interrupt(self) -> None:
         """Send every worker the signal of Ctrl-C."""

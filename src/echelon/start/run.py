@@ -216,7 +216,7 @@ def _run(
             if target.call:
                 folder.call.write_bytes(target.call)
                 stack.callback(folder.call.unlink, missing_ok=True)
-            members = _members(settings, plan)
+            members = _members(settings, plan, folder)
             if members is not None:
                 stack.callback(members.close)
                 watch.members = members
@@ -386,11 +386,17 @@ def _check_losses(settings: RunSettings, plan: Plan) -> None:
     refuse_losses(plan, saves=settings.saves)
 
 
-def _members(settings: RunSettings, plan: Plan) -> Members | None:
+def _members(settings: RunSettings, plan: Plan, folder: RunFolder) -> Members | None:
     """The service that workers ask when one of them is lost; None if a loss ends the run."""
     if settings.min_workers is None or len(plan.workers) == 1:
         return None
-    return Members(len(plan.workers), settings.min_workers, limit_s=plan.round_timeout_s)
+    return Members(
+        len(plan.workers),
+        settings.min_workers,
+        limit_s=plan.round_timeout_s,
+        tries=settings.respawn,
+        file=folder.path / "admission",
+    )
 
 
 def _commands(
@@ -529,8 +535,10 @@ class _Watch:
     def _lose(self, members: Members, processes: WorkerProcesses) -> None:
         """Tell the service who has ended, and the user who was lost."""
         for rank, code in processes.exit_codes().items():
-            if members.ended(rank, code):
-                processes.lost.add(rank)
+            members.ended(rank, code)
+        for rank in members.to_start():
+            processes.restart(rank)
+        processes.lost = members.apart
         for text in members.news():
             self._emit([Noted(t=time.time(), rank=LAUNCHER, text=text, warning=True)])
             self._output.follow(members.leader)
@@ -538,7 +546,9 @@ class _Watch:
     def _failure(self, processes: Processes) -> Failure | None:
         if self.members is not None and isinstance(processes, WorkerProcesses):
             self._lose(self.members, processes)
-        failure = processes.failure() or self._whereabouts.look(processes)
+        failure = processes.failure()
+        if failure is None and (self.members is None or not self.members.apart):
+            failure = self._whereabouts.look(processes)
         if failure is not None:
             # Before the others are ended: a worker that ended well, or has not ended, failed all the same.
             self._code = processes.exit_codes().get(failure.rank) or 1

@@ -2,14 +2,21 @@
 
 All of it happens in the training thread, in the operation that has failed. Results of operations that other
 members lack are given to them first; then all members are at the same operation.
+
+A worker that was started again runs the script from its beginning. What the members exchanged before the
+first epoch, and from the current epoch's beginning to its first batch, is repeated from logs. In between it
+waits until it is a member, and gets the state of one of them.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -17,13 +24,22 @@ from torch import Tensor
 
 from echelon.comm.changing import LOST, ChangingGroup
 from echelon.comm.group import Group
-from echelon.comm.meet.rendezvous import Rendezvous
-from echelon.errors import WorkerError
+from echelon.comm.meet.rendezvous import Member, Rendezvous
+from echelon.errors import PeerLost, WorkerError
 from echelon.membership.survival import SurvivorState, SurvivorView
+from echelon.train import state_pieces
+from echelon.train.admission import AdmissionFlag
 from echelon.train.drawn import DrawnBatches
-from echelon.train.service import MemberService, ServiceStore
+from echelon.train.service import EPOCHS_KEY, MemberService, ServiceStore
 
 _SWITCH_S = 5e-4  # as in comm/wire/loop.py
+_LARGE_BYTES = (
+    1 << 16
+)  # larger broadcasts of `prepare` are weights, which are sent again when they are needed
+_MOST_LOGGED_BYTES = 32 << 20
+_ADMITTED_S = 3600.0
+STARTUP_KEY = "startup"
+FIRST_KEY = "first"
 
 
 class MemberChanges:
@@ -31,12 +47,28 @@ class MemberChanges:
 
     first      the first meeting; a worker's rank there is its slot from then on
     open_view  connects the members of a meeting
+    flag       says when workers that come back are admitted
+    returns    this worker was started again, and is no member yet
     """
 
     def __init__(
-        self, service: MemberService, first: Rendezvous, open_view: Callable[[Rendezvous], Group]
+        self,
+        service: MemberService,
+        first: Rendezvous,
+        open_view: Callable[[Rendezvous], Group],
+        flag: AdmissionFlag | None = None,
+        *,
+        returns: bool = False,
     ) -> None:
         self.number = 0
+        self.returns = returns
+        self.rounds = 0
+        self.preparing = False  # the session is in `prepare`
+        self._flag = flag
+        self._log: list[list[Tensor]] | None = []  # results since the start, or since the epoch began
+        self._logs = not returns
+        self._replayed: deque[list[Tensor]] | None = None
+        self._in_epochs = self._fresh = False
         self.slot = first.me.rank
         self.members = tuple(member.rank for member in first.members)
         self.drawn = DrawnBatches()
@@ -50,6 +82,11 @@ class MemberChanges:
         self._kept: dict[int, list[Tensor]] = {}
         self._found: dict[int, list[Tensor]] = {}
         self._active = False
+        if returns:
+            self._replayed = deque(_unpack_log(self.store().get(STARTUP_KEY).decode()))
+            self.store().set(f"member/{self.slot}", msgspec.json.encode(first.me).decode())
+        elif self.slot == 0:
+            self.store().set(FIRST_KEY, msgspec.json.encode(list(first.members)).decode())
 
     def store(self) -> ServiceStore:
         """Values that stay whoever is lost."""
@@ -74,11 +111,20 @@ class MemberChanges:
 
     def begin(self) -> list[Tensor] | None:
         """The next operation begins; its result, if others have completed it in an earlier view."""
+        if self._replayed is not None:
+            if not self._replayed:
+                raise self._differs()
+            return self._replayed.popleft()
         self._operation += 1
         return self._found.pop(self._operation, None)
 
     def complete(self, result: Sequence[Tensor], *, full: bool) -> None:
         """Keep the result. If none can have it before all have begun it, all have those before."""
+        if self._replayed is not None:
+            return
+        if self._logs and self._log is not None:
+            weights = self.preparing and sum(one.nbytes for one in result) > _LARGE_BYTES and not full
+            self._log.append([] if weights else list(result))
         if full:
             self._kept.clear()
         self._kept[self._operation] = list(result)
@@ -89,6 +135,12 @@ class MemberChanges:
 
     def reduced(self, *, anew: bool) -> None:
         """A round is complete: of the members of now, or of those before the last change."""
+        self.rounds += 1
+        if self._logs:
+            self._log = None  # sums are not logged, so nobody can come back here
+        if self._fresh:
+            self._fresh = False
+            self._service.ask(do="stepped")
         if anew:
             self.drawn.reduced(self.members)
         else:
@@ -97,14 +149,11 @@ class MemberChanges:
     def recover(self, error: WorkerError) -> list[Tensor] | None:
         """Go on without the lost workers; the result of the operation, if others have completed it."""
         while self._active:
-            standing = SurvivorState(
-                slot=self.slot, view=self.number, operation=self._operation, handed=dict(self.handed())
-            )
-            view = self._service.stand(standing)
+            view = self._stand(self._operation)
             if view is None:
                 break
             try:
-                self._adopt(view)
+                self._adopt(view, self._operation)
                 return self._found.pop(self._operation, None)
             except LOST as again:  # another one was lost meanwhile
                 if self._operation in self._found:
@@ -112,12 +161,34 @@ class MemberChanges:
                 error = again
         raise error
 
-    def _adopt(self, view: SurvivorView) -> None:
-        """Meet the others again, and give them what they lack."""
+    def _stand(self, operation: int, *, admits: bool = False) -> SurvivorView | None:
+        return self._service.stand(
+            SurvivorState(
+                slot=self.slot,
+                view=self.number,
+                operation=operation,
+                handed=dict(self.handed()),
+                admits=admits,
+            )
+        )
+
+    def _adopt(self, view: SurvivorView, at: int) -> None:
+        """Meet the others again, and give them what they lack; this worker is at operation `at`."""
         self.number, self.members = view.number, view.members
         self.on_change(view)
+        self._connect(view)
+        inner = self._groups[0].inner
+        for operation in view.behind:
+            source = view.source(operation)
+            mine = _packed(self._kept[operation]) if source == inner.rank else b""
+            told = inner.broadcast_bytes(mine, source)
+            if at <= operation:
+                self._found[operation] = _unpacked(told)
+
+    def _connect(self, view: SurvivorView) -> None:
+        """Connect with the members of a view, and let all groups go on with these connections."""
         people = tuple(
-            msgspec.structs.replace(self._first.members[slot], rank=place)
+            msgspec.structs.replace(self._member(slot), rank=place)
             for place, slot in enumerate(view.members)
         )
         me = people[view.members.index(self.slot)]
@@ -135,12 +206,106 @@ class MemberChanges:
         root.adopt(inner)
         for fork in self._groups[1:]:
             fork.adopt(inner.fork())
-        for operation in view.behind:
-            source = view.source(operation)
-            mine = _packed(self._kept[operation]) if source == me.rank else b""
-            told = inner.broadcast_bytes(mine, source)
-            if self._operation <= operation:
-                self._found[operation] = _unpacked(told)
+
+    def _member(self, slot: int) -> Member:
+        """A member as it is now; its process may be another one than at first."""
+        store, key = self.store(), f"member/{slot}"
+        if store.check([key]):
+            return msgspec.json.decode(store.get(key), type=Member)
+        return self._first.members[slot]
+
+    # Workers that come back ----------------------------------------------------------------------
+
+    def epochs_begin(self) -> None:
+        """The script's epochs begin: let the launcher keep what was exchanged before them."""
+        if self._in_epochs:
+            return
+        self._in_epochs = True
+        log, self._log, self._logs = self._log, None, False
+        if self.slot == self.members[0] and log is not None:
+            text = _pack_log(log)
+            if len(text) <= _MOST_LOGGED_BYTES:
+                self.store().set(STARTUP_KEY, text)
+                self.store().set(EPOCHS_KEY, "1")
+
+    def epoch_begins(self) -> None:
+        """Log what is exchanged until the epoch's first batch."""
+        if self._in_epochs and self._replayed is None:
+            self._log, self._logs = [], True
+
+    def batch_asked(self) -> None:
+        """The epoch's first pass asks for a batch: from now on nothing is logged."""
+        self._logs = False
+
+    def due(self, *, leads: bool) -> bool:
+        """Whether workers that wait are admitted now."""
+        return (
+            self._in_epochs
+            and self._flag is not None
+            and self._log is not None
+            and self._flag.due(self.rounds, leads=leads)
+        )
+
+    def admit(self, state: Callable[[], dict[str, Any]]) -> None:
+        """Meet the workers that wait, between two steps; the first member sends them the state."""
+        following, again = self._operation + 1, False
+        while again or self.due(leads=False):
+            again = False
+            view = self._stand(following, admits=True)
+            if view is None:
+                raise PeerLost("another worker did not come to admit one that comes back", ranks=())
+            try:
+                self._adopt(view, following)
+                if view.joined and self.slot == view.members[0]:
+                    self._send_state(view, state())
+            except LOST:
+                again = True
+
+    def _send_state(self, view: SurvivorView, state: dict[str, Any]) -> None:
+        assert self._log is not None
+        own = {
+            "operation": self._operation,
+            "rounds": self.rounds,
+            "drawn": self.drawn.state(),
+            "log": _pack_log(self._log),
+        }
+        places = [view.members.index(slot) for slot in view.joined]
+        state_pieces.send(self._groups[0].inner, {**state, "changes": own}, places)
+
+    def come_back(self) -> tuple[SurvivorView, dict[str, Any]]:
+        """Wait until this worker is a member again; its view, and the state of the first member."""
+        if self._replayed:
+            raise self._differs()
+        view = self._service.come_back(_ADMITTED_S)
+        self._active = self._in_epochs = self._fresh = True
+        self.returns = False
+        self.number, self.members = view.number, view.members
+        self._connect(view)
+        state = state_pieces.receive(self._groups[0].inner, 0)
+        own = state["changes"]
+        self._operation, self.rounds = int(own["operation"]), int(own["rounds"])
+        self.drawn.restore(own["drawn"])
+        self._log = _unpack_log(own["log"])
+        self._replayed = deque(self._log)
+        return view, state
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether this worker still repeats what the others exchanged in this epoch."""
+        return self._replayed is not None
+
+    def caught_up(self) -> None:
+        """This worker is where the others were when they admitted it."""
+        if self._replayed:
+            raise self._differs()
+        self._replayed = None
+
+    def _differs(self) -> WorkerError:
+        return WorkerError(
+            "the script exchanges something else than when it was started first",
+            where=f"rank {self.slot}, which was started again",
+            fix="let the script make the same session calls up to its first batch each time it starts",
+        )
 
 
 def _nothing(view: SurvivorView) -> None:
@@ -172,3 +337,11 @@ def _unpacked(data: bytes) -> list[Tensor]:
         .view(shape)
         for kind, shape, raw in parts
     ]
+
+
+def _pack_log(log: Sequence[Sequence[Tensor]]) -> str:
+    return base64.b64encode(msgspec.msgpack.encode([_packed(result) for result in log])).decode()
+
+
+def _unpack_log(text: str) -> list[list[Tensor]]:
+    return [_unpacked(one) for one in msgspec.msgpack.decode(base64.b64decode(text), type=list[bytes])]

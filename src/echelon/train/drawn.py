@@ -7,7 +7,7 @@ the batches since the last round was in no sum, and is drawn again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -66,6 +66,15 @@ class DrawnBatches:
         for batch in own:
             self._return(batch, members)
         return sorted(self._again.pop(loader, []))
+
+    def state(self) -> dict[str, list[int]]:
+        """The positions that are to be drawn again, by loader, when no batch is under way."""
+        return {str(loader): list(positions) for loader, positions in self._again.items()}
+
+    def restore(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Go on from another worker's."""
+        self._batches.clear()
+        self._again = defaultdict(list, {int(loader): list(found) for loader, found in state.items()})
 
     def _return(self, batch: DrawnBatch, members: Collection[int]) -> None:
         for slot in range(len(batch.parts)):

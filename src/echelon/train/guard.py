@@ -138,7 +138,8 @@ class Guard:
         alike = False
         if self._own_streams:
             among = [one.tolist() for one in group.all_gather(torch.tensor(streams.digests()))]
-            streams.fork(group.rank, among)
+            if group.rank < len(among):  # a worker that comes back repeats a gather of the others
+                streams.fork(group.rank, among)
             alike = streams.alike(among[: group.size // copies])
         if copies > 1:
             streams.copy(group, group.rank % (group.size // copies))
@@ -167,6 +168,14 @@ class Guard:
                     f"{names} came into the model after prepare: all workers continue with rank 0's "
                     "values. An optimizer that was made before does not know them",
                 )
+
+    def place(self) -> list[int]:
+        """When weights were checked last, and the step at which the pass began."""
+        return [self._checked_at, self._stepped_at_begin]
+
+    def go_to(self, place: list[int]) -> None:
+        """Check when the other workers do."""
+        self._checked_at, self._stepped_at_begin = place
 
     # Passes and steps ----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import sys
 import time
 import typing
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, cast
 
+import msgspec
 import torch
 
 from echelon.cluster.delay import DELAYS
@@ -32,9 +33,10 @@ from echelon.comm.changing import ChangingGroup
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.comm.meet.place import RUN_VARIABLE, Place
-from echelon.comm.meet.rendezvous import Rendezvous, meet
+from echelon.comm.meet.rendezvous import Member, Rendezvous, meet
 from echelon.comm.meet.resolve import await_address
 from echelon.comm.open import open_group, open_solo
+from echelon.comm.returning import ReturningGroup
 from echelon.comm.wire.summing import KEEP, SERVERS_DO, SUM
 from echelon.config.allowed import allow_names_in
 from echelon.config.choices import Choices, FactorRule, Integrity, Overlap, Transport, flag
@@ -50,12 +52,13 @@ from echelon.reduce.packing import sizes
 from echelon.server.process import serve
 from echelon.sync.cluster import carried_out, planned_cluster
 from echelon.train import threads
-from echelon.train.changes import MemberChanges
+from echelon.train.admission import AdmissionFlag
+from echelon.train.changes import FIRST_KEY, MemberChanges
 from echelon.train.checkpoint_settings import checkpoint_settings, save_as_asked
 from echelon.train.checks import check_plan, needs_parameter_servers, refuse_losses, refuse_without_servers
 from echelon.train.clock import StepClock
 from echelon.train.record import RunRecord
-from echelon.train.service import ADDRESS_VARIABLE, MemberService
+from echelon.train.service import ADDRESS_VARIABLE, RETURNS_VARIABLE, MemberService, ServiceStore
 from echelon.train.session import Session
 from echelon.train.thread_times import ThreadTimes
 from echelon.train.user_traceback import hide_wrappers
@@ -253,6 +256,8 @@ def _check(plan: Plan, place: Place) -> bool:
 def _connect(place: Place, plan: Plan, *, sums: bool) -> tuple[Group, Rendezvous | None]:
     if place.world_size == 1:
         return open_solo(), None
+    if os.environ.get(RETURNS_VARIABLE):
+        return _returning(place, plan)
     rendezvous = _meet(place, plan, plan.workers[place.rank].node)
     with _departing_on_error(None, rendezvous):
         if place.rank == 0 and place.servers:
@@ -277,6 +282,32 @@ def _changing(
     group: Group, service: MemberService, rendezvous: Rendezvous, place: Place, plan: Plan
 ) -> Group:
     """The group as one that goes on when workers are lost."""
+    flag = AdmissionFlag.from_environment(os.environ)
+    changes = MemberChanges(service, rendezvous, _opener(place, plan), flag)
+    made = ChangingGroup(group, changes)
+    changes.opened(made)
+    return made
+
+
+def _returning(place: Place, plan: Plan) -> tuple[Group, Rendezvous]:
+    """The group of a worker that was started again; it becomes a member when its epochs begin."""
+    tell(WorkerPhase.JOINING)
+    service = MemberService.from_environment(os.environ, place.rank, plan.round_timeout_s + _ANSWER_S)
+    assert service is not None
+    store = ServiceStore(service, -1, ())
+    first = msgspec.json.decode(store.get(FIRST_KEY), type=list[Member])
+    me = msgspec.structs.replace(first[place.rank], pid=os.getpid())
+    rendezvous = Rendezvous(cast(Any, store), me, tuple(first), plan.join_timeout_s)
+    flag = AdmissionFlag.from_environment(os.environ)
+    changes = MemberChanges(service, rendezvous, _opener(place, plan), flag, returns=True)
+    names = dict(enumerate(rendezvous.names))
+    made = ChangingGroup(ReturningGroup(place.rank, place.world_size, names, plan.round_timeout_s), changes)
+    changes.opened(made)
+    return made, rendezvous
+
+
+def _opener(place: Place, plan: Plan) -> Callable[[Rendezvous], Group]:
+    """Connects the members of a view."""
 
     def open_view(meeting: Rendezvous) -> Group:
         if len(meeting.members) == 1:
@@ -290,10 +321,7 @@ def _changing(
             timeout_s=plan.join_timeout_s,
         )
 
-    changes = MemberChanges(service, rendezvous, open_view)
-    made = ChangingGroup(group, changes)
-    changes.opened(made)
-    return made
+    return open_view
 
 
 def _meet(place: Place, plan: Plan, node: str) -> Rendezvous:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, Protocol
@@ -162,6 +162,7 @@ class SharedLoader(DataLoader[Any]):
         self._resuming = False
         self._changed = False  # workers were lost: what was loaded ahead is cut for them, too
         self._again: list[int] = []  # positions of this pass whose holders were lost
+        self._is_drained = False  # all others of this pass were drawn
         self._drawn: list[Any] | None = None
         self._claimed_to: Callable[[], int] | None = None
         self._restored = 0
@@ -301,7 +302,7 @@ class SharedLoader(DataLoader[Any]):
         self.share_drawn = 0
         if self._sharing.slot is not None:  # what was loaded ahead of a loop that was left counts no more
             self.batches_drawn = self.batches_handed
-        self._resuming = self.finished = False
+        self._resuming = self.finished = self._is_drained = False
         self._sharing.on_error(None)
         self._sharing.on_pass(self)
         # Seeds of its own, so that resuming a pass does not change the script's random numbers.
@@ -318,6 +319,7 @@ class SharedLoader(DataLoader[Any]):
                 except StopIteration:
                     if self._sharing.on_drained is None:
                         break
+                    self._is_drained = True
                     self._again = self._sharing.on_drained(self)
                     if not self._again:
                         break
@@ -369,6 +371,23 @@ class SharedLoader(DataLoader[Any]):
             self._resuming = True
         elif not self.finished:
             self.pass_index -= 1
+
+    def place(self) -> dict[str, Any]:
+        """Where this loader is, for a worker that comes back to the run."""
+        counts = {"handed": self.batches_handed, "draws_to_train": self.draws_to_train}
+        return {**self.state(), **counts}
+
+    def go_to(self, place: Mapping[str, Any], *, in_pass: bool) -> None:
+        """Go on where another worker's loader is; `in_pass`: in the middle of its pass."""
+        self.restore(dict(place))
+        self.pass_index, self._resuming = place["pass"], in_pass
+        self.batches_handed = self.batches_drawn = place["handed"]
+        self.draws_to_train = place["draws_to_train"]
+
+    @property
+    def draws_again(self) -> bool:
+        """Whether the pass is at the samples whose holders were lost."""
+        return bool(self._again) or self._is_drained
 
     def _from_order(self) -> Iterator[tuple[Slice, Any]]:
         taken: deque[Slice] = deque()  # parts whose data are being loaded

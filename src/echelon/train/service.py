@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from echelon.membership.survival import SurvivorState, SurvivorView
 
 ADDRESS_VARIABLE = "ECHELON_MEMBERS"
 TOKEN_VARIABLE = "ECHELON_MEMBERS_TOKEN"
+RETURNS_VARIABLE = "ECHELON_RETURNS"  # set if the worker was started again
+EPOCHS_KEY = "epochs"  # set once workers train in `session.epochs`, where one can come back
 _CONNECT_S = 10.0
 
 
@@ -69,6 +72,19 @@ class MemberService:
         answer = self.ask(do="stand", standing=msgspec.to_builtins(standing, str_keys=True))
         found = answer.get("view")
         return msgspec.convert(found, SurvivorView, strict=False) if found is not None else None
+
+    def come_back(self, limit_s: float) -> SurvivorView:
+        """Wait until the others admit this worker, which was started again; its first view."""
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until:
+            found = self.ask(do="return").get("view")
+            if found is not None:
+                return msgspec.convert(found, SurvivorView, strict=False)
+        raise WorkerError(
+            f"the others did not admit this worker within {limit_s:g} s",
+            where=f"rank {self.slot}",
+            fix="train in `for epoch in session.epochs(n)`; workers come back in an epoch's first pass",
+        )
 
 
 class ServiceStore:

@@ -49,6 +49,7 @@ from echelon.train.checkpoint_writer import CheckpointWriter
 from echelon.train.checks import alone, check_layout
 from echelon.train.clock import StepClock
 from echelon.train.collectives import ScriptCollectives
+from echelon.train.coming_back import ComingBack
 from echelon.train.drawn import DrawnBatch
 from echelon.train.families.choose import choose, spread_out
 from echelon.train.families.synchronizer import ModelOptions, Synchronizer
@@ -146,6 +147,7 @@ class Session(ScriptCheckpoints):
             clock.on_ended = self._auto_shares.step_ended
             self._synchronizer.carry(self._auto_shares.piggyback)
         self._current: SharedLoader | None = None
+        self._coming_back: ComingBack | None = None
         self._share = 0
         self._first_epoch = 0
         self._closed = False
@@ -155,6 +157,15 @@ class Session(ScriptCheckpoints):
             self._shares.goes_back = True
             self._changes.handed = lambda: {one.index: one.batches_handed for one in self._prepared.loaders}
             self._changes.on_change = self._members_changed
+            self._coming_back = ComingBack(
+                changes=self._changes,
+                prepared=self._prepared,
+                shares=self._shares,
+                clock=clock,
+                guard=self._guard,
+                seed=plan.seed,
+                leads=lambda: self.is_leader,
+            )
         seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
         self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
         self._lay_out(plan.parallel, where="--parallel")
@@ -232,7 +243,7 @@ class Session(ScriptCheckpoints):
         return self._nodes[self.rank]
 
     def _members_changed(self, view: SurvivorView) -> None:
-        """Workers were lost: the others share what is not drawn yet."""
+        """Workers were lost or are back: the members share what is not drawn yet."""
         planned = self._plan.workers
         self._nodes[:] = [planned[slot].node for slot in view.members]
         weights = [one.weight if one.rank in view.members else 0.0 for one in planned]
@@ -304,6 +315,8 @@ class Session(ScriptCheckpoints):
             codec=codec or "",
         )
         refuse_preparing(self._verifier, rules, codec or self._plan.codec)
+        if self._changes is not None:
+            self._changes.preparing = True
         self._agree("prepare" if parallel is None else f"prepare with parallel {parallel}")
         if parallel is not None:
             self._lay_out(parallel, where=f"prepare(parallel={parallel!r})")
@@ -325,6 +338,8 @@ class Session(ScriptCheckpoints):
         if models and self._arranger is not None:
             self._arranger.prepared(sum(gradient_bytes(model) for model in self._prepared.models))
         self._guard.prepared(own_streams=random == "own")
+        if self._changes is not None:
+            self._changes.preparing = False
         return out[0] if len(out) == 1 else tuple(out)
 
     def _take(
@@ -392,7 +407,7 @@ class Session(ScriptCheckpoints):
                 slots=self._synchronizer.slots,
                 on_begin=lambda: self._continue(counts=False),
                 on_pass=self._on_pass,
-                on_ask=self._asked,
+                on_ask=self._batch_asked,
                 on_batch=self._on_batch,
                 on_break=self._synchronizer.left,
                 on_error=self._group.left_loop,
@@ -416,8 +431,11 @@ class Session(ScriptCheckpoints):
                     ...
         """
         self._continue(counts=True)
+        self._begin_epochs()
         for epoch in range(self._first_epoch, count):
             self._clock.epoch = epoch
+            if self._coming_back is not None:
+                self._coming_back.epoch_begins()
             try:
                 yield epoch
             except GeneratorExit:
@@ -433,6 +451,22 @@ class Session(ScriptCheckpoints):
         if self._prepared.models and not self._synchronizer.claims:
             self._agree("the end of the last epoch")
             self._guard.check_weights("the end of the last epoch")
+
+    def _begin_epochs(self) -> None:
+        """Where workers may be lost: one that was started again becomes a member here."""
+        if self._changes is None or self._coming_back is None:
+            return
+        if not self._changes.returns:
+            self._changes.epochs_begin()
+            return
+        view, self._first_epoch = self._coming_back.come_back()
+        self._nodes[:] = [self._plan.workers[slot].node for slot in view.members]
+
+    def _batch_asked(self, loader: SharedLoader) -> None:
+        """The loop asks for a batch."""
+        self._asked(loader)
+        if self._coming_back is not None:
+            self._coming_back.asked(loader)
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
@@ -525,6 +559,8 @@ class Session(ScriptCheckpoints):
     def _on_pass(self, loader: SharedLoader) -> None:
         if not loader.finished and self._changes is not None and self._prepared.models:
             self._changes.ready()
+        if not loader.finished and self._coming_back is not None:
+            self._coming_back.pass_begins(loader)
         if not loader.finished:
             purpose = "training" if self._weights.trains else "evaluation"
             self._agree(f"pass {loader.pass_index} over loader {loader.index}, for {purpose}")

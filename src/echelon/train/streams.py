@@ -51,6 +51,12 @@ def fork(rank: int, among: Sequence[Sequence[int]]) -> list[str]:
     return left
 
 
+def begin(text: str) -> None:
+    """Continue on streams that follow from a text."""
+    for name in STREAMS:
+        _seed(name, xxhash.xxh3_64_intdigest(f"{text}/{name}".encode()) >> 1)
+
+
 def alike(among: Sequence[Sequence[int]]) -> bool:
     """Whether two workers have a stream in common."""
     return any(len({mine[index] for mine in among}) < len(among) for index in range(len(STREAMS)))
