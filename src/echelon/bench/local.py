@@ -6,17 +6,15 @@ threads, processes, both; besides them chunks that fit the cache, and pinned cor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from echelon.bench.workloads import workload
-from echelon.cluster.machine import usable_cores
 from echelon.errors import ConfigError, LaunchError
 from echelon.parallel.local_way import LocalWay, as_it_is, table_ways
-from echelon.start.local_trial import LocalTrial, MeasuredWay, take_turns
+from echelon.start.local_trial import LocalTrial, MeasuredWay, my_cores, take_turns
 from echelon.train.local_messages import LocalJob
 
 Progress = Callable[[str, float], None]
@@ -84,10 +82,8 @@ def measure_local(
     )
     progress(f"{model}: starting processes for {len(chosen)} ways", 0.0)
     with LocalTrial(job, sum(way.processes for way in chosen), cores) as trial:
-        opened = []
-        for at, way in enumerate(chosen):
-            progress(f"{model}: making models", at / len(chosen))
-            opened.append(trial.open(way))
+        progress(f"{model}: making models", 0.0)
+        opened = trial.open(chosen)
         progress(f"{model}: warming up", 0.0)
         take_turns(
             trial,
@@ -119,13 +115,6 @@ def _row(one: MeasuredWay, batch: int) -> LocalRow:
         return LocalRow(way=one.way, left_out=one.failed)
     rates = [batch / step_s for step_s in one.seconds[batch]]
     return LocalRow(way=one.way, rate=median(rates), least=min(rates), most=max(rates))
-
-
-def my_cores() -> tuple[int, ...]:
-    """The cores to compute with: those that this process may run on, as many as its quota grants."""
-    allowed = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    count = usable_cores()
-    return allowed[:count] or tuple(range(count))
 
 
 def numa_nodes(root: Path = Path("/")) -> int:

@@ -46,7 +46,7 @@ class ThreadReplicas:
                 return 0.0
             loss = loss_fn(self._models[at](x[begin:end]), y[begin:end]) * ((end - begin) / rows)
             loss.backward()  # type: ignore[no-untyped-call]
-            return float(loss)
+            return float(loss.detach())
 
         losses = list(self._pool.map(part, range(len(self._models))))
         for own, *others in zip(*(one.parameters() for one in self._models), strict=True):

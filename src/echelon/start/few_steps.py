@@ -9,11 +9,12 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from echelon.config.resolve import resolve
+from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunSettings
 from echelon.errors import ConfigError, LaunchError
 from echelon.observe.events import AnyEvent, StepEnded
@@ -61,12 +62,19 @@ def steps_of(
     schema: type[RunSettings], given: Mapping[str, Any], target: Target, steps: int
 ) -> tuple[list[AnyEvent], Plan]:
     """The events of a run's first steps, and its plan."""
+    return steps_of_run(resolve(schema, given), target, steps)
+
+
+def steps_of_run(
+    resolved: Resolved[RunSettings], target: Target, steps: int
+) -> tuple[list[AnyEvent], Plan]:
+    """The same for settings that are resolved already."""
     root = Path(tempfile.mkdtemp(prefix="echelon-steps-"))
     watcher = _Counting(steps)
     try:
-        resolved = resolve(schema, {**given, "runs": str(root), "name": "steps"})
+        settings = replace(resolved.settings, runs=str(root), name="steps")
         try:
-            ended = run(resolved, target, watcher)
+            ended = run(Resolved(settings, resolved.origins), target, watcher)
         except _Enough:
             ended = None
         if ended is not None and ended.failure is not None:

@@ -23,6 +23,7 @@ from echelon.observe.events import AnyEvent
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.start.call import Returned, packed
+from echelon.start.local_choice import chosen_way
 from echelon.start.run import RunResult, Target, Watcher, run
 
 R = TypeVar("R")
@@ -89,7 +90,8 @@ def call_on_workers(
             fix="load the data inside of the function, or pass a path",
         )
     target = Target(argv=["-m", "echelon.start.call"], name=name.strip("<>"), call=call)
-    outcome = run(resolved, target, watcher)
+    local = chosen_way(resolved, target, lambda text: None)
+    outcome = run(local.resolved, target, watcher, local.notes)
     try:
         return _results(outcome)
     finally:

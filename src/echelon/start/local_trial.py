@@ -7,6 +7,7 @@ way that fails is left out, with a reason; every wait has a deadline.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 
+from echelon.cluster.machine import usable_cores
 from echelon.comm.meet import secret
 from echelon.errors import LaunchError
 from echelon.observe.run_folder import RunFolder
@@ -140,16 +142,19 @@ class LocalTrial:
         """How many processes no way has taken yet."""
         return len(self._free)
 
-    def open(self, way: LocalWay) -> MeasuredWay:
-        """Give a way its processes: they make the model, and meet."""
-        taken, self._free = self._free[: way.processes], self._free[way.processes :]
-        measured = MeasuredWay(way, taken)
-        port = _free_port()
-        for rank, process in enumerate(taken):
-            cores = cores_of(way, rank, self._cores) if way.pinned else ()
-            send(process, BeginTrial(job=self.job, way=way, rank=rank, port=port, cores=cores))
-        self._answers(measured, _BEGIN_S)
-        return measured
+    def open(self, ways: Sequence[LocalWay]) -> list[MeasuredWay]:
+        """Give ways their processes: these make the model, and meet, all at once."""
+        opened = []
+        for way in ways:
+            taken, self._free = self._free[: way.processes], self._free[way.processes :]
+            port = _free_port()
+            for rank, process in enumerate(taken):
+                cores = cores_of(way, rank, self._cores) if way.pinned else ()
+                send(process, BeginTrial(job=self.job, way=way, rank=rank, port=port, cores=cores))
+            opened.append(MeasuredWay(way, taken))
+        for one in opened:
+            self._answers(one, _BEGIN_S)
+        return opened
 
     def turn(self, one: MeasuredWay, *, steps: int, batch: int, counts: bool = True) -> float:
         """Let a way train some steps; returns seconds of a step. It waits for the slowest process."""
@@ -202,23 +207,37 @@ def take_turns(
     batch: int,
     turns: int,
     turn_s: float,
+    until: float = math.inf,
     told: Callable[[float], None] = lambda part: None,
 ) -> None:
-    """Time every way in turns of about `turn_s`, in another order each time; tells what part is done."""
-    steps = {id(one): _steps(trial, one, batch, turn_s) for one in ways}
+    """Time every way in turns of about `turn_s`, in another order each time; tells what part is done.
+
+    When the monotonic clock shows `until`, only those that have no turn yet take one.
+    """
+    steps = {id(one): _steps(trial, one, batch, turn_s, until) for one in ways}
     for number in range(turns):
         told(number / turns)
         for one in ways[:: -1 if number % 2 else 1]:
-            trial.turn(one, steps=steps[id(one)], batch=batch)
+            if batch not in one.seconds or time.monotonic() < until:
+                trial.turn(one, steps=steps[id(one)], batch=batch)
 
 
-def _steps(trial: LocalTrial, one: MeasuredWay, batch: int, turn_s: float) -> int:
+def _steps(trial: LocalTrial, one: MeasuredWay, batch: int, turn_s: float, until: float) -> int:
     """How many steps take about so long. The first steps also make buffers."""
-    trial.turn(one, steps=1, batch=batch, counts=False)
+    step_s = trial.turn(one, steps=1, batch=batch, counts=False)
+    if time.monotonic() > until:
+        return 1
     step_s = trial.turn(one, steps=1, batch=batch, counts=False)
     if step_s * 4 < turn_s:
         step_s = trial.turn(one, steps=3, batch=batch, counts=False)
     return max(1, round(turn_s / max(step_s, 1e-6)))
+
+
+def my_cores() -> tuple[int, ...]:
+    """The cores to compute with: those that this process may run on, as many as its quota grants."""
+    allowed = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    count = usable_cores()
+    return allowed[:count] or tuple(range(count))
 
 
 def _free_port() -> int:

@@ -67,7 +67,8 @@ def send(to: Connection, letter: Asked | Answer) -> None:
 
 def next_asked(of: Connection) -> Asked:
     """What the process is to do next; it waits without a limit, for as long as the launcher lives."""
-    return msgspec.msgpack.decode(of.recv_bytes(), type=Asked)
+    asked: Asked = msgspec.msgpack.decode(of.recv_bytes(), type=Asked)
+    return asked
 
 
 def answer(of: Connection, who: str, deadline: float) -> Answer:
@@ -79,6 +80,7 @@ def answer(of: Connection, who: str, deadline: float) -> Answer:
             fix="give a smaller --batch, or a machine with less load",
         )
     try:
-        return msgspec.msgpack.decode(of.recv_bytes(), type=Answer)
+        told: Answer = msgspec.msgpack.decode(of.recv_bytes(), type=Answer)
     except EOFError:
         return TrialFailed(why=f"{who} ended; it may have had too little memory")
+    return told
