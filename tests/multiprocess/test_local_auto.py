@@ -1,4 +1,4 @@
-"""`--local auto` as it is called: how a machine is used is measured once, kept, and measured again on drift."""
+"""`--local auto` as it is called: how a machine is used is measured, kept, and measured again on drift."""
 
 from __future__ import annotations
 

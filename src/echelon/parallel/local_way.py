@@ -82,7 +82,7 @@ def table_ways(cores: int, batch: int, *, numa_nodes: int = 1) -> list[LocalWay]
             found += chunked(way, batch)
     if 1 < cores <= batch:
         found.append(LocalWay(processes=cores, pinned=True))
-    if 1 < numa_nodes < cores:
+    if 1 < numa_nodes < cores and numa_nodes <= batch:
         found.append(LocalWay(processes=numa_nodes, threads=cores // numa_nodes, pinned=True))
     return list(dict.fromkeys(found))
 

@@ -1,8 +1,8 @@
 """`--local auto`: which way of using this machine trains most samples a second?
 
 What `echelon train` trains is known before it starts: processes train it in turns, in every usual way and
-then the best way with chunks, for at most five seconds. What a script trains is known only when it runs: the
-script itself is started with each way and ended after a few steps, five seconds of steps in all.
+then the best way with chunks, for at most five seconds. What a script trains is known only when it runs: it
+is started with each way and ended after a few steps, five seconds of steps in all.
 
 The way is kept in the cache for a week, for this machine, script and arguments. The first run with it
 leaves its samples/s there: when a later run is clearly slower, the way is measured again at the next start.
