@@ -45,7 +45,7 @@ class ThreadReplicas:
             if begin == end:
                 return 0.0
             loss = loss_fn(self._models[at](x[begin:end]), y[begin:end]) * ((end - begin) / rows)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return float(loss.detach())
 
         losses = list(self._pool.map(part, range(len(self._models))))

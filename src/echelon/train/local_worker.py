@@ -99,7 +99,7 @@ class _Trainer:
         x, y = self._kept[end - begin]
         self._optimizer.zero_grad()
         if self._replicas is None:
-            self._made.loss_fn(self._model(x), y).backward()  # type: ignore[no-untyped-call]
+            self._made.loss_fn(self._model(x), y).backward()
         else:
             self._replicas.backward(x, y, self._made.loss_fn)
             if self._session is not None:
