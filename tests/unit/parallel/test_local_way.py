@@ -59,25 +59,26 @@ def test_a_way_with_more_parts_is_taken_only_if_it_is_clearly_faster():
     assert best_way({two: 130.0, one: 100.0, cut: 110.0}) == two
 
 
-def test_replicas_in_threads_have_the_gradients_of_the_whole_batch_and_see_updates():
+def test_replicas_in_threads_have_the_gradients_of_the_whole_batch_and_see_updates(request):
     torch.manual_seed(0)
     layer = nn.Linear(5, 5)
     model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(5, 3)).double()  # a layer is used twice
     alone = copy.deepcopy(model)
     x, y = torch.randn(7, 5).double(), torch.randint(3, (7,))
     replicas = ThreadReplicas(model, 3)
+    request.addfinalizer(replicas.close)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, alone)]
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss = nn.functional.cross_entropy(alone(x), y)
         loss.backward()
-        assert replicas.backward(x, y, nn.functional.cross_entropy) == pytest.approx(float(loss), abs=1e-12)
+        found = replicas.backward(x, y, nn.functional.cross_entropy)
+        assert found == pytest.approx(loss.item(), abs=1e-12)
         for optimizer in optimizers:
             optimizer.step()
         for p, q in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
-    replicas.close()
 
 
 def test_replicas_in_threads_refuse_batch_normalisation():
