@@ -27,6 +27,7 @@ from echelon.observe.run_folder import RunFolder
 from echelon.observe.stall import ranks
 from echelon.plan.plan import Plan
 from echelon.start.failure import Failure
+from echelon.start.layout_choice import chosen_layout
 from echelon.start.local_choice import chosen_way
 from echelon.start.module import check_module
 from echelon.start.run import RunResult, Target, run
@@ -171,6 +172,7 @@ def _run(
       echelon run --workers 4 --speed 1,0.5,0.5,0.25 train.py
       echelon run --workers 4 --shares 4,2,1,1 train.py
       echelon run --local auto train.py
+      echelon run --workers 4 --parallel auto train.py
       echelon run --workers 4 --delay "normal(0, 0.25)" --delayed 0.5 train.py
     """
     if script is None:
@@ -222,7 +224,8 @@ def show_run(
     with Display(console, output=output) as display:
         shown = _Shown(console, display, script=output is not None)
         local = chosen_way(resolved, target, display.say)
-        outcome = run(local.resolved, target, shown, local.notes)
+        layout = chosen_layout(local.resolved, target, display.say)
+        outcome = run(layout.resolved, target, shown, [*local.notes, *layout.notes])
         local.seen(outcome.summary, display.say)
     shown.conclude(outcome)
 

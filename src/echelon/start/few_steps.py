@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from echelon.config.resolve import Resolved, resolve
-from echelon.config.schema import RunSettings
+from echelon.config.schema import RunSettings, TrainSettings
 from echelon.errors import ConfigError, LaunchError
 from echelon.observe.events import AnyEvent, StepEnded
 from echelon.observe.follow import read_run
@@ -27,6 +27,7 @@ from echelon.simulate.recorded_job import recorded_job
 from echelon.start.run import Target, run
 
 _PROFILE_STEPS = 25
+_MANY_EPOCHS = 1000
 _SHARES = "3,1"  # two points of a line: what a step costs, and what each sample adds
 
 
@@ -88,6 +89,25 @@ def steps_of_run(
         return list(read_run(watcher.folder)), Plan.read(watcher.folder.plan)
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+def tried(
+    settings: RunSettings, origins: Mapping[str, str], target: Target, steps: int
+) -> tuple[float, int]:
+    """The median seconds of a step, and the samples of all workers in it; nothing is saved or planned."""
+    settings = replace(settings, checkpoint=None, checkpoint_every=None, checkpoint_best=None)
+    if isinstance(settings, TrainSettings):
+        settings = replace(settings, epochs=max(settings.epochs, _MANY_EPOCHS))
+    events, _ = steps_of_run(Resolved(settings, origins), replace(target, plans=False), steps)
+    found = [event for event in events if isinstance(event, StepEnded)]
+    step_s = measured_step_s([event.start for event in found if event.rank == 0])
+    if step_s is None:
+        raise ConfigError(
+            f"{target.name} made too few steps to measure",
+            where=target.name,
+            fix="let it make more steps, or call echelon.join() and session.prepare() in it",
+        )
+    return step_s, max(1, sum(event.share for event in found if event.step == 1))
 
 
 def timed_step_s(schema: type[RunSettings], given: Mapping[str, Any], target: Target, steps: int) -> float:

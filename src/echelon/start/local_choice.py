@@ -22,19 +22,19 @@ from echelon.config.choices import flag
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.errors import ConfigError, EchelonError
-from echelon.observe.events import StepEnded
-from echelon.observe.plan_view import measured_step_s
 from echelon.observe.summary import Summary
 from echelon.parallel.local_way import LocalWay, as_it_is, best_way, chunked, usual_ways
 from echelon.start.earlier_run import script_job
+from echelon.start.few_steps import tried
 from echelon.start.local_trial import LocalTrial, MeasuredWay, my_cores, take_turns
 from echelon.start.run import Target
 from echelon.train.local_messages import LocalJob
 
 Say = Callable[[str], None]
 LIMIT_S = 5.0
-_TURNS, _TURN_S = 3, 0.12
-_LONGEST_STEP_S = 0.25  # larger batches are measured with fewer samples, and what each sample adds
+_TURNS, _TURN_S = 9, 0.1
+_LONG_STEP_S = 0.1
+_LONGEST_STEP_S = 1.0  # larger batches are measured with fewer samples, and what each sample adds
 _SCRIPT_STEPS = 12
 _SLOWER = 0.7  # of the samples/s that the first run with this way had
 _MEASURED = ("workers", "threads", "parallel")
@@ -149,39 +149,46 @@ def _measured(resolved: Resolved[RunSettings], target: Target, cores: tuple[int,
 
 
 def way_rates(job: LocalJob, cores: tuple[int, ...]) -> dict[LocalWay, float]:
-    """Samples/s of the usual ways, and of the best one with chunks."""
-    ways = usual_ways(len(cores), job.batch)
-    spare = 2 * max(way.processes for way in ways)
-    with LocalTrial(job, sum(way.processes for way in ways) + spare, cores) as trial:
+    """Samples/s of the usual ways, and of the best one with chunks if time is left."""
+    usual, *others = usual_ways(len(cores), job.batch)
+    spare = 2 * max(way.processes for way in (usual, *others))
+    count = sum(way.processes for way in (usual, *others)) + spare
+    with LocalTrial(job, count, cores) as trial:
+        opened = trial.open([usual])
+        step_s, batch = _whole_step(trial, opened[0], job.batch)
+        if step_s > _LONG_STEP_S:  # long operations are worth being divided
+            others = [way for way in others if way.processes > 1]
+        opened += trial.open(others)
         until = time.monotonic() + LIMIT_S
-        opened = trial.open(ways)
-        sizes = _sizes(trial, opened[0], job.batch)
-        _all_turns(trial, opened, sizes, until - LIMIT_S / 3)
-        rates = _rates(opened, job.batch, sizes[0])
+        _all_turns(trial, opened, batch, job.batch, until - LIMIT_S / 3)
+        rates = _rates(opened, job.batch, batch)
         if not rates:
             raise ConfigError(opened[0].failed, where="--local auto", fix="train it without --local auto")
         best = next(one for one in opened if one.way == best_way(rates))
         for one in opened:
             if one is not best:
                 trial.close(one)
+        if time.monotonic() > until - LIMIT_S / 4:
+            return rates
         cut = trial.open(chunked(best.way, job.batch))
-        _all_turns(trial, [best, *cut], sizes, until)
-        return rates | _rates([best, *cut], job.batch, sizes[0])
+        _all_turns(trial, [best, *cut], batch, job.batch, until)
+        return rates | _rates([best, *cut], job.batch, batch)
 
 
-def _sizes(trial: LocalTrial, usual: MeasuredWay, batch: int) -> list[int]:
-    """The batches to time: the whole one or, if a step would take too long, a part and half of it."""
+def _whole_step(trial: LocalTrial, usual: MeasuredWay, batch: int) -> tuple[float, int]:
+    """About how long a step of the whole batch takes, and the batch to time: whole, if that is not long."""
     least = min(batch, 4 * usual.way.threads)
     trial.turn(usual, steps=1, batch=least, counts=False)
-    step_s = trial.turn(usual, steps=1, batch=least, counts=False)
-    if step_s * batch / least <= _LONGEST_STEP_S or batch <= 2 * least:
-        return [batch]
-    part = max(2 * least, int(least * _LONGEST_STEP_S / step_s))
-    return [batch] if part >= batch / 1.5 else [part, part // 2]
+    step_s = trial.turn(usual, steps=1, batch=least, counts=False) * batch / least
+    if step_s <= _LONGEST_STEP_S or batch <= 2 * least:
+        return step_s, batch
+    part = max(2 * least, int(batch * _LONGEST_STEP_S / step_s))
+    return step_s, batch if part >= batch / 1.5 else part
 
 
-def _all_turns(trial: LocalTrial, ways: list[MeasuredWay], sizes: list[int], until: float) -> None:
-    for size in sizes:
+def _all_turns(trial: LocalTrial, ways: list[MeasuredWay], batch: int, whole: int, until: float) -> None:
+    """Turns with this batch and, if it is not the whole one, with half of it: what does a sample add?"""
+    for size in [batch] if batch == whole else [batch, batch // 2]:
         take_turns(trial, ways, batch=size, turns=_TURNS, turn_s=_TURN_S, until=until)
 
 
@@ -219,30 +226,14 @@ def _script_rates(resolved: Resolved[RunSettings], target: Target, cores: int) -
 
 def _few_steps(resolved: Resolved[RunSettings], target: Target, way: LocalWay) -> tuple[float, int]:
     """The seconds of a step and its samples, from a run of the script that is ended soon."""
-    from echelon.start.few_steps import steps_of_run
-
     settings = replace(
         resolved.settings,
         local="none",
         workers=way.processes,
         threads=way.threads,
         parallel=way.layout,
-        checkpoint=None,
-        checkpoint_every=None,
-        checkpoint_best=None,
     )
-    quiet = replace(target, plans=False)
-    events, _ = steps_of_run(Resolved(settings, resolved.origins), quiet, _SCRIPT_STEPS)
-    steps = [event for event in events if isinstance(event, StepEnded)]
-    step_s = measured_step_s([event.start for event in steps if event.rank == 0])
-    if step_s is None:
-        raise ConfigError(
-            f"{target.name} made too few steps to measure",
-            where="--local auto",
-            fix="leave it out, or call echelon.join() and session.prepare() in the script",
-        )
-    second = [event.share for event in steps if event.step == 1]
-    return step_s, max(1, sum(second))
+    return tried(settings, resolved.origins, target, _SCRIPT_STEPS)
 
 
 def _said(kept: KeptWay, cores: int, how: str) -> str:

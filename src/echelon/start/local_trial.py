@@ -223,13 +223,12 @@ def take_turns(
 
 
 def _steps(trial: LocalTrial, one: MeasuredWay, batch: int, turn_s: float, until: float) -> int:
-    """How many steps take about so long. The first steps also make buffers."""
+    """How many steps take about so long. The first steps also make buffers, and are not counted."""
     step_s = trial.turn(one, steps=1, batch=batch, counts=False)
-    if time.monotonic() > until:
+    if step_s > turn_s or time.monotonic() > until:
         return 1
-    step_s = trial.turn(one, steps=1, batch=batch, counts=False)
-    if step_s * 4 < turn_s:
-        step_s = trial.turn(one, steps=3, batch=batch, counts=False)
+    warm = max(2, min(20, round(turn_s / max(step_s, 1e-6))))
+    step_s = trial.turn(one, steps=warm, batch=batch, counts=False)
     return max(1, round(turn_s / max(step_s, 1e-6)))
 
 

@@ -56,7 +56,7 @@ def _made(job: LocalJob) -> TrialModel:
     return found
 
 
-class _Trainer:
+class _WayTrainer:
     """Trains in one way. A call of `step` is one step of a batch of all processes together."""
 
     def __init__(self, begin: BeginTrial) -> None:
@@ -128,7 +128,7 @@ class _Trainer:
 
 def serve(launcher: Connection) -> None:
     """Do what the launcher asks for, until it ends the trial."""
-    trainer: _Trainer | None = None
+    trainer: _WayTrainer | None = None
     while True:
         try:
             asked = next_asked(launcher)
@@ -138,7 +138,7 @@ def serve(launcher: Connection) -> None:
             return
         try:
             if isinstance(asked, BeginTrial):
-                trainer = _Trainer(asked)
+                trainer = _WayTrainer(asked)
                 took_s = 0.0
             else:
                 assert trainer is not None
