@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from echelon.errors import UnknownName
+from echelon.train.local_messages import LocalJob
+from echelon.train.local_worker import TrialModel
 from echelon.zoo.dataset import SampleSpec
 from echelon.zoo.model import MODELS
 
@@ -167,3 +170,23 @@ def workload(name: str, *, where: str = "--model") -> Workload:
     if name not in WORKLOADS:
         raise UnknownName("model to measure", name, list(WORKLOADS), where=where)
     return WORKLOADS[name]
+
+
+def trial_model(job: LocalJob) -> TrialModel:
+    """The workload that a trial's job names, with SGD and momentum."""
+    one = workload(job.options["workload"])
+    model, _, _ = one.make()
+
+    def samples(count: int) -> tuple[Tensor, Tensor]:
+        return dataclasses.replace(one, batch=count, build=_nothing).make()[1:]
+
+    return TrialModel(
+        model=model,
+        loss_fn=lambda logits, y: cross_entropy(logits.flatten(0, -2), y.flatten()),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+        samples=samples,
+    )
+
+
+def _nothing(sample: SampleSpec) -> nn.Module:
+    return nn.Identity()

@@ -19,6 +19,8 @@ scaling.py   echelon simulate --nodes
 churn.py     echelon simulate --churn, --outage
 bench.py     echelon bench codecs
 bench_step.py echelon bench step
+bench_local.py echelon bench local
+bench_display.py what goes on in a measurement
 doctor.py    echelon doctor
 probe.py     echelon probe
 certs.py     echelon certs

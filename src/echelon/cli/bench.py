@@ -21,6 +21,7 @@ from rich.text import Text
 from echelon.bench.codecs import Bench, Comparison, asked_codecs, compare_codecs, in_words
 from echelon.bench.codecs_page import HEAD, codecs_html, rows_of
 from echelon.bench.settings import QUICK, BenchSettings
+from echelon.cli.bench_local import local
 from echelon.cli.bench_step import step
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.options import Given, with_options
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=PlainGroup,
     no_args_is_help=True,
-    help="Measure on this machine: steps against DDP, and codecs.",
+    help="Measure on this machine: steps against DDP, ways to use its cores, and codecs.",
     epilog="Examples: `echelon bench step`, `echelon bench codecs --quick`. "
     "To compare sync policies: `echelon simulate`.",
 )
@@ -96,6 +97,7 @@ def codecs(
 
 
 app.command("step", cls=PlainCommand)(step)
+app.command("local", cls=PlainCommand)(local)
 app.command("codecs", cls=PlainCommand)(codecs)
 app.command("codec", cls=PlainCommand, hidden=True)(codecs)
 

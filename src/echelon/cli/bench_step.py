@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from echelon.cli.bench_display import BenchDisplay
 from echelon.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def step(
 
     import msgspec
 
-    with _BenchDisplay(Console(stderr=True, highlight=False)) as display:
+    with BenchDisplay(Console(stderr=True, highlight=False)) as display:
         if script is not None:
             found = [_scripts(script, ddp_script, tuple(args or ()), workers, lab, steps, display)]
         else:
@@ -101,32 +101,6 @@ def step(
         )
 
 
-class _BenchDisplay:
-    """Shows what is going on: in one line of a terminal that disappears, or line by line."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._status = Status("", console=console) if console.is_terminal else None
-        self._told = ""
-
-    def __enter__(self) -> _BenchDisplay:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def progress(self, text: str, done: float) -> None:
-        """Show it; in a log, each text once."""
-        if self._status is not None:
-            self._status.update(f"{text}, {done:.0%}" if done else text)
-        elif text != self._told:
-            self._told = text
-            self._console.print(Text(text), soft_wrap=True)
-
-
 def _refuse_without_script(ddp_script: Path | None, args: list[str] | None) -> None:
     if ddp_script is not None or args:
         raise ConfigError(
@@ -137,7 +111,7 @@ def _refuse_without_script(ddp_script: Path | None, args: list[str] | None) -> N
 
 
 def _models(
-    model: str, workers: int | None, lab: str | None, seconds: float, display: _BenchDisplay
+    model: str, workers: int | None, lab: str | None, seconds: float, display: BenchDisplay
 ) -> list[StepComparison]:
     from echelon.bench.step import measure_step
     from echelon.bench.step_notes import StepRequest
@@ -164,7 +138,7 @@ def _scripts(
     workers: int | None,
     lab: str | None,
     steps: int,
-    display: _BenchDisplay,
+    display: BenchDisplay,
 ) -> StepComparison:
     from echelon.bench.scripts import ScriptPair, measure_scripts, named
 

@@ -27,6 +27,8 @@ from echelon.observe.run_folder import RunFolder
 from echelon.observe.stall import ranks
 from echelon.plan.plan import Plan
 from echelon.start.failure import Failure
+from echelon.start.layout_choice import chosen_layout
+from echelon.start.local_choice import chosen_way
 from echelon.start.module import check_module
 from echelon.start.run import RunResult, Target, run
 from echelon.zoo.dataset import DATASETS
@@ -43,6 +45,7 @@ _PANELS = {
             "copy",
             "port",
             "threads",
+            "local",
             "start",
             "min_workers",
             "respawn",
@@ -169,6 +172,8 @@ def _run(
       echelon run --lab two-sites --plan none train.py
       echelon run --workers 4 --speed 1,0.5,0.5,0.25 train.py
       echelon run --workers 4 --shares 4,2,1,1 train.py
+      echelon run --local auto train.py
+      echelon run --workers 4 --parallel auto train.py
       echelon run --workers 4 --delay "normal(0, 0.25)" --delayed 0.5 train.py
     """
     if script is None:
@@ -196,6 +201,7 @@ def _train(resolved: Resolved[TrainSettings]) -> None:
       echelon train --model lenet --data digits --workers 4
       echelon train --workers 4 --speed 1,0.5,0.5,0.25
       echelon train --lab four-unequal --epochs 5
+      echelon train --local auto --model lenet --data digits
       echelon train --model "mlp(width=1024)" --data mnist --until-accuracy 0.95
     """
     settings = resolved.settings
@@ -218,7 +224,10 @@ def show_run(
     """Carry out a run and show it; `output` is where the leader's output is shown, if it is."""
     with Display(console, output=output) as display:
         shown = _Shown(console, display, script=output is not None)
-        outcome = run(resolved, target, shown)
+        local = chosen_way(resolved, target, display.say)
+        layout = chosen_layout(local.resolved, target, display.say)
+        outcome = run(layout.resolved, target, shown, [*local.notes, *layout.notes])
+        local.seen(outcome.summary, display.say)
     shown.conclude(outcome)
 
 

@@ -75,6 +75,10 @@ class RunSettings:
     colocate_servers: bool = setting(False, "Put the servers on the workers' nodes, from the first on.")
     replicas: int = choice("replicas")
     parallel: str = choice("parallel")
+    local: Literal["none", "auto"] = setting(
+        "none",
+        "On one machine, auto measures for up to 5 s how to use it: workers, threads, chunks.",
+    )
     overlap: Overlap = choice("overlap")  # noqa: RUF009
     factors: FactorRule = choice("factors")  # noqa: RUF009
     start: Literal["fork", "exec"] = setting(

@@ -19,5 +19,8 @@ shards.py      a model whose states are divided among workers
 gathered.py    when divided parameters are whole
 holdings.py    which worker holds which parameters
 norms.py       the norm of a whole model's gradients
+candidates.py  which layouts `--parallel auto` tries
+local_way.py   in which ways one machine can compute a batch
+thread_replicas.py  replicas of a model in the threads of one process
 spread.py      one model spread over the workers: cut at its first call, then run
 """

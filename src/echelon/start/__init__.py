@@ -20,6 +20,9 @@ planned.py    a run by a plan's file: is it right for this place, and what does 
 auto_plan.py  does a run make a plan by itself, from what is known about machines and job?
 earlier_run.py  what did an earlier run of the same script on the same machines leave in the cache?
 known_links.py  what did an earlier probe find about these machines?
+layout_choice.py  `--parallel auto`: which layout has the shortest step for this job?
+local_choice.py  `--local auto`: which way of using this machine trains most samples a second?
+local_trial.py  how fast is each way of using this machine? Processes that train in turns
 run.py        a whole run: folder, plan, lab, processes, summary
 recorded_command.py  what a run ran, for `echelon resume`
 lab_course.py what happens to a lab in the course of a run: quotas, faults

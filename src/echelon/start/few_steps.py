@@ -9,12 +9,13 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from echelon.config.resolve import resolve
-from echelon.config.schema import RunSettings
+from echelon.config.resolve import Resolved, resolve
+from echelon.config.schema import RunSettings, TrainSettings
 from echelon.errors import ConfigError, LaunchError
 from echelon.observe.events import AnyEvent, StepEnded
 from echelon.observe.follow import read_run
@@ -26,6 +27,7 @@ from echelon.simulate.recorded_job import recorded_job
 from echelon.start.run import Target, run
 
 _PROFILE_STEPS = 25
+_MANY_EPOCHS = 1000
 _SHARES = "3,1"  # two points of a line: what a step costs, and what each sample adds
 
 
@@ -61,12 +63,19 @@ def steps_of(
     schema: type[RunSettings], given: Mapping[str, Any], target: Target, steps: int
 ) -> tuple[list[AnyEvent], Plan]:
     """The events of a run's first steps, and its plan."""
+    return steps_of_run(resolve(schema, given), target, steps)
+
+
+def steps_of_run(
+    resolved: Resolved[RunSettings], target: Target, steps: int
+) -> tuple[list[AnyEvent], Plan]:
+    """The same for settings that are resolved already."""
     root = Path(tempfile.mkdtemp(prefix="echelon-steps-"))
     watcher = _Counting(steps)
     try:
-        resolved = resolve(schema, {**given, "runs": str(root), "name": "steps"})
+        settings = replace(resolved.settings, runs=str(root), name="steps")
         try:
-            ended = run(resolved, target, watcher)
+            ended = run(Resolved(settings, resolved.origins), target, watcher)
         except _Enough:
             ended = None
         if ended is not None and ended.failure is not None:
@@ -80,6 +89,25 @@ def steps_of(
         return list(read_run(watcher.folder)), Plan.read(watcher.folder.plan)
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+def tried(
+    settings: RunSettings, origins: Mapping[str, str], target: Target, steps: int
+) -> tuple[float, int]:
+    """The median seconds of a step, and the samples of all workers in it; nothing is saved or planned."""
+    settings = replace(settings, checkpoint=None, checkpoint_every=None, checkpoint_best=None)
+    if isinstance(settings, TrainSettings):
+        settings = replace(settings, epochs=max(settings.epochs, _MANY_EPOCHS))
+    events, _ = steps_of_run(Resolved(settings, origins), replace(target, plans=False), steps)
+    found = [event for event in events if isinstance(event, StepEnded)]
+    step_s = measured_step_s([event.start for event in found if event.rank == 0])
+    if step_s is None:
+        raise ConfigError(
+            f"{target.name} made too few steps to measure",
+            where=target.name,
+            fix="let it make more steps, or call echelon.join() and session.prepare() in it",
+        )
+    return step_s, max(1, sum(event.share for event in found if event.step == 1))
 
 
 def timed_step_s(schema: type[RunSettings], given: Mapping[str, Any], target: Target, steps: int) -> float:

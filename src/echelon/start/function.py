@@ -23,6 +23,8 @@ from echelon.observe.events import AnyEvent
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
 from echelon.start.call import Returned, packed
+from echelon.start.layout_choice import chosen_layout
+from echelon.start.local_choice import chosen_way
 from echelon.start.run import RunResult, Target, Watcher, run
 
 R = TypeVar("R")
@@ -89,7 +91,9 @@ def call_on_workers(
             fix="load the data inside of the function, or pass a path",
         )
     target = Target(argv=["-m", "echelon.start.call"], name=name.strip("<>"), call=call)
-    outcome = run(resolved, target, watcher)
+    local = chosen_way(resolved, target, lambda text: None)
+    layout = chosen_layout(local.resolved, target, lambda text: None)
+    outcome = run(layout.resolved, target, watcher, [*local.notes, *layout.notes])
     try:
         return _results(outcome)
     finally:

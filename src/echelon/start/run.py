@@ -133,14 +133,16 @@ class Target:
     plans: bool = False
 
 
-def run(resolved: Resolved[RunSettings], target: Target, watcher: Watcher) -> RunResult:
-    """Carry out a whole run."""
+def run(
+    resolved: Resolved[RunSettings], target: Target, watcher: Watcher, notes: Sequence[str] = ()
+) -> RunResult:
+    """Carry out a whole run; `notes` are shown and recorded at its start."""
     if resolved.settings.plan == NO_PLAN:
         resolved = Resolved(replace(resolved.settings, plan=None), resolved.origins)
         target = replace(target, plans=False)
     resolved = in_order_of_plan(resolved)
     with remote.connected(resolved.settings) as agents:
-        return _run(resolved, target, watcher, agents)
+        return _run(resolved, target, watcher, agents, notes)
 
 
 def _run(
@@ -148,6 +150,7 @@ def _run(
     target: Target,
     watcher: Watcher,
     agents: Sequence[ConnectedAgent],
+    given_notes: Sequence[str],
 ) -> RunResult:
     settings = resolved.settings
     spec = read_lab(settings.lab) if settings.lab else None
@@ -206,7 +209,7 @@ def _run(
             workers = len(plan.workers)
             course = stack.enter_context(LabCourse(lab, folder, workers, bounded=bounded, seed=plan.seed))
         watch = _Watch(folder, plan, course, recorder, watcher, stopped, saves=settings.saves)
-        for note in [*notes, *(lab.notes if lab else ())]:
+        for note in [*given_notes, *notes, *(lab.notes if lab else ())]:
             watch.note(note)
         if agents:
             failure, code = watch.run(

@@ -45,6 +45,9 @@ stopping.py     do all workers save or stop now? SIGTERM, and times they agree o
 resume.py       finds a checkpoint that fits, and gives it to all workers
 job.py          the built-in training job of `echelon train`
 probe_job.py    what every worker measures for `echelon probe`
+local_worker.py one process of a trial on one machine
+local_job.py    what `echelon train` trains, for such a trial
+local_messages.py  what such processes are told, and what they answer
 profiling.py    what kind of job is this run?
 first_steps.py  what a script's own model costs, from its first steps
 """

@@ -33,10 +33,10 @@ def main() -> None:
     session = join()
     torch.manual_seed(settings.seed)
     splits = DATASETS.build(settings.data, where="--data").load()
-    model = _model(settings.model, splits.spec)
+    model = make_model(settings.model, splits.spec)
     train_loader = _loader(splits.train, splits.collate, settings, shuffle=True)
     test_loader = _loader(splits.test, splits.collate, settings, shuffle=False)
-    optimizer = _optimizer(model, settings)
+    optimizer = make_optimizer(model, settings)
     model, optimizer, train_loader, test_loader = session.prepare(
         model, optimizer, train_loader, test_loader
     )
@@ -67,7 +67,7 @@ def main() -> None:
             break
 
 
-def _model(text: str, sample: SampleSpec) -> nn.Module:
+def make_model(text: str, sample: SampleSpec) -> nn.Module:
     """The model; torch's own errors about sizes and memory become one that names the option."""
     kind = MODELS.build(text, where="--model")
     try:
@@ -90,7 +90,8 @@ def _loader(data: Any, collate: Any, settings: TrainSettings, *, shuffle: bool) 
     )
 
 
-def _optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+    """The optimizer that the settings name."""
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     return torch.optim.SGD(
