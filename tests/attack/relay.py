@@ -56,6 +56,7 @@ class Relay:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 target.sendall(data)
+        with contextlib.suppress(OSError):  # also if the other side has reset its connection
             target.shutdown(socket.SHUT_WR)
 
     def _meddle(self, source: socket.socket, target: socket.socket) -> None:

@@ -194,7 +194,7 @@ def test_a_relay_that_only_reads_changes_nothing(warm_pool, expected):
     assert torch.equal(second, right[1])
 
 
-@pytest.mark.parametrize("how", ["change"])
+@pytest.mark.parametrize("how", ["change", "drop", "repeat", "reorder", "farewell"])
 def test_a_relay_that_meddles_is_noticed_and_named(warm_pool, how):
     first, second, frames = warm_pool.run(3, relayed, how, env=ALONE, timeout_s=60)
     assert frames >= 6
