@@ -9,20 +9,25 @@ they could write to each other's memory anyway, and pickled calls, which only a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
 import struct
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
 import torch
 
 from echelon.codec.codec import CODECS, CodecContext, StandIn, Summed
-from echelon.comm.meet import board
+from echelon.comm.meet import board, mesh
 from echelon.comm.meet.handshake import Refused, conversation
+from echelon.comm.meet.mesh import ListenAddress
+from echelon.comm.meet.rendezvous import Departure, Member, Rendezvous
 from echelon.comm.meet.strangers import Strangers, opening
+from echelon.comm.meet.visit import LeaderStore
 from echelon.comm.wire import notices
 from echelon.comm.wire.all_to_all import HEAD_BYTES, pack_head, unpack_head
 from echelon.comm.wire.connection import Connection, Whole
@@ -30,6 +35,7 @@ from echelon.comm.wire.frames import HEADER_BYTES, Header
 from echelon.comm.wire.mailbox import Mailbox
 from echelon.comm.wire.sealed import MessageReader, MessageWriter
 from echelon.comm.wire.seals import PAYLOAD, Checksum
+from echelon.errors import Corrupt
 from echelon.observe.growth import Grown, read_grown, write_grown
 from echelon.reduce.encoded.rounds import EncodedMessage, NonFinite, read_message, write_message
 from echelon.server import encoding, protocol
@@ -184,6 +190,23 @@ def _joined(*messages: bytes) -> bytes:
     return b"".join(len(message).to_bytes(2, "little") + message for message in messages)
 
 
+def _values(data: bytes) -> None:
+    """What a worker has written on the board, read as each type that there is."""
+    for of in (Member, Departure, ListenAddress):
+        with contextlib.suppress(Corrupt):
+            board.decode_value(data, of, key="joined/1", peer="rank 1")
+    board.decode_text(data, key="folder", peer="rank 1")
+
+
+def _published_address(data: bytes) -> None:
+    """Where a worker says that it listens, up to the list of places to dial."""
+    store = LeaderStore(board.MeetingBoard(), timeout_s=1)
+    store.set(f"address/{_VIEW.hex()}/1", data)
+    members = tuple(Member(rank=rank, node="a", host="a", pid=7) for rank in range(2))
+    found = mesh._address_of(Rendezvous(store, members[0], members), 1, _VIEW, time.monotonic() + 1)
+    mesh._places(found, ["fe80::1%eth0"], elsewhere=True)
+
+
 def _stream(data: bytes) -> None:
     reader = MessageReader(None, peer="rank 1", longest_bytes=1 << 16)
     for at in range(0, len(data), 97):
@@ -200,6 +223,11 @@ def _meeting() -> list[Parser]:
         board.AddCount("joined", 1),
         board.CheckKeys(["joined", "address/2"]),
     ]
+    values = [
+        Member(rank=1, node="a", host="a", pid=7, cores=(0, 1)),
+        Departure(t=1.0, cause="ValueError: no", because=(2,)),
+        ListenAddress("127.0.0.1", 4000, further=(("::1", 4001),)),
+    ]
     replies = [board.ValueReply(b"x"), board.CountReply(3), board.RefusalReply("full")]
     return [
         Parser("handshake-answering", _answer, (hello + bytes(32), hello)),
@@ -212,6 +240,13 @@ def _meeting() -> list[Parser]:
             "meeting-replies",
             lambda data: board.decode_reply(data, peer="the leader"),
             tuple(map(board.encode, replies)),
+        ),
+        Parser("meeting-values", _values, tuple(map(msgspec.json.encode, values))),
+        Parser("meeting-addresses", _published_address, (msgspec.json.encode(values[2]),)),
+        Parser(
+            "meeting-ids",
+            lambda data: board.decode_id(data, key="view", peer="rank 0"),
+            (bytes(16).hex().encode(),),
         ),
         Parser("sealed-messages", _stream, (writer.sealed(b"one") + writer.sealed(b""),)),
     ]

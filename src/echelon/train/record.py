@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from echelon.comm.meet import stream
+from echelon.comm.meet.board import decode_value
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.errors import ConfigError
@@ -73,7 +74,7 @@ class RunRecord:
     @classmethod
     def of_other(cls, rendezvous: Rendezvous, place: Place) -> RunRecord:
         """The record of any other worker or server: in the leader's folder, or sent there."""
-        told = msgspec.json.decode(rendezvous.lookup("folder"), type=_LeadersFolder)
+        told = decode_value(rendezvous.lookup("folder"), _LeadersFolder, key="folder", peer="rank 0")
         folder = RunFolder(Path(told.path))
         sees = _reads(folder.path / _MARKER) == told.marker and os.access(folder.events, os.W_OK)
         rendezvous.publish(f"sees-folder/{place.rank}", "yes" if sees else "no")

@@ -11,17 +11,19 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from echelon.errors import Corrupt, WorkerError
 
 LONGEST_MESSAGE_BYTES = 1 << 20
+_ID_BYTES = 16
 _LONGEST_KEY = 8192  # a path is part of some
 _MOST_KEYS = 200_000
 _MOST_BYTES = 256 << 20
 _LOOK_S = 0.01
+T = TypeVar("T")
 
 
 class Store(Protocol):
@@ -177,6 +179,42 @@ def decode_reply(data: bytes, *, peer: str) -> Reply:
         return _replies.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise Corrupt(f"{peer} sent what is not a reply", where=str(error)) from None
+
+
+def decode_value(data: bytes | str, of: type[T], *, key: str, peer: str) -> T:
+    """Read a value that `peer` wrote under a key, as JSON; raises Corrupt."""
+    try:
+        return msgspec.json.decode(data, type=of)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise _damaged(key, peer, str(error)) from None
+
+
+def decode_text(data: bytes, *, key: str, peer: str) -> str:
+    """Read a text that `peer` wrote under a key; raises Corrupt."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise _damaged(key, peer, str(error)) from None
+
+
+def decode_id(data: bytes | str, *, key: str, peer: str) -> bytes:
+    """Read the id of a view, 16 bytes in hexadecimal digits; raises Corrupt."""
+    text = data if isinstance(data, str) else decode_text(data, key=key, peer=peer)
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        found = b""
+    if len(found) != _ID_BYTES:
+        raise _damaged(key, peer, f"{text[:80]!r} is not an id")
+    return found
+
+
+def _damaged(key: str, peer: str, problem: str) -> Corrupt:
+    return Corrupt(
+        f"what {peer} has written under {key!r} at the meeting cannot be read",
+        where=problem,
+        fix="run the same version of Echelon on all machines",
+    )
 
 
 class MeetingBoard:

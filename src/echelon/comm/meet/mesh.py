@@ -23,12 +23,13 @@ import msgspec
 from torch.distributed import DistError
 
 from echelon.comm.meet import tls
+from echelon.comm.meet.board import decode_id, decode_value
 from echelon.comm.meet.credentials import Credentials, Link
 from echelon.comm.meet.handshake import HungUp, Proven, Refused, greet
 from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.comm.meet.strangers import HANDSHAKE_S, Strangers
 from echelon.comm.meet.tls import Certificates
-from echelon.errors import JoinTimeout, LaunchError, WorkerError
+from echelon.errors import Corrupt, JoinTimeout, LaunchError, WorkerError
 
 _HANDSHAKE_S = HANDSHAKE_S
 _POLL_S = 0.02
@@ -36,6 +37,7 @@ _TICK_S = 0.05
 _ASK_S = 0.2
 _BACKLOG = 256
 _MOST_CALLERS = 256
+_PORTS = 1 << 16
 _FIRST_TRY_S = 2.0  # enough for one lost packet
 _CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # like a dropped plain connection: try again
 _log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ def agree_on_view(rendezvous: Rendezvous) -> bytes:
     with store_alive(rendezvous):
         if rendezvous.me.rank == 0:
             store.set("view", uuid.uuid4().hex)
-        return bytes.fromhex(store.get("view").decode())
+        return decode_id(store.get("view"), key="view", peer=str(rendezvous.members[0]))
 
 
 def connect(
@@ -345,7 +347,20 @@ def _address_of(rendezvous: Rendezvous, rank: int, view: bytes, deadline: float)
             rendezvous.check_departures()
             asked = now
         time.sleep(_POLL_S)
-    return msgspec.json.decode(rendezvous.store.get(key), type=ListenAddress)
+    peer = str(rendezvous.members[rank])
+    found = decode_value(rendezvous.store.get(key), ListenAddress, key=key, peer=peer)
+    for host, port in ((found.host, found.port), *found.further):
+        if not _is_address(host) or not 0 < port < _PORTS:
+            raise Corrupt(f"{peer} has published {host!r} port {port}, where nobody can listen", where=key)
+    return found
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ complete.
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from dataclasses import dataclass, field
@@ -20,18 +21,19 @@ import msgspec
 from torch.distributed import DistError
 
 from echelon.cluster import interfaces
-from echelon.comm.meet.board import PrefixedStore, Store
+from echelon.comm.meet.board import PrefixedStore, Store, decode_text, decode_value
 from echelon.comm.meet.meeting import open_meeting
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.service import refused_key
 from echelon.comm.wire import blame
-from echelon.errors import ConfigError, JoinTimeout, PeerLost, RoundTimeout, WorkerError
+from echelon.errors import ConfigError, Corrupt, JoinTimeout, PeerLost, RoundTimeout, WorkerError
 
 _POLL_S = 0.05
 _LOOK_S = 0.005
 _ASK_S = 0.2
 _ROLL_CALL_S = 1.5
 _LINGER_S = 0.3
+_log = logging.getLogger(__name__)
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,8 +108,7 @@ class Rendezvous:
                     ask_at = time.monotonic() + _ASK_S
                 time.sleep(_LOOK_S)
             if self.store.check([key]):
-                value: str = self.store.get(key).decode()
-                return value
+                return decode_text(self.store.get(key), key=key, peer=str(self.members[of]))
         except (DistError, RuntimeError) as broken:  # the store ends with the leader
             error = broken
         who = "the leader" if of == 0 else str(self.members[of])
@@ -182,7 +183,8 @@ class Rendezvous:
         return blame.died(self.names, silent, f"{where} ({error})")
 
     def _departure(self, rank: int) -> Departure:
-        return msgspec.json.decode(self.store.get(f"departure/{rank}"), type=Departure)
+        key = f"departure/{rank}"
+        return decode_value(self.store.get(key), Departure, key=key, peer=str(self.members[rank]))
 
     def _roll_call(self) -> tuple[dict[int, Departure], list[int], bool]:
         """Departed workers, silent workers, and whether the store can be reached."""
@@ -246,14 +248,21 @@ def meet_at(
         found = meeting.complete()
         if found is None:
             raise _missing(place, meeting.missing, f"did not join within {timeout_s:g} s{meeting.refusal}")
-        keys = [f"joined/{rank}" for rank in range(place.process_count)]
-        members = tuple(msgspec.json.decode(found.get(key), type=Member) for key in keys)
+        members = tuple(_member(found, rank) for rank in range(place.process_count))
     except (DistError, RuntimeError) as error:  # the store ends with the leader
         what = f"had not joined when rank 0 left{meeting.refusal}"
         raise _missing(place, meeting.missing or {0}, what) from error
     rendezvous = Rendezvous(found, me, members, timeout_s)
     _check_servers(rendezvous)
     return rendezvous
+
+
+def _member(store: Store, rank: int) -> Member:
+    key = f"joined/{rank}"
+    found = decode_value(store.get(key), Member, key=key, peer=f"rank {rank}")
+    if found.rank != rank:
+        raise Corrupt(f"rank {rank} has joined as rank {found.rank}", ranks=(rank,), where=key)
+    return found
 
 
 class _Meetings:
@@ -311,15 +320,22 @@ class _Meetings:
         elif time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + _ASK_S
             self.missing = {rank for rank in self.missing if not store.check([f"joined/{rank}"])}
-            self.refusal = _refusal(self._refusals, self.missing)
+            self._say(_refusal(self._refusals, self.missing))
         return not self.missing
+
+    def _say(self, refusal: str) -> None:
+        """Say at once, and once, why somebody was not let in. The leader's service has said it there."""
+        if refusal and not self.refusal and self._place.rank != 0:
+            names = ", ".join(str(rank) for rank in sorted(self.missing))
+            _log.warning("still waiting for rank %s%s", names, refusal)
+        self.refusal = refusal
 
 
 def _refusal(store: Store | None, missing: set[int]) -> str:
     """Why a missing worker was not let in, if somebody that named its rank was not."""
     for rank in sorted(missing):
         if store is not None and store.check([refused_key(rank)]):
-            return f"; {store.get(refused_key(rank)).decode()}"
+            return f"; {store.get(refused_key(rank)).decode(errors='replace')}"
     return ""
 
 

@@ -64,11 +64,21 @@ def for_workers(env: Mapping[str, str]) -> dict[str, str]:
 def given(env: Mapping[str, str]) -> bytes | None:
     """The secret that the environment holds or names; None if it does neither."""
     if env.get(SECRET_VARIABLE):
-        return os.fsencode(env[SECRET_VARIABLE])
+        return _long_enough(os.fsencode(env[SECRET_VARIABLE]))
     name = env.get(FILE_VARIABLE)
     if not name:
         return None
     return read_file(Path(name))
+
+
+def _long_enough(secret: bytes) -> bytes:
+    if len(secret) < _SHORT:
+        raise ConfigError(
+            f"{SECRET_VARIABLE} has {len(secret)} bytes, which can be guessed; {_SHORT} are the least",
+            where=SECRET_VARIABLE,
+            fix="set a random one: python -c 'import secrets; print(secrets.token_hex(32))'",
+        )
+    return secret
 
 
 def read_file(path: Path) -> bytes:

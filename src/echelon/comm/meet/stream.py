@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection
 
 from echelon.comm.meet import mesh, secret
+from echelon.comm.meet.board import decode_id
 from echelon.comm.meet.credentials import Credentials, Link
 from echelon.comm.meet.mesh import Answering
 from echelon.comm.meet.place import Place
@@ -58,11 +59,15 @@ def answer(
 
 def dial_leader(rendezvous: Rendezvous, place: Place, *, timeout_s: float) -> Link:
     """On another worker: open a stream to the leader, which waits for it."""
-    own = _credentials(bytes.fromhex(rendezvous.lookup(_VIEW)), place)
+    own = _credentials(_view(rendezvous), place)
     address = interface_address(rendezvous, place)
     mine = [address, *further_addresses(rendezvous, address)]
     with mesh.store_alive(rendezvous):
         return mesh.dial(rendezvous, 0, own, mine, time.monotonic() + timeout_s)
+
+
+def _view(rendezvous: Rendezvous) -> bytes:
+    return decode_id(rendezvous.lookup(_VIEW), key=_VIEW, peer=str(rendezvous.members[0]))
 
 
 def _credentials(view: bytes, place: Place) -> Credentials:

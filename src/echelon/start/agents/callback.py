@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import secrets
+import selectors
 import signal
 import socket
 import subprocess
@@ -29,7 +30,8 @@ import msgspec
 
 from echelon.cluster.interfaces import interfaces
 from echelon.cluster.machine import network_key
-from echelon.comm.meet.handshake import Refused, conversation, greet
+from echelon.comm.meet.handshake import Proven, Refused, conversation, greet
+from echelon.comm.meet.strangers import Strangers
 from echelon.errors import LaunchError
 from echelon.start.agents.channel import Channel
 from echelon.start.agents.orphan import ending_with_this
@@ -99,6 +101,16 @@ class Reception:
         self._env = dict(env)
         self._listener = socket.create_server(("", 0), backlog=256)
         self._listener.setblocking(False)
+        self._ready = selectors.DefaultSelector()
+        self._ready.register(self._listener, selectors.EVENT_READ)
+        self._arrived: list[Channel] = []
+        self._rejected = 0
+        self._strangers = Strangers(
+            self._ready,
+            talk=lambda sock: conversation(view=_VIEW, rank=0, secret=self._token, dialled=False),
+            proven=self._admit,
+            rejected=self._reject,
+        )
 
     def invitation(self, *, order: int = 0, order_from: str = "") -> Invitation:
         """The invitation of one agent, or of all."""
@@ -132,9 +144,7 @@ class Reception:
                 if time.monotonic() > tell_at:
                     told = self._tell(_these(count, len(channels)), job, engine, told)
                     tell_at = time.monotonic() + _TELL_EVERY_S
-                channel = self._accept()
-                if channel is not None:
-                    channels.append(channel)
+                channels += self._accept(most=count - len(channels))
         except BaseException:
             for channel in channels:
                 channel.close()
@@ -142,22 +152,37 @@ class Reception:
         return channels
 
     def close(self) -> None:
-        """Accept no more calls."""
+        """Accept no more calls; safe to call twice."""
+        if self._listener.fileno() < 0:
+            return
+        self._strangers.close()
+        self._ready.close()
         self._listener.close()
+        for channel in self._arrived:
+            channel.close()
+        if self._rejected > 1:
+            _log.warning("rejected %d connections that are not from this run's agents", self._rejected)
 
-    def _accept(self) -> Channel | None:
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            time.sleep(_POLL_S)
-            return None
-        except OSError:
-            return None
-        try:
-            return _secured(connection, self._token, dialled=False)
-        except (Refused, OSError):
-            connection.close()  # a stranger, or an agent of another run
-            return None
+    def _accept(self, *, most: int) -> list[Channel]:
+        """Those that have proved themselves by now. Handshakes go on side by side: none delays another."""
+        for key, _ in self._ready.select(_POLL_S):
+            if key.fd == self._listener.fileno():
+                self._strangers.accept(self._listener)
+            else:
+                self._strangers.hears(key.fd)
+        self._strangers.tick()
+        found, self._arrived = self._arrived[:most], self._arrived[most:]
+        return found
+
+    def _admit(self, sock: socket.socket, proven: Proven) -> None:
+        self._arrived.append(_channel(sock, proven, peer="an agent"))
+
+    def _reject(self, refusal: Refused | None, address: str) -> None:
+        """A stranger, or an agent of another run: named once, and then counted."""
+        self._rejected += 1
+        if self._rejected == 1:
+            why = refusal.message if refusal is not None else "it did not say in time who it is"
+            _log.warning("rejected a connection from %s: %s; further ones are only counted", address, why)
 
     def _tell(self, what: str, job: EngineJob, engine: str, told: str) -> str:
         """Log what the run waits for, if that is news. Returns what is known by then."""
@@ -193,7 +218,7 @@ def call_back(invitation: Invitation) -> Channel:
         for address in addresses:
             try:
                 connection = socket.create_connection((address, invitation.port), timeout=_TRY_S)
-                return _secured(connection, invitation.token, dialled=True)
+                return _secured(connection, invitation.token)
             except (OSError, Refused) as error:
                 problems[address] = str(error)
         time.sleep(_POLL_S)
@@ -205,18 +230,21 @@ def call_back(invitation: Invitation) -> Channel:
     )
 
 
-def _secured(connection: socket.socket, token: bytes, *, dialled: bool) -> Channel:
-    """Prove the token, derive keys, and make a channel of the connection."""
+def _secured(connection: socket.socket, token: bytes) -> Channel:
+    """Prove the token to the launcher, derive keys, and make a channel of the connection."""
     try:
-        talk = conversation(view=_VIEW, rank=0, secret=token, dialled=dialled)
-        keys = greet(connection, talk, timeout_s=_GREET_S).keys
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        talk = conversation(view=_VIEW, rank=0, secret=token, dialled=True)
+        return _channel(connection, greet(connection, talk, timeout_s=_GREET_S), peer="the launcher")
     except BaseException:
         connection.close()
         raise
+
+
+def _channel(connection: socket.socket, proven: Proven, *, peer: str) -> Channel:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     fd = connection.detach()
-    return Channel(fd, fd, peer="the launcher" if dialled else "an agent", keys=keys)
+    return Channel(fd, fd, peer=peer, keys=proven.keys)
 
 
 def host_agent(text: str, errors: IO[bytes] | None = None) -> int:

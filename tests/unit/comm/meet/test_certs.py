@@ -180,7 +180,7 @@ def test_a_relay_that_says_there_is_no_tls_is_refused(folder, service, monkeypat
 
         thread = threading.Thread(target=say, daemon=True)
         thread.start()
-        monkeypatch.setenv("ECHELON_SECRET", "s")
+        monkeypatch.setenv("ECHELON_SECRET", "a secret of the test")
         address, port = listener.getsockname()
         place = meeting.Place(rank=1, world_size=2, address=address, port=port)
         with pytest.raises(Refused, match="the leader was not given TLS certificates, this worker was"):

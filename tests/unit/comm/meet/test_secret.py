@@ -10,6 +10,7 @@ from echelon.comm.meet import secret
 from echelon.errors import ConfigError
 
 LONG = "0123456789abcdef" * 2
+OTHER = "another one, which is set"
 
 
 @pytest.fixture
@@ -21,10 +22,10 @@ def file(tmp_path):
 
 
 def test_the_environment_comes_before_the_file_and_both_before_anything_else(file):
-    assert secret.find({"ECHELON_SECRET": "s"}, "head") == (b"s", True)
+    assert secret.find({"ECHELON_SECRET": OTHER}, "head") == (OTHER.encode(), True)
     assert secret.find({"ECHELON_SECRET_FILE": str(file)}, "head") == (LONG.encode(), True)
-    both = {"ECHELON_SECRET": "s", "ECHELON_SECRET_FILE": str(file)}
-    assert secret.find(both, "head") == (b"s", True)
+    both = {"ECHELON_SECRET": OTHER, "ECHELON_SECRET_FILE": str(file)}
+    assert secret.find(both, "head") == (OTHER.encode(), True)
 
 
 def test_a_file_that_others_may_read_or_that_holds_too_little_is_refused(file, tmp_path):
@@ -38,6 +39,16 @@ def test_a_file_that_others_may_read_or_that_holds_too_little_is_refused(file, t
         secret.read_file(file)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         secret.read_file(tmp_path / "none")
+
+
+def test_a_secret_in_the_environment_that_is_too_short_is_refused():
+    for take in (lambda env: secret.find(env, "head"), secret.for_workers):
+        with pytest.raises(
+            ConfigError, match="ECHELON_SECRET has 15 bytes, which can be guessed"
+        ) as caught:
+            take({"ECHELON_SECRET": "x" * 15})
+        assert "token_hex" in caught.value.fix
+    assert secret.given({"ECHELON_SECRET": "x" * 16}) == b"x" * 16
 
 
 def test_workers_of_one_machine_share_a_file_of_their_user(monkeypatch, tmp_path):
@@ -63,4 +74,4 @@ def test_on_several_machines_there_is_none_and_a_launcher_draws_one(caplog):
     first, second = secret.for_workers({}), secret.for_workers({})
     assert first.keys() == {"ECHELON_SECRET"}
     assert first != second
-    assert secret.for_workers({"ECHELON_SECRET": "mine"}) == {"ECHELON_SECRET": "mine"}
+    assert secret.for_workers({"ECHELON_SECRET": OTHER}) == {"ECHELON_SECRET": OTHER}

@@ -182,7 +182,7 @@ def free_port():
 
 
 def test_the_leader_listens_at_the_address_that_was_named_and_nowhere_else(monkeypatch):
-    monkeypatch.setenv("ECHELON_SECRET", "s")
+    monkeypatch.setenv("ECHELON_SECRET", "a secret of the test")
     port = free_port()
     leader = meeting.open_meeting(place(port, 0), 5)
     other = meeting.open_meeting(place(port, 1), 5)
@@ -199,7 +199,7 @@ def test_the_leader_listens_at_the_address_that_was_named_and_nowhere_else(monke
 
 
 def test_a_port_in_use_and_a_leader_that_does_not_come_are_named(monkeypatch):
-    monkeypatch.setenv("ECHELON_SECRET", "s")
+    monkeypatch.setenv("ECHELON_SECRET", "a secret of the test")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} is in use"):

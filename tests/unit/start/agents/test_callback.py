@@ -96,6 +96,28 @@ def test_a_stranger_is_refused_and_the_agent_after_it_is_not(reception):
     assert "the launcher cannot be reached" in refused[0].message
 
 
+def test_strangers_that_are_silent_or_slow_delay_no_agent_and_are_named_in_one_line(reception, caplog):
+    right = reception.invitation()
+    silent = [socket.create_connection(("127.0.0.1", right.port)) for _ in range(150)]
+    for sock in silent[:20]:
+        sock.sendall(b"E")  # the beginning of a hello
+    for sock in silent[20:30]:
+        sock.sendall(os.urandom(57))
+    launcher, agent = calls(reception, right)
+    silent[-1].setblocking(False)
+    with pytest.raises(BlockingIOError):  # it is still connected: the agent did not wait for its end
+        silent[-1].recv(1)
+    assert exchange(launcher, agent, Alive()) == [Alive()]
+    launcher.close()
+    agent.close()
+    reception.close()
+    for sock in silent:
+        sock.close()
+    named = [line for line in caplog.messages if "rejected a connection from 127.0.0.1" in line]
+    counted = [line for line in caplog.messages if "that are not from this run's agents" in line]
+    assert (len(named), len(counted)) == (1, 1), caplog.messages
+
+
 def test_what_the_job_waits_for_is_said_at_the_deadline():
     reception = Reception(0.1, {})
     with pytest.raises(LaunchError, match=r"slurm has not started its 2 agents within 0.1 s: PENDING"):
