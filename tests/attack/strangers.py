@@ -119,3 +119,36 @@ class SlowTalk:
         self._thread.join()
         for sock in self._sockets:
             sock.close()
+
+
+class Impostor:
+    """Listens where a redirected address leads, and answers like a worker, with a guessed proof."""
+
+    def __init__(self, *, rank: int = 0, first: bytes = b"") -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._rank = rank
+        self._first = first
+        self.heard = b""
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with self._listener.accept()[0] as caller, contextlib.suppress(OSError):
+                    caller.settimeout(5)
+                    if self._first:
+                        caller.recv(len(self._first), socket.MSG_WAITALL)
+                        caller.sendall(self._first)
+                    theirs = caller.recv(57, socket.MSG_WAITALL)
+                    caller.sendall(hello(theirs[4:20], self._rank))
+                    self.heard += theirs + caller.recv(32, socket.MSG_WAITALL)
+                    caller.sendall(os.urandom(32))
+
+    def close(self) -> None:
+        """Stop."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()

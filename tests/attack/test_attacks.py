@@ -14,10 +14,22 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 
 import echelon
 from attack.relay import Relay
-from attack.strangers import SlowTalk, dial, files_limited_to, hello, idle, junk, send, tell, wait_until
+from attack.strangers import (
+    Impostor,
+    SlowTalk,
+    dial,
+    files_limited_to,
+    hello,
+    idle,
+    junk,
+    send,
+    tell,
+    wait_until,
+)
 from echelon.comm.meet import mesh
 from echelon.comm.meet.strangers import opening
 from echelon.errors import WorkerError
@@ -164,6 +176,45 @@ def relayed(how, limit_s=90):
         tell(f"ended-{rank}")
 
 
+def redirected_at_the_board():
+    """The leader's address on the board leads to an impostor in rank 1's machine."""
+    publish, impostor = mesh.publish, Impostor()
+
+    def elsewhere(rendezvous, view, here):
+        if rendezvous.me.rank == 0:
+            here = mesh.ListenAddress("127.0.0.1", impostor.port)
+        publish(rendezvous, view, here)
+
+    mesh.publish = elsewhere
+    try:
+        with echelon.join(record=False, transport="tcp", timeout_s=60):
+            return "joined"
+    except WorkerError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        mesh.publish = publish
+        impostor.close()
+
+
+def redirected_by_an_open_store():
+    """Rank 0 is not the leader, but somebody who can write to torchrun's store."""
+    port = int(os.environ["MASTER_PORT"])
+    if os.environ["RANK"] == "0":
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        impostor = Impostor(first=opening(encrypted=False))
+        store.set("echelon/0/2/meeting", f"127.0.0.1 {impostor.port}")
+        wait_until("refused")
+        impostor.close()
+        return impostor.heard
+    try:
+        with echelon.join(record=False, transport="tcp", timeout_s=60):
+            return "joined"
+    except WorkerError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        tell("refused")
+
+
 @pytest.fixture(scope="module")
 def expected(request):
     return {}
@@ -202,3 +253,18 @@ def test_a_relay_that_meddles_is_noticed_and_named(warm_pool, how):
     assert "was changed, repeated, left out or put in another order on its way" in first
     assert isinstance(second, str), "the other worker has not gone on by itself"
     assert "rank 0" in second
+
+
+def test_a_redirected_address_on_the_board_is_refused_and_named_on_both_sides(warm_pool):
+    first, second = warm_pool.run(2, redirected_at_the_board, env=ALONE, timeout_s=60)
+    assert "Refused: a peer that says it is rank 0 does not know the run's secret" in second
+    assert "rank 1" in first, first
+    assert "does not know the run's secret" in first, first
+
+
+def test_a_redirected_address_in_torchruns_store_is_refused_and_the_secret_is_not_told(warm_pool):
+    env = {**ALONE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    heard, second = warm_pool.run(2, redirected_by_an_open_store, env=env, timeout_s=60)
+    assert "Refused: a peer that says it is rank 0 does not know the run's secret" in second
+    assert len(heard) == 57 + 32
+    assert ALONE["ECHELON_SECRET"].encode() not in heard
