@@ -36,6 +36,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer, loader = session.prepare(
     model, optimizer, DataLoader(Numbers(), batch_size=24, shuffle=True)
 )
+waits, missed = "WAITS" in os.environ, False
 drawn = open(f"drawn-{{slot}}", "a", buffering=1)
 for epoch in session.epochs({EPOCHS}):
     for x, y, i in loader:
@@ -44,7 +45,11 @@ for epoch in session.epochs({EPOCHS}):
         nn.functional.cross_entropy(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        time.sleep(0.04 if "WAITS" in os.environ and session.world_size < {WORKERS} else 0.004)
+        time.sleep(0.004)
+        missed |= session.world_size < {WORKERS}
+        waits &= not (missed and session.world_size == {WORKERS})
+        if waits and missed:
+            time.sleep(0.2)
     session.mean(1.0)
 weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 open(f"weights-{{slot}}", "w").write(hashlib.sha256(weights).hexdigest())

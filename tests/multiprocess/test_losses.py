@@ -42,6 +42,17 @@ def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(tmp_
     assert not (next((tmp_path / "runs").iterdir()) / "admission").exists()
 
 
+def test_a_worker_that_comes_back_and_makes_other_calls_is_left_out(tmp_path):
+    differing = SCRIPT.replace(
+        "optimizer.step()", "optimizer.step(); 'ECHELON_RETURNS' in os.environ or session.mean(1.0)"
+    )
+    outcome = run(tmp_path, "shm", [Kill(1, 0.1)], respawn=3, script=differing)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "rank 1 is back after" in outcome.output
+    assert "rank 1 is not started again: after it had come back" in outcome.output
+    assert "done with 3 workers" in outcome.output
+
+
 def test_with_too_few_left_the_run_ends_and_names_the_lost_worker(tmp_path):
     outcome = run(tmp_path, "tcp", [Kill(2, 0.1)], fewest=4)
     assert outcome.code == 128 + 9

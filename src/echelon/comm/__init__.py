@@ -4,6 +4,7 @@ group.py     the contract of a group of workers: reduce, gather, broadcast, exch
 future.py    the result of an operation in flight
 open.py      opens a group: chooses one of the following three
 changing.py  a group whose operations are repeated without members that were lost
+returning.py the group of a worker that was started again, before it is a member
 alone.py     the group of one
 c10d.py      a group on torch.distributed
 c10d_store.py the store with which it connects, on the meeting's board

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from echelon.comm.future import CallerFuture, Future
-from echelon.comm.group import Group, Op
+from echelon.comm.group import CallsDiffer, Group, Op
 from echelon.comm.meet.links import Links
 from echelon.comm.wire.watch import OnWaiting
-from echelon.errors import JoinTimeout, PeerLost, RoundTimeout, WorkerError
+from echelon.errors import JoinTimeout, MismatchedCalls, PeerLost, RoundTimeout, WorkerError
 
 T = TypeVar("T")
 LOST = (PeerLost, RoundTimeout, JoinTimeout)  # after which survivors agree on who goes on
@@ -30,6 +30,9 @@ class GroupChanges(Protocol):
 
     def begin(self) -> list[Tensor] | None:
         """The next operation begins; its result, if others have completed it in an earlier view."""
+
+    def loss(self, error: Exception) -> WorkerError | None:
+        """The loss that an error of an operation means; None if it means none, and is to be raised."""
 
     def recover(self, error: WorkerError) -> list[Tensor] | None:
         """Go on without the lost workers; the result of the operation, if others have completed it."""
@@ -82,8 +85,11 @@ class ChangingGroup(Group):
         while found is None:
             try:
                 result = attempt(self.inner)
-            except LOST as error:
-                found = self._changes.recover(error)
+            except (*LOST, CallsDiffer, MismatchedCalls) as error:
+                loss = self._changes.loss(error)
+                if loss is None:
+                    raise
+                found = self._changes.recover(loss)
             else:
                 self._changes.complete(packed(result), full=full)
                 return result

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from echelon.comm.changing import LOST, GroupChanges
 from echelon.comm.group import Group
 from echelon.comm.schedule.cost import LinkCost
-from echelon.errors import GradientError, ModelError
+from echelon.errors import GradientError, MismatchedCalls, ModelError
 from echelon.reduce.bucket import Bucket, DenseBucket, Landed
 from echelon.reduce.encoded.bucket import EncodedBucket
 from echelon.reduce.encoded.encoder import ModelEncoder, bucket_bytes
@@ -405,8 +405,11 @@ class Reducer:
                 if not small:
                     self._group.current.barrier()
                 landed = received
-            except LOST as error:
-                found = changes.recover(error)
+            except (*LOST, MismatchedCalls) as error:
+                loss = changes.loss(error)
+                if loss is None:
+                    raise
+                found = changes.recover(loss)
         if found is not None:
             if small:
                 for bucket, sums in zip(self._buckets, found, strict=True):

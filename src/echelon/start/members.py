@@ -53,7 +53,10 @@ class Members:
         self._lost_at: dict[int, float] = {}
         self._to_start: list[int] = []
         self._returning: set[int] = set()  # started again, and no members yet
-        self._fresh: set[int] = set()  # members again, without a step yet
+        self._came_back: set[int] = set()  # members again
+        self._fresh: set[int] = set()  # of these, without a step yet
+        self._to_end: set[int] = set()
+        self._differing: set[int] = set()  # came back, and made other calls than the others
         self._news: list[str] = []
         self._raised = False  # a worker has raised an error, which ends the run
         self._flag = AdmissionFlag.create(file)
@@ -78,16 +81,28 @@ class Members:
             return next(iter(self._survival.living), 0)
 
     @property
-    def apart(self) -> frozenset[int]:
-        """The slots whose failures do not end the run: lost, starting again, or back without a step."""
+    def gone(self) -> frozenset[int]:
+        """The slots without a member: lost, or starting again."""
         with self._changed:
-            return self._survival.gone | self._fresh
+            return self._survival.gone
+
+    @property
+    def excused(self) -> frozenset[int]:
+        """The slots whose failures do not end the run: lost, starting again, or back."""
+        with self._changed:
+            return self._survival.gone | self._came_back
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a worker was started again and has not taken part in a step yet."""
+        with self._changed:
+            return bool(self._returning or self._fresh)
 
     def ended(self, slot: int, code: int) -> None:
         """A process has ended with this code. The others go on without it after a signal.
 
-        One that has raised would raise again, on any worker: that ends the run, unless it was on its way
-        back.
+        One that has raised would raise again, on any worker: that ends the run, unless it was started
+        again. Then it is left out: its script may do something else than the others' do.
         """
         with self._changed:
             if slot in self._ended:
@@ -97,23 +112,22 @@ class Members:
                 self._returning.discard(slot)
                 self._survival.give_up(slot)
                 self._mark()
-                self._tell_not_back(slot, code)
-            elif slot in self._fresh and code:
-                self._fresh.discard(slot)
+                self._lost(slot, code, "did not come back")
+            elif code < 0 or (code and slot in self._came_back):
+                back = "failed after it had come back" if code > 0 else "was lost"
+                words = "did not come back" if slot in self._fresh else back
                 if self._survival.lose(slot):
-                    self._tell_not_back(slot, code)
-            elif code < 0 and self._survival.lose(slot):
-                left = len(self._survival.living)
-                self._news.append(f"rank {slot} was lost ({_signal(code)}); {left} workers go on")
-                self._lost_at[slot] = time.monotonic()
-                self._start_again(slot, "")
+                    self._lost_at[slot] = time.monotonic()
+                    self._lost(slot, code, words)
+                self._fresh.discard(slot)
+                self._came_back.discard(slot)
             self._follow()
             self._changed.notify_all()
 
-    def _tell_not_back(self, slot: int, code: int) -> None:
+    def _lost(self, slot: int, code: int, words: str) -> None:
         left = len(self._survival.living)
         how = _signal(code) if code < 0 else f"exit code {code}"
-        self._news.append(f"rank {slot} did not come back ({how}); {left} workers go on")
+        self._news.append(f"rank {slot} {words} ({how}); {left} workers go on")
         self._start_again(slot, "" if code < 0 else how)
 
     def _start_again(self, slot: int, failure: str) -> None:
@@ -123,6 +137,8 @@ class Members:
         member = MemberId("", slot)
         self._rule.failed(member, failure, 0)
         refusal = f"its script ended with {failure}" if failure else self._rule.refusal(member)
+        if slot in self._differing:
+            refusal = "after it had come back, its script made other calls than the others'"
         if f"-1/{EPOCHS_KEY}" not in self._values:
             refusal = "the script does not train in `for epoch in session.epochs(n)`"
         if refusal:
@@ -137,6 +153,12 @@ class Members:
             for slot in slots:
                 del self._ended[slot]
                 self._returning.add(slot)
+        return slots
+
+    def to_end(self) -> set[int]:
+        """The slots whose processes are to be killed now, since the others go on without them."""
+        with self._changed:
+            slots, self._to_end = self._to_end, set()
         return slots
 
     def news(self) -> list[str]:
@@ -163,6 +185,7 @@ class Members:
         for slot in view.joined:
             self._returning.discard(slot)
             self._fresh.add(slot)
+            self._came_back.add(slot)
             took_s = time.monotonic() - self._lost_at.get(slot, time.monotonic())
             count = len(view.members)
             self._news.append(f"rank {slot} is back after {took_s:.1f} s; {count} workers go on")
@@ -224,9 +247,10 @@ class Members:
                 return {}
             case "left":
                 with self._changed:
-                    if slot not in self._returning and slot not in self._fresh:
+                    failed = bool(request["failed"])
+                    if slot not in self._returning and not (failed and slot in self._came_back):
                         self._survival.left(slot)
-                        self._raised |= bool(request["failed"])
+                        self._raised |= failed
                     self._follow()
                     self._changed.notify_all()
                 return {}
@@ -234,6 +258,12 @@ class Members:
                 with self._changed:
                     self._fresh.discard(slot)
                     self._rule.progressed(MemberId("", slot))
+                return {}
+            case "leave out":
+                with self._changed:
+                    found = set(request["slots"]) & self._came_back - self._differing
+                    self._differing |= found
+                    self._to_end |= found
                 return {}
             case "return":
                 return self._return(slot)

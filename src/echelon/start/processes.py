@@ -50,6 +50,7 @@ class WorkerProcesses:
         self._template: Template | None = None
         self._ending = False
         self.lost: frozenset[int] = frozenset()  # workers without which the others go on
+        self.excused: frozenset[int] = frozenset()  # workers whose failures do not end the run
         self._input = WorkerInput()
         self._guardian = Guardian(folder.path)
         forkable = [command for command in commands if command.program]
@@ -102,6 +103,12 @@ class WorkerProcesses:
         env = {**command.env, RETURNS_VARIABLE: "1"}
         self._processes[rank] = self._exec(replace(command, env=env))
 
+    def kill(self, rank: int) -> None:
+        """End one worker at once."""
+        pid = self.pid_of(rank)
+        if pid is not None and self._processes[rank].poll() is None:
+            _kill_group(pid, signal.SIGKILL)
+
     @property
     def size(self) -> int:
         """How many workers there are."""
@@ -151,9 +158,9 @@ class WorkerProcesses:
         return decide(self._failures(), self.exit_codes())
 
     def _failures(self) -> list[Failure]:
-        codes = {rank: code for rank, code in self.exit_codes().items() if rank not in self.lost}
+        codes = {rank: code for rank, code in self.exit_codes().items() if rank not in self.excused}
         found = evidence(self._folder, codes, self._fine)
-        return [failure for failure in found if failure.rank not in self.lost]
+        return [failure for failure in found if failure.rank not in self.excused]
 
     def interrupt(self) -> None:
         """Send every worker the signal of Ctrl-C."""

@@ -537,11 +537,13 @@ class _Watch:
 
     def _lose(self, members: Members, processes: WorkerProcesses) -> None:
         """Tell the service who has ended, and the user who was lost."""
+        for rank in members.to_end():
+            processes.kill(rank)
         for rank, code in processes.exit_codes().items():
             members.ended(rank, code)
         for rank in members.to_start():
             processes.restart(rank)
-        processes.lost = members.apart
+        processes.lost, processes.excused = members.gone, members.excused
         for text in members.news():
             self._emit([Noted(t=time.time(), rank=LAUNCHER, text=text, warning=True)])
             self._output.follow(members.leader)
@@ -550,7 +552,7 @@ class _Watch:
         if self.members is not None and isinstance(processes, WorkerProcesses):
             self._lose(self.members, processes)
         failure = processes.failure()
-        if failure is None and (self.members is None or not self.members.apart):
+        if failure is None and (self.members is None or not self.members.awaits):
             failure = self._whereabouts.look(processes)
         if failure is not None:
             # Before the others are ended: a worker that ended well, or has not ended, failed all the same.

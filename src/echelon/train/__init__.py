@@ -16,6 +16,9 @@ weighing.py     gives a backward pass the weight of its own batch
 changes.py      what a worker does when others are lost
 service.py      how a worker asks the launcher about the run's members
 drawn.py        whose samples would be missing if a worker were lost?
+admission.py    after which round do members admit a worker that comes back?
+coming_back.py  how a worker that was started again takes its place in a session
+state_pieces.py sends the whole state to it, in pieces with checksums
 guard.py        what is checked while a script trains on several workers
 drift.py        do all workers still have the same weights?
 verifying.py    what the checks of --verify see of a session, and how findings are told

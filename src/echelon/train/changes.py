@@ -69,6 +69,7 @@ class MemberChanges:
         self._logs = not returns
         self._replayed: deque[list[Tensor]] | None = None
         self._in_epochs = self._fresh = False
+        self._came_back: set[int] = set()
         self.slot = first.me.rank
         self.members = tuple(member.rank for member in first.members)
         self.drawn = DrawnBatches()
@@ -146,6 +147,20 @@ class MemberChanges:
         else:
             self.drawn.settle()
 
+    def loss(self, error: Exception) -> WorkerError | None:
+        """The loss that an error means: also if calls differ, and a member has come back.
+
+        Its script may count steps itself, and so do something else than the others. The launcher ends it;
+        if calls still differ then, all raise the error.
+        """
+        if isinstance(error, LOST):
+            return error
+        suspects = tuple(place for place, slot in enumerate(self.members) if slot in self._came_back)
+        if not suspects or self.slot in self._came_back:
+            return None
+        self._service.ask(do="leave out", slots=sorted(self._came_back & set(self.members)))
+        return PeerLost("a worker that has come back makes other calls than the others", ranks=suspects)
+
     def recover(self, error: WorkerError) -> list[Tensor] | None:
         """Go on without the lost workers; the result of the operation, if others have completed it."""
         while self._active:
@@ -175,6 +190,7 @@ class MemberChanges:
     def _adopt(self, view: SurvivorView, at: int) -> None:
         """Meet the others again, and give them what they lack; this worker is at operation `at`."""
         self.number, self.members = view.number, view.members
+        self._came_back |= set(view.joined)
         self.on_change(view)
         self._connect(view)
         inner = self._groups[0].inner
@@ -266,6 +282,7 @@ class MemberChanges:
         own = {
             "operation": self._operation,
             "rounds": self.rounds,
+            "came_back": sorted(self._came_back),
             "drawn": self.drawn.state(),
             "log": _pack_log(self._log),
         }
@@ -284,6 +301,7 @@ class MemberChanges:
         state = state_pieces.receive(self._groups[0].inner, 0)
         own = state["changes"]
         self._operation, self.rounds = int(own["operation"]), int(own["rounds"])
+        self._came_back = set(own["came_back"])
         self.drawn.restore(own["drawn"])
         self._log = _unpack_log(own["log"])
         self._replayed = deque(self._log)

@@ -1,9 +1,9 @@
 """How does a session admit a worker that was started again, and how does that worker take its place?
 
 Members admit it when their loops ask for a batch after a step, in the first pass of an epoch. The new
-worker has run the script up to `session.epochs` by then. It gets weights, optimizer state, buffers, the step, the
-epoch and the positions in the data, and continues the pass. Its random streams are its own, and follow from
-the run's seed, its slot and the view.
+worker has run the script up to `session.epochs` by then. It gets weights, optimizer state, buffers, the
+step, the epoch and the positions in the data, and continues the pass. Its random streams are its own: they
+follow from the run's seed, its slot and the view.
 """
 
 from __future__ import annotations
