@@ -71,3 +71,57 @@ def test_batches_are_counted_as_on_the_worker_that_is_furthest():
     survival.stand(state(2, handed={0: 8, 1: 2}))
     survival.stand(state(3, handed={0: 7, 1: 2}))
     assert survival.follow().handed == {0: 8, 1: 2}
+
+
+def lost_and_gone_on(survival):
+    survival.lose(2)
+    for slot in (0, 1, 3):
+        survival.stand(state(slot))
+    assert survival.follow().members == (0, 1, 3)
+
+
+def admitting(slot, view=1, operation=9):
+    return SurvivorState(slot=slot, view=view, operation=operation, admits=True)
+
+
+def test_a_worker_that_comes_back_is_admitted_when_all_members_stand_between_two_steps():
+    survival = ready()
+    lost_and_gone_on(survival)
+    survival.wait(2)
+    for slot in (0, 1):
+        survival.stand(admitting(slot))
+        assert survival.follow() is None
+    survival.stand(admitting(3))
+    view = survival.follow()
+    assert (view.members, view.joined, view.lost) == ((0, 1, 3, 2), (2,), ())
+    assert view.operations == (9, 9, 9, 9)
+    assert not list(view.behind)
+    assert survival.gone == frozenset()
+    assert survival.lose(2), "it can be lost again"
+
+
+def test_a_loss_comes_before_a_return():
+    survival = ready(fewest=1)
+    lost_and_gone_on(survival)
+    survival.wait(2)
+    survival.stand(admitting(0))
+    survival.lose(3)
+    survival.stand(state(1, view=1, operation=8))
+    view = survival.follow()
+    assert (view.members, view.joined, view.lost) == ((0, 1), (), (3,))
+    assert list(view.behind) == [8], "the first member gives the other one what it lacks"
+    for slot in (0, 1):
+        survival.stand(admitting(slot, view=2))
+    assert survival.follow().members == (0, 1, 2)
+
+
+def test_members_go_on_if_the_worker_that_came_back_is_lost_while_they_stand():
+    survival = ready()
+    lost_and_gone_on(survival)
+    survival.wait(2)
+    survival.stand(admitting(0))
+    survival.give_up(2)
+    for slot in (1, 3):
+        survival.stand(admitting(slot))
+    view = survival.follow()
+    assert (view.members, view.joined, view.lost) == ((0, 1, 3), (), ())

@@ -1,0 +1,21 @@
+"""After which round is a worker admitted?"""
+
+from __future__ import annotations
+
+from echelon.train.admission import AdmissionFlag
+
+
+def test_all_members_admit_after_the_round_that_follows_the_leaders_decision(tmp_path):
+    launcher = AdmissionFlag.create(tmp_path / "admission")
+    leader, other = AdmissionFlag(launcher.file), AdmissionFlag(launcher.file)
+    assert not leader.due(4, leads=True)
+    launcher.waiting = 1
+    assert not other.due(4, leads=False), "the leader has not decided yet"
+    assert not leader.due(4, leads=True)
+    assert not other.due(4, leads=False)
+    assert other.due(5, leads=False)
+    assert leader.due(5, leads=True)
+    launcher.waiting = launcher.round = 0
+    assert not leader.due(5, leads=True)
+    launcher.remove()
+    assert not launcher.file.exists()
