@@ -112,22 +112,25 @@ class Members:
                 self._returning.discard(slot)
                 self._survival.give_up(slot)
                 self._mark()
-                self._lost(slot, code, "did not come back")
+                self._lost(slot, code, returns=True)
             elif code < 0 or (code and slot in self._came_back):
-                back = "failed after it had come back" if code > 0 else "was lost"
-                words = "did not come back" if slot in self._fresh else back
                 if self._survival.lose(slot):
                     self._lost_at[slot] = time.monotonic()
-                    self._lost(slot, code, words)
+                    self._lost(slot, code, returns=slot in self._fresh)
                 self._fresh.discard(slot)
                 self._came_back.discard(slot)
             self._follow()
             self._changed.notify_all()
 
-    def _lost(self, slot: int, code: int, words: str) -> None:
+    def _lost(self, slot: int, code: int, *, returns: bool) -> None:
         left = len(self._survival.living)
         how = _signal(code) if code < 0 else f"exit code {code}"
-        self._news.append(f"rank {slot} {words} ({how}); {left} workers go on")
+        if returns:
+            self._news.append(f"rank {slot} did not come back ({how}); {left} workers go on")
+        elif code < 0:
+            self._news.append(f"rank {slot} was lost ({how}); {left} workers go on")
+        else:
+            self._news.append(f"rank {slot} failed after it had come back ({how}); {left} workers go on")
         self._start_again(slot, "" if code < 0 else how)
 
     def _start_again(self, slot: int, failure: str) -> None:
