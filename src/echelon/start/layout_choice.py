@@ -65,7 +65,8 @@ def chosen_layout(resolved: Resolved[RunSettings], target: Target, say: Say) -> 
         )
     layouts = candidate_layouts(count_workers(settings))
     key = _key(settings, target)
-    kept, how, left_out = _from_cache(key), "from an earlier run", {}
+    kept, how = _from_cache(key), "from an earlier run"
+    left_out: dict[str, str] = {}
     if kept is None:
         kept, left_out = _tried(resolved, target, layouts, say)
         how = "tried now"
