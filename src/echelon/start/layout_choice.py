@@ -1,8 +1,8 @@
 """`--parallel auto`: which layout has the shortest step for this job, on these workers?
 
 The job itself is started with every layout and ended after a few steps; the three best once more. The one
-with the shortest step is taken. A layout that the model, its memory or another option does not allow is left
-out. The choice is kept in the cache for a day, for these workers, this script and these arguments.
+with the shortest step is taken. A layout that the model, its memory or another option does not allow is
+left out. The choice is kept in the cache for a day, for these workers, this script and these arguments.
 """
 
 from __future__ import annotations
