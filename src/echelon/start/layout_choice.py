@@ -27,7 +27,7 @@ from echelon.start.run import Target
 
 Say = Callable[[str], None]
 AUTO = "auto"
-_STEPS = 12
+_STEPS = 30
 _BEST = 3  # that are tried twice: other programs may have taken the cores the first time
 _CLEARLY = 0.97  # of the step of a simpler layout
 
