@@ -70,11 +70,11 @@ def test_1f1b_keeps_fewer_micro_batches_than_gpipe(warm_pool):
     assert warm_pool.run(2, most_kept_in_a_step, "1f1b") == [2, 1]
 
 
-def loss_of_ones_own() -> dict[str, Tensor]:
+def loss_of_ones_own(schedule: str) -> dict[str, Tensor]:
     """A loss that torch does not know, of an output that was looked at before."""
     whole = layers()
     (whole(X).sin().mean() + whole(X).square().mean()).backward()
-    session, model = prepared("pipeline(stages=2, schedule=1f1b)", layers())
+    session, model = prepared(f"pipeline(stages=2, schedule={schedule})", layers())
     output = model(X)
     assert output.shape == (8, 3)
     (output.sin().mean() + output.square().mean()).backward()
@@ -84,8 +84,9 @@ def loss_of_ones_own() -> dict[str, Tensor]:
     return gradients(model)
 
 
-def test_a_loss_of_ones_own_works_with_every_schedule(warm_pool):
-    names = [list(found) for found in warm_pool.run(2, loss_of_ones_own)]
+@pytest.mark.parametrize("schedule", ["1f1b", "filled"])
+def test_a_loss_of_ones_own_works_with_every_schedule(warm_pool, schedule):
+    names = [list(found) for found in warm_pool.run(2, loss_of_ones_own, schedule)]
     assert sorted(names[0] + names[1]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
 
 

@@ -14,6 +14,8 @@ losses.py      losses that are computed micro-batch by micro-batch
 awaited.py     an output that waits for its loss, so that an unchanged loop runs any schedule
 passing.py     values from stage to stage
 stage.py       one worker's stage of a pipeline
+backward.py    one stage's backward passes of one call
+split.py       a backward pass in two parts: gradients of inputs first, of weights later
 slices.py      which elements of a parameter each worker has
 shards.py      a model whose states are divided among workers
 gathered.py    when divided parameters are whole

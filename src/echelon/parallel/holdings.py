@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from echelon.comm.future import Future
 from echelon.comm.group import Group
-from echelon.parallel.stage import Gradients
+from echelon.parallel.split import Gradients
 
 
 @dataclass(frozen=True, slots=True)

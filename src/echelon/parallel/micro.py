@@ -20,10 +20,14 @@ from echelon.parallel.chain import Given
 
 @dataclass(slots=True)
 class KeptMicro:
-    """What the backward pass of a micro-batch needs: tensors that carry gradients."""
+    """What the backward pass of a micro-batch needs: tensors that carry gradients.
+
+    `hooked`: there are hooks on activations.
+    """
 
     received: list[Tensor]
     handed: list[Tensor]
+    hooked: bool = False
 
 
 @dataclass(slots=True)

@@ -22,7 +22,8 @@ from echelon.parallel.layout import Mesh
 from echelon.parallel.measure import measure
 from echelon.parallel.micro import cut_call
 from echelon.parallel.norms import WholeNorms
-from echelon.parallel.stage import Gradients, PipelineStage, StagePart
+from echelon.parallel.split import Gradients
+from echelon.parallel.stage import PipelineStage, StagePart
 from echelon.parallel.strategies.pipeline import Pipeline
 
 Explain = Callable[[str, str, str], None]

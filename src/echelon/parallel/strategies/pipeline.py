@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from echelon.errors import ConfigError
 from echelon.parallel.dimension import Dimension
 
-ScheduleName = Literal["gpipe", "1f1b"]
+ScheduleName = Literal["gpipe", "1f1b", "filled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Pipeline(Dimension):
     schedule  the order of micro-batches (`schedule.py`)
     micro     into how many micro-batches a batch is cut
     samples   instead: how many samples a micro-batch has at most; 0: by `micro`
-    ahead     with 1f1b: micro-batches more in flight for each hop, for thin links
+    ahead     with 1f1b and filled: micro-batches more in flight for each hop, for thin links
     cuts      the layers at which the second and later stages begin, such as "3,7"; empty: by measured times
     """
 
