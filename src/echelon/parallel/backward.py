@@ -31,9 +31,10 @@ class BackwardPasses:
 
     def of(self, kept: KeptMicro, given: Sequence[Tensor | None]) -> None:
         """The pass of the next micro-batch; `given` are the gradients of what it handed over."""
+        handed = kept.handed if kept.again is None else kept.again()
         pairs = [
             (one, gradient)
-            for one, gradient in zip(kept.handed, given, strict=True)
+            for one, gradient in zip(handed, given, strict=True)
             if gradient is not None and one.requires_grad
         ]
         split = SplitBackward(

@@ -22,12 +22,13 @@ from echelon.parallel.chain import Given
 class KeptMicro:
     """What the backward pass of a micro-batch needs: tensors that carry gradients.
 
-    `hooked`: there are hooks on activations.
+    `hooked`: there are hooks on activations. `again`: computes `handed`, which then has shapes only.
     """
 
     received: list[Tensor]
     handed: list[Tensor]
     hooked: bool = False
+    again: Callable[[], list[Tensor]] | None = None
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ over the micro-batches and handed over once, when the last one is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from echelon.comm.group import Group
 from echelon.errors import ModelError
+from echelon.parallel.again import FirstPass
 from echelon.parallel.awaited import AwaitedOutput, called_twice, not_one_tensor
 from echelon.parallel.backward import BackwardPasses
 from echelon.parallel.chain import Given, LayerChain
@@ -70,13 +71,17 @@ class StagePart:
 
 @dataclass(slots=True)
 class _StageRun:
-    """Forward passes under way. `random`: they may draw; `trains`: they are followed by backward passes."""
+    """Forward passes under way. `random`: they may draw; `trains`: they are followed by backward passes.
+
+    `alone`: backward passes do not come in between.
+    """
 
     call: ModelCall
     keys: list[Any]
     masks: BatchMasks
     random: bool
     trains: bool
+    alone: bool
     outputs: list[Any] = field(default_factory=list)
 
 
@@ -89,6 +94,7 @@ class PipelineStage:
         part: StagePart,
         group: Group,
         parameters: Sequence[nn.Parameter],
+        buffers: Sequence[Tensor],
         *,
         options: Pipeline,
         landed: Callable[[Gradients], None],
@@ -98,6 +104,7 @@ class PipelineStage:
         self._part = part
         self._group = group
         self._parameters = list(parameters)
+        self._buffers = list(buffers)
         self._options = options
         self.landed = landed
         self._training = training
@@ -129,7 +136,7 @@ class PipelineStage:
 
     def _through(self, call: ModelCall) -> Any:
         """Run all forward passes of this stage; keeps what backward needs, if gradients are on."""
-        run = self._begin(call)
+        run = self._begin(call, alone=True)
         for micro in range(len(call.edges)):
             self._forward_one(run, micro)
         return self._end(run)
@@ -137,7 +144,7 @@ class PipelineStage:
     def scheduled(self, call: ModelCall, loss: MicroLoss) -> tuple[Tensor, Tensor, Gradients]:
         """Run the schedule with a loss: its value, the model's output, and gradients of the parameters."""
         part, options = self._part, self._options
-        run, passes = self._begin(call), self._backward_passes()
+        run, passes = self._begin(call, alone=False), self._backward_passes()
         parts: list[Tensor] = []
         coming = GradientReceiver(self._group, part.after, _GRADIENTS)
         for action in schedule(
@@ -162,9 +169,7 @@ class PipelineStage:
                 if part.is_last:
                     parts[micro] = parts[micro].detach()
         value = self._told(parts)
-        output = pytree.tree_map(
-            lambda one: one.detach() if isinstance(one, Tensor) else one, self._end(run)
-        )
+        output = pytree.tree_map(_detached, self._end(run))
         return value.to(output.dtype), output, passes.total
 
     def _fill(self, action: StageAction, passes: BackwardPasses, coming: GradientReceiver) -> None:
@@ -199,13 +204,14 @@ class PipelineStage:
             self._outbox.send(total.double(), rank, _LOSS)
         return total
 
-    def _begin(self, call: ModelCall) -> _StageRun:
+    def _begin(self, call: ModelCall, *, alone: bool) -> _StageRun:
         keys = self._keys(call)
         if not self._part.is_first:
             self._from_before.expect(keys)
         if not self._part.is_last:
             self._output.expect(keys)
-        return _StageRun(call, keys, BatchMasks(call.rows), self._training(), torch.is_grad_enabled())
+        masks, trains = BatchMasks(call.rows), torch.is_grad_enabled()
+        return _StageRun(call, keys, masks, self._training(), trains, alone)
 
     def _forward_one(self, run: _StageRun, micro: int) -> None:
         """The forward pass of a micro-batch."""
@@ -214,15 +220,36 @@ class PipelineStage:
         if run.random and micro == 0 and not part.is_first:
             self._receive_random(part.ranks[part.stage - 1])
         begin, end = call.edges[micro]
-        watch = HookWatch() if run.trains and self._options.schedule == "filled" else None
-        values = self._run(call.part(micro), carried, run.masks.of(begin, end), watch)
+        given = call.part(micro)
+        watch = HookWatch() if run.trains and self._options.schedule == "filled" else nullcontext()
+        first = FirstPass((given, carried)) if self._recomputes(run) else None
+        with run.masks.of(begin, end), watch:
+            values = self._run(given, carried)
         if run.random:
             run.masks.check(begin)
             if micro == 0:
                 self._send_random()
         handed = self._hand(values, run.keys[micro], run.outputs)
-        if run.trains:
-            call.kept[micro] = KeptMicro(received, handed, watch is not None and watch.hooked)
+        if not run.trains:
+            return
+        kept = call.kept[micro] = KeptMicro(received, handed, isinstance(watch, HookWatch) and watch.hooked)
+        if first is not None:
+            again = first.again(run.masks, call.rows, begin, end, self._buffers)
+            kept.again = lambda: self._handed_again(given, carried, again)
+            kept.handed = [torch.empty_like(one, device="meta") for one in handed]
+            run.outputs = [pytree.tree_map(_detached, one) for one in run.outputs]
+
+    def _recomputes(self, run: _StageRun) -> bool:
+        """Whether activations of a pass are computed again; not if its backward pass is next."""
+        is_next = self._part.is_last and not run.alone
+        return run.trains and self._options.recompute and not is_next
+
+    def _handed_again(
+        self, given: Given, carried: Sequence[Any], again: AbstractContextManager[None]
+    ) -> list[Tensor]:
+        with again:
+            _, tensors = describe(self._run(given, carried))
+        return [tensor for tensor in tensors if tensor.requires_grad]
 
     def _end(self, run: _StageRun) -> Any:
         """The model's output, when all passes of the run have begun."""
@@ -256,12 +283,9 @@ class PipelineStage:
         values: Sequence[Any] = described.build(tensors)
         return values, received
 
-    def _run(
-        self, given: Given, carried: Sequence[Any], drawing: Any, watch: HookWatch | None
-    ) -> tuple[Any, ...]:
+    def _run(self, given: Given, carried: Sequence[Any]) -> tuple[Any, ...]:
         try:
-            with drawing, watch or nullcontext():
-                return self._chain.run(self._part.begin, self._part.end, given, carried)
+            return self._chain.run(self._part.begin, self._part.end, given, carried)
         except RuntimeError as error:
             if _IN_PLACE not in str(error):
                 raise
@@ -347,3 +371,7 @@ class _Passed(torch.autograd.Function):
         kept = [grad for grad, floating in zip(grads, ctx.floating, strict=True) if floating]
         ctx.stage.backward(ctx.call, kept)
         return None, None, None, None
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
