@@ -22,7 +22,9 @@ from echelon.parallel.layout import Mesh
 from echelon.parallel.measure import measure
 from echelon.parallel.micro import cut_call
 from echelon.parallel.norms import WholeNorms
-from echelon.parallel.stage import Gradients, PipelineStage, StagePart
+from echelon.parallel.schedule import StageAction, most_kept, schedule
+from echelon.parallel.split import Gradients
+from echelon.parallel.stage import PipelineStage, StagePart
 from echelon.parallel.strategies.pipeline import Pipeline
 
 Explain = Callable[[str, str, str], None]
@@ -108,6 +110,7 @@ class SpreadModel:
             part,
             self._messages,
             self.holdings.own,
+            self.holdings.buffers,
             options=self._pipeline,
             landed=self._landed,
             training=self._trains,
@@ -142,8 +145,12 @@ class SpreadModel:
             return [pipeline.cut_points] * mesh.replicas
         call = cut_call(given, pipeline.count)
         micro = len(call.edges)
-        costs = measure(self._model, self._chain, call.part(0), micro)
-        mine = torch.tensor([*costs.times_s, *costs.sizes_bytes, self._memory_bytes], dtype=torch.float64)
+        costs = measure(self._model, self._chain, call.part(0), recompute=pipeline.recompute)
+        kept = 1 if pipeline.recompute else most_kept(_longest(pipeline, mesh.stages, micro))
+        sizes_bytes = [
+            held + kept * passed for held, passed in zip(costs.held_bytes, costs.passed_bytes, strict=True)
+        ]
+        mine = torch.tensor([*costs.times_s, *sizes_bytes, self._memory_bytes], dtype=torch.float64)
         told = [one.tolist() for one in self._group.all_gather(mine)]
         count = len(self._chain)
         found = [
@@ -231,6 +238,11 @@ class SpreadModel:
             vars(self._model).pop("forward", None)
         else:
             self._model.forward = self._own_forward
+
+
+def _longest(pipeline: Pipeline, stages: int, micro: int) -> list[StageAction]:
+    """The actions of the stage that keeps most: the first."""
+    return schedule(pipeline.schedule, 0, stages, micro, pipeline.ahead)
 
 
 def _sum(kept: Tensor | None, fresh: Tensor | None, weight: float) -> Tensor | None:
