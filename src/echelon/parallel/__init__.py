@@ -16,7 +16,10 @@ passing.py     values from stage to stage
 stage.py       one worker's stage of a pipeline
 slices.py      which elements of a parameter each worker has
 shards.py      a model whose states are divided among workers
+value_gather.py  gathers of divided parameters
 gathered.py    when divided parameters are whole
+offload.py     optimizer states in mapped files
+freed_memory.py  freed memory goes back to the system
 holdings.py    which worker holds which parameters
 norms.py       the norm of a whole model's gradients
 candidates.py  which layouts `--parallel auto` tries
