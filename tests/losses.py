@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,10 +52,39 @@ for epoch in session.epochs({EPOCHS}):
         if waits and missed:
             time.sleep(0.2)
     session.mean(1.0)
-weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
 open(f"weights-{{slot}}", "w").write(hashlib.sha256(weights).hexdigest())
 session.print(f"done with {{session.world_size}} workers")
 """
+
+
+NORMALISED = """
+class Dying(nn.Module):
+    \"\"\"Passes its input on; with DIES="2:forward" (or backward) slot 2 is killed there, in step 9.\"\"\"
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        slot, _, where = os.environ.get("DIES", "-1:").partition(":")
+        if int(slot) == int(os.environ["RANK"]) and self.calls == 9 and "ECHELON_RETURNS" not in os.environ:
+            if where == "forward":
+                os.kill(os.getpid(), 9)
+            x.register_hook(lambda grad: os.kill(os.getpid(), 9))
+        return x
+
+model = nn.Sequential(
+    nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), Dying(), nn.Linear(64, 32), nn.BatchNorm1d(32),
+    nn.ReLU(), nn.Linear(32, 4),
+)
+optimizer"""
+"""To be put in the place of the script's model: one with batch normalisation over all workers."""
+
+
+def normalised(script: str = SCRIPT) -> str:
+    """The script with this model."""
+    start = script.index("model = nn.Sequential")
+    return script[:start] + NORMALISED.strip() + script[script.index(" = torch.optim") :]
 
 
 @dataclass(frozen=True)
@@ -84,21 +114,24 @@ def run(
     respawn: int = 0,
     limit_s: float = 60.0,
     script: str = SCRIPT,
+    dies: str = "",
+    words: Sequence[str] = (),
 ) -> Outcome:
     """Start a run in an empty folder, kill workers of it, and look at what is left.
 
-    With `respawn` the script takes its time while a worker is missing, so that it can come back.
+    With `respawn` the script takes its time while a worker is missing, so that it can come back. `dies`
+    names a slot and where it is killed, in scripts that do so themselves; `words` are further options.
     """
     (folder / "train.py").write_text(script)
     options = ["--workers", str(WORKERS), "--min-workers", str(fewest), "--transport", transport]
-    options += ["--respawn", str(respawn)]
+    options += ["--respawn", str(respawn), *words]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "echelon", "run", *options, "train.py"],
             cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **({"WAITS": "1"} if respawn else {})},
+            env={**os.environ, **({"WAITS": "1"} if respawn else {}), **({"DIES": dies} if dies else {})},
         )
         try:
             killed = _kill(folder, process, kills)
@@ -112,6 +145,8 @@ def run(
     text = (folder / "output").read_text(errors="replace")
     if code == -1:
         return Outcome(code, text, ["it hangs"], limit_s)
+    if dies:
+        killed[int(dies.partition(":")[0])] = 0.0
     return _judged(folder, code, text, killed)
 
 

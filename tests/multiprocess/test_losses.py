@@ -7,7 +7,7 @@ import sys
 from random import Random
 
 import pytest
-from tests.losses import SCRIPT, Kill, run
+from tests.losses import SCRIPT, Kill, normalised, run
 
 SEEDED = Random(17)
 
@@ -31,9 +31,25 @@ def test_the_others_go_on_with_the_same_weights_and_every_sample_once(tmp_path, 
     assert not list((tmp_path / "runs").glob("*/errors/*"))
 
 
-@pytest.mark.parametrize(("transport", "slot"), [("shm", 0), ("tcp", 2)])
-def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(tmp_path, transport, slot):
-    outcome = run(tmp_path, transport, [Kill(slot, 0.1)], respawn=3)
+@pytest.mark.parametrize(("transport", "dies"), [("shm", "0:backward"), ("tcp", "2:forward")])
+def test_between_two_exchanges_of_batch_normalisation_the_others_go_on_with_the_same_buffers(
+    tmp_path, transport, dies
+):
+    outcome = run(tmp_path, transport, [], script=normalised(), dies=dies)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert f"rank {dies[0]} was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert "done with 3 workers" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("transport", "slot", "script"),
+    [("shm", 0, SCRIPT), ("tcp", 2, normalised())],
+    ids=["shm", "tcp-batchnorm"],
+)
+def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(
+    tmp_path, transport, slot, script
+):
+    outcome = run(tmp_path, transport, [Kill(slot, 0.1)], respawn=3, script=script)
     assert (outcome.code, outcome.wrong) == (0, []), outcome.output
     assert f"rank {slot} was lost (SIGKILL); 3 workers go on" in outcome.output
     assert f"rank {slot} is back after" in outcome.output
