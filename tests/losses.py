@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 SAMPLES, EPOCHS, WORKERS = 600, 3, 4
 
@@ -87,6 +88,28 @@ def normalised(script: str = SCRIPT) -> str:
     return script[:start] + NORMALISED.strip() + script[script.index(" = torch.optim") :]
 
 
+SAVING = """
+import os
+from echelon.checkpoint import store
+
+def dies_in(name):
+    own, calls = getattr(store, name), []
+    def called(*args, **options):
+        calls.append(1)
+        if os.environ.get("DIES") == f"{os.environ['RANK']}:{name}" and len(calls) == 2:
+            os.kill(os.getpid(), 9)
+        return own(*args, **options)
+    setattr(store, name, called)
+
+dies_in("write_part")
+dies_in("commit")
+""" + SCRIPT.replace("    session.mean(1.0)\n", "    session.mean(1.0)\n    session.save('own', keep=1)\n")
+"""The script, which also saves after each epoch; with DIES="2:write_part" slot 2 is killed there."""
+
+SLOW = SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.004 if os.path.exists('stopped') else 0.05)")
+"""The script, which takes its time until it was stopped once."""
+
+
 @dataclass(frozen=True)
 class Kill:
     """SIGKILL of a worker, so long after all have begun to train, or after the kill before."""
@@ -116,11 +139,13 @@ def run(
     script: str = SCRIPT,
     dies: str = "",
     words: Sequence[str] = (),
+    stops: bool = False,
 ) -> Outcome:
     """Start a run in an empty folder, kill workers of it, and look at what is left.
 
     With `respawn` the script takes its time while a worker is missing, so that it can come back. `dies`
     names a slot and where it is killed, in scripts that do so themselves; `words` are further options.
+    With `stops` the launcher gets SIGTERM after the kills, and the run is resumed.
     """
     (folder / "train.py").write_text(script)
     options = ["--workers", str(WORKERS), "--min-workers", str(fewest), "--transport", transport]
@@ -135,7 +160,12 @@ def run(
         )
         try:
             killed = _kill(folder, process, kills)
+            if stops:
+                time.sleep(0.5)
+                process.send_signal(signal.SIGTERM)
             code = process.wait(limit_s)
+            if stops and code == 75:
+                code = _resumed(folder, output, limit_s)
         except subprocess.TimeoutExpired:
             code = -1
         finally:
@@ -148,6 +178,15 @@ def run(
     if dies:
         killed[int(dies.partition(":")[0])] = 0.0
     return _judged(folder, code, text, killed)
+
+
+def _resumed(folder: Path, output: IO[bytes], limit_s: float) -> int:
+    (folder / "stopped").touch()
+    (record,) = (folder / "runs").iterdir()
+    command = [sys.executable, "-m", "echelon", "resume", str(record)]
+    return subprocess.run(
+        command, cwd=folder, stdout=output, stderr=output, timeout=limit_s, check=False
+    ).returncode
 
 
 def _lines(folder: Path, slot: int) -> list[list]:
