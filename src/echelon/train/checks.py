@@ -134,7 +134,7 @@ def _between_groups(policy: Policy) -> Policy:
     return policy.between if isinstance(policy, Levels) else policy
 
 
-def refuse_losses(plan: Plan, *, saves: bool) -> None:
+def refuse_losses(plan: Plan) -> None:
     """Refuse what cannot go on yet when a worker is lost."""
     policy = POLICIES.build(plan.sync, where="--sync").resolved()
     found = (
@@ -150,8 +150,6 @@ def refuse_losses(plan: Plan, *, saves: bool) -> None:
         if plan.transport == "c10d"
         else "a run with servers"
         if plan.servers
-        else "a run that saves checkpoints by itself"
-        if saves
         else ""
     )
     if found:

@@ -16,7 +16,7 @@ import atexit
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar, Unpack, get_args, overload
@@ -169,6 +169,7 @@ class Session(ScriptCheckpoints):
                 guard=self._guard,
                 seed=plan.seed,
                 leads=lambda: self.is_leader,
+                saving=lambda: self._by_itself,
             )
         seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
         self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
@@ -255,6 +256,13 @@ class Session(ScriptCheckpoints):
         self._shares.change(weights, first)
         for loader in self._prepared.loaders:
             loader.changed()
+
+    @property
+    def _comes_back(self) -> bool:
+        return self._changes is not None and self._changes.returns
+
+    def _unlogged(self) -> AbstractContextManager[None]:
+        return self._changes.unlogged() if self._changes is not None else nullcontext()
 
     # Preparing -----------------------------------------------------------------------------------
 
@@ -426,6 +434,7 @@ class Session(ScriptCheckpoints):
                 slot=None if self._changes is None else self._changes.slot,
                 workers=0 if self._changes is None else len(self._plan.workers),
                 on_drained=None if self._changes is None else self._drained,
+                owed=None if self._changes is None else self._changes.drawn.owed,
             )
         return self._sharing
 
