@@ -1,13 +1,15 @@
-"""Runs from which workers are taken by SIGKILL: starts one, kills, and looks at what the others did."""
+"""Runs from which workers are taken by signals: starts one, takes workers, and looks at the others."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -49,7 +51,7 @@ for epoch in session.epochs({EPOCHS}):
         missed |= session.world_size < {WORKERS}
         waits &= not (missed and session.world_size == {WORKERS})
         if waits and missed:
-            time.sleep(0.2)
+            time.sleep(0.5)  # processes may start slowly
     session.mean(1.0)
 weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 open(f"weights-{{slot}}", "w").write(hashlib.sha256(weights).hexdigest())
@@ -59,10 +61,19 @@ session.print(f"done with {{session.world_size}} workers")
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL of a worker, so long after all have begun to train, or after the kill before."""
+    """A signal to a worker, so long after all have begun to train, or after the kill before.
+
+    with `on_s` SIGSTOP and, so long after that, SIGCONT
+    """
 
     slot: int
     after_s: float
+    on_s: float | None = None
+
+    @property
+    def signal(self) -> signal.Signals:
+        """Which signal takes the worker."""
+        return signal.SIGKILL if self.on_s is None else signal.SIGSTOP
 
 
 @dataclass(frozen=True)
@@ -82,16 +93,18 @@ def run(
     *,
     fewest: int = 2,
     respawn: int = 0,
-    limit_s: float = 60.0,
+    limit_s: float = 100.0,
     script: str = SCRIPT,
+    words: tuple[str, ...] = (),
 ) -> Outcome:
     """Start a run in an empty folder, kill workers of it, and look at what is left.
 
     With `respawn` the script takes its time while a worker is missing, so that it can come back.
     """
     (folder / "train.py").write_text(script)
+    timers: list[threading.Timer] = []
     options = ["--workers", str(WORKERS), "--min-workers", str(fewest), "--transport", transport]
-    options += ["--respawn", str(respawn)]
+    options += ["--respawn", str(respawn), *words]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "echelon", "run", *options, "train.py"],
@@ -101,7 +114,7 @@ def run(
             env={**os.environ, **({"WAITS": "1"} if respawn else {})},
         )
         try:
-            killed = _kill(folder, process, kills)
+            killed = _kill(folder, process, kills, timers)
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = -1
@@ -109,6 +122,9 @@ def run(
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 process.wait(20)
+            for timer in timers:
+                timer.cancel()
+                timer.join()
     text = (folder / "output").read_text(errors="replace")
     if code == -1:
         return Outcome(code, text, ["it hangs"], limit_s)
@@ -120,7 +136,14 @@ def _lines(folder: Path, slot: int) -> list[list]:
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
-def _kill(folder: Path, process: subprocess.Popen[bytes], kills: list[Kill]) -> dict[int, float]:
+def _go_on(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def _kill(
+    folder: Path, process: subprocess.Popen[bytes], kills: list[Kill], timers: list[threading.Timer]
+) -> dict[int, float]:
     until = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < until:
         if all(_lines(folder, slot) for slot in range(WORKERS)):
@@ -131,10 +154,14 @@ def _kill(folder: Path, process: subprocess.Popen[bytes], kills: list[Kill]) -> 
         time.sleep(kill.after_s)
         pid = _lines(folder, kill.slot)[-1][3]
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, kill.signal)
         except ProcessLookupError:  # it was done
             continue
         killed[kill.slot] = time.time()
+        if kill.on_s is not None:
+            going_on = threading.Timer(kill.on_s, _go_on, (pid,))
+            going_on.start()
+            timers.append(going_on)
     return killed
 
 

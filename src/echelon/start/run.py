@@ -537,6 +537,7 @@ class _Watch:
 
     def _lose(self, members: Members, processes: WorkerProcesses) -> None:
         """Tell the service who has ended, and the user who was lost."""
+        members.look()
         for rank in members.to_end():
             processes.kill(rank)
         for rank, code in processes.exit_codes().items():
