@@ -63,6 +63,7 @@ def test_a_stopped_worker_is_left_out_and_started_again(tmp_path, transport):
     )
     assert told, outcome.output
     assert "rank 2 is back after" in outcome.output
+    assert "workers: 1 left out, 1 back; never fewer than 3 went on" in flat(outcome)
     assert "done with 4 workers" in outcome.output
 
 

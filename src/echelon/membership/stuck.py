@@ -30,7 +30,7 @@ _BATCH_ROUNDS = 3.0
 _FIRST_ROUNDS = 5
 _KEPT_ROUNDS = 50
 _LONGEST_LOOK_S = 0.5
-_LOOKS_AFTER_S = 1.0
+_LOOKS_AFTER_S = 0.5
 
 
 class WorkPhase(IntEnum):

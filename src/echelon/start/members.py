@@ -27,6 +27,7 @@ from echelon.membership.respawn import RespawnRule
 from echelon.membership.stuck import LateWorker
 from echelon.membership.survival import Survival, SurvivorState
 from echelon.membership.view import MemberId
+from echelon.observe.events import LAUNCHER, MembersChanged
 from echelon.start.stuck_watch import StuckWatch
 from echelon.train.admission import ADMISSION_VARIABLE, AdmissionFlag
 from echelon.train.service import ADDRESS_VARIABLE, EPOCHS_KEY, TOKEN_VARIABLE
@@ -63,6 +64,7 @@ class Members:
         self._left_out: dict[int, LateWorker] = {}  # until their processes have ended
         self._differing: set[int] = set()  # came back, and made other calls than the others
         self._news: list[str] = []
+        self._happened: list[MembersChanged] = []
         self._raised = False  # a worker has raised an error, which ends the run
         self._flag = AdmissionFlag.create(file)
         self._stuck = StuckWatch(file.with_name("progress"), limit_s)
@@ -141,6 +143,8 @@ class Members:
     def _lost(self, slot: int, code: int, late: LateWorker | None, *, returns: bool) -> None:
         left = len(self._survival.living)
         how = _signal(code) if code < 0 else f"exit code {code}"
+        what = "left out" if late is not None else "did not come back" if returns else "lost"
+        self._note(slot, what, str(late) if late is not None else how)
         if late is not None:
             self._news.append(f"rank {slot} was left out: {late}; {left} workers go on")
             self._rule.left_out(MemberId("", slot), self._stuck.rounds(slot))
@@ -165,9 +169,18 @@ class Members:
         if f"-1/{EPOCHS_KEY}" not in self._values:
             refusal = "the script does not train in `for epoch in session.epochs(n)`"
         if refusal:
+            self._note(slot, "not started again", refusal)
             self._news.append(f"rank {slot} is not started again: {refusal}")
         else:
             self._to_start.append(slot)
+
+    def _note(self, slot: int, what: str, reason: str = "") -> None:
+        workers = len(self._survival.living)
+        self._happened.append(
+            MembersChanged(
+                t=time.time(), rank=LAUNCHER, worker=slot, what=what, workers=workers, reason=reason
+            )
+        )
 
     def to_start(self) -> list[int]:
         """The slots for which a process is to be started now."""
@@ -188,6 +201,12 @@ class Members:
         """What is to be told since the last call."""
         with self._changed:
             told, self._news = self._news, []
+        return told
+
+    def happened(self) -> list[MembersChanged]:
+        """What is to be recorded since the last call."""
+        with self._changed:
+            told, self._happened = self._happened, []
         return told
 
     def close(self) -> None:
@@ -212,6 +231,7 @@ class Members:
             self._came_back.add(slot)
             took_s = time.monotonic() - self._lost_at.get(slot, time.monotonic())
             count = len(view.members)
+            self._note(slot, "back", f"after {took_s:.1f} s")
             self._news.append(f"rank {slot} is back after {took_s:.1f} s; {count} workers go on")
         self._mark()
         self._changed.notify_all()

@@ -545,6 +545,7 @@ class _Watch:
         for rank in members.to_start():
             processes.restart(rank)
         processes.lost, processes.excused = members.gone, members.excused
+        self._emit(members.happened())
         for text in members.news():
             self._emit([Noted(t=time.time(), rank=LAUNCHER, text=text, warning=True)])
             self._output.follow(members.leader)
