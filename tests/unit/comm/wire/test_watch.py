@@ -247,7 +247,7 @@ def test_a_peer_that_does_not_answer_is_reported_as_such_and_not_accused():
         wires.loops[0].watch.on_waiting = lambda *what: told.append(what)
         error = Workers(lambda rank: everyone(wires, 0, 1, deadline_s=5).wait(), [0]).end()[0]
         assert type(error) is RoundTimeout
-        silent = "rank 1 does not answer: stopped, or the machine is overloaded"
+        silent = "rank 1 does not answer: stopped, overloaded, or cut off from the network"
         assert error.message == f"rank 1 on n1 did not arrive within 5 s: {silent}"
         assert told[-1][0] == [1]
         assert told[-1][2] == silent
