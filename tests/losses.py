@@ -36,7 +36,16 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer, loader = session.prepare(
     model, optimizer, DataLoader(Numbers(), batch_size=24, shuffle=True)
 )
+def changed(change):
+    session.barrier()  # all members are at the same place
+    told = [change.lost, change.left, change.joined, change.world_size, change.step]
+    open(f"changes-{{slot}}", "a").write(json.dumps(told) + "\\n")
+    assert (change.rank, change.world_size) == (session.rank, session.world_size)
+
+session.on_change(changed)
 waits, missed = "WAITS" in os.environ, False
+if "ECHELON_RETURNS" in os.environ:
+    open("coming", "w").close()
 drawn = open(f"drawn-{{slot}}", "a", buffering=1)
 for epoch in session.epochs({EPOCHS}):
     for x, y, i in loader:
@@ -49,6 +58,9 @@ for epoch in session.epochs({EPOCHS}):
         missed |= session.world_size < {WORKERS}
         waits &= not (missed and session.world_size == {WORKERS})
         if waits and missed:
+            until = time.monotonic() + 60  # on a busy machine a process takes long to start
+            while not os.path.exists("coming") and time.monotonic() < until:
+                time.sleep(0.05)
             time.sleep(0.2)
     session.mean(1.0)
 weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
@@ -82,7 +94,7 @@ def run(
     *,
     fewest: int = 2,
     respawn: int = 0,
-    limit_s: float = 60.0,
+    limit_s: float = 150.0,
     script: str = SCRIPT,
 ) -> Outcome:
     """Start a run in an empty folder, kill workers of it, and look at what is left.
@@ -120,8 +132,14 @@ def _lines(folder: Path, slot: int) -> list[list]:
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
+def changes(folder: Path, slot: int) -> list[list]:
+    """What one worker's function was told: lost, left, joined, how many are left, after how many steps."""
+    file = folder / f"changes-{slot}"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 def _kill(folder: Path, process: subprocess.Popen[bytes], kills: list[Kill]) -> dict[int, float]:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 90
     while process.poll() is None and time.monotonic() < until:
         if all(_lines(folder, slot) for slot in range(WORKERS)):
             break
@@ -143,6 +161,9 @@ def _judged(folder: Path, code: int, text: str, killed: dict[int, float]) -> Out
     done = [slot for slot in range(WORKERS) if (folder / f"weights-{slot}").exists()]
     if len({(folder / f"weights-{slot}").read_text() for slot in done}) != 1:
         wrong.append("survivors have different weights")
+    told = {slot: changes(folder, slot) for slot in done if slot not in killed}
+    if len({json.dumps(one) for one in told.values()}) > 1:
+        wrong.append(f"survivors were told of different changes: {told}")
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     under_way: dict[int, list[set[int]]] = defaultdict(list)
     pause_s = 0.0

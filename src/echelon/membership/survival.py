@@ -36,6 +36,7 @@ class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
     handed  how many batches of each loader were handed out on the worker that is furthest
     lost    the slots that are not in it any more
     joined  the slots that have come back: the last members, which get the state of the first one
+    planned all members stood between two steps, and nobody was lost
     """
 
     number: int
@@ -44,6 +45,7 @@ class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
     handed: dict[int, int] = {}
     lost: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
+    planned: bool = False
 
     @property
     def behind(self) -> range:
@@ -142,6 +144,7 @@ class Survival:
             handed=handed,
             lost=tuple(slot for slot in self.view.members if slot not in living),
             joined=tuple(joined),
+            planned=not self.broken,
         )
         if joined:
             self._gone -= set(joined)

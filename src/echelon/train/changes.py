@@ -308,6 +308,11 @@ class MemberChanges:
         return view, state
 
     @property
+    def operation(self) -> int:
+        """The number of the last operation that has begun."""
+        return self._operation
+
+    @property
     def is_catching_up(self) -> bool:
         """Whether this worker still repeats what the others exchanged in this epoch."""
         return self._replayed is not None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -44,6 +44,7 @@ from echelon.train import consistency, run_state
 from echelon.train.arranging import Arranger, arranges, gradient_bytes
 from echelon.train.auto_shares import AutoShares
 from echelon.train.batches import HandedBatch
+from echelon.train.change_calls import ChangeCalls, MembersChange
 from echelon.train.changes import MemberChanges
 from echelon.train.checkpoint_writer import CheckpointWriter
 from echelon.train.checks import alone, check_layout
@@ -100,6 +101,7 @@ class Session(ScriptCheckpoints):
         ScriptCollectives.__init__(self, group, [worker.node for worker in plan.workers])
         ScriptLog.__init__(self, record, clock, plan, group.rank)
         self._changes = group.changes if isinstance(group.changes, MemberChanges) else None
+        self._change_calls = ChangeCalls()
         self._rendezvous = rendezvous
         self.folder = record.folder
         self.device = device
@@ -242,8 +244,22 @@ class Session(ScriptCheckpoints):
         """The name of the machine that this worker runs on."""
         return self._nodes[self.rank]
 
+    def on_change(self, function: Callable[[MembersChange], object]) -> None:
+        """Call a function whenever members have changed: workers were lost, have left, joined or are back.
+
+        function  gets `lost`, `left` and `joined`, and this worker's new `rank`, `world_size` and `step`
+
+        It is called in the training thread, when the loop asks for a batch between two steps, on all
+        members alike, so it may exchange values with the others. Without `--min-workers` members never
+        change. Call it before `session.epochs`. Example:
+
+            session.on_change(lambda change: session.print(f"{change.world_size} workers go on"))
+        """
+        self._change_calls.add(function)
+
     def _members_changed(self, view: SurvivorView) -> None:
         """Workers were lost or are back: the members share what is not drawn yet."""
+        self._change_calls.changed(view)
         planned = self._plan.workers
         self._nodes[:] = [planned[slot].node for slot in view.members]
         weights = [one.weight if one.rank in view.members else 0.0 for one in planned]
@@ -460,13 +476,19 @@ class Session(ScriptCheckpoints):
             self._changes.epochs_begin()
             return
         view, self._first_epoch = self._coming_back.come_back()
+        self._change_calls.changed(view)
         self._nodes[:] = [self._plan.workers[slot].node for slot in view.members]
 
     def _batch_asked(self, loader: SharedLoader) -> None:
         """The loop asks for a batch."""
         self._asked(loader)
-        if self._coming_back is not None:
-            self._coming_back.asked(loader)
+        if self._coming_back is None or self._changes is None:
+            return
+        self._coming_back.asked(loader)
+        if self._changes.drawn.empty and not self._changes.is_catching_up:
+            self._change_calls.call(
+                self._changes.operation, rank=self.rank, world_size=self.world_size, step=self.step
+            )
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
