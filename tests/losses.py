@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,9 @@ for epoch in session.epochs({EPOCHS}):
         nn.functional.cross_entropy(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        held = time.monotonic() + 90 if "HOLDS" in os.environ else 0
+        while time.monotonic() < held and not os.path.exists("go"):
+            time.sleep(0.02)
         time.sleep(0.004)
         missed |= session.world_size < {WORKERS}
         waits &= not (missed and session.world_size == {WORKERS})
@@ -96,10 +100,12 @@ def run(
     respawn: int = 0,
     limit_s: float = 150.0,
     script: str = SCRIPT,
+    act: Callable[[Path], None] | None = None,
 ) -> Outcome:
     """Start a run in an empty folder, kill workers of it, and look at what is left.
 
-    With `respawn` the script takes its time while a worker is missing, so that it can come back.
+    With `respawn` the script takes its time while a worker is missing, so that it can come back. With `act`
+    all workers wait after some steps, until that function has done something to the run.
     """
     (folder / "train.py").write_text(script)
     options = ["--workers", str(WORKERS), "--min-workers", str(fewest), "--transport", transport]
@@ -110,10 +116,17 @@ def run(
             cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **({"WAITS": "1"} if respawn else {})},
+            env={
+                **os.environ,
+                **({"WAITS": "1"} if respawn and not act else {}),
+                **({"HOLDS": "1"} if act else {}),
+            },
         )
         try:
             killed = _kill(folder, process, kills)
+            if act is not None:
+                act(folder)
+                (folder / "go").touch()
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = -1
@@ -132,6 +145,11 @@ def _lines(folder: Path, slot: int) -> list[list]:
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
+def pid_of(folder: Path, slot: int) -> int:
+    """The process that has drawn last in a slot."""
+    return int(_lines(folder, slot)[-1][3])
+
+
 def changes(folder: Path, slot: int) -> list[list]:
     """What one worker's function was told: lost, left, joined, how many are left, after how many steps."""
     file = folder / f"changes-{slot}"
@@ -147,7 +165,7 @@ def _kill(folder: Path, process: subprocess.Popen[bytes], kills: list[Kill]) -> 
     killed: dict[int, float] = {}
     for kill in kills:
         time.sleep(kill.after_s)
-        pid = _lines(folder, kill.slot)[-1][3]
+        pid = pid_of(folder, kill.slot)
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:  # it was done
@@ -158,7 +176,7 @@ def _kill(folder: Path, process: subprocess.Popen[bytes], kills: list[Kill]) -> 
 
 def _judged(folder: Path, code: int, text: str, killed: dict[int, float]) -> Outcome:
     wrong: list[str] = []
-    done = [slot for slot in range(WORKERS) if (folder / f"weights-{slot}").exists()]
+    done = [slot for slot in range(2 * WORKERS) if (folder / f"weights-{slot}").exists()]
     if len({(folder / f"weights-{slot}").read_text() for slot in done}) != 1:
         wrong.append("survivors have different weights")
     told = {slot: changes(folder, slot) for slot in done if slot not in killed}
@@ -167,7 +185,7 @@ def _judged(folder: Path, code: int, text: str, killed: dict[int, float]) -> Out
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     under_way: dict[int, list[set[int]]] = defaultdict(list)
     pause_s = 0.0
-    for slot in range(WORKERS):
+    for slot in range(2 * WORKERS):
         lines = _lines(folder, slot)
         pids = list(dict.fromkeys(line[3] for line in lines))
         for pid in pids if slot in killed and slot not in done else pids[:-1]:

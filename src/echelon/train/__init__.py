@@ -23,6 +23,7 @@ state_pieces.py sends the whole state to it, in pieces with checksums
 guard.py        what is checked while a script trains on several workers
 drift.py        do all workers still have the same weights?
 verifying.py    what the checks of --verify see of a session, and how findings are told
+leaving.py      how does a worker notice that its machine will be taken away?
 forgotten.py    what did the script forget to prepare?
 saving.py       one whole file if all workers save to one path
 streams.py      random numbers of its own for every worker

@@ -53,7 +53,7 @@ class ChangeCalls:
 
     def changed(self, view: SurvivorView) -> None:
         """Members have changed to those of this view."""
-        change = _Pending(max(view.operations, default=0), view.lost, (), view.joined)
+        change = _Pending(max(view.operations, default=0), view.lost, view.left, view.joined)
         if view.planned:  # all stand at one place: what was pending is told here, too
             before, self._pending = self._pending, []
             change.operation = 0
