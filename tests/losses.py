@@ -1,18 +1,21 @@
-"""Runs from which workers are taken by SIGKILL: starts one, kills, and looks at what the others did."""
+"""Runs from which workers are taken by signals: starts one, takes workers, and looks at the others."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 SAMPLES, EPOCHS, WORKERS = 600, 3, 4
 
@@ -45,8 +48,6 @@ def changed(change):
 
 session.on_change(changed)
 waits, missed = "WAITS" in os.environ, False
-if "ECHELON_RETURNS" in os.environ:
-    open("coming", "w").close()
 drawn = open(f"drawn-{{slot}}", "a", buffering=1)
 for epoch in session.epochs({EPOCHS}):
     for x, y, i in loader:
@@ -62,23 +63,80 @@ for epoch in session.epochs({EPOCHS}):
         missed |= session.world_size < {WORKERS}
         waits &= not (missed and session.world_size == {WORKERS})
         if waits and missed:
-            until = time.monotonic() + 60  # on a busy machine a process takes long to start
-            while not os.path.exists("coming") and time.monotonic() < until:
-                time.sleep(0.05)
-            time.sleep(0.2)
+            time.sleep(0.5)  # processes may start slowly
     session.mean(1.0)
-weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
 open(f"weights-{{slot}}", "w").write(hashlib.sha256(weights).hexdigest())
 session.print(f"done with {{session.world_size}} workers")
 """
 
 
+NORMALISED = """
+class Dying(nn.Module):
+    \"\"\"Passes its input on; with DIES="2:forward" (or backward) slot 2 is killed there, in step 9.\"\"\"
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        slot, _, where = os.environ.get("DIES", "-1:").partition(":")
+        if int(slot) == int(os.environ["RANK"]) and self.calls == 9 and "ECHELON_RETURNS" not in os.environ:
+            if where == "forward":
+                os.kill(os.getpid(), 9)
+            x.register_hook(lambda grad: os.kill(os.getpid(), 9))
+        return x
+
+model = nn.Sequential(
+    nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), Dying(), nn.Linear(64, 32), nn.BatchNorm1d(32),
+    nn.ReLU(), nn.Linear(32, 4),
+)
+optimizer"""
+"""To be put in the place of the script's model: one with batch normalisation over all workers."""
+
+
+def normalised(script: str = SCRIPT) -> str:
+    """The script with this model."""
+    start = script.index("model = nn.Sequential")
+    return script[:start] + NORMALISED.strip() + script[script.index(" = torch.optim") :]
+
+
+SAVING = """
+import os
+from echelon.checkpoint import store
+
+def dies_in(name):
+    own, calls = getattr(store, name), []
+    def called(*args, **options):
+        calls.append(1)
+        if os.environ.get("DIES") == f"{os.environ['RANK']}:{name}" and len(calls) == 2:
+            os.kill(os.getpid(), 9)
+        return own(*args, **options)
+    setattr(store, name, called)
+
+dies_in("write_part")
+dies_in("commit")
+""" + SCRIPT.replace("    session.mean(1.0)\n", "    session.mean(1.0)\n    session.save('own', keep=1)\n")
+"""The script, which also saves after each epoch; with DIES="2:write_part" slot 2 is killed there."""
+
+SLOW = SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.004 if os.path.exists('stopped') else 0.05)")
+"""The script, which takes its time until it was stopped once."""
+
+
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL of a worker, so long after all have begun to train, or after the kill before."""
+    """A signal to a worker, so long after all have begun to train, or after the kill before.
+
+    with `on_s` SIGSTOP and, so long after that, SIGCONT
+    """
 
     slot: int
     after_s: float
+    on_s: float | None = None
+
+    @property
+    def signal(self) -> signal.Signals:
+        """Which signal takes the worker."""
+        return signal.SIGKILL if self.on_s is None else signal.SIGSTOP
 
 
 @dataclass(frozen=True)
@@ -100,16 +158,22 @@ def run(
     respawn: int = 0,
     limit_s: float = 150.0,
     script: str = SCRIPT,
+    dies: str = "",
+    words: Sequence[str] = (),
+    stops: bool = False,
     act: Callable[[Path], None] | None = None,
 ) -> Outcome:
     """Start a run in an empty folder, kill workers of it, and look at what is left.
 
-    With `respawn` the script takes its time while a worker is missing, so that it can come back. With `act`
-    all workers wait after some steps, until that function has done something to the run.
+    With `respawn` the script takes its time while a worker is missing, so that it can come back. `dies`
+    names a slot and where it is killed, in scripts that do so themselves; `words` are further options.
+    With `stops` the launcher gets SIGTERM after the kills, and the run is resumed. With `act` all workers
+    wait after some steps, until that function has done something to the run.
     """
     (folder / "train.py").write_text(script)
+    timers: list[threading.Timer] = []
     options = ["--workers", str(WORKERS), "--min-workers", str(fewest), "--transport", transport]
-    options += ["--respawn", str(respawn)]
+    options += ["--respawn", str(respawn), *words]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "echelon", "run", *options, "train.py"],
@@ -119,25 +183,45 @@ def run(
             env={
                 **os.environ,
                 **({"WAITS": "1"} if respawn and not act else {}),
+                **({"DIES": dies} if dies else {}),
                 **({"HOLDS": "1"} if act else {}),
             },
         )
         try:
-            killed = _kill(folder, process, kills)
+            killed = _kill(folder, process, kills, timers)
             if act is not None:
                 act(folder)
                 (folder / "go").touch()
+            if stops:
+                time.sleep(0.5)
+                process.send_signal(signal.SIGTERM)
             code = process.wait(limit_s)
+            if stops and code == 75:
+                code = _resumed(folder, output, limit_s)
         except subprocess.TimeoutExpired:
             code = -1
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 process.wait(20)
+            for timer in timers:
+                timer.cancel()
+                timer.join()
     text = (folder / "output").read_text(errors="replace")
     if code == -1:
         return Outcome(code, text, ["it hangs"], limit_s)
+    if dies:
+        killed[int(dies.partition(":")[0])] = 0.0
     return _judged(folder, code, text, killed)
+
+
+def _resumed(folder: Path, output: IO[bytes], limit_s: float) -> int:
+    (folder / "stopped").touch()
+    (record,) = (folder / "runs").iterdir()
+    command = [sys.executable, "-m", "echelon", "resume", str(record)]
+    return subprocess.run(
+        command, cwd=folder, stdout=output, stderr=output, timeout=limit_s, check=False
+    ).returncode
 
 
 def _lines(folder: Path, slot: int) -> list[list]:
@@ -156,7 +240,14 @@ def changes(folder: Path, slot: int) -> list[list]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def _kill(folder: Path, process: subprocess.Popen[bytes], kills: list[Kill]) -> dict[int, float]:
+def _go_on(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def _kill(
+    folder: Path, process: subprocess.Popen[bytes], kills: list[Kill], timers: list[threading.Timer]
+) -> dict[int, float]:
     until = time.monotonic() + 90
     while process.poll() is None and time.monotonic() < until:
         if all(_lines(folder, slot) for slot in range(WORKERS)):
@@ -167,10 +258,14 @@ def _kill(folder: Path, process: subprocess.Popen[bytes], kills: list[Kill]) -> 
         time.sleep(kill.after_s)
         pid = pid_of(folder, kill.slot)
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, kill.signal)
         except ProcessLookupError:  # it was done
             continue
         killed[kill.slot] = time.time()
+        if kill.on_s is not None:
+            going_on = threading.Timer(kill.on_s, _go_on, (pid,))
+            going_on.start()
+            timers.append(going_on)
     return killed
 
 
@@ -179,8 +274,11 @@ def _judged(folder: Path, code: int, text: str, killed: dict[int, float]) -> Out
     done = [slot for slot in range(2 * WORKERS) if (folder / f"weights-{slot}").exists()]
     if len({(folder / f"weights-{slot}").read_text() for slot in done}) != 1:
         wrong.append("survivors have different weights")
-    told = {slot: changes(folder, slot) for slot in done if slot not in killed}
-    if len({json.dumps(one) for one in told.values()}) > 1:
+    told = {slot: changes(folder, slot) for slot in done}
+    longest = max(
+        told.values(), key=len, default=[]
+    )  # a process that was started later knows the last ones
+    if any(one and one != longest[-len(one) :] for one in told.values()):
         wrong.append(f"survivors were told of different changes: {told}")
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     under_way: dict[int, list[set[int]]] = defaultdict(list)

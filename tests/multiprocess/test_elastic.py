@@ -38,6 +38,7 @@ def test_workers_leave_after_a_step_as_long_as_enough_are_left(tmp_path):
     assert "rank 0 has left (echelon leave)" in outcome.output
     assert "rank 2 has left (SIGTERM)" in outcome.output
     assert "done with 2 workers" in outcome.output, "the leader of then prints it"
+    assert "workers: 2 left; never fewer than 2 went on" in outcome.output
     assert "lost" not in outcome.output
     told = changes(tmp_path, 1)
     assert sorted(slot for _, left, *_ in told for slot in left) == [0, 2]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from random import Random
 
 import pytest
-from tests.losses import SCRIPT, Kill, changes, run
+from tests.losses import SAVING, SCRIPT, SLOW, Kill, changes, normalised, run
+
+from echelon.checkpoint.store import read_newest
 
 SEEDED = Random(17)
 
@@ -33,9 +36,25 @@ def test_the_others_go_on_with_the_same_weights_and_every_sample_once(tmp_path, 
     assert not list((tmp_path / "runs").glob("*/errors/*"))
 
 
-@pytest.mark.parametrize(("transport", "slot"), [("shm", 0), ("tcp", 2)])
-def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(tmp_path, transport, slot):
-    outcome = run(tmp_path, transport, [Kill(slot, 0.1)], respawn=3)
+@pytest.mark.parametrize(("transport", "dies"), [("shm", "0:backward"), ("tcp", "2:forward")])
+def test_between_two_exchanges_of_batch_normalisation_the_others_go_on_with_the_same_buffers(
+    tmp_path, transport, dies
+):
+    outcome = run(tmp_path, transport, [], script=normalised(), dies=dies)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert f"rank {dies[0]} was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert "done with 3 workers" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("transport", "slot", "script", "words"),
+    [("shm", 0, SCRIPT, ("--checkpoint-every", "3steps")), ("tcp", 2, normalised(), ())],
+    ids=["shm-saving", "tcp-batchnorm"],
+)
+def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(
+    tmp_path, transport, slot, script, words
+):
+    outcome = run(tmp_path, transport, [Kill(slot, 0.1)], respawn=3, script=script, words=words)
     assert (outcome.code, outcome.wrong) == (0, []), outcome.output
     assert f"rank {slot} was lost (SIGKILL); 3 workers go on" in outcome.output
     assert f"rank {slot} is back after" in outcome.output
@@ -45,6 +64,32 @@ def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(tmp_
     assert [one[:4] for one in told] == [[[slot], [], [], 3], [[], [], [slot], 4]]
     assert changes(tmp_path, slot) == told[1:], "the new process is told, too"
     assert not (next((tmp_path / "runs").iterdir()) / "admission").exists()
+
+
+@pytest.mark.parametrize(("dies", "said"), [("2:write_part", "rank 2"), ("0:commit", "its leader")])
+def test_a_checkpoint_under_way_is_void_when_a_writer_is_lost_and_the_others_save_again(
+    tmp_path, dies, said
+):
+    words = ("--checkpoint", "kept", "--checkpoint-every", "10steps")
+    outcome = run(tmp_path, "shm", [], script=SAVING, dies=dies, words=words)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "done with 3 workers" in outcome.output
+    assert f"is void: {said} was lost before it was complete" in " ".join(outcome.output.split())
+    for folder in ("kept", "own"):
+        found = read_newest(tmp_path / folder, lambda state: None)
+        assert len(found.workers) == 3
+        assert found.step >= 70
+        assert not [path for path in (tmp_path / folder).iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_that_lost_a_worker_saves_on_sigterm_and_is_resumed_with_every_sample_once(tmp_path):
+    words = ("--checkpoint-every", "1epoch")
+    outcome = run(tmp_path, "shm", [Kill(2, 0.3)], script=SLOW, words=words, stops=True)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "rank 2 was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert "stopped by SIGTERM after a last checkpoint" in outcome.output
+    assert "continues at step" in outcome.output
+    assert "done with 4 workers" in outcome.output
 
 
 def test_a_worker_that_comes_back_and_makes_other_calls_is_left_out(tmp_path):
@@ -58,11 +103,48 @@ def test_a_worker_that_comes_back_and_makes_other_calls_is_left_out(tmp_path):
     assert "done with 3 workers" in outcome.output
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_stopped_worker_is_left_out_and_started_again(tmp_path, transport):
+    outcome = run(tmp_path, transport, [Kill(2, 0.1, on_s=60)], respawn=3)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    told = re.search(
+        r"rank 2 was left out: no progress for [\d.]+ s \(stopped\); 3 workers go on", flat(outcome)
+    )
+    assert told, outcome.output
+    assert "rank 2 is back after" in outcome.output
+    assert "workers: 1 left out, 1 back; never fewer than 3 went on" in flat(outcome)
+    assert "done with 4 workers" in outcome.output
+
+
+def test_workers_that_are_stopped_for_a_moment_stay(tmp_path):
+    outcome = run(tmp_path, "shm", [Kill(0, 0.1, on_s=0.5), Kill(2, 0.2, on_s=0.3)], respawn=3)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "left out" not in outcome.output
+    assert "done with 4 workers" in outcome.output
+
+
+def test_a_worker_in_an_endless_loop_is_left_out_and_started_again(tmp_path):
+    endless = SCRIPT.replace(
+        "        optimizer.zero_grad(",
+        "        while slot == '1' and session.step == 9 and 'ECHELON_RETURNS' not in os.environ:\n"
+        "            time.sleep(0.001)\n"
+        "        optimizer.zero_grad(",
+    )
+    outcome = run(tmp_path, "shm", [], respawn=3, script=endless, words=("--round-timeout-s", "10"))
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert re.search(r"rank 1 was left out: no progress for [\d.]+ s; 3 workers go on", flat(outcome))
+    assert "done with 4 workers" in outcome.output
+
+
 def test_with_too_few_left_the_run_ends_and_names_the_lost_worker(tmp_path):
     outcome = run(tmp_path, "tcp", [Kill(2, 0.1)], fewest=4)
     assert outcome.code == 128 + 9
     assert "rank 2" in outcome.output
     assert "killed by SIGKILL" in outcome.output
+
+
+def flat(outcome):
+    return " ".join(outcome.output.split())
 
 
 def start(folder, script, *words):
@@ -85,7 +167,6 @@ def test_an_error_of_the_script_still_ends_the_run_with_that_error(tmp_path):
         (("--min-workers", "5"), "5 workers are needed, and 4 are started"),
         (("--min-workers", "2", "--sync", "local(8)"), "--sync local(8) cannot go on yet"),
         (("--min-workers", "2", "--codec", "fp16"), "--codec fp16 cannot go on yet"),
-        (("--min-workers", "2", "--checkpoint", "kept"), "saves checkpoints by itself cannot go on yet"),
         (("--min-workers", "0"), "min workers is 0"),
     ],
 )
