@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -40,6 +40,13 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer, loader = session.prepare(
     model, optimizer, DataLoader(Numbers(), batch_size=24, shuffle=True)
 )
+def changed(change):
+    session.barrier()  # all members are at the same place
+    told = [change.lost, change.left, change.joined, change.world_size, change.step]
+    open(f"changes-{{slot}}", "a").write(json.dumps(told) + "\\n")
+    assert (change.rank, change.world_size) == (session.rank, session.world_size)
+
+session.on_change(changed)
 waits, missed = "WAITS" in os.environ, False
 drawn = open(f"drawn-{{slot}}", "a", buffering=1)
 for epoch in session.epochs({EPOCHS}):
@@ -49,6 +56,9 @@ for epoch in session.epochs({EPOCHS}):
         nn.functional.cross_entropy(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        held = time.monotonic() + 90 if "HOLDS" in os.environ else 0
+        while time.monotonic() < held and not os.path.exists("go"):
+            time.sleep(0.02)
         time.sleep(0.004)
         missed |= session.world_size < {WORKERS}
         waits &= not (missed and session.world_size == {WORKERS})
@@ -146,17 +156,19 @@ def run(
     *,
     fewest: int = 2,
     respawn: int = 0,
-    limit_s: float = 100.0,
+    limit_s: float = 150.0,
     script: str = SCRIPT,
     dies: str = "",
     words: Sequence[str] = (),
     stops: bool = False,
+    act: Callable[[Path], None] | None = None,
 ) -> Outcome:
     """Start a run in an empty folder, kill workers of it, and look at what is left.
 
     With `respawn` the script takes its time while a worker is missing, so that it can come back. `dies`
     names a slot and where it is killed, in scripts that do so themselves; `words` are further options.
-    With `stops` the launcher gets SIGTERM after the kills, and the run is resumed.
+    With `stops` the launcher gets SIGTERM after the kills, and the run is resumed. With `act` all workers
+    wait after some steps, until that function has done something to the run.
     """
     (folder / "train.py").write_text(script)
     timers: list[threading.Timer] = []
@@ -168,10 +180,18 @@ def run(
             cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **({"WAITS": "1"} if respawn else {}), **({"DIES": dies} if dies else {})},
+            env={
+                **os.environ,
+                **({"WAITS": "1"} if respawn and not act else {}),
+                **({"DIES": dies} if dies else {}),
+                **({"HOLDS": "1"} if act else {}),
+            },
         )
         try:
             killed = _kill(folder, process, kills, timers)
+            if act is not None:
+                act(folder)
+                (folder / "go").touch()
             if stops:
                 time.sleep(0.5)
                 process.send_signal(signal.SIGTERM)
@@ -209,6 +229,17 @@ def _lines(folder: Path, slot: int) -> list[list]:
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
+def pid_of(folder: Path, slot: int) -> int:
+    """The process that has drawn last in a slot."""
+    return int(_lines(folder, slot)[-1][3])
+
+
+def changes(folder: Path, slot: int) -> list[list]:
+    """What one worker's function was told: lost, left, joined, how many are left, after how many steps."""
+    file = folder / f"changes-{slot}"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 def _go_on(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
@@ -217,7 +248,7 @@ def _go_on(pid: int) -> None:
 def _kill(
     folder: Path, process: subprocess.Popen[bytes], kills: list[Kill], timers: list[threading.Timer]
 ) -> dict[int, float]:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 90
     while process.poll() is None and time.monotonic() < until:
         if all(_lines(folder, slot) for slot in range(WORKERS)):
             break
@@ -225,7 +256,7 @@ def _kill(
     killed: dict[int, float] = {}
     for kill in kills:
         time.sleep(kill.after_s)
-        pid = _lines(folder, kill.slot)[-1][3]
+        pid = pid_of(folder, kill.slot)
         try:
             os.kill(pid, kill.signal)
         except ProcessLookupError:  # it was done
@@ -240,13 +271,19 @@ def _kill(
 
 def _judged(folder: Path, code: int, text: str, killed: dict[int, float]) -> Outcome:
     wrong: list[str] = []
-    done = [slot for slot in range(WORKERS) if (folder / f"weights-{slot}").exists()]
+    done = [slot for slot in range(2 * WORKERS) if (folder / f"weights-{slot}").exists()]
     if len({(folder / f"weights-{slot}").read_text() for slot in done}) != 1:
         wrong.append("survivors have different weights")
+    told = {slot: changes(folder, slot) for slot in done}
+    longest = max(
+        told.values(), key=len, default=[]
+    )  # a process that was started later knows the last ones
+    if any(one and one != longest[-len(one) :] for one in told.values()):
+        wrong.append(f"survivors were told of different changes: {told}")
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     under_way: dict[int, list[set[int]]] = defaultdict(list)
     pause_s = 0.0
-    for slot in range(WORKERS):
+    for slot in range(2 * WORKERS):
         lines = _lines(folder, slot)
         pids = list(dict.fromkeys(line[3] for line in lines))
         for pid in pids if slot in killed and slot not in done else pids[:-1]:

@@ -8,7 +8,7 @@ import sys
 from random import Random
 
 import pytest
-from tests.losses import SAVING, SCRIPT, SLOW, Kill, normalised, run
+from tests.losses import SAVING, SCRIPT, SLOW, Kill, changes, normalised, run
 
 from echelon.checkpoint.store import read_newest
 
@@ -31,6 +31,8 @@ def test_the_others_go_on_with_the_same_weights_and_every_sample_once(tmp_path, 
     assert f"done with {4 - len(kills)} workers" in outcome.output, "the leader of then prints it"
     for kill in kills:
         assert f"rank {kill.slot} was lost (SIGKILL)" in outcome.output
+    told = changes(tmp_path, next(slot for slot in range(4) if slot not in {kill.slot for kill in kills}))
+    assert sorted(slot for lost, *_ in told for slot in lost) == sorted(kill.slot for kill in kills)
     assert not list((tmp_path / "runs").glob("*/errors/*"))
 
 
@@ -58,6 +60,9 @@ def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(
     assert f"rank {slot} is back after" in outcome.output
     assert "done with 4 workers" in outcome.output
     assert (tmp_path / f"weights-{slot}").exists()
+    told = changes(tmp_path, 1)
+    assert [one[:4] for one in told] == [[[slot], [], [], 3], [[], [], [slot], 4]]
+    assert changes(tmp_path, slot) == told[1:], "the new process is told, too"
     assert not (next((tmp_path / "runs").iterdir()) / "admission").exists()
 
 

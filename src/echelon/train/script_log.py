@@ -29,6 +29,11 @@ class ScriptLog:
         """The step of the last evaluation, and its figures."""
 
     @property
+    def _records(self) -> bool:
+        """Whether this worker's figures are recorded for all; the first worker may be lost or leave."""
+        return self._log_rank == 0
+
+    @property
     def epoch(self) -> int:
         """The current epoch, from 0."""
         return self._clock.epoch
@@ -75,7 +80,7 @@ class ScriptLog:
             )
         given = {"loss": loss, "accuracy": accuracy}
         self.evaluated = self.step, {name: float(one) for name, one in given.items() if one is not None}
-        if self._log_rank != 0:
+        if not self._records:
             return
         self._record.emit(
             Evaluated(
@@ -95,7 +100,7 @@ class ScriptLog:
 
         steps  the total, for example `len(loader) * epochs`
         """
-        if self._log_rank == 0:
+        if self._records:
             self._record.emit(StepsExpected(t=time.time(), rank=self._log_rank, steps=steps))
 
     def note(self, text: str) -> None:
