@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.membership.respawn import RespawnRule
 from echelon.membership.stuck import LateWorker
 from echelon.membership.survival import Survival, SurvivorState
@@ -124,6 +125,7 @@ class Members:
         with self._changed:
             if slot in self._ended:
                 return
+            code = 0 if code == SAVED_AND_STOPPED else code
             self._ended[slot] = code
             late = self._left_out.pop(slot, None)
             if slot in self._returning:
