@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -48,7 +48,10 @@ def changed(change):
 
 session.on_change(changed)
 waits, missed = "WAITS" in os.environ, False
+if "ECHELON_RETURNS" in os.environ:
+    open("coming", "w").close()
 drawn = open(f"drawn-{{slot}}", "a", buffering=1)
+stepped = open(f"stepped-{{slot}}", "a", buffering=1)
 for epoch in session.epochs({EPOCHS}):
     for x, y, i in loader:
         drawn.write(json.dumps([epoch, i.tolist(), time.time(), os.getpid()]) + "\\n")
@@ -56,6 +59,7 @@ for epoch in session.epochs({EPOCHS}):
         nn.functional.cross_entropy(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        stepped.write(f"{{time.time()}}\\n")
         held = time.monotonic() + 90 if "HOLDS" in os.environ else 0
         while time.monotonic() < held and not os.path.exists("go"):
             time.sleep(0.02)
@@ -63,12 +67,24 @@ for epoch in session.epochs({EPOCHS}):
         missed |= session.world_size < {WORKERS}
         waits &= not (missed and session.world_size == {WORKERS})
         if waits and missed:
-            time.sleep(0.5)  # processes may start slowly
+            until = time.monotonic() + 60  # on a busy machine a process takes long to start
+            while not os.path.exists("coming") and time.monotonic() < until:
+                time.sleep(0.05)
+            time.sleep(0.2)
     session.mean(1.0)
 weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
 open(f"weights-{{slot}}", "w").write(hashlib.sha256(weights).hexdigest())
 session.print(f"done with {{session.world_size}} workers")
 """
+
+
+def endless(slot: int, step: int) -> str:
+    """The script, with a loop that does not end, on one worker after so many steps."""
+    loop = f"""
+        while slot == "{slot}" and session.step == {step} and "ECHELON_RETURNS" not in os.environ:
+            time.sleep(0.001)
+        optimizer.zero_grad("""
+    return SCRIPT.replace("\n        optimizer.zero_grad(", loop)
 
 
 NORMALISED = """
@@ -269,6 +285,14 @@ def _kill(
     return killed
 
 
+def _pause_s(folder: Path, slot: int, drawn: list[float], killed: Collection[float]) -> float:
+    """The longest of the steps during and after a kill, from the batch to the end of the step."""
+    ends = [float(line) for line in (folder / f"stepped-{slot}").read_text().split()]
+    steps = list(zip(drawn, ends, strict=False))
+    found = [next((at for at, (_, end) in enumerate(steps) if end >= t), len(steps)) for t in killed]
+    return max((end - begin for at in found for begin, end in steps[at : at + 2]), default=0.0)
+
+
 def _judged(folder: Path, code: int, text: str, killed: dict[int, float]) -> Outcome:
     wrong: list[str] = []
     done = [slot for slot in range(2 * WORKERS) if (folder / f"weights-{slot}").exists()]
@@ -286,17 +310,14 @@ def _judged(folder: Path, code: int, text: str, killed: dict[int, float]) -> Out
     for slot in range(2 * WORKERS):
         lines = _lines(folder, slot)
         pids = list(dict.fromkeys(line[3] for line in lines))
-        for pid in pids if slot in killed and slot not in done else pids[:-1]:
+        for pid in pids if slot not in done else pids[:-1]:
             last = max(at for at, line in enumerate(lines) if line[3] == pid)
             epoch, positions, *_ = lines.pop(last)  # it may have been in the last sum, or not
             under_way[epoch].append(set(positions))
         for epoch, positions, *_ in lines:
             counts[epoch].update(positions)
-        if slot in done:
-            pairs = itertools.pairwise(line[2] for line in lines if line[3] == pids[0])
-            pause_s = max(
-                [pause_s, *(b - a for a, b in pairs if any(a <= t <= b for t in killed.values()))]
-            )
+        if slot in done and len(pids) == 1:
+            pause_s = max(pause_s, _pause_s(folder, slot, [line[2] for line in lines], killed.values()))
     for epoch in range(EPOCHS):
         if twice := [i for i, n in counts[epoch].items() if n > 1]:
             wrong.append(f"epoch {epoch}: {len(twice)} samples were used twice")
