@@ -129,7 +129,8 @@ class Session(ScriptCheckpoints):
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         self._layout = "data"
-        if links is not None and rendezvous is not None and arranges(plan, group, self._synchronizer):
+        arranged = self._changes is None and arranges(plan, group, self._synchronizer)
+        if links is not None and rendezvous is not None and arranged:
             hosts = machines(rendezvous.members[: group.size])
             self._arranger = Arranger(group, links, hosts, clock, record.emit, self.explain)
         adapts = plan.adapt_shares and group.size > 1 and self._copies == 1 and self._changes is None
