@@ -39,6 +39,8 @@ model, optimizer, loader = session.prepare(
     model, optimizer, DataLoader(Numbers(), batch_size=24, shuffle=True)
 )
 waits, missed = "WAITS" in os.environ, False
+if "ECHELON_RETURNS" in os.environ:
+    open("coming", "w").close()
 drawn = open(f"drawn-{{slot}}", "a", buffering=1)
 for epoch in session.epochs({EPOCHS}):
     for x, y, i in loader:
@@ -51,6 +53,9 @@ for epoch in session.epochs({EPOCHS}):
         missed |= session.world_size < {WORKERS}
         waits &= not (missed and session.world_size == {WORKERS})
         if waits and missed:
+            until = time.monotonic() + 60  # on a busy machine a process takes long to start
+            while not os.path.exists("coming") and time.monotonic() < until:
+                time.sleep(0.05)
             time.sleep(0.2)
     session.mean(1.0)
 weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
@@ -106,6 +111,12 @@ dies_in("commit")
 """ + SCRIPT.replace("    session.mean(1.0)\n", "    session.mean(1.0)\n    session.save('own', keep=1)\n")
 """The script, which also saves after each epoch; with DIES="2:write_part" slot 2 is killed there."""
 
+UNEQUAL = SCRIPT.replace(
+    "        optimizer.zero_grad",
+    "        time.sleep(len(x) * (0.004 if slot == '2' else 0.001))\n        optimizer.zero_grad",
+).replace("torch.manual_seed(0)", "echelon.train.auto_shares._WARM_UP_S = 0.0\ntorch.manual_seed(0)")
+"""The script with a slow worker, so that shares change soon."""
+
 SLOW = SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.004 if os.path.exists('stopped') else 0.05)")
 """The script, which takes its time until it was stopped once."""
 
@@ -135,7 +146,7 @@ def run(
     *,
     fewest: int = 2,
     respawn: int = 0,
-    limit_s: float = 60.0,
+    limit_s: float = 150.0,
     script: str = SCRIPT,
     dies: str = "",
     words: Sequence[str] = (),
@@ -195,7 +206,7 @@ def _lines(folder: Path, slot: int) -> list[list]:
 
 
 def _kill(folder: Path, process: subprocess.Popen[bytes], kills: list[Kill]) -> dict[int, float]:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 90
     while process.poll() is None and time.monotonic() < until:
         if all(_lines(folder, slot) for slot in range(WORKERS)):
             break

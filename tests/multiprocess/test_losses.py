@@ -7,9 +7,11 @@ import sys
 from random import Random
 
 import pytest
-from tests.losses import SAVING, SCRIPT, SLOW, Kill, normalised, run
+from tests.losses import SAVING, SCRIPT, SLOW, UNEQUAL, Kill, normalised, run
 
 from echelon.checkpoint.store import read_newest
+from echelon.observe.events import SharesChanged, read_events
+from echelon.observe.run_folder import RunFolder
 
 SEEDED = Random(17)
 
@@ -58,6 +60,23 @@ def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(
     assert "done with 4 workers" in outcome.output
     assert (tmp_path / f"weights-{slot}").exists()
     assert not (next((tmp_path / "runs").iterdir()) / "admission").exists()
+
+
+def test_shares_that_follow_speeds_still_do_after_a_loss_and_are_the_same_on_all(tmp_path):
+    outcome = run(tmp_path, "shm", [Kill(0, 0.7)], script=UNEQUAL)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "done with 3 workers" in outcome.output
+    (record,) = (tmp_path / "runs").iterdir()
+    changes = [
+        [
+            (e.step, e.shares)
+            for e in read_events(RunFolder(record).events_of(rank))
+            if isinstance(e, SharesChanged)
+        ]
+        for rank in (1, 2, 3)
+    ]
+    assert changes[0]
+    assert changes[0] == changes[1] == changes[2]
 
 
 @pytest.mark.parametrize(("dies", "said"), [("2:write_part", "rank 2"), ("0:commit", "its leader")])

@@ -33,6 +33,9 @@ class GroupChanges(Protocol):
     number: int
     members: tuple[int, ...]
 
+    def members_of(self, number: int) -> Sequence[int]:
+        """The slots of the members after so many changes, by rank."""
+
     @property
     def is_catching_up(self) -> bool:
         """Whether this worker only repeats what others have done."""

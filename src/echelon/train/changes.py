@@ -73,6 +73,7 @@ class MemberChanges:
         self._losses: list[tuple[int, tuple[int, ...]]] = []  # by the number of the change
         self.slot = first.me.rank
         self.members = tuple(member.rank for member in first.members)
+        self._views = {0: self.members}
         self.drawn = DrawnBatches()
         self.handed: Callable[[], Mapping[int, int]] = dict
         self.on_change: Callable[[SurvivorView], None] = _nothing
@@ -115,6 +116,10 @@ class MemberChanges:
         with contextlib.suppress(WorkerError):  # the launcher is gone, and so is the run
             before += self._service.ask(do="look")["gone"]
         return sorted(set(slots) & set(before))
+
+    def members_of(self, number: int) -> Sequence[int]:
+        """The slots of the members after so many changes, by rank."""
+        return self._views[number]
 
     @contextlib.contextmanager
     def unlogged(self) -> Iterator[None]:
@@ -207,6 +212,7 @@ class MemberChanges:
     def _adopt(self, view: SurvivorView, at: int) -> None:
         """Meet the others again, and give them what they lack; this worker is at operation `at`."""
         self.number, self.members = view.number, view.members
+        self._views[view.number] = view.members
         self._came_back |= set(view.joined)
         self._losses.append((view.number, view.lost))
         self.on_change(view)
@@ -315,6 +321,7 @@ class MemberChanges:
         self._active = self._in_epochs = self._fresh = True
         self.returns = False
         self.number, self.members = view.number, view.members
+        self._views[view.number] = view.members
         self._connect(view)
         state = state_pieces.receive(self._groups[0].inner, 0)
         own = state["changes"]

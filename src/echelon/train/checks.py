@@ -9,6 +9,7 @@ from echelon.codec.codec import CODECS
 from echelon.codec.codecs.between import Between
 from echelon.codec.fitting import (
     check_sites,
+    goes_on,
     refuse_factors,
     refuse_for_weights,
     refuse_sums,
@@ -139,7 +140,7 @@ def refuse_losses(plan: Plan) -> None:
         f"--sync {plan.sync}"
         if policy.family != "reduce"
         else f"--codec {plan.codec}"
-        if plan.codec != "none"
+        if not goes_on(plan.codec)
         else f"--verify {plan.verify}"
         if plan.verify != "none"
         else "--overlap step"

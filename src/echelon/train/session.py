@@ -133,7 +133,7 @@ class Session(ScriptCheckpoints):
         if links is not None and rendezvous is not None and arranged:
             hosts = machines(rendezvous.members[: group.size])
             self._arranger = Arranger(group, links, hosts, clock, record.emit, self.explain)
-        adapts = plan.adapt_shares and group.size > 1 and self._copies == 1 and self._changes is None
+        adapts = plan.adapt_shares and group.size > 1 and self._copies == 1
         if adapts and self._synchronizer.meets_every_step:
             self._auto_shares = AutoShares(
                 group,
@@ -167,6 +167,8 @@ class Session(ScriptCheckpoints):
                 seed=plan.seed,
                 leads=lambda: self.is_leader,
                 saving=lambda: self._by_itself,
+                auto_shares=self._auto_shares,
+                synchronizer=self._synchronizer,
             )
         seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
         self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
@@ -248,9 +250,10 @@ class Session(ScriptCheckpoints):
         """Workers were lost or are back: the members share what is not drawn yet."""
         planned = self._plan.workers
         self._nodes[:] = [planned[slot].node for slot in view.members]
-        weights = [one.weight if one.rank in view.members else 0.0 for one in planned]
+        self._log_leads = self._changes is not None and self._changes.slot == view.members[0]
         first = {one.index: view.handed.get(one.index, 0) for one in self._prepared.loaders}
-        self._shares.change(weights, first)
+        self._shares.keep(view.members, first)
+        self._synchronizer.lost(view.lost)
         for loader in self._prepared.loaders:
             loader.changed()
 
