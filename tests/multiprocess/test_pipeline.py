@@ -70,11 +70,11 @@ def test_1f1b_keeps_fewer_micro_batches_than_gpipe(warm_pool):
     assert warm_pool.run(2, most_kept_in_a_step, "1f1b") == [2, 1]
 
 
-def loss_of_ones_own() -> dict[str, Tensor]:
+def loss_of_ones_own(schedule: str) -> dict[str, Tensor]:
     """A loss that torch does not know, of an output that was looked at before."""
     whole = layers()
     (whole(X).sin().mean() + whole(X).square().mean()).backward()
-    session, model = prepared("pipeline(stages=2, schedule=1f1b)", layers())
+    session, model = prepared(f"pipeline(stages=2, schedule={schedule})", layers())
     output = model(X)
     assert output.shape == (8, 3)
     (output.sin().mean() + output.square().mean()).backward()
@@ -84,8 +84,9 @@ def loss_of_ones_own() -> dict[str, Tensor]:
     return gradients(model)
 
 
-def test_a_loss_of_ones_own_works_with_every_schedule(warm_pool):
-    names = [list(found) for found in warm_pool.run(2, loss_of_ones_own)]
+@pytest.mark.parametrize("schedule", ["1f1b", "filled"])
+def test_a_loss_of_ones_own_works_with_every_schedule(warm_pool, schedule):
+    names = [list(found) for found in warm_pool.run(2, loss_of_ones_own, schedule)]
     assert sorted(names[0] + names[1]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
 
 
@@ -162,3 +163,71 @@ def test_one_worker_computes_a_batch_in_chunks_with_the_same_result(warm_pool):
         ((found, of_chunks),) = warm_pool.run(1, in_chunks, layout)
         assert of_chunks == pytest.approx(loss, abs=1e-14)
         assert all(torch.allclose(found[name], whole[name], atol=1e-14) for name in whole)
+
+
+class Saved:
+    """What autograd saves for backward passes; `most` is how many elements there were at once."""
+
+    elements = most = 0
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # an output that is saved would refer to its own graph
+        Saved.elements += tensor.numel()
+        Saved.most = max(Saved.most, Saved.elements)
+
+    def __del__(self) -> None:
+        Saved.elements -= self.tensor.numel()
+
+
+def saved_in_a_step(options: str) -> tuple[int, dict[str, Tensor]]:
+    """The most activations of a stage, its gradients and buffers; with dropout and normalisation."""
+    Saved.elements = Saved.most = 0
+    torch.manual_seed(1)
+    blocks = [
+        nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3)) for _ in range(6)
+    ]
+    whole = nn.Sequential(*blocks, nn.Linear(6, 3)).double()
+    session, model = prepared(f'pipeline(cuts="12", micro=4{options})', whole, batchnorm="local")
+    torch.manual_seed(2)
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        nn.functional.cross_entropy(model(X), Y).backward()
+    found = gradients(model)
+    found.update((name, value.clone()) for name, value in model.state_dict().items() if "running" in name)
+    session.close()
+    assert not Saved.elements
+    return Saved.most, found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_recomputation_keeps_the_activations_of_one_micro_batch_and_changes_no_gradient(
+    warm_pool, schedule
+):
+    kept = warm_pool.run(2, saved_in_a_step, f", schedule={schedule}")
+    again = warm_pool.run(2, saved_in_a_step, f", schedule={schedule}, recompute=true")
+    micro_batches = {"gpipe": [4, 4], "1f1b": [2, 1]}[schedule]
+    for (most, found), (least, same), count in zip(kept, again, micro_batches, strict=True):
+        assert found.keys() == same.keys()
+        assert all(torch.equal(found[name], same[name]) for name in found)
+        assert least == pytest.approx(most / count, rel=0.2)
+
+
+def changed_in_place() -> str:
+    """The error if the batch is changed between forward and backward."""
+    session, model = prepared('pipeline(cuts="1", recompute=true)', layers())
+    x = X.clone()
+    loss = model(x).sum()
+    if session.rank == 0:
+        x.zero_()
+    try:
+        loss.backward()
+    except EchelonError as error:
+        return f"{type(error).__name__}: {error.message}"
+    finally:
+        session.close()
+    return ""
+
+
+def test_an_input_that_was_changed_is_not_computed_with_again(warm_pool):
+    first, second = warm_pool.run(2, changed_in_place)
+    assert "ModelError: an input of shape [2, 6] of a stage was changed in place" in first
+    assert second == ""

@@ -236,11 +236,37 @@ class Verified(Event, frozen=True, kw_only=True, tag="verified"):
     compared: dict[str, int]
 
 
+class MembersChanged(Event, frozen=True, kw_only=True, tag="members-changed"):
+    """What became of a worker (`--min-workers`), why, and how many workers go on.
+
+    `what`: lost, left out, back, did not come back or not started again.
+    """
+
+    worker: int
+    what: str
+    workers: int
+    reason: str = ""
+
+
 class Logged(Event, frozen=True, kw_only=True, tag="logged"):
     """Numbers that the user's script reported through `session.log`."""
 
     step: int
     values: dict[str, float]
+
+
+class MemoryUsed(Event, frozen=True, kw_only=True, tag="memory"):
+    """What this worker's part of the models was predicted to take, by kind, and what it took at most.
+
+    `measured_bytes` is by how much the process grew, with what the models took already: also activations,
+    and what is under way. `room_bytes` is what the worker might have used.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    states_bytes: int
+    room_bytes: int
+    measured_bytes: int
 
 
 class ServerEnded(Event, frozen=True, kw_only=True, tag="server-ended"):
@@ -369,7 +395,9 @@ AnyEvent: TypeAlias = (
     | CollectiveChanged
     | CorruptionFound
     | Verified
+    | MembersChanged
     | Logged
+    | MemoryUsed
     | ServerEnded
     | CheckpointSaved
     | CheckpointLoaded

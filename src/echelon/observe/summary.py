@@ -27,6 +27,7 @@ from echelon.observe.events import (
     EpochEnded,
     Evaluated,
     LinkMeasured,
+    MembersChanged,
     RunEnded,
     RunStarted,
     ServerEnded,
@@ -38,6 +39,7 @@ from echelon.observe.events import (
 )
 from echelon.observe.follow import read_run
 from echelon.observe.lateness import CircleTally, LatenessTally, Standstill
+from echelon.observe.membership import MembersFigures, MembersTally
 from echelon.observe.overlap import Communication, TrafficTally
 from echelon.observe.plan_view import measured_step_s, view_of
 from echelon.observe.run_folder import RunFolder
@@ -81,7 +83,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     figures since the last change of shares, if enough rounds followed it; then sentences and columns on
     who kept the others waiting are from these: `judged`.
 
-    `verified` is None without checks (`--verify`).
+    `verified` is None without checks (`--verify`), `members` if no worker was lost or left out.
 
     `prediction` is None if the run's plan predicts nothing, or workers did not step together.
 
@@ -117,6 +119,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     settled: SettledFigures | None = None
     prediction: PlanScore | None = None
     verified: VerifySummary | None = None
+    members: MembersFigures | None = None
 
     @property
     def shares_adapt(self) -> bool:
@@ -204,6 +207,7 @@ class Tally:
         self._failed: WorkerFailed | None = None
         self._ended: RunEnded | None = None
         self._verify = VerifyTally()
+        self._members = MembersTally()
 
     def add(self, event: AnyEvent) -> None:
         """Take one event into account."""
@@ -227,6 +231,8 @@ class Tally:
                 self._codecs.server(event)
             case CorruptionFound() | Verified():
                 self._verify.add(event)
+            case MembersChanged():
+                self._members.add(event)
             case WorkerJoined():
                 self._joined(event)
             case RunStarted():
@@ -357,6 +363,7 @@ class Tally:
             decisions=self._decisions.decisions() if self._decisions is not None else (),
             settled=self._settled_figures(late_rounds, lateness.rounds),
             verified=self._verify.summary(),
+            members=self._members.figures(),
         )
 
     def _settled_figures(self, late_rounds: list[ObservedRound], rounds: int) -> SettledFigures | None:

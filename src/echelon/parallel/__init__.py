@@ -9,16 +9,23 @@ chain.py       a model as a chain of layers
 traced.py      any module as such a chain, by torch.fx
 measure.py     what each layer costs on this worker
 masks.py       the same dropout masks as in one process
+again.py       a forward pass once more, exactly
 micro.py       a call of the model in micro-batches
 losses.py      losses that are computed micro-batch by micro-batch
 awaited.py     an output that waits for its loss, so that an unchanged loop runs any schedule
 passing.py     values from stage to stage
 stage.py       one worker's stage of a pipeline
+backward.py    one stage's backward passes of one call
+split.py       a backward pass in two parts: gradients of inputs first, of weights later
 slices.py      which elements of a parameter each worker has
 shards.py      a model whose states are divided among workers
+value_gather.py  gathers of divided parameters
 gathered.py    when divided parameters are whole
+offload.py     optimizer states in mapped files
+freed_memory.py  freed memory goes back to the system
 holdings.py    which worker holds which parameters
 norms.py       the norm of a whole model's gradients
+memory.py      what a layout needs on each worker, and whether it fits
 candidates.py  which layouts `--parallel auto` tries
 local_way.py   in which ways one machine can compute a batch
 thread_replicas.py  replicas of a model in the threads of one process

@@ -23,7 +23,8 @@ from echelon.parallel.losses import MicroLoss, micro_loss
 from echelon.parallel.micro import ModelCall
 
 if TYPE_CHECKING:
-    from echelon.parallel.stage import Gradients, PipelineStage
+    from echelon.parallel.split import Gradients
+    from echelon.parallel.stage import PipelineStage
 
 _TRAINED = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("grad_fn", "requires_grad"))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from echelon.comm.future import Future
 from echelon.comm.group import Group
-from echelon.parallel.stage import Gradients
+from echelon.parallel.split import Gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Holdings:
         self.counted = [
             p for p, ranks in self._named.values() if rank == _counts(ranks) and p.requires_grad
         ]
+        self.buffers = [b for b, ranks in self._buffers.values() if rank in ranks]
         self.others = {p for p, ranks in self._named.values() if rank not in ranks}
         self._sums = self._groups()
 

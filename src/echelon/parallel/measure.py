@@ -22,36 +22,48 @@ _COPIES = 4  # a parameter, its gradient, and two states of an optimizer such as
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """By layer: seconds of a forward and a backward pass, bytes while `micro` micro-batches are kept."""
+    """By layer: seconds of a forward and a backward pass of a micro-batch, and bytes.
+
+    held_bytes    parameters, their gradients, and an optimizer's states
+    passed_bytes  what the layer yields for a micro-batch, and keeps for its backward pass
+    """
 
     times_s: list[float]
-    sizes_bytes: list[float]
+    held_bytes: list[float]
+    passed_bytes: list[float]
 
 
-def measure(model: nn.Module, chain: LayerChain, given: Given, micro: int) -> LayerCosts:
-    """Measure every layer with one micro-batch."""
+def measure(model: nn.Module, chain: LayerChain, given: Given, *, recompute: bool = False) -> LayerCosts:
+    """Measure every layer with one micro-batch; with `recompute` the forward pass counts twice."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    times, sizes = [], []
+    times, held_bytes, passed_bytes = [], [], []
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         carried: tuple[Any, ...] = ()
         for at in range(len(chain)):
             took_s, after = min(
-                (_one(model, chain, at, given, carried) for _ in range(_TIMES)), key=lambda one: one[0]
+                (_one(model, chain, at, given, carried, recompute) for _ in range(_TIMES)),
+                key=lambda one: one[0],
             )
             held = {id(named[name]): named[name] for name in chain.holds(at, at + 1) if name in named}
-            activations = sum(_bytes(one) for one in pytree.tree_leaves(after) if isinstance(one, Tensor))
+            yielded = [one for one in pytree.tree_leaves(after) if isinstance(one, Tensor)]
             times.append(took_s)
-            sizes.append(float(_COPIES * sum(_bytes(one) for one in held.values()) + micro * activations))
+            held_bytes.append(float(_COPIES * sum(_bytes(one) for one in held.values())))
+            passed_bytes.append(float(sum(_bytes(one) for one in yielded)))
             carried = after
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
-    return LayerCosts(times, sizes)
+    return LayerCosts(times, held_bytes, passed_bytes)
 
 
 def _one(
-    model: nn.Module, chain: LayerChain, at: int, given: Given, carried: tuple[Any, ...]
+    model: nn.Module,
+    chain: LayerChain,
+    at: int,
+    given: Given,
+    carried: tuple[Any, ...],
+    recompute: bool,
 ) -> tuple[float, tuple[Any, ...]]:
     leaves = [one for one in pytree.tree_leaves(carried) if isinstance(one, Tensor)]
     inputs = [one.detach().requires_grad_(one.is_floating_point()) for one in leaves]
@@ -60,11 +72,12 @@ def _one(
     entering = pytree.tree_map(lambda one: next(left).clone() if isinstance(one, Tensor) else one, carried)
     begun = time.perf_counter()
     out = chain.run(at, at + 1, given, entering)
+    forward_s = time.perf_counter() - begun
     roots = [one for one in pytree.tree_leaves(out) if isinstance(one, Tensor) and one.requires_grad]
     wanted = [one for one in [*inputs, *model.parameters()] if one.requires_grad]
     if roots and wanted:
         torch.autograd.grad(roots, wanted, [torch.ones_like(one) for one in roots], allow_unused=True)
-    took_s = time.perf_counter() - begun
+    took_s = time.perf_counter() - begun + recompute * forward_s
     return took_s, pytree.tree_map(lambda one: one.detach() if isinstance(one, Tensor) else one, out)
 
 

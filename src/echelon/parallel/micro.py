@@ -20,10 +20,15 @@ from echelon.parallel.chain import Given
 
 @dataclass(slots=True)
 class KeptMicro:
-    """What the backward pass of a micro-batch needs: tensors that carry gradients."""
+    """What the backward pass of a micro-batch needs: tensors that carry gradients.
+
+    `hooked`: there are hooks on activations. `again`: computes `handed`, which then has shapes only.
+    """
 
     received: list[Tensor]
     handed: list[Tensor]
+    hooked: bool = False
+    again: Callable[[], list[Tensor]] | None = None
 
 
 @dataclass(slots=True)

@@ -177,6 +177,11 @@ class HandedReceiver:
             self._group.receive(spec.empty(), self._source, tag) for spec in described.tensors
         ]
 
+    @property
+    def has_come(self) -> bool:
+        """Whether the next values are there, so that `take` does not wait."""
+        return bool(self._posted) and all(future.done() for future in self._posted[0][1])
+
     def take(self) -> tuple[Described, list[Tensor]]:
         """The next values."""
         if not self._posted:
@@ -217,6 +222,11 @@ class GradientReceiver:
                     for one in self._coming.popleft()
                 ]
             )
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the next gradients are there, so that `take` does not wait."""
+        return bool(self._posted) and all(future.done() for future in self._posted[0])
 
     def take(self) -> list[Tensor]:
         """The next gradients."""

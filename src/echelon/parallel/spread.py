@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.comm.group import Group
+from echelon.config.units import show_memory
 from echelon.parallel.chain import Given, LayerChain, chain_of, check_cuts
 from echelon.parallel.cut import ChainCost, best_cuts
 from echelon.parallel.holdings import Holdings
@@ -22,7 +23,9 @@ from echelon.parallel.layout import Mesh
 from echelon.parallel.measure import measure
 from echelon.parallel.micro import cut_call
 from echelon.parallel.norms import WholeNorms
-from echelon.parallel.stage import Gradients, PipelineStage, StagePart
+from echelon.parallel.schedule import StageAction, most_kept, schedule
+from echelon.parallel.split import Gradients
+from echelon.parallel.stage import PipelineStage, StagePart
 from echelon.parallel.strategies.pipeline import Pipeline
 
 Explain = Callable[[str, str, str], None]
@@ -108,6 +111,7 @@ class SpreadModel:
             part,
             self._messages,
             self.holdings.own,
+            self.holdings.buffers,
             options=self._pipeline,
             landed=self._landed,
             training=self._trains,
@@ -142,8 +146,12 @@ class SpreadModel:
             return [pipeline.cut_points] * mesh.replicas
         call = cut_call(given, pipeline.count)
         micro = len(call.edges)
-        costs = measure(self._model, self._chain, call.part(0), micro)
-        mine = torch.tensor([*costs.times_s, *costs.sizes_bytes, self._memory_bytes], dtype=torch.float64)
+        costs = measure(self._model, self._chain, call.part(0), recompute=pipeline.recompute)
+        kept = 1 if pipeline.recompute else most_kept(_longest(pipeline, mesh.stages, micro))
+        sizes_bytes = [
+            held + kept * passed for held, passed in zip(costs.held_bytes, costs.passed_bytes, strict=True)
+        ]
+        mine = torch.tensor([*costs.times_s, *sizes_bytes, self._memory_bytes], dtype=torch.float64)
         told = [one.tolist() for one in self._group.all_gather(mine)]
         count = len(self._chain)
         found = [
@@ -162,7 +170,7 @@ class SpreadModel:
         return found
 
     def _why(self, cuts: list[tuple[int, ...]], told: list[list[float]]) -> str:
-        parts = []
+        parts, count = [], len(self._chain)
         for ranks, cut in zip(self._mesh.ranks, cuts, strict=True):
             edges = [0, *cut, len(self._chain)]
             for stage, rank in enumerate(ranks):
@@ -170,7 +178,8 @@ class SpreadModel:
                 took_ms = 1e3 * sum(told[rank][begin:end])
                 parts.append(
                     f"rank {rank} has layers {begin} to {end - 1} (from {self._chain.names[begin]}), "
-                    f"{took_ms:.2f} ms a micro-batch"
+                    f"{took_ms:.2f} ms a micro-batch, "
+                    f"{show_memory(sum(told[0][count + begin : count + end]))} with activations"
                 )
         return "cut by measured times: " + "; ".join(parts)
 
@@ -231,6 +240,11 @@ class SpreadModel:
             vars(self._model).pop("forward", None)
         else:
             self._model.forward = self._own_forward
+
+
+def _longest(pipeline: Pipeline, stages: int, micro: int) -> list[StageAction]:
+    """The actions of the stage that keeps most: the first."""
+    return schedule(pipeline.schedule, 0, stages, micro, pipeline.ahead)
 
 
 def _sum(kept: Tensor | None, fresh: Tensor | None, weight: float) -> Tensor | None:

@@ -9,6 +9,7 @@ over the micro-batches and handed over once, when the last one is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch.utils import _pytree as pytree
 
 from echelon.comm.group import Group
 from echelon.errors import ModelError
+from echelon.parallel.again import FirstPass
 from echelon.parallel.awaited import AwaitedOutput, called_twice, not_one_tensor
+from echelon.parallel.backward import BackwardPasses
 from echelon.parallel.chain import Given, LayerChain
 from echelon.parallel.losses import MicroLoss
 from echelon.parallel.masks import BatchMasks
@@ -31,15 +34,14 @@ from echelon.parallel.passing import (
     Outbox,
     describe,
 )
-from echelon.parallel.schedule import schedule
+from echelon.parallel.schedule import StageAction, backward_only, schedule
+from echelon.parallel.split import Gradients, HookWatch
 from echelon.parallel.strategies.pipeline import Pipeline
 
 _ACTIVATIONS, _OUTPUT = 0, TAGS_OF_A_LINK
 _GRADIENTS = 2 * TAGS_OF_A_LINK
 _RANDOM, _LOSS = _GRADIENTS + 1, _GRADIENTS + 2
 _IN_PLACE = "a leaf Variable that requires grad is being used in an in-place operation"
-
-Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +71,17 @@ class StagePart:
 
 @dataclass(slots=True)
 class _StageRun:
-    """Forward passes under way. `random`: they may draw; `trains`: they are followed by backward passes."""
+    """Forward passes under way. `random`: they may draw; `trains`: they are followed by backward passes.
+
+    `alone`: backward passes do not come in between.
+    """
 
     call: ModelCall
     keys: list[Any]
     masks: BatchMasks
     random: bool
     trains: bool
+    alone: bool
     outputs: list[Any] = field(default_factory=list)
 
 
@@ -88,6 +94,7 @@ class PipelineStage:
         part: StagePart,
         group: Group,
         parameters: Sequence[nn.Parameter],
+        buffers: Sequence[Tensor],
         *,
         options: Pipeline,
         landed: Callable[[Gradients], None],
@@ -97,6 +104,7 @@ class PipelineStage:
         self._part = part
         self._group = group
         self._parameters = list(parameters)
+        self._buffers = list(buffers)
         self._options = options
         self.landed = landed
         self._training = training
@@ -128,7 +136,7 @@ class PipelineStage:
 
     def _through(self, call: ModelCall) -> Any:
         """Run all forward passes of this stage; keeps what backward needs, if gradients are on."""
-        run = self._begin(call)
+        run = self._begin(call, alone=True)
         for micro in range(len(call.edges)):
             self._forward_one(run, micro)
         return self._end(run)
@@ -136,12 +144,13 @@ class PipelineStage:
     def scheduled(self, call: ModelCall, loss: MicroLoss) -> tuple[Tensor, Tensor, Gradients]:
         """Run the schedule with a loss: its value, the model's output, and gradients of the parameters."""
         part, options = self._part, self._options
-        run, total = self._begin(call), self._no_gradients()
+        run, passes = self._begin(call, alone=False), self._backward_passes()
         parts: list[Tensor] = []
         coming = GradientReceiver(self._group, part.after, _GRADIENTS)
         for action in schedule(
             options.schedule, part.stage, len(part.ranks), len(call.edges), options.ahead
         ):
+            self._fill(action, passes, coming)
             micro = action.micro
             if action.kind == "forward":
                 self._forward_one(run, micro)
@@ -151,16 +160,38 @@ class PipelineStage:
                         raise not_one_tensor(run.outputs[micro])
                     parts.append(loss.part(run.outputs[micro], call.edges[micro]))
                     kept.handed = parts[-1:]
+                    run.outputs[micro] = run.outputs[micro].detach()  # the graph goes with `kept`
                 else:
                     coming.expect(kept.handed)
-            else:
+            elif action.kind == "backward":
                 given = [torch.ones_like(parts[micro])] if part.is_last else coming.take()
-                self._backward_one(call, micro, given, total)
-        value = self._told([one.detach() for one in parts])
-        output = pytree.tree_map(
-            lambda one: one.detach() if isinstance(one, Tensor) else one, self._end(run)
+                passes.of(call.kept.pop(micro), given)
+                if part.is_last:
+                    parts[micro] = parts[micro].detach()
+        value = self._told(parts)
+        output = pytree.tree_map(_detached, self._end(run))
+        return value.to(output.dtype), output, passes.total
+
+    def _fill(self, action: StageAction, passes: BackwardPasses, coming: GradientReceiver) -> None:
+        """Compute weights: those that the action is about, and others while it would have to wait."""
+        if action.kind == "weights":
+            passes.weights_of(action.micro)
+        while passes.owes and not self._can(action, coming):
+            passes.weights()
+
+    def _can(self, action: StageAction, coming: GradientReceiver) -> bool:
+        """Whether what an action needs from other stages is there."""
+        if action.kind == "forward":
+            return self._part.is_first or self._from_before.has_come
+        return action.kind == "weights" or self._part.is_last or coming.has_come
+
+    def _backward_passes(self) -> BackwardPasses:
+        part = self._part
+        return BackwardPasses(
+            self._parameters,
+            lambda gradient: self._outbox.send(gradient, part.ranks[part.stage - 1], _GRADIENTS),
+            splits=self._options.schedule == "filled",
         )
-        return value.to(output.dtype), output, total
 
     def _told(self, parts: list[Tensor]) -> Tensor:
         """The loss, which the last stage tells the others."""
@@ -173,13 +204,14 @@ class PipelineStage:
             self._outbox.send(total.double(), rank, _LOSS)
         return total
 
-    def _begin(self, call: ModelCall) -> _StageRun:
+    def _begin(self, call: ModelCall, *, alone: bool) -> _StageRun:
         keys = self._keys(call)
         if not self._part.is_first:
             self._from_before.expect(keys)
         if not self._part.is_last:
             self._output.expect(keys)
-        return _StageRun(call, keys, BatchMasks(call.rows), self._training(), torch.is_grad_enabled())
+        masks, trains = BatchMasks(call.rows), torch.is_grad_enabled()
+        return _StageRun(call, keys, masks, self._training(), trains, alone)
 
     def _forward_one(self, run: _StageRun, micro: int) -> None:
         """The forward pass of a micro-batch."""
@@ -188,14 +220,36 @@ class PipelineStage:
         if run.random and micro == 0 and not part.is_first:
             self._receive_random(part.ranks[part.stage - 1])
         begin, end = call.edges[micro]
-        values = self._run(call.part(micro), carried, run.masks.of(begin, end))
+        given = call.part(micro)
+        watch = HookWatch() if run.trains and self._options.schedule == "filled" else nullcontext()
+        first = FirstPass((given, carried)) if self._recomputes(run) else None
+        with run.masks.of(begin, end), watch:
+            values = self._run(given, carried)
         if run.random:
             run.masks.check(begin)
             if micro == 0:
                 self._send_random()
         handed = self._hand(values, run.keys[micro], run.outputs)
-        if run.trains:
-            call.kept[micro] = KeptMicro(received, handed)
+        if not run.trains:
+            return
+        kept = call.kept[micro] = KeptMicro(received, handed, isinstance(watch, HookWatch) and watch.hooked)
+        if first is not None:
+            again = first.again(run.masks, call.rows, begin, end, self._buffers)
+            kept.again = lambda: self._handed_again(given, carried, again)
+            kept.handed = [torch.empty_like(one, device="meta") for one in handed]
+            run.outputs = [pytree.tree_map(_detached, one) for one in run.outputs]
+
+    def _recomputes(self, run: _StageRun) -> bool:
+        """Whether activations of a pass are computed again; not if its backward pass is next."""
+        is_next = self._part.is_last and not run.alone
+        return run.trains and self._options.recompute and not is_next
+
+    def _handed_again(
+        self, given: Given, carried: Sequence[Any], again: AbstractContextManager[None]
+    ) -> list[Tensor]:
+        with again:
+            _, tensors = describe(self._run(given, carried))
+        return [tensor for tensor in tensors if tensor.requires_grad]
 
     def _end(self, run: _StageRun) -> Any:
         """The model's output, when all passes of the run have begun."""
@@ -229,10 +283,9 @@ class PipelineStage:
         values: Sequence[Any] = described.build(tensors)
         return values, received
 
-    def _run(self, given: Given, carried: Sequence[Any], drawing: Any) -> tuple[Any, ...]:
+    def _run(self, given: Given, carried: Sequence[Any]) -> tuple[Any, ...]:
         try:
-            with drawing:
-                return self._chain.run(self._part.begin, self._part.end, given, carried)
+            return self._chain.run(self._part.begin, self._part.end, given, carried)
         except RuntimeError as error:
             if _IN_PLACE not in str(error):
                 raise
@@ -271,50 +324,26 @@ class PipelineStage:
         """Run all backward passes of this stage; `of_outputs` are the gradients of the model's output."""
         if not call.kept:
             raise called_twice()
-        part, total = self._part, self._no_gradients()
+        part, passes = self._part, self._backward_passes()
         coming = GradientReceiver(self._group, part.after, _GRADIENTS)
         if not part.is_last:
             for kept in call.kept.values():
                 coming.expect(kept.handed)
-        for micro, edge in enumerate(call.edges):
+        for action in backward_only(self._options.schedule, len(call.edges)):
+            self._fill(action, passes, coming)
+            if action.kind != "backward":
+                continue
             given = (
                 coming.take()
                 if not part.is_last
-                else [None if one is None else part_of(one, call.rows, edge) for one in of_outputs]
+                else [
+                    None if one is None else part_of(one, call.rows, call.edges[action.micro])
+                    for one in of_outputs
+                ]
             )
-            self._backward_one(call, micro, given, total)
+            passes.of(call.kept.pop(action.micro), given)
         self._outbox.flush()
-        self.landed(total)
-
-    def _no_gradients(self) -> Gradients:
-        return [None] * len(self._parameters)
-
-    def _backward_one(
-        self, call: ModelCall, micro: int, given: Sequence[Tensor | None], total: Gradients
-    ) -> None:
-        """The backward pass of a micro-batch; its parameters' gradients are added to `total`."""
-        kept = call.kept.pop(micro)
-        found = self._gradients(kept, given)
-        for tensor, gradient in zip(kept.received, found, strict=False):
-            own = torch.zeros_like(tensor) if gradient is None else gradient
-            self._outbox.send(own, self._part.ranks[self._part.stage - 1], _GRADIENTS)
-        _add(total, found[len(kept.received) :])
-
-    def _gradients(self, kept: KeptMicro, given: Sequence[Tensor | None]) -> Gradients:
-        """The gradients of what was received, then of the parameters."""
-        pairs = [
-            (one, gradient)
-            for one, gradient in zip(kept.handed, given, strict=True)
-            if gradient is not None and one.requires_grad
-        ]
-        inputs: list[Tensor] = [*kept.received, *self._parameters]
-        if not pairs or not inputs:
-            return [None] * len(inputs)
-        return list(
-            torch.autograd.grad(
-                [one for one, _ in pairs], inputs, [gradient for _, gradient in pairs], allow_unused=True
-            )
-        )
+        self.landed(passes.total)
 
 
 class _Passed(torch.autograd.Function):
@@ -344,9 +373,5 @@ class _Passed(torch.autograd.Function):
         return None, None, None, None
 
 
-def _add(total: Gradients, found: Gradients) -> None:
-    for at, gradient in enumerate(found):
-        if gradient is None:
-            continue
-        known = total[at]
-        total[at] = gradient.clone() if known is None else known.add_(gradient)
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

@@ -55,9 +55,11 @@ def chosen_verifications(plan: Plan, workers: int) -> tuple[Verification, ...]:
 
 
 def alone(text: str, where: str) -> bool:
-    """Whether a layout has a meaning for one worker: micro-batches without further stages."""
-    pipeline = parse_layout(text, where=where).find(Pipeline)
-    return pipeline is not None and pipeline.extent == 1
+    """Whether a layout has a meaning for one worker: micro-batches in one stage, states on disk."""
+    layout = parse_layout(text, where=where)
+    pipeline, sharded = layout.find(Pipeline), layout.find(Sharded)
+    one_stage = pipeline is not None and pipeline.extent == 1
+    return one_stage or (sharded is not None and bool(sharded.offload))
 
 
 def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layout:

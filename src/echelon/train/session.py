@@ -57,6 +57,7 @@ from echelon.train.guard import Guard, Surroundings
 from echelon.train.left_loop import when_unwound
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
 from echelon.train.memory_room import MemoryRoom
+from echelon.train.memory_watch import MemoryWatch
 from echelon.train.preparable import Preparable, PrepareOptions, refuse_model
 from echelon.train.profiling import JobProfiling, ProfiledRun
 from echelon.train.record import RunRecord
@@ -129,6 +130,9 @@ class Session(ScriptCheckpoints):
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         self._layout = "data"
+        self._memory = MemoryWatch(
+            group, self._nodes, plan.workers[group.rank].memory, record.emit, self.explain
+        )
         arranged = self._changes is None and arranges(plan, group, self._synchronizer)
         if links is not None and rendezvous is not None and arranged:
             hosts = machines(rendezvous.members[: group.size])
@@ -338,6 +342,8 @@ class Session(ScriptCheckpoints):
         for position, thing in enumerate(things):
             out.append(self._take(thing, position, batch, rules, models, facts))
         consistency.check(self._group, facts, [worker.node for worker in self._plan.workers])
+        if models and self.world_size > 1 and self._changes is None and not self._clock.step:
+            self._check_memory()
         self._guard.same_samples([one for one in out if isinstance(one, SharedLoader)])
         self._profiling.preparing(models)
         for model in models:
@@ -353,6 +359,12 @@ class Session(ScriptCheckpoints):
         if self._changes is not None:
             self._changes.preparing = False
         return out[0] if len(out) == 1 else tuple(out)
+
+    def _check_memory(self) -> None:
+        """Refuse a layout that does not fit; with servers, states are theirs."""
+        if self._synchronizer.meets_every_step and not self._synchronizer.claims:
+            kept, parts = self._prepared, self._layout != "data"
+            self._memory.prepared(kept.models, kept.optimizers, self._layout, parts=parts)
 
     def _take(
         self,
@@ -478,6 +490,8 @@ class Session(ScriptCheckpoints):
     def _batch_asked(self, loader: SharedLoader) -> None:
         """The loop asks for a batch."""
         self._asked(loader)
+        if self._changes is not None:
+            self._changes.progress.goes_on()
         if self._coming_back is not None:
             self._coming_back.asked(loader)
 
@@ -598,6 +612,8 @@ class Session(ScriptCheckpoints):
             return
         if self._weights.trains:
             loader.draws_to_train = True
+            if self._changes is not None:
+                self._changes.progress.computes()
             self._guard.goes_on()
         if self._auto_shares is not None:
             self._auto_shares.drew(part.batch, part.share)
@@ -646,6 +662,7 @@ class Session(ScriptCheckpoints):
         self._verifier.stepped_one()
         if self._clock.step > step:
             self._verifier.stepped(self._clock.step)
+            self._memory.stepped()
         if self._auto_shares is not None and self._clock.step > step:
             self._auto_shares.stepped()
 
@@ -666,6 +683,7 @@ class Session(ScriptCheckpoints):
         self._guard.remove()
         self._verifier.remove()
         self._profiling.end()
+        self._memory.end(self.rank)
         if cause:
             self._leave(cause)
             return

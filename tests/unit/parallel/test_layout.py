@@ -39,6 +39,7 @@ def test_the_first_dimension_goes_over_neighbours(text, workers, ranks):
         ("pipeline(micro=0)", 2, "micro is 0"),
         ("pipeline(stages=-1)", 2, "stages is -1"),
         ("pipeline(ahead=-1)", 2, "ahead is -1"),
+        ("pipeline(schedule=filled, recompute=true)", 2, "recompute saves the memory that schedule filled"),
         ('pipeline(cuts="4,3")', 3, "cuts are '4,3'"),
         ('pipeline(cuts="a")', 2, "cuts are 'a'"),
         ('pipeline(stages=3, cuts="2")', 3, "1 cuts make 2 stages, not 3"),

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from echelon.errors import ConfigError
 from echelon.parallel.dimension import Dimension
 
-ScheduleName = Literal["gpipe", "1f1b"]
+ScheduleName = Literal["gpipe", "1f1b", "filled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,8 @@ class Pipeline(Dimension):
     schedule  the order of micro-batches (`schedule.py`)
     micro     into how many micro-batches a batch is cut
     samples   instead: how many samples a micro-batch has at most; 0: by `micro`
-    ahead     with 1f1b: micro-batches more in flight for each hop, for thin links
+    ahead     with 1f1b and filled: micro-batches more in flight for each hop, for thin links
+    recompute a stage keeps only its inputs, and computes activations again in its backward passes
     cuts      the layers at which the second and later stages begin, such as "3,7"; empty: by measured times
     """
 
@@ -29,6 +30,7 @@ class Pipeline(Dimension):
     micro: int = 4
     samples: int = 0
     ahead: int = 0
+    recompute: bool = False
     cuts: str = ""
 
     def __post_init__(self) -> None:
@@ -42,6 +44,12 @@ class Pipeline(Dimension):
             raise ConfigError(f"samples is {self.samples}", where="pipeline, samples", fix="give 0 or more")
         if self.ahead < 0:
             raise ConfigError(f"ahead is {self.ahead}", where="pipeline, ahead", fix="give 0 or more")
+        if self.recompute and self.schedule == "filled":
+            raise ConfigError(
+                "recompute saves the memory that schedule filled fills with weights to be computed later",
+                where="pipeline, recompute",
+                fix="use schedule=1f1b with recompute, or leave recompute out",
+            )
         cuts = self.cut_points
         if self.cuts and self.stages and len(cuts) != self.stages - 1:
             raise ConfigError(
