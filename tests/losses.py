@@ -40,7 +40,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer, loader = session.prepare(
     model, optimizer, DataLoader(Numbers(), batch_size=24, shuffle=True)
 )
-waits, missed = "WAITS" in os.environ, False
+waits, missed, until = "WAITS" in os.environ, False, None
 if "ECHELON_RETURNS" in os.environ:
     open("coming", "w").close()
 drawn = open(f"drawn-{{slot}}", "a", buffering=1)
@@ -55,7 +55,7 @@ for epoch in session.epochs({EPOCHS}):
         missed |= session.world_size < {WORKERS}
         waits &= not (missed and session.world_size == {WORKERS})
         if waits and missed:
-            until = time.monotonic() + 60  # on a busy machine a process takes long to start
+            until = until or time.monotonic() + 60  # on a busy machine a process takes long to start
             while not os.path.exists("coming") and time.monotonic() < until:
                 time.sleep(0.05)
             time.sleep(0.2)
@@ -116,7 +116,10 @@ dies_in("commit")
 UNEQUAL = SCRIPT.replace(
     "        optimizer.zero_grad",
     "        time.sleep(len(x) * (0.004 if slot == '2' else 0.001))\n        optimizer.zero_grad",
-).replace("torch.manual_seed(0)", "echelon.train.auto_shares._WARM_UP_S = 0.0\ntorch.manual_seed(0)")
+).replace(
+    "torch.manual_seed(0)",
+    "from echelon.train import auto_shares\nauto_shares._WARM_UP_S = 0.0\ntorch.manual_seed(0)",
+)
 """The script with a slow worker, so that shares change soon."""
 
 SLOW = SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.004 if os.path.exists('stopped') else 0.05)")
@@ -162,12 +165,14 @@ def run(
     dies: str = "",
     words: Sequence[str] = (),
     stops: bool = False,
+    period: int = 1,
 ) -> Outcome:
     """Start a run in an empty folder, kill workers of it, and look at what is left.
 
     With `respawn` the script takes its time while a worker is missing, so that it can come back. `dies`
     names a slot and where it is killed, in scripts that do so themselves; `words` are further options.
-    With `stops` the launcher gets SIGTERM after the kills, and the run is resumed.
+    With `stops` the launcher gets SIGTERM after the kills, and the run is resumed. `period`: after how many
+    steps workers meet.
     """
     (folder / "train.py").write_text(script)
     timers: list[threading.Timer] = []
@@ -203,7 +208,7 @@ def run(
         return Outcome(code, text, ["it hangs"], limit_s)
     if dies:
         killed[int(dies.partition(":")[0])] = 0.0
-    return _judged(folder, code, text, killed)
+    return _judged(folder, code, text, killed, period)
 
 
 def _resumed(folder: Path, output: IO[bytes], limit_s: float) -> int:
@@ -249,23 +254,26 @@ def _kill(
     return killed
 
 
-def _judged(folder: Path, code: int, text: str, killed: dict[int, float]) -> Outcome:
+def _judged(folder: Path, code: int, text: str, killed: dict[int, float], period: int) -> Outcome:
     wrong: list[str] = []
     done = [slot for slot in range(WORKERS) if (folder / f"weights-{slot}").exists()]
     if len({(folder / f"weights-{slot}").read_text() for slot in done}) != 1:
         wrong.append("survivors have different weights")
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     under_way: dict[int, list[set[int]]] = defaultdict(list)
+    few: dict[tuple[int, tuple[int, ...]], int] = {}  # drawn again by all of them, if fewer than workers
     pause_s = 0.0
     for slot in range(WORKERS):
         lines = _lines(folder, slot)
         pids = list(dict.fromkeys(line[3] for line in lines))
         for pid in pids if slot in killed and slot not in done else pids[:-1]:
-            last = max(at for at, line in enumerate(lines) if line[3] == pid)
-            epoch, positions, *_ = lines.pop(last)  # it may have been in the last sum, or not
-            under_way[epoch].append(set(positions))
+            own = [at for at, line in enumerate(lines) if line[3] == pid]
+            for last in reversed(own[-period:]):
+                epoch, positions, *_ = lines.pop(last)  # it may have been in the last sum, or not
+                under_way[epoch].append(set(positions))
         for epoch, positions, *_ in lines:
-            counts[epoch].update(positions)
+            first = few.setdefault((epoch, tuple(positions)), slot) if len(positions) < WORKERS else slot
+            counts[epoch].update(positions if first == slot else ())
         if slot in done:
             pairs = itertools.pairwise(line[2] for line in lines if line[3] == pids[0])
             pause_s = max(

@@ -401,11 +401,15 @@ class Reducer:
         small = self._encoder is None and sum(one.size_bytes for one in self._buckets) <= _COPIED_BYTES
         found, landed = changes.begin(), None
         received: list[Landed] | None = None
+        refused: GradientError | None = None
         while found is None and landed is None:
             try:
                 if self._packed_in != changes.number or changes.outdated():
                     self._send_again()
-                received = self._receive_all()
+                try:
+                    received, refused = self._receive_all(), None
+                except GradientError as error:  # on all alike: it is raised once all have confirmed it
+                    received, refused = [], error
                 if not small:
                     self._group.current.barrier()
                 landed = received
@@ -423,6 +427,8 @@ class Reducer:
         assert landed is not None
         changes.complete(self._kept_sums() if small else [], full=True)
         changes.reduced(anew=found is None)
+        if refused is not None:
+            raise refused
         return landed
 
     def _kept_sums(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -164,6 +164,18 @@ class MemberChanges:
 
     def reduced(self, *, anew: bool) -> None:
         """A round is complete: of the members of now, or of those before the last change."""
+        self._round_is_over()
+        if anew:
+            self.drawn.reduced(self.members)
+        else:
+            self.drawn.settle()
+
+    def averaged(self, slots: Collection[int]) -> None:
+        """The weights of these workers were averaged, and so is all that they have trained since before."""
+        self._round_is_over()
+        self.drawn.reduced(slots)
+
+    def _round_is_over(self) -> None:
         self.rounds += 1
         self.progress.reduced()
         if self._logs:
@@ -171,10 +183,6 @@ class MemberChanges:
         if self._fresh:
             self._fresh = False
             self._service.ask(do="stepped")
-        if anew:
-            self.drawn.reduced(self.members)
-        else:
-            self.drawn.settle()
 
     def loss(self, error: Exception) -> WorkerError | None:
         """The loss that an error means: also if calls differ, and a member has come back.
