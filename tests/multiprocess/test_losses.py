@@ -8,9 +8,11 @@ import sys
 from random import Random
 
 import pytest
-from tests.losses import SAVING, SCRIPT, SLOW, Kill, changes, endless, normalised, run
+from tests.losses import SAVING, SCRIPT, SLOW, UNEQUAL, Kill, changes, endless, normalised, run
 
 from echelon.checkpoint.store import read_newest
+from echelon.observe.events import SharesChanged, read_events
+from echelon.observe.run_folder import RunFolder
 
 SEEDED = Random(17)
 
@@ -64,6 +66,42 @@ def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(
     assert [one[:4] for one in told] == [[[slot], [], [], 3], [[], [], [slot], 4]]
     assert changes(tmp_path, slot) == told[1:], "the new process is told, too"
     assert not (next((tmp_path / "runs").iterdir()) / "admission").exists()
+
+
+def test_shares_that_follow_speeds_still_do_after_a_loss_and_are_the_same_on_all(tmp_path):
+    outcome = run(tmp_path, "shm", [Kill(0, 0.7)], script=UNEQUAL)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "done with 3 workers" in outcome.output
+    (record,) = (tmp_path / "runs").iterdir()
+    changes = [
+        [
+            (e.step, e.shares)
+            for e in read_events(RunFolder(record).events_of(rank))
+            if isinstance(e, SharesChanged)
+        ]
+        for rank in (1, 2, 3)
+    ]
+    assert changes[0]
+    assert changes[0] == changes[1] == changes[2]
+
+
+@pytest.mark.parametrize(
+    ("codec", "transport", "respawn"), [("power-sgd(rank=2)", "tcp", 0), ("one-bit", "shm", 3)]
+)
+def test_encoded_gradients_are_encoded_again_by_those_who_are_left(tmp_path, codec, transport, respawn):
+    words = ("--codec", codec)
+    outcome = run(tmp_path, transport, [Kill(2, 0.15)], respawn=respawn, words=words)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "lost with rank 2: what the codec had left out" in " ".join(outcome.output.split())
+    assert f"done with {4 if respawn else 3} workers" in outcome.output
+
+
+def test_workers_that_average_weights_go_on_with_the_mean_of_who_is_left_and_of_who_is_back(tmp_path):
+    words = ("--sync", "local(4)")
+    outcome = run(tmp_path, "tcp", [Kill(0, 0.15)], respawn=3, words=words, period=4)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "rank 0 was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert "done with 4 workers" in outcome.output
 
 
 @pytest.mark.parametrize(("dies", "said"), [("2:write_part", "rank 2"), ("0:commit", "its leader")])
@@ -150,8 +188,8 @@ def test_an_error_of_the_script_still_ends_the_run_with_that_error(tmp_path):
     ("words", "said"),
     [
         (("--min-workers", "5"), "5 workers are needed, and 4 are started"),
-        (("--min-workers", "2", "--sync", "local(8)"), "--sync local(8) cannot go on yet"),
-        (("--min-workers", "2", "--codec", "fp16"), "--codec fp16 cannot go on yet"),
+        (("--min-workers", "2", "--sync", "gossip"), "--sync gossip cannot go on yet"),
+        (("--min-workers", "2", "--overlap", "step"), "--overlap step cannot go on yet"),
         (("--min-workers", "0"), "min workers is 0"),
     ],
 )

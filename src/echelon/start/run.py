@@ -382,9 +382,9 @@ def _check_losses(settings: RunSettings, plan: Plan) -> None:
             where="--min-workers",
             fix=f"give at most {len(plan.workers)}",
         )
-    if settings.lab or settings.hosts or settings.on != "local":
+    if settings.hosts or settings.on != "local":
         raise ConfigError(
-            "workers of a lab or of other machines cannot go on yet when one of them is lost",
+            "workers of other machines cannot go on yet when one of them is lost",
             where="--min-workers",
             fix="leave --min-workers out: then a loss ends the run",
         )
@@ -401,6 +401,7 @@ def _members(settings: RunSettings, plan: Plan, folder: RunFolder) -> Members | 
         limit_s=plan.round_timeout_s,
         tries=settings.respawn,
         file=folder.path / "admission",
+        local=settings.lab is None,
     )
 
 

@@ -9,6 +9,7 @@ from echelon.codec.codec import CODECS
 from echelon.codec.codecs.between import Between
 from echelon.codec.fitting import (
     check_sites,
+    goes_on,
     refuse_factors,
     refuse_for_weights,
     refuse_sums,
@@ -23,6 +24,7 @@ from echelon.parallel.strategies.pipeline import Pipeline
 from echelon.parallel.strategies.sharded import Sharded
 from echelon.plan.plan import Plan
 from echelon.sync.policies.levels import Levels
+from echelon.sync.policies.local import Local
 from echelon.sync.policy import POLICIES, ClusterInfo, Policy
 from echelon.verify.verification import Verification, check_verifications
 
@@ -139,9 +141,9 @@ def refuse_losses(plan: Plan) -> None:
     policy = POLICIES.build(plan.sync, where="--sync").resolved()
     found = (
         f"--sync {plan.sync}"
-        if policy.family != "reduce"
+        if policy.family != "reduce" and not (isinstance(policy, Local) and policy.periods is None)
         else f"--codec {plan.codec}"
-        if plan.codec != "none"
+        if not goes_on(plan.codec)
         else f"--verify {plan.verify}"
         if plan.verify != "none"
         else "--overlap step"

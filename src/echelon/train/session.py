@@ -139,10 +139,11 @@ class Session(ScriptCheckpoints):
         self._memory = MemoryWatch(
             group, self._nodes, plan.workers[group.rank].memory, record.emit, self.explain
         )
-        if links is not None and rendezvous is not None and arranges(plan, group, self._synchronizer):
+        arranged = self._changes is None and arranges(plan, group, self._synchronizer)
+        if links is not None and rendezvous is not None and arranged:
             hosts = machines(rendezvous.members[: group.size])
             self._arranger = Arranger(group, links, hosts, clock, record.emit, self.explain)
-        adapts = plan.adapt_shares and group.size > 1 and self._copies == 1 and self._changes is None
+        adapts = plan.adapt_shares and group.size > 1 and self._copies == 1
         if adapts and self._synchronizer.meets_every_step:
             self._auto_shares = AutoShares(
                 group,
@@ -176,6 +177,8 @@ class Session(ScriptCheckpoints):
                 seed=plan.seed,
                 leads=lambda: self.is_leader,
                 saving=lambda: self._by_itself,
+                auto_shares=self._auto_shares,
+                synchronizer=self._synchronizer,
             )
         seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
         self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
@@ -249,10 +252,6 @@ class Session(ScriptCheckpoints):
         return self.rank == 0
 
     @property
-    def _records(self) -> bool:
-        return self.is_leader
-
-    @property
     def node(self) -> str:
         """The name of the machine that this worker runs on."""
         return self._nodes[self.rank]
@@ -275,9 +274,10 @@ class Session(ScriptCheckpoints):
         self._change_calls.changed(view)
         planned = self._plan.workers
         self._nodes[:] = [planned[slot].node for slot in view.members]
-        weights = [one.weight if one.rank in view.members else 0.0 for one in planned]
+        self._log_leads = self._changes is not None and self._changes.slot == view.members[0]
         first = {one.index: view.handed.get(one.index, 0) for one in self._prepared.loaders}
-        self._shares.change(weights, first)
+        self._shares.keep(view.members, first)
+        self._synchronizer.lost(view.lost)
         for loader in self._prepared.loaders:
             loader.changed()
 
