@@ -27,10 +27,12 @@ from echelon.observe.events import (
     EpochEnded,
     Evaluated,
     LinkMeasured,
+    PassesTimed,
     RunEnded,
     RunStarted,
     ServerEnded,
     SharesChanged,
+    StageAssigned,
     StepEnded,
     Verified,
     WorkerFailed,
@@ -43,6 +45,7 @@ from echelon.observe.plan_view import measured_step_s, view_of
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.settled import SettledFigures, SettledTally
 from echelon.observe.spans import end_of
+from echelon.observe.stages import StageFigures, StageTally
 from echelon.observe.step_cost import CostTally, StepCost
 from echelon.observe.sync import Stretch, SyncFigures, SyncTally, policy_of, steps_together
 from echelon.observe.verified import VerifySummary, VerifyTally
@@ -81,7 +84,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     figures since the last change of shares, if enough rounds followed it; then sentences and columns on
     who kept the others waiting are from these: `judged`.
 
-    `verified` is None without checks (`--verify`).
+    `verified` is None without checks (`--verify`). `stages` is empty without a pipeline; stages.py has the
+    definitions.
 
     `prediction` is None if the run's plan predicts nothing, or workers did not step together.
 
@@ -117,6 +121,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     settled: SettledFigures | None = None
     prediction: PlanScore | None = None
     verified: VerifySummary | None = None
+    stages: tuple[StageFigures, ...] = ()
 
     @property
     def shares_adapt(self) -> bool:
@@ -204,6 +209,7 @@ class Tally:
         self._failed: WorkerFailed | None = None
         self._ended: RunEnded | None = None
         self._verify = VerifyTally()
+        self._stages = StageTally()
 
     def add(self, event: AnyEvent) -> None:
         """Take one event into account."""
@@ -227,6 +233,8 @@ class Tally:
                 self._codecs.server(event)
             case CorruptionFound() | Verified():
                 self._verify.add(event)
+            case StageAssigned() | PassesTimed():
+                self._stages.add(event)
             case WorkerJoined():
                 self._joined(event)
             case RunStarted():
@@ -357,6 +365,7 @@ class Tally:
             decisions=self._decisions.decisions() if self._decisions is not None else (),
             settled=self._settled_figures(late_rounds, lateness.rounds),
             verified=self._verify.summary(),
+            stages=self._stages.figures(),
         )
 
     def _settled_figures(self, late_rounds: list[ObservedRound], rounds: int) -> SettledFigures | None:
