@@ -3,15 +3,17 @@
     python benchmarks/sharded.py
 
 Two workers of this machine, one thread each, started anew for each row. The model is an MLP of 25
-layers of 1024 (105 MB), AdamW, 8 samples each. Memory is the resident memory above that before the
-model was made, after the backward pass and after the step; the most of the last three steps. Processor
-time is the median of the steps. torch's rows run on Gloo. All rows return large freed memory to the
-system (MALLOC_MMAP_THRESHOLD_).
+layers of 1024 (105 MB), AdamW, 8 samples each. Memory is the resident memory above that before workers
+join and make the model, with all libraries loaded, after the backward pass and after the step; the most
+of the last three steps. Processor time is the median of the steps. torch's rows run on Gloo. All rows
+return large freed memory to the system (MALLOC_MMAP_THRESHOLD_). The row with files keeps optimizer
+states in --folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -46,6 +48,13 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
 
 
+def load_libraries(row: str) -> None:
+    """Import what the row uses; torch._dynamo is loaded by the first optimizer of any row."""
+    names = ["torch._dynamo", "torch.distributed.fsdp" if row in ("DDP", "FSDP2") else "echelon.train.join"]
+    for name in names:
+        importlib.import_module(name)
+
+
 def prepared(row: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and its optimizer as one of the rows has them."""
     if row in ("DDP", "FSDP2"):
@@ -74,6 +83,7 @@ def prepared(row: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def work(row: str) -> None:
     """One worker: print the figures of a row."""
     torch.set_num_threads(1)
+    load_libraries(row)
     before = resident_mb()
     model, optimizer = prepared(row)
     x = torch.randn(BATCH, WIDTH)
@@ -118,15 +128,21 @@ def main() -> None:
     """Print a row for each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--row", default="", help="be one worker of this row")
-    row = parser.parse_args().row
+    parser.add_argument("--rows", nargs="*", default=ROWS, help="only these rows")
+    parser.add_argument("--folder", default="", help="a folder on disk, for a row with files")
+    asked = parser.parse_args()
+    row = asked.row
     if row:
         work(row)
         return
     print("| way | MB after backward | MB after step | processor time of a step | of FSDP2's |")
     print("|---|---|---|---|---|")
-    found = {row: measured(row) for row in ROWS}
+    rows = list(asked.rows)
+    if asked.folder:
+        rows.insert(-2, f'sharded(level=3, offload="{asked.folder}")')
+    found = {row: measured(row) for row in rows}
     for row, (backward, step, seconds) in found.items():
-        ratio = seconds / found["FSDP2"][2]
+        ratio = seconds / found["FSDP2"][2] if "FSDP2" in found else float("nan")
         print(f"| {row} | {backward:.0f} | {step:.0f} | {1e3 * seconds:.0f} ms | {ratio:.2f} |")
 
 

@@ -123,6 +123,9 @@ def fits(expected: str, printed: str) -> bool:
 
 def _masked(text: str) -> str:
     """One line, in which all that may differ from run to run is a placeholder."""
+    # Other processors round differently, and a codec that leaves much out amplifies that.
+    text = re.sub(r"(?m)^(\S+ +[\d.]+x .*?) \d\.\d{4}(?: +[-+][\d.]+ %)? *$", r"\1 ...", text)
+    text = re.sub(r"(?<=above none's: ).*? It sends .*? fewer bytes.*? none's\.", "...", text)
     text = re.sub(r"\s+", " ", _without_times(text).replace("...", _ANY))
     text = re.sub(r"\d{8}-\d{6}", _ANY, text)
     text = re.sub(r"(?<=[Rr]ank \d )\([^)]*\)", _ANY, text)

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 SAMPLES, EPOCHS, WORKERS = 600, 3, 4
 
@@ -51,10 +53,61 @@ for epoch in session.epochs({EPOCHS}):
         if waits and missed:
             time.sleep(0.2)
     session.mean(1.0)
-weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
 open(f"weights-{{slot}}", "w").write(hashlib.sha256(weights).hexdigest())
 session.print(f"done with {{session.world_size}} workers")
 """
+
+
+NORMALISED = """
+class Dying(nn.Module):
+    \"\"\"Passes its input on; with DIES="2:forward" (or backward) slot 2 is killed there, in step 9.\"\"\"
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        slot, _, where = os.environ.get("DIES", "-1:").partition(":")
+        if int(slot) == int(os.environ["RANK"]) and self.calls == 9 and "ECHELON_RETURNS" not in os.environ:
+            if where == "forward":
+                os.kill(os.getpid(), 9)
+            x.register_hook(lambda grad: os.kill(os.getpid(), 9))
+        return x
+
+model = nn.Sequential(
+    nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), Dying(), nn.Linear(64, 32), nn.BatchNorm1d(32),
+    nn.ReLU(), nn.Linear(32, 4),
+)
+optimizer"""
+"""To be put in the place of the script's model: one with batch normalisation over all workers."""
+
+
+def normalised(script: str = SCRIPT) -> str:
+    """The script with this model."""
+    start = script.index("model = nn.Sequential")
+    return script[:start] + NORMALISED.strip() + script[script.index(" = torch.optim") :]
+
+
+SAVING = """
+import os
+from echelon.checkpoint import store
+
+def dies_in(name):
+    own, calls = getattr(store, name), []
+    def called(*args, **options):
+        calls.append(1)
+        if os.environ.get("DIES") == f"{os.environ['RANK']}:{name}" and len(calls) == 2:
+            os.kill(os.getpid(), 9)
+        return own(*args, **options)
+    setattr(store, name, called)
+
+dies_in("write_part")
+dies_in("commit")
+""" + SCRIPT.replace("    session.mean(1.0)\n", "    session.mean(1.0)\n    session.save('own', keep=1)\n")
+"""The script, which also saves after each epoch; with DIES="2:write_part" slot 2 is killed there."""
+
+SLOW = SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.004 if os.path.exists('stopped') else 0.05)")
+"""The script, which takes its time until it was stopped once."""
 
 
 @dataclass(frozen=True)
@@ -84,25 +137,35 @@ def run(
     respawn: int = 0,
     limit_s: float = 60.0,
     script: str = SCRIPT,
+    dies: str = "",
+    words: Sequence[str] = (),
+    stops: bool = False,
 ) -> Outcome:
     """Start a run in an empty folder, kill workers of it, and look at what is left.
 
-    With `respawn` the script takes its time while a worker is missing, so that it can come back.
+    With `respawn` the script takes its time while a worker is missing, so that it can come back. `dies`
+    names a slot and where it is killed, in scripts that do so themselves; `words` are further options.
+    With `stops` the launcher gets SIGTERM after the kills, and the run is resumed.
     """
     (folder / "train.py").write_text(script)
     options = ["--workers", str(WORKERS), "--min-workers", str(fewest), "--transport", transport]
-    options += ["--respawn", str(respawn)]
+    options += ["--respawn", str(respawn), *words]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "echelon", "run", *options, "train.py"],
             cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **({"WAITS": "1"} if respawn else {})},
+            env={**os.environ, **({"WAITS": "1"} if respawn else {}), **({"DIES": dies} if dies else {})},
         )
         try:
             killed = _kill(folder, process, kills)
+            if stops:
+                time.sleep(0.5)
+                process.send_signal(signal.SIGTERM)
             code = process.wait(limit_s)
+            if stops and code == 75:
+                code = _resumed(folder, output, limit_s)
         except subprocess.TimeoutExpired:
             code = -1
         finally:
@@ -112,7 +175,18 @@ def run(
     text = (folder / "output").read_text(errors="replace")
     if code == -1:
         return Outcome(code, text, ["it hangs"], limit_s)
+    if dies:
+        killed[int(dies.partition(":")[0])] = 0.0
     return _judged(folder, code, text, killed)
+
+
+def _resumed(folder: Path, output: IO[bytes], limit_s: float) -> int:
+    (folder / "stopped").touch()
+    (record,) = (folder / "runs").iterdir()
+    command = [sys.executable, "-m", "echelon", "resume", str(record)]
+    return subprocess.run(
+        command, cwd=folder, stdout=output, stderr=output, timeout=limit_s, check=False
+    ).returncode
 
 
 def _lines(folder: Path, slot: int) -> list[list]:

@@ -7,7 +7,9 @@ import sys
 from random import Random
 
 import pytest
-from tests.losses import SCRIPT, Kill, run
+from tests.losses import SAVING, SCRIPT, SLOW, Kill, normalised, run
+
+from echelon.checkpoint.store import read_newest
 
 SEEDED = Random(17)
 
@@ -31,15 +33,57 @@ def test_the_others_go_on_with_the_same_weights_and_every_sample_once(tmp_path, 
     assert not list((tmp_path / "runs").glob("*/errors/*"))
 
 
-@pytest.mark.parametrize(("transport", "slot"), [("shm", 0), ("tcp", 2)])
-def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(tmp_path, transport, slot):
-    outcome = run(tmp_path, transport, [Kill(slot, 0.1)], respawn=3)
+@pytest.mark.parametrize(("transport", "dies"), [("shm", "0:backward"), ("tcp", "2:forward")])
+def test_between_two_exchanges_of_batch_normalisation_the_others_go_on_with_the_same_buffers(
+    tmp_path, transport, dies
+):
+    outcome = run(tmp_path, transport, [], script=normalised(), dies=dies)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert f"rank {dies[0]} was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert "done with 3 workers" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("transport", "slot", "script", "words"),
+    [("shm", 0, SCRIPT, ("--checkpoint-every", "3steps")), ("tcp", 2, normalised(), ())],
+    ids=["shm-saving", "tcp-batchnorm"],
+)
+def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(
+    tmp_path, transport, slot, script, words
+):
+    outcome = run(tmp_path, transport, [Kill(slot, 0.1)], respawn=3, script=script, words=words)
     assert (outcome.code, outcome.wrong) == (0, []), outcome.output
     assert f"rank {slot} was lost (SIGKILL); 3 workers go on" in outcome.output
     assert f"rank {slot} is back after" in outcome.output
     assert "done with 4 workers" in outcome.output
     assert (tmp_path / f"weights-{slot}").exists()
     assert not (next((tmp_path / "runs").iterdir()) / "admission").exists()
+
+
+@pytest.mark.parametrize(("dies", "said"), [("2:write_part", "rank 2"), ("0:commit", "its leader")])
+def test_a_checkpoint_under_way_is_void_when_a_writer_is_lost_and_the_others_save_again(
+    tmp_path, dies, said
+):
+    words = ("--checkpoint", "kept", "--checkpoint-every", "10steps")
+    outcome = run(tmp_path, "shm", [], script=SAVING, dies=dies, words=words)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "done with 3 workers" in outcome.output
+    assert f"is void: {said} was lost before it was complete" in " ".join(outcome.output.split())
+    for folder in ("kept", "own"):
+        found = read_newest(tmp_path / folder, lambda state: None)
+        assert len(found.workers) == 3
+        assert found.step >= 70
+        assert not [path for path in (tmp_path / folder).iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_that_lost_a_worker_saves_on_sigterm_and_is_resumed_with_every_sample_once(tmp_path):
+    words = ("--checkpoint-every", "1epoch")
+    outcome = run(tmp_path, "shm", [Kill(2, 0.3)], script=SLOW, words=words, stops=True)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "rank 2 was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert "stopped by SIGTERM after a last checkpoint" in outcome.output
+    assert "continues at step" in outcome.output
+    assert "done with 4 workers" in outcome.output
 
 
 def test_a_worker_that_comes_back_and_makes_other_calls_is_left_out(tmp_path):
@@ -80,7 +124,6 @@ def test_an_error_of_the_script_still_ends_the_run_with_that_error(tmp_path):
         (("--min-workers", "5"), "5 workers are needed, and 4 are started"),
         (("--min-workers", "2", "--sync", "local(8)"), "--sync local(8) cannot go on yet"),
         (("--min-workers", "2", "--codec", "fp16"), "--codec fp16 cannot go on yet"),
-        (("--min-workers", "2", "--checkpoint", "kept"), "saves checkpoints by itself cannot go on yet"),
         (("--min-workers", "0"), "min workers is 0"),
     ],
 )

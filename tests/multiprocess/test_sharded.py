@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +160,45 @@ def test_levels_1_and_2_send_what_an_all_reduce_sends_and_level_3_half_as_much_a
     whole = sent("data")
     for level, times in ((1, 1.0), (2, 1.0), (3, 1.5)):
         assert sent(f"sharded(level={level})") == pytest.approx(times * whole, rel=0.02)
+
+
+def on_disk(folder: str, layout: str) -> tuple[dict[str, Tensor], bool]:
+    """Weights after some steps and a checkpoint, and whether states lie in mapped files of the folder."""
+    session = echelon.join(record=False, shares="equal")
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 200), nn.Tanh(), nn.Linear(200, 200), nn.Linear(200, 6)).double()
+    optimizer = optim.AdamW(model.parameters(), lr=0.02)
+    model, optimizer = session.prepare(model, optimizer, parallel=layout)
+    half = len(X) // session.world_size
+    own = X[session.rank * half : (session.rank + 1) * half]
+    for step in range(4):
+        one_step(model, optimizer, own)
+        if step == 1:
+            session.save(f"{folder}/checkpoint-{'offload' in layout}")
+            session.load(f"{folder}/checkpoint-{'offload' in layout}")
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    files = [line.split()[0].split("-") for line in maps if f"{folder}/states" in line]
+    large = [v for s in optimizer.state.values() for v in s.values() if v.numel() > 4096]
+    inside = [
+        any(int(begin, 16) <= value.data_ptr() < int(end, 16) for begin, end in files) for value in large
+    ]
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    session.close()
+    return found, bool(inside) and all(inside)
+
+
+@pytest.mark.parametrize(("level", "workers"), [(1, 1), (1, 2), (3, 2)])
+def test_states_on_disk_train_to_the_same_bits_and_leave_no_file(warm_pool, tmp_path, level, workers):
+    (tmp_path / "states").mkdir()
+    folder = str(tmp_path)
+    plain = "data" if workers == 1 else f"sharded(level={level})"
+    for one, other in zip(
+        warm_pool.run(workers, on_disk, folder, plain),
+        warm_pool.run(workers, on_disk, folder, f'sharded(level={level}, offload="{folder}/states")'),
+        strict=True,
+    ):
+        assert not one[1]
+        assert other[1], "states lie in mapped files"
+        for name, value in one[0].items():
+            assert torch.equal(other[0][name], value), name
+    assert not list((tmp_path / "states").iterdir())

@@ -24,9 +24,21 @@ LOST = (PeerLost, RoundTimeout, JoinTimeout)  # after which survivors agree on w
 
 
 class GroupChanges(Protocol):
-    """What a worker does when others are lost. `number` counts the changes so far."""
+    """What a worker does when others are lost. `number` counts the changes so far.
+
+    members         the slots of the workers that are there: their ranks at first
+    is_catching_up  this worker comes back, and repeats what the others did
+    """
 
     number: int
+    members: tuple[int, ...]
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether this worker only repeats what others have done."""
+
+    def lost(self, since: int, slots: Sequence[int]) -> Sequence[int]:
+        """Which of these slots were lost after so many changes; for another thread than the trainer's."""
 
     def begin(self) -> list[Tensor] | None:
         """The next operation begins; its result, if others have completed it in an earlier view."""

@@ -280,6 +280,20 @@ class Logged(Event, frozen=True, kw_only=True, tag="logged"):
     values: dict[str, float]
 
 
+class MemoryUsed(Event, frozen=True, kw_only=True, tag="memory"):
+    """What this worker's part of the models was predicted to take, by kind, and what it took at most.
+
+    `measured_bytes` is by how much the process grew, with what the models took already: also activations,
+    and what is under way. `room_bytes` is what the worker might have used.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    states_bytes: int
+    room_bytes: int
+    measured_bytes: int
+
+
 class ServerEnded(Event, frozen=True, kw_only=True, tag="server-ended"):
     """A parameter server has finished.
 
@@ -409,6 +423,7 @@ AnyEvent: TypeAlias = (
     | CorruptionFound
     | Verified
     | Logged
+    | MemoryUsed
     | ServerEnded
     | CheckpointSaved
     | CheckpointLoaded

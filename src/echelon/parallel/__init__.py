@@ -20,9 +20,13 @@ backward.py    one stage's backward passes of one call
 split.py       a backward pass in two parts: gradients of inputs first, of weights later
 slices.py      which elements of a parameter each worker has
 shards.py      a model whose states are divided among workers
+value_gather.py  gathers of divided parameters
 gathered.py    when divided parameters are whole
+offload.py     optimizer states in mapped files
+freed_memory.py  freed memory goes back to the system
 holdings.py    which worker holds which parameters
 norms.py       the norm of a whole model's gradients
+memory.py      what a layout needs on each worker, and whether it fits
 candidates.py  which layouts `--parallel auto` tries
 local_way.py   in which ways one machine can compute a batch
 thread_replicas.py  replicas of a model in the threads of one process

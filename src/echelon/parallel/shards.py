@@ -27,8 +27,9 @@ from torch.utils import _pytree as pytree
 from echelon.comm.future import Future
 from echelon.comm.group import Group, blocks
 from echelon.parallel.slices import buckets, slices
+from echelon.parallel.value_gather import ValueGather
 
-_MOST_ELEMENTS = 1 << 20  # that travel together
+_MOST_ELEMENTS = 9 << 17  # that travel together: 2**20 and some small ones
 _MOST_FLIGHTS = 2  # buckets at once: each has memory of its own
 
 
@@ -98,7 +99,7 @@ class ShardedModel:
     ) -> None:
         self._model = model
         self._sums = group.fork()
-        self._gathers = group.fork()
+        self.values = ValueGather(group.fork(), self._gathers_bytes)
         self._across = across
         self._level = level
         self._weight = weight
@@ -117,6 +118,7 @@ class ShardedModel:
         self._flights: list[tuple[_GradientBucket, Future[Tensor]]] = []
         self._sent_bytes = 0
         self._backward = False
+        self.backward_ends: Callable[[], None] = lambda: None
         self.unreduced = False
         self._handles: list[Any] = [
             one.parameter.register_post_accumulate_grad_hook(self._accumulated) for one in self.parameters
@@ -126,6 +128,11 @@ class ShardedModel:
             self._handles.append(model.register_forward_pre_hook(lambda *_: self.show_whole()))
             self._handles.append(model.register_state_dict_pre_hook(lambda *_: self.show_whole()))
             self._handles.append(model.register_load_state_dict_pre_hook(lambda *_: self.show_whole()))
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is under way."""
+        return self._backward
 
     def of(self, parameter: Tensor) -> ShardedParameter | None:
         """The shards of a parameter, if it is one of these."""
@@ -203,6 +210,7 @@ class ShardedModel:
     def _end_backward(self) -> None:
         """The backward pass is over on this worker: receive the sums, and show slices."""
         self._backward = False
+        self.backward_ends()
         self._observer.computing()
         if self._level == 1 and self._keeps():
             self.unreduced = True
@@ -259,23 +267,11 @@ class ShardedModel:
 
     def gather(self, wanted: Sequence[ShardedParameter]) -> None:
         """Fill the whole values of these parameters from all workers' slices."""
-        for members in _packed(wanted):
-            lengths = [
-                sum(one.edges[worker][1] - one.edges[worker][0] for one in members)
-                for worker in range(self._gathers.size)
-            ]
-            flat = torch.empty(sum(lengths), dtype=members[0].mine.dtype)
-            parts = blocks(flat, lengths)
-            torch.cat([one.mine for one in members], out=parts[self.rank])
-            self._gathers.all_gather_unequal(flat, lengths).wait()
-            self._sent_bytes += flat.numel() * flat.element_size() * (len(lengths) - 1) // len(lengths)
-            for worker, block in enumerate(parts):
-                at = 0
-                for one in members:
-                    begin, end = one.edges[worker]
-                    if worker != self.rank or self._level == 3:
-                        one.whole[begin:end] = block[at : at + end - begin]
-                    at += end - begin
+        for flight in self.values.begin(wanted):
+            self.values.land(flight)
+
+    def _gathers_bytes(self, size_bytes: int) -> None:
+        self._sent_bytes += size_bytes
 
     def close(self) -> None:
         """Give the module back, whole."""

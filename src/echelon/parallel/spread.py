@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.comm.group import Group
+from echelon.config.units import show_memory
 from echelon.parallel.chain import Given, LayerChain, chain_of, check_cuts
 from echelon.parallel.cut import ChainCost, best_cuts
 from echelon.parallel.holdings import Holdings
@@ -212,7 +213,7 @@ class SpreadModel:
         return found
 
     def _why(self, cuts: list[tuple[int, ...]], told: list[list[float]]) -> str:
-        parts = []
+        parts, count = [], len(self._chain)
         for ranks, cut in zip(self._mesh.ranks, cuts, strict=True):
             edges = [0, *cut, len(self._chain)]
             for stage, rank in enumerate(ranks):
@@ -220,7 +221,8 @@ class SpreadModel:
                 took_ms = 1e3 * sum(told[rank][begin:end])
                 parts.append(
                     f"rank {rank} has layers {begin} to {end - 1} (from {self._chain.names[begin]}), "
-                    f"{took_ms:.2f} ms a micro-batch"
+                    f"{took_ms:.2f} ms a micro-batch, "
+                    f"{show_memory(sum(told[0][count + begin : count + end]))} with activations"
                 )
         return "cut by measured times: " + "; ".join(parts)
 

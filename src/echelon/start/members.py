@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.membership.respawn import RespawnRule
 from echelon.membership.survival import Survival, SurvivorState
 from echelon.membership.view import MemberId
@@ -107,6 +108,7 @@ class Members:
         with self._changed:
             if slot in self._ended:
                 return
+            code = 0 if code == SAVED_AND_STOPPED else code
             self._ended[slot] = code
             if slot in self._returning:
                 self._returning.discard(slot)

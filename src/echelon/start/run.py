@@ -386,7 +386,7 @@ def _check_losses(settings: RunSettings, plan: Plan) -> None:
             where="--min-workers",
             fix="leave --min-workers out: then a loss ends the run",
         )
-    refuse_losses(plan, saves=settings.saves)
+    refuse_losses(plan)
 
 
 def _members(settings: RunSettings, plan: Plan, folder: RunFolder) -> Members | None:
@@ -527,6 +527,8 @@ class _Watch:
                 else:
                     processes.interrupt()
             if interrupted_at is not None:
+                if self._is_to_save and self.members is not None and isinstance(processes, WorkerProcesses):
+                    self._lose(self.members, processes)  # the others save without it
                 if self._is_over(time.monotonic() - interrupted_at):
                     return None
                 continue
@@ -541,7 +543,7 @@ class _Watch:
             processes.kill(rank)
         for rank, code in processes.exit_codes().items():
             members.ended(rank, code)
-        for rank in members.to_start():
+        for rank in members.to_start() if not self._stopped else ():
             processes.restart(rank)
         processes.lost, processes.excused = members.gone, members.excused
         for text in members.news():

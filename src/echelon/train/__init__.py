@@ -9,6 +9,8 @@ collectives.py  what a script can ask of the other workers: reduce, gather, broa
 loader.py       draws this worker's share of every batch
 arranging.py    how gradients travel: by the sites found, and by the workers' speeds
 auto_shares.py  lets shares follow the workers' measured speeds
+fitting_memory.py  do models fit into the workers' memory?
+memory_watch.py  memory of this worker's part, predicted and measured
 memory_room.py  how large may a share become before memory is full?
 order.py        in which order are samples drawn, alike on all workers?
 batches.py      which batch does a forward pass belong to?

@@ -15,7 +15,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -70,6 +70,7 @@ class MemberChanges:
         self._replayed: deque[list[Tensor]] | None = None
         self._in_epochs = self._fresh = False
         self._came_back: set[int] = set()
+        self._losses: list[tuple[int, tuple[int, ...]]] = []  # by the number of the change
         self.slot = first.me.rank
         self.members = tuple(member.rank for member in first.members)
         self.drawn = DrawnBatches()
@@ -107,6 +108,22 @@ class MemberChanges:
         """This worker has done its part, or has raised an error: then nobody waits for a new view."""
         with contextlib.suppress(WorkerError):  # the launcher is gone, and so is the run
             self._service.ask(do="left", failed=failed)
+
+    def lost(self, since: int, slots: Sequence[int]) -> Sequence[int]:
+        """Which of these slots were lost after so many changes, also if members have not met since."""
+        before = [slot for number, lost in list(self._losses) if number > since for slot in lost]
+        with contextlib.suppress(WorkerError):  # the launcher is gone, and so is the run
+            before += self._service.ask(do="look")["gone"]
+        return sorted(set(slots) & set(before))
+
+    @contextlib.contextmanager
+    def unlogged(self) -> Iterator[None]:
+        """What is exchanged in the block is not repeated by a worker that comes back."""
+        logs, self._logs = self._logs, False
+        try:
+            yield
+        finally:
+            self._logs = logs
 
     # Operations ----------------------------------------------------------------------------------
 
@@ -191,6 +208,7 @@ class MemberChanges:
         """Meet the others again, and give them what they lack; this worker is at operation `at`."""
         self.number, self.members = view.number, view.members
         self._came_back |= set(view.joined)
+        self._losses.append((view.number, view.lost))
         self.on_change(view)
         self._connect(view)
         inner = self._groups[0].inner

@@ -8,6 +8,9 @@
 
 What all workers have is divided among those that see the leader's disk, found out once for each folder. A
 worker that does not see it sends the leader what only it has. Nothing else is sent.
+
+Where workers may be lost, all are on one machine. They agree for each checkpoint on its name and on who
+writes. If a writer is lost before all parts are there, the checkpoint is void, and the one before stays.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 import xxhash
 from torch import Tensor
@@ -28,12 +32,14 @@ from echelon.checkpoint import folder, state_tree, store
 from echelon.checkpoint.part import Changed, Part, PartMemory, divided
 from echelon.checkpoint.state_tree import Node
 from echelon.checkpoint.store import Keeping, Written
+from echelon.comm.changing import GroupChanges
 from echelon.comm.group import Group
 from echelon.errors import CheckpointError
 from echelon.train.resume import on_leader
 from echelon.train.run_state import RunState
 
 _POLL_S = 0.005
+_LOOK_S = 0.1  # how often the launcher is asked whether a writer was lost
 _AFTER_FAILURE_S = 2.0
 
 
@@ -48,10 +54,20 @@ class _Disk:
 
 @dataclass(slots=True, kw_only=True)
 class SaveJob:
-    """A checkpoint under way, on one worker. `pause_s` is how long training stood still for it."""
+    """A checkpoint under way, on one worker. `pause_s` is how long training stood still for it.
+
+    rank, size  this worker's, and how many write or send parts, when it began
+    view        how often members had changed then; `slots` are those members
+    void        a writer was lost before it was complete
+    """
 
     step: int
     disk: _Disk
+    rank: int
+    size: int
+    view: int = 0
+    slots: Sequence[int] = ()
+    void: bool = False
     name: str
     keeping: Keeping
     figures: Mapping[str, float]
@@ -87,6 +103,8 @@ class CheckpointWriter:
         self._count = 0
         self._abandoned = threading.Event()
         self._hides = True  # whether copies may be made while training goes on
+        self._token = secrets.token_hex(8)
+        self._last: SaveJob | None = None
 
     @property
     def busy(self) -> bool:
@@ -102,21 +120,22 @@ class CheckpointWriter:
         """
         begun = time.perf_counter()
         self.await_written()
-        disk = self._disk(root)
         self._count += 1
-        job = SaveJob(
-            step=state.step,
-            disk=disk,
-            name=f"{disk.token}-{self._count}",
-            keeping=keeping,
-            figures=figures,
-            begun=begun,
-        )
+        job = self._begin(root, state.step, keeping, figures)
+        job.begun = begun
+        self._last = job
+        if job.void:
+            job.copied.set()
+            job.done.set()
+            if not (self._group.changes and self._group.changes.is_catching_up):
+                job.error = _void(job, "a worker")
+                self._finished.append(job)
+            return job
         try:
             self._prepare(job, state, hide=hide and self._hides)
         except CheckpointError as error:
             job.error = error
-        if self._group.rank in disk.writers:
+        if job.rank in job.disk.writers:
             self._now = job
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="echelon-checkpoint", daemon=True)
@@ -127,6 +146,40 @@ class CheckpointWriter:
             job.done.set()
         job.pause_s = time.perf_counter() - begun
         return job
+
+    def _begin(self, root: Path, step: int, keeping: Keeping, figures: Mapping[str, float]) -> SaveJob:
+        """Find out who writes, and under which name."""
+        changes, number = self._group.changes, 0
+        if changes is None:
+            disk = self._disk(root)
+            name = f"{disk.token}-{self._count}"
+        else:
+            disk, name, number = self._agreed(root, changes)
+        job = SaveJob(
+            step=step,
+            disk=disk,
+            name=name,
+            rank=self._group.rank,
+            size=self._group.size,
+            keeping=keeping,
+            figures=figures,
+        )
+        if changes is not None:
+            job.view, job.slots = changes.number, changes.members
+            # Others have begun it before somebody was lost, and this worker was not there yet; or it comes
+            # back, and repeats what the others did.
+            job.void = changes.number != number or changes.is_catching_up
+        return job
+
+    def _agreed(self, root: Path, changes: GroupChanges) -> tuple[_Disk, str, int]:
+        """The folder that all see, and the leader's name of the checkpoint and number of changes."""
+        try:
+            folder.make_root(root)
+        except OSError as error:
+            raise store.write_error(error, root) from error
+        mine = msgspec.json.encode([self._token, self._count, changes.number])
+        token, count, number = msgspec.json.decode(self._group.broadcast_bytes(mine))
+        return _Disk(root, token, tuple(range(self._group.size))), f"{token}-{count}", number
 
     def await_copied(self) -> None:
         """Wait until what is saved may change."""
@@ -143,8 +196,15 @@ class CheckpointWriter:
             job.done.wait()  # ends by the deadline of the leader's wait
 
     def result(self, job: SaveJob) -> Written | None:
-        """Wait for a checkpoint; returns it on the leader. A failure raises on all workers."""
+        """Wait for a checkpoint; returns it on the leader. A failure raises on all workers.
+
+        If it is void, `job.void` is true on all workers, and it can be begun again.
+        """
         job.done.wait()
+        if self._group.changes is not None:
+            self._finished = [one for one in self._finished if one is not job]
+            self._judge(job)
+            return job.written
 
         def act() -> Written | None:
             if job.error is not None:
@@ -154,9 +214,28 @@ class CheckpointWriter:
         self._finished = [one for one in self._finished if one is not job]
         return on_leader(self._group, act)
 
+    def _judge(self, job: SaveJob) -> None:
+        """Where members may be lost: all learn from the leader how a checkpoint ended."""
+        void = job.rank != 0 or job.void  # as the leader of now, whoever was not it then knows nothing
+        mine: dict[str, str] = {"void": "yes"} if void else {}
+        if not void and job.error is not None:
+            mine = {"message": job.error.message, "where": job.error.where, "fix": job.error.fix}
+        told = msgspec.json.decode(
+            self._group.broadcast_bytes(msgspec.json.encode(mine)), type=dict[str, str]
+        )
+        job.void = "void" in told
+        if "message" in told:
+            raise CheckpointError(told["message"], where=told["where"], fix=told["fix"])
+
     def finished(self) -> list[SaveJob]:
         """The jobs that have ended since the last call."""
         found, self._finished = self._finished, []
+        last = self._last
+        if last is not None and last.rank != 0 and self._group.rank == 0:  # its leader was lost
+            self._last = None
+            if not last.void and not folder.target_of(last.disk.root, last.step).exists():
+                last.void, last.error = True, _void(last, "its leader")
+                found = [*(job for job in found if job is not last), last]
         return found
 
     def close(self, *, failed: bool) -> None:
@@ -200,8 +279,8 @@ class CheckpointWriter:
         return disk
 
     def _prepare(self, job: SaveJob, state: RunState, *, hide: bool) -> None:
-        rank, disk = self._group.rank, job.disk
-        job.far = self._from_far(disk, state)
+        rank, disk = job.rank, job.disk
+        job.far = self._from_far(disk, state) if len(disk.writers) < job.size else {}
         job.own, tensors = state_tree.leaves(state.own, "own.")
         mine: dict[str, Tensor] = {}
         if rank == 0 or (state.same_on_all and rank in disk.writers):
@@ -254,7 +333,7 @@ class CheckpointWriter:
             except CheckpointError as error:
                 job.error = error
             except OSError as error:
-                job.error = store.write_error(error, job.disk.root, self._group.rank)
+                job.error = store.write_error(error, job.disk.root, job.rank)
             finally:
                 job.copied.set()
                 job.seconds = time.perf_counter() - job.begun
@@ -262,7 +341,7 @@ class CheckpointWriter:
                 job.done.set()
 
     def _carry_out(self, job: SaveJob) -> None:
-        root, rank = job.disk.root, self._group.rank
+        root, rank = job.disk.root, job.rank
         with folder.unfinished(root, job.name) as hidden:
             try:
                 if job.error is not None:
@@ -296,10 +375,10 @@ class CheckpointWriter:
         except Changed as changed:
             self._hides = False
             why = f"{changed} was changed while it was copied"
-            store.note_failure(hidden, self._group.rank, 0, why)
+            store.note_failure(hidden, job.rank, 0, why)
             raise CheckpointError(
                 f"the checkpoint of step {job.step} is not consistent: {why}",
-                where=f"rank {self._group.rank}",
+                where=f"rank {job.rank}",
                 fix="change weights in optimizer.step() only; the next copies are made at once, in a pause",
             ) from None
         finally:
@@ -318,8 +397,15 @@ class CheckpointWriter:
             part.copy(tensors)
             store.write_part(hidden, far, part, own, job.signature)
         until = time.monotonic() + self._group.deadline_s
-        ranks = range(self._group.size)
+        ranks = range(job.size)
+        look_at = time.monotonic() + _LOOK_S
         while missing := store.missing_notes(hidden, ranks):
+            if self._group.changes is not None and time.monotonic() > look_at:
+                look_at = time.monotonic() + _LOOK_S
+                lost = self._group.changes.lost(job.view, job.slots)
+                if lost and store.missing_notes(hidden, ranks):
+                    job.void = True
+                    raise _void(job, ", ".join(f"rank {slot}" for slot in lost))
             if time.monotonic() > until or self._abandoned.is_set():
                 who = ", ".join(f"rank {rank} on {self._nodes[rank]}" for rank in missing)
                 raise CheckpointError(
@@ -334,9 +420,17 @@ class CheckpointWriter:
             step=job.step,
             common=job.common,
             lead=job.lead,
-            ranks=self._group.size,
+            ranks=job.size,
             figures=job.figures,
         )
+
+
+def _void(job: SaveJob, who: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint of step {job.step} is void: {who} was lost before it was complete",
+        where=str(job.disk.root),
+        fix="nothing: earlier checkpoints are intact, and the next one is due soon",
+    )
 
 
 def _mark(root: Path, token: str) -> Path:

@@ -54,9 +54,11 @@ def chosen_verifications(plan: Plan, workers: int) -> tuple[Verification, ...]:
 
 
 def alone(text: str, where: str) -> bool:
-    """Whether a layout has a meaning for one worker: micro-batches without further stages."""
-    pipeline = parse_layout(text, where=where).find(Pipeline)
-    return pipeline is not None and pipeline.extent == 1
+    """Whether a layout has a meaning for one worker: micro-batches in one stage, states on disk."""
+    layout = parse_layout(text, where=where)
+    pipeline, sharded = layout.find(Pipeline), layout.find(Sharded)
+    one_stage = pipeline is not None and pipeline.extent == 1
+    return one_stage or (sharded is not None and bool(sharded.offload))
 
 
 def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layout:
@@ -132,7 +134,7 @@ def _between_groups(policy: Policy) -> Policy:
     return policy.between if isinstance(policy, Levels) else policy
 
 
-def refuse_losses(plan: Plan, *, saves: bool) -> None:
+def refuse_losses(plan: Plan) -> None:
     """Refuse what cannot go on yet when a worker is lost."""
     policy = POLICIES.build(plan.sync, where="--sync").resolved()
     found = (
@@ -148,8 +150,6 @@ def refuse_losses(plan: Plan, *, saves: bool) -> None:
         if plan.transport == "c10d"
         else "a run with servers"
         if plan.servers
-        else "a run that saves checkpoints by itself"
-        if saves
         else ""
     )
     if found:

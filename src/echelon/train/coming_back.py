@@ -20,11 +20,16 @@ from echelon.train.clock import StepClock
 from echelon.train.guard import Guard
 from echelon.train.loader import SharedLoader
 from echelon.train.run_state import Prepared
+from echelon.train.script_checkpoints import SavesByItself
 
 
 @dataclass(slots=True, kw_only=True)
 class ComingBack:
-    """What both sides see of a session; `leads` tells whether this worker is the first member."""
+    """What both sides see of a session.
+
+    leads   tells whether this worker is the first member
+    saving  when the session saves by itself; None if it does not
+    """
 
     changes: MemberChanges
     prepared: Prepared
@@ -33,6 +38,7 @@ class ComingBack:
     guard: Guard
     seed: int
     leads: Callable[[], bool]
+    saving: Callable[[], SavesByItself | None]
     in_pass: SharedLoader | None = None  # the first pass of the epoch
     asked_at: int = -1  # the step at which the loop asked for a batch last
     _state: dict[str, Any] | None = None
@@ -63,7 +69,9 @@ class ComingBack:
 
     def _collect(self) -> dict[str, Any]:
         """The state that a worker gets which comes back."""
+        saving = self.saving()
         return {
+            "saving": saving.place() if saving is not None else {},
             "models": [model.state_dict() for model in self.prepared.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.prepared.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.prepared.schedulers],
@@ -87,6 +95,9 @@ class ComingBack:
             loader.go_to(place, in_pass=loader.index == state["in_pass"])
         self.shares.adopt(state["shares"])
         self.clock.step = state["step"]
+        saving = self.saving()
+        if saving is not None:
+            saving.go_to(state["saving"], self.clock.step)
         self._state = state
         return view, int(state["epoch"])
 

@@ -67,6 +67,10 @@ class DrawnBatches:
             self._return(batch, members)
         return sorted(self._again.pop(loader, []))
 
+    def owed(self, loader: int) -> list[int]:
+        """The positions of a pass that are to be drawn again at its end, for a checkpoint."""
+        return list(self._again.get(loader, []))
+
     def state(self) -> dict[str, list[int]]:
         """The positions that are to be drawn again, by loader, when no batch is under way."""
         return {str(loader): list(positions) for loader, positions in self._again.items()}

@@ -156,7 +156,7 @@ def join(
         sums = _check(plan, place)
         saving = checkpoint_settings(launched, own)
         if os.environ.get(ADDRESS_VARIABLE):
-            refuse_losses(plan, saves=saving.saves)
+            refuse_losses(plan)
     kept = _is_kept(record, launched, place)
     if place.serves:
         _serve(place, plan, kept=kept)

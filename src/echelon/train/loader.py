@@ -83,6 +83,7 @@ class Sharing:
     workers   and how many those were
     on_drained  where workers may be lost: called when a pass has no batches left; returns the positions
                 that are to be drawn again, since those who drew them were lost
+    owed        and these positions until then, by the index of a loader
     """
 
     group: Group
@@ -102,6 +103,7 @@ class Sharing:
     slot: int | None = None
     workers: int = 0
     on_drained: Callable[[SharedLoader], list[int]] | None = None
+    owed: Callable[[int], list[int]] | None = None
 
     @property
     def shards(self) -> int:
@@ -162,6 +164,7 @@ class SharedLoader(DataLoader[Any]):
         self._resuming = False
         self._changed = False  # workers were lost: what was loaded ahead is cut for them, too
         self._again: list[int] = []  # positions of this pass whose holders were lost
+        self._owed: list[int] = []  # the same, of the run that the checkpoint was written in
         self._is_drained = False  # all others of this pass were drawn
         self._drawn: list[Any] | None = None
         self._claimed_to: Callable[[], int] | None = None
@@ -299,6 +302,7 @@ class SharedLoader(DataLoader[Any]):
             self.pass_index += 1
             self.position = 0
             self._drawn = None
+            self._owed = []
         self.share_drawn = 0
         if self._sharing.slot is not None:  # what was loaded ahead of a loop that was left counts no more
             self.batches_drawn = self.batches_handed
@@ -317,10 +321,10 @@ class SharedLoader(DataLoader[Any]):
                 try:
                     part, data = next(parts)
                 except StopIteration:
-                    if self._sharing.on_drained is None:
-                        break
                     self._is_drained = True
-                    self._again = self._sharing.on_drained(self)
+                    self._again, self._owed = self._owed, []
+                    if self._sharing.on_drained is not None:
+                        self._again = sorted([*self._again, *self._sharing.on_drained(self)])
                     if not self._again:
                         break
                     parts, counts = self._draw_again(), False
@@ -355,7 +359,13 @@ class SharedLoader(DataLoader[Any]):
             "trains": self.trains,
             "drawn": drawn,
             "generator": generator,
+            "again": [] if self.finished else self._all_owed(),
         }
+
+    def _all_owed(self) -> list[int]:
+        """The positions of this pass that are to be drawn again, as their workers were lost."""
+        lately = self._sharing.owed(self._index) if self._sharing.owed is not None else []
+        return [*self._again, *self._owed, *lately]
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue at the position in `state`; a pass that only evaluated starts again."""
@@ -365,6 +375,7 @@ class SharedLoader(DataLoader[Any]):
         self.finished = state["finished"]
         self.trains = state["trains"]
         self._drawn = msgspec.json.decode(state["drawn"]) if state["drawn"] is not None else None
+        self._owed = [int(position) for position in state.get("again", ())]  # older checkpoints have none
         if self._generator is not None and state["generator"] is not None:
             self._generator.set_state(state["generator"])
         if not self.finished and self.trains:
@@ -375,7 +386,7 @@ class SharedLoader(DataLoader[Any]):
     def place(self) -> dict[str, Any]:
         """Where this loader is, for a worker that comes back to the run."""
         counts = {"handed": self.batches_handed, "draws_to_train": self.draws_to_train}
-        return {**self.state(), **counts}
+        return {**self.state(), **counts, "again": list(self._owed)}
 
     def go_to(self, place: Mapping[str, Any], *, in_pass: bool) -> None:
         """Go on where another worker's loader is; `in_pass`: in the middle of its pass."""

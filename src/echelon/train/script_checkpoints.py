@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,7 +46,7 @@ class CheckpointSettings:
     best: Best | None = None
 
 
-class _ByItself:
+class SavesByItself:
     """What a session needs to save by itself."""
 
     def __init__(self, settings: CheckpointSettings, agreement: Agreement) -> None:
@@ -56,17 +58,29 @@ class _ByItself:
         self.saved_at = time.monotonic()
         self.saved_step = -1
         self.epochs = 0  # since the last checkpoint
+        self.void = False  # the last one is void, since a writer was lost
         self.looked_at = 0.0
 
     @property
     def due(self) -> bool:
-        """Whether a checkpoint is due by the clock."""
+        """Whether a checkpoint is due by the clock, or again."""
         every_s = self.settings.every.seconds
-        return bool(every_s) and time.monotonic() - self.saved_at >= every_s
+        return self.void or (bool(every_s) and time.monotonic() - self.saved_at >= every_s)
 
     def saved(self, step: int) -> None:
         """A checkpoint has begun."""
-        self.saved_at, self.saved_step, self.epochs = time.monotonic(), step, 0
+        self.saved_at, self.saved_step, self.epochs, self.void = time.monotonic(), step, 0, False
+
+    def place(self) -> dict[str, Any]:
+        """Where this worker is, for one that comes back to the run."""
+        return {"agreement": self.agreement.place(), "epochs": self.epochs, "saved": self.saved_step}
+
+    def go_to(self, place: Mapping[str, Any], step: int) -> None:
+        """Go on where another worker is, at this step."""
+        self.loads = False
+        self.step, self.saved_at = step, time.monotonic()
+        self.epochs, self.saved_step = int(place["epochs"]), int(place["saved"])
+        self.agreement.go_to([int(number) for number in place["agreement"]])
 
 
 class ScriptCheckpoints(ScriptCollectives, ScriptLog):
@@ -78,7 +92,7 @@ class ScriptCheckpoints(ScriptCollectives, ScriptLog):
     _guard: Guard
     _first_epoch: int
     _writer: CheckpointWriter
-    _by_itself: _ByItself | None = None
+    _by_itself: SavesByItself | None = None
 
     def close(self, cause: str = "") -> None:
         """Leave the run."""
@@ -86,6 +100,15 @@ class ScriptCheckpoints(ScriptCollectives, ScriptLog):
 
     def _claim(self, what: str, count: int) -> int:
         raise NotImplementedError
+
+    @property
+    def _comes_back(self) -> bool:
+        """Whether this worker was started again, and gets the state of another one."""
+        return False
+
+    def _unlogged(self) -> AbstractContextManager[None]:
+        """Around an exchange that a worker that comes back does not repeat."""
+        return nullcontext()
 
     def save(
         self,
@@ -118,7 +141,7 @@ class ScriptCheckpoints(ScriptCollectives, ScriptLog):
         keeping = Keeping(keep=keep, best=rule)
         job = self._begin_save(Path(path), extra or {}, keeping, hide=not wait)
         if wait:
-            self._record_saved(job, self._writer.result(job))
+            self._finish_save(job, Path(path), extra or {}, keeping)
 
     def _begin_save(self, root: Path, extra: dict[str, Any], keeping: Keeping, *, hide: bool) -> SaveJob:
         self._writer.await_copied()
@@ -140,6 +163,14 @@ class ScriptCheckpoints(ScriptCollectives, ScriptLog):
             return self._writer.save(root, state, keeping=keeping, figures=figures, hide=hides)
         finally:
             self._synchronizer.after_save()
+
+    def _finish_save(self, job: SaveJob, root: Path, extra: dict[str, Any], keeping: Keeping) -> None:
+        """Wait until it is written; if a writer was lost meanwhile, those who are left begin it again."""
+        written = self._writer.result(job)
+        while job.void and not (self._group.changes and self._group.changes.is_catching_up):
+            job = self._begin_save(root, extra, keeping, hide=False)
+            written = self._writer.result(job)
+        self._record_saved(job, written)
 
     def _figures(self) -> dict[str, float]:
         """The last evaluation's figures, if they are of these weights."""
@@ -166,6 +197,8 @@ class ScriptCheckpoints(ScriptCollectives, ScriptLog):
             if job.error is None:
                 self._record_saved(job, job.written)
             elif self.rank == 0:
+                if self._by_itself is not None:
+                    self._by_itself.void |= job.void
                 self.warn(f"{job.error.message}; training goes on ({job.error.where}: {job.error.fix})")
 
     def load(self, path: str | Path, *, required: bool = True) -> dict[str, Any] | None:
@@ -215,7 +248,7 @@ class ScriptCheckpoints(ScriptCollectives, ScriptLog):
 
     def save_by_itself(self, settings: CheckpointSettings) -> None:
         """From now on save as these settings say, and continue from the newest checkpoint, if any."""
-        self._by_itself = _ByItself(settings, Agreement(self._group))
+        self._by_itself = SavesByItself(settings, Agreement(self._group))
         self._by_itself.signal.install()
 
     def _continue(self, *, counts: bool) -> None:
@@ -224,9 +257,11 @@ class ScriptCheckpoints(ScriptCollectives, ScriptLog):
         if own is None or not own.loads:
             return
         own.loads = False
-        if not self._prepared.models:
+        if not self._prepared.models or self._comes_back:
             return
-        if self.load(own.settings.root, required=False) is not None and self.rank == 0:
+        with self._unlogged():
+            found = self.load(own.settings.root, required=False)
+        if found is not None and self.rank == 0:
             self.note(f"continues at step {self.step}, from a checkpoint in {own.settings.root}")
             if not counts:
                 self.warn(
@@ -253,7 +288,7 @@ class ScriptCheckpoints(ScriptCollectives, ScriptLog):
         if agreed.due or (every and self.step % every == 0):
             self._save_now(own)
 
-    def _someone_stops(self, own: _ByItself) -> bool:
+    def _someone_stops(self, own: SavesByItself) -> bool:
         """Whether a worker must stop, where workers take steps of their own: a counter says so."""
         now = time.monotonic()
         if self.world_size == 1 or (not own.signal.received and now - own.looked_at < _CLAIM_LOOK_S):
@@ -279,16 +314,16 @@ class ScriptCheckpoints(ScriptCollectives, ScriptLog):
         if agreed.due:
             self._save_now(own)
 
-    def _save_now(self, own: _ByItself) -> None:
+    def _save_now(self, own: SavesByItself) -> None:
         own.saved(self.step)
         keeping = Keeping(keep=own.settings.keep, best=own.settings.best)
         self._begin_save(own.settings.root, {}, keeping, hide=True)
 
-    def _stop(self, own: _ByItself) -> NoReturn:
+    def _stop(self, own: SavesByItself) -> NoReturn:
         """Write a last checkpoint, and end this process; all workers do."""
         keeping = Keeping(keep=own.settings.keep, best=own.settings.best)
         job = self._begin_save(own.settings.root, {}, keeping, hide=False)
-        self._record_saved(job, self._writer.result(job))
+        self._finish_save(job, own.settings.root, {}, keeping)
         if self.rank == 0:
             self.note(f"stopped by SIGTERM after a last checkpoint at step {self.step}")
         self.close()

@@ -16,7 +16,7 @@ import atexit
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar, Unpack, get_args, overload
@@ -57,6 +57,7 @@ from echelon.train.guard import Guard, Surroundings
 from echelon.train.left_loop import when_unwound
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
 from echelon.train.memory_room import MemoryRoom
+from echelon.train.memory_watch import MemoryWatch
 from echelon.train.preparable import Preparable, PrepareOptions, refuse_model
 from echelon.train.profiling import JobProfiling, ProfiledRun
 from echelon.train.record import RunRecord
@@ -129,6 +130,9 @@ class Session(ScriptCheckpoints):
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         self._layout = "data"
+        self._memory = MemoryWatch(
+            group, self._nodes, plan.workers[group.rank].memory, record.emit, self.explain
+        )
         if links is not None and rendezvous is not None and arranges(plan, group, self._synchronizer):
             hosts = machines(rendezvous.members[: group.size])
             self._arranger = Arranger(group, links, hosts, clock, record.emit, self.explain)
@@ -165,6 +169,7 @@ class Session(ScriptCheckpoints):
                 guard=self._guard,
                 seed=plan.seed,
                 leads=lambda: self.is_leader,
+                saving=lambda: self._by_itself,
             )
         seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
         self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
@@ -252,6 +257,13 @@ class Session(ScriptCheckpoints):
         for loader in self._prepared.loaders:
             loader.changed()
 
+    @property
+    def _comes_back(self) -> bool:
+        return self._changes is not None and self._changes.returns
+
+    def _unlogged(self) -> AbstractContextManager[None]:
+        return self._changes.unlogged() if self._changes is not None else nullcontext()
+
     # Preparing -----------------------------------------------------------------------------------
 
     @overload
@@ -326,6 +338,8 @@ class Session(ScriptCheckpoints):
         for position, thing in enumerate(things):
             out.append(self._take(thing, position, batch, rules, models, facts))
         consistency.check(self._group, facts, [worker.node for worker in self._plan.workers])
+        if models and self.world_size > 1 and self._changes is None and not self._clock.step:
+            self._check_memory()
         self._guard.same_samples([one for one in out if isinstance(one, SharedLoader)])
         self._profiling.preparing(models)
         for model in models:
@@ -341,6 +355,12 @@ class Session(ScriptCheckpoints):
         if self._changes is not None:
             self._changes.preparing = False
         return out[0] if len(out) == 1 else tuple(out)
+
+    def _check_memory(self) -> None:
+        """Refuse a layout that does not fit; with servers, states are theirs."""
+        if self._synchronizer.meets_every_step and not self._synchronizer.claims:
+            kept, parts = self._prepared, self._layout != "data"
+            self._memory.prepared(kept.models, kept.optimizers, self._layout, parts=parts)
 
     def _take(
         self,
@@ -414,6 +434,7 @@ class Session(ScriptCheckpoints):
                 slot=None if self._changes is None else self._changes.slot,
                 workers=0 if self._changes is None else len(self._plan.workers),
                 on_drained=None if self._changes is None else self._drained,
+                owed=None if self._changes is None else self._changes.drawn.owed,
             )
         return self._sharing
 
@@ -633,6 +654,7 @@ class Session(ScriptCheckpoints):
         self._verifier.stepped_one()
         if self._clock.step > step:
             self._verifier.stepped(self._clock.step)
+            self._memory.stepped()
         if self._auto_shares is not None and self._clock.step > step:
             self._auto_shares.stepped()
 
@@ -653,6 +675,7 @@ class Session(ScriptCheckpoints):
         self._guard.remove()
         self._verifier.remove()
         self._profiling.end()
+        self._memory.end(self.rank)
         if cause:
             self._leave(cause)
             return

@@ -12,7 +12,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -85,6 +85,17 @@ class Agreement:
         if self._calls >= self._next:
             self._pending = self._group.all_reduce(_told(stop, due, busy, took_s), "max")
         return agreed
+
+    def place(self) -> list[int]:
+        """Where this worker is, for one that comes back to the run."""
+        return [self._calls, self._next, int(self._pending is not None)]
+
+    def go_to(self, place: Sequence[int]) -> None:
+        """Go on where another worker is."""
+        self._calls, self._next, pending = place
+        self._looked_at = self._clock()
+        if pending:
+            self._pending = self._group.all_reduce(_told(False, False, False, 0.0), "max")
 
     def now(self, *, stop: bool, due: bool) -> Agreed:
         """Agree at once, where all workers meet anyway; the leader decides what is due."""

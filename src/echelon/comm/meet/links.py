@@ -81,13 +81,16 @@ class Links:
         )
 
 
-def measure(group: Wired) -> Links:
-    """Measure the links of a group. All members call this together, and end with identical numbers."""
+def measure(group: Wired, *, last_begin_s: float = _LAST_BEGIN_S) -> Links:
+    """Measure the links of a group. All members call this together, and end with identical numbers.
+
+    No shift starts after `last_begin_s`.
+    """
     begun = time.perf_counter()
     shifts: list[int] = []
     found: list[float] = []
     spent_s = 0.0
-    while 1 << len(shifts) < group.size and spent_s < _LAST_BEGIN_S:
+    while 1 << len(shifts) < group.size and spent_s < last_begin_s:
         shifts.append(1 << len(shifts))
         found += [_latency_s(group, shifts[-1]), _bytes_per_s(group, shifts[-1])]
         spent_s, _ = _extremes(group, time.perf_counter() - begun)

@@ -16,12 +16,14 @@ class Sharded(Dimension):
     level    what is divided: 1 optimizer states, 2 also gradients, 3 also parameters
     workers  how many workers divide one set of states; 0: as many as are left
     shares   how large the workers' slices are, such as "2,1"; empty: equal
+    offload  a folder in whose files optimizer states are kept, on disk; empty: in memory
     """
 
     name: ClassVar[str] = "sharded"
     level: int = 1
     workers: int = 0
     shares: str = ""
+    offload: str = ""
 
     def __post_init__(self) -> None:
         if self.level not in (1, 2, 3):

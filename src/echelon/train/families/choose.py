@@ -155,11 +155,16 @@ def _of_workers(count: int) -> Mesh:
     return Mesh(ranks=tuple((rank,) for rank in range(count)))
 
 
+def _among(group: Group, members: tuple[int, ...]) -> Group | None:
+    """Some workers as a group; one worker has no other."""
+    return group.subgroup(members) if group.size > 1 else group
+
+
 def _sharded(
     layout: Layout, sharded: Sharded, group: Group, clock: StepClock, compared: Callable[[str], None]
 ) -> Synchronizer:
     divides, across = (
-        [one for line in lines(layout, group.size, kind) if (one := group.subgroup(line)) is not None]
+        [one for line in lines(layout, group.size, kind) if (one := _among(group, line)) is not None]
         for kind in (Sharded, Replicas)
     )
     return ShardSynchronizer(
@@ -169,5 +174,6 @@ def _sharded(
         clock,
         level=sharded.level,
         weights=sharded.weights or [1.0] * divides[0].size,
+        offload=sharded.offload,
         compared=compared,
     )

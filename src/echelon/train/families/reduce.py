@@ -85,7 +85,7 @@ class ReduceSynchronizer(Synchronizer):
             return
 
         if self._group.changes is not None:
-            refuse_changes(model, rules)
+            refuse_changes(rules)
         weight = self._weight_of(rules)
         deferred = rules.overlap == "step"
         if deferred:
@@ -346,13 +346,10 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
-def refuse_changes(model: nn.Module, rules: ModelOptions) -> None:
+def refuse_changes(rules: ModelOptions) -> None:
     """Refuse what cannot go on yet when a worker is lost."""
-    normalised = rules.batchnorm == "global" and batchnorm.layers(model)
     found = (
-        "batch normalisation over all workers"
-        if normalised
-        else "a loss that is a sum"
+        "a loss that is a sum"
         if rules.loss == "sum"
         else 'overlap="step"'
         if rules.overlap == "step"
@@ -364,5 +361,5 @@ def refuse_changes(model: nn.Module, rules: ModelOptions) -> None:
         raise ModelError(
             f"{found} cannot go on yet when a worker is lost",
             where="prepare, --min-workers",
-            fix='leave --min-workers out, or prepare(batchnorm="local", loss="mean", overlap="backward")',
+            fix='leave --min-workers out, or prepare(loss="mean", overlap="backward", codec="none")',
         )

@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from echelon.checkpoint import state_tree
 from echelon.comm.group import Group
 from echelon.errors import ConfigError, ModelError
+from echelon.parallel.freed_memory import give_back_freed_memory
 from echelon.parallel.gathered import GatheredParameters
 from echelon.parallel.norms import WholeNorms
+from echelon.parallel.offload import OffloadedStates
 from echelon.parallel.shards import ShardedModel, ShardedParameter
 from echelon.train import batchnorm
 from echelon.train import consistency as agree
@@ -46,6 +48,7 @@ class ShardSynchronizer(Synchronizer):
 
     group   all workers; `divides` are those that divide a set of states, `across` those with equal slices
     level   what is divided; `weights` are the parts of the workers in `divides`
+    offload the folder in which this worker keeps its states of optimizers; empty: in memory
     """
 
     meets_every_step = True
@@ -60,7 +63,10 @@ class ShardSynchronizer(Synchronizer):
         level: int,
         weights: Sequence[float],
         compared: Callable[[str], None],
+        offload: str = "",
     ) -> None:
+        give_back_freed_memory()
+        self._on_disk = OffloadedStates(offload) if offload else None
         self._group = group
         self._divides = divides
         self._across = across
@@ -132,11 +138,19 @@ class ShardSynchronizer(Synchronizer):
             )
         self._optimizers.append(optimizer)
 
+        def before_updates(_: Optimizer, args: Any, kwargs: Any) -> None:
+            before()
+            given = [*args[1:], *kwargs.values()]  # with a closure there are no gradients yet
+            if self._on_disk is not None and all(one is None for one in given):
+                self._on_disk.step(optimizer)
+
         def stepped() -> None:
+            if self._on_disk is not None:
+                self._on_disk.stepped(optimizer)
             for _, shards in self._models:
                 shards.stepped(list(_parameters(optimizer)))
 
-        optimizer.register_step_pre_hook(lambda *_: before())
+        optimizer.register_step_pre_hook(before_updates)
         optimizer.register_step_post_hook(lambda *_: stepped())
         optimizer.register_step_post_hook(lambda *_: after())
 
@@ -230,8 +244,21 @@ class ShardSynchronizer(Synchronizer):
         for gathered in self._gathered:
             gathered.take_back()
 
+    def before_load(self) -> None:
+        """A checkpoint is compared with the model on each worker by itself."""
+        self._quiet(True)
+
+    def nothing_loaded(self) -> None:
+        """Ask the other workers again."""
+        self._quiet(False)
+
+    def _quiet(self, quiet: bool) -> None:
+        for gathered in self._gathered:
+            gathered.quiet = quiet
+
     def loaded(self) -> None:
         """Keep this worker's slices of the states that were loaded."""
+        self._quiet(False)
         for optimizer in self._optimizers:
             for p in _parameters(optimizer):
                 one = self._shards_of(p)
