@@ -8,16 +8,19 @@ keeps its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from echelon.comm.group import Group
+from echelon.comm.meet.links import Links
 from echelon.config.units import show_memory
 from echelon.parallel.chain import Given, LayerChain, chain_of, check_cuts
-from echelon.parallel.cut import ChainCost, best_cuts
+from echelon.parallel.cut import ChainCost, best_cuts, wires_s
 from echelon.parallel.holdings import Holdings
 from echelon.parallel.layout import Mesh
 from echelon.parallel.measure import LayerCosts, measure
@@ -36,6 +39,7 @@ class SpreadModel:
     """A model over the workers of a mesh.
 
     group         all workers; `memory_bytes` is what this one may use
+    links         measured ones; None: all workers are on one machine, or nothing is known
     weight        of this replica's loss, when a backward pass ends
     keeps         whether gradients stay on this worker for now (accumulation)
     agree         all workers make the call that is described, or all raise
@@ -49,6 +53,7 @@ class SpreadModel:
         group: Group,
         *,
         memory_bytes: float,
+        links: Links | None = None,
         weight: Callable[[], float],
         keeps: Callable[[], bool],
         agree: Callable[[str], None],
@@ -60,6 +65,7 @@ class SpreadModel:
         self._mesh = mesh
         self._group = group
         self._memory_bytes = memory_bytes
+        self._links = links
         self._weight = weight
         self._keeps = keeps
         self._agree = agree
@@ -194,7 +200,8 @@ class SpreadModel:
         sizes_bytes = [
             held + kept * passed for held, passed in zip(costs.held_bytes, costs.passed_bytes, strict=True)
         ]
-        mine = torch.tensor([*costs.times_s, *sizes_bytes, self._memory_bytes], dtype=torch.float64)
+        figures = [*costs.times_s, *sizes_bytes, *costs.passed_bytes, self._memory_bytes]
+        mine = torch.tensor(figures, dtype=torch.float64)
         told = [one.tolist() for one in self._group.all_gather(mine)]
         count = len(self._chain)
         found = [
@@ -203,6 +210,7 @@ class SpreadModel:
                     times_s=[told[rank][:count] for rank in ranks],
                     sizes_bytes=told[0][count : 2 * count],
                     limits_bytes=[told[rank][-1] for rank in ranks],
+                    wires_s=wires_s(self._rates(ranks), told[ranks[0]][2 * count : 3 * count]),
                     closed=self._chain.closed,
                 ),
                 micro,
@@ -211,6 +219,11 @@ class SpreadModel:
         ]
         self._explain("pipeline", self._why(found, told), "")
         return found
+
+    def _rates(self, ranks: Sequence[int]) -> list[float]:
+        """The bytes per second of the links between stages; none if nothing is known."""
+        links = self._links
+        return [links.bytes_per_s.get(pair, math.inf) for pair in pairwise(ranks)] if links else []
 
     def _why(self, cuts: list[tuple[int, ...]], told: list[list[float]]) -> str:
         parts, count = [], len(self._chain)
