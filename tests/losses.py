@@ -1,13 +1,15 @@
-"""Runs from which workers are taken by SIGKILL: starts one, kills, and looks at what the others did."""
+"""Runs from which workers are taken by signals: starts one, takes workers, and looks at the others."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -51,7 +53,7 @@ for epoch in session.epochs({EPOCHS}):
         missed |= session.world_size < {WORKERS}
         waits &= not (missed and session.world_size == {WORKERS})
         if waits and missed:
-            time.sleep(0.2)
+            time.sleep(0.5)  # processes may start slowly
     session.mean(1.0)
 weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
 open(f"weights-{{slot}}", "w").write(hashlib.sha256(weights).hexdigest())
@@ -112,10 +114,19 @@ SLOW = SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.004 if os.path.exists('
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL of a worker, so long after all have begun to train, or after the kill before."""
+    """A signal to a worker, so long after all have begun to train, or after the kill before.
+
+    with `on_s` SIGSTOP and, so long after that, SIGCONT
+    """
 
     slot: int
     after_s: float
+    on_s: float | None = None
+
+    @property
+    def signal(self) -> signal.Signals:
+        """Which signal takes the worker."""
+        return signal.SIGKILL if self.on_s is None else signal.SIGSTOP
 
 
 @dataclass(frozen=True)
@@ -135,7 +146,7 @@ def run(
     *,
     fewest: int = 2,
     respawn: int = 0,
-    limit_s: float = 60.0,
+    limit_s: float = 100.0,
     script: str = SCRIPT,
     dies: str = "",
     words: Sequence[str] = (),
@@ -148,6 +159,7 @@ def run(
     With `stops` the launcher gets SIGTERM after the kills, and the run is resumed.
     """
     (folder / "train.py").write_text(script)
+    timers: list[threading.Timer] = []
     options = ["--workers", str(WORKERS), "--min-workers", str(fewest), "--transport", transport]
     options += ["--respawn", str(respawn), *words]
     with (folder / "output").open("wb") as output:
@@ -159,7 +171,7 @@ def run(
             env={**os.environ, **({"WAITS": "1"} if respawn else {}), **({"DIES": dies} if dies else {})},
         )
         try:
-            killed = _kill(folder, process, kills)
+            killed = _kill(folder, process, kills, timers)
             if stops:
                 time.sleep(0.5)
                 process.send_signal(signal.SIGTERM)
@@ -172,6 +184,9 @@ def run(
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 process.wait(20)
+            for timer in timers:
+                timer.cancel()
+                timer.join()
     text = (folder / "output").read_text(errors="replace")
     if code == -1:
         return Outcome(code, text, ["it hangs"], limit_s)
@@ -194,7 +209,14 @@ def _lines(folder: Path, slot: int) -> list[list]:
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
-def _kill(folder: Path, process: subprocess.Popen[bytes], kills: list[Kill]) -> dict[int, float]:
+def _go_on(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def _kill(
+    folder: Path, process: subprocess.Popen[bytes], kills: list[Kill], timers: list[threading.Timer]
+) -> dict[int, float]:
     until = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < until:
         if all(_lines(folder, slot) for slot in range(WORKERS)):
@@ -205,10 +227,14 @@ def _kill(folder: Path, process: subprocess.Popen[bytes], kills: list[Kill]) -> 
         time.sleep(kill.after_s)
         pid = _lines(folder, kill.slot)[-1][3]
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, kill.signal)
         except ProcessLookupError:  # it was done
             continue
         killed[kill.slot] = time.time()
+        if kill.on_s is not None:
+            going_on = threading.Timer(kill.on_s, _go_on, (pid,))
+            going_on.start()
+            timers.append(going_on)
     return killed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from random import Random
@@ -97,11 +98,48 @@ def test_a_worker_that_comes_back_and_makes_other_calls_is_left_out(tmp_path):
     assert "done with 3 workers" in outcome.output
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_stopped_worker_is_left_out_and_started_again(tmp_path, transport):
+    outcome = run(tmp_path, transport, [Kill(2, 0.1, on_s=60)], respawn=3)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    told = re.search(
+        r"rank 2 was left out: no progress for [\d.]+ s \(stopped\); 3 workers go on", flat(outcome)
+    )
+    assert told, outcome.output
+    assert "rank 2 is back after" in outcome.output
+    assert "workers: 1 left out, 1 back; never fewer than 3 went on" in flat(outcome)
+    assert "done with 4 workers" in outcome.output
+
+
+def test_workers_that_are_stopped_for_a_moment_stay(tmp_path):
+    outcome = run(tmp_path, "shm", [Kill(0, 0.1, on_s=0.5), Kill(2, 0.2, on_s=0.3)], respawn=3)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "left out" not in outcome.output
+    assert "done with 4 workers" in outcome.output
+
+
+def test_a_worker_in_an_endless_loop_is_left_out_and_started_again(tmp_path):
+    endless = SCRIPT.replace(
+        "        optimizer.zero_grad(",
+        "        while slot == '1' and session.step == 9 and 'ECHELON_RETURNS' not in os.environ:\n"
+        "            time.sleep(0.001)\n"
+        "        optimizer.zero_grad(",
+    )
+    outcome = run(tmp_path, "shm", [], respawn=3, script=endless, words=("--round-timeout-s", "10"))
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert re.search(r"rank 1 was left out: no progress for [\d.]+ s; 3 workers go on", flat(outcome))
+    assert "done with 4 workers" in outcome.output
+
+
 def test_with_too_few_left_the_run_ends_and_names_the_lost_worker(tmp_path):
     outcome = run(tmp_path, "tcp", [Kill(2, 0.1)], fewest=4)
     assert outcome.code == 128 + 9
     assert "rank 2" in outcome.output
     assert "killed by SIGKILL" in outcome.output
+
+
+def flat(outcome):
+    return " ".join(outcome.output.split())
 
 
 def start(folder, script, *words):

@@ -89,7 +89,7 @@ class RunSettings:
     seed: int = choice("seed")
     min_workers: int | None = setting(
         None,
-        "Go on when workers are killed, as long as so many are left. Default: a loss ends the run.",
+        "Go on when workers are killed or stuck, as long as so many are left. Default: a loss ends it.",
     )
     respawn: int = setting(
         3,

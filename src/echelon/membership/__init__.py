@@ -7,6 +7,7 @@
     machine.py      the coordinator: when the next view begins, and with whom
     worker.py       a member: what it does when its view is fenced, and when the next one begins
     lateness.py     which members hold the others up, by their progress
+    stuck.py        which members are stuck while others wait for them: what runs use today
     readmission.py  when a worker that was left out may come back
     respawn.py      whether a worker that has ended is started again
     survival.py     who goes on after workers were killed, and from which operation: what runs use today

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -25,6 +25,14 @@ from echelon.sync.detector import KEPT, Detector
 K = 6.0
 _DEVIATION = 1.4826
 _IN_A_ROW = 3
+
+
+def usual_round_s(rounds_s: Collection[float]) -> float:
+    """What a round takes at most, unless something is wrong; 0 if none is known."""
+    if not rounds_s:
+        return 0.0
+    centre = median(rounds_s)
+    return centre + K * _DEVIATION * median([abs(one - centre) for one in rounds_s])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +73,7 @@ class MemberProgress:
         """How long members wait for one that has not arrived."""
         if len(self._rounds) < _IN_A_ROW:
             return self._rules.first_s
-        centre = median(self._rounds)
-        spread = median([abs(one - centre) for one in self._rounds])
-        return max(self._rules.floor_s, self._rules.patience * (centre + K * _DEVIATION * spread))
+        return max(self._rules.floor_s, self._rules.patience * usual_round_s(self._rounds))
 
     @property
     def front(self) -> int:

@@ -14,6 +14,8 @@ admit it. If somebody is lost meanwhile, the members go on without that one firs
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 
@@ -104,12 +106,16 @@ class Survival:
         """A worker was lost; whether the others can go on without it."""
         if slot in self._gone:
             return True
-        known = slot in self.view.members and slot not in self._left
-        enough = len(self.living) - 1 >= self._fewest
-        if not known or not enough or not self._ready >= set(self.view.members):
+        if not self.can_lose({slot}):
             return False
         self._gone.add(slot)
         return True
+
+    def can_lose(self, slots: Collection[int]) -> bool:
+        """Whether these workers are members without which the others can go on."""
+        living = self.living
+        known, left = set(slots) <= set(living), len(living) - len(slots)
+        return known and left >= self._fewest and self._ready >= set(self.view.members)
 
     def stand(self, standing: SurvivorState) -> None:
         """A survivor says where it stands."""

@@ -273,6 +273,18 @@ class Verified(Event, frozen=True, kw_only=True, tag="verified"):
     compared: dict[str, int]
 
 
+class MembersChanged(Event, frozen=True, kw_only=True, tag="members-changed"):
+    """What became of a worker (`--min-workers`), why, and how many workers go on.
+
+    `what`: lost, left out, back, did not come back or not started again.
+    """
+
+    worker: int
+    what: str
+    workers: int
+    reason: str = ""
+
+
 class Logged(Event, frozen=True, kw_only=True, tag="logged"):
     """Numbers that the user's script reported through `session.log`."""
 
@@ -422,6 +434,7 @@ AnyEvent: TypeAlias = (
     | CollectiveChanged
     | CorruptionFound
     | Verified
+    | MembersChanged
     | Logged
     | MemoryUsed
     | ServerEnded

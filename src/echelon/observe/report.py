@@ -18,6 +18,7 @@ from echelon.observe.atomic import write_whole
 from echelon.observe.damage import damage_of
 from echelon.observe.events import LAUNCHER, BucketReduced, StepEnded
 from echelon.observe.follow import read_run
+from echelon.observe.membership import members_line
 from echelon.observe.page.decided import decided
 from echelon.observe.page.history import Incident, RunHistory, collect_history, middle_steps, middle_window
 from echelon.observe.page.markup import about, safe, section, table
@@ -97,7 +98,7 @@ def page_html(
     else:
         parts.append(section("No steps", "<p>No step was recorded, so there is nothing to draw.</p>"))
     parts.append(planned(plan, history) if plan is not None else "")
-    parts.append(_verified(history.summary))
+    parts += [_members(history.summary), _verified(history.summary)]
     parts.append(decided(history.summary.decisions))
     parts += [_incidents(history.incidents), _logged(history), _appendix(quoted)]
     return _document(title, "".join(parts))
@@ -139,6 +140,12 @@ def _verified(summary: Summary) -> str:
     if summary.verified is None:
         return ""
     return section("Checks", f'<p class="verdict">{safe(verify_line(summary.verified))}</p>')
+
+
+def _members(summary: Summary) -> str:
+    if summary.members is None:
+        return ""
+    return section("Members", f'<p class="verdict">{safe(members_line(summary.members))}</p>')
 
 
 def _tiles(summary: Summary) -> str:

@@ -27,6 +27,7 @@ from echelon.observe.events import (
     EpochEnded,
     Evaluated,
     LinkMeasured,
+    MembersChanged,
     PassesTimed,
     RunEnded,
     RunStarted,
@@ -40,6 +41,7 @@ from echelon.observe.events import (
 )
 from echelon.observe.follow import read_run
 from echelon.observe.lateness import CircleTally, LatenessTally, Standstill
+from echelon.observe.membership import MembersFigures, MembersTally
 from echelon.observe.overlap import Communication, TrafficTally
 from echelon.observe.plan_view import measured_step_s, view_of
 from echelon.observe.run_folder import RunFolder
@@ -84,8 +86,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     figures since the last change of shares, if enough rounds followed it; then sentences and columns on
     who kept the others waiting are from these: `judged`.
 
-    `verified` is None without checks (`--verify`). `stages` is empty without a pipeline; stages.py has the
-    definitions.
+    `verified` is None without checks (`--verify`), `members` if no worker was lost or left out. `stages` is
+    empty without a pipeline; stages.py has the definitions.
 
     `prediction` is None if the run's plan predicts nothing, or workers did not step together.
 
@@ -122,6 +124,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     prediction: PlanScore | None = None
     verified: VerifySummary | None = None
     stages: tuple[StageFigures, ...] = ()
+    members: MembersFigures | None = None
 
     @property
     def shares_adapt(self) -> bool:
@@ -210,6 +213,7 @@ class Tally:
         self._ended: RunEnded | None = None
         self._verify = VerifyTally()
         self._stages = StageTally()
+        self._members = MembersTally()
 
     def add(self, event: AnyEvent) -> None:
         """Take one event into account."""
@@ -235,6 +239,8 @@ class Tally:
                 self._verify.add(event)
             case StageAssigned() | PassesTimed():
                 self._stages.add(event)
+            case MembersChanged():
+                self._members.add(event)
             case WorkerJoined():
                 self._joined(event)
             case RunStarted():
@@ -366,6 +372,7 @@ class Tally:
             settled=self._settled_figures(late_rounds, lateness.rounds),
             verified=self._verify.summary(),
             stages=self._stages.figures(),
+            members=self._members.figures(),
         )
 
     def _settled_figures(self, late_rounds: list[ObservedRound], rounds: int) -> SettledFigures | None:

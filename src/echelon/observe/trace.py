@@ -40,6 +40,7 @@ from echelon.observe.events import (
     Decided,
     Evaluated,
     FaultInjected,
+    MembersChanged,
     Noted,
     PassesTimed,
     QuotasApplied,
@@ -361,6 +362,8 @@ def _instant(event: AnyEvent, start: float) -> TraceEvent | None:
             name = "checkpoint loaded"
         case CorruptionFound():
             name, scope = f"verify {event.check}: {event.action}", "g"
+        case MembersChanged():
+            name, scope = f"rank {event.worker}: {event.what}", "g"
         case Noted():
             name = "note"
         case _:

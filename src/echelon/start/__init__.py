@@ -9,6 +9,7 @@ processes.py  the worker processes of one run: start, watch, end; none is left b
 input.py      what workers read: the leader what the launcher was given, the others nothing
 output.py     what the launcher shows of the leader's log
 members.py    who is still in the run? The launcher's service for runs that go on when workers are lost
+stuck_watch.py  which workers hold the others up now?
 failure.py    which worker failed first, and why
 whereabouts.py  where are workers that others wait for, or that go on without the others?
 module.py     is there a module of this name, for `run -m`?

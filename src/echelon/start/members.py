@@ -5,6 +5,7 @@ failed, and get the next view, as membership/survival.py decides. Only processes
 answered. Workers that step without losses ask nothing.
 
 A lost worker is started again, as membership/respawn.py says. It waits here until the others admit it.
+One that holds the others up, as membership/stuck.py says, is left out: its process is killed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ import msgspec
 
 from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.membership.respawn import RespawnRule
+from echelon.membership.stuck import LateWorker
 from echelon.membership.survival import Survival, SurvivorState
 from echelon.membership.view import MemberId
+from echelon.observe.events import LAUNCHER, MembersChanged
+from echelon.start.stuck_watch import StuckWatch
 from echelon.train.admission import ADMISSION_VARIABLE, AdmissionFlag
 from echelon.train.service import ADDRESS_VARIABLE, EPOCHS_KEY, TOKEN_VARIABLE
 
@@ -37,7 +41,8 @@ _MOST_BYTES = 1 << 26
 class Members:
     """The members of one run, in a thread for each worker.
 
-    limit_s  how long survivors wait for one that has not come to the operation that failed
+    limit_s  how long survivors wait for one that has not come to the operation that failed, if nothing
+             shows earlier that it is stuck
     tries    how often in a row a lost worker is started again
     file     where workers see that one of them waits to come back
     """
@@ -57,10 +62,13 @@ class Members:
         self._came_back: set[int] = set()  # members again
         self._fresh: set[int] = set()  # of these, without a step yet
         self._to_end: set[int] = set()
+        self._left_out: dict[int, LateWorker] = {}  # until their processes have ended
         self._differing: set[int] = set()  # came back, and made other calls than the others
         self._news: list[str] = []
+        self._happened: list[MembersChanged] = []
         self._raised = False  # a worker has raised an error, which ends the run
         self._flag = AdmissionFlag.create(file)
+        self._stuck = StuckWatch(file.with_name("progress"), limit_s)
         self._token = secrets.token_hex(16)
         self._listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._accept, name="echelon-members", daemon=True).start()
@@ -73,6 +81,7 @@ class Members:
             ADDRESS_VARIABLE: f"{host}:{port}",
             TOKEN_VARIABLE: self._token,
             ADMISSION_VARIABLE: str(self._flag.file),
+            **self._stuck.environment,
         }
 
     @property
@@ -99,6 +108,14 @@ class Members:
         with self._changed:
             return bool(self._returning or self._fresh)
 
+    def look(self) -> None:
+        """Leave out the members that hold the others up, if enough are left then."""
+        with self._changed:
+            for late in self._stuck.late(self._survival.living):
+                if self._survival.can_lose({late.slot, *self._left_out}):
+                    self._left_out[late.slot] = late
+                    self._to_end.add(late.slot)
+
     def ended(self, slot: int, code: int) -> None:
         """A process has ended with this code. The others go on without it after a signal.
 
@@ -110,24 +127,30 @@ class Members:
                 return
             code = 0 if code == SAVED_AND_STOPPED else code
             self._ended[slot] = code
+            late = self._left_out.pop(slot, None)
             if slot in self._returning:
                 self._returning.discard(slot)
                 self._survival.give_up(slot)
                 self._mark()
-                self._lost(slot, code, returns=True)
+                self._lost(slot, code, None, returns=True)
             elif code < 0 or (code and slot in self._came_back):
                 if self._survival.lose(slot):
                     self._lost_at[slot] = time.monotonic()
-                    self._lost(slot, code, returns=slot in self._fresh)
+                    self._lost(slot, code, late, returns=slot in self._fresh)
                 self._fresh.discard(slot)
                 self._came_back.discard(slot)
             self._follow()
             self._changed.notify_all()
 
-    def _lost(self, slot: int, code: int, *, returns: bool) -> None:
+    def _lost(self, slot: int, code: int, late: LateWorker | None, *, returns: bool) -> None:
         left = len(self._survival.living)
         how = _signal(code) if code < 0 else f"exit code {code}"
-        if returns:
+        what = "left out" if late is not None else "did not come back" if returns else "lost"
+        self._note(slot, what, str(late) if late is not None else how)
+        if late is not None:
+            self._news.append(f"rank {slot} was left out: {late}; {left} workers go on")
+            self._rule.left_out(MemberId("", slot), self._stuck.rounds(slot))
+        elif returns:
             self._news.append(f"rank {slot} did not come back ({how}); {left} workers go on")
         elif code < 0:
             self._news.append(f"rank {slot} was lost ({how}); {left} workers go on")
@@ -137,6 +160,7 @@ class Members:
 
     def _start_again(self, slot: int, failure: str) -> None:
         """Start a new worker in the slot, unless that would fail again."""
+        self._stuck.table.clear(slot)
         if not self._tries:
             return
         member = MemberId("", slot)
@@ -147,9 +171,18 @@ class Members:
         if f"-1/{EPOCHS_KEY}" not in self._values:
             refusal = "the script does not train in `for epoch in session.epochs(n)`"
         if refusal:
+            self._note(slot, "not started again", refusal)
             self._news.append(f"rank {slot} is not started again: {refusal}")
         else:
             self._to_start.append(slot)
+
+    def _note(self, slot: int, what: str, reason: str = "") -> None:
+        workers = len(self._survival.living)
+        self._happened.append(
+            MembersChanged(
+                t=time.time(), rank=LAUNCHER, worker=slot, what=what, workers=workers, reason=reason
+            )
+        )
 
     def to_start(self) -> list[int]:
         """The slots for which a process is to be started now."""
@@ -172,10 +205,17 @@ class Members:
             told, self._news = self._news, []
         return told
 
+    def happened(self) -> list[MembersChanged]:
+        """What is to be recorded since the last call."""
+        with self._changed:
+            told, self._happened = self._happened, []
+        return told
+
     def close(self) -> None:
         """Answer nobody any more."""
         self._listener.close()
         self._flag.remove()
+        self._stuck.close()
 
     def _mark(self) -> None:
         """Let the members see whether somebody waits."""
@@ -193,6 +233,7 @@ class Members:
             self._came_back.add(slot)
             took_s = time.monotonic() - self._lost_at.get(slot, time.monotonic())
             count = len(view.members)
+            self._note(slot, "back", f"after {took_s:.1f} s")
             self._news.append(f"rank {slot} is back after {took_s:.1f} s; {count} workers go on")
         self._mark()
         self._changed.notify_all()

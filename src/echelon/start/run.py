@@ -539,6 +539,7 @@ class _Watch:
 
     def _lose(self, members: Members, processes: WorkerProcesses) -> None:
         """Tell the service who has ended, and the user who was lost."""
+        members.look()
         for rank in members.to_end():
             processes.kill(rank)
         for rank, code in processes.exit_codes().items():
@@ -546,6 +547,7 @@ class _Watch:
         for rank in members.to_start() if not self._stopped else ():
             processes.restart(rank)
         processes.lost, processes.excused = members.gone, members.excused
+        self._emit(members.happened())
         for text in members.news():
             self._emit([Noted(t=time.time(), rank=LAUNCHER, text=text, warning=True)])
             self._output.follow(members.leader)

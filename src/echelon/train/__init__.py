@@ -16,6 +16,7 @@ order.py        in which order are samples drawn, alike on all workers?
 batches.py      which batch does a forward pass belong to?
 weighing.py     gives a backward pass the weight of its own batch
 changes.py      what a worker does when others are lost
+progress.py     how far each worker is, for the launcher
 service.py      how a worker asks the launcher about the run's members
 drawn.py        whose samples would be missing if a worker were lost?
 admission.py    after which round do members admit a worker that comes back?

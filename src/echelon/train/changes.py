@@ -30,6 +30,7 @@ from echelon.membership.survival import SurvivorState, SurvivorView
 from echelon.train import state_pieces
 from echelon.train.admission import AdmissionFlag
 from echelon.train.drawn import DrawnBatches
+from echelon.train.progress import OwnProgress
 from echelon.train.service import EPOCHS_KEY, MemberService, ServiceStore
 
 _SWITCH_S = 5e-4  # as in comm/wire/loop.py
@@ -48,6 +49,7 @@ class MemberChanges:
     first      the first meeting; a worker's rank there is its slot from then on
     open_view  connects the members of a meeting
     flag       says when workers that come back are admitted
+    progress   tells the launcher how far this worker is
     returns    this worker was started again, and is no member yet
     """
 
@@ -57,6 +59,7 @@ class MemberChanges:
         first: Rendezvous,
         open_view: Callable[[Rendezvous], Group],
         flag: AdmissionFlag | None = None,
+        progress: OwnProgress | None = None,
         *,
         returns: bool = False,
     ) -> None:
@@ -65,6 +68,7 @@ class MemberChanges:
         self.rounds = 0
         self.preparing = False  # the session is in `prepare`
         self._flag = flag
+        self.progress = progress if progress is not None else OwnProgress(None, 0)
         self._log: list[list[Tensor]] | None = []  # results since the start, or since the epoch began
         self._logs = not returns
         self._replayed: deque[list[Tensor]] | None = None
@@ -134,6 +138,7 @@ class MemberChanges:
                 raise self._differs()
             return self._replayed.popleft()
         self._operation += 1
+        self.progress.waits(self._operation)
         return self._found.pop(self._operation, None)
 
     def complete(self, result: Sequence[Tensor], *, full: bool) -> None:
@@ -143,6 +148,7 @@ class MemberChanges:
         if self._logs and self._log is not None:
             weights = self.preparing and sum(one.nbytes for one in result) > _LARGE_BYTES and not full
             self._log.append([] if weights else list(result))
+        self.progress.goes_on()
         if full:
             self._kept.clear()
         self._kept[self._operation] = list(result)
@@ -154,6 +160,7 @@ class MemberChanges:
     def reduced(self, *, anew: bool) -> None:
         """A round is complete: of the members of now, or of those before the last change."""
         self.rounds += 1
+        self.progress.reduced()
         if self._logs:
             self._log = None  # sums are not logged, so nobody can come back here
         if self._fresh:
@@ -283,6 +290,7 @@ class MemberChanges:
     def admit(self, state: Callable[[], dict[str, Any]]) -> None:
         """Meet the workers that wait, between two steps; the first member sends them the state."""
         following, again = self._operation + 1, False
+        self.progress.waits(following)
         while again or self.due(leads=False):
             again = False
             view = self._stand(following, admits=True)
@@ -294,6 +302,7 @@ class MemberChanges:
                     self._send_state(view, state())
             except LOST:
                 again = True
+        self.progress.goes_on()
 
     def _send_state(self, view: SurvivorView, state: dict[str, Any]) -> None:
         assert self._log is not None

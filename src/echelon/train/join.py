@@ -57,6 +57,7 @@ from echelon.train.changes import FIRST_KEY, MemberChanges
 from echelon.train.checkpoint_settings import checkpoint_settings, save_as_asked
 from echelon.train.checks import check_plan, needs_parameter_servers, refuse_losses, refuse_without_servers
 from echelon.train.clock import StepClock
+from echelon.train.progress import OwnProgress
 from echelon.train.record import RunRecord
 from echelon.train.service import ADDRESS_VARIABLE, RETURNS_VARIABLE, MemberService, ServiceStore
 from echelon.train.session import Session
@@ -283,7 +284,8 @@ def _changing(
 ) -> Group:
     """The group as one that goes on when workers are lost."""
     flag = AdmissionFlag.from_environment(os.environ)
-    changes = MemberChanges(service, rendezvous, _opener(place, plan), flag)
+    progress = OwnProgress.from_environment(os.environ, place.rank)
+    changes = MemberChanges(service, rendezvous, _opener(place, plan), flag, progress)
     made = ChangingGroup(group, changes)
     changes.opened(made)
     return made
@@ -299,7 +301,8 @@ def _returning(place: Place, plan: Plan) -> tuple[Group, Rendezvous]:
     me = msgspec.structs.replace(first[place.rank], pid=os.getpid())
     rendezvous = Rendezvous(cast(Any, store), me, tuple(first), plan.join_timeout_s)
     flag = AdmissionFlag.from_environment(os.environ)
-    changes = MemberChanges(service, rendezvous, _opener(place, plan), flag, returns=True)
+    progress = OwnProgress.from_environment(os.environ, place.rank)
+    changes = MemberChanges(service, rendezvous, _opener(place, plan), flag, progress, returns=True)
     names = dict(enumerate(rendezvous.names))
     made = ChangingGroup(ReturningGroup(place.rank, place.world_size, names, plan.round_timeout_s), changes)
     changes.opened(made)

@@ -488,6 +488,8 @@ class Session(ScriptCheckpoints):
     def _batch_asked(self, loader: SharedLoader) -> None:
         """The loop asks for a batch."""
         self._asked(loader)
+        if self._changes is not None:
+            self._changes.progress.goes_on()
         if self._coming_back is not None:
             self._coming_back.asked(loader)
 
@@ -608,6 +610,8 @@ class Session(ScriptCheckpoints):
             return
         if self._weights.trains:
             loader.draws_to_train = True
+            if self._changes is not None:
+                self._changes.progress.computes()
             self._guard.goes_on()
         if self._auto_shares is not None:
             self._auto_shares.drew(part.batch, part.share)

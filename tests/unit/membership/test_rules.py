@@ -48,6 +48,18 @@ def test_a_worker_that_raises_the_same_error_twice_is_left_out():
     assert "ValueError: x" in rule.refusal(A)
 
 
+def test_a_worker_that_is_stuck_again_and_again_is_left_out_for_good():
+    rule = RespawnRule(tries=2)
+    for _ in range(20):
+        rule.left_out(A, rounds=500)
+        assert not rule.refusal(A), "it was well in between"
+    for _ in range(2):
+        rule.left_out(A, rounds=3)
+        rule.progressed(A)
+    assert "left out 3 times" in rule.refusal(A)
+    assert not rule.refusal(B)
+
+
 def test_an_error_that_most_members_raise_is_the_scripts():
     rule = RespawnRule()
     rule.failed(A, "ValueError: x", 0)
