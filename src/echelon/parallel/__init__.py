@@ -9,6 +9,7 @@ chain.py       a model as a chain of layers
 traced.py      any module as such a chain, by torch.fx
 measure.py     what each layer costs on this worker
 masks.py       the same dropout masks as in one process
+pass_times.py  when a stage computed which pass, and how long it waited
 again.py       a forward pass once more, exactly
 micro.py       a call of the model in micro-batches
 losses.py      losses that are computed micro-batch by micro-batch

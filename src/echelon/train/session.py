@@ -136,6 +136,7 @@ class Session(ScriptCheckpoints):
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         self._layout = "data"
+        self._links = links
         self._memory = MemoryWatch(
             group, self._nodes, plan.workers[group.rank].memory, record.emit, self.explain
         )
@@ -238,6 +239,7 @@ class Session(ScriptCheckpoints):
             self._group,
             self._clock,
             memory_bytes=memory,
+            links=self._links,
             compared=self._agree,
             explain=self.explain,
         )
