@@ -292,6 +292,19 @@ class Logged(Event, frozen=True, kw_only=True, tag="logged"):
     values: dict[str, float]
 
 
+class LayoutsPredicted(Event, frozen=True, kw_only=True, tag="layouts"):
+    """`parallel="auto"` has chosen a layout; written by rank 0.
+
+    `steps_s` are the predicted seconds of a step with each layout that fits, the best first; `worth` those
+    that are not hopeless; `left_out` why others were not considered.
+    """
+
+    chosen: str
+    steps_s: dict[str, float]
+    worth: list[str] = []
+    left_out: dict[str, str] = {}
+
+
 class MemoryUsed(Event, frozen=True, kw_only=True, tag="memory"):
     """What this worker's part of the models was predicted to take, by kind, and what it took at most.
 
@@ -436,6 +449,7 @@ AnyEvent: TypeAlias = (
     | Verified
     | MembersChanged
     | Logged
+    | LayoutsPredicted
     | MemoryUsed
     | ServerEnded
     | CheckpointSaved
