@@ -88,7 +88,11 @@ class SmallReduce(SlotWork):
 
 
 class LargeReduce(SlotWork):
-    """A sum in pieces: each worker sums its share of a piece in the first worker's slot; all copy it."""
+    """A sum in pieces: each worker sums its share of a piece in its slot; all copy all shares.
+
+    A worker's slot has the shares that others sum. Its own one it adds from where it is, and the place in
+    its slot gets the sum.
+    """
 
     small = False
     sums = True
@@ -104,28 +108,39 @@ class LargeReduce(SlotWork):
         self._op = op
 
     def _range(self, at: int) -> tuple[int, int]:
-        step = self._team.piece_bytes
-        start = at * step
-        return self._flat.data_ptr() + start, min(step, self._bytes - start)
+        """Where a piece begins and how many elements it has."""
+        step = self._team.piece_bytes // self._item
+        return at * step, min(step, self._flat.numel() - at * step)
+
+    def _copy(self, at: int, slot: int, *, sums: bool) -> None:
+        """Copy the sums of all workers' shares out of their slots, or the others' shares to this one's."""
+        start, count = self._range(at)
+        team, item = self._team, self._item
+        flat = self._flat.data_ptr() + start * item
+        for rank, (low, high) in enumerate(pieces(0, count, team.size)):
+            if high > low and (sums or rank != team.rank):
+                there = team.address(rank if sums else team.rank, slot, small=False) + low * item
+                here = flat + low * item
+                memmove(here if sums else there, there if sums else here, (high - low) * item)
 
     def write(self, at: int, slot: int) -> None:
-        """This piece."""
-        address, length = self._range(at)
-        memmove(self._team.address(self._team.rank, slot, small=False), address, length)
+        """What the others sum."""
+        self._copy(at, slot, sums=False)
 
     def sum(self, at: int, slot: int) -> None:
         """This worker's share of it."""
-        team, count = self._team, self._range(at)[1] // self._item
+        start, count = self._range(at)
+        team = self._team
         low, high = pieces(0, count, team.size)[team.rank]
         if high > low:
             views = team.views(slot, count, self._flat.dtype, small=False)
             parts = [view[low:high] for view in views]
-            _combine(parts, self._op, parts[0])
+            out, parts[team.rank] = parts[team.rank], self._flat[start + low : start + high]
+            _combine(parts, self._op, out)
 
     def read(self, at: int, slot: int) -> None:
         """The sums of all shares."""
-        address, length = self._range(at)
-        memmove(address, self._team.address(0, slot, small=False), length)
+        self._copy(at, slot, sums=True)
 
 
 class Gather(SlotWork):
