@@ -254,7 +254,6 @@ class Session(ScriptCheckpoints):
         """Workers were lost or are back: the members share what is not drawn yet."""
         planned = self._plan.workers
         self._nodes[:] = [planned[slot].node for slot in view.members]
-        self._log_leads = self._changes is not None and self._changes.slot == view.members[0]
         first = {one.index: view.handed.get(one.index, 0) for one in self._prepared.loaders}
         self._shares.keep(view.members, first)
         self._synchronizer.lost(view.lost)
