@@ -16,6 +16,7 @@ order.py        in which order are samples drawn, alike on all workers?
 batches.py      which batch does a forward pass belong to?
 weighing.py     gives a backward pass the weight of its own batch
 changes.py      what a worker does when others are lost
+change_calls.py when are a script's functions told that members have changed?
 progress.py     how far each worker is, for the launcher
 service.py      how a worker asks the launcher about the run's members
 drawn.py        whose samples would be missing if a worker were lost?
@@ -25,6 +26,7 @@ state_pieces.py sends the whole state to it, in pieces with checksums
 guard.py        what is checked while a script trains on several workers
 drift.py        do all workers still have the same weights?
 verifying.py    what the checks of --verify see of a session, and how findings are told
+leaving.py      how does a worker notice that its machine will be taken away?
 forgotten.py    what did the script forget to prepare?
 saving.py       one whole file if all workers save to one path
 streams.py      random numbers of its own for every worker

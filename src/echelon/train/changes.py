@@ -89,6 +89,7 @@ class MemberChanges:
         self._kept: dict[int, list[Tensor]] = {}
         self._found: dict[int, list[Tensor]] = {}
         self._active = False
+        self.has_left = False  # this worker has left the run in an orderly way
         if returns:
             self._replayed = deque(_unpack_log(self.store().get(STARTUP_KEY).decode()))
             self.store().set(f"member/{self.slot}", msgspec.json.encode(first.me).decode())
@@ -138,6 +139,12 @@ class MemberChanges:
 
     def begin(self) -> list[Tensor] | None:
         """The next operation begins; its result, if others have completed it in an earlier view."""
+        if self.has_left:
+            raise WorkerError(
+                "this worker has left the run, and exchanges nothing any more",
+                where=f"rank {self.slot}",
+                fix="exchange nothing in `finally` or `except SystemExit`: see session.on_change",
+            )
         if self._replayed is not None:
             if not self._replayed:
                 raise self._differs()
@@ -269,6 +276,12 @@ class MemberChanges:
             return msgspec.json.decode(store.get(key), type=Member)
         return self._first.members[slot]
 
+    # Workers that leave --------------------------------------------------------------------------
+
+    def ask_to_leave(self) -> str:
+        """Let this worker leave between two steps; why that is refused, if it is."""
+        return self._service.leave()
+
     # Workers that come back ----------------------------------------------------------------------
 
     def epochs_begin(self) -> None:
@@ -310,6 +323,9 @@ class MemberChanges:
             view = self._stand(following, admits=True)
             if view is None:
                 raise PeerLost("another worker did not come to admit one that comes back", ranks=())
+            if self.slot in view.left:
+                self.has_left, self._active = True, False
+                return
             try:
                 self._adopt(view, following)
                 if view.joined and self.slot == view.members[0]:
@@ -348,6 +364,11 @@ class MemberChanges:
         self._log = _unpack_log(own["log"])
         self._replayed = deque(self._log)
         return view, state
+
+    @property
+    def operation(self) -> int:
+        """The number of the last operation that has begun."""
+        return self._operation
 
     @property
     def is_catching_up(self) -> bool:

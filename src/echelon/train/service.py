@@ -72,6 +72,10 @@ class MemberService:
         found = answer.get("view")
         return msgspec.convert(found, SurvivorView, strict=False) if found is not None else None
 
+    def leave(self) -> str:
+        """Ask to leave between two steps; why that is refused, if it is."""
+        return str(self.ask(do="leave").get("refusal", ""))
+
     def come_back(self, limit_s: float) -> SurvivorView:
         """Wait until the others admit this worker, which was started again; its first view."""
         until = time.monotonic() + limit_s

@@ -13,13 +13,14 @@ worker's share. Gradients are those of the global batch when `backward()` return
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, TypeVar, Unpack, get_args, overload
+from typing import Any, Literal, NoReturn, TypeVar, Unpack, get_args, overload
 
 import torch
 from torch import nn
@@ -44,6 +45,7 @@ from echelon.train import consistency, run_state
 from echelon.train.arranging import Arranger, arranges, gradient_bytes
 from echelon.train.auto_shares import AutoShares
 from echelon.train.batches import HandedBatch
+from echelon.train.change_calls import ChangeCalls, MembersChange
 from echelon.train.changes import MemberChanges
 from echelon.train.checkpoint_writer import CheckpointWriter
 from echelon.train.checks import alone, check_layout
@@ -54,6 +56,7 @@ from echelon.train.drawn import DrawnBatch
 from echelon.train.families.choose import choose, spread_out
 from echelon.train.families.synchronizer import ModelOptions, Synchronizer
 from echelon.train.guard import Guard, Surroundings
+from echelon.train.leaving import LeaveSignal
 from echelon.train.left_loop import when_unwound
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
 from echelon.train.memory_room import MemoryRoom
@@ -71,6 +74,7 @@ A = TypeVar("A", bound=Preparable)
 B = TypeVar("B", bound=Preparable)
 C = TypeVar("C", bound=Preparable)
 D = TypeVar("D", bound=Preparable)
+_log = logging.getLogger(__name__)
 
 
 class Session(ScriptCheckpoints):
@@ -101,6 +105,8 @@ class Session(ScriptCheckpoints):
         ScriptCollectives.__init__(self, group, [worker.node for worker in plan.workers])
         ScriptLog.__init__(self, record, clock, plan, group.rank)
         self._changes = group.changes if isinstance(group.changes, MemberChanges) else None
+        self._change_calls = ChangeCalls()
+        self._leave_signal = LeaveSignal()
         self._rendezvous = rendezvous
         self.folder = record.folder
         self.device = device
@@ -246,12 +252,30 @@ class Session(ScriptCheckpoints):
         return self.rank == 0
 
     @property
+    def _records(self) -> bool:
+        return self.is_leader
+
+    @property
     def node(self) -> str:
         """The name of the machine that this worker runs on."""
         return self._nodes[self.rank]
 
+    def on_change(self, function: Callable[[MembersChange], object]) -> None:
+        """Call a function whenever members have changed: workers were lost, have left, joined or are back.
+
+        function  gets `lost`, `left` and `joined`, and this worker's new `rank`, `world_size` and `step`
+
+        It is called in the training thread, when the loop asks for a batch between two steps, on all
+        members alike, so it may exchange values with the others. Without `--min-workers` members never
+        change. Call it before `session.epochs`. Example:
+
+            session.on_change(lambda change: session.print(f"{change.world_size} workers go on"))
+        """
+        self._change_calls.add(function)
+
     def _members_changed(self, view: SurvivorView) -> None:
         """Workers were lost or are back: the members share what is not drawn yet."""
+        self._change_calls.changed(view)
         planned = self._plan.workers
         self._nodes[:] = [planned[slot].node for slot in view.members]
         first = {one.index: view.handed.get(one.index, 0) for one in self._prepared.loaders}
@@ -468,7 +492,7 @@ class Session(ScriptCheckpoints):
             self._synchronizer.settle()
             self._clock.close()
             self._first_epoch = epoch + 1
-            self._record.emit(EpochEnded(t=time.time(), rank=self.rank, epoch=epoch, step=self.step))
+            self._record.emit(EpochEnded(t=time.time(), rank=self._log_rank, epoch=epoch, step=self.step))
             self._guard.goes_on()
             self._epoch_ended()
         self._synchronizer.finish()
@@ -480,19 +504,32 @@ class Session(ScriptCheckpoints):
         """Where workers may be lost: one that was started again becomes a member here."""
         if self._changes is None or self._coming_back is None:
             return
+        self._leave_signal.install()
         if not self._changes.returns:
             self._changes.epochs_begin()
             return
         view, self._first_epoch = self._coming_back.come_back()
+        self._change_calls.changed(view)
         self._nodes[:] = [self._plan.workers[slot].node for slot in view.members]
 
     def _batch_asked(self, loader: SharedLoader) -> None:
         """The loop asks for a batch."""
         self._asked(loader)
-        if self._changes is not None:
-            self._changes.progress.goes_on()
-        if self._coming_back is not None:
-            self._coming_back.asked(loader)
+        if self._coming_back is None or self._changes is None:
+            return
+        self._changes.progress.goes_on()
+        if self._leave_signal.received:
+            self._leave_signal.remove()
+            refusal = self._changes.ask_to_leave()
+            if refusal:
+                self.warn(f"SIGTERM: {refusal}; training goes on, and another SIGTERM ends this worker")
+        self._coming_back.asked(loader)
+        if self._changes.has_left:
+            self._end_here()
+        if self._changes.drawn.empty and not self._changes.is_catching_up:
+            self._change_calls.call(
+                self._changes.operation, rank=self.rank, world_size=self.world_size, step=self.step
+            )
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
@@ -694,7 +731,22 @@ class Session(ScriptCheckpoints):
             raise
         self._leave("")
 
+    def _end_here(self) -> NoReturn:
+        """This worker has left the run between two steps: nothing of the script comes after its loop."""
+        text = f"rank {self._log_rank} has left the run after {self.step} steps: its script ends here"
+        _log.warning(text, extra={"is_noted": True})  # the launcher tells the user
+        self._closed = True
+        if self._by_itself is not None:
+            self._by_itself.signal.remove()
+        self._writer.close(failed=False)
+        self._guard.remove()
+        self._verifier.remove()
+        self._profiling.end()
+        self._leave("")
+        raise SystemExit(0)
+
     def _leave(self, cause: str) -> None:
+        self._leave_signal.remove()
         self._clock.close()
         totals = self._verifier.totals()
         if totals is not None and self.is_leader:
