@@ -136,7 +136,7 @@ dies_in("commit")
 
 UNEQUAL = SCRIPT.replace(
     "        optimizer.zero_grad",
-    "        time.sleep(len(x) * (0.004 if slot == '2' else 0.001))\n        optimizer.zero_grad",
+    "        time.sleep(len(x) * (0.012 if slot == '2' else 0.003))\n        optimizer.zero_grad",
 ).replace(
     "torch.manual_seed(0)",
     "from echelon.train import auto_shares\nauto_shares._WARM_UP_S = 0.0\ntorch.manual_seed(0)",
@@ -186,16 +186,16 @@ def run(
     dies: str = "",
     words: Sequence[str] = (),
     stops: bool = False,
-    period: int = 1,
     act: Callable[[Path], None] | None = None,
+    period: int = 1,
 ) -> Outcome:
     """Start a run in an empty folder, kill workers of it, and look at what is left.
 
     With `respawn` the script takes its time while a worker is missing, so that it can come back. `dies`
     names a slot and where it is killed, in scripts that do so themselves; `words` are further options.
-    With `stops` the launcher gets SIGTERM after the kills, and the run is resumed. With `act` all workers
-    wait after some steps, until that function has done something to the run. `period`: after how many steps
-    workers meet.
+    With `stops` the launcher gets SIGTERM after the kills, and the run is resumed. `period`: after how many
+    steps workers meet. With `act` all workers wait after some steps, until that function has done something
+    to the run.
     """
     (folder / "train.py").write_text(script)
     timers: list[threading.Timer] = []

@@ -19,7 +19,7 @@ from echelon.codec.fitting import (
 from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.config.choices import check_servers
 from echelon.errors import ConfigError
-from echelon.parallel.layout import Layout, extents, parse_layout
+from echelon.parallel.layout import Layout, extents, is_auto, parse_layout
 from echelon.parallel.strategies.pipeline import Pipeline
 from echelon.parallel.strategies.sharded import Sharded
 from echelon.plan.plan import Plan
@@ -57,6 +57,8 @@ def chosen_verifications(plan: Plan, workers: int) -> tuple[Verification, ...]:
 
 def alone(text: str, where: str) -> bool:
     """Whether a layout has a meaning for one worker: micro-batches in one stage, states on disk."""
+    if is_auto(text):
+        return False
     layout = parse_layout(text, where=where)
     pipeline, sharded = layout.find(Pipeline), layout.find(Sharded)
     one_stage = pipeline is not None and pipeline.extent == 1
@@ -65,6 +67,8 @@ def alone(text: str, where: str) -> bool:
 
 def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layout:
     """Refuse a layout that these workers cannot have, or that does not go with the plan's other choices."""
+    if is_auto(plan.parallel):
+        return Layout(())  # chosen in the first `prepare`
     layout = parse_layout(plan.parallel, where=where)
     extents(layout, workers, where=where)
     if layout.is_data_only or workers == 1:

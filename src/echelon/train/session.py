@@ -39,6 +39,7 @@ from echelon.membership.survival import SurvivorView
 from echelon.observe.events import EpochEnded
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
+from echelon.parallel.layout import is_auto
 from echelon.plan.plan import Plan
 from echelon.plan.shares import ShareTable, Slice
 from echelon.train import consistency, run_state
@@ -56,6 +57,7 @@ from echelon.train.drawn import DrawnBatch
 from echelon.train.families.choose import choose, spread_out
 from echelon.train.families.synchronizer import ModelOptions, Synchronizer
 from echelon.train.guard import Guard, Surroundings
+from echelon.train.layout_pick import auto_job, picked, predicted_event, said
 from echelon.train.leaving import LeaveSignal
 from echelon.train.left_loop import when_unwound
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
@@ -136,6 +138,7 @@ class Session(ScriptCheckpoints):
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         self._layout = "data"
+        self._links = links
         self._memory = MemoryWatch(
             group, self._nodes, plan.workers[group.rank].memory, record.emit, self.explain
         )
@@ -210,7 +213,7 @@ class Session(ScriptCheckpoints):
 
     def _lay_out(self, text: str, *, where: str) -> None:
         """Spread the models that will be prepared over the workers by this layout."""
-        if text == self._layout or (self.world_size == 1 and not alone(text, where)):
+        if text == self._layout or is_auto(text) or (self.world_size == 1 and not alone(text, where)):
             return
         layout = check_layout(replace(self._plan, parallel=text), self.world_size, where=where)
         if layout.is_data_only and self._layout == "data":
@@ -238,6 +241,7 @@ class Session(ScriptCheckpoints):
             self._group,
             self._clock,
             memory_bytes=memory,
+            links=self._links,
             compared=self._agree,
             explain=self.explain,
         )
@@ -328,7 +332,7 @@ class Session(ScriptCheckpoints):
         batchnorm  statistics over all workers' samples (global), or over each worker's own (local)
         loss       whether the script's loss is the mean or the sum over its samples
         parallel   how the models are spread over workers, such as "pipeline(stages=2) * data": see `echelon
-                   list parallel`. Once for a run, in its first `prepare`
+                   list parallel`. Once for a run, in its first `prepare`. auto: by measured cost
         overlap    backward: gradients are complete when `backward()` returns. step: `backward()` and the
                    optimizer's `step()` return at once, and using a parameter or gradient waits for it; the
                    results are the same, and more communication is hidden
@@ -357,6 +361,8 @@ class Session(ScriptCheckpoints):
         if self._changes is not None:
             self._changes.preparing = True
         self._agree("prepare" if parallel is None else f"prepare with parallel {parallel}")
+        if is_auto(self._plan.parallel if parallel is None else parallel):
+            parallel = self._picked_layout(things, rules, per_worker=batch == "per-worker")
         if parallel is not None:
             self._lay_out(parallel, where=f"prepare(parallel={parallel!r})")
         facts: list[consistency.Fact] = []
@@ -382,6 +388,25 @@ class Session(ScriptCheckpoints):
         if self._changes is not None:
             self._changes.preparing = False
         return out[0] if len(out) == 1 else tuple(out)
+
+    def _picked_layout(self, things: tuple[Any, ...], rules: ModelOptions, *, per_worker: bool) -> str:
+        """The layout that `auto` chooses for what is prepared; later, the one that the run has."""
+        if self.world_size == 1 or self._changes is not None or self._prepared.models:
+            return self._layout
+        job = auto_job(
+            things,
+            self.world_size,
+            per_worker=per_worker,
+            local_batchnorm=rules.batchnorm == "local",
+        )
+        here = self._nodes.count(self.node)
+        found = picked(job, self._group, self._plan, self._plan.workers[self.rank].memory, here)
+        best, *others = found.costs
+        self._plan = replace(self._plan, parallel=best.text)
+        if self.is_leader:
+            self._record.emit(predicted_event(found))
+        self.explain("parallel", said(found), tell=f"parallel auto: {best}" if others else "")
+        return best.text
 
     def _check_memory(self) -> None:
         """Refuse a layout that does not fit; with servers, states are theirs."""
