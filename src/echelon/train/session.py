@@ -284,7 +284,9 @@ class Session(ScriptCheckpoints):
         self._nodes[:] = [planned[slot].node for slot in view.members]
         first = {one.index: view.handed.get(one.index, 0) for one in self._prepared.loaders}
         self._shares.keep(view.members, first)
-        self._synchronizer.lost(view.lost)
+        text = self._synchronizer.lost(view.lost)
+        if text and self._changes is not None and self._changes.slot == view.members[0]:
+            self.note(text)
         for loader in self._prepared.loaders:
             loader.changed()
 
