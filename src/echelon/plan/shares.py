@@ -139,29 +139,10 @@ class ShareTable:
         self.weights = tuple(weights)
 
     def keep(self, ranks: Collection[int], first: Mapping[int, int]) -> None:
-        """From these batches on only these ranks have samples; their weights stay as they are.
-
-        A rank that is new has had none before, and begins with the mean of the others' weights.
-        """
-        self._extend(max(ranks) + 1)
+        """From these batches on only these ranks have samples; their weights stay as they are."""
         for loader, number in first.items():
             self._gone_before.setdefault(loader, []).append((number, self._gone))
         self._gone = frozenset(range(len(self.weights))) - set(ranks)
-
-    def _extend(self, count: int) -> None:
-        new = range(len(self.weights), count)
-        if not new:
-            return
-
-        def longer(weights: tuple[float, ...]) -> tuple[float, ...]:
-            return (*weights, *[sum(weights) / len(weights)] * len(new))
-
-        self.weights = longer(self.weights)
-        self._gone |= set(new)
-        for loader, before in self._before.items():
-            self._before[loader] = [(until, longer(weights)) for until, weights in before]
-        for loader, gone in self._gone_before.items():
-            self._gone_before[loader] = [(until, ranks | set(new)) for until, ranks in gone]
 
     @property
     def now(self) -> tuple[float, ...]:

@@ -67,12 +67,3 @@ def test_shares_of_batches_that_were_dropped_before_anybody_had_them_never_count
     table.change((2.0, 1.0), {0: 10})
     table.change((1.0, 2.0), {0: 7})  # after a loss: nobody had batch 7 yet
     assert [table.parts(0, number, 6) for number in (6, 7, 10)] == [(3, 3), (2, 4), (2, 4)]
-
-
-def test_a_rank_that_is_new_has_the_mean_of_the_weights_and_no_samples_before():
-    table = ShareTable((1.0, 3.0))
-    table.goes_back = True
-    table.change((2.0, 4.0), {0: 2})
-    table.keep((0, 1, 2), {0: 5})
-    assert [table.parts(0, number, 9) for number in (1, 4, 5)] == [(2, 7, 0), (3, 6, 0), (2, 4, 3)]
-    assert table.now == (2.0, 4.0, 3.0)
