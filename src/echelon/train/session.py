@@ -282,7 +282,7 @@ class Session(ScriptCheckpoints):
         self._log_leads = self._changes is not None and self._changes.slot == view.members[0]
         first = {one.index: view.handed.get(one.index, 0) for one in self._prepared.loaders}
         self._shares.keep(view.members, first)
-        text = self._synchronizer.lost(view.lost)
+        text = self._synchronizer.lost((*view.lost, *view.left))
         if text and self._log_leads:
             self.note(text)
         for loader in self._prepared.loaders:
