@@ -276,7 +276,7 @@ class Verified(Event, frozen=True, kw_only=True, tag="verified"):
 class MembersChanged(Event, frozen=True, kw_only=True, tag="members-changed"):
     """What became of a worker (`--min-workers`), why, and how many workers go on.
 
-    `what`: lost, left out, back, did not come back or not started again.
+    `what`: lost, left out, left, back, did not come back or not started again.
     """
 
     worker: int
@@ -290,6 +290,19 @@ class Logged(Event, frozen=True, kw_only=True, tag="logged"):
 
     step: int
     values: dict[str, float]
+
+
+class LayoutsPredicted(Event, frozen=True, kw_only=True, tag="layouts"):
+    """`parallel="auto"` has chosen a layout; written by rank 0.
+
+    `steps_s` are the predicted seconds of a step with each layout that fits, the best first; `worth` those
+    that are not hopeless; `left_out` why others were not considered.
+    """
+
+    chosen: str
+    steps_s: dict[str, float]
+    worth: list[str] = []
+    left_out: dict[str, str] = {}
 
 
 class MemoryUsed(Event, frozen=True, kw_only=True, tag="memory"):
@@ -436,6 +449,7 @@ AnyEvent: TypeAlias = (
     | Verified
     | MembersChanged
     | Logged
+    | LayoutsPredicted
     | MemoryUsed
     | ServerEnded
     | CheckpointSaved
