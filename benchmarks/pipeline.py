@@ -40,7 +40,7 @@ STAGES, MICRO, SAMPLES = 4, 8, 8
 WIDTH = 70_000  # of float32: 2.24 MB a micro-batch, 19 ms at 1 Gb/s
 LAYERS, LAYER_S = 8, 0.006  # of each part: forward, gradient of the input, gradient of the weights
 SPEEDS = (0.8, 0.4, 0.2, 0.1)
-UNEQUAL_LAYERS, UNEQUAL_LAYER_S, UNEQUAL_MICRO = 15, 0.004, 16
+UNEQUAL_LAYERS, UNEQUAL_LAYER_S, UNEQUAL_MICRO = 15, 0.002, 16
 PAYLOAD_BYTES_PER_S = 125e6 * 1448 / 1538  # of 1 Gb/s, without the frames of Ethernet and TCP
 WAYS = {
     "gpipe": Pipeline(schedule="gpipe", micro=MICRO),
