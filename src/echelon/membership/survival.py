@@ -9,12 +9,13 @@ operation, which is carried out again without the lost worker.
 A worker that has ended in an orderly way is awaited no longer.
 
 A lost worker may come back: a new process with its slot waits until all members stand between two steps to
-admit it. If somebody is lost meanwhile, the members go on without that one first.
+admit it. If somebody is lost meanwhile, the members go on without that one first. A member that is to leave
+does so there, too, as long as enough are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -37,7 +38,9 @@ class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
 
     handed  how many batches of each loader were handed out on the worker that is furthest
     lost    the slots that are not in it any more
+    left    the slots that have left in an orderly way
     joined  the slots that have come back: the last members, which get the state of the first one
+    planned all members stood between two steps, and nobody was lost
     """
 
     number: int
@@ -45,7 +48,9 @@ class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
     operations: tuple[int, ...] = ()
     handed: dict[int, int] = {}
     lost: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
+    planned: bool = False
 
     @property
     def behind(self) -> range:
@@ -61,12 +66,13 @@ class Survival:
     """The workers of one run. `fewest`: with fewer it does not go on."""
 
     def __init__(self, workers: int, fewest: int) -> None:
+        self.fewest = fewest
         self.view = SurvivorView(number=0, members=tuple(range(workers)))
-        self._fewest = fewest
         self._ready: set[int] = set()
         self._gone: set[int] = set()
         self._left: set[int] = set()
         self._waiting: list[int] = []
+        self._leaving: list[int] = []
         self._standing: dict[int, SurvivorState] = {}
 
     @property
@@ -86,6 +92,20 @@ class Survival:
     def left(self, slot: int) -> None:
         """A worker has ended in an orderly way."""
         self._left.add(slot)
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """The members that are to leave between two steps."""
+        return tuple(slot for slot in self._leaving if slot in self.living)
+
+    def may_leave(self, slots: Collection[int]) -> bool:
+        """Whether enough workers are left without these, and without those that are to leave."""
+        return len(set(self.living) - {*slots, *self._leaving}) >= self.fewest
+
+    def leave(self, slot: int) -> None:
+        """A member is to leave between two steps."""
+        if slot in self.living and slot not in self._leaving:
+            self._leaving.append(slot)
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -115,7 +135,7 @@ class Survival:
         """Whether these workers are members without which the others can go on."""
         living = self.living
         known, left = set(slots) <= set(living), len(living) - len(slots)
-        return known and left >= self._fewest and self._ready >= set(self.view.members)
+        return known and left >= self.fewest and self._ready >= set(self.view.members)
 
     def stand(self, standing: SurvivorState) -> None:
         """A survivor says where it stands."""
@@ -139,18 +159,35 @@ class Survival:
         for one in told:
             for loader, count in one.handed.items():
                 handed[loader] = max(count, handed.get(loader, 0))
-        operations = [one.operation for one in told]
+        furthest = max(one.operation for one in told)
         joined = [] if self.broken else self._waiting
+        left = [] if self.broken else self._depart(living)
+        stay = [slot for slot in living if slot not in left]
         self.view = SurvivorView(
             number=self.view.number + 1,
-            members=(*living, *joined),
-            operations=(*operations, *[max(operations)] * len(joined)),
+            members=(*stay, *joined),
+            operations=(
+                *(one.operation for one in told if one.slot in stay),
+                *[furthest] * len(joined),
+            ),
             handed=handed,
             lost=tuple(slot for slot in self.view.members if slot not in living),
+            left=tuple(left),
             joined=tuple(joined),
+            planned=not self.broken,
         )
         if joined:
             self._gone -= set(joined)
             self._waiting = []
         self._standing = {}
         return self.view
+
+    def _depart(self, living: Sequence[int]) -> list[int]:
+        """The members that leave now: those that are to, as long as enough stay."""
+        left: list[int] = []
+        for slot in self._leaving:
+            if slot in living and len(living) - len(left) - 1 >= self.fewest:
+                left.append(slot)
+        self._leaving = []
+        self._left |= set(left)
+        return left

@@ -9,6 +9,7 @@
     cluster.toml    machines, links and the job, as the first steps showed them
     command.json    the script or module with its arguments, and the folder it was started in
     checkpoints/    checkpoints, if the run saves some and no other folder was given
+    control.json    where the launcher can be asked to let workers leave or join; gone at the end
 
 While workers run a function, and not a script, there are also `call`, which holds it, and `results/`. While
 the launcher of a lab asks how far workers are, there is `ready/`.
@@ -137,6 +138,11 @@ class RunFolder:
     def command(self) -> Path:
         """What the run runs, and where it was started, for `echelon resume`."""
         return self.path / "command.json"
+
+    @property
+    def control(self) -> Path:
+        """How `echelon leave` and `join` reach the launcher; only the user can read it."""
+        return self.path / "control.json"
 
     @property
     def ready(self) -> Path:

@@ -9,6 +9,8 @@ processes.py  the worker processes of one run: start, watch, end; none is left b
 input.py      what workers read: the leader what the launcher was given, the others nothing
 output.py     what the launcher shows of the leader's log
 members.py    who is still in the run? The launcher's service for runs that go on when workers are lost
+control.py    how is a running run asked to let workers leave or join? The launcher's side
+control_client.py  and the side of a command
 stuck_watch.py  which workers hold the others up now?
 failure.py    which worker failed first, and why
 whereabouts.py  where are workers that others wait for, or that go on without the others?

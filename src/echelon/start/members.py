@@ -5,6 +5,8 @@ failed, and get the next view, as membership/survival.py decides. Only processes
 answered. Workers that step without losses ask nothing.
 
 A lost worker is started again, as membership/respawn.py says. It waits here until the others admit it.
+A worker that is to leave, because the user or SIGTERM says so, does so between two steps, like those that
+are admitted.
 One that holds the others up, as membership/stuck.py says, is left out: its process is killed.
 """
 
@@ -14,10 +16,13 @@ import contextlib
 import hmac
 import json
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ from echelon.membership.stuck import LateWorker
 from echelon.membership.survival import Survival, SurvivorState
 from echelon.membership.view import MemberId
 from echelon.observe.events import LAUNCHER, MembersChanged
+from echelon.observe.stall import ranks
 from echelon.start.stuck_watch import StuckWatch
 from echelon.train.admission import ADMISSION_VARIABLE, AdmissionFlag
 from echelon.train.service import ADDRESS_VARIABLE, EPOCHS_KEY, TOKEN_VARIABLE
@@ -45,9 +51,12 @@ class Members:
              shows earlier that it is stuck
     tries    how often in a row a lost worker is started again
     file     where workers see that one of them waits to come back
+    local    whether workers reach the launcher at 127.0.0.1; those of a lab have networks of their own
     """
 
-    def __init__(self, workers: int, fewest: int, *, limit_s: float, tries: int, file: Path) -> None:
+    def __init__(
+        self, workers: int, fewest: int, *, limit_s: float, tries: int, file: Path, local: bool = True
+    ) -> None:
         self._survival = Survival(workers, fewest)
         self._limit_s = limit_s
         self._tries = tries
@@ -64,21 +73,24 @@ class Members:
         self._to_end: set[int] = set()
         self._left_out: dict[int, LateWorker] = {}  # until their processes have ended
         self._differing: set[int] = set()  # came back, and made other calls than the others
+        self._why_left: dict[int, str] = {}  # who is to leave, or has left, and why
+        self._departed: set[int] = set()
         self._news: list[str] = []
         self._happened: list[MembersChanged] = []
         self._raised = False  # a worker has raised an error, which ends the run
         self._flag = AdmissionFlag.create(file)
         self._stuck = StuckWatch(file.with_name("progress"), limit_s)
         self._token = secrets.token_hex(16)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._folder = None if local else Path(tempfile.mkdtemp(prefix="echelon-"))
+        self._listener = _listener(self._folder)
         threading.Thread(target=self._accept, name="echelon-members", daemon=True).start()
 
     @property
     def environment(self) -> dict[str, str]:
         """What workers need to find it."""
-        host, port = self._listener.getsockname()[:2]
+        name = self._listener.getsockname()
         return {
-            ADDRESS_VARIABLE: f"{host}:{port}",
+            ADDRESS_VARIABLE: name if isinstance(name, str) else f"{name[0]}:{name[1]}",
             TOKEN_VARIABLE: self._token,
             ADMISSION_VARIABLE: str(self._flag.file),
             **self._stuck.environment,
@@ -98,9 +110,15 @@ class Members:
 
     @property
     def excused(self) -> frozenset[int]:
-        """The slots whose failures do not end the run: lost, starting again, or back."""
+        """The slots whose failures do not end the run: lost, starting again, back, or left in order."""
         with self._changed:
-            return self._survival.gone | self._came_back
+            return self._survival.gone | self._came_back | self._departed
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The slots that are not in the run any more, or not yet: of them nothing is expected."""
+        with self._changed:
+            return self._survival.gone | self._departed
 
     @property
     def awaits(self) -> bool:
@@ -158,9 +176,45 @@ class Members:
             self._news.append(f"rank {slot} failed after it had come back ({how}); {left} workers go on")
         self._start_again(slot, "" if code < 0 else how)
 
+    def leave(self, slots: Sequence[int], why: str) -> str:
+        """Let these workers leave between two steps; or why they do not, in a sentence."""
+        with self._changed:
+            living = self._survival.living
+            fresh = [slot for slot in slots if slot not in self._why_left]
+            unknown = [slot for slot in fresh if slot not in living]
+            if unknown:
+                return f"{ranks(unknown)} cannot leave: {ranks(living)} train now"
+            if f"-1/{EPOCHS_KEY}" not in self._values:
+                return "nobody can leave before the script trains in `for epoch in session.epochs(n)`"
+            if not self._survival.may_leave(fresh):
+                left = len(set(living) - {*fresh, *self._survival.leaving})
+                return (
+                    f"{ranks(fresh)} cannot leave: {left} would be left, and --min-workers is "
+                    f"{self._survival.fewest}"
+                )
+            for slot in fresh:
+                self._survival.leave(slot)
+                self._why_left[slot] = why
+            self._mark()
+        return ""
+
+    def whereabouts(self, slots: Sequence[int]) -> dict[int, str]:
+        """Where these workers are on their way out of the run or into it."""
+        with self._changed:
+            return {slot: self._where(slot) for slot in slots}
+
+    def _where(self, slot: int) -> str:
+        if slot in self._departed:
+            return "left"
+        if slot in self._survival.leaving:
+            return "leaving"
+        return "member" if slot in self._survival.living else "gone"
+
     def _start_again(self, slot: int, failure: str) -> None:
         """Start a new worker in the slot, unless that would fail again."""
         self._stuck.table.clear(slot)
+        if slot in self._why_left:
+            return
         if not self._tries:
             return
         member = MemberId("", slot)
@@ -214,12 +268,14 @@ class Members:
     def close(self) -> None:
         """Answer nobody any more."""
         self._listener.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._flag.remove()
         self._stuck.close()
 
     def _mark(self) -> None:
         """Let the members see whether somebody waits."""
-        self._flag.waiting = len(self._survival.waiting)
+        self._flag.waiting = len(self._survival.waiting) + len(self._survival.leaving)
 
     def _follow(self) -> None:
         view = self._survival.follow()
@@ -227,6 +283,16 @@ class Members:
             return
         if view.joined or not view.lost:
             self._flag.round = 0  # all members stand, so none of them sets it meanwhile
+        self._departed |= set(view.left)
+        for slot in [slot for slot in self._why_left if slot in view.members and view.planned]:
+            del self._why_left[slot]
+            self._news.append(
+                f"rank {slot} stays: without it fewer than {self._survival.fewest} would be left"
+            )
+        for slot in view.left:
+            count = len(view.members)
+            self._note(slot, "left", self._why_left[slot])
+            self._news.append(f"rank {slot} has left ({self._why_left[slot]}); {count} workers go on")
         for slot in view.joined:
             self._returning.discard(slot)
             self._fresh.add(slot)
@@ -294,12 +360,15 @@ class Members:
             case "left":
                 with self._changed:
                     failed = bool(request["failed"])
-                    if slot not in self._returning and not (failed and slot in self._came_back):
+                    excused = slot in self._returning or slot in self._departed
+                    if not excused and not (failed and slot in self._came_back):
                         self._survival.left(slot)
                         self._raised |= failed
                     self._follow()
                     self._changed.notify_all()
                 return {}
+            case "leave":
+                return {"refusal": self.leave([slot], "SIGTERM")}
             case "stepped":
                 with self._changed:
                     self._fresh.discard(slot)
@@ -343,15 +412,25 @@ class Members:
                     return {}
                 self._changed.wait(_GET_S)
             view = self._survival.view
-            if standing.slot not in view.members:
+            if standing.slot not in (*view.members, *view.left):
                 return {}
             return {"view": msgspec.to_builtins(view, str_keys=True)}
 
     def _failed(self) -> bool:
         """Whether a process has ended, or will, so that the run ends."""
         return self._raised or any(
-            code and slot not in self._survival.gone for slot, code in self._ended.items()
+            code and slot not in self._survival.gone | self._departed for slot, code in self._ended.items()
         )
+
+
+def _listener(folder: Path | None) -> socket.socket:
+    """At a port of this machine; or in a folder, because network namespaces share files but no ports."""
+    if folder is None:
+        return socket.create_server(("127.0.0.1", 0))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "members"))
+    listener.listen()
+    return listener
 
 
 def _signal(code: int) -> str:

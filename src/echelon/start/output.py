@@ -45,6 +45,7 @@ class LeaderOutput:
     def follow(self, leader: int) -> None:
         """Another worker leads from now on: show what it prints after this."""
         if leader != self._leader:
+            self._held += self._tail.read()
             self._leader = leader
             self._tail = LogTail(self._folder.log_of(leader))
             self._tail.read()

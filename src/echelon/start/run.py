@@ -62,6 +62,7 @@ from echelon.start import recorded_command, remote
 from echelon.start.agents.driver import AgentProcesses, ConnectedAgent
 from echelon.start.auto_plan import planned_by_itself
 from echelon.start.command import WorkerCommand
+from echelon.start.control import RunControl
 from echelon.start.earlier_run import keep_job, script_job
 from echelon.start.failure import Failure, alike, read_failures
 from echelon.start.lab_course import LabCourse
@@ -222,6 +223,7 @@ def _run(
             members = _members(settings, plan, folder)
             if members is not None:
                 stack.callback(members.close)
+                stack.callback(RunControl(folder, members).close)
                 watch.members = members
             commands = _commands(plan, settings, target, folder, lab, members)
             failure, code = watch.run(lambda: WorkerProcesses(folder, commands, saves=settings.saves))
@@ -380,9 +382,9 @@ def _check_losses(settings: RunSettings, plan: Plan) -> None:
             where="--min-workers",
             fix=f"give at most {len(plan.workers)}",
         )
-    if settings.lab or settings.hosts or settings.on != "local":
+    if settings.hosts or settings.on != "local":
         raise ConfigError(
-            "workers of a lab or of other machines cannot go on yet when one of them is lost",
+            "workers of other machines cannot go on yet when one of them is lost",
             where="--min-workers",
             fix="leave --min-workers out: then a loss ends the run",
         )
@@ -399,6 +401,7 @@ def _members(settings: RunSettings, plan: Plan, folder: RunFolder) -> Members | 
         limit_s=plan.round_timeout_s,
         tries=settings.respawn,
         file=folder.path / "admission",
+        local=settings.lab is None,
     )
 
 
@@ -557,7 +560,8 @@ class _Watch:
             self._lose(self.members, processes)
         failure = processes.failure()
         if failure is None and (self.members is None or not self.members.awaits):
-            failure = self._whereabouts.look(processes)
+            absent = self.members.absent if self.members is not None else frozenset[int]()
+            failure = self._whereabouts.look(processes, absent)
         if failure is not None:
             # Before the others are ended: a worker that ended well, or has not ended, failed all the same.
             self._code = processes.exit_codes().get(failure.rank) or 1

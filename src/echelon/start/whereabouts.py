@@ -59,13 +59,17 @@ class Whereabouts:
             self._awaited.clear()
             self._said.clear()
 
-    def look(self, workers: Watched) -> Failure | None:
-        """Say where awaited workers are; returns the failure of one that ends or goes on without others."""
+    def look(self, workers: Watched, absent: frozenset[int] = frozenset()) -> Failure | None:
+        """Say where awaited workers are; returns the failure of one that ends or goes on without others.
+
+        absent  workers without which the others go on
+        """
         self._say_awaited(workers)
-        codes = workers.exit_codes()
+        codes = {rank: code for rank, code in workers.exit_codes().items() if rank not in absent}
         if not codes or len(codes) == workers.size:
             return None
-        phases = readiness.told(self._folder)
+        told = readiness.told(self._folder)
+        phases = {rank: phase for rank, phase in told.items() if rank not in absent}
         failure = never_joined(codes, phases, self._workers)
         if failure is not None:
             return failure

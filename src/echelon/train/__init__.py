@@ -9,6 +9,7 @@ collectives.py  what a script can ask of the other workers: reduce, gather, broa
 loader.py       draws this worker's share of every batch
 arranging.py    how gradients travel: by the sites found, and by the workers' speeds
 auto_shares.py  lets shares follow the workers' measured speeds
+layout_pick.py  which layout has the shortest step? parallel="auto"
 fitting_memory.py  do models fit into the workers' memory?
 memory_watch.py  memory of this worker's part, predicted and measured
 memory_room.py  how large may a share become before memory is full?
@@ -16,6 +17,7 @@ order.py        in which order are samples drawn, alike on all workers?
 batches.py      which batch does a forward pass belong to?
 weighing.py     gives a backward pass the weight of its own batch
 changes.py      what a worker does when others are lost
+change_calls.py when are a script's functions told that members have changed?
 progress.py     how far each worker is, for the launcher
 service.py      how a worker asks the launcher about the run's members
 drawn.py        whose samples would be missing if a worker were lost?
@@ -25,6 +27,7 @@ state_pieces.py sends the whole state to it, in pieces with checksums
 guard.py        what is checked while a script trains on several workers
 drift.py        do all workers still have the same weights?
 verifying.py    what the checks of --verify see of a session, and how findings are told
+leaving.py      how does a worker notice that its machine will be taken away?
 forgotten.py    what did the script forget to prepare?
 saving.py       one whole file if all workers save to one path
 streams.py      random numbers of its own for every worker

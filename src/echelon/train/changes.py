@@ -15,7 +15,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -77,6 +77,7 @@ class MemberChanges:
         self._losses: list[tuple[int, tuple[int, ...]]] = []  # by the number of the change
         self.slot = first.me.rank
         self.members = tuple(member.rank for member in first.members)
+        self._views = {0: self.members}
         self.drawn = DrawnBatches()
         self.handed: Callable[[], Mapping[int, int]] = dict
         self.on_change: Callable[[SurvivorView], None] = _nothing
@@ -88,6 +89,7 @@ class MemberChanges:
         self._kept: dict[int, list[Tensor]] = {}
         self._found: dict[int, list[Tensor]] = {}
         self._active = False
+        self.has_left = False  # this worker has left the run in an orderly way
         if returns:
             self._replayed = deque(_unpack_log(self.store().get(STARTUP_KEY).decode()))
             self.store().set(f"member/{self.slot}", msgspec.json.encode(first.me).decode())
@@ -120,6 +122,10 @@ class MemberChanges:
             before += self._service.ask(do="look")["gone"]
         return sorted(set(slots) & set(before))
 
+    def members_of(self, number: int) -> Sequence[int]:
+        """The slots of the members after so many changes, by rank."""
+        return self._views[number]
+
     @contextlib.contextmanager
     def unlogged(self) -> Iterator[None]:
         """What is exchanged in the block is not repeated by a worker that comes back."""
@@ -133,6 +139,12 @@ class MemberChanges:
 
     def begin(self) -> list[Tensor] | None:
         """The next operation begins; its result, if others have completed it in an earlier view."""
+        if self.has_left:
+            raise WorkerError(
+                "this worker has left the run, and exchanges nothing any more",
+                where=f"rank {self.slot}",
+                fix="exchange nothing in `finally` or `except SystemExit`: see session.on_change",
+            )
         if self._replayed is not None:
             if not self._replayed:
                 raise self._differs()
@@ -159,6 +171,18 @@ class MemberChanges:
 
     def reduced(self, *, anew: bool) -> None:
         """A round is complete: of the members of now, or of those before the last change."""
+        self._round_is_over()
+        if anew:
+            self.drawn.reduced(self.members)
+        else:
+            self.drawn.settle()
+
+    def averaged(self, slots: Collection[int]) -> None:
+        """The weights of these workers were averaged, and so is all that they have trained since before."""
+        self._round_is_over()
+        self.drawn.reduced(slots)
+
+    def _round_is_over(self) -> None:
         self.rounds += 1
         self.progress.reduced()
         if self._logs:
@@ -166,10 +190,6 @@ class MemberChanges:
         if self._fresh:
             self._fresh = False
             self._service.ask(do="stepped")
-        if anew:
-            self.drawn.reduced(self.members)
-        else:
-            self.drawn.settle()
 
     def loss(self, error: Exception) -> WorkerError | None:
         """The loss that an error means: also if calls differ, and a member has come back.
@@ -214,6 +234,7 @@ class MemberChanges:
     def _adopt(self, view: SurvivorView, at: int) -> None:
         """Meet the others again, and give them what they lack; this worker is at operation `at`."""
         self.number, self.members = view.number, view.members
+        self._views[view.number] = view.members
         self._came_back |= set(view.joined)
         self._losses.append((view.number, view.lost))
         self.on_change(view)
@@ -254,6 +275,12 @@ class MemberChanges:
         if store.check([key]):
             return msgspec.json.decode(store.get(key), type=Member)
         return self._first.members[slot]
+
+    # Workers that leave --------------------------------------------------------------------------
+
+    def ask_to_leave(self) -> str:
+        """Let this worker leave between two steps; why that is refused, if it is."""
+        return self._service.leave()
 
     # Workers that come back ----------------------------------------------------------------------
 
@@ -296,6 +323,9 @@ class MemberChanges:
             view = self._stand(following, admits=True)
             if view is None:
                 raise PeerLost("another worker did not come to admit one that comes back", ranks=())
+            if self.slot in view.left:
+                self.has_left, self._active = True, False
+                return
             try:
                 self._adopt(view, following)
                 if view.joined and self.slot == view.members[0]:
@@ -324,6 +354,7 @@ class MemberChanges:
         self._active = self._in_epochs = self._fresh = True
         self.returns = False
         self.number, self.members = view.number, view.members
+        self._views[view.number] = view.members
         self._connect(view)
         state = state_pieces.receive(self._groups[0].inner, 0)
         own = state["changes"]
@@ -333,6 +364,11 @@ class MemberChanges:
         self._log = _unpack_log(own["log"])
         self._replayed = deque(self._log)
         return view, state
+
+    @property
+    def operation(self) -> int:
+        """The number of the last operation that has begun."""
+        return self._operation
 
     @property
     def is_catching_up(self) -> bool:

@@ -203,7 +203,7 @@ class SharedLoader(DataLoader[Any]):
         """This worker's share of a full batch."""
         if self._own_batches:
             raise AttributeError("batch_size")
-        weights = self._sharing.shares.weights
+        weights = self._sharing.shares.now
         living = [at for at, weight in enumerate(weights) if weight]
         shares = split(self.global_batch_size, [weights[at] for at in living])
         return shares[living.index(self._sharing.shard)]

@@ -25,6 +25,7 @@ class ScriptLog:
         self._clock = clock
         self._plan = plan
         self._log_rank = rank
+        self._log_leads = rank == 0  # another worker, once the first one is lost
         self.evaluated: tuple[int, dict[str, float]] = (-1, {})
         """The step of the last evaluation, and its figures."""
 
@@ -75,7 +76,7 @@ class ScriptLog:
             )
         given = {"loss": loss, "accuracy": accuracy}
         self.evaluated = self.step, {name: float(one) for name, one in given.items() if one is not None}
-        if self._log_rank != 0:
+        if not self._log_leads:
             return
         self._record.emit(
             Evaluated(
@@ -95,7 +96,7 @@ class ScriptLog:
 
         steps  the total, for example `len(loader) * epochs`
         """
-        if self._log_rank == 0:
+        if self._log_leads:
             self._record.emit(StepsExpected(t=time.time(), rank=self._log_rank, steps=steps))
 
     def note(self, text: str) -> None:
@@ -122,7 +123,7 @@ class ScriptLog:
         why    the reason
         tell   a sentence for the report as well; none if empty
         """
-        if self._log_rank != 0:
+        if not self._log_leads:
             return
         self._plan = replace(self._plan, reasons={**self._plan.reasons, topic: why})
         if self._record.folder is not None:

@@ -13,13 +13,14 @@ worker's share. Gradients are those of the global batch when `backward()` return
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, TypeVar, Unpack, get_args, overload
+from typing import Any, Literal, NoReturn, TypeVar, Unpack, get_args, overload
 
 import torch
 from torch import nn
@@ -38,12 +39,14 @@ from echelon.membership.survival import SurvivorView
 from echelon.observe.events import EpochEnded
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
+from echelon.parallel.layout import is_auto
 from echelon.plan.plan import Plan
 from echelon.plan.shares import ShareTable, Slice
 from echelon.train import consistency, run_state
 from echelon.train.arranging import Arranger, arranges, gradient_bytes
 from echelon.train.auto_shares import AutoShares
 from echelon.train.batches import HandedBatch
+from echelon.train.change_calls import ChangeCalls, MembersChange
 from echelon.train.changes import MemberChanges
 from echelon.train.checkpoint_writer import CheckpointWriter
 from echelon.train.checks import alone, check_layout
@@ -54,6 +57,8 @@ from echelon.train.drawn import DrawnBatch
 from echelon.train.families.choose import choose, spread_out
 from echelon.train.families.synchronizer import ModelOptions, Synchronizer
 from echelon.train.guard import Guard, Surroundings
+from echelon.train.layout_pick import auto_job, picked, predicted_event, said
+from echelon.train.leaving import LeaveSignal
 from echelon.train.left_loop import when_unwound
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
 from echelon.train.memory_room import MemoryRoom
@@ -71,6 +76,7 @@ A = TypeVar("A", bound=Preparable)
 B = TypeVar("B", bound=Preparable)
 C = TypeVar("C", bound=Preparable)
 D = TypeVar("D", bound=Preparable)
+_log = logging.getLogger(__name__)
 
 
 class Session(ScriptCheckpoints):
@@ -101,6 +107,8 @@ class Session(ScriptCheckpoints):
         ScriptCollectives.__init__(self, group, [worker.node for worker in plan.workers])
         ScriptLog.__init__(self, record, clock, plan, group.rank)
         self._changes = group.changes if isinstance(group.changes, MemberChanges) else None
+        self._change_calls = ChangeCalls()
+        self._leave_signal = LeaveSignal()
         self._rendezvous = rendezvous
         self.folder = record.folder
         self.device = device
@@ -130,13 +138,15 @@ class Session(ScriptCheckpoints):
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         self._layout = "data"
+        self._links = links
         self._memory = MemoryWatch(
             group, self._nodes, plan.workers[group.rank].memory, record.emit, self.explain
         )
-        if links is not None and rendezvous is not None and arranges(plan, group, self._synchronizer):
+        arranged = self._changes is None and arranges(plan, group, self._synchronizer)
+        if links is not None and rendezvous is not None and arranged:
             hosts = machines(rendezvous.members[: group.size])
             self._arranger = Arranger(group, links, hosts, clock, record.emit, self.explain)
-        adapts = plan.adapt_shares and group.size > 1 and self._copies == 1 and self._changes is None
+        adapts = plan.adapt_shares and group.size > 1 and self._copies == 1
         if adapts and self._synchronizer.meets_every_step:
             self._auto_shares = AutoShares(
                 group,
@@ -170,6 +180,8 @@ class Session(ScriptCheckpoints):
                 seed=plan.seed,
                 leads=lambda: self.is_leader,
                 saving=lambda: self._by_itself,
+                auto_shares=self._auto_shares,
+                synchronizer=self._synchronizer,
             )
         seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
         self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
@@ -201,7 +213,7 @@ class Session(ScriptCheckpoints):
 
     def _lay_out(self, text: str, *, where: str) -> None:
         """Spread the models that will be prepared over the workers by this layout."""
-        if text == self._layout or (self.world_size == 1 and not alone(text, where)):
+        if text == self._layout or is_auto(text) or (self.world_size == 1 and not alone(text, where)):
             return
         layout = check_layout(replace(self._plan, parallel=text), self.world_size, where=where)
         if layout.is_data_only and self._layout == "data":
@@ -229,6 +241,7 @@ class Session(ScriptCheckpoints):
             self._group,
             self._clock,
             memory_bytes=memory,
+            links=self._links,
             compared=self._agree,
             explain=self.explain,
         )
@@ -247,13 +260,28 @@ class Session(ScriptCheckpoints):
         """The name of the machine that this worker runs on."""
         return self._nodes[self.rank]
 
+    def on_change(self, function: Callable[[MembersChange], object]) -> None:
+        """Call a function whenever members have changed: workers were lost, have left, joined or are back.
+
+        function  gets `lost`, `left` and `joined`, and this worker's new `rank`, `world_size` and `step`
+
+        It is called in the training thread, when the loop asks for a batch between two steps, on all
+        members alike, so it may exchange values with the others. Without `--min-workers` members never
+        change. Call it before `session.epochs`. Example:
+
+            session.on_change(lambda change: session.print(f"{change.world_size} workers go on"))
+        """
+        self._change_calls.add(function)
+
     def _members_changed(self, view: SurvivorView) -> None:
         """Workers were lost or are back: the members share what is not drawn yet."""
+        self._change_calls.changed(view)
         planned = self._plan.workers
         self._nodes[:] = [planned[slot].node for slot in view.members]
-        weights = [one.weight if one.rank in view.members else 0.0 for one in planned]
+        self._log_leads = self._changes is not None and self._changes.slot == view.members[0]
         first = {one.index: view.handed.get(one.index, 0) for one in self._prepared.loaders}
-        self._shares.change(weights, first)
+        self._shares.keep(view.members, first)
+        self._synchronizer.lost(view.lost)
         for loader in self._prepared.loaders:
             loader.changed()
 
@@ -301,7 +329,7 @@ class Session(ScriptCheckpoints):
         batchnorm  statistics over all workers' samples (global), or over each worker's own (local)
         loss       whether the script's loss is the mean or the sum over its samples
         parallel   how the models are spread over workers, such as "pipeline(stages=2) * data": see `echelon
-                   list parallel`. Once for a run, in its first `prepare`
+                   list parallel`. Once for a run, in its first `prepare`. auto: by measured cost
         overlap    backward: gradients are complete when `backward()` returns. step: `backward()` and the
                    optimizer's `step()` return at once, and using a parameter or gradient waits for it; the
                    results are the same, and more communication is hidden
@@ -330,6 +358,8 @@ class Session(ScriptCheckpoints):
         if self._changes is not None:
             self._changes.preparing = True
         self._agree("prepare" if parallel is None else f"prepare with parallel {parallel}")
+        if is_auto(self._plan.parallel if parallel is None else parallel):
+            parallel = self._picked_layout(things, rules, per_worker=batch == "per-worker")
         if parallel is not None:
             self._lay_out(parallel, where=f"prepare(parallel={parallel!r})")
         facts: list[consistency.Fact] = []
@@ -355,6 +385,25 @@ class Session(ScriptCheckpoints):
         if self._changes is not None:
             self._changes.preparing = False
         return out[0] if len(out) == 1 else tuple(out)
+
+    def _picked_layout(self, things: tuple[Any, ...], rules: ModelOptions, *, per_worker: bool) -> str:
+        """The layout that `auto` chooses for what is prepared; later, the one that the run has."""
+        if self.world_size == 1 or self._changes is not None or self._prepared.models:
+            return self._layout
+        job = auto_job(
+            things,
+            self.world_size,
+            per_worker=per_worker,
+            local_batchnorm=rules.batchnorm == "local",
+        )
+        here = self._nodes.count(self.node)
+        found = picked(job, self._group, self._plan, self._plan.workers[self.rank].memory, here)
+        best, *others = found.costs
+        self._plan = replace(self._plan, parallel=best.text)
+        if self.is_leader:
+            self._record.emit(predicted_event(found))
+        self.explain("parallel", said(found), tell=f"parallel auto: {best}" if others else "")
+        return best.text
 
     def _check_memory(self) -> None:
         """Refuse a layout that does not fit; with servers, states are theirs."""
@@ -465,7 +514,7 @@ class Session(ScriptCheckpoints):
             self._synchronizer.settle()
             self._clock.close()
             self._first_epoch = epoch + 1
-            self._record.emit(EpochEnded(t=time.time(), rank=self.rank, epoch=epoch, step=self.step))
+            self._record.emit(EpochEnded(t=time.time(), rank=self._log_rank, epoch=epoch, step=self.step))
             self._guard.goes_on()
             self._epoch_ended()
         self._synchronizer.finish()
@@ -477,19 +526,32 @@ class Session(ScriptCheckpoints):
         """Where workers may be lost: one that was started again becomes a member here."""
         if self._changes is None or self._coming_back is None:
             return
+        self._leave_signal.install()
         if not self._changes.returns:
             self._changes.epochs_begin()
             return
         view, self._first_epoch = self._coming_back.come_back()
+        self._change_calls.changed(view)
         self._nodes[:] = [self._plan.workers[slot].node for slot in view.members]
 
     def _batch_asked(self, loader: SharedLoader) -> None:
         """The loop asks for a batch."""
         self._asked(loader)
-        if self._changes is not None:
-            self._changes.progress.goes_on()
-        if self._coming_back is not None:
-            self._coming_back.asked(loader)
+        if self._coming_back is None or self._changes is None:
+            return
+        self._changes.progress.goes_on()
+        if self._leave_signal.received:
+            self._leave_signal.remove()
+            refusal = self._changes.ask_to_leave()
+            if refusal:
+                self.warn(f"SIGTERM: {refusal}; training goes on, and another SIGTERM ends this worker")
+        self._coming_back.asked(loader)
+        if self._changes.has_left:
+            self._end_here()
+        if self._changes.drawn.empty and not self._changes.is_catching_up:
+            self._change_calls.call(
+                self._changes.operation, rank=self.rank, world_size=self.world_size, step=self.step
+            )
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
@@ -691,7 +753,22 @@ class Session(ScriptCheckpoints):
             raise
         self._leave("")
 
+    def _end_here(self) -> NoReturn:
+        """This worker has left the run between two steps: nothing of the script comes after its loop."""
+        text = f"rank {self._log_rank} has left the run after {self.step} steps: its script ends here"
+        _log.warning(text, extra={"is_noted": True})  # the launcher tells the user
+        self._closed = True
+        if self._by_itself is not None:
+            self._by_itself.signal.remove()
+        self._writer.close(failed=False)
+        self._guard.remove()
+        self._verifier.remove()
+        self._profiling.end()
+        self._leave("")
+        raise SystemExit(0)
+
     def _leave(self, cause: str) -> None:
+        self._leave_signal.remove()
         self._clock.close()
         totals = self._verifier.totals()
         if totals is not None and self.is_leader:

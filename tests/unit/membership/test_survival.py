@@ -125,3 +125,35 @@ def test_members_go_on_if_the_worker_that_came_back_is_lost_while_they_stand():
         survival.stand(admitting(slot))
     view = survival.follow()
     assert (view.members, view.joined, view.lost) == ((0, 1, 3), (), ())
+
+
+def test_members_leave_when_all_stand_between_two_steps_and_are_not_lost():
+    survival = ready()
+    survival.leave(0)
+    assert survival.leaving == (0,)
+    for slot in (0, 1, 2):
+        survival.stand(admitting(slot, view=0))
+        assert survival.follow() is None
+    survival.stand(admitting(3, view=0))
+    view = survival.follow()
+    assert (view.members, view.left, view.lost, view.planned) == ((1, 2, 3), (0,), (), True)
+    assert view.operations == (9, 9, 9)
+    assert survival.leaving == ()
+    assert not survival.broken
+
+
+def test_so_many_stay_as_are_needed():
+    survival = ready(fewest=3)
+    assert survival.may_leave([1])
+    assert not survival.may_leave([1, 2])
+    survival.leave(1)
+    assert not survival.may_leave([2])
+    survival.lose(3)
+    for slot in (0, 1, 2):
+        survival.stand(state(slot))
+    view = survival.follow()
+    assert (view.members, view.left, view.planned) == ((0, 1, 2), (), False), "a loss comes first"
+    for slot in (0, 1, 2):
+        survival.stand(admitting(slot))
+    assert survival.follow().members == (0, 1, 2), "too few would be left by now"
+    assert survival.leaving == ()

@@ -1,0 +1,85 @@
+"""How is a running run asked to let workers leave or join? Its launcher listens; a file says where.
+
+The file is in the run's folder, and only the user who started the run can read it. It has the address, on
+this machine, and a token without which nothing is answered. A request is a line of JSON, and so is each
+answer. What is asked is decided in members.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+from typing import Any
+
+import msgspec
+
+from echelon.observe.run_folder import RunFolder
+from echelon.start.members import Members
+
+_MOST_BYTES = 1 << 16
+_SILENT_S = 60.0
+
+
+class ControlAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file says: the machine, the port there, and the token."""
+
+    host: str
+    port: int
+    token: str
+
+
+class RunControl:
+    """The launcher's side, in threads of its own."""
+
+    def __init__(self, folder: RunFolder, members: Members) -> None:
+        self._file = folder.control
+        self._members = members
+        self._token = secrets.token_hex(16)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        port = self._listener.getsockname()[1]
+        told = ControlAddress(host=socket.gethostname(), port=port, token=self._token)
+        opened = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(opened, "wb") as file:
+            file.write(msgspec.json.encode(told))
+        threading.Thread(target=self._accept, name="echelon-control", daemon=True).start()
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._listener.close()
+        self._file.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                sock, _ = self._listener.accept()
+                threading.Thread(
+                    target=self._serve, args=(sock,), name="echelon-control", daemon=True
+                ).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), sock:
+            sock.settimeout(_SILENT_S)
+            file = sock.makefile("rwb")
+            while line := file.readline(_MOST_BYTES):
+                request = json.loads(line)
+                known = hmac.compare_digest(str(request.get("token")).encode(), self._token.encode())
+                answer = self._answer(request) if known else {"refusal": "the token is wrong"}
+                file.write(json.dumps(answer).encode() + b"\n")
+                file.flush()
+                if not known:
+                    return
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request["do"]:
+            case "leave":
+                slots = [int(slot) for slot in request["ranks"]]
+                return {"refusal": self._members.leave(slots, "echelon leave")}
+            case "where":
+                found = self._members.whereabouts([int(slot) for slot in request["ranks"]])
+                return {"where": {str(slot): text for slot, text in found.items()}}
+        return {"refusal": f"the launcher does not know what {request['do']!r} is"}
