@@ -104,6 +104,9 @@ def measure_exchange(group: Group, size_bytes: float, shifts: Sequence[int]) -> 
     size = max(1 << 10, min(_MOST_BYTES, int(size_bytes)))
     small_s = _agreed(group, _quickest(group, partial(_reduce, group, 8)))
     large_s = _agreed(group, _quickest(group, partial(_reduce, group, size)))
+    own = group.buffer(size // 4, torch.float32, torch.device("cpu"))  # where gradients are summed
+    own_s = _agreed(group, _quickest(group, lambda: group.all_reduce(own).wait()))
+    group.release(own)
     rows = []
     for shift in shifts:
         short_s = _quickest(group, partial(_message, group, shift, 8))
@@ -120,7 +123,8 @@ def measure_exchange(group: Group, size_bytes: float, shifts: Sequence[int]) -> 
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
         reduce_latency_s=small_s,
-        reduce_bytes_per_s=size / max(1e-9, large_s - small_s),
+        reduce_bytes_per_s=size / max(1e-9, own_s - small_s),
+        slices_bytes_per_s=size / max(1e-9, large_s - small_s),
         hides=group.machines > 1,
     )
 
@@ -136,7 +140,7 @@ def _message(group: Group, shift: int, size: int) -> None:
     out.wait()
 
 
-def _quickest(group: Group, act: Callable[[], None]) -> float:
+def _quickest(group: Group, act: Callable[[], object]) -> float:
     found = []
     for _ in range(_TIMES):
         group.barrier()
