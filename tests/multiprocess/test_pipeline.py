@@ -70,6 +70,30 @@ def test_1f1b_keeps_fewer_micro_batches_than_gpipe(warm_pool):
     assert warm_pool.run(2, most_kept_in_a_step, "1f1b") == [2, 1]
 
 
+def lowered_forward_pass(schedule: str) -> tuple[float, list[Tensor]]:
+    """The model is called in an autocast block, the loss outside of it."""
+    session, model = prepared(f"pipeline(stages=2, micro=2, schedule={schedule})", layers().float())
+    x = X.float() * 1.001  # not exact in bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+    loss = nn.functional.cross_entropy(output.float(), Y)
+    loss.backward()
+    session.close()
+    return loss.item(), [one.clone() for one in gradients(model).values()]
+
+
+def test_the_model_runs_in_the_precision_of_its_call_with_every_schedule(warm_pool):
+    expected = warm_pool.run(2, lowered_forward_pass, "gpipe")
+    whole = nn.functional.cross_entropy(layers().float()(X.float() * 1.001), Y).item()
+    assert abs(expected[0][0] - whole) > 1e-5
+    for schedule in ("1f1b", "filled"):
+        for (loss, found), (as_gpipe, wanted) in zip(
+            warm_pool.run(2, lowered_forward_pass, schedule), expected, strict=True
+        ):
+            assert loss == pytest.approx(as_gpipe, abs=1e-6)
+            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, wanted, strict=True))
+
+
 def loss_of_ones_own(schedule: str) -> dict[str, Tensor]:
     """A loss that torch does not know, of an output that was looked at before."""
     whole = layers()

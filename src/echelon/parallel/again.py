@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from echelon.errors import ModelError
 from echelon.parallel.masks import BatchMasks
+from echelon.parallel.micro import Precision
 
 
 class FirstPass:
@@ -26,9 +27,7 @@ class FirstPass:
         self._inputs = [one for one in pytree.tree_leaves(inputs) if isinstance(one, Tensor)]
         self._versions = [_version(one) for one in self._inputs]
         self._random = torch.get_rng_state()
-        self._lowers = torch.is_autocast_enabled("cpu")
-        self._precision = torch.get_autocast_dtype("cpu")
-        self._caches = torch.is_autocast_cache_enabled()
+        self._precision = Precision.now()
 
     @contextmanager
     def again(
@@ -47,8 +46,7 @@ class FirstPass:
         drawing = BatchMasks(rows) if begin == 0 else masks  # the first one draws the masks once more
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.set_rng_state(self._random)
-            precision = torch.autocast("cpu", self._precision, self._lowers, self._caches)
-            with precision, drawing.of(begin, end):
+            with self._precision.again(), drawing.of(begin, end):
                 yield
         for one, value in zip(buffers, before, strict=True):
             one.data.copy_(value)  # not one.copy_: autograd may have saved the buffer

@@ -18,6 +18,25 @@ from echelon.errors import ModelError
 from echelon.parallel.chain import Given
 
 
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What `torch.autocast` was set to when a model was called; its passes may run elsewhere."""
+
+    lowers: bool
+    dtype: torch.dtype
+    caches: bool
+
+    @staticmethod
+    def now() -> Precision:
+        """As it is set here."""
+        lowers, caches = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+        return Precision(lowers, torch.get_autocast_dtype("cpu"), caches)
+
+    def again(self) -> torch.autocast:
+        """A block in which it is set so."""
+        return torch.autocast("cpu", self.dtype, self.lowers, self.caches)
+
+
 @dataclass(slots=True)
 class KeptMicro:
     """What the backward pass of a micro-batch needs: tensors that carry gradients.
@@ -39,6 +58,7 @@ class ModelCall:
     edges: list[tuple[int, int]]
     rows: int
     kept: dict[int, KeptMicro] = field(default_factory=dict)
+    precision: Precision = field(default_factory=Precision.now)
 
     def part(self, micro: int) -> Given:
         """The inputs of one micro-batch."""

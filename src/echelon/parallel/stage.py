@@ -43,6 +43,7 @@ from echelon.parallel.strategies.pipeline import Pipeline
 _ACTIVATIONS, _OUTPUT = 0, TAGS_OF_A_LINK
 _GRADIENTS = 2 * TAGS_OF_A_LINK
 _RANDOM, _LOSS = _GRADIENTS + 1, _GRADIENTS + 2
+_LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _IN_PLACE = "a leaf Variable that requires grad is being used in an in-place operation"
 
 
@@ -178,7 +179,7 @@ class PipelineStage:
         value = self._told(parts)
         output = pytree.tree_map(_detached, self._end(run))
         self._timed(self._times)
-        return value.to(output.dtype), output, passes.total
+        return value, output, passes.total
 
     def _fill(self, action: StageAction, passes: BackwardPasses, coming: GradientReceiver) -> None:
         """Compute weights: those that the action is about, and others while it would have to wait."""
@@ -216,15 +217,17 @@ class PipelineStage:
         )
 
     def _told(self, parts: list[Tensor]) -> Tensor:
-        """The loss, which the last stage tells the others."""
+        """The loss, which the last stage tells the others, with its type."""
         ranks = self._part.ranks
         if not self._part.is_last:
-            told = torch.empty((), dtype=torch.float64)
+            told = torch.empty(2, dtype=torch.float64)
             with self._times.of("result", 0), self._times.waiting():
-                return self._group.receive(told, ranks[-1], _LOSS).wait()
+                self._group.receive(told, ranks[-1], _LOSS).wait()
+            return told[0].to(_LOSS_TYPES[int(told[1])])
         total = torch.stack(parts).sum()
+        told = torch.tensor([float(total), _LOSS_TYPES.index(total.dtype)], dtype=torch.float64)
         for rank in ranks[:-1]:
-            self._outbox.send(total.double(), rank, _LOSS)
+            self._outbox.send(told, rank, _LOSS)
         return total
 
     def _begin(self, call: ModelCall, *, alone: bool) -> _StageRun:
@@ -245,9 +248,10 @@ class PipelineStage:
         begin, end = call.edges[micro]
         given = call.part(micro)
         watch = HookWatch() if run.trains and self._options.schedule == "filled" else nullcontext()
-        first = FirstPass((given, carried)) if self._recomputes(run) else None
-        with run.masks.of(begin, end), watch:
-            values = self._run(given, carried)
+        with call.precision.again(), watch:  # 1F1B runs it where the loss is called
+            first = FirstPass((given, carried)) if self._recomputes(run) else None
+            with run.masks.of(begin, end):
+                values = self._run(given, carried)
         if run.random:
             run.masks.check(begin)
             if micro == 0:
@@ -287,7 +291,7 @@ class PipelineStage:
 
     def _keys(self, call: ModelCall) -> list[Any]:
         """What the shapes within a micro-batch depend on."""
-        mode = (self._training(), torch.is_grad_enabled())
+        mode = (self._training(), torch.is_grad_enabled(), call.precision)
         found = []
         for begin, end in call.edges:
             leaves = pytree.tree_leaves(call.given)
