@@ -124,6 +124,7 @@ class ShareTable:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = tuple(weights)
+        self.workers = len(self.weights)  # for how many a pass' last batch must be enough
         self.goes_back = False  # whether batches that were drawn are drawn again, with the same weights
         self._before: dict[int, list[tuple[int, tuple[float, ...]]]] = {}  # until which batch, oldest first
         self._parts: dict[tuple[int, tuple[float, ...]], tuple[int, ...]] = {}
@@ -163,10 +164,11 @@ class ShareTable:
             str(loader): [[until, list(weights)] for until, weights in entries]
             for loader, entries in self._before.items()
         }
-        return {"weights": list(self.weights), "before": before}
+        return {"weights": list(self.weights), "before": before, "workers": self.workers}
 
     def adopt(self, table: Mapping[str, Any]) -> None:
         """Go on with another worker's table."""
+        self.workers = int(table["workers"])
         self.weights = tuple(float(weight) for weight in table["weights"])
         self._parts.clear()
         self._before = {

@@ -103,8 +103,11 @@ class Session(ScriptCheckpoints):
         links: Links | None = None,
     ) -> None:
         ScriptCollectives.__init__(self, group, [worker.node for worker in plan.workers])
-        ScriptLog.__init__(self, record, clock, plan, group.rank)
         self._changes = group.changes if isinstance(group.changes, MemberChanges) else None
+        ScriptLog.__init__(
+            self, record, clock, plan, group.rank if self._changes is None else self._changes.slot
+        )
+        self._first_workers = group.size  # others may join later
         self._change_calls = ChangeCalls()
         self._leave_signal = LeaveSignal()
         self._rendezvous = rendezvous
@@ -132,7 +135,7 @@ class Session(ScriptCheckpoints):
             copies=self._copies,
         )
         self._sharing: Sharing | None = None
-        self._shares = ShareTable(weights_of_shards(plan.weights, self._copies))
+        self._shares = ShareTable(weights_of_shards(plan.weights[: self._first_workers], self._copies))
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         self._layout = "data"
@@ -273,13 +276,24 @@ class Session(ScriptCheckpoints):
     def _members_changed(self, view: SurvivorView) -> None:
         """Workers were lost or are back: the members share what is not drawn yet."""
         self._change_calls.changed(view)
-        planned = self._plan.workers
-        self._nodes[:] = [planned[slot].node for slot in view.members]
-        weights = [one.weight if one.rank in view.members else 0.0 for one in planned]
+        self._name_nodes(view)
+        slots = range(max(len(self._shares.weights), *(slot + 1 for slot in view.members)))
+        weights = [self._weight_of(slot) if slot in view.members else 0.0 for slot in slots]
+        if view.planned:
+            self._shares.workers = len(view.members)
         first = {one.index: view.handed.get(one.index, 0) for one in self._prepared.loaders}
         self._shares.change(weights, first)
         for loader in self._prepared.loaders:
             loader.changed()
+
+    def _name_nodes(self, view: SurvivorView) -> None:
+        planned = self._plan.workers[: self._first_workers]
+        self._nodes[:] = [planned[min(slot, len(planned) - 1)].node for slot in view.members]
+
+    def _weight_of(self, slot: int) -> float:
+        """Its part of a batch, relative to others'; that of one that has joined is their mean."""
+        planned = self._plan.weights[: self._first_workers]
+        return planned[slot] if slot < len(planned) else sum(planned) / len(planned)
 
     @property
     def _comes_back(self) -> bool:
@@ -456,7 +470,6 @@ class Session(ScriptCheckpoints):
                 on_break=self._synchronizer.left,
                 on_error=self._group.left_loop,
                 slot=None if self._changes is None else self._changes.slot,
-                workers=0 if self._changes is None else len(self._plan.workers),
                 on_drained=None if self._changes is None else self._drained,
                 owed=None if self._changes is None else self._changes.drawn.owed,
             )
@@ -503,11 +516,11 @@ class Session(ScriptCheckpoints):
             return
         self._leave_signal.install()
         if not self._changes.returns:
-            self._changes.epochs_begin()
+            self._changes.epochs_begin(min((one.most_workers for one in self._prepared.loaders), default=0))
             return
         view, self._first_epoch = self._coming_back.come_back()
         self._change_calls.changed(view)
-        self._nodes[:] = [self._plan.workers[slot].node for slot in view.members]
+        self._name_nodes(view)
 
     def _batch_asked(self, loader: SharedLoader) -> None:
         """The loop asks for a batch."""
