@@ -4,7 +4,7 @@
 # make check  ruff, mypy, import-linter                make docs    the documentation site, in site/
 # make bench  run the benchmarks (root, idle machine) and write docs/benchmarks.md; QUICK=--quick
 # make fuzz   feed each parser for FUZZ_S seconds (600) with bytes that a stranger could send; FUZZ="NAME ..." for some
-# make chaos  kill workers of many runs at random moments, and print what became of them
+# make chaos  kill, stop and hang workers of many runs at random moments, and print what became of them
 # make clean  remove .venv, site and caches
 PYTHON ?= python3
 BIN := .venv/bin

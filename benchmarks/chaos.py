@@ -1,13 +1,20 @@
-"""Are runs right from which workers are killed at random moments? As a table.
+"""Are runs right whose workers are killed, stopped or stuck at random moments? As a table.
 
-    python benchmarks/chaos.py [--runs N] [--seed S] [--respawn] [--json]
+    python benchmarks/chaos.py [--runs N] [--faults NAME,...] [--transports shm,tcp] [--seed S] [--json]
 
-Each run has four workers, of which one or two are killed, so long after training has begun as the seed
-says: during forward or backward passes, rounds, while the others meet again, at the end of a pass. A run is
-right if it ends by itself, all survivors have the same weights, and every sample of every pass was used
-once. The pause is the longest time between two steps of a survivor around a kill. With `--respawn` lost
-workers are started again, the second kill may come while the first worker returns, and a last column counts
-the returns.
+Each run has four workers. When the fault comes follows from the seed: during forward or backward passes,
+rounds, while the others meet again, at the end of a pass.
+
+    kill    one or two workers are killed, at once or shortly one after the other, and stay away
+    return  the same, and lost workers are started again; the second kill may come while the first returns
+    first   the first worker is killed, and is started again
+    half    two workers at once, killed or stopped, and are started again
+    stop    one worker is stopped for 1 to 20 s, then goes on, unless it was left out before
+    loop    one worker is in an endless loop, and is started again
+
+A run is right if it ends by itself, all that are left have the same weights, every sample of every pass was
+used once, and no process and no shared memory is left behind. The pause is the longest step of a worker
+around a kill or a stop.
 """
 
 from __future__ import annotations
@@ -18,65 +25,121 @@ import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.losses import WORKERS, Kill, Outcome, run
+from tests.leaks import Snapshot, left_behind
+from tests.losses import WORKERS, Kill, Outcome, endless, run
+
+LONG_S = 120.0  # a stopped worker is left out long before
 
 
-def kills_of(drawn: random.Random) -> list[Kill]:
-    """One kill, or two: at the same time, just after each other, or some time later."""
+def _kill(drawn: random.Random) -> dict[str, Any]:
     slots = drawn.sample(range(WORKERS), drawn.choice([1, 1, 2]))
-    first = Kill(slots[0], drawn.uniform(0.0, 0.5))
-    return [first, *(Kill(slot, drawn.choice([0.0, 0.003, drawn.uniform(0, 0.3)])) for slot in slots[1:])]
+    others = [Kill(slot, drawn.choice([0.0, 0.003, drawn.uniform(0, 0.3)])) for slot in slots[1:]]
+    return {"kills": [Kill(slots[0], drawn.uniform(0.0, 0.5)), *others]}
 
 
-def carry_out(transport: str, runs: int, seed: int, *, respawn: bool) -> list[Outcome]:
-    """So many runs, one after another."""
-    drawn = random.Random(f"{seed}/{transport}")
+def _return(drawn: random.Random) -> dict[str, Any]:
+    first, *others = _kill(drawn)["kills"]
+    later = drawn.choice([0.0, drawn.uniform(0, 4.0)])
+    return {"kills": [first, *(Kill(kill.slot, later) for kill in others)], "respawn": 3}
+
+
+def _first(drawn: random.Random) -> dict[str, Any]:
+    return {"kills": [Kill(0, drawn.uniform(0.0, 0.5))], "respawn": 3}
+
+
+def _half(drawn: random.Random) -> dict[str, Any]:
+    slots, on_s = drawn.sample(range(WORKERS), WORKERS // 2), drawn.choice([None, LONG_S])
+    first, *others = slots
+    after_s = drawn.uniform(0.0, 0.5)
+    kills = [Kill(first, after_s, on_s), *(Kill(slot, 0.0, on_s) for slot in others)]
+    return {"kills": kills, "respawn": 3}
+
+
+def _stop(drawn: random.Random) -> dict[str, Any]:
+    slot, after_s, on_s = drawn.randrange(WORKERS), drawn.uniform(0.0, 0.5), drawn.uniform(1.0, 20.0)
+    return {"kills": [Kill(slot, after_s, on_s)], "respawn": 3}
+
+
+def _loop(drawn: random.Random) -> dict[str, Any]:
+    return {"kills": [], "respawn": 3, "script": endless(drawn.randrange(WORKERS), drawn.randrange(6, 70))}
+
+
+FAULTS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "kill": _kill,
+    "return": _return,
+    "first": _first,
+    "half": _half,
+    "stop": _stop,
+    "loop": _loop,
+}
+
+
+def carry_out(fault: str, transport: str, runs: int, seed: int) -> list[Outcome]:
+    """So many runs, one after another; what is wrong with one goes to stderr."""
+    drawn = random.Random(f"{seed}/{fault}/{transport}")
     found = []
     for number in range(runs):
         with tempfile.TemporaryDirectory() as folder:
-            kills = kills_of(drawn)
-            if respawn:
-                later = drawn.choice([0.0, drawn.uniform(0, 4.0)])
-                kills = [kills[0], *(Kill(kill.slot, later) for kill in kills[1:])]
-            outcome = run(Path(folder), transport, kills, respawn=3 if respawn else 0)
-            wrong = outcome.wrong or ([f"exit code {outcome.code}"] if outcome.code else [])
+            before, asked = Snapshot.take(), FAULTS[fault](drawn)
+            outcome = run(Path(folder), transport, **asked)
+            outcome.wrong.extend(f"left behind: {one}" for one in left_behind(before))
+            if outcome.code:
+                outcome.wrong.append(f"exit code {outcome.code}")
             found.append(outcome)
-            if wrong:
-                print(f"{transport}, run {number}, {kills}: {'; '.join(wrong)}", file=sys.stderr)
+            if outcome.wrong:
+                told = f"{fault}, {transport}, run {number}, {asked['kills']}: {'; '.join(outcome.wrong)}"
+                print(told, file=sys.stderr)
     return found
+
+
+def row(found: list[Outcome]) -> dict[str, float]:
+    """The figures of runs with one fault."""
+    pauses = [one.pause_s for one in found]
+    return {
+        "runs": len(found),
+        "wrong": sum(bool(one.wrong) for one in found),
+        "median_pause_s": round(statistics.median(pauses), 3),
+        "worst_pause_s": round(max(pauses), 3),
+        "lost": sum(one.output.count(" was lost (") for one in found),
+        "left_out": sum(one.output.count(" was left out: ") for one in found),
+        "returns": sum(one.output.count(" is back after ") for one in found),
+    }
 
 
 def main() -> None:
     """Print the table, or the figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=50, help="how many for each transport")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=20, help="how many for each fault and transport")
+    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--transports", default="shm,tcp")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--respawn", action="store_true", help="start lost workers again")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    rows = {}
-    for transport in ("shm", "tcp"):
-        found = carry_out(transport, asked.runs, asked.seed, respawn=asked.respawn)
-        pauses = [one.pause_s for one in found]
-        rows[transport] = {
-            "runs": len(found),
-            "wrong": sum(bool(one.wrong or one.code) for one in found),
-            "median_pause_s": round(statistics.median(pauses), 3),
-            "worst_pause_s": round(max(pauses), 3),
-            "returns": sum(one.output.count(" is back after ") for one in found),
-        }
+    faults = asked.faults.split(",")
+    if unknown := set(faults) - set(FAULTS):
+        parser.error(f"there is no fault {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
+    rows: dict[str, dict[str, float]] = {}
+    if not asked.json:
+        print("fault   transport  runs  wrong  pause, median  worst     lost  left out  back")
+    for fault in faults:
+        for transport in asked.transports.split(","):
+            one = rows[f"{fault} {transport}"] = row(carry_out(fault, transport, asked.runs, asked.seed))
+            if not asked.json:
+                times = f"{one['median_pause_s']:11.3f} s  {one['worst_pause_s']:6.3f} s"
+                counts = f"{one['lost']:4}  {one['left_out']:8}  {one['returns']:4}"
+                left = f"{fault:6}  {transport:9}  {one['runs']:4}  {one['wrong']:5}"
+                print(f"{left}  {times}  {counts}", flush=True)
     if asked.json:
         print(json.dumps(rows))
-        return
-    print("transport  runs  wrong  pause, median  worst    returns")
-    for transport, row in rows.items():
-        times = f"{row['median_pause_s']:11.3f} s  {row['worst_pause_s']:.3f} s  {row['returns']:7}"
-        print(f"{transport:9}  {row['runs']:4}  {row['wrong']:5}  {times}")
-    sys.exit(any(row["wrong"] for row in rows.values()))
+    sys.exit(any(one["wrong"] for one in rows.values()))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -47,8 +47,11 @@ def changed(change):
     assert (change.rank, change.world_size) == (session.rank, session.world_size)
 
 session.on_change(changed)
-waits, missed = "WAITS" in os.environ, False
+waits, missed, until = "WAITS" in os.environ, False, None
+if "ECHELON_RETURNS" in os.environ:
+    open("coming", "w").close()
 drawn = open(f"drawn-{{slot}}", "a", buffering=1)
+stepped = open(f"stepped-{{slot}}", "a", buffering=1)
 for epoch in session.epochs({EPOCHS}):
     for x, y, i in loader:
         drawn.write(json.dumps([epoch, i.tolist(), time.time(), os.getpid()]) + "\\n")
@@ -56,6 +59,7 @@ for epoch in session.epochs({EPOCHS}):
         nn.functional.cross_entropy(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        stepped.write(f"{{time.time()}}\\n")
         held = time.monotonic() + 90 if "HOLDS" in os.environ else 0
         while time.monotonic() < held and not os.path.exists("go"):
             time.sleep(0.02)
@@ -63,12 +67,24 @@ for epoch in session.epochs({EPOCHS}):
         missed |= session.world_size < {WORKERS}
         waits &= not (missed and session.world_size == {WORKERS})
         if waits and missed:
-            time.sleep(0.5)  # processes may start slowly
+            until = until or time.monotonic() + 60  # on a busy machine a process takes long to start
+            while not os.path.exists("coming") and time.monotonic() < until:
+                time.sleep(0.05)
+            time.sleep(0.2)
     session.mean(1.0)
 weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
 open(f"weights-{{slot}}", "w").write(hashlib.sha256(weights).hexdigest())
 session.print(f"done with {{session.world_size}} workers")
 """
+
+
+def endless(slot: int, step: int) -> str:
+    """The script, with a loop that does not end, on one worker after so many steps."""
+    loop = f"""
+        while slot == "{slot}" and session.step == {step} and "ECHELON_RETURNS" not in os.environ:
+            time.sleep(0.001)
+        optimizer.zero_grad("""
+    return SCRIPT.replace("\n        optimizer.zero_grad(", loop)
 
 
 NORMALISED = """
@@ -118,6 +134,15 @@ dies_in("commit")
 """ + SCRIPT.replace("    session.mean(1.0)\n", "    session.mean(1.0)\n    session.save('own', keep=1)\n")
 """The script, which also saves after each epoch; with DIES="2:write_part" slot 2 is killed there."""
 
+UNEQUAL = SCRIPT.replace(
+    "        optimizer.zero_grad",
+    "        time.sleep(len(x) * (0.004 if slot == '2' else 0.001))\n        optimizer.zero_grad",
+).replace(
+    "torch.manual_seed(0)",
+    "from echelon.train import auto_shares\nauto_shares._WARM_UP_S = 0.0\ntorch.manual_seed(0)",
+)
+"""The script with a slow worker, so that shares change soon."""
+
 SLOW = SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.004 if os.path.exists('stopped') else 0.05)")
 """The script, which takes its time until it was stopped once."""
 
@@ -162,13 +187,15 @@ def run(
     words: Sequence[str] = (),
     stops: bool = False,
     act: Callable[[Path], None] | None = None,
+    period: int = 1,
 ) -> Outcome:
     """Start a run in an empty folder, kill workers of it, and look at what is left.
 
     With `respawn` the script takes its time while a worker is missing, so that it can come back. `dies`
     names a slot and where it is killed, in scripts that do so themselves; `words` are further options.
-    With `stops` the launcher gets SIGTERM after the kills, and the run is resumed. With `act` all workers
-    wait after some steps, until that function has done something to the run.
+    With `stops` the launcher gets SIGTERM after the kills, and the run is resumed. `period`: after how many
+    steps workers meet. With `act` all workers wait after some steps, until that function has done something
+    to the run.
     """
     (folder / "train.py").write_text(script)
     timers: list[threading.Timer] = []
@@ -212,7 +239,7 @@ def run(
         return Outcome(code, text, ["it hangs"], limit_s)
     if dies:
         killed[int(dies.partition(":")[0])] = 0.0
-    return _judged(folder, code, text, killed)
+    return _judged(folder, code, text, killed, period)
 
 
 def _resumed(folder: Path, output: IO[bytes], limit_s: float) -> int:
@@ -269,7 +296,15 @@ def _kill(
     return killed
 
 
-def _judged(folder: Path, code: int, text: str, killed: dict[int, float]) -> Outcome:
+def _pause_s(folder: Path, slot: int, drawn: list[float], killed: Collection[float]) -> float:
+    """The longest of the steps during and after a kill, from the batch to the end of the step."""
+    ends = [float(line) for line in (folder / f"stepped-{slot}").read_text().split()]
+    steps = list(zip(drawn, ends, strict=False))
+    found = [next((at for at, (_, end) in enumerate(steps) if end >= t), len(steps)) for t in killed]
+    return max((end - begin for at in found for begin, end in steps[at : at + 2]), default=0.0)
+
+
+def _judged(folder: Path, code: int, text: str, killed: dict[int, float], period: int) -> Outcome:
     wrong: list[str] = []
     done = [slot for slot in range(2 * WORKERS) if (folder / f"weights-{slot}").exists()]
     if len({(folder / f"weights-{slot}").read_text() for slot in done}) != 1:
@@ -280,21 +315,21 @@ def _judged(folder: Path, code: int, text: str, killed: dict[int, float]) -> Out
         wrong.append(f"survivors were told of different changes: {told}")
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     under_way: dict[int, list[set[int]]] = defaultdict(list)
+    few: dict[tuple[int, tuple[int, ...]], int] = {}  # drawn again by all of them, if fewer than workers
     pause_s = 0.0
     for slot in range(2 * WORKERS):
         lines = _lines(folder, slot)
         pids = list(dict.fromkeys(line[3] for line in lines))
-        for pid in pids if slot in killed and slot not in done else pids[:-1]:
-            last = max(at for at, line in enumerate(lines) if line[3] == pid)
-            epoch, positions, *_ = lines.pop(last)  # it may have been in the last sum, or not
-            under_way[epoch].append(set(positions))
+        for pid in pids if slot not in done else pids[:-1]:
+            own = [at for at, line in enumerate(lines) if line[3] == pid]
+            for last in reversed(own[-period:]):
+                epoch, positions, *_ = lines.pop(last)  # it may have been in the last sum, or not
+                under_way[epoch].append(set(positions))
         for epoch, positions, *_ in lines:
-            counts[epoch].update(positions)
-        if slot in done:
-            pairs = itertools.pairwise(line[2] for line in lines if line[3] == pids[0])
-            pause_s = max(
-                [pause_s, *(b - a for a, b in pairs if any(a <= t <= b for t in killed.values()))]
-            )
+            first = few.setdefault((epoch, tuple(positions)), slot) if len(positions) < WORKERS else slot
+            counts[epoch].update(positions if first == slot else ())
+        if slot in done and len(pids) == 1:
+            pause_s = max(pause_s, _pause_s(folder, slot, [line[2] for line in lines], killed.values()))
     for epoch in range(EPOCHS):
         if twice := [i for i, n in counts[epoch].items() if n > 1]:
             wrong.append(f"epoch {epoch}: {len(twice)} samples were used twice")

@@ -32,7 +32,7 @@ _TRIED: dict[Any, tuple[Any, ...]] = {
 }
 
 
-allow_names_in(*_TRIED[str])
+allow_names_in(*(f"x({value})" for value in _TRIED[str]))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ import sys
 from random import Random
 
 import pytest
-from tests.losses import SAVING, SCRIPT, SLOW, Kill, changes, normalised, run
+from tests.losses import SAVING, SCRIPT, SLOW, UNEQUAL, Kill, changes, endless, normalised, run
 
 from echelon.checkpoint.store import read_newest
+from echelon.observe.events import SharesChanged, read_events
+from echelon.observe.run_folder import RunFolder
 
 SEEDED = Random(17)
 
@@ -66,6 +68,42 @@ def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(
     assert not (next((tmp_path / "runs").iterdir()) / "admission").exists()
 
 
+def test_shares_that_follow_speeds_still_do_after_a_loss_and_are_the_same_on_all(tmp_path):
+    outcome = run(tmp_path, "shm", [Kill(0, 0.7)], script=UNEQUAL)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "done with 3 workers" in outcome.output
+    (record,) = (tmp_path / "runs").iterdir()
+    changes = [
+        [
+            (e.step, e.shares)
+            for e in read_events(RunFolder(record).events_of(rank))
+            if isinstance(e, SharesChanged)
+        ]
+        for rank in (1, 2, 3)
+    ]
+    assert changes[0]
+    assert changes[0] == changes[1] == changes[2]
+
+
+@pytest.mark.parametrize(
+    ("codec", "transport", "respawn"), [("power-sgd(rank=2)", "tcp", 0), ("one-bit", "shm", 3)]
+)
+def test_encoded_gradients_are_encoded_again_by_those_who_are_left(tmp_path, codec, transport, respawn):
+    words = ("--codec", codec)
+    outcome = run(tmp_path, transport, [Kill(2, 0.15)], respawn=respawn, words=words)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "lost with rank 2: what the codec had left out" in " ".join(outcome.output.split())
+    assert f"done with {4 if respawn else 3} workers" in outcome.output
+
+
+def test_workers_that_average_weights_go_on_with_the_mean_of_who_is_left_and_of_who_is_back(tmp_path):
+    words = ("--sync", "local(4)")
+    outcome = run(tmp_path, "tcp", [Kill(0, 0.15)], respawn=3, words=words, period=4)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "rank 0 was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert "done with 4 workers" in outcome.output
+
+
 @pytest.mark.parametrize(("dies", "said"), [("2:write_part", "rank 2"), ("0:commit", "its leader")])
 def test_a_checkpoint_under_way_is_void_when_a_writer_is_lost_and_the_others_save_again(
     tmp_path, dies, said
@@ -103,34 +141,19 @@ def test_a_worker_that_comes_back_and_makes_other_calls_is_left_out(tmp_path):
     assert "done with 3 workers" in outcome.output
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_stopped_worker_is_left_out_and_started_again(tmp_path, transport):
-    outcome = run(tmp_path, transport, [Kill(2, 0.1, on_s=60)], respawn=3)
+def test_a_stopped_worker_is_left_out_and_started_again_and_one_stopped_for_a_moment_stays(tmp_path):
+    outcome = run(tmp_path, "shm", [Kill(0, 0.1, on_s=0.5), Kill(2, 0.2, on_s=60)], respawn=3)
     assert (outcome.code, outcome.wrong) == (0, []), outcome.output
-    told = re.search(
-        r"rank 2 was left out: no progress for [\d.]+ s \(stopped\); 3 workers go on", flat(outcome)
-    )
-    assert told, outcome.output
+    told = r"rank 2 was left out: no progress for [\d.]+ s \(stopped\); 3 workers go on"
+    assert re.search(told, flat(outcome)), outcome.output
     assert "rank 2 is back after" in outcome.output
     assert "workers: 1 left out, 1 back; never fewer than 3 went on" in flat(outcome)
     assert "done with 4 workers" in outcome.output
 
 
-def test_workers_that_are_stopped_for_a_moment_stay(tmp_path):
-    outcome = run(tmp_path, "shm", [Kill(0, 0.1, on_s=0.5), Kill(2, 0.2, on_s=0.3)], respawn=3)
-    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
-    assert "left out" not in outcome.output
-    assert "done with 4 workers" in outcome.output
-
-
 def test_a_worker_in_an_endless_loop_is_left_out_and_started_again(tmp_path):
-    endless = SCRIPT.replace(
-        "        optimizer.zero_grad(",
-        "        while slot == '1' and session.step == 9 and 'ECHELON_RETURNS' not in os.environ:\n"
-        "            time.sleep(0.001)\n"
-        "        optimizer.zero_grad(",
-    )
-    outcome = run(tmp_path, "shm", [], respawn=3, script=endless, words=("--round-timeout-s", "10"))
+    words = ("--round-timeout-s", "10")
+    outcome = run(tmp_path, "tcp", [], respawn=3, script=endless(1, 9), words=words)
     assert (outcome.code, outcome.wrong) == (0, []), outcome.output
     assert re.search(r"rank 1 was left out: no progress for [\d.]+ s; 3 workers go on", flat(outcome))
     assert "done with 4 workers" in outcome.output
@@ -165,8 +188,8 @@ def test_an_error_of_the_script_still_ends_the_run_with_that_error(tmp_path):
     ("words", "said"),
     [
         (("--min-workers", "5"), "5 workers are needed, and 4 are started"),
-        (("--min-workers", "2", "--sync", "local(8)"), "--sync local(8) cannot go on yet"),
-        (("--min-workers", "2", "--codec", "fp16"), "--codec fp16 cannot go on yet"),
+        (("--min-workers", "2", "--sync", "gossip"), "--sync gossip cannot go on yet"),
+        (("--min-workers", "2", "--overlap", "step"), "--overlap step cannot go on yet"),
         (("--min-workers", "0"), "min workers is 0"),
     ],
 )

@@ -459,7 +459,7 @@ def stopped_for_a_while(transport):
 def test_a_worker_that_is_stopped_for_a_while_goes_on_afterwards(warm_pool, transport):
     (step, told), (other, _) = warm_pool.run(2, stopped_for_a_while, transport)
     assert step == other == 4
-    assert "rank 1 does not answer: stopped, or the machine is overloaded" in told
+    assert "rank 1 does not answer: stopped, overloaded, or cut off from the network" in told
 
 
 def late_for_a_round(transport):

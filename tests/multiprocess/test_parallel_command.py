@@ -51,6 +51,13 @@ def test_a_script_runs_in_stages_with_the_losses_of_one_worker(tmp_path: Path) -
         assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) < 1e-12
         held += own
     assert sorted(held) == sorted(names)
+    summaries = [json.loads(file.read_text()) for file in tmp_path.glob("runs/*/summary.json")]
+    (summary,) = (one for one in summaries if one["world_size"] == 2)
+    first, second = summary["stages"]
+    assert (first["begin"], first["end"], second["end"]) == (0, second["begin"], 3)
+    assert min(first["busy_s"], first["predicted_s"], second["busy_s"], second["predicted_s"]) > 0
+    assert set(first["waits_s"]) == {"1"}
+    assert "stages waited" in staged.stdout + staged.stderr
 
 
 def test_verify_with_a_layout_is_refused_before_workers_start(tmp_path: Path) -> None:

@@ -109,7 +109,9 @@ def test_data_split_differently_on_each_worker_is_refused(warm_pool):
 def drifting(how):
     with echelon.join(**WAIT) as session:
         heard = Heard()
-        model, optimizer, loader = job(session, model=nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
+        layers = [nn.Linear(3, 4), nn.Linear(4, 1)] if how != "nan in a layer" else [nn.Linear(3, 1)]
+        whole = nn.Sequential(*layers) if len(layers) > 1 else layers[0]
+        model, optimizer, loader = job(session, model=whole)
 
         def train():
             for _ in session.epochs(2):
@@ -126,7 +128,7 @@ def drifting(how):
                     if how == "edited" and session.rank == 1:
                         with torch.no_grad():
                             model[1].bias.add_(1e-3)
-                    if how == "nan" and session.rank == 1 and session.step == 2:
+                    if "nan" in how and session.rank == 1 and session.step == 2:
                         model.register_forward_pre_hook(lambda m, args: (args[0] * float("nan"),))
 
         return attempt(train), heard.texts
@@ -145,8 +147,9 @@ def test_gradients_set_by_hand_must_be_the_same_on_all_workers(warm_pool):
         assert "session.all_reduce(p.grad" in error.fix
 
 
-def test_nan_is_told_by_the_worker_on_which_it_begins_and_ends_the_run_in_the_weights(warm_pool):
-    (error, leader), (own, other) = warm_pool.run(2, drifting, "nan")
+@pytest.mark.parametrize("how", ["nan", "nan in a layer"])
+def test_nan_is_told_by_the_worker_on_which_it_begins_and_ends_the_run_in_the_weights(warm_pool, how):
+    (error, leader), (own, other) = warm_pool.run(2, drifting, how)
     assert any("rank 1" in text and "NaN or infinite" in text for text in other)
     assert not any("rank 0" in text for text in leader)
     assert isinstance(own, GradientError)

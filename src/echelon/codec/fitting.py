@@ -41,6 +41,11 @@ def refuse_momentum(codec: Codec, own: float, optimizer: str) -> None:
         )
 
 
+def goes_on(text: str) -> bool:
+    """Whether the others can go on with this codec when a worker is lost; with a rail, its sites cannot."""
+    return not isinstance(CODECS.build(text, where=_WHERE), Between)
+
+
 def refuse_for_weights(text: str, policy: str) -> None:
     """Refuse codecs for policies that average weights, because codecs write gradients."""
     codec = CODECS.build(text, where=_WHERE)

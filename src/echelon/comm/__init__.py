@@ -2,6 +2,7 @@
 
 group.py     the contract of a group of workers: reduce, gather, broadcast, exchange messages
 future.py    the result of an operation in flight
+inbox.py     a queue between threads, with waits that end
 open.py      opens a group: chooses one of the following three
 changing.py  a group whose operations are repeated without members that were lost
 returning.py the group of a worker that was started again, before it is a member

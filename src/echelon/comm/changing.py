@@ -7,7 +7,7 @@ interrupted before it had it (`membership/survival.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -27,11 +27,16 @@ class GroupChanges(Protocol):
     """What a worker does when others are lost. `number` counts the changes so far.
 
     members         the slots of the workers that are there: their ranks at first
+    slot            this worker's
     is_catching_up  this worker comes back, and repeats what the others did
     """
 
     number: int
     members: tuple[int, ...]
+    slot: int
+
+    def members_of(self, number: int) -> Sequence[int]:
+        """The slots of the members after so many changes, by rank."""
 
     @property
     def is_catching_up(self) -> bool:
@@ -57,6 +62,9 @@ class GroupChanges(Protocol):
 
     def reduced(self, *, anew: bool) -> None:
         """A round of gradients is complete; `anew`: of the members that are there now."""
+
+    def averaged(self, slots: Collection[int]) -> None:
+        """The weights of these workers were averaged, and so is all that they have trained since before."""
 
     def opened(self, group: ChangingGroup) -> None:
         """A fork was made, which follows the changes too."""

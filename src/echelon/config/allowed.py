@@ -21,10 +21,16 @@ _given: set[str] = set()
 
 
 def allow_names_in(*texts: object) -> None:
-    """From now on, code may be imported that is named in one of these texts of the user's."""
+    """From now on, code may be imported that is named in one of these texts of the user's.
+
+    `module:name` counts only as an argument of a strategy, as in `function(module:name)`: elsewhere it is
+    the name of a run or a folder, an address or a time.
+    """
     for text in texts:
         if isinstance(text, str):
-            _given.update(_WORD.findall(text))
+            name, _, arguments = text.partition("(")
+            _given.update(word for word in _WORD.findall(name) if ":" not in word)
+            _given.update(_WORD.findall(arguments))
 
 
 def is_allowed(name: str) -> bool:

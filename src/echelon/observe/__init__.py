@@ -19,6 +19,7 @@ worker_figures.py one worker's figures, from its steps
 settled.py     the same since the last change of shares, from which lateness is judged
 membership.py  who was lost, left out and back, in one line
 verified.py    what the checks of --verify found, in one line
+stages.py      what stages of a pipeline did with their time, and for whom they waited
 summary.py     the figures of a run, from its events
 reason.py      why a worker keeps the others waiting, and what helps
 verdict.py     what the figures mean, in sentences

@@ -37,7 +37,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from echelon.observe.events import BucketReduced, StepEnded
+from echelon.observe.events import BucketReduced, PassesTimed, StepEnded
 from echelon.observe.spans import end_of, exchanges, result_of
 
 Basis: TypeAlias = Literal["arrival", "wait"]
@@ -48,7 +48,7 @@ _CLOCK_TOLERANCE_S = 1e-3
 _ROUNDING_S = 5e-6
 _MOST_UNMATCHED = 2  # exchanges by which workers that meet may differ
 _BUCKET_INSTANTS = ("t", "start", "begun", "sent", "ended")  # 0: not known
-_Timed = TypeVar("_Timed", bound=StepEnded | BucketReduced)
+_Timed = TypeVar("_Timed", bound=StepEnded | BucketReduced | PassesTimed)
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def same_clock(event: _Timed, offsets: Mapping[int, float]) -> _Timed:
     if not ahead_s:
         return event
     instants = ("t", "start", "arrival") if isinstance(event, StepEnded) else _BUCKET_INSTANTS
-    known = {name: at for name in instants if (at := getattr(event, name))}
+    known = {name: at for name in instants if (at := getattr(event, name, 0.0))}
     return msgspec.structs.replace(event, **{name: at - ahead_s for name, at in known.items()})
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 from echelon.config.units import show_bytes, show_seconds
 from echelon.observe.decisions import decisions_verdict
 from echelon.observe.membership import members_line
+from echelon.observe.stages import stages_verdict
 from echelon.observe.summary import Summary
 from echelon.observe.sync import SyncFigures
 from echelon.observe.verdict import verdict, wire_verdict
@@ -43,7 +44,7 @@ def closing_table(summary: Summary) -> RenderableType:
     lines = [f"{_made(summary)} in {show_seconds(summary.seconds)}, {rate(summary)}"]
     lines.append(", ".join(quality(summary)))
     lines += [verdict(summary), decisions_verdict(summary.decisions), wire_verdict(summary)]
-    lines += [members_line(summary.members), verify_line(summary.verified)]
+    lines += [stages_verdict(summary.stages), members_line(summary.members), verify_line(summary.verified)]
     meanings = _meanings(summary)
     known = [f"{name}: {meaning}" for name, meaning in meanings.items() if name in columns]
     texts = [Text("; ".join(known), style="dim")] if summary.world_size > 1 else []

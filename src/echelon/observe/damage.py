@@ -22,7 +22,8 @@ def damage_of(folder: RunFolder) -> list[str]:
         if broken:
             said.append(f"{broken:,} line{'s' if broken > 1 else ''} of {file.name} cannot be read")
         if missing:
-            said.append(f"{missing:,} step{'s' if missing > 1 else ''} are missing in {file.name}")
+            are = "steps are" if missing > 1 else "step is"
+            said.append(f"{missing:,} {are} missing in {file.name}")
     if completed and steps_together(policy_of(folder)) and last:
         end = max(last.values())
         said += [

@@ -124,6 +124,43 @@ class BucketReduced(Event, frozen=True, kw_only=True, tag="bucket"):
     coded_bytes: int = 0
 
 
+class StageAssigned(Event, frozen=True, kw_only=True, tag="stage"):
+    """Which layers of a model this worker has, as a stage of a pipeline; written when the model is cut.
+
+    It has layers `begin` to `end`, the latter excluded; `first` and `last` are their names. `ranks` are the
+    workers of its pipeline, by stage. `predicted_s` is the time of a micro-batch, forward and backward, as
+    its layers were measured one by one, `predicted_bytes` is for parameters, gradients, states and
+    activations; both are 0 if nothing was measured.
+    """
+
+    replica: int
+    stage: int
+    ranks: list[int]
+    begin: int
+    end: int
+    first: str
+    last: str
+    schedule: str
+    micro: int
+    predicted_s: float = 0.0
+    predicted_bytes: float = 0.0
+
+
+class PassesTimed(Event, frozen=True, kw_only=True, tag="passes"):
+    """What a stage of a pipeline computed for a batch, during the step of the worker's next StepEnded.
+
+    `passes`, in order: kind, number of the micro-batch, microseconds since `start`, microseconds for which
+    it then waited for another stage, and those that it took after that. A forward pass waits for the stage
+    before, a backward pass for the one after, `weights` for nobody, and the `result` comes from the last
+    stage. `memory_bytes` is the process's resident memory above that without the model.
+    """
+
+    step: int
+    start: float
+    passes: list[tuple[str, int, int, int, int]]
+    memory_bytes: int = 0
+
+
 class LinkMeasured(Event, frozen=True, kw_only=True, tag="link"):
     """The measured rate and latency of the link from this worker to rank `peer`; not for shared memory."""
 
@@ -253,6 +290,19 @@ class Logged(Event, frozen=True, kw_only=True, tag="logged"):
 
     step: int
     values: dict[str, float]
+
+
+class LayoutsPredicted(Event, frozen=True, kw_only=True, tag="layouts"):
+    """`parallel="auto"` has chosen a layout; written by rank 0.
+
+    `steps_s` are the predicted seconds of a step with each layout that fits, the best first; `worth` those
+    that are not hopeless; `left_out` why others were not considered.
+    """
+
+    chosen: str
+    steps_s: dict[str, float]
+    worth: list[str] = []
+    left_out: dict[str, str] = {}
 
 
 class MemoryUsed(Event, frozen=True, kw_only=True, tag="memory"):
@@ -386,6 +436,8 @@ AnyEvent: TypeAlias = (
     | StepsExpected
     | StepEnded
     | BucketReduced
+    | StageAssigned
+    | PassesTimed
     | LinkMeasured
     | WorkersAwaited
     | Evaluated
@@ -397,6 +449,7 @@ AnyEvent: TypeAlias = (
     | Verified
     | MembersChanged
     | Logged
+    | LayoutsPredicted
     | MemoryUsed
     | ServerEnded
     | CheckpointSaved

@@ -24,6 +24,7 @@ from echelon.observe.page.history import Incident, RunHistory, collect_history, 
 from echelon.observe.page.markup import about, safe, section, table
 from echelon.observe.page.planned import planned
 from echelon.observe.page.sections import close_up, communication, learning, speed, time_split, waiting
+from echelon.observe.page.stages import stages_section
 from echelon.observe.page.sync import synchronisation
 from echelon.observe.plan_view import PlanView, view_of
 from echelon.observe.run_folder import RunFolder
@@ -92,6 +93,7 @@ def page_html(
             speed(history),
             time_split(history.summary),
         ]
+        parts.append(stages_section(history.summary.stages))
         parts += [communication(history.summary), close_up(steps, history.summary, buckets)]
     else:
         parts.append(section("No steps", "<p>No step was recorded, so there is nothing to draw.</p>"))

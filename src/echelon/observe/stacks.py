@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from echelon.observe.run_folder import RunFolder
@@ -23,6 +24,8 @@ _MOST_FRAMES = 4
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _NOT_THE_SCRIPT = ("<frozen runpy>", "<frozen importlib._bootstrap>")
 _OWN = ("start/worker.py", "start/template.py", "start/call.py")
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+_TORCH = f"{os.sep}torch{os.sep}"
 _STATES = {"T": "stopped by a signal (SIGCONT lets it go on)", "t": "stopped by a debugger"}
 
 
@@ -72,15 +75,31 @@ def ask(folder: RunFolder, rank: int, pid: int) -> str:
 
 
 def described(dump: str) -> str:
-    """The innermost frames of a stack that faulthandler wrote, without the script's starters. Pure."""
+    """The innermost frames of a stack that faulthandler wrote, without the script's starters. Pure.
+
+    If Echelon was called, the frames are those of the script that called it.
+    """
     frames = [match.groupdict() for line in dump.splitlines() if (match := _FRAME.fullmatch(line))]
     kept = [
-        f"{Path(frame['file']).name}:{frame['line']} in {frame['function']}"
+        frame
         for frame in frames
         if frame["file"] not in _NOT_THE_SCRIPT and not frame["file"].endswith(_OWN)
     ]
-    more = ", ..." if len(kept) > _MOST_FRAMES else ""
-    return ", called from ".join(kept[:_MOST_FRAMES]) + more
+    inner = list(takewhile(lambda frame: _is_ours(frame["file"]) or _TORCH in frame["file"], kept))
+    outer = kept[len(inner) :]
+    inside = bool(outer) and any(_is_ours(frame["file"]) for frame in inner)
+    shown = [
+        f"{Path(frame['file']).name}:{frame['line']} in {frame['function']}"
+        for frame in (outer if inside else kept)
+    ]
+    if inside:
+        shown[0] += ", in a call of Echelon"
+    more = ", ..." if len(shown) > _MOST_FRAMES else ""
+    return ", called from ".join(shown[:_MOST_FRAMES]) + more
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_PACKAGE)
 
 
 def _state(pid: int) -> str:

@@ -28,10 +28,12 @@ from echelon.observe.events import (
     Evaluated,
     LinkMeasured,
     MembersChanged,
+    PassesTimed,
     RunEnded,
     RunStarted,
     ServerEnded,
     SharesChanged,
+    StageAssigned,
     StepEnded,
     Verified,
     WorkerFailed,
@@ -45,6 +47,7 @@ from echelon.observe.plan_view import measured_step_s, view_of
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.settled import SettledFigures, SettledTally
 from echelon.observe.spans import end_of
+from echelon.observe.stages import StageFigures, StageTally
 from echelon.observe.step_cost import CostTally, StepCost
 from echelon.observe.sync import Stretch, SyncFigures, SyncTally, policy_of, steps_together
 from echelon.observe.verified import VerifySummary, VerifyTally
@@ -83,7 +86,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     figures since the last change of shares, if enough rounds followed it; then sentences and columns on
     who kept the others waiting are from these: `judged`.
 
-    `verified` is None without checks (`--verify`), `members` if no worker was lost or left out.
+    `verified` is None without checks (`--verify`), `members` if no worker was lost or left out. `stages` is
+    empty without a pipeline; stages.py has the definitions.
 
     `prediction` is None if the run's plan predicts nothing, or workers did not step together.
 
@@ -119,6 +123,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     settled: SettledFigures | None = None
     prediction: PlanScore | None = None
     verified: VerifySummary | None = None
+    stages: tuple[StageFigures, ...] = ()
     members: MembersFigures | None = None
 
     @property
@@ -207,6 +212,7 @@ class Tally:
         self._failed: WorkerFailed | None = None
         self._ended: RunEnded | None = None
         self._verify = VerifyTally()
+        self._stages = StageTally()
         self._members = MembersTally()
 
     def add(self, event: AnyEvent) -> None:
@@ -231,6 +237,8 @@ class Tally:
                 self._codecs.server(event)
             case CorruptionFound() | Verified():
                 self._verify.add(event)
+            case StageAssigned() | PassesTimed():
+                self._stages.add(event)
             case MembersChanged():
                 self._members.add(event)
             case WorkerJoined():
@@ -363,6 +371,7 @@ class Tally:
             decisions=self._decisions.decisions() if self._decisions is not None else (),
             settled=self._settled_figures(late_rounds, lateness.rounds),
             verified=self._verify.summary(),
+            stages=self._stages.figures(),
             members=self._members.figures(),
         )
 

@@ -4,7 +4,8 @@ There is one process per worker with one lane per activity, and one process for 
 throughput. Faults, failures, checkpoints and evaluations are instants. Every slice carries its step. At
 each round an arrow leads from the worker that arrived last to the one that waited longest. Below its
 activities each worker has its buckets, from filling (encode) to the reduced result, and within that the
-time until its own bytes were sent. Buckets in flight at the same time are in separate rows.
+time until its own bytes were sent. Buckets in flight at the same time are in separate rows. A stage of a
+pipeline has a lane with its passes, and its waits for other stages.
 
 If workers do not step together there are no rounds, so there are no arrows and no throughput, but a counter
 of gradients per update of the server.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import gzip
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -41,9 +42,11 @@ from echelon.observe.events import (
     FaultInjected,
     MembersChanged,
     Noted,
+    PassesTimed,
     QuotasApplied,
     RunEnded,
     RunStarted,
+    StageAssigned,
     StepEnded,
     WorkerFailed,
     WorkerJoined,
@@ -51,15 +54,18 @@ from echelon.observe.events import (
 from echelon.observe.follow import read_run
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.spans import ACTIVITIES, end_of, spans
+from echelon.observe.stages import awaited_rank
 from echelon.observe.sync import policy_of, steps_together
 
 TraceEvent: TypeAlias = dict[str, Any]
 
 _RUN_PID = 1
+_STAGE_TID = 6
 _INSTANTS_TID = 9
 _BUCKETS_SORT = 5  # after the four activities
 _ROW_TIDS = 1_000_000_000  # above the ids of all other lanes
 _ROWS_PER_WORKER = 10_000
+_TIMED = (StepEnded, BucketReduced, PassesTimed)
 
 
 def chrome_trace(events: Iterable[AnyEvent], policy: str = "") -> dict[str, Any]:
@@ -68,10 +74,7 @@ def chrome_trace(events: Iterable[AnyEvent], policy: str = "") -> dict[str, Any]
     together = _step_together(kept, policy)
     offsets = _offsets(kept) if together else {}
     if offsets:
-        kept = [
-            same_clock(event, offsets) if isinstance(event, (StepEnded, BucketReduced)) else event
-            for event in kept
-        ]
+        kept = [same_clock(event, offsets) if isinstance(event, _TIMED) else event for event in kept]
     start = min((_begin(event) for event in kept), default=0.0)
     steps = sorted((e for e in kept if isinstance(e, StepEnded)), key=lambda e: (e.start, e.rank))
     rounds = rounds_of(steps) if together else []
@@ -83,7 +86,7 @@ def chrome_trace(events: Iterable[AnyEvent], policy: str = "") -> dict[str, Any]
         (e for e in kept if isinstance(e, BucketReduced)), key=lambda e: (e.start, e.rank)
     ):
         rows.add(bucket)
-    traced = _names(kept) + lanes.slices + rows.names + rows.slices
+    traced = _names(kept) + lanes.slices + rows.names + rows.slices + _stages(kept, start)
     for round_ in rounds:
         traced += _counters(round_, start) + lanes.arrow(round_)
     if not together:
@@ -107,7 +110,7 @@ def write_trace(folder: RunFolder, out: Path) -> Path:
 
 
 def _begin(event: AnyEvent) -> float:
-    return min(event.start, event.t) if isinstance(event, (StepEnded, BucketReduced)) else event.t
+    return min(event.start, event.t) if isinstance(event, _TIMED) else event.t
 
 
 def _us(seconds: float) -> int:
@@ -282,6 +285,33 @@ class _BucketRows:
             self.names.append(_sort("thread_sort_index", _pid(rank), tid, _BUCKETS_SORT + row))
         free_from[row] = end
         return tid
+
+
+def _stages(events: Sequence[AnyEvent], start: float) -> list[TraceEvent]:
+    """A lane for each stage: its passes, and the waits before them."""
+    assigned = {event.rank: event for event in events if isinstance(event, StageAssigned)}
+    lanes: list[TraceEvent] = []
+    free_from: dict[int, int] = {}
+    for event in sorted((e for e in events if isinstance(e, PassesTimed)), key=lambda e: (e.start, e.rank)):
+        pid, own = _pid(event.rank), assigned.get(event.rank)
+        tid = pid + _STAGE_TID
+        if event.rank not in free_from:
+            lanes += [_name("thread_name", pid, tid, "stage"), _sort("thread_sort_index", pid, tid, 5)]
+            free_from[event.rank] = 0
+        base = _us(event.start - start)
+        for kind, micro, begun_us, wait_us, took_us in event.passes:
+            rank = awaited_rank(kind, own.stage, own.ranks) if own is not None else None
+            waiting = "wait" if rank is None else f"wait for rank {rank}"
+            args = {"step": event.step, "micro": micro}
+            at = base + begun_us
+            for name, dur in ((waiting, wait_us), (f"{kind} {micro}", took_us)):
+                ts = max(at, free_from[event.rank])
+                at += dur
+                if at > ts:
+                    placed: TraceEvent = {"ph": "X", "name": name, "cat": "stage", "ts": ts, "dur": at - ts}
+                    lanes.append(placed | {"pid": pid, "tid": tid, "args": args})
+                    free_from[event.rank] = at
+    return lanes
 
 
 def _counters(round_: ObservedRound, start: float) -> list[TraceEvent]:

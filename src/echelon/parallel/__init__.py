@@ -9,6 +9,7 @@ chain.py       a model as a chain of layers
 traced.py      any module as such a chain, by torch.fx
 measure.py     what each layer costs on this worker
 masks.py       the same dropout masks as in one process
+pass_times.py  when a stage computed which pass, and how long it waited
 again.py       a forward pass once more, exactly
 micro.py       a call of the model in micro-batches
 losses.py      losses that are computed micro-batch by micro-batch
@@ -26,7 +27,9 @@ freed_memory.py  freed memory goes back to the system
 holdings.py    which worker holds which parameters
 norms.py       the norm of a whole model's gradients
 memory.py      what a layout needs on each worker, and whether it fits
-candidates.py  which layouts `--parallel auto` tries
+candidates.py  which layouts `auto` considers
+layout_probe.py  what layers and exchanges cost, for `auto`
+layout_cost.py what a step would take with a layout; the ranking
 local_way.py   in which ways one machine can compute a batch
 thread_replicas.py  replicas of a model in the threads of one process
 spread.py      one model spread over the workers: cut at its first call, then run

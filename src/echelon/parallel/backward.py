@@ -26,7 +26,7 @@ class BackwardPasses:
         self._back = back
         self._splits = splits
         self._later: deque[SplitBackward] = deque()
-        self._weighed = 0
+        self.weighed = 0  # of how many micro-batches all weights are done
         self.total: Gradients = [None] * len(parameters)
 
     def of(self, kept: KeptMicro, given: Sequence[Tensor | None]) -> None:
@@ -58,13 +58,8 @@ class BackwardPasses:
 
     def weights(self) -> None:
         """The gradients of the weights that were put off first."""
-        self._weighed += 1
+        self.weighed += 1
         self._add(self._later.popleft().second())
-
-    def weights_of(self, micro: int) -> None:
-        """Those of all micro-batches up to this one, if they are not done."""
-        while self._weighed <= micro:
-            self.weights()
 
     def _add(self, found: Gradients) -> None:
         for at, gradient in enumerate(found):

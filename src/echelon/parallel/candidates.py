@@ -1,4 +1,4 @@
-"""Which layouts does `--parallel auto` try for so many workers? Pure.
+"""Which layouts does `auto` consider for so many workers? Pure.
 
 Every dimension that spreads a model, alone and with data parallelism over the rest. Pipelines have stages
 on neighbours or between sites, and micro-batches enough that stages wait for a small part of a step.

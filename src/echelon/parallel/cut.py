@@ -1,13 +1,15 @@
 """Where is a chain of layers cut into stages, so that unequal workers finish together? Pure.
 
-With micro-batches the slowest stage sets the pace: a batch of M micro-batches takes about
+With micro-batches the slowest stage, or the slowest link between two, sets the pace: a batch of M
+micro-batches takes about
 
-    T = sum of all stages + (M - 1) * slowest stage
+    T = sum of all stages and links, there and back + (M - 1) * slowest stage or link
 
-The sum depends on the cut too, because workers are unequal. Both are minimised exactly: for every
-possible pace (the time of some run of layers on some worker) a dynamic program finds the least sum with
-no stage slower than the pace. Stages are in the order of the workers; each has at least one layer. A
-stage that does not fit its worker's memory is not considered.
+The sum depends on the cut too, because workers are unequal, and because layers hand over more or less. Both
+are minimised exactly: for every possible pace (the time of some run of layers on some worker, or of some
+cut's values on some link) a dynamic program finds the least sum with nothing slower than the pace.
+Stages are in the order of the workers; each has at least one layer. A stage that does not fit its
+worker's memory is not considered.
 """
 
 from __future__ import annotations
@@ -29,18 +31,30 @@ class ChainCost:
     times_s       forward and backward of a micro-batch: of each layer, on each worker
     sizes_bytes   what a stage with the layer keeps in memory
     limits_bytes  each worker's memory; empty: not limited
+    wires_s       what a cut before each layer hands over for a micro-batch takes on each link, the first
+                  stage's first; empty: no time
     closed        layers before which no cut is possible
     """
 
     times_s: Sequence[Sequence[float]]
     sizes_bytes: Sequence[float]
     limits_bytes: Sequence[float] = ()
+    wires_s: Sequence[Sequence[float]] = ()
     closed: frozenset[int] = field(default_factory=frozenset)
 
     @property
     def layers(self) -> int:
         """How many there are."""
         return len(self.sizes_bytes)
+
+    def wire_s(self, stage: int, begin: int) -> float:
+        """How long what this stage receives is on its way, if it begins with this layer."""
+        return self.wires_s[stage - 1][begin] if stage and self.wires_s else 0.0
+
+
+def wires_s(bytes_per_s: Sequence[float], passed_bytes: Sequence[float]) -> list[list[float]]:
+    """How long each cut takes on each link; `passed_bytes` is what each layer hands over."""
+    return [[0.0, *(count / rate for count in passed_bytes[:-1])] for rate in bytes_per_s]
 
 
 def best_cuts(cost: ChainCost, micro: int) -> tuple[int, ...]:
@@ -49,7 +63,7 @@ def best_cuts(cost: ChainCost, micro: int) -> tuple[int, ...]:
     found: tuple[float, tuple[int, ...]] | None = None
     for pace in _paces(cost):
         if found is not None and micro * pace >= found[0] and pace > 0:
-            break  # paces ascend: the sum is at least the slowest stage, so nothing later is better
+            break  # paces ascend: the sum is at least the slowest one, so nothing later is better
         within = _least_sum(cost, pace)
         if within is None:
             continue
@@ -64,14 +78,14 @@ def best_cuts(cost: ChainCost, micro: int) -> tuple[int, ...]:
 
 def _slowest(cost: ChainCost, cuts: Sequence[int]) -> float:
     edges = [0, *cuts, cost.layers]
-    return max(
-        sum(times[begin:end]) for times, begin, end in zip(cost.times_s, edges[:-1], edges[1:], strict=True)
-    )
+    stages = zip(cost.times_s, edges[:-1], edges[1:], strict=True)
+    slowest = max(sum(times[begin:end]) for times, begin, end in stages)
+    return max(slowest, *(cost.wire_s(stage, begin) for stage, begin in enumerate(edges[:-1])))
 
 
 def _paces(cost: ChainCost) -> list[float]:
-    """The times of all runs of layers on all workers, ascending; thinned out evenly if they are many."""
-    runs: set[float] = set()
+    """The times of all runs of layers and of all cuts, ascending; thinned out evenly if they are many."""
+    runs: set[float] = {one for link in cost.wires_s for one in link[1:]}
     for times in cost.times_s:
         sums = [0.0, *accumulate(times)]
         for begin in range(cost.layers):
@@ -94,12 +108,15 @@ def _least_sum(cost: ChainCost, pace: float) -> tuple[float, tuple[int, ...]] | 
         for begin, before in enumerate(best):
             if before is None or begin in cost.closed or begin == layers:
                 continue
+            wire_s = cost.wire_s(stage, begin)
+            if wire_s > pace * (1 + 1e-12):
+                continue
             took = size = 0.0
             for end in range(begin + 1, layers - (stages - 1 - stage) + 1):
                 took, size = took + times[end - 1], size + cost.sizes_bytes[end - 1]
                 if took > pace * (1 + 1e-12) or size > limit:
                     break
-                total, known = before[0] + took, following[end]
+                total, known = before[0] + 2 * wire_s + took, following[end]
                 if known is None or total < known[0]:
                     following[end] = total, (*before[1], begin) if stage else ()
         best = following

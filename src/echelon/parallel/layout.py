@@ -23,6 +23,7 @@ from echelon.parallel.strategies.data import Replicas
 from echelon.parallel.strategies.pipeline import Pipeline
 
 D = TypeVar("D", bound=Dimension)
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ class Mesh:
     def weights(self, of_workers: Sequence[float]) -> list[float]:
         """The replicas' parts of a batch: the mean of their workers', who compute one after another."""
         return [sum(of_workers[rank] for rank in ranks) / len(ranks) for ranks in self.ranks]
+
+
+def is_auto(text: str) -> bool:
+    """Whether a layout is to be chosen by cost."""
+    return text.strip() == AUTO
 
 
 def parse_layout(text: str, *, where: str = "--parallel") -> Layout:

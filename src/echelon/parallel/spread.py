@@ -8,21 +8,25 @@ keeps its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from echelon.comm.group import Group
+from echelon.comm.meet.links import Links
 from echelon.config.units import show_memory
 from echelon.parallel.chain import Given, LayerChain, chain_of, check_cuts
-from echelon.parallel.cut import ChainCost, best_cuts
+from echelon.parallel.cut import ChainCost, best_cuts, wires_s
 from echelon.parallel.holdings import Holdings
 from echelon.parallel.layout import Mesh
-from echelon.parallel.measure import measure
+from echelon.parallel.measure import LayerCosts, measure
 from echelon.parallel.micro import cut_call
 from echelon.parallel.norms import WholeNorms
+from echelon.parallel.pass_times import PassTimes, resident_bytes
 from echelon.parallel.schedule import StageAction, most_kept, schedule
 from echelon.parallel.split import Gradients
 from echelon.parallel.stage import PipelineStage, StagePart
@@ -35,6 +39,7 @@ class SpreadModel:
     """A model over the workers of a mesh.
 
     group         all workers; `memory_bytes` is what this one may use
+    links         measured ones; None: all workers are on one machine, or nothing is known
     weight        of this replica's loss, when a backward pass ends
     keeps         whether gradients stay on this worker for now (accumulation)
     agree         all workers make the call that is described, or all raise
@@ -48,6 +53,7 @@ class SpreadModel:
         group: Group,
         *,
         memory_bytes: float,
+        links: Links | None = None,
         weight: Callable[[], float],
         keeps: Callable[[], bool],
         agree: Callable[[str], None],
@@ -59,6 +65,7 @@ class SpreadModel:
         self._mesh = mesh
         self._group = group
         self._memory_bytes = memory_bytes
+        self._links = links
         self._weight = weight
         self._keeps = keeps
         self._agree = agree
@@ -68,6 +75,10 @@ class SpreadModel:
         check_cuts(self._chain, pipeline.cut_points, mesh.stages)
         self._messages = group.fork()
         self._stage: PipelineStage | None = None
+        self._costs: LayerCosts | None = None
+        self._micro = 1
+        tensors = (*model.parameters(), *model.buffers())
+        self._without_bytes = resident_bytes() - sum(one.nbytes for one in tensors)
         self.holdings: Holdings | None = None
         self.quiet = False  # state_dict gives what is there, and does not ask the other workers
         self._kept: Gradients = []
@@ -106,16 +117,54 @@ class SpreadModel:
             end=edges[replica][stage + 1],
         )
         self.holdings.part()
+        self._tell(part, replica)
         return PipelineStage(
             self._chain,
             part,
             self._messages,
-            self.holdings.own,
-            self.holdings.buffers,
+            self.holdings,
             options=self._pipeline,
             landed=self._landed,
+            timed=self._timed,
             training=self._trains,
         )
+
+    def _tell(self, part: StagePart, replica: int) -> None:
+        """Record which layers this worker has."""
+        took_s, needs_bytes = self._predicted(part)
+        self._observer.staged(
+            replica=replica,
+            stage=part.stage,
+            ranks=list(part.ranks),
+            begin=part.begin,
+            end=part.end,
+            first=self._chain.names[part.begin],
+            last=self._chain.names[part.end - 1],
+            schedule=self._pipeline.schedule,
+            micro=self._micro,
+            predicted_s=took_s,
+            predicted_bytes=needs_bytes,
+        )
+
+    def _predicted(self, part: StagePart) -> tuple[float, float]:
+        """The time of a micro-batch in a stage, and the stage's memory; zeros if nothing was measured."""
+        costs, pipeline = self._costs, self._pipeline
+        if costs is None:
+            return 0.0, 0.0
+        own = slice(part.begin, part.end)
+        kept = most_kept(
+            schedule(pipeline.schedule, part.stage, len(part.ranks), self._micro, pipeline.ahead)
+        )
+        passed = sum(costs.passed_bytes[own])
+        if pipeline.recompute:
+            received = costs.passed_bytes[part.begin - 1] if part.begin else 0.0
+            return sum(costs.times_s[own]), sum(costs.held_bytes[own]) + passed + kept * received
+        return sum(costs.times_s[own]), sum(costs.held_bytes[own]) + kept * passed
+
+    def _timed(self, times: PassTimes) -> None:
+        """A batch has gone through this stage."""
+        memory_bytes = max(0, resident_bytes() - self._without_bytes)
+        self._observer.passed(times.begun, times.passes, memory_bytes)
 
     def _trains(self) -> bool:
         return any(module.training for module in self._model.modules())
@@ -142,16 +191,17 @@ class SpreadModel:
     def _cuts(self, given: Given) -> list[tuple[int, ...]]:
         """Each replica's cuts."""
         pipeline, mesh = self._pipeline, self._mesh
+        call = cut_call(given, pipeline.count)
+        micro = self._micro = len(call.edges)
         if pipeline.cuts or mesh.stages == 1:
             return [pipeline.cut_points] * mesh.replicas
-        call = cut_call(given, pipeline.count)
-        micro = len(call.edges)
-        costs = measure(self._model, self._chain, call.part(0), recompute=pipeline.recompute)
+        costs = self._costs = measure(self._model, self._chain, call.part(0), recompute=pipeline.recompute)
         kept = 1 if pipeline.recompute else most_kept(_longest(pipeline, mesh.stages, micro))
         sizes_bytes = [
             held + kept * passed for held, passed in zip(costs.held_bytes, costs.passed_bytes, strict=True)
         ]
-        mine = torch.tensor([*costs.times_s, *sizes_bytes, self._memory_bytes], dtype=torch.float64)
+        figures = [*costs.times_s, *sizes_bytes, *costs.passed_bytes, self._memory_bytes]
+        mine = torch.tensor(figures, dtype=torch.float64)
         told = [one.tolist() for one in self._group.all_gather(mine)]
         count = len(self._chain)
         found = [
@@ -160,6 +210,7 @@ class SpreadModel:
                     times_s=[told[rank][:count] for rank in ranks],
                     sizes_bytes=told[0][count : 2 * count],
                     limits_bytes=[told[rank][-1] for rank in ranks],
+                    wires_s=wires_s(self._rates(ranks), told[ranks[0]][2 * count : 3 * count]),
                     closed=self._chain.closed,
                 ),
                 micro,
@@ -168,6 +219,11 @@ class SpreadModel:
         ]
         self._explain("pipeline", self._why(found, told), "")
         return found
+
+    def _rates(self, ranks: Sequence[int]) -> list[float]:
+        """The bytes per second of the links between stages; none if nothing is known."""
+        links = self._links
+        return [links.bytes_per_s.get(pair, math.inf) for pair in pairwise(ranks)] if links else []
 
     def _why(self, cuts: list[tuple[int, ...]], told: list[list[float]]) -> str:
         parts, count = [], len(self._chain)

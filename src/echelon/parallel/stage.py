@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from echelon.comm.group import Group
@@ -23,9 +23,11 @@ from echelon.parallel.again import FirstPass
 from echelon.parallel.awaited import AwaitedOutput, called_twice, not_one_tensor
 from echelon.parallel.backward import BackwardPasses
 from echelon.parallel.chain import Given, LayerChain
+from echelon.parallel.holdings import Holdings
 from echelon.parallel.losses import MicroLoss
 from echelon.parallel.masks import BatchMasks
 from echelon.parallel.micro import KeptMicro, ModelCall, cut_call, joined, part_of
+from echelon.parallel.pass_times import PassTimes
 from echelon.parallel.passing import (
     TAGS_OF_A_LINK,
     GradientReceiver,
@@ -86,27 +88,29 @@ class _StageRun:
 
 
 class PipelineStage:
-    """Runs one stage. `landed` gets the gradients of `parameters` after each backward pass."""
+    """Runs one stage. `landed` gets the gradients of what it holds after each backward pass."""
 
     def __init__(
         self,
         chain: LayerChain,
         part: StagePart,
         group: Group,
-        parameters: Sequence[nn.Parameter],
-        buffers: Sequence[Tensor],
+        holdings: Holdings,
         *,
         options: Pipeline,
         landed: Callable[[Gradients], None],
+        timed: Callable[[PassTimes], None],
         training: Callable[[], bool],
     ) -> None:
         self._chain = chain
         self._part = part
         self._group = group
-        self._parameters = list(parameters)
-        self._buffers = list(buffers)
+        self._parameters = list(holdings.own)
+        self._buffers = list(holdings.buffers)
         self._options = options
         self.landed = landed
+        self._timed = timed
+        self._times = PassTimes()
         self._training = training
         self._outbox = Outbox(group)
         ranks, stage = part.ranks, part.stage
@@ -136,14 +140,20 @@ class PipelineStage:
 
     def _through(self, call: ModelCall) -> Any:
         """Run all forward passes of this stage; keeps what backward needs, if gradients are on."""
+        self._times = PassTimes()
         run = self._begin(call, alone=True)
         for micro in range(len(call.edges)):
-            self._forward_one(run, micro)
-        return self._end(run)
+            with self._times.of("forward", micro):
+                self._forward_one(run, micro)
+        output = self._end(run)
+        if run.trains:
+            self._timed(self._times)
+        return output
 
     def scheduled(self, call: ModelCall, loss: MicroLoss) -> tuple[Tensor, Tensor, Gradients]:
         """Run the schedule with a loss: its value, the model's output, and gradients of the parameters."""
         part, options = self._part, self._options
+        self._times = PassTimes()
         run, passes = self._begin(call, alone=False), self._backward_passes()
         parts: list[Tensor] = []
         coming = GradientReceiver(self._group, part.after, _GRADIENTS)
@@ -153,37 +163,49 @@ class PipelineStage:
             self._fill(action, passes, coming)
             micro = action.micro
             if action.kind == "forward":
-                self._forward_one(run, micro)
-                kept = call.kept[micro]
-                if part.is_last:
-                    if not isinstance(run.outputs[micro], Tensor):
-                        raise not_one_tensor(run.outputs[micro])
-                    parts.append(loss.part(run.outputs[micro], call.edges[micro]))
-                    kept.handed = parts[-1:]
-                    run.outputs[micro] = run.outputs[micro].detach()  # the graph goes with `kept`
-                else:
-                    coming.expect(kept.handed)
+                with self._times.of("forward", micro):
+                    self._forward_one(run, micro)
+                    if part.is_last:
+                        parts.append(self._part_of_loss(run, loss, micro))
+                if not part.is_last:
+                    coming.expect(call.kept[micro].handed)
             elif action.kind == "backward":
-                given = [torch.ones_like(parts[micro])] if part.is_last else coming.take()
-                passes.of(call.kept.pop(micro), given)
+                with self._times.of("backward", micro):
+                    given = [torch.ones_like(parts[micro])] if part.is_last else self._take(coming)
+                    passes.of(call.kept.pop(micro), given)
                 if part.is_last:
                     parts[micro] = parts[micro].detach()
         value = self._told(parts)
         output = pytree.tree_map(_detached, self._end(run))
+        self._timed(self._times)
         return value.to(output.dtype), output, passes.total
 
     def _fill(self, action: StageAction, passes: BackwardPasses, coming: GradientReceiver) -> None:
         """Compute weights: those that the action is about, and others while it would have to wait."""
-        if action.kind == "weights":
-            passes.weights_of(action.micro)
-        while passes.owes and not self._can(action, coming):
-            passes.weights()
+        is_due = action.kind == "weights"
+        while passes.owes and (passes.weighed <= action.micro if is_due else not self._can(action, coming)):
+            with self._times.of("weights", passes.weighed):
+                passes.weights()
+
+    def _part_of_loss(self, run: _StageRun, loss: MicroLoss, micro: int) -> Tensor:
+        """What a micro-batch adds to the loss; its backward pass starts there."""
+        output = run.outputs[micro]
+        if not isinstance(output, Tensor):
+            raise not_one_tensor(output)
+        part = loss.part(output, run.call.edges[micro])
+        run.call.kept[micro].handed = [part]
+        run.outputs[micro] = output.detach()  # the graph goes with `kept`
+        return part
+
+    def _take(self, coming: GradientReceiver) -> list[Tensor]:
+        with self._times.waiting():
+            return coming.take()
 
     def _can(self, action: StageAction, coming: GradientReceiver) -> bool:
         """Whether what an action needs from other stages is there."""
         if action.kind == "forward":
             return self._part.is_first or self._from_before.has_come
-        return action.kind == "weights" or self._part.is_last or coming.has_come
+        return self._part.is_last or coming.has_come
 
     def _backward_passes(self) -> BackwardPasses:
         part = self._part
@@ -198,7 +220,8 @@ class PipelineStage:
         ranks = self._part.ranks
         if not self._part.is_last:
             told = torch.empty((), dtype=torch.float64)
-            return self._group.receive(told, ranks[-1], _LOSS).wait()
+            with self._times.of("result", 0), self._times.waiting():
+                return self._group.receive(told, ranks[-1], _LOSS).wait()
         total = torch.stack(parts).sum()
         for rank in ranks[:-1]:
             self._outbox.send(total.double(), rank, _LOSS)
@@ -254,7 +277,8 @@ class PipelineStage:
     def _end(self, run: _StageRun) -> Any:
         """The model's output, when all passes of the run have begun."""
         if not self._part.is_last:
-            received = [self._output.take() for _ in run.call.edges]
+            with self._times.of("result", 0), self._times.waiting():
+                received = [self._output.take() for _ in run.call.edges]
             run.outputs = [described.build(tensors)[0] for described, tensors in received]
             if run.random:
                 self._receive_random(self._part.ranks[-1])
@@ -275,7 +299,8 @@ class PipelineStage:
         """What the stage before hands over, and which of it carries gradients."""
         if self._part.is_first:
             return (), []
-        described, tensors = self._from_before.take()
+        with self._times.waiting():
+            described, tensors = self._from_before.take()
         received = []
         for spec, tensor in zip(described.tensors, tensors, strict=True):
             if spec.trained and trains:
@@ -316,7 +341,8 @@ class PipelineStage:
 
     def _receive_random(self, source: int) -> None:
         state = torch.empty_like(torch.get_rng_state())
-        torch.set_rng_state(self._group.receive(state, source, _RANDOM).wait())
+        with self._times.waiting():
+            torch.set_rng_state(self._group.receive(state, source, _RANDOM).wait())
 
     # Backward ------------------------------------------------------------------------------------
 
@@ -324,6 +350,7 @@ class PipelineStage:
         """Run all backward passes of this stage; `of_outputs` are the gradients of the model's output."""
         if not call.kept:
             raise called_twice()
+        self._times = PassTimes()
         part, passes = self._part, self._backward_passes()
         coming = GradientReceiver(self._group, part.after, _GRADIENTS)
         if not part.is_last:
@@ -333,16 +360,18 @@ class PipelineStage:
             self._fill(action, passes, coming)
             if action.kind != "backward":
                 continue
-            given = (
-                coming.take()
-                if not part.is_last
-                else [
-                    None if one is None else part_of(one, call.rows, call.edges[action.micro])
-                    for one in of_outputs
-                ]
-            )
-            passes.of(call.kept.pop(action.micro), given)
+            with self._times.of("backward", action.micro):
+                given = (
+                    self._take(coming)
+                    if not part.is_last
+                    else [
+                        None if one is None else part_of(one, call.rows, call.edges[action.micro])
+                        for one in of_outputs
+                    ]
+                )
+                passes.of(call.kept.pop(action.micro), given)
         self._outbox.flush()
+        self._timed(self._times)
         self.landed(passes.total)
 
 

@@ -6,7 +6,7 @@ than one sample, except where the minimum of one forces more (largest remainder 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -127,14 +127,46 @@ class ShareTable:
         self.workers = len(self.weights)  # for how many a pass' last batch must be enough
         self.goes_back = False  # whether batches that were drawn are drawn again, with the same weights
         self._before: dict[int, list[tuple[int, tuple[float, ...]]]] = {}  # until which batch, oldest first
+        self._gone: frozenset[int] = frozenset()  # who has no samples, since it was lost
+        self._gone_before: dict[int, list[tuple[int, frozenset[int]]]] = {}
         self._parts: dict[tuple[int, tuple[float, ...]], tuple[int, ...]] = {}
 
     def change(self, weights: Sequence[float], first: Mapping[int, int]) -> None:
         """Use other weights, in each loader from the batch with this number on, and from 0 in new ones."""
         for loader, number in first.items():
-            self._before.setdefault(loader, []).append((number, self.weights))
+            earlier = [(min(until, number), before) for until, before in self._before.get(loader, ())]
+            self._before[loader] = [*earlier, (number, self.weights)]
         self._parts.clear()
         self.weights = tuple(weights)
+
+    def keep(self, ranks: Collection[int], first: Mapping[int, int]) -> None:
+        """From these batches on only these ranks have samples; their weights stay as they are.
+
+        A rank that had none so far gets the mean of the others' weights.
+        """
+        known = len(self.weights)
+        further = frozenset(range(known, max(ranks) + 1))
+        if further:
+            self.weights += (sum(self.weights) / known,) * len(further)
+            self._gone |= further
+            self._gone_before = {
+                loader: [(until, gone | further) for until, gone in entries]
+                for loader, entries in self._gone_before.items()
+            }
+            self._parts.clear()
+        for loader, number in first.items():
+            self._gone_before.setdefault(loader, []).append((number, self._gone))
+        self._gone = frozenset(range(len(self.weights))) - set(ranks)
+
+    @property
+    def now(self) -> tuple[float, ...]:
+        """The weights of later batches; 0 for who was lost."""
+        return self._without(self.weights, self._gone)
+
+    def _without(self, weights: tuple[float, ...], gone: frozenset[int]) -> tuple[float, ...]:
+        if not gone:
+            return weights
+        return tuple(0.0 if rank in gone else weight for rank, weight in enumerate(weights))
 
     def state(self, handed: Mapping[int, int]) -> dict[str, object]:
         """The weights, and the batches that still have earlier ones: counted from those handed out."""
@@ -164,7 +196,17 @@ class ShareTable:
             str(loader): [[until, list(weights)] for until, weights in entries]
             for loader, entries in self._before.items()
         }
-        return {"weights": list(self.weights), "before": before, "workers": self.workers}
+        gone = {
+            str(loader): [[until, sorted(ranks)] for until, ranks in entries]
+            for loader, entries in self._gone_before.items()
+        }
+        return {
+            "weights": list(self.weights),
+            "before": before,
+            "gone": gone,
+            "now": sorted(self._gone),
+            "workers": self.workers,
+        }
 
     def adopt(self, table: Mapping[str, Any]) -> None:
         """Go on with another worker's table."""
@@ -175,12 +217,21 @@ class ShareTable:
             int(loader): [(int(until), tuple(map(float, weights))) for until, weights in entries]
             for loader, entries in table["before"].items()
         }
+        self._gone_before = {
+            int(loader): [(int(until), frozenset(map(int, ranks))) for until, ranks in entries]
+            for loader, entries in table["gone"].items()
+        }
+        self._gone = frozenset(map(int, table["now"]))
 
     def at(self, loader: int, number: int) -> tuple[float, ...]:
         """The weights of a loader's batch; `number` counts all batches that were drawn from it."""
         before = self._before.get(loader, [])
         if self.goes_back:
-            return next((weights for until, weights in before if number < until), self.weights)
+            gone = self._gone_before.get(loader, ())
+            return self._without(
+                next((weights for until, weights in before if number < until), self.weights),
+                next((ranks for until, ranks in gone if number < until), self._gone),
+            )
         while before and before[0][0] <= number:  # batches are drawn in ascending order
             del before[0]
         return before[0][1] if before else self.weights

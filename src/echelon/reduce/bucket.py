@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from echelon.comm.future import Future
 from echelon.comm.group import Group, blocks
-from echelon.reduce.piggyback import Piggyback
+from echelon.reduce.piggyback import Piggyback, Seats
 
 Landed = list[tuple[nn.Parameter, Tensor | None]]
 
@@ -103,7 +103,8 @@ class DenseBucket(Bucket):
         self._group = group.current
         self._repeats = group.changes is not None
         self._piggyback = piggyback
-        extra = piggyback.length if piggyback is not None else 0
+        self._seats = piggyback.seats() if piggyback is not None else Seats(0, 0)
+        extra = piggyback.length(self._seats) if piggyback is not None else 0
         self._buffer = self._group.buffer(flagged + extra, first.dtype, first.device)
         self._flags = self._buffer[length:flagged]
         self._room = self._buffer[flagged:]
@@ -125,7 +126,7 @@ class DenseBucket(Bucket):
     def landed(self) -> Landed:
         """The buffer's views."""
         if self._piggyback is not None:
-            self._piggyback.landed(self._room)
+            self._piggyback.landed(self._room, self._seats)
         used = self._flags.tolist()
         return [
             (p, view if flag else None)
@@ -156,7 +157,7 @@ class DenseBucket(Bucket):
             used.append(float(p.grad is not None))
         self._flags.copy_(torch.tensor(used))
         if self._piggyback is not None:
-            self._piggyback.fill(self._room)
+            self._piggyback.fill(self._room, self._seats)
 
     def _start(self, priority: int) -> Future[Tensor]:
         return self._group.all_reduce(self._buffer, priority=priority)

@@ -14,6 +14,7 @@ A worker's own gradients do not change until the whole round has succeeded.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -339,6 +340,8 @@ class Reducer:
         if self._receiver is not None:
             self._receiver.settle()
         self.refresh()
+        if self._encoder is not None and self._group.changes is not None:
+            self._encoder.states.keep()
         self._reported.clear()
         self._in_backward = True
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -393,15 +396,20 @@ class Reducer:
 
         A member may be interrupted after others have gone on. Small sums are kept for it: copies, because
         the script may change its gradients in place. Larger ones count once all members confirm that they
-        have them, so that nobody needs another's.
+        have them, so that nobody needs another's. So do encoded ones: states of codecs change with a round.
         """
-        small = sum(bucket.size_bytes for bucket in self._buckets) <= _COPIED_BYTES
+        small = self._encoder is None and sum(one.size_bytes for one in self._buckets) <= _COPIED_BYTES
         found, landed = changes.begin(), None
+        received: list[Landed] | None = None
+        refused: GradientError | None = None
         while found is None and landed is None:
             try:
                 if self._packed_in != changes.number or changes.outdated():
                     self._send_again()
-                received = self._receive_all()
+                try:
+                    received, refused = self._receive_all(), None
+                except GradientError as error:  # on all alike: it is raised once all have confirmed it
+                    received, refused = [], error
                 if not small:
                     self._group.current.barrier()
                 landed = received
@@ -410,14 +418,17 @@ class Reducer:
                 if loss is None:
                     raise
                 found = changes.recover(loss)
-        if found is not None:
-            if small:
-                for bucket, sums in zip(self._buckets, found, strict=True):
-                    bucket.sums().copy_(sums)
+        if found is not None and small:
+            for bucket, sums in zip(self._buckets, found, strict=True):
+                bucket.sums().copy_(sums)
             landed = [bucket.landed() for bucket in self._buckets]
+        elif found is not None:
+            landed = received  # all have confirmed
         assert landed is not None
         changes.complete(self._kept_sums() if small else [], full=True)
         changes.reduced(anew=found is None)
+        if refused is not None:
+            raise refused
         return landed
 
     def _kept_sums(self) -> list[Tensor]:
@@ -431,17 +442,30 @@ class Reducer:
 
     def _send_again(self) -> None:
         """Send this worker's own gradients, weighted so that the weights of the members sum to one."""
+        again = self._packed_in != self._changes_so_far
         for bucket in self._buckets:
-            if bucket.future is not None and self._packed_in == self._changes_so_far:
+            if bucket.future is not None and not again:
                 bucket.future.wait()  # sent with another weight, and still in flight
+        if self._encoder is not None:
+            self._take_back(self._encoder, again=again)
         weight = self._weight()
         total = torch.tensor([weight], dtype=torch.float64)
         self._group.current.all_reduce(total).wait()
-        if self._packed_in != self._changes_so_far:
+        if again:
             self._pack()
         for index, bucket in enumerate(self._buckets):
             bucket.reset()
             bucket.send(weight / float(total), -index - 1)
+
+    def _take_back(self, encoder: ModelEncoder, *, again: bool) -> None:
+        """Undo what encoding has changed. With `again` the exchanges have failed, or soon will."""
+        for bucket in self._buckets:
+            if bucket.future is not None and again:
+                with contextlib.suppress(Exception):  # it has been told, or is about to be
+                    bucket.future.wait()
+        encoder.states.go_back()
+        if again:
+            encoder.renew(self._group.current)
 
     def _inspected(self) -> list[Landed]:
         """Wait for all buckets, and let the inspector look; all workers repeat the round if it says so."""

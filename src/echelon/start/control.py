@@ -40,12 +40,12 @@ class ControlAddress(msgspec.Struct, frozen=True, kw_only=True):
 class RunControl:
     """The launcher's side, in threads of its own."""
 
-    def __init__(self, folder: RunFolder, members: Members, script: ScriptDigest, *, saves: bool) -> None:
-        """`script` is what workers run, `saves` whether the run saves checkpoints by itself."""
+    def __init__(self, folder: RunFolder, members: Members, script: ScriptDigest, obstacle: str) -> None:
+        """`script` is what workers run, `obstacle` what further workers cannot take part in yet, if any."""
         self._file = folder.control
         self._members = members
         self._script = script
-        self._saves = saves
+        self._obstacle = obstacle
         self._token = secrets.token_hex(16)
         self._listener = socket.create_server(("127.0.0.1", 0))
         port = self._listener.getsockname()[1]
@@ -96,9 +96,9 @@ class RunControl:
     def _join(self, count: int) -> dict[str, Any]:
         available_bytes = psutil.virtual_memory().available
         refusal, fix, slots = "", "", list[int]()
-        if self._saves:
-            refusal = "nobody can join a run yet that saves checkpoints by itself"
-            fix = "`echelon resume RUN --workers N` continues a run with another number of workers"
+        if self._obstacle:
+            refusal = f"nobody can join a run with {self._obstacle} yet"
+            fix = "a run that saves goes on with others: echelon resume RUN --workers N"
         elif name := self._script.changed:
             refusal = f"{name} has changed since the run was started, so who runs it now cannot join"
             fix = "undo the change, or start the run again"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from echelon.errors import GradientError, MismatchedCalls, WorkerError
 from echelon.observe.run_folder import RunFolder
 
 _OF_SEVERAL = "MismatchedCalls"
@@ -169,6 +170,25 @@ def read_failure(path: Path) -> Failure | None:
         return msgspec.json.decode(path.read_bytes(), type=Failure)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def from_error(rank: int, error: BaseException, text: str) -> Failure:
+    """The failure of a worker that ends with this error; `text` is what it prints."""
+    named = error.ranks if isinstance(error, WorkerError) else ()
+    own = (
+        isinstance(error, GradientError | MismatchedCalls) and rank in named
+    )  # all raise it; it names this one
+    consequence = isinstance(error, WorkerError) and not own
+    return Failure(
+        rank=rank,
+        t=time.time(),
+        kind=type(error).__name__,
+        message=str(error),
+        text=text,
+        consequence=consequence,
+        blamed=tuple(named) if consequence else (),
+        unclear=isinstance(error, GradientError) and not named,
+    )
 
 
 def from_exit(rank: int, code: int, t: float) -> Failure:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.errors import ConfigError, LaunchError
-from echelon.observe.events import AnyEvent, StepEnded
+from echelon.observe.events import AnyEvent, LayoutsPredicted, StepEnded
 from echelon.observe.follow import read_run
 from echelon.observe.plan_view import measured_step_s
 from echelon.observe.run_folder import RunFolder
@@ -91,10 +91,17 @@ def steps_of_run(
         shutil.rmtree(root, ignore_errors=True)
 
 
-def tried(
-    settings: RunSettings, origins: Mapping[str, str], target: Target, steps: int
-) -> tuple[float, int]:
-    """The median seconds of a step, and the samples of all workers in it; nothing is saved or planned."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedRun:
+    """A few steps of a run: the median of a step, the samples in one, the layouts that it has ranked."""
+
+    step_s: float
+    samples: int
+    layouts: LayoutsPredicted | None = None
+
+
+def tried(settings: RunSettings, origins: Mapping[str, str], target: Target, steps: int) -> TriedRun:
+    """A run that is ended after a few steps; nothing is saved or planned."""
     settings = replace(settings, checkpoint=None, checkpoint_every=None, checkpoint_best=None)
     if isinstance(settings, TrainSettings):
         settings = replace(settings, epochs=max(settings.epochs, _MANY_EPOCHS))
@@ -109,7 +116,11 @@ def tried(
             where=target.name,
             fix="let it make more steps, or call echelon.join() and session.prepare() in it",
         )
-    return step_s, max(1, sum(event.share for event in found if event.step == 1))
+    return TriedRun(
+        step_s=step_s,
+        samples=max(1, sum(event.share for event in found if event.step == 1)),
+        layouts=next((event for event in events if isinstance(event, LayoutsPredicted)), None),
+    )
 
 
 def timed_step_s(schema: type[RunSettings], given: Mapping[str, Any], target: Target, steps: int) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from echelon.plan.plan import Plan
 from echelon.start.command import WorkerCommand
 
 
@@ -18,6 +19,16 @@ def further_worker(last: WorkerCommand, slot: int) -> WorkerCommand:
     """The command of a worker that joins; `last` is that of the last worker that was planned."""
     env = {**last.env, "RANK": str(slot), "WORLD_SIZE": str(slot + 1), "LOCAL_RANK": str(slot)}
     return replace(last, rank=slot, env=env, program=())
+
+
+def why_nobody_joins(plan: Plan, *, saves: bool) -> str:
+    """What the run has that a further worker cannot take part in yet; empty if there is nothing."""
+    found = {
+        "--checkpoint": saves,
+        f"--sync {plan.sync}": plan.sync != "full",
+        f"--codec {plan.codec}": plan.codec != "none",
+    }
+    return next((what for what, has in found.items() if has), "")
 
 
 class ScriptDigest:

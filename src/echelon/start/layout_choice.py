@@ -1,8 +1,10 @@
 """`--parallel auto`: which layout has the shortest step for this job, on these workers?
 
-The job itself is started with every layout and ended after a few steps; the three best once more. The one
-with the shortest step is taken. A layout that the model, its memory or another option does not allow is
-left out. The choice is kept in the cache for a day, for these workers, this script and these arguments.
+The job itself is started a few times and ended after a few steps each. In the first start the workers rank
+the layouts by measured layers and links (`train/layout_pick.py`); the three best are tried twice, hopeless
+ones not at all. If they cannot rank, every layout is tried. The one with the shortest step is taken. A
+layout that the model, its memory or another option does not allow is left out. The choice is kept in the
+cache for a day, for these workers, this script and these arguments.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings
 from echelon.config.units import show_seconds
 from echelon.errors import ConfigError, EchelonError
+from echelon.observe.events import LayoutsPredicted
 from echelon.parallel.candidates import candidate_layouts
+from echelon.parallel.layout import AUTO
 from echelon.start.earlier_run import script_job
-from echelon.start.few_steps import tried
+from echelon.start.few_steps import TriedRun, tried
 from echelon.start.hosts import read_hosts
 from echelon.start.run import Target
 
 Say = Callable[[str], None]
-AUTO = "auto"
 _STEPS = 30
 _BEST = 3  # that are tried twice: other programs may have taken the cores the first time
 _CLEARLY = 0.97  # of the step of a simpler layout
@@ -117,29 +120,70 @@ def _tried(
     resolved: Resolved[RunSettings], target: Target, layouts: list[str], say: Say
 ) -> tuple[KeptLayout, dict[str, str]]:
     """Seconds of a step by layout, and why others were left out; an error if none works."""
-    steps_s: dict[str, float] = {}
-    left_out: dict[str, str] = {}
-    for number, text in enumerate(layouts, start=1):
-        say(f"trying layout {number} of {len(layouts)}: {text}")
-        try:
-            settings = replace(resolved.settings, parallel=text)
-            steps_s[text], _ = tried(settings, resolved.origins, target, _STEPS)
-        except EchelonError as error:
-            left_out[text] = error.message
+    trials = _Trials(resolved, target, say)
+    first = trials.ranked()
+    wanted = layouts if first is None else trials.worth(first)
+    for text in wanted:
+        trials.take(text, f"trying layout {wanted.index(text) + 1} of {len(wanted)}: {text}")
+    steps_s = trials.steps_s
     again = sorted(steps_s, key=lambda text: steps_s[text])[:_BEST] if len(steps_s) > 1 else []
     for text in again:
-        say(f"trying the best again: {text}")
-        settings = replace(resolved.settings, parallel=text)
-        step_s, _ = tried(settings, resolved.origins, target, _STEPS)
-        steps_s[text] = min(step_s, steps_s[text])
+        trials.take(text, f"trying the best again: {text}")
     if not steps_s:
-        first, why = next(iter(left_out.items()))
+        text, why = next(iter(trials.left_out.items()))
         raise ConfigError(
-            f"no layout works; {first}: {why}",
+            f"no layout works; {text}: {why}",
             where="--parallel auto",
             fix="start more workers, or see with --parallel data what is wrong",
         )
-    return KeptLayout(steps_s=steps_s), left_out
+    kept = {text: steps_s[text] for text in layouts if text in steps_s}
+    return KeptLayout(steps_s=kept | steps_s), trials.left_out
+
+
+class _Trials:
+    """Starts of the job with one layout after another."""
+
+    def __init__(self, resolved: Resolved[RunSettings], target: Target, say: Say) -> None:
+        self._resolved = resolved
+        self._target = target
+        self._say = say
+        self.steps_s: dict[str, float] = {}
+        self.left_out: dict[str, str] = {}
+
+    def ranked(self) -> LayoutsPredicted | None:
+        """The workers' own ranking, by measured layers and links; None if they cannot make one."""
+        self._say("measuring layers and links, to rank layouts")
+        try:
+            found = self._start(AUTO)
+        except EchelonError:
+            return None  # such as a script that prepares its loader by itself: every layout is tried
+        if found.layouts is not None:
+            self.steps_s[found.layouts.chosen] = found.step_s
+        return found.layouts
+
+    def worth(self, ranking: LayoutsPredicted) -> list[str]:
+        """The layouts that are still to be tried: of the three best, those that are not hopeless."""
+        best = ranking.worth[:_BEST]
+        self.left_out |= ranking.left_out
+        for text, step_s in ranking.steps_s.items():
+            if text not in best:
+                self.left_out[text] = f"{show_seconds(step_s)} a step were predicted"
+        return [text for text in best if text not in self.steps_s]
+
+    def take(self, text: str, words: str) -> None:
+        """Try a layout; its shortest step counts."""
+        self._say(words)
+        try:
+            step_s = self._start(text).step_s
+        except EchelonError as error:
+            if text not in self.steps_s:
+                self.left_out[text] = error.message
+            return
+        self.steps_s[text] = min(step_s, self.steps_s.get(text, step_s))
+
+    def _start(self, text: str) -> TriedRun:
+        settings = replace(self._resolved.settings, parallel=text)
+        return tried(settings, self._resolved.origins, self._target, _STEPS)
 
 
 def _said(kept: KeptLayout, how: str) -> str:

@@ -233,7 +233,8 @@ def _few_steps(resolved: Resolved[RunSettings], target: Target, way: LocalWay) -
         threads=way.threads,
         parallel=way.layout,
     )
-    return tried(settings, resolved.origins, target, _SCRIPT_STEPS)
+    found = tried(settings, resolved.origins, target, _SCRIPT_STEPS)
+    return found.step_s, found.samples
 
 
 def _said(kept: KeptWay, cores: int, how: str) -> str:

@@ -16,8 +16,10 @@ import contextlib
 import hmac
 import json
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -49,9 +51,12 @@ class Members:
              shows earlier that it is stuck
     tries    how often in a row a lost worker is started again
     file     where workers see that one of them waits to come back
+    local    whether workers reach the launcher at 127.0.0.1; those of a lab have networks of their own
     """
 
-    def __init__(self, workers: int, fewest: int, *, limit_s: float, tries: int, file: Path) -> None:
+    def __init__(
+        self, workers: int, fewest: int, *, limit_s: float, tries: int, file: Path, local: bool = True
+    ) -> None:
         self._survival = Survival(workers, fewest)
         self._limit_s = limit_s
         self._tries = tries
@@ -79,15 +84,16 @@ class Members:
         self._flag = AdmissionFlag.create(file)
         self._stuck = StuckWatch(file.with_name("progress"), limit_s)
         self._token = secrets.token_hex(16)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._folder = None if local else Path(tempfile.mkdtemp(prefix="echelon-"))
+        self._listener = _listener(self._folder)
         threading.Thread(target=self._accept, name="echelon-members", daemon=True).start()
 
     @property
     def environment(self) -> dict[str, str]:
         """What workers need to find it."""
-        host, port = self._listener.getsockname()[:2]
+        name = self._listener.getsockname()
         return {
-            ADDRESS_VARIABLE: f"{host}:{port}",
+            ADDRESS_VARIABLE: name if isinstance(name, str) else f"{name[0]}:{name[1]}",
             TOKEN_VARIABLE: self._token,
             ADMISSION_VARIABLE: str(self._flag.file),
             **self._stuck.environment,
@@ -310,6 +316,8 @@ class Members:
     def close(self) -> None:
         """Answer nobody any more."""
         self._listener.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._flag.remove()
         self._stuck.close()
 
@@ -465,6 +473,16 @@ class Members:
         return self._raised or any(
             code and slot not in self._survival.gone | self._departed for slot, code in self._ended.items()
         )
+
+
+def _listener(folder: Path | None) -> socket.socket:
+    """At a port of this machine; or in a folder, because network namespaces share files but no ports."""
+    if folder is None:
+        return socket.create_server(("127.0.0.1", 0))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "members"))
+    listener.listen()
+    return listener
 
 
 def _signal(code: int) -> str:

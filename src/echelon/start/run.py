@@ -65,7 +65,7 @@ from echelon.start.command import WorkerCommand
 from echelon.start.control import WORKER_BYTES, RunControl
 from echelon.start.earlier_run import keep_job, script_job
 from echelon.start.failure import Failure, alike, read_failures
-from echelon.start.further import ScriptDigest, further_worker
+from echelon.start.further import ScriptDigest, further_worker, why_nobody_joins
 from echelon.start.lab_course import LabCourse
 from echelon.start.members import Members
 from echelon.start.output import LeaderOutput
@@ -224,7 +224,8 @@ def _run(
             if members is not None:
                 stack.callback(members.close)
                 script = ScriptDigest(target.argv)
-                control = RunControl(folder, members, script, saves=settings.saves)
+                obstacle = why_nobody_joins(plan, saves=settings.saves)
+                control = RunControl(folder, members, script, obstacle)
                 stack.callback(control.close)
                 watch.members = members
             commands = _commands(plan, settings, target, folder, lab, members)
@@ -391,9 +392,9 @@ def _check_losses(settings: RunSettings, plan: Plan) -> None:
             where="--min-workers",
             fix=f"give at most {len(plan.workers)}",
         )
-    if settings.lab or settings.hosts or settings.on != "local":
+    if settings.hosts or settings.on != "local":
         raise ConfigError(
-            "workers of a lab or of other machines cannot go on yet when one of them is lost",
+            "workers of other machines cannot go on yet when one of them is lost",
             where="--min-workers",
             fix="leave --min-workers out: then a loss ends the run",
         )
@@ -410,6 +411,7 @@ def _members(settings: RunSettings, plan: Plan, folder: RunFolder) -> Members | 
         limit_s=plan.round_timeout_s,
         tries=settings.respawn,
         file=folder.path / "admission",
+        local=settings.lab is None,
     )
 
 

@@ -18,7 +18,6 @@ import os
 import runpy
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,11 +26,11 @@ from types import TracebackType
 import msgspec
 
 from echelon.config.allowed import allow_names_in
-from echelon.errors import EchelonError, GradientError, MismatchedCalls, WorkerError
+from echelon.errors import EchelonError
 from echelon.observe import stacks
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
-from echelon.start.failure import Failure
+from echelon.start.failure import from_error
 from echelon.start.log_file import survive_a_full_disk
 from echelon.start.module import missing_module
 from echelon.start.warn import WarningHandler
@@ -114,28 +113,19 @@ def _keep_error(kind: type[BaseException], error: BaseException, trace: Tracebac
     if issubclass(kind, KeyboardInterrupt):
         return
     text = _error_text(kind, error, trace)
-    problem = _write_failure(kind, error, text)
+    problem = _write_failure(error, text)
     sys.stdout.flush()
     sys.stderr.write(text + problem)
     sys.stderr.flush()
 
 
-def _write_failure(kind: type[BaseException], error: BaseException, text: str) -> str:
+def _write_failure(error: BaseException, text: str) -> str:
     """Write the error file. Returns what to print if that is not possible."""
     folder = os.environ.get("ECHELON_RUN")
     if not folder:
         return ""
     rank = int(os.environ.get("RANK", "0"))
-    consequence = isinstance(error, WorkerError) and not _is_own(error, rank)
-    failure = Failure(
-        rank=rank,
-        t=time.time(),
-        kind=kind.__name__,
-        message=str(error),
-        text=text,
-        consequence=consequence,
-        blamed=tuple(error.ranks) if consequence and isinstance(error, WorkerError) else (),
-    )
+    failure = from_error(rank, error, text)
     path = RunFolder(Path(folder)).error_of(rank)
     try:
         path.with_suffix(".tmp").write_bytes(msgspec.json.encode(failure))
@@ -143,11 +133,6 @@ def _write_failure(kind: type[BaseException], error: BaseException, text: str) -
     except OSError as problem:
         return f"the error could not be written to {path}: {problem}\n"
     return ""
-
-
-def _is_own(error: WorkerError, rank: int) -> bool:
-    """Whether an error that all workers raise names this one as the cause."""
-    return isinstance(error, GradientError | MismatchedCalls) and rank in error.ranks
 
 
 def _error_text(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:

@@ -9,6 +9,7 @@ collectives.py  what a script can ask of the other workers: reduce, gather, broa
 loader.py       draws this worker's share of every batch
 arranging.py    how gradients travel: by the sites found, and by the workers' speeds
 auto_shares.py  lets shares follow the workers' measured speeds
+layout_pick.py  which layout has the shortest step? parallel="auto"
 fitting_memory.py  do models fit into the workers' memory?
 memory_watch.py  memory of this worker's part, predicted and measured
 memory_room.py  how large may a share become before memory is full?

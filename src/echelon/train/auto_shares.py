@@ -6,6 +6,9 @@ same numbers, so all take the same decision (plan/balance.py). Only when shares 
 other: they agree on the first batch of each loader that nobody has drawn yet. The global batches stay the
 same, and so do the gradients, to rounding.
 
+Where workers may be lost, other members than before begin anew with their reports. A member that is
+interrupted gets the rows of a round that others have, so all still decide alike.
+
 How often: every step, or every 20 ms if steps are shorter, so that it costs less than a hundredth of a
 step. The first steps, which warm caches up, and the first half second are not counted.
 """
@@ -27,7 +30,7 @@ from echelon.observe.events import SharesChanged
 from echelon.plan.balance import Balancer, ShareChange, StepReport
 from echelon.plan.congestion import TailWatch
 from echelon.plan.shares import ShareTable
-from echelon.reduce.piggyback import Piggyback
+from echelon.reduce.piggyback import Piggyback, Seats
 from echelon.train.clock import StepClock
 from echelon.train.families.synchronizer import Explain
 from echelon.train.loader import SharedLoader
@@ -85,9 +88,25 @@ class AutoShares:
         self._taken = 0  # optimizer steps, of any optimizer
         self._empty = 0
         self._next_at = _WARM_UP_STEPS + 1
-        self.piggyback = Piggyback(group.rank, group.size, _NUMBERS, self._tell, lambda: self._taken)
+        self._view = 0  # in which the balancer's reports were told
+        self.piggyback = Piggyback(self._seats, _NUMBERS, self._tell, lambda: self._taken)
         self._measured_s = 0.0
         self._pending: Future[Tensor] | None = None
+
+    def _seats(self) -> Seats:
+        changes = self._group.changes
+        return Seats(self._group.rank, self._group.size, changes.number if changes is not None else 0)
+
+    def place(self) -> list[float]:
+        """Where this worker is, for one that comes back to the run."""
+        counts = [self._steps, self._taken, self._empty, self._next_at, self._measured_s]
+        return [*counts, self._drawn, self._batch, self._usual]
+
+    def go_to(self, place: Sequence[float]) -> None:
+        """Go on where another worker is."""
+        steps, taken, empty, next_at, self._measured_s, drawn, batch, usual = place
+        self._steps, self._taken, self._empty, self._next_at = map(int, (steps, taken, empty, next_at))
+        self._drawn, self._batch, self._usual = map(int, (drawn, batch, usual))
 
     def drew(self, batch: int, share: int) -> None:
         """This worker's share of a batch of this size was handed to the loop."""
@@ -124,7 +143,8 @@ class AutoShares:
             rows = None
         if rows is not None:
             self._take(rows)
-        if not self.piggyback.is_carried and self._pending is None and self._steps >= self._next_at:
+        alone = not self.piggyback.is_carried and self._group.changes is None
+        if alone and self._pending is None and self._steps >= self._next_at:
             self._pending = self._send()
             self._forget()
 
@@ -150,6 +170,8 @@ class AutoShares:
         ]
         if self.piggyback.is_carried:
             self._forget()
+        if self.piggyback.view != self._view:
+            self._view, self._balancer = self.piggyback.view, None
         if any(report.steps == 0 for report in reports):
             self._empty += 1
             if self._empty >= _EMPTY:
@@ -165,18 +187,31 @@ class AutoShares:
         if self._measured_s < _WARM_UP_S:
             return
         if self._balancer is None:
-            self._balancer = Balancer(self._batch, self._table.weights)
+            self._balancer = Balancer(self._batch, [self._table.weights[slot] for slot in self._slots])
         change = self._balancer.take(reports, [round(row[4]) for row in rows])
         if change is not None:
             self._change(change)
         elif self._congested(reports, slowest_s) and self._on_congestion():
             self._balancer.forget_tails()
 
+    @property
+    def _slots(self) -> Sequence[int]:
+        """The places in the table of those who told the last rows, by rank."""
+        changes = self._group.changes
+        return range(self._group.size) if changes is None else changes.members_of(self._view)
+
+    def _weights(self, shares: Sequence[int]) -> list[float]:
+        """New shares, and their mean for who was lost: if it comes back, it begins with that."""
+        weights = [sum(shares) / len(shares)] * len(self._table.weights)
+        for slot, share in zip(self._slots, shares, strict=True):
+            weights[slot] = share
+        return weights
+
     def _change(self, change: ShareChange) -> None:
         drawn = torch.tensor([loader.batches_drawn for loader in self._loaders], dtype=torch.int64)
         self._group.all_reduce(drawn, "max").wait()
         first = {loader.index: int(number) for loader, number in zip(self._loaders, drawn, strict=True)}
-        self._table.change(change.shares, first)
+        self._table.change(self._weights(change.shares), first)
         self._forget()
         self._record(change)
         if self._on_speeds(change.speeds, change.expected_s) and self._balancer is not None:

@@ -15,8 +15,9 @@ affine weight w and bias b over N samples in all:
     dx = a g + p x + q     a = w s, p = -a s T / N, q = -a S / N - p m, with S = sum g, T = sum g s (x - m)
 
 S and T of this worker alone are the gradients of b and w. What is by channel is combined in float64. Passes
-over activations are torch's kernels: a mean, deviations from it, their squares, and the normalisation; in
-backward S and T at once, and two for dx.
+over activations are torch's kernels: sums and squares about the running mean in one, and the normalisation;
+in backward S and T at once, and two for dx. Where the running mean is far from the mean, or both from zero,
+squares about it would cancel: then a mean, deviations from it, and their squares.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from echelon.train import convolution
 
 Exchange = Callable[[], AbstractContextManager[None]]  # in it, workers meet
 Vector = npt.NDArray[np.float64]  # by channel
+_MOST_LOST = 9.0  # where the mean is two deviations from zero and from the running mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: _Global) -> Tensor:
         workers, wide = layer.echelon_workers, _wide(x)
-        over = _combined(workers.all_gather(_own_moments(x.to(wide))))
+        over = _combined(workers.all_gather(_own_moments(x.to(wide), layer.running_mean)))
         scale = 1.0 / np.sqrt(over.variance + layer.eps)
         by_channel = over.mean, over.variance, over.unbiased(workers.copies), scale
         mean, variance, unbiased, rounded_scale = _rounded(*by_channel, like=x)
@@ -153,16 +155,44 @@ class _SendSums(torch.autograd.Function):
         return grads[0] if grads[0].dtype != grad.dtype else grad, None
 
 
-def _own_moments(x: Tensor) -> Tensor:
-    """Mean and sum of squared deviations by channel of this worker's samples, and their number."""
+def _own_moments(x: Tensor, about: Tensor | None = None) -> Tensor:
+    """Mean and sum of squared deviations by channel of this worker's samples, and their number.
+
+    `about`: roughly the mean, if it is known.
+    """
     channels = x.size(1)
     if not x.numel():
         return x.new_zeros(2 * channels + 1)
+    count = x.numel() // channels
+    found = _moments_about(x, about, count)
+    if found is not None:
+        return found
     mean = x.mean([0, *range(2, x.dim())])
     # Squares about the worker's own mean: about zero, large means would cancel the difference.
     apart = x - _along(mean, x)
     spread = _both_sums(apart, apart, *_unit(channels, x.dtype, x.device))[1]
-    return torch.cat([mean, spread, mean.new_full((1,), x.numel() // channels)])
+    return torch.cat([mean, spread, mean.new_full((1,), count)])
+
+
+def _moments_about(x: Tensor, about: Tensor | None, count: int) -> Tensor | None:
+    """The same by one pass, with K = `about`: sum (x - m)^2 = sum x (x - K) - K sum (x - K) - N (m - K)^2.
+
+    None if it would lose digits: terms x (x - K) are larger than squared deviations, by this factor.
+    """
+    near, ones = _unit(x.size(1), x.dtype, x.device)
+    if about is not None:
+        near = about.to(x.dtype)
+    total, product = (_numbers(sums) for sums in _both_sums(x, x, near, ones))
+    with np.errstate(all="ignore"):  # what is not finite is for the other way
+        shift = _numbers(near)
+        mean = total / count
+        apart = mean - shift
+        spread = product - total * shift + count * shift * shift - count * apart * apart
+        deviation = np.sqrt(spread / count)
+        terms = (np.abs(mean) + deviation) * (np.abs(apart) + deviation)
+        if not (terms <= _MOST_LOST * deviation * deviation).all():
+            return None
+    return torch.from_numpy(np.concatenate([mean, spread, [count]])).to(x.device, x.dtype)
 
 
 def _combined(parts: list[Tensor]) -> _Moments:

@@ -15,7 +15,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -77,6 +77,7 @@ class MemberChanges:
         self._losses: list[tuple[int, tuple[int, ...]]] = []  # by the number of the change
         self.slot = first.me.rank
         self.members = tuple(member.rank for member in first.members)
+        self._views = {0: self.members}
         self.drawn = DrawnBatches()
         self.handed: Callable[[], Mapping[int, int]] = dict
         self.on_change: Callable[[SurvivorView], None] = _nothing
@@ -120,6 +121,10 @@ class MemberChanges:
         with contextlib.suppress(WorkerError):  # the launcher is gone, and so is the run
             before += self._service.ask(do="look")["gone"]
         return sorted(set(slots) & set(before))
+
+    def members_of(self, number: int) -> Sequence[int]:
+        """The slots of the members after so many changes, by rank."""
+        return self._views[number]
 
     @contextlib.contextmanager
     def unlogged(self) -> Iterator[None]:
@@ -166,6 +171,18 @@ class MemberChanges:
 
     def reduced(self, *, anew: bool) -> None:
         """A round is complete: of the members of now, or of those before the last change."""
+        self._round_is_over()
+        if anew:
+            self.drawn.reduced(self.members)
+        else:
+            self.drawn.settle()
+
+    def averaged(self, slots: Collection[int]) -> None:
+        """The weights of these workers were averaged, and so is all that they have trained since before."""
+        self._round_is_over()
+        self.drawn.reduced(slots)
+
+    def _round_is_over(self) -> None:
         self.rounds += 1
         self.progress.reduced()
         if self._logs:
@@ -173,10 +190,6 @@ class MemberChanges:
         if self._fresh:
             self._fresh = False
             self._service.ask(do="stepped")
-        if anew:
-            self.drawn.reduced(self.members)
-        else:
-            self.drawn.settle()
 
     def loss(self, error: Exception) -> WorkerError | None:
         """The loss that an error means: also if calls differ, and a member has come back.
@@ -221,6 +234,7 @@ class MemberChanges:
     def _adopt(self, view: SurvivorView, at: int) -> None:
         """Meet the others again, and give them what they lack; this worker is at operation `at`."""
         self.number, self.members = view.number, view.members
+        self._views[view.number] = view.members
         self._came_back |= set(view.joined)
         self._losses.append((view.number, view.lost))
         self.on_change(view)
@@ -344,6 +358,7 @@ class MemberChanges:
         self._active = self._in_epochs = self._fresh = True
         self.returns = False
         self.number, self.members = view.number, view.members
+        self._views[view.number] = view.members
         self._connect(view)
         state = state_pieces.receive(self._groups[0].inner, 0)
         own = state["changes"]

@@ -9,6 +9,7 @@ from echelon.codec.codec import CODECS
 from echelon.codec.codecs.between import Between
 from echelon.codec.fitting import (
     check_sites,
+    goes_on,
     refuse_factors,
     refuse_for_weights,
     refuse_sums,
@@ -18,11 +19,12 @@ from echelon.codec.fitting import (
 from echelon.comm.schedule.collective import COLLECTIVES
 from echelon.config.choices import check_servers
 from echelon.errors import ConfigError
-from echelon.parallel.layout import Layout, extents, parse_layout
+from echelon.parallel.layout import Layout, extents, is_auto, parse_layout
 from echelon.parallel.strategies.pipeline import Pipeline
 from echelon.parallel.strategies.sharded import Sharded
 from echelon.plan.plan import Plan
 from echelon.sync.policies.levels import Levels
+from echelon.sync.policies.local import Local
 from echelon.sync.policy import POLICIES, ClusterInfo, Policy
 from echelon.verify.verification import Verification, check_verifications
 
@@ -55,6 +57,8 @@ def chosen_verifications(plan: Plan, workers: int) -> tuple[Verification, ...]:
 
 def alone(text: str, where: str) -> bool:
     """Whether a layout has a meaning for one worker: micro-batches in one stage, states on disk."""
+    if is_auto(text):
+        return False
     layout = parse_layout(text, where=where)
     pipeline, sharded = layout.find(Pipeline), layout.find(Sharded)
     one_stage = pipeline is not None and pipeline.extent == 1
@@ -63,6 +67,8 @@ def alone(text: str, where: str) -> bool:
 
 def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layout:
     """Refuse a layout that these workers cannot have, or that does not go with the plan's other choices."""
+    if is_auto(plan.parallel):
+        return Layout(())  # chosen in the first `prepare`
     layout = parse_layout(plan.parallel, where=where)
     extents(layout, workers, where=where)
     if layout.is_data_only or workers == 1:
@@ -139,9 +145,9 @@ def refuse_losses(plan: Plan) -> None:
     policy = POLICIES.build(plan.sync, where="--sync").resolved()
     found = (
         f"--sync {plan.sync}"
-        if policy.family != "reduce"
+        if policy.family != "reduce" and not (isinstance(policy, Local) and policy.periods is None)
         else f"--codec {plan.codec}"
-        if plan.codec != "none"
+        if not goes_on(plan.codec)
         else f"--verify {plan.verify}"
         if plan.verify != "none"
         else "--overlap step"

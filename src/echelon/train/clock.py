@@ -18,13 +18,15 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
 from echelon.cluster.delay import Delay
 from echelon.cluster.pace import Pace
-from echelon.observe.events import BucketReduced, StepEnded
+from echelon.observe.events import BucketReduced, PassesTimed, StageAssigned, StepEnded
 from echelon.observe.recorder import Recorder
+from echelon.parallel.pass_times import TimedPass
 from echelon.reduce.reducer import BucketTimes
 from echelon.train.thread_times import ThreadTimes
 
@@ -200,6 +202,23 @@ class StepClock:
                 wait_s=times.wait_s,
                 how=times.how,
                 coded_bytes=times.coded_bytes,
+            )
+        )
+
+    def staged(self, **fields: Any) -> None:
+        """This worker has a stage of a pipeline; the fields are those of the event."""
+        self._recorder.emit(StageAssigned(t=time.time(), rank=self._rank, **fields))
+
+    def passed(self, begun: float, passes: Sequence[TimedPass], memory_bytes: int) -> None:
+        """Micro-batches have gone through this worker's stage, since `begun` on the performance counter."""
+        self._recorder.emit(
+            PassesTimed(
+                t=self._offset + time.perf_counter(),
+                rank=self._rank,
+                step=self.step - 1 if 0 < len(self._now.by) < self.optimizers else self.step,
+                start=self._offset + begun,
+                passes=list(passes),
+                memory_bytes=memory_bytes,
             )
         )
 

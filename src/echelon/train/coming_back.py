@@ -15,8 +15,10 @@ from typing import Any
 from echelon.membership.survival import SurvivorView
 from echelon.plan.shares import ShareTable
 from echelon.train import streams
+from echelon.train.auto_shares import AutoShares
 from echelon.train.changes import MemberChanges
 from echelon.train.clock import StepClock
+from echelon.train.families.synchronizer import Synchronizer
 from echelon.train.guard import Guard
 from echelon.train.loader import SharedLoader
 from echelon.train.run_state import Prepared
@@ -34,11 +36,13 @@ class ComingBack:
     changes: MemberChanges
     prepared: Prepared
     shares: ShareTable
+    synchronizer: Synchronizer
     clock: StepClock
     guard: Guard
     seed: int
     leads: Callable[[], bool]
     saving: Callable[[], SavesByItself | None]
+    auto_shares: AutoShares | None = None
     in_pass: SharedLoader | None = None  # the first pass of the epoch
     asked_at: int = -1  # the step at which the loop asked for a batch last
     _state: dict[str, Any] | None = None
@@ -79,7 +83,9 @@ class ComingBack:
             "schedulers": [scheduler.state_dict() for scheduler in self.prepared.schedulers],
             "loaders": [loader.place() for loader in self.prepared.loaders],
             "in_pass": self.in_pass.index if self.in_pass is not None else -1,
+            "synchronizer": self.synchronizer.shared_state(),
             "shares": self.shares.table(),
+            "auto_shares": self.auto_shares.place() if self.auto_shares is not None else [],
             "step": self.clock.step,
             "epoch": self.clock.epoch,
             "guard": self.guard.place(),
@@ -95,7 +101,10 @@ class ComingBack:
             scheduler.load_state_dict(saved)
         for loader, place in zip(self.prepared.loaders, state["loaders"], strict=True):
             loader.go_to(place, in_pass=loader.index == state["in_pass"])
+        self.synchronizer.adopt_shared(state["synchronizer"])
         self.shares.adopt(state["shares"])
+        if self.auto_shares is not None:
+            self.auto_shares.go_to([float(number) for number in state["auto_shares"]])
         self.clock.step = state["step"]
         saving = self.saving()
         if saving is not None:

@@ -106,7 +106,7 @@ class Encoding:
             self._explain("codec", chosen.reason, f"codec auto chose {chosen.reason}")
         if isinstance(codec, NoCodec):
             return None
-        group = self._group
+        group = self._group.current
         between = between and group.size > 1
         way = route.by_site(group, self._sites) if between else route.flat(group)
         return ModelEncoder(codec, way, rank=group.rank, names=group.names)
@@ -134,7 +134,7 @@ class Encoding:
             speeds,
             length_bytes=length_bytes,
             links=self._links,
-            sites=self._sites if self._group.own_transport else (),
+            sites=self._sites if self._group.own_transport and self._group.changes is None else (),
             margin=auto.margin,
         )
 
@@ -146,6 +146,23 @@ class Encoding:
             return {}
         states: list[Saved] = [coding.states.save() if coding else {} for coding in self._encoders]
         return {"codecs": list(self._texts), "models": states, "sites": _listed(self._sites)}
+
+    def shared(self) -> list[Saved]:
+        """Every model's codec states, for a worker that comes back: what it had not sent is lost."""
+        return [coding.states.shared() if coding else {} for coding in self._encoders]
+
+    def adopt(self, states: Sequence[Saved]) -> None:
+        """Take over the other workers' states."""
+        for coding, state in zip(self._encoders, states, strict=True):
+            if coding is not None:
+                coding.states.load(state)
+
+    def lost(self, slots: Sequence[int]) -> None:
+        """Record that what these workers had not sent is lost."""
+        if any(coding is not None and coding.codec.feedback for coding in self._encoders) and slots:
+            who = " and ".join(f"rank {slot}" for slot in slots)
+            text = f"lost with {who}: what the codec had left out of gradients there so far"
+            self._explain("codec residuals", text, text)
 
     def restore(self, residuals: Sequence[Mapping[str, Any]]) -> None:
         """Take over the residuals of a checkpoint's workers, by rank; record which are lost."""

@@ -201,7 +201,7 @@ class SharedLoader(DataLoader[Any]):
         """This worker's share of a full batch."""
         if self._own_batches:
             raise AttributeError("batch_size")
-        weights = self._sharing.shares.weights
+        weights = self._sharing.shares.now
         living = [at for at, weight in enumerate(weights) if weight]
         shares = split(self.global_batch_size, [weights[at] for at in living])
         shard = self._sharing.shard  # of one that is about to join it is no member's yet

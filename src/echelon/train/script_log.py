@@ -25,13 +25,9 @@ class ScriptLog:
         self._clock = clock
         self._plan = plan
         self._log_rank = rank
+        self._log_leads = rank == 0  # another worker, once the first one is lost
         self.evaluated: tuple[int, dict[str, float]] = (-1, {})
         """The step of the last evaluation, and its figures."""
-
-    @property
-    def _records(self) -> bool:
-        """Whether this worker's figures are recorded for all; the first worker may be lost or leave."""
-        return self._log_rank == 0
 
     @property
     def epoch(self) -> int:
@@ -80,7 +76,7 @@ class ScriptLog:
             )
         given = {"loss": loss, "accuracy": accuracy}
         self.evaluated = self.step, {name: float(one) for name, one in given.items() if one is not None}
-        if not self._records:
+        if not self._log_leads:
             return
         self._record.emit(
             Evaluated(
@@ -100,7 +96,7 @@ class ScriptLog:
 
         steps  the total, for example `len(loader) * epochs`
         """
-        if self._records:
+        if self._log_leads:
             self._record.emit(StepsExpected(t=time.time(), rank=self._log_rank, steps=steps))
 
     def note(self, text: str) -> None:
@@ -127,7 +123,7 @@ class ScriptLog:
         why    the reason
         tell   a sentence for the report as well; none if empty
         """
-        if self._log_rank != 0:
+        if not self._log_leads:
             return
         self._plan = replace(self._plan, reasons={**self._plan.reasons, topic: why})
         if self._record.folder is not None:

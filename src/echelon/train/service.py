@@ -30,11 +30,10 @@ class MemberService:
     """A worker's connection to the launcher's service."""
 
     def __init__(self, address: str, token: str, slot: int, limit_s: float) -> None:
-        host, _, port = address.rpartition(":")
         self.slot = slot
         self._lock = threading.Lock()
         try:
-            self._sock = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
+            self._sock = _connected(address)
         except OSError as error:
             raise WorkerError(
                 f"the launcher does not answer at {address}: {error}",
@@ -90,6 +89,17 @@ class MemberService:
             where=f"rank {self.slot}",
             fix="train in `for epoch in session.epochs(n)`; workers come back in an epoch's first pass",
         )
+
+
+def _connected(address: str) -> socket.socket:
+    """A connection to the launcher: HOST:PORT, or the path of a socket, which workers of a lab reach."""
+    if address.startswith("/"):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(_CONNECT_S)
+        sock.connect(address)
+        return sock
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=_CONNECT_S)
 
 
 class ServiceStore:

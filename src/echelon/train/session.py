@@ -39,6 +39,7 @@ from echelon.membership.survival import SurvivorView
 from echelon.observe.events import EpochEnded
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.run_folder import RunFolder
+from echelon.parallel.layout import is_auto
 from echelon.plan.plan import Plan
 from echelon.plan.shares import ShareTable, Slice
 from echelon.train import consistency, run_state
@@ -56,6 +57,7 @@ from echelon.train.drawn import DrawnBatch
 from echelon.train.families.choose import choose, spread_out
 from echelon.train.families.synchronizer import ModelOptions, Synchronizer
 from echelon.train.guard import Guard, Surroundings
+from echelon.train.layout_pick import auto_job, picked, predicted_event, said
 from echelon.train.leaving import LeaveSignal
 from echelon.train.left_loop import when_unwound
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
@@ -139,13 +141,15 @@ class Session(ScriptCheckpoints):
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         self._layout = "data"
+        self._links = links
         self._memory = MemoryWatch(
             group, self._nodes, plan.workers[group.rank].memory, record.emit, self.explain
         )
-        if links is not None and rendezvous is not None and arranges(plan, group, self._synchronizer):
+        arranged = self._changes is None and arranges(plan, group, self._synchronizer)
+        if links is not None and rendezvous is not None and arranged:
             hosts = machines(rendezvous.members[: group.size])
             self._arranger = Arranger(group, links, hosts, clock, record.emit, self.explain)
-        adapts = plan.adapt_shares and group.size > 1 and self._copies == 1 and self._changes is None
+        adapts = plan.adapt_shares and group.size > 1 and self._copies == 1
         if adapts and self._synchronizer.meets_every_step:
             self._auto_shares = AutoShares(
                 group,
@@ -179,6 +183,8 @@ class Session(ScriptCheckpoints):
                 seed=plan.seed,
                 leads=lambda: self.is_leader,
                 saving=lambda: self._by_itself,
+                auto_shares=self._auto_shares,
+                synchronizer=self._synchronizer,
             )
         seen = ProfiledRun(self, plan, record.folder, members, links, clock, self._prepared.loaders)
         self._profiling = JobProfiling(seen if self.is_leader and group.size > 1 else None)
@@ -210,7 +216,7 @@ class Session(ScriptCheckpoints):
 
     def _lay_out(self, text: str, *, where: str) -> None:
         """Spread the models that will be prepared over the workers by this layout."""
-        if text == self._layout or (self.world_size == 1 and not alone(text, where)):
+        if text == self._layout or is_auto(text) or (self.world_size == 1 and not alone(text, where)):
             return
         layout = check_layout(replace(self._plan, parallel=text), self.world_size, where=where)
         if layout.is_data_only and self._layout == "data":
@@ -238,6 +244,7 @@ class Session(ScriptCheckpoints):
             self._group,
             self._clock,
             memory_bytes=memory,
+            links=self._links,
             compared=self._agree,
             explain=self.explain,
         )
@@ -250,10 +257,6 @@ class Session(ScriptCheckpoints):
     def is_leader(self) -> bool:
         """Whether this worker has rank 0, which prints and writes for all."""
         return self.rank == 0
-
-    @property
-    def _records(self) -> bool:
-        return self.is_leader
 
     @property
     def node(self) -> str:
@@ -277,23 +280,18 @@ class Session(ScriptCheckpoints):
         """Workers were lost or are back: the members share what is not drawn yet."""
         self._change_calls.changed(view)
         self._name_nodes(view)
-        slots = range(max(len(self._shares.weights), *(slot + 1 for slot in view.members)))
-        weights = [self._weight_of(slot) if slot in view.members else 0.0 for slot in slots]
+        self._log_leads = self._changes is not None and self._changes.slot == view.members[0]
+        first = {one.index: view.handed.get(one.index, 0) for one in self._prepared.loaders}
+        self._shares.keep(view.members, first)
         if view.planned:
             self._shares.workers = len(view.members)
-        first = {one.index: view.handed.get(one.index, 0) for one in self._prepared.loaders}
-        self._shares.change(weights, first)
+        self._synchronizer.lost((*view.lost, *view.left))
         for loader in self._prepared.loaders:
             loader.changed()
 
     def _name_nodes(self, view: SurvivorView) -> None:
         planned = self._plan.workers[: self._first_workers]
         self._nodes[:] = [planned[min(slot, len(planned) - 1)].node for slot in view.members]
-
-    def _weight_of(self, slot: int) -> float:
-        """Its part of a batch, relative to others'; that of one that has joined is their mean."""
-        planned = self._plan.weights[: self._first_workers]
-        return planned[slot] if slot < len(planned) else sum(planned) / len(planned)
 
     @property
     def _comes_back(self) -> bool:
@@ -339,7 +337,7 @@ class Session(ScriptCheckpoints):
         batchnorm  statistics over all workers' samples (global), or over each worker's own (local)
         loss       whether the script's loss is the mean or the sum over its samples
         parallel   how the models are spread over workers, such as "pipeline(stages=2) * data": see `echelon
-                   list parallel`. Once for a run, in its first `prepare`
+                   list parallel`. Once for a run, in its first `prepare`. auto: by measured cost
         overlap    backward: gradients are complete when `backward()` returns. step: `backward()` and the
                    optimizer's `step()` return at once, and using a parameter or gradient waits for it; the
                    results are the same, and more communication is hidden
@@ -368,6 +366,8 @@ class Session(ScriptCheckpoints):
         if self._changes is not None:
             self._changes.preparing = True
         self._agree("prepare" if parallel is None else f"prepare with parallel {parallel}")
+        if is_auto(self._plan.parallel if parallel is None else parallel):
+            parallel = self._picked_layout(things, rules, per_worker=batch == "per-worker")
         if parallel is not None:
             self._lay_out(parallel, where=f"prepare(parallel={parallel!r})")
         facts: list[consistency.Fact] = []
@@ -393,6 +393,25 @@ class Session(ScriptCheckpoints):
         if self._changes is not None:
             self._changes.preparing = False
         return out[0] if len(out) == 1 else tuple(out)
+
+    def _picked_layout(self, things: tuple[Any, ...], rules: ModelOptions, *, per_worker: bool) -> str:
+        """The layout that `auto` chooses for what is prepared; later, the one that the run has."""
+        if self.world_size == 1 or self._changes is not None or self._prepared.models:
+            return self._layout
+        job = auto_job(
+            things,
+            self.world_size,
+            per_worker=per_worker,
+            local_batchnorm=rules.batchnorm == "local",
+        )
+        here = self._nodes.count(self.node)
+        found = picked(job, self._group, self._plan, self._plan.workers[self.rank].memory, here)
+        best, *others = found.costs
+        self._plan = replace(self._plan, parallel=best.text)
+        if self.is_leader:
+            self._record.emit(predicted_event(found))
+        self.explain("parallel", said(found), tell=f"parallel auto: {best}" if others else "")
+        return best.text
 
     def _check_memory(self) -> None:
         """Refuse a layout that does not fit; with servers, states are theirs."""

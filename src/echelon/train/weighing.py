@@ -103,8 +103,9 @@ class LossWeights:
         if isinstance(model, torch.jit.ScriptModule):
             return
         self._marked.add(id(model))
-        if type(model) not in self._undo:
-            self._undo[type(model)] = _intercept_calls(type(model), self)
+        for kind in _classes_of(model):
+            if kind not in self._undo:
+                self._undo[kind] = _intercept_calls(kind, self)
 
     def detach(self) -> None:
         """Leave all models as they were."""
@@ -227,6 +228,16 @@ class LossWeights:
                 fix="give the model the loader's own tensors (change them inside the model), or call "
                 "session.weigh(number of samples) before backward()",
             )
+
+
+def _classes_of(model: nn.Module) -> list[type[nn.Module]]:
+    """The class of a model, and the one that it may get again while it trains: see linear.py."""
+    kind = type(model)
+    return list(dict.fromkeys((kind, next(one for one in kind.__mro__ if not _is_own(one)))))
+
+
+def _is_own(kind: type) -> bool:
+    return kind.__module__.startswith("echelon.train.")
 
 
 def _intercept_calls(kind: type[nn.Module], weights: LossWeights) -> Callable[[], None]:

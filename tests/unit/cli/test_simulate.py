@@ -270,6 +270,19 @@ def test_a_replay_imports_nothing_that_the_record_names(echelon, tmp_path, monke
     sys.modules.pop("a_replay_trap")
 
 
+def test_a_run_whose_folder_is_named_as_a_function_imports_nothing_either(echelon, tmp_path, monkeypatch):
+    _record("smooth-switch(step_over_lr=0.1)")
+    folder = (Path("runs") / "2025-demo").rename(Path("runs") / "another_trap:grow")
+    plan = RunFolder(folder).plan
+    plan.write_text(plan.read_text().replace("step_over_lr=0.1", "threshold=function(another_trap:grow)"))
+    monkeypatch.setattr("echelon.config.allowed._given", set())
+    monkeypatch.setenv("ECHELON_ALLOW", "")
+    for words in (["--replay", "another_trap:grow"], ["--replay", "runs/another_trap:grow"]):
+        ended = echelon("simulate", *words)
+        assert ended.code == 2
+        assert "function another_trap:grow is code outside of Echelon" in ended.err
+
+
 def test_a_run_without_a_servers_record_cannot_be_replayed(echelon):
     _record("async", lambda events: [])
     ended = echelon("simulate", "--replay", "latest")

@@ -36,6 +36,7 @@ VALUES = {
     list[list[int]]: [[0, 2], [1]],
     list[tuple[int, int]]: [(1200, 35), (80, 0)],
     list[tuple[int, int, float]]: [(0, 7, 0.5), (2, 6, 0.5)],
+    list[tuple[str, int, int, int, int]]: [("forward", 0, 5, 20, 340), ("backward", 0, 370, 0, 600)],
     dict[str, str]: {"step-1": "damaged"},
     dict[str, float]: {"lr": 0.1},
 }

@@ -1,85 +1,47 @@
-import os
-import signal
-import subprocess
-import sys
-import time
+"""How a stack that faulthandler wrote is told in a line."""
 
-from echelon.observe import readiness, stacks
-from echelon.observe.run_folder import RunFolder
+from __future__ import annotations
 
-WORKER = """
+from pathlib import Path
+
 from echelon.observe import stacks
-stacks.answer()
-def spin():
-    print("here", flush=True)
-    while True:
-        pass
-spin()
-"""
+
+_PACKAGE = Path(stacks.__file__).parents[1]
 
 
-def test_a_worker_that_computes_says_where_it_is_and_a_stopped_one_that_it_is_stopped(tmp_path):
-    folder = RunFolder(tmp_path).with_subfolders()
-    readiness.ask(folder)
-    script = tmp_path / "script.py"
-    script.write_text(WORKER)
-    env = {**os.environ, "ECHELON_RUN": str(tmp_path), "RANK": "3"}
-    with subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE) as worker:
-        try:
-            worker.stdout.readline()
-            said = _until(lambda: stacks.ask(folder, 3, worker.pid))
-            assert said.startswith("at script.py:")
-            assert "in spin, called from script.py:8 in <module>" in said
-            assert readiness.told(folder) == {}
-            worker.send_signal(signal.SIGSTOP)
-            _until(lambda: _stopped(folder, worker.pid))
-        finally:
-            worker.kill()
+def dump(*frames: str) -> str:
+    lines = [f'  File "{file}", line {line} in {name}' for file, line, name in (f.split() for f in frames)]
+    return "\n".join(["Current thread 0x1 (most recent call first):", *lines, ""])
 
 
-ENDING = """
-import faulthandler, signal, time
-from echelon.observe import stacks
-stacks.answer()
-faulthandler.unregister(signal.SIGRTMAX - 1)  # as when Python ends
-print("here", flush=True)
-input()
-"""
+def test_the_innermost_frames_are_told_without_those_that_start_the_script():
+    said = stacks.described(
+        dump("/home/a/load.py 7 read", "/home/a/train.py 30 <module>", f"{_PACKAGE}/start/worker.py 9 main")
+    )
+    assert said == "load.py:7 in read, called from train.py:30 in <module>"
 
 
-def test_a_worker_that_is_about_to_end_is_not_killed_by_the_question(tmp_path):
-    folder = RunFolder(tmp_path).with_subfolders()
-    readiness.ask(folder)
-    env = {**os.environ, "ECHELON_RUN": str(tmp_path), "RANK": "3"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", ENDING], env=env, stdin=pipe, stdout=pipe) as worker:
-        worker.stdout.readline()
-        assert stacks.ask(folder, 3, worker.pid) == ""
-        worker.communicate(b"\n")
-    assert worker.returncode == 0
+def test_of_a_worker_that_waits_in_echelon_the_scripts_line_is_told():
+    said = stacks.described(
+        dump(
+            f"{_PACKAGE}/comm/future.py 218 wait",
+            "/usr/lib/python3/site-packages/torch/autograd/graph.py 3 backward",
+            f"{_PACKAGE}/train/weighing.py 5 backward",
+            "/home/a/train.py 30 step",
+            "/home/a/train.py 40 <module>",
+        )
+    )
+    assert said == "train.py:30 in step, in a call of Echelon, called from train.py:40 in <module>"
 
 
-def _stopped(folder, pid):
-    return stacks.ask(folder, 3, pid).startswith("stopped")
+def test_a_worker_that_hangs_in_torch_is_told_as_it_is():
+    said = stacks.described(
+        dump("/site-packages/torch/utils/data.py 3 next", "/home/a/train.py 30 <module>")
+    )
+    assert said == "data.py:3 in next, called from train.py:30 in <module>"
 
 
-def _until(condition):
-    deadline = time.monotonic() + 90
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
-
-
-def test_nothing_is_asked_of_a_worker_that_is_not_ready_for_the_signal(tmp_path):
-    assert stacks.ask(RunFolder(tmp_path), 0, os.getpid()) == ""
-
-
-def test_a_stack_is_described_from_the_inside_without_what_starts_the_script():
-    dump = """Current thread 0x1 (most recent call first):
-  File "/x/data.py", line 7 in read
-  File "/x/train.py", line 31 in <module>
-  File "<frozen runpy>", line 88 in _run_code
-  File "/y/echelon/start/worker.py", line 64 in run_program
-"""
-    assert stacks.described(dump) == "data.py:7 in read, called from train.py:31 in <module>"
+def test_a_deep_stack_is_cut():
+    said = stacks.described(dump(*(f"/home/a/train.py {line} go" for line in range(9))))
+    assert said.endswith("train.py:3 in go, ...")
+    assert stacks.described("") == ""

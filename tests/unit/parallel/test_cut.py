@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import PlanError
-from echelon.parallel.cut import ChainCost, best_cuts
+from echelon.parallel.cut import ChainCost, best_cuts, wires_s
 
 
 def took(cost: ChainCost, cuts: tuple[int, ...], micro: int) -> float:
@@ -17,7 +17,8 @@ def took(cost: ChainCost, cuts: tuple[int, ...], micro: int) -> float:
     stages = [
         sum(times[begin:end]) for times, begin, end in zip(cost.times_s, edges[:-1], edges[1:], strict=True)
     ]
-    return sum(stages) + (micro - 1) * max(stages)
+    wires = [link[cut] for link, cut in zip(cost.wires_s, cuts, strict=False)]
+    return sum(stages) + 2 * sum(wires) + (micro - 1) * max(*stages, *wires, 0.0)
 
 
 @st.composite
@@ -31,6 +32,10 @@ def chains(draw):
         times_s=[[one * speed for one in base] for speed in speeds],
         sizes_bytes=draw(st.lists(st.integers(1, 5).map(float), min_size=layers, max_size=layers)),
         limits_bytes=draw(st.sampled_from([(), tuple([9.0] * stages)])),
+        wires_s=[
+            draw(st.lists(seconds, min_size=layers, max_size=layers))
+            for _ in range((stages - 1) * draw(st.booleans()))
+        ],
     )
 
 
@@ -60,6 +65,14 @@ def test_no_other_cut_is_faster(cost, micro):
 def test_a_slow_worker_gets_fewer_layers():
     cost = ChainCost(times_s=[[1.0] * 12, [3.0] * 12], sizes_bytes=[1.0] * 12)
     assert best_cuts(cost, 100) == (9,)
+
+
+def test_a_thin_link_moves_the_cut_to_where_little_is_handed_over():
+    times, sizes = [[1.0] * 6] * 2, [1.0] * 6
+    handed_bytes = [9e6, 9e6, 9e6, 9e6, 0.5e6, 9e6]  # by layers 0 to 5
+    thin = ChainCost(times_s=times, sizes_bytes=sizes, wires_s=wires_s([1e6], handed_bytes))
+    assert best_cuts(ChainCost(times_s=times, sizes_bytes=sizes), 8) == (3,)
+    assert best_cuts(thin, 8) == (5,)
 
 
 def test_a_model_that_fits_nowhere_says_how_much_is_missing():

@@ -15,9 +15,10 @@ from echelon.errors import LaunchError
 from echelon.observe.events import LAUNCHER, RunEnded
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
+from echelon.plan.plan import PlanRequest, make_plan
 from echelon.start.control import ControlAddress
 from echelon.start.control_client import ControlClient
-from echelon.start.further import ScriptDigest
+from echelon.start.further import ScriptDigest, why_nobody_joins
 
 
 @pytest.fixture
@@ -67,6 +68,13 @@ def test_joining_an_address_of_another_machine_is_refused():
     result = CliRunner().invoke(app, ["join", "gpu-a:29400", "--workers", "2"])
     assert isinstance(result.exception, LaunchError)
     assert "workers of other machines cannot join a running run yet" in result.exception.message
+
+
+def test_what_further_workers_cannot_take_part_in_is_named():
+    plan = make_plan("run", ["here"] * 2, PlanRequest(codec="fp16"), cores=2)
+    assert why_nobody_joins(plan, saves=False) == "--codec fp16"
+    assert why_nobody_joins(plan, saves=True) == "--checkpoint"
+    assert not why_nobody_joins(make_plan("run", ["here"] * 2, PlanRequest(), cores=2), saves=False)
 
 
 def test_a_script_that_has_changed_is_named(tmp_path):

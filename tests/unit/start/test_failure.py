@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.start.failure import Failure, alike, decide, first, from_exit
+from echelon.errors import GradientError
+from echelon.start.failure import Failure, alike, decide, first, from_error, from_exit
 
 
 def _failure(rank: int, t: float, *, consequence: bool = False, message: str = "") -> Failure:
@@ -119,6 +120,14 @@ def test_of_workers_that_lost_each_other_nobody_is_blamed():
     assert found.unclear
     assert "not known which worker is to blame" in found.sentence("a")
     assert "rank 0 lost rank 1; rank 1 lost rank 0; rank 2 lost ranks 0, 1" in found.sentence("a")
+
+
+def test_nobody_is_blamed_for_nan_whose_origin_no_worker_has_seen():
+    lost = [from_error(rank, GradientError("NaN", ranks=()), "all") for rank in (0, 1)]
+    found = decide(lost, {})
+    assert found.sentence("a") == "failed, and it is not known which worker is to blame: GradientError: NaN"
+    knows = from_error(1, GradientError("NaN, here", ranks=(1,)), "all")
+    assert decide([*lost, knows], {}).sentence("b") == "rank 1 on b failed: GradientError: NaN, here"
 
 
 def test_workers_that_make_different_calls_fail_together_and_none_is_named_alone():

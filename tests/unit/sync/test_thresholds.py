@@ -29,7 +29,7 @@ def function(monkeypatch):
         module = types.ModuleType(name)
         module.grow = call
         monkeypatch.setitem(sys.modules, name, module)
-        allow_names_in(f"{name}:grow")
+        allow_names_in(f"function({name}:grow)")
         return f"function({name}:grow)"
 
     return make
@@ -188,7 +188,7 @@ def test_a_function_that_gives_no_number_is_refused_before_training(function, ca
     ],
 )
 def test_a_target_that_is_not_a_function_is_refused_at_once(target, reason):
-    allow_names_in(target)
+    allow_names_in(f"function({target})")
     with pytest.raises(ConfigError, match=reason) as caught:
         THRESHOLDS.build(f"function({target})")
     assert caught.value.fix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -109,6 +110,31 @@ def test_squares_do_not_cancel_where_the_mean_is_large():
     moments = batchnorm._combined([batchnorm._own_moments(x)])
     exact = x.double().var((0, 2, 3), correction=0).numpy()
     assert moments.variance == pytest.approx(exact, rel=1e-6)  # squares about zero would be off by half
+
+
+@pytest.mark.parametrize(
+    ("mean", "about", "taken"),
+    [(0.0, 0.0, True), (1.5, 1.4, True), (1.0, 0.0, True), (0.5, 30.0, False), (50.0, 49.9, False)],
+)
+def test_one_pass_over_the_samples_is_enough_where_it_loses_no_digits(mean, about, taken):
+    torch.manual_seed(0)
+    x = mean + torch.randn(16, 3, 8, 8)
+    known = torch.full((3,), about)
+    assert (batchnorm._moments_about(x, known, 16 * 64) is not None) == taken
+    moments = batchnorm._combined([batchnorm._own_moments(x, known)])
+    exact = x.double()
+    assert moments.mean == pytest.approx(exact.mean((0, 2, 3)).numpy(), rel=1e-6, abs=1e-6)
+    assert moments.variance == pytest.approx(exact.var((0, 2, 3), correction=0).numpy(), rel=2e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, math.inf, math.nan], ids=str)
+def test_channels_of_one_value_have_the_moments_of_that_value(value):
+    x = torch.full((4, 2, 3), value)
+    for about in (None, torch.tensor([0.3, 0.0]), torch.ones(2)):
+        *moments, count = batchnorm._own_moments(x, about).tolist()
+        expected = 2 * [value] + 2 * [0.0 if math.isfinite(value) else math.nan]
+        assert moments == pytest.approx(expected, nan_ok=True)
+        assert count == 12
 
 
 class Threads(SoloGroup):

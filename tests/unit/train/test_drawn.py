@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from echelon.plan.shares import ShareTable
 from echelon.train.drawn import DrawnBatch, DrawnBatches
 
@@ -37,7 +39,31 @@ def test_all_that_a_lost_worker_evaluated_in_a_pass_is_drawn_again():
 def test_a_lost_worker_has_no_samples_and_earlier_batches_keep_their_parts():
     table = ShareTable((1.0, 1.0, 1.0))
     table.goes_back = True
-    table.change((1.0, 0.0, 1.0), {0: 5})
+    table.keep((0, 2), {0: 5})
+    assert table.now == (1.0, 0.0, 1.0)
     assert table.parts(0, 6, 10) == (5, 0, 5)
     assert table.parts(0, 4, 9) == (3, 3, 3), "asked again after a later one"
     assert table.slice_of(0, 6, 10, 2).start == 5
+
+
+@pytest.mark.parametrize("loss_first", [True, False])
+def test_shares_that_change_around_a_loss_are_the_same_in_whichever_order_a_worker_hears_of_it(loss_first):
+    table = ShareTable((1.0, 1.0, 1.0))
+    table.goes_back = True
+    steps = [lambda: table.keep((0, 2), {0: 5}), lambda: table.change((2.0, 3.0, 1.0), {0: 7})]
+    for step in steps if loss_first else reversed(steps):
+        step()
+    assert [table.parts(0, number, 6) for number in (4, 5, 6, 7)] == [
+        (2, 2, 2), (3, 0, 3), (3, 0, 3), (4, 0, 2)
+    ]  # fmt: skip
+    table.keep((0, 2, 1), {0: 9})
+    assert table.parts(0, 9, 6) == (2, 3, 1)
+    assert table.parts(0, 8, 6) == (4, 0, 2)
+
+
+def test_shares_of_batches_that_were_dropped_before_anybody_had_them_never_count():
+    table = ShareTable((1.0, 1.0))
+    table.goes_back = True
+    table.change((2.0, 1.0), {0: 10})
+    table.change((1.0, 2.0), {0: 7})  # after a loss: nobody had batch 7 yet
+    assert [table.parts(0, number, 6) for number in (6, 7, 10)] == [(3, 3), (2, 4), (2, 4)]

@@ -69,7 +69,7 @@ def test_a_function_that_names_no_replica_is_refused(consensus, validate, text):
 def test_a_function_is_imported_by_name_only_if_the_user_named_it():
     with pytest.raises(ConfigError, match="not imported"):
         named("shlex:join", "consensus")
-    allow_names_in("shlex:split")
+    allow_names_in("replicate(consensus=shlex:split)")
     assert named("shlex:split", "consensus") is named("function(shlex:split)", "consensus") is not None
     assert named("", "validate") is None
     with pytest.raises(ConfigError, match="module:name"):

@@ -12,6 +12,7 @@ Messages between two workers with the same key are received in the order in whic
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -29,11 +30,12 @@ from echelon.errors import LaunchError
 Key = tuple[int, int]  # a channel and a tag on it
 _RING = 8  # entries
 _HEAD_BYTES = 64
+_HEAD = struct.Struct("=8q")  # channel, tag, length, that of the piece; block, or -1, and its length
 _LINE = 8  # int64 numbers per cache line
-_MOST_INLINE_BYTES = 8 * 1024
+_MOST_INLINE_BYTES = 64 * 1024
 _LEAST_INLINE_BYTES = 256
 _ALL_RINGS_BYTES = 2 * 1024 * 1024  # if workers are few
-_CHUNK_BYTES = 256 * 1024  # after so many bytes the receiver may go on
+_CHUNK_BYTES = 128 * 1024  # after so many bytes the receiver may go on
 _SENT, _TAKEN = 0, 1
 _log = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ class _Arrival:
 class Incoming:
     """What this worker wants to receive; `into` is None if memory is to be made for it, as bytes."""
 
+    __slots__ = ("copied", "done", "key", "length", "of_piece", "sent_length", "source", "tensor")
+
     def __init__(self, source: int, key: Key, into: Tensor | None) -> None:
         self.source = source
         self.key = key
@@ -102,8 +106,9 @@ class PairRings:
         self._numbers = parts[0].view(torch.int64).numpy().data
         self.bells = Bells(rank, self.size, parts[1])
         self._rings = parts[2]
-        self._heads = parts[2].view(torch.int64).numpy().data
+        self._raw = parts[2].numpy().data
         self._inline = _inline_bytes(self.size)
+        self._entry_bytes = _HEAD_BYTES + self._inline
         self._pool = BlockPool()
         self._mapped = MappedBlocks(pids)
         self._sent = [0] * self.size
@@ -113,6 +118,7 @@ class PairRings:
         self._arrived: dict[tuple[int, Key], deque[_Arrival]] = {}
         self._wanted: dict[tuple[int, Key], deque[Incoming]] = {}
         self._places = [(source * self.size + rank) * _LINE for source in range(self.size)]  # of `sent`
+        self._base = parts[2].data_ptr()
         self._lock = threading.Lock()
         self._fence = threading.Lock()
 
@@ -136,13 +142,31 @@ class PairRings:
             for to in message.to:
                 self._push(to)
 
+    def send_now(self, address: int, length: int, key: Key, to: int) -> bool:
+        """Send a short message at once; returns False if it is too long, or there is no room yet."""
+        if length > self._inline:
+            return False
+        with self._lock:
+            number = self._sent[to]
+            if self._outgoing[to] or number - self._number(_TAKEN, self.rank, to) >= _RING:
+                return False
+            at = self._entry_at(self.rank, to, number)
+            if length:
+                memmove(self._base + at + _HEAD_BYTES, address, length)
+            _HEAD.pack_into(self._raw, at, key[0], key[1], length, length, -1, 0, 0, 0)
+            self._sent[to] = number + 1
+            self._publish(_SENT, self.rank, to, number + 1)
+        self.bells.ring_one(to)
+        return True
+
     def want(self, incoming: Incoming) -> None:
         """Receive a message into its memory, after those wanted before with the same key."""
         with self._lock:
             key = (incoming.source, incoming.key)
             self._wanted.setdefault(key, deque()).append(incoming)
             self._drain(incoming.source)
-            self._match(key)
+            if key in self._arrived:
+                self._match(key)
 
     def receive(self, incoming: Incoming) -> bool:
         """Go on with it without waiting; returns whether it is there."""
@@ -154,7 +178,8 @@ class PairRings:
         if (fresh or key in self._arrived) and self._lock.acquire(blocking=False):
             try:
                 self._drain(source)
-                self._match(key)
+                if key in self._arrived:
+                    self._match(key)
             finally:
                 self._lock.release()
         return incoming.done
@@ -219,12 +244,13 @@ class PairRings:
             return False
         if message.length <= self._inline:
             if message.length:
-                memmove(self._entry(self.rank, to, self._sent[to]), message.address, message.length)
+                at = self._entry_at(self.rank, to, self._sent[to])
+                memmove(self._base + at + _HEAD_BYTES, message.address, message.length)
             self._tell(message, to, None, message.length)
             message.left.discard(to)
             return True
-        at = message.next[to]
-        fresh = at == len(message.pieces)
+        place = message.next[to]
+        fresh = place == len(message.pieces)
         if fresh:
             start = message.staged_bytes
             block = self._pool.take(message.length - start)
@@ -232,12 +258,12 @@ class PairRings:
                 return False
             block.begin(message.to)
             message.pieces.append((block, start, min(block.size_bytes, message.length - start)))
-        block, start, length = message.pieces[at]
+        block, start, length = message.pieces[place]
         if fresh and length <= _CHUNK_BYTES:
-            self._fill(message, at)
+            self._fill(message, place)
         self._tell(message, to, block, length)
         if fresh and length > _CHUNK_BYTES:
-            self._fill(message, at)
+            self._fill(message, place)
         message.next[to] += 1
         if start + length == message.length:
             message.left.discard(to)
@@ -255,11 +281,9 @@ class PairRings:
             self.bells.ring()
 
     def _tell(self, message: Outgoing, to: int, block: Block | None, length: int) -> None:
-        at = self._entry_index(self.rank, to, self._sent[to])
-        channel, tag = message.key
+        at = self._entry_at(self.rank, to, self._sent[to])
         where = (-1, 0, 0, 0) if block is None else (*block.handle, block.size_bytes)
-        for place, number in enumerate((channel, tag, message.length, length, *where)):
-            self._heads[at + place] = number
+        _HEAD.pack_into(self._raw, at, *message.key, message.length, length, *where)
         self._sent[to] += 1
         self._publish(_SENT, self.rank, to, self._sent[to])
         self.bells.ring_one(to)
@@ -276,29 +300,50 @@ class PairRings:
         with self._fence:  # what is read from here on is no older than the number
             pass
         while self._taken[source] < sent:
-            at = self._entry_index(source, self.rank, self._taken[source])
-            channel, tag, whole, length, fd, inode, device, size = self._heads[at : at + _LINE].tolist()
-            piece: bytes | Block
-            if fd < 0:
-                piece = string_at(self._entry(source, self.rank, self._taken[source]), length)
-                use = 0
+            at = self._entry_at(source, self.rank, self._taken[source])
+            channel, tag, whole, length, fd, inode, device, size = _HEAD.unpack_from(self._raw, at)
+            key = (source, (channel, tag))
+            if fd < 0 and key in self._wanted and key not in self._arrived:
+                self._take_at_once(key, self._base + at + _HEAD_BYTES, length)
             else:
-                try:
-                    piece = self._mapped.find(source, Handle(fd, inode, device), size)
-                except (OSError, RuntimeError) as error:  # its maker is gone, which whoever waits learns
-                    _log.debug("a message of worker %d cannot be read: %s", source, error)
-                    return
-                use = piece.current_use()
-            message = self._partial[source]
-            if message is None:
-                message = _Arrival(whole)
-                self._arrived.setdefault((source, (channel, tag)), deque()).append(message)
-            message.pieces.append((piece, use, length))
-            message.told += length
-            self._partial[source] = None if message.told == whole else message
+                piece: bytes | Block
+                if fd < 0:
+                    piece = string_at(self._base + at + _HEAD_BYTES, length)
+                    use = 0
+                else:
+                    try:
+                        piece = self._mapped.find(source, Handle(fd, inode, device), size)
+                    except (
+                        OSError,
+                        RuntimeError,
+                    ) as error:  # its maker is gone, which whoever waits learns
+                        _log.debug("a message of worker %d cannot be read: %s", source, error)
+                        return
+                    use = piece.current_use()
+                message = self._partial[source]
+                if message is None:
+                    message = _Arrival(whole)
+                    self._arrived.setdefault(key, deque()).append(message)
+                message.pieces.append((piece, use, length))
+                message.told += length
+                self._partial[source] = None if message.told == whole else message
             self._taken[source] += 1
             self._publish(_TAKEN, source, self.rank, self._taken[source])
             self.bells.ring_one(source)
+
+    def _take_at_once(self, key: tuple[int, Key], address: int, length: int) -> None:
+        """Copy a short message to where it is wanted; nothing with this key has arrived before it."""
+        queue = self._wanted[key]
+        wanted = queue[0]
+        wanted.sent_length = length
+        if wanted.tensor is None:
+            wanted.tensor = torch.empty(length, dtype=torch.uint8)
+        if length and wanted.fits:
+            memmove(wanted.tensor.data_ptr(), address, length)
+        queue.popleft()
+        if not queue:
+            del self._wanted[key]
+        wanted.done = True
 
     def _match(self, key: tuple[int, Key]) -> None:
         wanted, arrived = self._wanted.get(key), self._arrived.get(key)
@@ -351,14 +396,9 @@ class PairRings:
         with self._fence:
             self._numbers[((row * self.size + source) * self.size + to) * _LINE] = number
 
-    def _entry_index(self, source: int, to: int, number: int) -> int:
-        """Where an entry's head is, in numbers."""
-        entry = (source * self.size + to) * _RING + number % _RING
-        return entry * (_HEAD_BYTES + self._inline) // 8
-
-    def _entry(self, source: int, to: int, number: int) -> int:
-        """The address of an entry's bytes."""
-        return self._rings.data_ptr() + 8 * self._entry_index(source, to, number) + _HEAD_BYTES
+    def _entry_at(self, source: int, to: int, number: int) -> int:
+        """Where an entry begins, in bytes; behind its head are those of a short message."""
+        return ((source * self.size + to) * _RING + number % _RING) * self._entry_bytes
 
 
 def _inline_bytes(size: int) -> int:

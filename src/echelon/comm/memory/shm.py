@@ -274,6 +274,7 @@ class SharedMemoryTeam:
             end = self._watch.report(wait, LONG_S)
         try:
             while self.board.behind(row, number):
+                self.meanwhile()
                 self._check_missing(row, number, deadline, deadline_s)
                 time.sleep(_LONGEST_SLEEP_S)
         finally:

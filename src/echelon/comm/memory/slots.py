@@ -213,7 +213,7 @@ class SlotTeam:
                 while self._open and self._proceed(self._open[0]):
                     self._open.popleft()
                 before_all_written = True
-                for work in self._open:
+                for work in list(self._open):  # another thread may begin one meanwhile
                     before_all_written = before_all_written and self._write(work)
             except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
                 self._broken = error

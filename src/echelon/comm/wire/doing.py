@@ -169,7 +169,7 @@ def awaited(ranks: Sequence[int], doings: Mapping[int, Doing], silent: Collectio
     mute = [rank for rank in ranks if rank in silent]
     known = {rank: doings[rank] for rank in ranks if rank in doings and rank not in silent}
     verb = "do not answer" if len(mute) > 1 else "does not answer"
-    quiet = f"{listed(mute)} {verb}: stopped, or the machine is overloaded" if mute else ""
+    quiet = f"{listed(mute)} {verb}: stopped, overloaded, or cut off from the network" if mute else ""
     return ", ".join(part for part in (sentence(known), quiet) if part)
 
 

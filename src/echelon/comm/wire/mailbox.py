@@ -29,6 +29,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from echelon.comm.inbox import Inbox
 from echelon.comm.wire.connection import Connection, Sink, Whole
 from echelon.comm.wire.loop import CHANNEL_BITS, Loop, Operation
 from echelon.errors import Corrupt
@@ -82,7 +83,7 @@ class Mailbox(Operation[None], Generic[M]):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(accepts)
         self._outbox: deque[tuple[int, memoryview, memoryview, Callable[[], None]]] = deque()
-        self._inbox: queue.SimpleQueue[Delivery[M] | None] = queue.SimpleQueue()
+        self._inbox: Inbox[Delivery[M] | None] = Inbox()
         self._connections: Mapping[int, Connection] = {}
         self._out = dict.fromkeys(peers, -1)
         self._in = dict.fromkeys(peers, -1)
@@ -105,7 +106,7 @@ class Mailbox(Operation[None], Generic[M]):
     def receive(self, timeout_s: float) -> Delivery[M] | None:
         """The next message from any peer; None if none comes in time. Raises what ended the mailbox."""
         try:
-            delivery = self._inbox.get(timeout=max(0.0, timeout_s))
+            delivery = self._inbox.get_within(timeout_s)
         except queue.Empty:
             delivery = None
         if delivery is None and self.error is not None:

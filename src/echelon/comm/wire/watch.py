@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from echelon.comm.inbox import Inbox
 from echelon.comm.wire import blame, doing
 from echelon.comm.wire.doing import Doing
 from echelon.comm.wire.frames import CHANNEL_BITS
@@ -49,6 +50,7 @@ _LEFT_S = 2.5  # a script that goes on after an exception makes its next call be
 _IDLE = 0.2  # of the time
 _IDLE_LOOK_S = 0.5
 _CODECS = ("echelon-codec",)  # the only threads of Echelon's own that begin operations
+_WAITS_FOR_WORK = Inbox.get.__code__
 
 _log = logging.getLogger(__name__)
 OnWaiting = Callable[[list[int], float, str], None]  # awaited ranks, since when (Unix time), what they do
@@ -390,7 +392,7 @@ class Watch:
         if trained or others:
             return bool(others)
         codecs = _own_threads(_CODECS) & running.keys()
-        at_work = {thread for thread in codecs if running[thread].f_code.co_name != "_run"}
+        at_work = {thread for thread in codecs if running[thread].f_code is not _WAITS_FOR_WORK}
         return bool(at_work or codecs & self._loop.threads_in_flight())
 
 

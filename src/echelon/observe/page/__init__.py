@@ -5,6 +5,7 @@ scale.py     from values to positions: ticks, units, fewer points
 charts.py    line and bar charts as SVG text
 markup.py    sections, tables and legends as HTML text
 sections.py  the page's sections: charts and their explanations
+stages.py    the stages of a pipeline
 sync.py      the section on runs in which workers do not step together
 planned.py   the section on the plan: predicted against measured
 decided.py   the section on the run's own decisions: expected against measured

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from echelon.codec.codec import Codec
+from echelon.comm.group import Group
 from echelon.reduce.encoded.bucket import EncodedBucket
-from echelon.reduce.encoded.route import Route
+from echelon.reduce.encoded.route import Route, flat
 from echelon.reduce.encoded.states import States
 from echelon.reduce.encoded.thread import CodecThread
 
@@ -44,6 +45,16 @@ class ModelEncoder:
             rank=self._rank,
             names=self._names,
         )
+
+    def renew(self, group: Group) -> None:
+        """Members have changed: encode for those of now. All of them call this between the same rounds.
+
+        A failed exchange has ended the codec thread's work, so there is a new one.
+        """
+        self._thread.close()
+        self._thread = CodecThread()
+        self.route = flat(group)
+        self._rank, self._names = group.rank, group.names
 
     def close(self) -> None:
         """End the codec thread after the jobs in flight."""

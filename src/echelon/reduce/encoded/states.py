@@ -27,6 +27,23 @@ class States:
         self._codec = codec
         self._states: dict[str, State] = {}
         self._steps: dict[str, int] = {}
+        self._kept: dict[str, State] = {}
+        self._kept_steps: dict[str, int] = {}
+
+    def keep(self) -> None:
+        """Remember all states: a round begins that may be void, because a worker is lost."""
+        before, self._kept = self._kept, {}
+        for name, state in self._states.items():
+            rooms = before.get(name, {})
+            self._kept[name] = {key: _copied(value, rooms.get(key)) for key, value in state.items()}
+        self._kept_steps = dict(self._steps)
+
+    def go_back(self) -> None:
+        """The round is void: all states are what they were before it."""
+        self._states = {
+            name: {key: value.clone() for key, value in state.items()} for name, state in self._kept.items()
+        }
+        self._steps = dict(self._kept_steps)
 
     def of(self, name: str, length: int) -> State:
         """A parameter's state; a new one if it has none."""
@@ -73,6 +90,13 @@ class States:
             saved.setdefault(name, {})[_STEPS] = torch.tensor(steps)
         return saved
 
+    def shared(self) -> Saved:
+        """The states with residuals of zero: those of a worker that comes new to the others."""
+        return {
+            name: {key: torch.zeros_like(value) if key in _RESIDUALS else value for key, value in s.items()}
+            for name, s in self.save().items()
+        }
+
     def load(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace all states by saved ones."""
         self._states.clear()
@@ -83,6 +107,12 @@ class States:
                 del self._states[name]
             if _STEPS in state:
                 self._steps[name] = int(state[_STEPS])
+
+
+def _copied(value: Tensor, room: Tensor | None) -> Tensor:
+    if room is None or room.shape != value.shape or room.dtype != value.dtype:
+        return value.clone()
+    return room.copy_(value)
 
 
 _UNSENT = {"residual", "gathered"}

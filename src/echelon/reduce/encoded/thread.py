@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from echelon.comm.future import Future, Timing
+from echelon.comm.inbox import Inbox
 from echelon.errors import GradientError
 
 _LOOK_S = 2e-4
@@ -56,7 +57,7 @@ class CodecThread:
     """Runs jobs, in a thread that lives from the first job until it is closed."""
 
     def __init__(self) -> None:
-        self._events: queue.SimpleQueue[BucketJob | None] = queue.SimpleQueue()
+        self._events: Inbox[BucketJob | None] = Inbox()
         self._jobs: list[BucketJob] = []
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -86,11 +87,11 @@ class CodecThread:
     def _run(self) -> None:
         while not (self._closed and not self._jobs and self._events.empty()):
             silent = next((job for job in self._jobs if job.silent), None)
-            # A thread whose frame is this function's waits for work; watch.py looks at that.
-            event = self._events.get() if silent is None else self._next_event(silent)
-            if isinstance(event, BucketJob):
-                self._jobs.append(event)
+            # A thread that is in `Inbox.get` waits for work; watch.py looks at that.
             try:
+                event = self._events.get() if silent is None else self._next_event(silent)
+                if isinstance(event, BucketJob):
+                    self._jobs.append(event)
                 self._advance()
             except BaseException as error:  # noqa: BLE001 - a waiting thread must learn of any error
                 self._failed = error
@@ -108,7 +109,7 @@ class CodecThread:
         begun = time.monotonic()
         while not self._some_can_resume():
             try:
-                return self._events.get(timeout=_LOOK_S)
+                return self._events.get_within(_LOOK_S)
             except queue.Empty:
                 if time.monotonic() - begun > _LONG_S:
                     self._wait_for(silent)

@@ -124,6 +124,7 @@ def spread_out(
     clock: StepClock,
     *,
     memory_bytes: float,
+    links: Links | None,
     compared: Callable[[str], None],
     explain: Explain,
 ) -> SpreadRun:
@@ -144,6 +145,7 @@ def spread_out(
         pipeline,
         clock,
         memory_bytes=memory_bytes,
+        links=links,
         compared=compared,
         explain=explain,
     )

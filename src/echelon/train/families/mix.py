@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from echelon.comm.changing import GroupChanges
 from echelon.comm.group import Group
 from echelon.errors import ConfigError
 from echelon.sync.families.mix import MixPolicy, Neighbours
@@ -83,6 +84,7 @@ class MixSynchronizer(IndependentSynchronizer):
         self._handles: list[Callable[[], None]] = []
         self._borrowed: list[_Weights] = []
         self._levels: dict[tuple[int, ...], Group] = {}
+        self._averaged: list[int] = []  # whose weights the last mean was of, where workers may be lost
 
     def adopt(
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
@@ -131,18 +133,33 @@ class MixSynchronizer(IndependentSynchronizer):
         else:
             mixed = own.clone()
             mean = self._mean(own, averaging.members)
+            if self._group.changes is not None:
+                self._group.changes.averaged(self._averaged)
             self._policy.settle(mixed, mean, weights.memory, averaging, self._cluster)
         weights.put(mixed)
         self._observer.waited(time.perf_counter() - begun)
         self._observer.averaged(own.numel() * own.element_size())
 
     def _mean(self, own: Tensor, members: Sequence[int]) -> Tensor:
+        if self._group.changes is not None:
+            return self._mean_of_all(own, self._group.changes)
         equal = (1.0,) * self._group.size
         shares = self._cluster.shares or equal if self._policy.weighs else equal
         total = sum(shares[rank] for rank in members)
         group = self._subgroup(tuple(members))
         flat = own * (shares[self._group.rank] / total)
         return group.all_reduce(flat).wait()
+
+    def _mean_of_all(self, own: Tensor, changes: GroupChanges) -> Tensor:
+        """Where workers may be lost: the mean of those who are there. Who they are travels along."""
+        workers = self._cluster.workers
+        shares = self._cluster.shares or (1.0,) * workers
+        share = shares[changes.slot] if self._policy.weighs else 1.0
+        along = own.new_zeros(1 + workers)
+        along[0], along[1 + changes.slot] = share, 1.0
+        total = self._group.all_reduce(torch.cat([own * share, along])).wait()
+        self._averaged = [slot for slot, there in enumerate(total[-workers:].tolist()) if there]
+        return total[: own.numel()] / total[own.numel()]
 
     def _subgroup(self, members: tuple[int, ...]) -> Group:
         """The group of these members; all workers request theirs at the same time."""
@@ -240,6 +257,19 @@ class MixSynchronizer(IndependentSynchronizer):
         for model, buffers in zip(self._models, mine["buffers"], strict=True):
             for buffer, value in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(value)
+
+    def shared_state(self) -> dict[str, Any]:
+        """What the policy keeps, right after an averaging of all."""
+        return {
+            "averages": [
+                {"steps": weights.steps, "memory": dict(weights.memory)} for weights in self._weights
+            ]
+        }
+
+    def adopt_shared(self, state: dict[str, Any]) -> None:
+        """Take over what another worker's policy keeps."""
+        for weights, saved in zip(self._weights, state["averages"], strict=True):
+            weights.steps, weights.memory = int(saved["steps"]), dict(saved["memory"])
 
     def finish(self) -> None:
         """End with the same weights on all workers."""

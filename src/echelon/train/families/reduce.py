@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.codec.fitting import refuse_factors
+from echelon.codec.fitting import goes_on, refuse_factors
 from echelon.comm.group import Group
 from echelon.comm.schedule.cost import LinkCost
 from echelon.config.choices import FactorRule
@@ -306,6 +306,18 @@ class ReduceSynchronizer(Synchronizer):
         """Take over the residuals of a checkpoint's workers."""
         self._encoding.restore(residuals)
 
+    def lost(self, slots: Sequence[int]) -> None:
+        """Record what was lost with the states of codecs."""
+        self._encoding.lost(slots)
+
+    def shared_state(self) -> dict[str, Any]:
+        """The states of codecs, without residuals."""
+        return {"codecs": self._encoding.shared()}
+
+    def adopt_shared(self, state: dict[str, Any]) -> None:
+        """Take over the states of codecs."""
+        self._encoding.adopt(state["codecs"])
+
     def finish(self) -> None:
         """Record what codecs could not encode, and their residuals."""
         self._encoding.report()
@@ -354,12 +366,12 @@ def refuse_changes(rules: ModelOptions) -> None:
         else 'overlap="step"'
         if rules.overlap == "step"
         else f"codec {rules.codec}"
-        if rules.codec not in ("", "none")
+        if rules.codec and not goes_on(rules.codec)
         else ""
     )
     if found:
         raise ModelError(
             f"{found} cannot go on yet when a worker is lost",
             where="prepare, --min-workers",
-            fix='leave --min-workers out, or prepare(loss="mean", overlap="backward", codec="none")',
+            fix='leave --min-workers out, or prepare(loss="mean", overlap="backward")',
         )

@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from echelon.checkpoint import state_tree
 from echelon.comm.group import Group
+from echelon.comm.meet.links import Links
 from echelon.errors import ConfigError, ModelError
 from echelon.parallel.layout import Mesh
 from echelon.parallel.spread import SpreadModel
@@ -38,6 +39,7 @@ class SpreadSynchronizer(Synchronizer):
         observer: StepObserver,
         *,
         memory_bytes: float,
+        links: Links | None,
         compared: Callable[[str], None],
         explain: Explain,
     ) -> None:
@@ -46,6 +48,7 @@ class SpreadSynchronizer(Synchronizer):
         self._pipeline = pipeline
         self._observer = observer
         self._memory_bytes = memory_bytes
+        self._links = links
         self._compared = compared
         self._explain = explain
         self._models: list[tuple[nn.Module, SpreadModel]] = []
@@ -65,6 +68,7 @@ class SpreadSynchronizer(Synchronizer):
             self._mesh,
             self._group,
             memory_bytes=self._memory_bytes,
+            links=self._links,
             weight=self._weight_of(rules),
             keeps=lambda: self._keeps,
             agree=self._compared,

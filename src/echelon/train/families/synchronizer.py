@@ -162,6 +162,18 @@ class Synchronizer(ABC):
         """Take over the residuals of a checkpoint's workers, by rank."""
         return
 
+    def lost(self, slots: Sequence[int]) -> None:
+        """The others go on without these workers; `slots` are their first ranks."""
+        return
+
+    def shared_state(self) -> dict[str, Any]:
+        """What a worker needs that comes back, besides weights and optimizer states."""
+        return {}
+
+    def adopt_shared(self, state: dict[str, Any]) -> None:
+        """This worker comes back: take over another one's."""
+        return
+
     def finish(self) -> None:
         """The last epoch is over; all workers call it."""
         return

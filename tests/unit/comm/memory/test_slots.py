@@ -192,9 +192,9 @@ def test_a_full_ring_keeps_messages_until_the_receiver_has_taken_some():
 
 
 def test_blocks_are_used_again_and_bounded(monkeypatch):
-    monkeypatch.setattr(blocks, "_TOTAL_BYTES", 128 * 1024)
+    monkeypatch.setattr(blocks, "_TOTAL_BYTES", 256 * 1024)
     one, other = two()
-    sent = [Outgoing(torch.full((60_000,), n, dtype=torch.uint8), (1, 0), [1]) for n in range(5)]
+    sent = [Outgoing(torch.full((100_000,), n, dtype=torch.uint8), (1, 0), [1]) for n in range(5)]
     for message in sent:
         one.send(message)
     assert [message.done for message in sent] == [True] * 2 + [False] * 3

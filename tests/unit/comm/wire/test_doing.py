@@ -191,7 +191,7 @@ def test_ranks_are_listed_in_words(ranks, said):
 def test_awaited_workers_are_described_as_far_as_they_answer():
     doings = {1: BACKWARD, 2: SAVE}
     assert awaited([1], doings, []) == "rank 1 is in a backward pass (train.py:41)"
-    mute = "does not answer: stopped, or the machine is overloaded"
+    mute = "does not answer: stopped, overloaded, or cut off from the network"
     assert awaited([1], doings, [1]) == f"rank 1 {mute}", "what it did before is not what it does"
     assert awaited([1, 3], doings, [3]) == f"rank 1 is in a backward pass (train.py:41), rank 3 {mute}"
     assert awaited([5], doings, []) == ""

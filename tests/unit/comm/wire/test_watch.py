@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+from echelon.comm.inbox import Inbox
 from echelon.comm.schedule.collective import Move, ScheduleStep
 from echelon.comm.wire import watch as module
 from echelon.errors import MismatchedCalls, PeerLost, RoundTimeout
@@ -246,7 +247,7 @@ def test_a_peer_that_does_not_answer_is_reported_as_such_and_not_accused():
         wires.loops[0].watch.on_waiting = lambda *what: told.append(what)
         error = Workers(lambda rank: everyone(wires, 0, 1, deadline_s=5).wait(), [0]).end()[0]
         assert type(error) is RoundTimeout
-        silent = "rank 1 does not answer: stopped, or the machine is overloaded"
+        silent = "rank 1 does not answer: stopped, overloaded, or cut off from the network"
         assert error.message == f"rank 1 on n1 did not arrive within 5 s: {silent}"
         assert told[-1][0] == [1]
         assert told[-1][2] == silent
@@ -296,11 +297,11 @@ def test_nothing_is_asked_while_waits_are_short():
 
 
 class Codec:
-    """A thread by the name of a codec's, for one worker: idle in `_run`, or at work for a while."""
+    """A thread by the name of a codec's, for one worker: waits for work, or is at work for a while."""
 
     def __init__(self, act):
         self._act = act
-        self._end = threading.Event()
+        self._work = Inbox()
         self._future = None
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="echelon-codec")
@@ -309,8 +310,7 @@ class Codec:
     def _run(self):
         self._future = self._act()
         self._begun.set()
-        while not self._end.is_set():
-            time.sleep(0.01)
+        self._work.get()
 
     def wait(self):
         """Wait, as a trainer does for its buckets, for what the thread has begun."""
@@ -318,7 +318,7 @@ class Codec:
         return self._future.wait()
 
     def close(self):
-        self._end.set()
+        self._work.put(None)
         self._thread.join(PATIENCE_S)
 
 
