@@ -57,6 +57,8 @@ class RunControl:
 
     def close(self) -> None:
         """Answer nobody any more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         self._file.unlink(missing_ok=True)
 
