@@ -1,6 +1,7 @@
 """Are runs right whose workers are killed, stopped or stuck at random moments? As a table.
 
-    python benchmarks/chaos.py [--runs N] [--faults NAME,...] [--transports shm,tcp] [--seed S] [--json]
+    python benchmarks/chaos.py [--runs N] [--faults NAME,...] [--transports shm,tcp] [--job JOB] [--seed S]
+                               [--json]
 
 Each run has four workers. When the fault comes follows from the seed: during forward or backward passes,
 rounds, while the others meet again, at the end of a pass.
@@ -11,6 +12,10 @@ rounds, while the others meet again, at the end of a pass.
     half    two workers at once, killed or stopped, and are started again
     stop    one worker is stopped for 1 to 20 s, then goes on, unless it was left out before
     loop    one worker is in an endless loop, and is started again
+
+The job is a small network (plain), also with batch normalisation over all workers (batchnorm), with
+checkpoints in the background and by the script (checkpoints), with a slow worker and shares that follow it
+(shares), with encoded gradients (codec), or with local steps (local).
 
 A run is right if it ends by itself, all that are left have the same weights, every sample of every pass was
 used once, and no process and no shared memory is left behind. The pause is the longest step of a worker
@@ -32,7 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.leaks import Snapshot, left_behind
-from tests.losses import WORKERS, Kill, Outcome, endless, run
+from tests.losses import SAVING, UNEQUAL, WORKERS, Kill, Outcome, endless, normalised, run
 
 LONG_S = 120.0  # a stopped worker is left out long before
 
@@ -79,14 +84,23 @@ FAULTS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "loop": _loop,
 }
 
+JOBS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "batchnorm": {"script": normalised()},
+    "checkpoints": {"script": SAVING, "words": ("--checkpoint-every", "5steps")},
+    "shares": {"script": UNEQUAL},
+    "codec": {"words": ("--codec", "one-bit")},
+    "local": {"words": ("--sync", "local(4)"), "period": 4},
+}
 
-def carry_out(fault: str, transport: str, runs: int, seed: int) -> list[Outcome]:
+
+def carry_out(fault: str, transport: str, runs: int, seed: int, job: str) -> list[Outcome]:
     """So many runs, one after another; what is wrong with one goes to stderr."""
     drawn = random.Random(f"{seed}/{fault}/{transport}")
     found = []
     for number in range(runs):
         with tempfile.TemporaryDirectory() as folder:
-            before, asked = Snapshot.take(), FAULTS[fault](drawn)
+            before, asked = Snapshot.take(), {**JOBS[job], **FAULTS[fault](drawn)}
             outcome = run(Path(folder), transport, **asked)
             outcome.wrong.extend(f"left behind: {one}" for one in left_behind(before))
             if outcome.code:
@@ -120,6 +134,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20, help="how many for each fault and transport")
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--transports", default="shm,tcp")
+    parser.add_argument("--job", default="plain", choices=list(JOBS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
@@ -131,7 +146,9 @@ def main() -> None:
         print("fault   transport  runs  wrong  pause, median  worst     lost  left out  back")
     for fault in faults:
         for transport in asked.transports.split(","):
-            one = rows[f"{fault} {transport}"] = row(carry_out(fault, transport, asked.runs, asked.seed))
+            one = rows[f"{fault} {transport}"] = row(
+                carry_out(fault, transport, asked.runs, asked.seed, asked.job)
+            )
             if not asked.json:
                 times = f"{one['median_pause_s']:11.3f} s  {one['worst_pause_s']:6.3f} s"
                 counts = f"{one['lost']:4}  {one['left_out']:8}  {one['returns']:4}"

@@ -136,7 +136,7 @@ dies_in("commit")
 
 UNEQUAL = SCRIPT.replace(
     "        optimizer.zero_grad",
-    "        time.sleep(len(x) * (0.004 if slot == '2' else 0.001))\n        optimizer.zero_grad",
+    "        time.sleep(len(x) * (0.012 if slot == '2' else 0.003))\n        optimizer.zero_grad",
 ).replace(
     "torch.manual_seed(0)",
     "from echelon.train import auto_shares\nauto_shares._WARM_UP_S = 0.0\ntorch.manual_seed(0)",

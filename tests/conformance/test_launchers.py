@@ -204,11 +204,18 @@ def test_workers_use_as_many_threads_as_the_plan_says(finished: Finished) -> Non
         assert _line(log, "threads") == f"threads {worker.threads}"
 
 
-def test_workers_know_the_secret_and_no_command_line_has_it(finished: Finished) -> None:
+def test_workers_know_the_secret_and_no_command_line_or_record_has_it(finished: Finished) -> None:
     assert _line(finished.out, "secret") == f"secret {SECRET}"
     words = {word for line in finished.command_lines for word in line}
     assert "train.py" in words
     assert not [word for word in words if SECRET in word or SECRET.encode() in decoded(word)]
+    folder = _folder(finished.work)
+    kept = [
+        file for file in folder.path.rglob("*") if file.is_file() and file.parent != folder.path / "logs"
+    ]
+    assert folder.config in kept
+    assert not [file for file in kept if SECRET.encode() in file.read_bytes()]
+    assert SECRET not in finished.errors
 
 
 def test_a_secret_that_is_encoded_in_a_command_line_would_be_noticed() -> None:

@@ -28,7 +28,7 @@ def test_workers_of_a_lab_go_on_without_one_that_is_killed_and_take_it_back(
     can_emulate: None, tmp_path: Path
 ) -> None:
     (tmp_path / "lab.toml").write_text(LAB)
-    words = ("--lab", "lab.toml")
+    words = ("--lab", "lab.toml", "--join-timeout-s", "150")  # workers of a lab are not forked
     outcome = run(tmp_path, "auto", [], respawn=3, dies="1:by its fault", words=words)
     assert (outcome.code, outcome.wrong) == (0, []), outcome.output
     assert "rank 1 was lost (SIGKILL); 3 workers go on" in outcome.output

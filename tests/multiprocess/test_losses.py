@@ -69,7 +69,7 @@ def test_a_lost_worker_is_started_again_and_has_the_same_weights_in_the_end(
 
 
 def test_shares_that_follow_speeds_still_do_after_a_loss_and_are_the_same_on_all(tmp_path):
-    outcome = run(tmp_path, "shm", [Kill(0, 0.7)], script=UNEQUAL)
+    outcome = run(tmp_path, "shm", [Kill(0, 0.4)], script=UNEQUAL)
     assert (outcome.code, outcome.wrong) == (0, []), outcome.output
     assert "done with 3 workers" in outcome.output
     (record,) = (tmp_path / "runs").iterdir()

@@ -33,6 +33,8 @@ _HOPELESS = 3.0  # times the best prediction
 class ExchangeCost:
     """What exchanges cost: messages by (sender, receiver), and an all-reduce over all workers.
 
+    reduce_bytes_per_s  of gradients, in the memory that the group reduces fastest; `slices_bytes_per_s` of
+                        other memory, as with shards; 0: the same
     hides  whether bytes travel while workers compute; in shared memory the workers copy them
     """
 
@@ -41,6 +43,7 @@ class ExchangeCost:
     reduce_latency_s: float
     reduce_bytes_per_s: float
     hides: bool
+    slices_bytes_per_s: float = 0.0
 
     def message_s(self, size_bytes: float, sender: int, receiver: int) -> float:
         """One message; a pair that was not measured is as slow as the slowest."""
@@ -133,7 +136,10 @@ def layout_cost(text: str, job: LayoutJob) -> LayoutCost:
 def _sharded_s(layout: Layout, sharded: Sharded, job: LayoutJob, size: float, hidden_s: float) -> float:
     """Sums and gathers of slices, each half of an all-reduce, and sums between sets of shards."""
     group = lines(layout, job.workers, Sharded)[0]
-    half_s = job.exchange.reduce_s(size, group, job.workers) / 2
+    exchange = job.exchange
+    half_s = exchange.reduce_s(size, group, job.workers) / 2
+    if len(group) == job.workers and exchange.slices_bytes_per_s:
+        half_s = (exchange.reduce_latency_s + size / exchange.slices_bytes_per_s) / 2
     between = lines(layout, job.workers, Replicas)[0]
     across_s = job.exchange.reduce_s(size / len(group), between, job.workers)
     if sharded.level == 1:

@@ -8,19 +8,18 @@ as they were.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from echelon.comm.group import Group
 from echelon.errors import ModelError
 from echelon.parallel.chain import Given, LayerChain, chain_of
 from echelon.parallel.layout_cost import ExchangeCost
+from echelon.parallel.measure import measure
 
 _TIMES = 3  # the quickest counts
 _LONG_S = 1.0  # a larger batch is not measured if it would take longer
@@ -62,19 +61,17 @@ class LayerTimes:
         self, model: nn.Module, chain: LayerChain, given_of: Callable[[int], Given], sizes: Sequence[int]
     ) -> None:
         small, large = min(sizes), max(sizes)
-        with _unchanged(model):
-            first, yielded = _times(model, chain, given_of(small))
-            if small == large or sum(first) * large / small > _LONG_S:
-                self.sample_s = [took / small for took in first]
-                self.fixed_s = [0.0] * len(first)
-            else:
-                second, _ = _times(model, chain, given_of(large))
-                pairs = list(zip(first, second, strict=True))
-                self.sample_s = [max(0.0, b - a) / (large - small) for a, b in pairs]
-                self.fixed_s = [
-                    max(0.0, a - small * each) for (a, _), each in zip(pairs, self.sample_s, strict=True)
-                ]
-        self.yielded_bytes = [size / small for size in yielded]
+        first = measure(model, chain, given_of(small))
+        self.sample_s = [took / small for took in first.times_s]
+        self.fixed_s = [0.0] * len(chain)
+        if small < large and sum(first.times_s) * large / small <= _LONG_S:
+            second = measure(model, chain, given_of(large))
+            pairs = list(zip(first.times_s, second.times_s, strict=True))
+            self.sample_s = [max(0.0, b - a) / (large - small) for a, b in pairs]
+            self.fixed_s = [
+                max(0.0, a - small * each) for (a, _), each in zip(pairs, self.sample_s, strict=True)
+            ]
+        self.yielded_bytes = [size / small for size in first.passed_bytes]
         named = dict(model.named_parameters())
         counted: set[str] = set()
         self.trained_bytes: list[float] = []
@@ -84,51 +81,6 @@ class LayerTimes:
             self.trained_bytes.append(
                 float(sum(_bytes(named[name]) for name in held if named[name].requires_grad))
             )
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        yield
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-
-
-def _times(model: nn.Module, chain: LayerChain, given: Given) -> tuple[list[float], list[float]]:
-    """Each layer's seconds, and the bytes that it yields."""
-    times, yielded = [], []
-    carried: tuple[Any, ...] = ()
-    for at in range(len(chain)):
-        took_s, after = min(
-            (_one(model, chain, at, given, carried) for _ in range(_TIMES)), key=lambda one: one[0]
-        )
-        times.append(took_s)
-        yielded.append(float(sum(_bytes(one) for one in _tensors(after))))
-        carried = after
-    return times, yielded
-
-
-def _one(
-    model: nn.Module, chain: LayerChain, at: int, given: Given, carried: tuple[Any, ...]
-) -> tuple[float, tuple[Any, ...]]:
-    inputs = [one.detach().requires_grad_(one.is_floating_point()) for one in _tensors(carried)]
-    left = iter(inputs)
-    # Clones: a layer may change its input in place, which torch refuses for a leaf.
-    entering = pytree.tree_map(lambda one: next(left).clone() if isinstance(one, Tensor) else one, carried)
-    begun = time.perf_counter()
-    out = chain.run(at, at + 1, given, entering)
-    roots = [one for one in _tensors(out) if one.requires_grad]
-    wanted = [one for one in [*inputs, *model.parameters()] if one.requires_grad]
-    if roots and wanted:
-        torch.autograd.grad(roots, wanted, [torch.ones_like(one) for one in roots], allow_unused=True)
-    took_s = time.perf_counter() - begun
-    return took_s, pytree.tree_map(lambda one: one.detach() if isinstance(one, Tensor) else one, out)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -152,6 +104,9 @@ def measure_exchange(group: Group, size_bytes: float, shifts: Sequence[int]) -> 
     size = max(1 << 10, min(_MOST_BYTES, int(size_bytes)))
     small_s = _agreed(group, _quickest(group, partial(_reduce, group, 8)))
     large_s = _agreed(group, _quickest(group, partial(_reduce, group, size)))
+    own = group.buffer(size // 4, torch.float32, torch.device("cpu"))  # where gradients are summed
+    own_s = _agreed(group, _quickest(group, lambda: group.all_reduce(own).wait()))
+    group.release(own)
     rows = []
     for shift in shifts:
         short_s = _quickest(group, partial(_message, group, shift, 8))
@@ -168,7 +123,8 @@ def measure_exchange(group: Group, size_bytes: float, shifts: Sequence[int]) -> 
         latency_s=latency_s,
         bytes_per_s=bytes_per_s,
         reduce_latency_s=small_s,
-        reduce_bytes_per_s=size / max(1e-9, large_s - small_s),
+        reduce_bytes_per_s=size / max(1e-9, own_s - small_s),
+        slices_bytes_per_s=size / max(1e-9, large_s - small_s),
         hides=group.machines > 1,
     )
 
@@ -184,7 +140,7 @@ def _message(group: Group, shift: int, size: int) -> None:
     out.wait()
 
 
-def _quickest(group: Group, act: Callable[[], None]) -> float:
+def _quickest(group: Group, act: Callable[[], object]) -> float:
     found = []
     for _ in range(_TIMES):
         group.barrier()

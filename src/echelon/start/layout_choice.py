@@ -1,10 +1,10 @@
 """`--parallel auto`: which layout has the shortest step for this job, on these workers?
 
 The job itself is started a few times and ended after a few steps each. In the first start the workers rank
-the layouts by measured layers and links (`train/layout_pick.py`); the three best are tried twice, hopeless
-ones not at all. If they cannot rank, every layout is tried. The one with the shortest step is taken. A
-layout that the model, its memory or another option does not allow is left out. The choice is kept in the
-cache for a day, for these workers, this script and these arguments.
+the layouts by measured layers and links (`train/layout_pick.py`); the three best, and data, are tried,
+other hopeless ones not at all. If they cannot rank, every layout is tried. The one with the shortest step
+is taken. A layout that the model, its memory or another option does not allow is left out. The choice is
+kept in the cache for a day, for these workers, this script and these arguments.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from echelon.start.run import Target
 Say = Callable[[str], None]
 _STEPS = 30
 _BEST = 3  # that are tried twice: other programs may have taken the cores the first time
+_USUAL = "data"
 _CLEARLY = 0.97  # of the step of a simpler layout
 
 
@@ -162,8 +163,13 @@ class _Trials:
         return found.layouts
 
     def worth(self, ranking: LayoutsPredicted) -> list[str]:
-        """The layouts that are still to be tried: of the three best, those that are not hopeless."""
+        """The layouts that are still to be tried: of the three best, those that are not hopeless; and data.
+
+        It is what a run has otherwise, so that it is compared with a measurement, not with a prediction.
+        """
         best = ranking.worth[:_BEST]
+        if _USUAL in ranking.steps_s and _USUAL not in best:
+            best.append(_USUAL)
         self.left_out |= ranking.left_out
         for text, step_s in ranking.steps_s.items():
             if text not in best:

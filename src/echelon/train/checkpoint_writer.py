@@ -123,6 +123,7 @@ class CheckpointWriter:
         self._count += 1
         job = self._begin(root, state.step, keeping, figures)
         job.begun = begun
+        self._note_lost_leader()
         self._last = job
         if job.void:
             job.copied.set()
@@ -229,14 +230,19 @@ class CheckpointWriter:
 
     def finished(self) -> list[SaveJob]:
         """The jobs that have ended since the last call."""
+        self._note_lost_leader()
         found, self._finished = self._finished, []
-        last = self._last
-        if last is not None and last.rank != 0 and self._group.rank == 0:  # its leader was lost
-            self._last = None
-            if not last.void and not folder.target_of(last.disk.root, last.step).exists():
-                last.void, last.error = True, _void(last, "its leader")
-                found = [*(job for job in found if job is not last), last]
         return found
+
+    def _note_lost_leader(self) -> None:
+        """On the leader of now: the last checkpoint is void if its leader was lost before it was there."""
+        last = self._last
+        if last is None or last.rank == 0 or self._group.rank != 0:
+            return
+        self._last = None
+        if not last.void and not folder.target_of(last.disk.root, last.step).exists():
+            last.void, last.error = True, _void(last, "its leader")
+            self._finished = [*(job for job in self._finished if job is not last), last]
 
     def close(self, *, failed: bool) -> None:
         """Wait for what is being written. After a failure, only a moment: others may never write."""

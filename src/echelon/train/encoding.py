@@ -157,12 +157,12 @@ class Encoding:
             if coding is not None:
                 coding.states.load(state)
 
-    def lost(self, slots: Sequence[int]) -> None:
-        """Record that what these workers had not sent is lost."""
-        if any(coding is not None and coding.codec.feedback for coding in self._encoders) and slots:
-            who = " and ".join(f"rank {slot}" for slot in slots)
-            text = f"lost with {who}: what the codec had left out of gradients there so far"
-            self._explain("codec residuals", text, text)
+    def lost(self, slots: Sequence[int]) -> str:
+        """What is lost with these workers, for the user; empty if nothing is."""
+        if not slots or not any(coding is not None and coding.codec.feedback for coding in self._encoders):
+            return ""
+        who = " and ".join(f"rank {slot}" for slot in slots)
+        return f"lost with {who}: what the codec had left out of gradients there so far"
 
     def restore(self, residuals: Sequence[Mapping[str, Any]]) -> None:
         """Take over the residuals of a checkpoint's workers, by rank; record which are lost."""

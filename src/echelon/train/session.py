@@ -172,6 +172,7 @@ class Session(ScriptCheckpoints):
         members = rendezvous.members[: group.size] if rendezvous is not None else []
         if self._changes is not None:
             self._shares.goes_back = True
+            self._log_leads &= not self._changes.returns  # meanwhile another one leads
             self._changes.handed = lambda: {one.index: one.batches_handed for one in self._prepared.loaders}
             self._changes.on_change = self._members_changed
             self._coming_back = ComingBack(
@@ -285,7 +286,9 @@ class Session(ScriptCheckpoints):
         self._shares.keep(view.members, first)
         if view.planned:
             self._shares.workers = len(view.members)
-        self._synchronizer.lost((*view.lost, *view.left))
+        text = self._synchronizer.lost((*view.lost, *view.left))
+        if text and self._log_leads:
+            self.note(text)
         for loader in self._prepared.loaders:
             loader.changed()
 

@@ -62,6 +62,15 @@ def test_small_models_with_much_computing_take_data_parallelism():
     assert best(job(sample_s=1e-2, trained=1e3)) == "data"
 
 
+def test_shards_cost_what_memory_that_is_not_shared_costs():
+    usual = link(4, 100 * MB, hides=False)
+    fields = {name: getattr(usual, name) for name in ExchangeCost.__dataclass_fields__}
+    fast = ExchangeCost(**fields | {"slices_bytes_per_s": usual.reduce_bytes_per_s / 4})
+    same, slower = (layout_cost("sharded(level=2)", job(exchange=one)) for one in (usual, fast))
+    assert slower.step_s > 2 * same.step_s
+    assert layout_cost("data", job(exchange=fast)) == layout_cost("data", job(exchange=usual))
+
+
 def test_large_models_on_thin_links_take_a_pipeline():
     assert best(job(trained=20 * MB, yielded=100.0)).startswith("pipeline(stages=4")
 

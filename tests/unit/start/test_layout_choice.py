@@ -62,16 +62,16 @@ def test_the_layout_with_the_shortest_step_is_taken_kept_and_explained(monkeypat
     assert len(calls) == 8, "nothing is tried again"
 
 
-def test_the_three_best_of_the_ranking_are_tried_and_hopeless_ones_are_not(monkeypatch, tmp_path):
+def test_the_best_of_the_ranking_and_data_are_tried_and_other_hopeless_ones_are_not(monkeypatch, tmp_path):
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path))
     calls: list[str] = []
-    predicted = {"sharded(level=1)": 0.1, "data": 0.2, "sharded(level=3)": 0.9}
+    predicted = {"sharded(level=1)": 0.1, "sharded(level=3)": 0.9, "data": 1.0}
     ranking = LayoutsPredicted(
         t=0.0,
         rank=0,
         chosen="sharded(level=1)",
         steps_s=predicted,
-        worth=["sharded(level=1)", "data"],
+        worth=["sharded(level=1)"],
         left_out={"pipeline(stages=2)": "batch normalisation would see one micro-batch at a time"},
     )
 

@@ -22,6 +22,8 @@ from echelon.sync.families.mix import MixPolicy, Neighbours
 from echelon.sync.policy import ClusterInfo
 from echelon.train.families.synchronizer import Explain, IndependentSynchronizer, Overlap
 
+_MOST_SLOTS = 256  # for a flag of each worker; they travel with the weights
+
 
 class Observer(Protocol):
     """Is told how long averagings take."""
@@ -152,13 +154,14 @@ class MixSynchronizer(IndependentSynchronizer):
 
     def _mean_of_all(self, own: Tensor, changes: GroupChanges) -> Tensor:
         """Where workers may be lost: the mean of those who are there. Who they are travels along."""
-        workers = self._cluster.workers
-        shares = self._cluster.shares or (1.0,) * workers
-        share = shares[changes.slot] if self._policy.weighs else 1.0
-        along = own.new_zeros(1 + workers)
+        shares = self._cluster.shares or (1.0,)
+        share = 1.0
+        if self._policy.weighs:  # one that has joined later has the mean
+            share = dict(enumerate(shares)).get(changes.slot, sum(shares) / len(shares))
+        along = own.new_zeros(1 + _MOST_SLOTS)
         along[0], along[1 + changes.slot] = share, 1.0
         total = self._group.all_reduce(torch.cat([own * share, along])).wait()
-        self._averaged = [slot for slot, there in enumerate(total[-workers:].tolist()) if there]
+        self._averaged = [slot for slot, there in enumerate(total[-_MOST_SLOTS:].tolist()) if there]
         return total[: own.numel()] / total[own.numel()]
 
     def _subgroup(self, members: tuple[int, ...]) -> Group:

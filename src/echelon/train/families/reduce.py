@@ -306,9 +306,9 @@ class ReduceSynchronizer(Synchronizer):
         """Take over the residuals of a checkpoint's workers."""
         self._encoding.restore(residuals)
 
-    def lost(self, slots: Sequence[int]) -> None:
-        """Record what was lost with the states of codecs."""
-        self._encoding.lost(slots)
+    def lost(self, slots: Sequence[int]) -> str:
+        """What was lost with the states of codecs."""
+        return self._encoding.lost(slots)
 
     def shared_state(self) -> dict[str, Any]:
         """The states of codecs, without residuals."""

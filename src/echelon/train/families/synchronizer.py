@@ -162,9 +162,9 @@ class Synchronizer(ABC):
         """Take over the residuals of a checkpoint's workers, by rank."""
         return
 
-    def lost(self, slots: Sequence[int]) -> None:
-        """The others go on without these workers; `slots` are their first ranks."""
-        return
+    def lost(self, slots: Sequence[int]) -> str:
+        """What is lost with these workers, by their first ranks, for the user; empty if nothing is."""
+        return ""
 
     def shared_state(self) -> dict[str, Any]:
         """What a worker needs that comes back, besides weights and optimizer states."""
