@@ -310,9 +310,7 @@ def _judged(folder: Path, code: int, text: str, killed: dict[int, float], period
     if len({(folder / f"weights-{slot}").read_text() for slot in done}) != 1:
         wrong.append("survivors have different weights")
     told = {slot: changes(folder, slot) for slot in done}
-    longest = max(
-        told.values(), key=len, default=[]
-    )  # a process that was started later knows the last ones
+    longest = max(told.values(), key=len, default=[])  # a later process knows the last ones
     if any(one and one != longest[-len(one) :] for one in told.values()):
         wrong.append(f"survivors were told of different changes: {told}")
     counts: dict[int, Counter[int]] = defaultdict(Counter)

@@ -1,14 +1,18 @@
-"""Workers leave a running run, and the others share their work: every sample once, the same weights."""
+"""Workers leave and join a running run: every sample is drawn once, and all have the same weights."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from tests.losses import changes, pid_of, run
 
+from echelon.cli.members import join
 from echelon.errors import LaunchError
 from echelon.observe.run_folder import RunFolder
 from echelon.start.control_client import ControlClient
@@ -49,3 +53,48 @@ def test_workers_leave_after_a_step_as_long_as_enough_are_left(tmp_path):
     assert not list(ended.errors.iterdir())
     with pytest.raises(LaunchError, match="has ended"):
         ControlClient(ended)
+
+
+def test_a_worker_joins_with_the_state_of_the_others_and_has_its_share(tmp_path, capsys):
+    said, threads = [], []
+
+    def refused(client, workers):
+        with pytest.raises(LaunchError) as error:
+            client.join(workers)
+        said.append(error.value.message)
+
+    def act(folder):
+        found = RunFolder.find("latest", folder / "runs")
+        with closing(ControlClient(found)) as client:
+            refused(client, 21)
+            script = (folder / "train.py").read_text()
+            (folder / "train.py").write_text(script + "# another one\n")
+            refused(client, 1)
+            (folder / "train.py").write_text(script)
+            threads.append(threading.Thread(target=join, args=(str(found.path), 1, Path("runs"))))
+            threads[0].start()
+            until = time.monotonic() + 90
+            while client.where([4]) != {4: "waiting"} and time.monotonic() < until:
+                time.sleep(0.05)
+        address = found.control.read_text()
+        found.control.write_text(address.replace('"token":"', '"token":"x'))
+        with closing(ControlClient(found)) as client:
+            refused(client, 1)
+
+    outcome = run(tmp_path, "shm", [], respawn=3, act=act)
+    for thread in threads:
+        thread.join(30)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert said == [
+        "25 workers cannot share every batch of this run: 4 train now, and at most 24 can",
+        "train.py has changed since the run was started, so who runs it now cannot join",
+        "the token is wrong",
+    ]
+    assert "rank 4 has joined after" in outcome.output
+    assert "done with 5 workers" in outcome.output
+    assert "rank 4 has joined" in capsys.readouterr().out
+    assert (tmp_path / "weights-4").exists()
+    (told,) = changes(tmp_path, 4)
+    assert told[:4] == [[], [], [4], 5]
+    assert changes(tmp_path, 0) == [told]
+    assert len((tmp_path / "drawn-4").read_text().splitlines()) > 60

@@ -1,7 +1,8 @@
-"""`echelon leave`: lets workers of a running run leave it in an orderly way."""
+"""`echelon join` and `echelon leave`: further workers for a running run, and workers that leave it."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -10,10 +11,51 @@ from typing import Annotated
 
 import typer
 
+from echelon.errors import LaunchError
 from echelon.observe.run_folder import RunFolder
 from echelon.start.control_client import ControlClient
 
 _LOOK_EVERY_S = 0.1
+_ADDRESS = re.compile(r"[^/\\s]+:\d+")
+
+
+def join(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder, its name under --runs, or 'latest'.")
+    ] = "latest",
+    workers: Annotated[int, typer.Option("--workers", min=1, help="How many workers to add.")] = 1,
+    runs: Annotated[Path, typer.Option("--runs", help="The folder of runs.")] = Path("runs"),
+) -> None:
+    """Add workers to a running run: they start on this machine, and share its work.
+
+    The run must have been started with --min-workers, on this machine. Its
+    launcher starts the workers, with the same script. They get weights,
+    optimizer state and the position in the data between two steps, and then
+    have their share of every batch; the global batch stays. Their output is in
+    the run's folder.
+
+    Examples:
+      echelon join latest --workers 2
+      echelon join runs/20250101-120000-train
+    """
+    if _ADDRESS.fullmatch(run) and not Path(run).exists():
+        raise LaunchError(
+            "workers of other machines cannot join a running run yet",
+            where=f"echelon join {run}",
+            fix="give the run's folder, on the machine where it was started",
+        )
+    with closing(ControlClient(RunFolder.find(run, runs))) as client:
+        ranks = client.join(workers)
+        _follow(
+            client,
+            ranks,
+            {
+                "member": "rank {} has joined",
+                "left": "rank {} has joined, and left again",
+                "gone": "rank {} did not join: see its log in the run's folder",
+            },
+            failures=("gone",),
+        )
 
 
 def leave(

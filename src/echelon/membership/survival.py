@@ -117,6 +117,10 @@ class Survival:
         if slot in self._gone and slot not in self._waiting:
             self._waiting.append(slot)
 
+    def expect(self, slot: int) -> None:
+        """A further worker is started in a new slot: it is treated as one that was lost before."""
+        self._gone.add(slot)
+
     def give_up(self, slot: int) -> None:
         """The new worker of a lost slot has ended before it was a member."""
         if slot in self._waiting:
@@ -178,6 +182,7 @@ class Survival:
         )
         if joined:
             self._gone -= set(joined)
+            self._ready |= set(joined)
             self._waiting = []
         self._standing = {}
         return self.view

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -268,3 +268,10 @@ def _over(cores: int, workers: int) -> str:
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def with_further(plan: Plan, workers: int) -> Plan:
+    """The plan with so many workers, if it has fewer: those that join later are as the last one."""
+    last = plan.workers[-1]
+    further = tuple(replace(last, rank=rank) for rank in range(len(plan.workers), workers))
+    return replace(plan, workers=(*plan.workers, *further))

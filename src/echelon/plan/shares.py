@@ -124,6 +124,7 @@ class ShareTable:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = tuple(weights)
+        self.workers = len(self.weights)  # for how many a pass' last batch must be enough
         self.goes_back = False  # whether batches that were drawn are drawn again, with the same weights
         self._before: dict[int, list[tuple[int, tuple[float, ...]]]] = {}  # until which batch, oldest first
         self._gone: frozenset[int] = frozenset()  # who has no samples, since it was lost
@@ -139,7 +140,20 @@ class ShareTable:
         self.weights = tuple(weights)
 
     def keep(self, ranks: Collection[int], first: Mapping[int, int]) -> None:
-        """From these batches on only these ranks have samples; their weights stay as they are."""
+        """From these batches on only these ranks have samples; their weights stay as they are.
+
+        A rank that had none so far gets the mean of the others' weights.
+        """
+        known = len(self.weights)
+        further = frozenset(range(known, max(ranks) + 1))
+        if further:
+            self.weights += (sum(self.weights) / known,) * len(further)
+            self._gone |= further
+            self._gone_before = {
+                loader: [(until, gone | further) for until, gone in entries]
+                for loader, entries in self._gone_before.items()
+            }
+            self._parts.clear()
         for loader, number in first.items():
             self._gone_before.setdefault(loader, []).append((number, self._gone))
         self._gone = frozenset(range(len(self.weights))) - set(ranks)
@@ -186,10 +200,17 @@ class ShareTable:
             str(loader): [[until, sorted(ranks)] for until, ranks in entries]
             for loader, entries in self._gone_before.items()
         }
-        return {"weights": list(self.weights), "before": before, "gone": gone, "now": sorted(self._gone)}
+        return {
+            "weights": list(self.weights),
+            "before": before,
+            "gone": gone,
+            "now": sorted(self._gone),
+            "workers": self.workers,
+        }
 
     def adopt(self, table: Mapping[str, Any]) -> None:
         """Go on with another worker's table."""
+        self.workers = int(table["workers"])
         self.weights = tuple(float(weight) for weight in table["weights"])
         self._parts.clear()
         self._before = {

@@ -11,6 +11,7 @@ output.py     what the launcher shows of the leader's log
 members.py    who is still in the run? The launcher's service for runs that go on when workers are lost
 control.py    how is a running run asked to let workers leave or join? The launcher's side
 control_client.py  and the side of a command
+further.py    how does a worker start that joins a running run?
 stuck_watch.py  which workers hold the others up now?
 failure.py    which worker failed first, and why
 whereabouts.py  where are workers that others wait for, or that go on without the others?

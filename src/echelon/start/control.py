@@ -17,12 +17,16 @@ import threading
 from typing import Any
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 
+from echelon.config.units import show_bytes
 from echelon.observe.run_folder import RunFolder
+from echelon.start.further import ScriptDigest
 from echelon.start.members import Members
 
 _MOST_BYTES = 1 << 16
 _SILENT_S = 60.0
+WORKER_BYTES = 250_000_000
 
 
 class ControlAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,9 +40,12 @@ class ControlAddress(msgspec.Struct, frozen=True, kw_only=True):
 class RunControl:
     """The launcher's side, in threads of its own."""
 
-    def __init__(self, folder: RunFolder, members: Members) -> None:
+    def __init__(self, folder: RunFolder, members: Members, script: ScriptDigest, obstacle: str) -> None:
+        """`script` is what workers run, `obstacle` what further workers cannot take part in yet, if any."""
         self._file = folder.control
         self._members = members
+        self._script = script
+        self._obstacle = obstacle
         self._token = secrets.token_hex(16)
         self._listener = socket.create_server(("127.0.0.1", 0))
         port = self._listener.getsockname()[1]
@@ -50,6 +57,8 @@ class RunControl:
 
     def close(self) -> None:
         """Answer nobody any more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         self._file.unlink(missing_ok=True)
 
@@ -79,7 +88,28 @@ class RunControl:
             case "leave":
                 slots = [int(slot) for slot in request["ranks"]]
                 return {"refusal": self._members.leave(slots, "echelon leave")}
+            case "join":
+                return self._join(int(request["workers"]))
             case "where":
                 found = self._members.whereabouts([int(slot) for slot in request["ranks"]])
                 return {"where": {str(slot): text for slot, text in found.items()}}
         return {"refusal": f"the launcher does not know what {request['do']!r} is"}
+
+    def _join(self, count: int) -> dict[str, Any]:
+        available_bytes = psutil.virtual_memory().available
+        refusal, fix, slots = "", "", list[int]()
+        if self._obstacle:
+            refusal = f"nobody can join a run with {self._obstacle} yet"
+            fix = "a run that saves goes on with others: echelon resume RUN --workers N"
+        elif name := self._script.changed:
+            refusal = f"{name} has changed since the run was started, so who runs it now cannot join"
+            fix = "undo the change, or start the run again"
+        elif count * WORKER_BYTES > available_bytes:
+            refusal = (
+                f"{count} workers need at least {show_bytes(count * WORKER_BYTES)} of memory, "
+                f"of which {show_bytes(available_bytes)} are available"
+            )
+            fix = "add fewer"
+        else:
+            slots, refusal = self._members.add(count)
+        return {"refusal": refusal, "fix": fix, "ranks": slots}

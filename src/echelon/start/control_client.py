@@ -45,8 +45,12 @@ class ControlClient:
         """Let these workers leave; raises LaunchError if they do not."""
         self._ask(do="leave", ranks=list(ranks))
 
+    def join(self, workers: int) -> list[int]:
+        """Let so many further workers join; their ranks. Raises LaunchError if they do not."""
+        return [int(rank) for rank in self._ask(do="join", workers=workers)["ranks"]]
+
     def where(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Where these workers are on their way out or in: leaving, left, member or gone."""
+        """Where these workers are on their way out or in: leaving, left, joining, waiting, member, gone."""
         found = self._ask(do="where", ranks=list(ranks))["where"]
         return {int(rank): str(text) for rank, text in found.items()}
 

@@ -5,8 +5,8 @@ failed, and get the next view, as membership/survival.py decides. Only processes
 answered. Workers that step without losses ask nothing.
 
 A lost worker is started again, as membership/respawn.py says. It waits here until the others admit it.
-A worker that is to leave, because the user or SIGTERM says so, does so between two steps, like those that
-are admitted.
+A further worker that is to join waits here, too. A worker that is to leave, because the user or SIGTERM
+says so, does so between two steps, like those that are admitted.
 One that holds the others up, as membership/stuck.py says, is left out: its process is killed.
 """
 
@@ -37,7 +37,7 @@ from echelon.observe.events import LAUNCHER, MembersChanged
 from echelon.observe.stall import ranks
 from echelon.start.stuck_watch import StuckWatch
 from echelon.train.admission import ADMISSION_VARIABLE, AdmissionFlag
-from echelon.train.service import ADDRESS_VARIABLE, EPOCHS_KEY, TOKEN_VARIABLE
+from echelon.train.service import ADDRESS_VARIABLE, EPOCHS_KEY, MOST_KEY, TOKEN_VARIABLE
 
 _GET_S = 0.1
 _NOBODY_S = 5.0
@@ -67,6 +67,9 @@ class Members:
         self._ended: dict[int, int] = {}
         self._lost_at: dict[int, float] = {}
         self._to_start: list[int] = []
+        self._to_add: list[int] = []
+        self._slots = workers  # so many have been given to workers
+        self._joining: set[int] = set()  # further workers that were no members yet
         self._returning: set[int] = set()  # started again, and no members yet
         self._came_back: set[int] = set()  # members again
         self._fresh: set[int] = set()  # of these, without a step yet
@@ -146,7 +149,13 @@ class Members:
             code = 0 if code == SAVED_AND_STOPPED else code
             self._ended[slot] = code
             late = self._left_out.pop(slot, None)
-            if slot in self._returning:
+            if slot in self._joining:
+                self._joining.discard(slot)
+                self._returning.discard(slot)
+                self._survival.give_up(slot)
+                self._mark()
+                self._not_joined(slot, code)
+            elif slot in self._returning:
                 self._returning.discard(slot)
                 self._survival.give_up(slot)
                 self._mark()
@@ -175,6 +184,41 @@ class Members:
         else:
             self._news.append(f"rank {slot} failed after it had come back ({how}); {left} workers go on")
         self._start_again(slot, "" if code < 0 else how)
+
+    def _not_joined(self, slot: int, code: int) -> None:
+        how = _signal(code) if code < 0 else f"exit code {code}"
+        left = len(self._survival.living)
+        self._note(slot, "did not join", how)
+        self._news.append(f"rank {slot} did not join ({how}); {left} workers go on")
+
+    def add(self, count: int) -> tuple[list[int], str]:
+        """Let so many further workers join; their slots, or why they do not, in a sentence."""
+        with self._changed:
+            if f"-1/{EPOCHS_KEY}" not in self._values:
+                return [], "nobody can join before the script trains in `for epoch in session.epochs(n)`"
+            most = int(self._values.get(f"-1/{MOST_KEY}", "0"))
+            there = len(self._survival.living) + len(self._returning) + len(self._to_add)
+            there += len(self._to_start) - len(self._survival.leaving)
+            if there + count > most:
+                return [], (
+                    f"{there + count} workers cannot share every batch of this run: {there} train now, "
+                    f"and at most {most} can"
+                )
+            slots = list(range(self._slots, self._slots + count))
+            self._slots += count
+            for slot in slots:
+                self._survival.expect(slot)
+                self._lost_at[slot] = time.monotonic()
+            self._joining |= set(slots)
+            self._to_add += slots
+        return slots, ""
+
+    def to_add(self) -> list[int]:
+        """The slots for which a first process is to be started now."""
+        with self._changed:
+            slots, self._to_add = self._to_add, []
+            self._returning |= set(slots)
+        return slots
 
     def leave(self, slots: Sequence[int], why: str) -> str:
         """Let these workers leave between two steps; or why they do not, in a sentence."""
@@ -208,6 +252,10 @@ class Members:
             return "left"
         if slot in self._survival.leaving:
             return "leaving"
+        if slot in self._survival.waiting:
+            return "waiting"
+        if slot in self._joining:
+            return "joining"
         return "member" if slot in self._survival.living else "gone"
 
     def _start_again(self, slot: int, failure: str) -> None:
@@ -298,9 +346,13 @@ class Members:
             self._fresh.add(slot)
             self._came_back.add(slot)
             took_s = time.monotonic() - self._lost_at.get(slot, time.monotonic())
-            count = len(view.members)
-            self._note(slot, "back", f"after {took_s:.1f} s")
-            self._news.append(f"rank {slot} is back after {took_s:.1f} s; {count} workers go on")
+            count, joins = len(view.members), slot in self._joining
+            self._joining.discard(slot)
+            self._note(slot, "joined" if joins else "back", f"after {took_s:.1f} s")
+            if joins:
+                self._news.append(f"rank {slot} has joined after {took_s:.1f} s; {count} workers go on")
+            else:
+                self._news.append(f"rank {slot} is back after {took_s:.1f} s; {count} workers go on")
         self._mark()
         self._changed.notify_all()
 

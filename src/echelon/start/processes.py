@@ -103,6 +103,11 @@ class WorkerProcesses:
         env = {**command.env, RETURNS_VARIABLE: "1"}
         self._processes[rank] = self._exec(replace(command, env=env))
 
+    def add(self, command: WorkerCommand) -> None:
+        """Start a further worker."""
+        self._commands[command.rank] = command
+        self.restart(command.rank)
+
     def kill(self, rank: int) -> None:
         """End one worker at once."""
         pid = self.pid_of(rank)

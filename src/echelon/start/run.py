@@ -62,9 +62,10 @@ from echelon.start import recorded_command, remote
 from echelon.start.agents.driver import AgentProcesses, ConnectedAgent
 from echelon.start.auto_plan import planned_by_itself
 from echelon.start.command import WorkerCommand
-from echelon.start.control import RunControl
+from echelon.start.control import WORKER_BYTES, RunControl
 from echelon.start.earlier_run import keep_job, script_job
 from echelon.start.failure import Failure, alike, read_failures
+from echelon.start.further import ScriptDigest, further_worker, why_nobody_joins
 from echelon.start.lab_course import LabCourse
 from echelon.start.members import Members
 from echelon.start.output import LeaderOutput
@@ -81,7 +82,6 @@ _INTERRUPT_GRACE_S = 5.0
 _SAVE_GRACE_S = 25.0  # many machines are taken away 30 s after SIGTERM
 _LAB_PORT = 29400
 _TAIL_BYTES = 4000
-_WORKER_BYTES = 250_000_000
 
 
 class Watcher(Protocol):
@@ -223,9 +223,13 @@ def _run(
             members = _members(settings, plan, folder)
             if members is not None:
                 stack.callback(members.close)
-                stack.callback(RunControl(folder, members).close)
+                script = ScriptDigest(target.argv)
+                obstacle = why_nobody_joins(plan, saves=settings.saves)
+                control = RunControl(folder, members, script, obstacle)
+                stack.callback(control.close)
                 watch.members = members
             commands = _commands(plan, settings, target, folder, lab, members)
+            watch.last_command = commands[len(plan.workers) - 1]
             failure, code = watch.run(lambda: WorkerProcesses(folder, commands, saves=settings.saves))
     if job is not None and code == 0:
         keep_job(job, plan, folder)
@@ -242,9 +246,15 @@ def _run(
         checkpoints=Path(settings.checkpoint) if settings.checkpoint else None,
         failure=failure,
         alike=alike(failure, read_failures(folder)) if failure else (),
-        node=[*(worker.node for worker in plan.workers), *plan.servers][failure.rank] if failure else "",
+        node=_node_of(plan, failure.rank) if failure else "",
         log_tail=tail.decode(errors="replace"),
     )
+
+
+def _node_of(plan: Plan, rank: int) -> str:
+    """Where a worker or server ran; those that have joined run where the last one does."""
+    nodes = [*(worker.node for worker in plan.workers), *plan.servers]
+    return nodes[min(rank, len(nodes) - 1)]
 
 
 def _with_checkpoints(
@@ -490,6 +500,7 @@ class _Watch:
         self._step: int | None = None
         self._code = 0
         self.members: Members | None = None
+        self.last_command: WorkerCommand | None = None
         self._whereabouts = Whereabouts(folder, plan, recorder)
 
     def note(self, text: str) -> None:
@@ -549,6 +560,9 @@ class _Watch:
             members.ended(rank, code)
         for rank in members.to_start() if not self._stopped else ():
             processes.restart(rank)
+        for rank in members.to_add() if not self._stopped else ():
+            assert self.last_command is not None
+            processes.add(further_worker(self.last_command, rank))
         processes.lost, processes.excused = members.gone, members.excused
         self._emit(members.happened())
         for text in members.news():
@@ -678,12 +692,12 @@ def _free_port() -> int:
 def _check_memory(workers: int) -> None:
     """Refuse more workers than memory allows: importing torch alone takes some for each."""
     available_bytes = psutil.virtual_memory().available
-    if workers * _WORKER_BYTES > available_bytes:
+    if workers * WORKER_BYTES > available_bytes:
         raise LaunchError(
-            f"{workers} workers need at least {show_bytes(workers * _WORKER_BYTES)} of memory, "
+            f"{workers} workers need at least {show_bytes(workers * WORKER_BYTES)} of memory, "
             f"of which {show_bytes(available_bytes)} are available",
             where="--workers",
-            fix=f"start at most {available_bytes // _WORKER_BYTES}",
+            fix=f"start at most {available_bytes // WORKER_BYTES}",
         )
 
 

@@ -31,7 +31,7 @@ from echelon.train import state_pieces
 from echelon.train.admission import AdmissionFlag
 from echelon.train.drawn import DrawnBatches
 from echelon.train.progress import OwnProgress
-from echelon.train.service import EPOCHS_KEY, MemberService, ServiceStore
+from echelon.train.service import EPOCHS_KEY, MOST_KEY, MemberService, ServiceStore
 
 _SWITCH_S = 5e-4  # as in comm/wire/loop.py
 _LARGE_BYTES = (
@@ -284,8 +284,11 @@ class MemberChanges:
 
     # Workers that come back ----------------------------------------------------------------------
 
-    def epochs_begin(self) -> None:
-        """The script's epochs begin: let the launcher keep what was exchanged before them."""
+    def epochs_begin(self, most: int) -> None:
+        """The script's epochs begin: let the launcher keep what was exchanged before them.
+
+        most  how many workers can share a batch
+        """
         if self._in_epochs:
             return
         self._in_epochs = True
@@ -294,6 +297,7 @@ class MemberChanges:
             text = _pack_log(log)
             if len(text) <= _MOST_LOGGED_BYTES:
                 self.store().set(STARTUP_KEY, text)
+                self.store().set(MOST_KEY, str(most))
                 self.store().set(EPOCHS_KEY, "1")
 
     def epoch_begins(self) -> None:

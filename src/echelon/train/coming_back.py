@@ -68,6 +68,8 @@ class ComingBack:
         stepped, self.asked_at = self.clock.step > self.asked_at, self.clock.step
         if loader.draws_again or not stepped or not self.changes.drawn.empty:
             return
+        if not all(one.can_be_cut_anew for one in self.prepared.loaders):
+            return
         if self.changes.due(leads=self.leads()):
             self.changes.admit(self._collect)
 

@@ -47,7 +47,7 @@ from echelon.observe.events import LinkMeasured, WorkerJoined, WorkersAwaited
 from echelon.observe.readiness import WorkerPhase, tell
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
-from echelon.plan.plan import Plan, PlanRequest, check_weights, make_plan
+from echelon.plan.plan import Plan, PlanRequest, check_weights, make_plan, with_further
 from echelon.reduce.packing import sizes
 from echelon.server.process import serve
 from echelon.sync.cluster import carried_out, planned_cluster
@@ -211,6 +211,8 @@ def _plan(
     else:
         nodes = [socket.gethostname()] * place.world_size  # the others' are known when they have joined
         plan = make_plan("unrecorded", nodes, PlanRequest(**given), cores=usable_cores())
+    if os.environ.get(RETURNS_VARIABLE):
+        plan = with_further(plan, place.world_size)
     if len(plan.workers) != place.world_size:
         raise ConfigError(
             f"the plan is for {len(plan.workers)} workers, but {place.world_size} were started",
@@ -298,13 +300,14 @@ def _returning(place: Place, plan: Plan) -> tuple[Group, Rendezvous]:
     assert service is not None
     store = ServiceStore(service, -1, ())
     first = msgspec.json.decode(store.get(FIRST_KEY), type=list[Member])
-    me = msgspec.structs.replace(first[place.rank], pid=os.getpid())
+    role = min(place.rank, len(first) - 1)  # of one that joins: the last of the first workers'
+    me = msgspec.structs.replace(first[role], rank=place.rank, pid=os.getpid())
     rendezvous = Rendezvous(cast(Any, store), me, tuple(first), plan.join_timeout_s)
     flag = AdmissionFlag.from_environment(os.environ)
     progress = OwnProgress.from_environment(os.environ, place.rank)
     changes = MemberChanges(service, rendezvous, _opener(place, plan), flag, progress, returns=True)
     names = dict(enumerate(rendezvous.names))
-    made = ChangingGroup(ReturningGroup(place.rank, place.world_size, names, plan.round_timeout_s), changes)
+    made = ChangingGroup(ReturningGroup(role, len(first), names, plan.round_timeout_s), changes)
     changes.opened(made)
     return made, rendezvous
 
@@ -424,12 +427,12 @@ def _session(
     """The session, with the events that begin its record; it closes when the script ends."""
     record.begin(plan)
     device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    mine = plan.workers[group.rank]
+    mine = plan.workers[place.rank]
     family, groups = carried_out(plan)
     record.emit(
         WorkerJoined(
             t=time.time(),
-            rank=group.rank,
+            rank=place.rank,
             node=mine.node,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -444,14 +447,14 @@ def _session(
     tell(WorkerPhase.JOINED)
     clock = StepClock(
         record.recorder,
-        group.rank,
+        place.rank,
         pace=Pace(mine.speed) if mine.speed < 1 else None,
         delay=DELAYS.build(mine.delay) if mine.delay else None,
         seed=plan.seed,
         thread_times=ThreadTimes() if group.size > 1 and record.folder is not None else None,
         on_begun=partial(tell, WorkerPhase.TRAINING),
     )
-    group.on_waiting(partial(_record_wait, record, clock, group.rank))
+    group.on_waiting(partial(_record_wait, record, clock, place.rank))
     try:
         session = Session(group, rendezvous, plan, clock, record, device, links)
     except EchelonError as error:

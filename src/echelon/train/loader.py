@@ -79,8 +79,7 @@ class Sharing:
     claim     adds to a counter that all workers share, if they claim parts of batches as they need them
     copies    how many workers have the same samples: ranks s, s + shards, s + 2 shards and so on
     slots     into how many parts a batch is claimed, and which part of them is this worker's
-    slot      where workers may be lost: which of the first workers this one is
-    workers   and how many those were
+    slot      where workers may be lost: which of all workers this one is, in the order of their starts
     on_drained  where workers may be lost: called when a pass has no batches left; returns the positions
                 that are to be drawn again, since those who drew them were lost
     owed        and these positions until then, by the index of a loader
@@ -101,14 +100,13 @@ class Sharing:
     slots: tuple[int, Callable[[int], int]] | None = None
     copies: int = 1
     slot: int | None = None
-    workers: int = 0
     on_drained: Callable[[SharedLoader], list[int]] | None = None
     owed: Callable[[int], list[int]] | None = None
 
     @property
     def shards(self) -> int:
-        """Into how many parts a batch is cut; also after some of the first workers were lost."""
-        return self.workers or self.group.size // self.copies
+        """Into how many parts a batch is cut; the same after a loss, until members change between steps."""
+        return self.group.size // self.copies if self.slot is None else self.shares.workers
 
     @property
     def shard(self) -> int:
@@ -206,7 +204,8 @@ class SharedLoader(DataLoader[Any]):
         weights = self._sharing.shares.now
         living = [at for at, weight in enumerate(weights) if weight]
         shares = split(self.global_batch_size, [weights[at] for at in living])
-        return shares[living.index(self._sharing.shard)]
+        shard = self._sharing.shard  # of one that is about to join it is no member's yet
+        return shares[living.index(shard) if shard in living else -1]
 
     def _has_list(self) -> bool:
         """Whether the order can be looked up at any position; otherwise it is drawn batch by batch."""
@@ -252,7 +251,7 @@ class SharedLoader(DataLoader[Any]):
             )
         if self._own_batches:
             return
-        split(self.global_batch_size, self._sharing.shares.weights)
+        split(self.global_batch_size, [weight for weight in self._sharing.shares.weights if weight])
         if self.streams:
             return
         if not hasattr(self._sampler, "__len__"):
@@ -394,6 +393,19 @@ class SharedLoader(DataLoader[Any]):
         self.pass_index, self._resuming = place["pass"], in_pass
         self.batches_handed = self.batches_drawn = place["handed"]
         self.draws_to_train = place["draws_to_train"]
+
+    @property
+    def most_workers(self) -> int:
+        """How many workers can share every batch of this loader, at most."""
+        if isinstance(self._sampler, NearSampler):
+            return self._sharing.shards  # the order follows from where workers are
+        return min(self.global_batch_size, len(self._sampler))
+
+    @property
+    def can_be_cut_anew(self) -> bool:
+        """Whether what is left of the pass is enough for any number of workers that can share a batch."""
+        left = len(self._sampler) - self.position
+        return self.finished or self.drop_last or not left or left >= self.global_batch_size
 
     @property
     def draws_again(self) -> bool:

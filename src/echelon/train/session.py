@@ -105,8 +105,11 @@ class Session(ScriptCheckpoints):
         links: Links | None = None,
     ) -> None:
         ScriptCollectives.__init__(self, group, [worker.node for worker in plan.workers])
-        ScriptLog.__init__(self, record, clock, plan, group.rank)
         self._changes = group.changes if isinstance(group.changes, MemberChanges) else None
+        ScriptLog.__init__(
+            self, record, clock, plan, group.rank if self._changes is None else self._changes.slot
+        )
+        self._first_workers = group.size  # others may join later
         self._change_calls = ChangeCalls()
         self._leave_signal = LeaveSignal()
         self._rendezvous = rendezvous
@@ -134,7 +137,7 @@ class Session(ScriptCheckpoints):
             copies=self._copies,
         )
         self._sharing: Sharing | None = None
-        self._shares = ShareTable(weights_of_shards(plan.weights, self._copies))
+        self._shares = ShareTable(weights_of_shards(plan.weights[: self._first_workers], self._copies))
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         self._layout = "data"
@@ -277,16 +280,21 @@ class Session(ScriptCheckpoints):
     def _members_changed(self, view: SurvivorView) -> None:
         """Workers were lost or are back: the members share what is not drawn yet."""
         self._change_calls.changed(view)
-        planned = self._plan.workers
-        self._nodes[:] = [planned[slot].node for slot in view.members]
+        self._name_nodes(view)
         self._log_leads = self._changes is not None and self._changes.slot == view.members[0]
         first = {one.index: view.handed.get(one.index, 0) for one in self._prepared.loaders}
         self._shares.keep(view.members, first)
+        if view.planned:
+            self._shares.workers = len(view.members)
         text = self._synchronizer.lost((*view.lost, *view.left))
         if text and self._log_leads:
             self.note(text)
         for loader in self._prepared.loaders:
             loader.changed()
+
+    def _name_nodes(self, view: SurvivorView) -> None:
+        planned = self._plan.workers[: self._first_workers]
+        self._nodes[:] = [planned[min(slot, len(planned) - 1)].node for slot in view.members]
 
     @property
     def _comes_back(self) -> bool:
@@ -484,7 +492,6 @@ class Session(ScriptCheckpoints):
                 on_break=self._synchronizer.left,
                 on_error=self._group.left_loop,
                 slot=None if self._changes is None else self._changes.slot,
-                workers=0 if self._changes is None else len(self._plan.workers),
                 on_drained=None if self._changes is None else self._drained,
                 owed=None if self._changes is None else self._changes.drawn.owed,
             )
@@ -531,11 +538,11 @@ class Session(ScriptCheckpoints):
             return
         self._leave_signal.install()
         if not self._changes.returns:
-            self._changes.epochs_begin()
+            self._changes.epochs_begin(min((one.most_workers for one in self._prepared.loaders), default=0))
             return
         view, self._first_epoch = self._coming_back.come_back()
         self._change_calls.changed(view)
-        self._nodes[:] = [self._plan.workers[slot].node for slot in view.members]
+        self._name_nodes(view)
 
     def _batch_asked(self, loader: SharedLoader) -> None:
         """The loop asks for a batch."""

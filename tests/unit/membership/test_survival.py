@@ -157,3 +157,17 @@ def test_so_many_stay_as_are_needed():
         survival.stand(admitting(slot))
     assert survival.follow().members == (0, 1, 2), "too few would be left by now"
     assert survival.leaving == ()
+
+
+def test_a_further_worker_joins_as_one_that_comes_back_and_can_be_lost_then():
+    survival = ready()
+    survival.expect(4)
+    assert not survival.broken
+    assert survival.gone == {4}
+    survival.wait(4)
+    for slot in range(4):
+        survival.stand(admitting(slot, view=0))
+    view = survival.follow()
+    assert (view.members, view.joined) == ((0, 1, 2, 3, 4), (4,))
+    assert survival.gone == frozenset()
+    assert survival.lose(4)
