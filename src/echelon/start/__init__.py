@@ -28,6 +28,7 @@ layout_choice.py  `--parallel auto`: which layout has the shortest step for this
 local_choice.py  `--local auto`: which way of using this machine trains most samples a second?
 local_trial.py  how fast is each way of using this machine? Processes that train in turns
 run.py        a whole run: folder, plan, lab, processes, summary
+watching.py   and between start and end of its workers: what is shown, lost, stopped
 recorded_command.py  what a run ran, for `echelon resume`
 lab_course.py what happens to a lab in the course of a run: quotas, faults
 quotas.py     when do the CPU quotas of a lab come into force?

@@ -25,7 +25,8 @@ from echelon.plan.plan import Plan
 from echelon.start.call import Returned, packed
 from echelon.start.layout_choice import chosen_layout
 from echelon.start.local_choice import chosen_way
-from echelon.start.run import RunResult, Target, Watcher, run
+from echelon.start.run import RunResult, Target, run
+from echelon.start.watching import Watcher
 
 R = TypeVar("R")
 _MOST_BYTES = 200_000_000

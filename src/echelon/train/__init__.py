@@ -7,6 +7,8 @@ script_checkpoints.py  how a script keeps where it is, and goes on from there
 script_log.py   what a script can record
 collectives.py  what a script can ask of the other workers: reduce, gather, broadcast, wait
 loader.py       draws this worker's share of every batch
+loader_rules.py what may a loader be that is shared out, and what do its samplers say?
+to_device.py    data on the device of a worker
 arranging.py    how gradients travel: by the sites found, and by the workers' speeds
 auto_shares.py  lets shares follow the workers' measured speeds
 layout_pick.py  which layout has the shortest step? parallel="auto"

@@ -29,9 +29,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
 )
 
@@ -43,6 +41,7 @@ from echelon.errors import ConfigError, DataError
 from echelon.plan.shares import BatchSizes, ShareTable, Slice, batch_sizes, slice_of, split
 from echelon.train.clock import StepClock
 from echelon.train.left_loop import when_unwound
+from echelon.train.loader_rules import check_enough, draws_itself, generator_of, refuse, stable_seed
 from echelon.train.order import (
     LONGEST_LIST,
     Permutation,
@@ -51,6 +50,7 @@ from echelon.train.order import (
     told_batches,
     told_list,
 )
+from echelon.train.to_device import to_device
 
 BatchMeaning = Literal["global", "per-worker"]
 _log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class SharedLoader(DataLoader[Any]):
         self._collate: Any = loader.collate_fn
         self.streams = isinstance(loader.dataset, IterableDataset)
         self._own_batches = not self.streams and type(loader.batch_sampler) is not BatchSampler
-        _refuse(loader, self._sampler, self.streams)
+        refuse(loader, self._sampler, self.streams)
         self.drop_last = bool(getattr(self._batch_sampler, "drop_last", False))
         size = 0 if self._own_batches else int(getattr(self._batch_sampler, "batch_size", 0))
         self.global_batch_size = size * sharing.shards if meaning == "per-worker" else size
@@ -167,7 +167,7 @@ class SharedLoader(DataLoader[Any]):
         self._drawn: list[Any] | None = None
         self._claimed_to: Callable[[], int] | None = None
         self._restored = 0
-        self._generator = _generator_of(self._batch_sampler, self._sampler)
+        self._generator = generator_of(self._batch_sampler, self._sampler)
         self._generator_began: Tensor | None = None
         self._check()
         if isinstance(self.dataset, ChunkDataset):
@@ -209,7 +209,7 @@ class SharedLoader(DataLoader[Any]):
 
     def _has_list(self) -> bool:
         """Whether the order can be looked up at any position; otherwise it is drawn batch by batch."""
-        if _draws_itself(self._sampler):
+        if draws_itself(self._sampler):
             return True
         return hasattr(self._sampler, "__len__") and len(self._sampler) <= LONGEST_LIST
 
@@ -332,7 +332,7 @@ class SharedLoader(DataLoader[Any]):
                     self.position += 1 if self._by_batches else part.batch
                 self.share_drawn += part.share
                 self.batches_handed += 1
-                data = _to_device(data, self._sharing.device)
+                data = to_device(data, self._sharing.device)
                 self._sharing.on_batch(self, part, data)
                 clock.data_handed(part.share, part.batch)
                 yield data
@@ -462,7 +462,7 @@ class SharedLoader(DataLoader[Any]):
         order = self._order()
         sizes = self._sizes(len(order) - self.position)
         if sizes:
-            _check_enough(sizes[len(sizes) - 1], self._sharing.shards)
+            check_enough(sizes[len(sizes) - 1], self._sharing.shards)
         begin = self.position
         for index, size in enumerate(sizes):
             part = self._slice(size, begin + sizes.start(index))
@@ -507,7 +507,7 @@ class SharedLoader(DataLoader[Any]):
         """This worker's shares of the batches that the leader's sampler draws."""
         for batch in islice(self._told_batches(), self.position, None):
             if not self._own_batches:
-                _check_enough(len(batch), self._sharing.shards)
+                check_enough(len(batch), self._sharing.shards)
             part = self._slice(len(batch))
             taken.append(part)
             yield batch[part.start : part.stop]
@@ -530,7 +530,7 @@ class SharedLoader(DataLoader[Any]):
             return range(len(sampler))
         if isinstance(sampler, NearSampler):
             return self._near_order(sampler)
-        if not _draws_itself(sampler):
+        if not draws_itself(sampler):
             return self._told(lambda: [int(i) for i in sampler])
         if sampler.replacement or sampler._num_samples is not None:
             return random_draws(sampler, self._seed_of_pass)
@@ -577,7 +577,7 @@ class SharedLoader(DataLoader[Any]):
         return self._drawn
 
     def _seed_of_pass(self, suffix: str = "") -> int:
-        return _stable_seed(f"{self._sharing.seed}/{self._index}/{self.pass_index}{suffix}")
+        return stable_seed(f"{self._sharing.seed}/{self._index}/{self.pass_index}{suffix}")
 
     def _from_stream(self) -> Iterator[tuple[Slice, Any]]:
         skip = self.position
@@ -586,85 +586,10 @@ class SharedLoader(DataLoader[Any]):
                 skip -= len(batch)
                 continue
             samples, skip = batch[skip:], 0
-            _check_enough(len(samples), self._sharing.shards)
+            check_enough(len(samples), self._sharing.shards)
             part = self._slice(len(samples))
             yield part, self._collate(samples[part.start : part.stop])
 
 
-def _draws_itself(sampler: Any) -> bool:
-    """Whether every worker can draw the sampler's order by itself, from the run's seed."""
-    if type(sampler) in (SequentialSampler, NearSampler):
-        return True
-    if type(sampler) is not RandomSampler:
-        return False
-    plain = not sampler.replacement and sampler._num_samples is None
-    return plain or sampler.generator is None
-
-
-def _check_enough(samples: int, workers: int) -> None:
-    """Refuse a first batch, of a new or resumed pass, with fewer samples than workers."""
-    if samples < workers:
-        raise DataError(
-            f"{samples} samples are left of this pass, which cannot be shared by {workers} workers",
-            where="loader",
-            fix=f"use at most {samples} workers until the pass is over, or more data",
-        )
-
-
-def _generator_of(*samplers: Any) -> torch.Generator | None:
-    """The generator of the samplers' randomness, if they have one of their own."""
-    for sampler in samplers:
-        generator = getattr(sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            return generator
-    return None
-
-
-def _refuse(loader: DataLoader[Any], sampler: Any, streams: bool) -> None:
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        raise ConfigError(
-            f"the loader's class {type(loader).__name__} has an __iter__ of its own, which prepare would "
-            "pass by",
-            where="prepare",
-            fix="give prepare a torch DataLoader; repeat passes over it in the script",
-        )
-    if isinstance(sampler, DistributedSampler):
-        raise ConfigError(
-            "the loader has a DistributedSampler, but Echelon shares the data out itself",
-            where="prepare",
-            fix="build the loader with shuffle=True instead; batch='per-worker' keeps DDP's batch size",
-        )
-    if loader.batch_sampler is None and loader.batch_size is None:
-        what = "an iterable data set" if streams else "a data set"
-        raise ConfigError(
-            f"the loader takes ready batches from {what} (batch_size=None), which cannot be shared out",
-            where="prepare",
-            fix="let the data set yield single samples and give the loader a batch_size",
-        )
-
-
 def _as_list(samples: list[Any]) -> list[Any]:
     return samples
-
-
-def _stable_seed(text: str) -> int:
-    """The same number for the same text in every process and version of Python."""
-    value = 0xCBF29CE484222325  # FNV-1a
-    for byte in text.encode():
-        value = ((value ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
-    return value >> 1
-
-
-def _to_device(data: Any, device: torch.device) -> Any:
-    """Move tensors to the device, also inside tuples, lists and dicts; on the CPU do nothing."""
-    if device.type == "cpu":
-        return data
-    if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, dict):
-        return {key: _to_device(value, device) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(_to_device(value, device) for value in data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(_to_device(value, device) for value in data)
-    return data
