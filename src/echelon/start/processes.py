@@ -16,7 +16,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -51,6 +51,7 @@ class WorkerProcesses:
         self._ending = False
         self.lost: frozenset[int] = frozenset()  # workers without which the others go on
         self.excused: frozenset[int] = frozenset()  # workers whose failures do not end the run
+        self.judged: Collection[int] | None = None  # workers whose ends count so far; None: all
         self._input = WorkerInput()
         self._guardian = Guardian(folder.path)
         forkable = [command for command in commands if command.program]
@@ -163,7 +164,11 @@ class WorkerProcesses:
         return decide(self._failures(), self.exit_codes())
 
     def _failures(self) -> list[Failure]:
-        codes = {rank: code for rank, code in self.exit_codes().items() if rank not in self.excused}
+        codes = {
+            rank: code
+            for rank, code in self.exit_codes().items()
+            if rank not in self.excused and (self.judged is None or rank in self.judged)
+        }
         found = evidence(self._folder, codes, self._fine)
         return [failure for failure in found if failure.rank not in self.excused]
 

@@ -148,7 +148,8 @@ class RunWatch:
         members.look()
         for rank in members.to_end():
             processes.kill(rank)
-        for rank, code in processes.exit_codes().items():
+        codes = processes.exit_codes()
+        for rank, code in codes.items():
             members.ended(rank, code)
         for rank in members.to_start() if not self._stopped else ():
             processes.restart(rank)
@@ -156,6 +157,7 @@ class RunWatch:
             assert self.last_command is not None
             processes.add(further_worker(self.last_command, rank))
         processes.lost, processes.excused = members.gone, members.excused
+        processes.judged = codes.keys()  # who ends from here on is looked at next time
         self._emit(members.happened())
         for text in members.news():
             self._emit([Noted(t=time.time(), rank=LAUNCHER, text=text, warning=True)])

@@ -86,6 +86,17 @@ def test_failed_worker_is_reported_with_its_exit_code(folder):
     assert (failure.rank, failure.cause) == (1, "ended with exit code 3 and no exception")
 
 
+def test_a_worker_that_ends_after_the_losses_were_looked_at_is_no_failure_yet(folder):
+    with WorkerProcesses(folder, _commands("raise SystemExit(4)", "raise SystemExit(3)")) as processes:
+        _until(processes.all_done, "both to end")
+        processes.excused, processes.judged = frozenset([0]), {0}
+        assert processes.failure() is None
+        processes.judged = {0, 1}
+        failure = processes.failure()
+        assert failure is not None
+        assert failure.rank == 1
+
+
 def test_killed_worker_is_reported_with_the_signal(folder):
     with WorkerProcesses(folder, _commands(SLEEP, SAY_AND_SLEEP)) as processes:
         _said(folder, 1)
