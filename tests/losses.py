@@ -41,10 +41,10 @@ model, optimizer, loader = session.prepare(
     model, optimizer, DataLoader(Numbers(), batch_size=24, shuffle=True)
 )
 def changed(change):
-    session.barrier()  # all members are at the same place
+    assert (change.rank, change.world_size) == (session.rank, session.world_size)
+    session.barrier()  # all members are at the same place; another one may be lost meanwhile
     told = [change.lost, change.left, change.joined, change.world_size, change.step]
     open(f"changes-{{slot}}", "a").write(json.dumps(told) + "\\n")
-    assert (change.rank, change.world_size) == (session.rank, session.world_size)
 
 session.on_change(changed)
 waits, missed, until = "WAITS" in os.environ, False, None
