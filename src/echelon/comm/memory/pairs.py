@@ -313,10 +313,8 @@ class PairRings:
                 else:
                     try:
                         piece = self._mapped.find(source, Handle(fd, inode, device), size)
-                    except (
-                        OSError,
-                        RuntimeError,
-                    ) as error:  # its maker is gone, which whoever waits learns
+                    except (OSError, RuntimeError) as error:
+                        # Its maker is gone, which whoever waits learns.
                         _log.debug("a message of worker %d cannot be read: %s", source, error)
                         return
                     use = piece.current_use()
