@@ -134,6 +134,12 @@ dies_in("commit")
 """ + SCRIPT.replace("    session.mean(1.0)\n", "    session.mean(1.0)\n    session.save('own', keep=1)\n")
 """The script, which also saves after each epoch; with DIES="2:write_part" slot 2 is killed there."""
 
+OVERLAPPED = SCRIPT.replace("        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", "").replace(
+    "        stepped.write",
+    "        slot == '1' and session.step % 3 == 0 and model[0].weight.norm()\n        stepped.write",
+)
+"""The script without clipping, which needs gradients at once; slot 1 needs weights sooner than others."""
+
 UNEQUAL = SCRIPT.replace(
     "        optimizer.zero_grad",
     "        time.sleep(len(x) * (0.012 if slot == '2' else 0.003))\n        optimizer.zero_grad",

@@ -8,7 +8,7 @@ import sys
 from random import Random
 
 import pytest
-from tests.losses import SAVING, SCRIPT, SLOW, UNEQUAL, Kill, changes, endless, normalised, run
+from tests.losses import OVERLAPPED, SAVING, SCRIPT, SLOW, UNEQUAL, Kill, changes, endless, normalised, run
 
 from echelon.checkpoint.store import read_newest
 from echelon.observe.events import SharesChanged, read_events
@@ -104,6 +104,18 @@ def test_workers_that_average_weights_go_on_with_the_mean_of_who_is_left_and_of_
     assert "done with 4 workers" in outcome.output
 
 
+@pytest.mark.parametrize(("transport", "slot", "respawn"), [("shm", 0, 3), ("tcp", 2, 0)])
+def test_a_round_in_flight_behind_the_next_step_is_reduced_again_by_those_who_are_left(
+    tmp_path, transport, slot, respawn
+):
+    words = ("--overlap", "step")
+    kills = [Kill(slot, 0.15)]
+    outcome = run(tmp_path, transport, kills, respawn=respawn, script=OVERLAPPED, words=words, period=2)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert f"rank {slot} was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert f"done with {4 if respawn else 3} workers" in outcome.output
+
+
 @pytest.mark.parametrize(("dies", "said"), [("2:write_part", "rank 2"), ("0:commit", "its leader")])
 def test_a_checkpoint_under_way_is_void_when_a_writer_is_lost_and_the_others_save_again(
     tmp_path, dies, said
@@ -189,7 +201,7 @@ def test_an_error_of_the_script_still_ends_the_run_with_that_error(tmp_path):
     [
         (("--min-workers", "5"), "5 workers are needed, and 4 are started"),
         (("--min-workers", "2", "--sync", "gossip"), "--sync gossip cannot go on yet"),
-        (("--min-workers", "2", "--overlap", "step"), "--overlap step cannot go on yet"),
+        (("--min-workers", "2", "--transport", "c10d"), "--transport c10d cannot go on yet"),
         (("--min-workers", "0"), "min workers is 0"),
     ],
 )

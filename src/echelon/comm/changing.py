@@ -29,8 +29,10 @@ class GroupChanges(Protocol):
     members         the slots of the workers that are there: their ranks at first
     slot            this worker's
     is_catching_up  this worker comes back, and repeats what the others did
+    settle          completes the rounds that are in flight: they come before the next operation
     """
 
+    settle: Callable[[], None]
     number: int
     members: tuple[int, ...]
     slot: int
@@ -56,6 +58,9 @@ class GroupChanges(Protocol):
 
     def complete(self, result: Sequence[Tensor], *, full: bool) -> None:
         """The operation has this result; `full`: no member can have it before all have begun it."""
+
+    def sent(self) -> None:
+        """A round is in flight: an operation once it is waited for. Further batches are not in it."""
 
     def outdated(self) -> bool:
         """Whether this worker's weight in the round was given when lost workers still counted."""
@@ -101,6 +106,7 @@ class ChangingGroup(Group):
         *,
         full: bool = True,
     ) -> T:
+        self._changes.settle()
         found = self._changes.begin()
         while found is None:
             try:

@@ -4,7 +4,8 @@
 gradient (the next forward pass, gradient clipping, an exponential average, `state_dict()`) first waits for
 its bucket alone and lets the optimizer update the bucket's parameters, with the learning rate and all other
 settings as they were when `step()` was called. So results are the same as without overlap, and a forward
-pass waits only for the parameters that it uses.
+pass waits only for the parameters that it uses. Where members may be lost, a round counts as a whole: the
+first use waits for all of its buckets.
 
 Both are torch's own objects that have another class for a while.
 """
@@ -22,7 +23,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.errors import ConfigError, ModelError
-from echelon.reduce.bucket import Bucket
+from echelon.reduce.bucket import Bucket, Landed
 from echelon.reduce.reducer import Reducer
 
 # These attributes do not read the parameter's values.
@@ -87,21 +88,45 @@ class DeferredGradient(Tensor):
 
 
 class _InFlight:
-    """A bucket in flight, and the optimizer steps that wait for it."""
+    """Buckets in flight that land together, and the optimizer steps that wait for them."""
 
-    def __init__(self, reducer: Reducer, bucket: Bucket) -> None:
+    def __init__(self, reducer: Reducer, buckets: Sequence[Bucket]) -> None:
         self.reducer = reducer
-        self.bucket = bucket
+        self.parameters = [p for bucket in buckets for p in bucket.parameters]
+        self._bucket = buckets[0]
+        self._whole = reducer.lands_whole
         self.gradients: dict[int, DeferredGradient] = {}
         self.before: dict[int, Tensor | None] = {}
         self.due: list[tuple[_DeferredStep, _Settings]] = []
+
+    @property
+    def lands_alone(self) -> bool:
+        """Whether the order in which it lands does not matter to other workers."""
+        return self._bucket.lands_alone and not self._whole
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether the sums are here."""
+        return self._bucket.future is not None and self._bucket.future.done()
+
+    def land(self) -> Landed:
+        """Wait for the sums."""
+        if self._whole:
+            landed = self.reducer.land()
+            for p, gradient in landed:  # buckets may have been made anew
+                if gradient is not None:
+                    self.gradients[id(p)]._echelon_plain = gradient
+            return landed
+        landed = self.reducer.receive(self._bucket)
+        self._bucket.reset()
+        return landed
 
 
 _Settings = list[dict[str, Any]]  # an optimizer's, by parameter group, at the time of `step()`
 
 
 class DeferredSteps:
-    """The buckets in flight of all models, and the optimizers that will use them."""
+    """The rounds in flight of all models, and the optimizers that will use them."""
 
     def __init__(self) -> None:
         self._buckets: list[_InFlight] = []
@@ -117,10 +142,13 @@ class DeferredSteps:
 
     def take(self, reducer: Reducer, buckets: Sequence[Bucket]) -> None:
         """Defer these buckets' gradients until they are used."""
-        for bucket in buckets:
-            deferred = _InFlight(reducer, bucket)
+        if not buckets:
+            return
+        for together in [buckets] if reducer.lands_whole else [[bucket] for bucket in buckets]:
+            deferred = _InFlight(reducer, together)
             self._buckets.append(deferred)
-            for p, plain in zip(bucket.parameters, bucket.memory(), strict=True):
+            memory = [plain for bucket in together for plain in bucket.memory()]
+            for p, plain in zip(deferred.parameters, memory, strict=True):
                 self._of[id(p)] = deferred
                 gradient = DeferredGradient.of(plain, lambda deferred=deferred: self._settle(deferred))  # type: ignore[misc]
                 deferred.gradients[id(p)] = gradient
@@ -136,16 +164,16 @@ class DeferredSteps:
         """Wait for one bucket; meanwhile apply those that have arrived."""
         if deferred not in self._buckets:
             return
-        if not deferred.bucket.lands_alone:  # all workers must take these in the same order
+        if not deferred.lands_alone:  # all workers must take these in the same order
             for other in self._buckets[: self._buckets.index(deferred)]:
-                if not other.bucket.lands_alone:
+                if not other.lands_alone:
                     self._apply(other)
         for other in list(self._buckets):
-            if other is deferred or not other.bucket.lands_alone:
+            if other is deferred or not other.lands_alone:
                 continue
-            if deferred.bucket.future is not None and deferred.bucket.future.done():
+            if deferred.has_landed:
                 break
-            if other.bucket.future is not None and other.bucket.future.done():
+            if other.has_landed:
                 self._apply(other)
         self._apply(deferred)
 
@@ -154,19 +182,18 @@ class DeferredSteps:
     def _apply(self, deferred: _InFlight) -> None:
         self._buckets.remove(deferred)
         replaced: list[tuple[nn.Parameter, Tensor | None]] = []  # by zero_grad() for example
-        for p in deferred.bucket.parameters:
+        for p in deferred.parameters:
             del self._of[id(p)]
             restore(p)
             if p.grad is not deferred.gradients[id(p)]:
                 replaced.append((p, p.grad))
             p.grad = deferred.before[id(p)]
         try:
-            for p, gradient in deferred.reducer.receive(deferred.bucket):
+            for p, gradient in deferred.land():
                 if gradient is not None:
                     p.grad = gradient
-            deferred.bucket.reset()
             for stepping, settings in deferred.due:
-                stepping.now(deferred.bucket.parameters, settings)
+                stepping.now(deferred.parameters, settings)
         finally:
             for p, now in replaced:
                 p.grad = now
@@ -196,7 +223,7 @@ class DeferredSteps:
         """Restore the optimizers' own steps; buckets in flight are dropped."""
         while self._buckets:
             deferred = self._buckets.pop()
-            for p in deferred.bucket.parameters:
+            for p in deferred.parameters:
                 self._of.pop(id(p), None)
                 restore(p)
                 if p.grad is deferred.gradients[id(p)]:

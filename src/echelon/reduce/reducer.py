@@ -141,6 +141,7 @@ class Reducer:
         self._reported: set[int] = set()
         self._in_backward = False
         self._kept: list[Tensor] = []  # copies of the last round's sums, where members may be lost
+        self._sent_weight = 1.0  # of the round that has begun last; meanwhile others may begin
         self._packed_in = 0  # the number of changes of members when buckets were made
         self.active = True
         self.unreduced = False
@@ -190,9 +191,13 @@ class Reducer:
         self._pack()
 
     def _pack(self) -> None:
-        """Assign every trainable parameter to a bucket, in the order in which backward reaches them."""
+        """Make new buckets, once nothing is in flight."""
         if self._receiver is not None:
             self._receiver.settle()
+        self._make_buckets()
+
+    def _make_buckets(self) -> None:
+        """Assign every trainable parameter to a bucket, in the order in which backward reaches them."""
         self._packed_in = self._changes_so_far
         self._set_all_aside(p for _, p in self._named)
         self.detach()
@@ -319,7 +324,8 @@ class Reducer:
 
     def _ready(self, parameter: Tensor) -> None:
         if not self._in_backward:
-            self._weight()  # the weight of this pass is settled before any of its gradients counts
+            # The weight of this pass is settled before any of its gradients counts.
+            self._sent_weight = self._weight()
         self._observer.computing()
         self.unreduced = True  # until the round succeeds
         if not self.active:
@@ -368,6 +374,8 @@ class Reducer:
                 self._send()
             self.rounds += 1
             if self._receiver is not None:
+                if self._group.changes is not None and self._buckets:
+                    self._group.changes.sent()
                 self._receiver.take(self, self._buckets)
             else:
                 landed = self._landed()
@@ -384,6 +392,18 @@ class Reducer:
         finally:
             self._in_backward = False
             self._next = 0
+
+    @property
+    def lands_whole(self) -> bool:
+        """Whether all buckets of a round count together: members may be lost before it is complete."""
+        return self._group.changes is not None
+
+    def land(self) -> Landed:
+        """Wait for all buckets of the round in flight."""
+        try:
+            return [pair for landed in self._landed() for pair in landed]
+        finally:
+            self._reset()
 
     def _landed(self) -> list[Landed]:
         """Wait for all buckets, and repeat the round where that is needed."""
@@ -448,11 +468,11 @@ class Reducer:
                 bucket.future.wait()  # sent with another weight, and still in flight
         if self._encoder is not None:
             self._take_back(self._encoder, again=again)
-        weight = self._weight()
+        weight = self._sent_weight
         total = torch.tensor([weight], dtype=torch.float64)
         self._group.current.all_reduce(total).wait()
         if again:
-            self._pack()
+            self._make_buckets()
         for index, bucket in enumerate(self._buckets):
             bucket.reset()
             bucket.send(weight / float(total), -index - 1)

@@ -56,10 +56,13 @@ class AdmissionFlag:
     def round(self, number: int) -> None:
         _NUMBER.pack_into(self._mapped, 8, number)
 
-    def due(self, rounds: int, *, leads: bool) -> bool:
-        """Whether workers are admitted now, after so many rounds; the leader decides it for the next."""
+    def due(self, rounds: int, *, leads: bool, in_flight: int = 0) -> bool:
+        """Whether workers are admitted now, after so many rounds; the leader decides it for the next.
+
+        in_flight  how many more have begun, which may be complete without what the leader sends from now on
+        """
         if leads and self.waiting and not self.round:
-            self.round = rounds + 1
+            self.round = rounds + in_flight + 1
         return 0 < self.round <= rounds
 
     def remove(self) -> None:

@@ -81,6 +81,9 @@ class MemberChanges:
         self.drawn = DrawnBatches()
         self.handed: Callable[[], Mapping[int, int]] = dict
         self.on_change: Callable[[SurvivorView], None] = _nothing
+        self.settle: Callable[[], None] = _nobody_waits
+        self._in_flight = 0  # rounds that have begun and are no operation yet
+        self._before_flight: tuple[int, int] | None = None  # rounds and operations when the last ones began
         self._service = service
         self._first = first
         self._open_view = open_view
@@ -167,7 +170,14 @@ class MemberChanges:
 
     def outdated(self) -> bool:
         """Whether lost workers counted when this worker's weight was given."""
-        return self.number > 0 and (self.drawn.empty or self.drawn.names_lost(self.members))
+        return self.number > 0 and self.drawn.names_lost(self.members)
+
+    def sent(self) -> None:
+        """A round is in flight. So many operations were over before it on all members alike."""
+        if not self._in_flight:
+            self._before_flight = self.rounds, self._operation
+        self._in_flight += 1
+        self.drawn.sent()
 
     def reduced(self, *, anew: bool) -> None:
         """A round is complete: of the members of now, or of those before the last change."""
@@ -184,6 +194,7 @@ class MemberChanges:
 
     def _round_is_over(self) -> None:
         self.rounds += 1
+        self._in_flight = max(0, self._in_flight - 1)
         self.progress.reduced()
         if self._logs:
             self._log = None  # sums are not logged, so nobody can come back here
@@ -311,12 +322,11 @@ class MemberChanges:
 
     def due(self, *, leads: bool) -> bool:
         """Whether workers that wait are admitted now."""
-        return (
-            self._in_epochs
-            and self._flag is not None
-            and self._log is not None
-            and self._flag.due(self.rounds, leads=leads)
-        )
+        if not self._in_epochs or self._flag is None or self._log is None:
+            return False
+        begun = self.rounds + self._in_flight
+        surely = self.rounds if self._before_flight is None else self._before_flight[0]
+        return self._flag.due(surely, leads=leads, in_flight=begun - surely)
 
     def admit(self, state: Callable[[], dict[str, Any]]) -> None:
         """Meet the workers that wait, between two steps; the first member sends them the state."""
@@ -371,8 +381,11 @@ class MemberChanges:
 
     @property
     def operation(self) -> int:
-        """The number of the last operation that has begun."""
-        return self._operation
+        """The number of the last operation that has begun, the same on all where the loop asks for a batch.
+
+        With rounds in flight, which one member completes before another does: the last one before them.
+        """
+        return self._operation if self._before_flight is None else self._before_flight[1]
 
     @property
     def is_catching_up(self) -> bool:
@@ -391,6 +404,10 @@ class MemberChanges:
             where=f"rank {self.slot}, which was started again",
             fix="let the script make the same session calls up to its first batch each time it starts",
         )
+
+
+def _nobody_waits() -> None:
+    """Nothing is in flight."""
 
 
 def _nothing(view: SurvivorView) -> None:

@@ -150,8 +150,6 @@ def refuse_losses(plan: Plan) -> None:
         if not goes_on(plan.codec)
         else f"--verify {plan.verify}"
         if plan.verify != "none"
-        else "--overlap step"
-        if plan.overlap == "step"
         else "--transport c10d"
         if plan.transport == "c10d"
         else "a run with servers"

@@ -71,6 +71,7 @@ class ComingBack:
         if not all(one.can_be_cut_anew for one in self.prepared.loaders):
             return
         if self.changes.due(leads=self.leads()):
+            self.synchronizer.settle()
             self.changes.admit(self._collect)
 
     def _collect(self) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 Samples count once a round of gradients with them is complete. If a worker is lost before that, its part of
 the batches since the last round was in no sum, and is drawn again.
+
+A round may be in flight while further batches are drawn, which are not in it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,34 +32,47 @@ class DrawnBatches:
 
     def __init__(self) -> None:
         self._batches: list[DrawnBatch] = []
+        self._in_flight: deque[list[DrawnBatch]] = deque()  # the batches of each round in flight
         self._again: dict[int, list[int]] = defaultdict(list)
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was drawn since the last round."""
+        """Whether nothing was drawn since the last round began."""
         return not self._batches
 
     def drew(self, batch: DrawnBatch) -> None:
         """All workers have drawn a batch, each its part."""
         self._batches.append(batch)
 
+    def sent(self) -> None:
+        """A round with all that was drawn is in flight; what is drawn from now on is not in it."""
+        self._in_flight.append(self._batches)
+        self._batches = []
+
+    @property
+    def _of_round(self) -> list[DrawnBatch]:
+        """The batches of the next round that is complete."""
+        return self._in_flight[0] if self._in_flight else self._batches
+
     def names_lost(self, members: Collection[int]) -> bool:
-        """Whether a part belongs to somebody who is no member."""
-        return any(
+        """Whether a part of the next round belongs to somebody who is no member, or it has no batch."""
+        return not self._of_round or any(
             share and slot not in members
-            for batch in self._batches
+            for batch in self._of_round
             for slot, share in enumerate(batch.parts)
         )
 
     def settle(self) -> None:
-        """All that was drawn was in a sum."""
-        self._batches.clear()
+        """A round is complete, and all that was drawn for it was in its sum."""
+        self._of_round.clear()
+        if self._in_flight:
+            self._in_flight.popleft()
 
     def reduced(self, members: Collection[int]) -> None:
-        """What these members have drawn was in a sum, the others' parts were not."""
-        for batch in self._batches:
+        """A round is complete: what these members have drawn for it was in its sum, the rest was not."""
+        for batch in self._of_round:
             self._return(batch, members)
-        self._batches.clear()
+        self.settle()
 
     def take(self, loader: int, members: Collection[int]) -> list[int]:
         """The positions of a loader's pass that are to be drawn again; the pass is over otherwise."""
@@ -78,6 +93,7 @@ class DrawnBatches:
     def restore(self, state: Mapping[str, Sequence[int]]) -> None:
         """Go on from another worker's."""
         self._batches.clear()
+        self._in_flight.clear()
         self._again = defaultdict(list, {int(loader): list(found) for loader, found in state.items()})
 
     def _return(self, batch: DrawnBatch, members: Collection[int]) -> None:

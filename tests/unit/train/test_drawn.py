@@ -27,6 +27,20 @@ def test_a_round_of_all_settles_what_was_drawn():
     assert drawn.take(0, {0}) == []
 
 
+def test_batches_that_are_drawn_while_a_round_is_in_flight_are_not_in_it():
+    drawn = DrawnBatches()
+    drawn.drew(DrawnBatch(0, range(6), (2, 2, 2)))
+    drawn.sent()
+    drawn.drew(DrawnBatch(0, range(6, 12), (3, 3, 0)))
+    assert drawn.names_lost({0, 1}), "the round in flight has samples of slot 2"
+    drawn.reduced({0, 1})
+    assert not drawn.empty
+    assert not drawn.names_lost({0, 1})
+    drawn.settle()
+    assert drawn.empty
+    assert drawn.take(0, {0, 1}) == [4, 5]
+
+
 def test_all_that_a_lost_worker_evaluated_in_a_pass_is_drawn_again():
     drawn = DrawnBatches()
     drawn.drew(DrawnBatch(1, range(4), (2, 2)))

@@ -86,6 +86,7 @@ class ReduceSynchronizer(Synchronizer):
 
         if self._group.changes is not None:
             refuse_changes(rules)
+            self._group.changes.settle = self._deferred.settle
         weight = self._weight_of(rules)
         deferred = rules.overlap == "step"
         if deferred:
@@ -363,8 +364,6 @@ def refuse_changes(rules: ModelOptions) -> None:
     found = (
         "a loss that is a sum"
         if rules.loss == "sum"
-        else 'overlap="step"'
-        if rules.overlap == "step"
         else f"codec {rules.codec}"
         if rules.codec and not goes_on(rules.codec)
         else ""
@@ -373,5 +372,5 @@ def refuse_changes(rules: ModelOptions) -> None:
         raise ModelError(
             f"{found} cannot go on yet when a worker is lost",
             where="prepare, --min-workers",
-            fix='leave --min-workers out, or prepare(loss="mean", overlap="backward")',
+            fix='leave --min-workers out, or prepare(loss="mean")',
         )
