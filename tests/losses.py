@@ -140,6 +140,12 @@ OVERLAPPED = SCRIPT.replace("        nn.utils.clip_grad_norm_(model.parameters()
 )
 """The script without clipping, which needs gradients at once; slot 1 needs weights sooner than others."""
 
+WIDE = SCRIPT.replace(
+    "nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 4)",
+    "nn.Linear(16, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4)",
+)
+"""The script with a linear layer whose gradient is large beside its rows."""
+
 UNEQUAL = SCRIPT.replace(
     "        optimizer.zero_grad",
     "        time.sleep(len(x) * (0.012 if slot == '2' else 0.003))\n        optimizer.zero_grad",

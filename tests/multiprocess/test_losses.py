@@ -8,7 +8,19 @@ import sys
 from random import Random
 
 import pytest
-from tests.losses import OVERLAPPED, SAVING, SCRIPT, SLOW, UNEQUAL, Kill, changes, endless, normalised, run
+from tests.losses import (
+    OVERLAPPED,
+    SAVING,
+    SCRIPT,
+    SLOW,
+    UNEQUAL,
+    WIDE,
+    Kill,
+    changes,
+    endless,
+    normalised,
+    run,
+)
 
 from echelon.checkpoint.store import read_newest
 from echelon.observe.events import SharesChanged, read_events
@@ -113,6 +125,20 @@ def test_a_round_in_flight_behind_the_next_step_is_reduced_again_by_those_who_ar
     outcome = run(tmp_path, transport, kills, respawn=respawn, script=OVERLAPPED, words=words, period=2)
     assert (outcome.code, outcome.wrong) == (0, []), outcome.output
     assert f"rank {slot} was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert f"done with {4 if respawn else 3} workers" in outcome.output
+
+
+@pytest.mark.parametrize(
+    ("transport", "slot", "factors", "respawn"), [("shm", 0, "always", 3), ("tcp", 2, "auto", 0)]
+)
+def test_rows_of_linear_layers_are_sent_again_by_those_who_are_left(
+    tmp_path, transport, slot, factors, respawn
+):
+    words = ("--factors", factors)
+    outcome = run(tmp_path, transport, [Kill(slot, 0.15)], respawn=respawn, script=WIDE, words=words)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert f"rank {slot} was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert ("3 of 3 linear layers send factors" in flat(outcome)) == (factors == "always")
     assert f"done with {4 if respawn else 3} workers" in outcome.output
 
 

@@ -31,6 +31,7 @@ class Bucket(ABC):
 
     how: str
     lands_alone = True
+    has_sums = True  # all that lands is one tensor, which another worker could be given
     coded_bytes = 0  # the encoded part of the bytes that this worker sends
 
     def __init__(self, parameters: Sequence[nn.Parameter], missing: int) -> None:
@@ -73,9 +74,13 @@ class Bucket(ABC):
         """Free the buffer."""
         return
 
+    def take_back(self) -> None:
+        """The round is void: it is filled again with the same gradients, perhaps as another bucket."""
+        return
+
     def sums(self) -> Tensor:
-        """All that lands, as one tensor; only of buckets whose round can be repeated."""
-        raise NotImplementedError(f"a bucket of {self.how} cannot be repeated")
+        """All that lands, if `has_sums`."""
+        raise NotImplementedError(f"a bucket of {self.how} has no sums")
 
     @abstractmethod
     def _fill(self, weight: float) -> None: ...
@@ -151,8 +156,8 @@ class DenseBucket(Bucket):
             if p.grad is None:
                 view.zero_()
             else:
-                if self._repeats and p.grad.data_ptr() == view.data_ptr():
-                    p.grad = p.grad.clone()  # this worker's own gradient must outlive the round
+                if self._repeats:
+                    _part_from(view, p)
                 torch.mul(p.grad, weight, out=view)
             used.append(float(p.grad is not None))
         self._flags.copy_(torch.tensor(used))
@@ -161,6 +166,12 @@ class DenseBucket(Bucket):
 
     def _start(self, priority: int) -> Future[Tensor]:
         return self._group.all_reduce(self._buffer, priority=priority)
+
+
+def _part_from(view: Tensor, p: nn.Parameter) -> None:
+    """Give a parameter's gradient memory of its own: it must outlive the round, which writes to `view`."""
+    if p.grad is not None and p.grad.data_ptr() == view.data_ptr():
+        p.grad = p.grad.clone()
 
 
 class FactorSource(Protocol):
@@ -174,6 +185,15 @@ class FactorSource(Protocol):
     def take(self) -> tuple[Tensor, Tensor]:
         """The weighted output gradients and the inputs of this pass, one row each per sample."""
 
+    def lend(self, scale: float) -> tuple[Tensor, Tensor]:
+        """The same with this weight, until they are taken back or forgotten."""
+
+    def take_back(self) -> None:
+        """They are asked for again."""
+
+    def forget(self) -> None:
+        """They are needed no more."""
+
 
 class LinearBucket(Bucket):
     """A linear layer's weight gradient, computed in the buffer: G^T X.
@@ -186,9 +206,10 @@ class LinearBucket(Bucket):
     def __init__(self, capture: FactorSource, group: Group) -> None:
         super().__init__([capture.weight], 1)
         self._capture = capture
-        self._group = group
+        self._repeats = group.changes is not None
+        self._group = group.current
         length = capture.weight.numel()
-        self._buffer = group.buffer(length + 1, capture.weight.dtype, capture.weight.device)
+        self._buffer = self._group.buffer(length + 1, capture.weight.dtype, capture.weight.device)
         self._view = self._buffer[:length].view(capture.weight.shape)
 
     @property
@@ -212,9 +233,24 @@ class LinearBucket(Bucket):
         """Let the group forget the buffer."""
         self._group.release(self._buffer)
 
+    def reset(self) -> None:
+        """Also forget the rows."""
+        super().reset()
+        self._capture.forget()
+
+    def take_back(self) -> None:
+        """The rows."""
+        self._capture.take_back()
+
+    def sums(self) -> Tensor:
+        """The buffer."""
+        return self._buffer
+
     @torch.no_grad()
     def _fill(self, weight: float) -> None:
-        rows, inputs = self._capture.take()
+        if self._repeats:
+            _part_from(self._view, self.parameters[0])
+        rows, inputs = self._capture.lend(weight) if self._repeats else self._capture.take()
         before = self.parameters[0].grad
         if before is not None:
             torch.addmm(before, rows.t(), inputs, beta=weight, out=self._view)
@@ -237,11 +273,13 @@ class FactorBucket(Bucket):
 
     how = "factors"
     lands_alone = False
+    has_sums = False
 
     def __init__(self, capture: FactorSource, group: Group, rows_of: Sequence[int]) -> None:
         super().__init__([capture.weight], 1)
         self._capture = capture
-        self._group = group
+        self._repeats = group.changes is not None
+        self._group = group.current
         self._room_of = list(rows_of)
         self._outputs, self._inputs = capture.weight.shape
         self._grad = torch.zeros_like(capture.weight, requires_grad=False)
@@ -295,8 +333,19 @@ class FactorBucket(Bucket):
         """A tensor of its own."""
         return [self._grad]
 
+    def reset(self) -> None:
+        """Also forget the rows."""
+        super().reset()
+        self._capture.forget()
+
+    def take_back(self) -> None:
+        """The rows."""
+        self._capture.take_back()
+
     def _fill(self, weight: float) -> None:
-        self._own = self._capture.take()
+        if self._repeats:
+            _part_from(self._grad, self.parameters[0])
+        self._own = self._capture.lend(weight) if self._repeats else self._capture.take()
         self._before = self.parameters[0].grad
         self._weight = weight
         self._write_block()

@@ -418,7 +418,8 @@ class Reducer:
         the script may change its gradients in place. Larger ones count once all members confirm that they
         have them, so that nobody needs another's. So do encoded ones: states of codecs change with a round.
         """
-        small = self._encoder is None and sum(one.size_bytes for one in self._buckets) <= _COPIED_BYTES
+        small = self._encoder is None and all(one.has_sums for one in self._buckets)
+        small = small and sum(one.size_bytes for one in self._buckets) <= _COPIED_BYTES
         found, landed = changes.begin(), None
         received: list[Landed] | None = None
         refused: GradientError | None = None
@@ -471,6 +472,8 @@ class Reducer:
         weight = self._sent_weight
         total = torch.tensor([weight], dtype=torch.float64)
         self._group.current.all_reduce(total).wait()
+        for bucket in self._buckets:
+            bucket.take_back()
         if again:
             self._make_buckets()
         for index, bucket in enumerate(self._buckets):

@@ -3,6 +3,7 @@
 Layers are watched for one round. Then the workers exchange how many rows each layer had and how fast they
 multiply, and all decide alike, by cost (`reduce/factors.py`), for each layer. The gradient of a large layer
 that stays dense is computed directly into the buffer in which it is reduced. Small layers are released.
+The decision stays when members change; who joins takes it over.
 
 Every worker multiplies all rows, so the results have the same bits on all workers if their processors are
 alike; otherwise `auto` keeps dense gradients.
@@ -12,16 +13,19 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from echelon.cluster.machine import processor_name
+from echelon.comm.group import Group
 from echelon.comm.schedule.cost import LinkCost
 from echelon.config.choices import FactorRule
 from echelon.config.units import show_bytes
+from echelon.errors import WorkerError
 from echelon.reduce.bucket import Bucket, FactorBucket, LinearBucket
 from echelon.reduce.factors import FactorChoice, LinearShape, decide
 from echelon.reduce.reducer import Reducer
@@ -49,6 +53,8 @@ class Factoring:
         self._reducer: Reducer | None = None
         self._captures: dict[str, linear.LinearCapture] = {}
         self._decided = False
+        self._ways: dict[str, str] = {}  # of each layer's gradient
+        self._rows: dict[str, Mapping[int, int]] = {}  # by the slots that workers had first
 
     def attach(self) -> None:
         """Begin to watch; must come before other hooks on the weights."""
@@ -72,35 +78,70 @@ class Factoring:
         if self._decided or self._reducer is None or not self._reducer.rounds:
             return
         self._decided = True
-        group = self._reducer.group
         choices = self._choose(self._reducer)
-        made: dict[int, Callable[[], Bucket]] = {}
         for name, (choice, rows_of) in choices.items():
-            capture = self._captures[name]
-            if choice.factors:
-                made[id(capture.weight)] = partial(FactorBucket, capture, group, rows_of)
-            elif _worth_it(capture.weight, rows_of):
-                made[id(capture.weight)] = partial(LinearBucket, capture, group)
-            else:
-                linear.release(self._layers[name])
-                continue
-            capture.use("factors")
-        if made:
-            self._reducer.factor(made)
+            whole = _worth_it(self._captures[name].weight, tuple(rows_of.values()))
+            self._ways[name] = "factors" if choice.factors else "whole" if whole else "released"
+            self._rows[name] = rows_of
+        self._carry_out(self._reducer)
         told = [choice for choice, _ in choices.values()]
         head = _head(told)
         tell = f"factors: {head}" if any(choice.factors for choice in told) else ""
         self._explain("; ".join([head, *(choice.reason for choice in told)]), tell)
 
-    def _choose(self, reducer: Reducer) -> dict[str, tuple[FactorChoice, tuple[int, ...]]]:
+    def _carry_out(self, reducer: Reducer) -> None:
+        """Let layers send what was decided from the next round on."""
+        made: dict[int, Callable[[], Bucket]] = {}
+        for name, way in self._ways.items():
+            capture = self._captures[name]
+            if way == "factors":
+                made[id(capture.weight)] = partial(self._factors, reducer.group, capture, self._rows[name])
+            elif way == "whole":
+                made[id(capture.weight)] = partial(LinearBucket, capture, reducer.group)
+            else:
+                linear.release(self._layers[name])
+                continue
+            capture.use("factors")
+        if made:
+            reducer.factor(made)
+
+    def _factors(self, group: Group, capture: linear.LinearCapture, rows: Mapping[int, int]) -> Bucket:
+        """With room for the rows of each worker; who has joined since begins with as many as the most."""
+        most = max(rows.values(), default=0)
+        return FactorBucket(capture, group, [rows.get(slot, most) for slot in _slots(group)])
+
+    def state(self) -> dict[str, Any]:
+        """What was decided, for a worker that comes back or joins."""
+        rows = {name: dict(rows) for name, rows in self._rows.items()}
+        return {"decided": self._decided, "ways": self._ways, "rows": rows, "kind": _kind_of_processor()}
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Take over what the others have decided."""
+        if not state["decided"] or self._reducer is None:
+            return
+        self._decided, self._ways, self._rows = True, state["ways"], state["rows"]
+        alike = state["kind"] == _kind_of_processor() or self._rule == "always"
+        if "factors" in self._ways.values() and not alike:
+            raise WorkerError(
+                "this worker has another processor than the others, so its products of factors would "
+                "differ in their last bits",
+                where=f"rank {self._reducer.group.rank}",
+                fix="start the run with --factors never",
+            )
+        self._carry_out(self._reducer)
+
+    def _choose(self, reducer: Reducer) -> dict[str, tuple[FactorChoice, Mapping[int, int]]]:
         captures = self._captures.values()
         rows = [_UNFIT if capture.obstacle else -(-capture.rows // reducer.rounds) for capture in captures]
-        mine = torch.tensor([_kind_of_processor(), _flops_per_s(), *rows], dtype=torch.float64)
-        all_of = torch.stack(reducer.group.all_gather(mine))
-        alike = len(set(all_of[:, 0].tolist())) == 1
-        flops_per_s = float(all_of[:, 1].min())
-        choices = {}
-        for column, capture in enumerate(captures, start=2):
+        changes = reducer.group.changes
+        slot = float(reducer.group.rank if changes is None else changes.slot)
+        mine = torch.tensor([slot, _kind_of_processor(), _flops_per_s(), *rows], dtype=torch.float64)
+        all_of = torch.stack(reducer.group.all_gather(mine))  # of members that may be lost by now
+        slots = [int(one) for one in all_of[:, 0]]
+        alike = len(set(all_of[:, 1].tolist())) == 1
+        flops_per_s = float(all_of[:, 2].min())
+        choices: dict[str, tuple[FactorChoice, Mapping[int, int]]] = {}
+        for column, capture in enumerate(captures, start=3):
             rows_of = tuple(int(count) for count in all_of[:, column])
             obstacle = ""
             if _UNFIT in rows_of:
@@ -116,8 +157,14 @@ class Factoring:
                 item_bytes=capture.weight.element_size(),
             )
             choice = decide(layer, self._link, flops_per_s=flops_per_s, rule=self._rule, obstacle=obstacle)
-            choices[capture.name] = (choice, () if obstacle else layer.rows_of)
+            known = {} if obstacle else dict(zip(slots, layer.rows_of, strict=True))
+            choices[capture.name] = (choice, known)
         return choices
+
+
+def _slots(group: Group) -> Sequence[int]:
+    """The numbers that the members had first, by rank."""
+    return range(group.size) if group.changes is None else group.changes.members
 
 
 def _worth_it(weight: Tensor, rows_of: tuple[int, ...]) -> bool:

@@ -31,6 +31,7 @@ from echelon.errors import ModelError
 
 Mode = Literal["watch", "factors"]
 
+_TAKEN_BACK = -2  # in place of the number of a backward pass
 _FIX = "use factors='never' (--factors never)"
 
 
@@ -54,6 +55,8 @@ class LinearCapture:
         self.obstacle = ""
         self.rows = 0
         self._scale = scale
+        self._scaled_by = 1.0  # the rows of this pass
+        self._taken: tuple[Tensor, Tensor] | None = None
         self._on_ready = on_ready
         self._dtype = weight.dtype
         self._kept: list[tuple[int, Tensor, Tensor]] = []  # backward pass, G, X
@@ -69,6 +72,22 @@ class LinearCapture:
         """Change the mode, between two steps."""
         self.clear()
         self.mode = mode
+
+    def lend(self, scale: float) -> tuple[Tensor, Tensor]:
+        """As `take`, with another scale; the rows may be taken back, until `forget`."""
+        grads, inputs = self._taken = self.take()
+        return (grads, inputs) if scale == self._scaled_by else (grads * (scale / self._scaled_by), inputs)
+
+    def take_back(self) -> None:
+        """The rows that were lent are to be taken again."""
+        if self._taken is not None:
+            self._kept.insert(0, (_TAKEN_BACK, *self._taken))
+            self._through_with.add(_TAKEN_BACK)
+            self.forget()
+
+    def forget(self) -> None:
+        """The rows that were lent are needed no more."""
+        self._taken = None
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return all rows (G, X), each G multiplied by its scale, and forget them.
@@ -172,7 +191,8 @@ class LinearCapture:
             return grad_from(grads, x)
         # Copies: the user may change activations once backward is over.
         inputs_kept = x.clone(memory_format=torch.contiguous_format)
-        self._kept.append((torch._C._current_graph_task_id(), grads * self._scale(), inputs_kept))
+        self._scaled_by = self._scale()
+        self._kept.append((torch._C._current_graph_task_id(), grads * self._scaled_by, inputs_kept))
         self.rows += len(x)
         return None
 

@@ -156,8 +156,6 @@ class ReduceSynchronizer(Synchronizer):
         """Which layers may send factors; none if the gradients are encoded."""
         if coding is not None:
             refuse_factors(coding.codec, rules.factors)
-        if self._group.changes is not None:  # rows are gone once they are sent
-            return "never"
         if self._inspector is not None:  # checks look at whole gradients, also where factors would travel
             return "never"
         return rules.factors if coding is None else "never"
@@ -312,12 +310,15 @@ class ReduceSynchronizer(Synchronizer):
         return self._encoding.lost(slots)
 
     def shared_state(self) -> dict[str, Any]:
-        """The states of codecs, without residuals."""
-        return {"codecs": self._encoding.shared()}
+        """The states of codecs, without residuals, and which layers send factors."""
+        factors = [factoring.state() for factoring in self._factorings]
+        return {"codecs": self._encoding.shared(), "factors": factors}
 
     def adopt_shared(self, state: dict[str, Any]) -> None:
-        """Take over the states of codecs."""
+        """Take over the states of codecs, and which layers send factors."""
         self._encoding.adopt(state["codecs"])
+        for factoring, saved in zip(self._factorings, state["factors"], strict=True):
+            factoring.adopt(saved)
 
     def finish(self) -> None:
         """Record what codecs could not encode, and their residuals."""
