@@ -321,12 +321,15 @@ class MemberChanges:
         self._logs = False
 
     def due(self, *, leads: bool) -> bool:
-        """Whether workers that wait are admitted now."""
+        """Whether workers that wait are admitted now; the leader decides it for the next round.
+
+        Where rounds are in flight, one that is over before others begin: all have what the leader said.
+        """
         if not self._in_epochs or self._flag is None or self._log is None:
             return False
-        begun = self.rounds + self._in_flight
-        surely = self.rounds if self._before_flight is None else self._before_flight[0]
-        return self._flag.due(surely, leads=leads, in_flight=begun - surely)
+        if leads and self._flag.undecided:
+            self._service.ask(do="admit", round=self.rounds + self._in_flight + 1)
+        return self._flag.due(self.rounds if self._before_flight is None else self._before_flight[0])
 
     def admit(self, state: Callable[[], dict[str, Any]]) -> None:
         """Meet the workers that wait, between two steps; the first member sends them the state."""
