@@ -23,7 +23,7 @@ from tests.losses import (
 )
 
 from echelon.checkpoint.store import read_newest
-from echelon.observe.events import SharesChanged, read_events
+from echelon.observe.events import BucketReduced, SharesChanged, read_events
 from echelon.observe.run_folder import RunFolder
 
 SEEDED = Random(17)
@@ -138,7 +138,10 @@ def test_rows_of_linear_layers_are_sent_again_by_those_who_are_left(
     outcome = run(tmp_path, transport, [Kill(slot, 0.15)], respawn=respawn, script=WIDE, words=words)
     assert (outcome.code, outcome.wrong) == (0, []), outcome.output
     assert f"rank {slot} was lost (SIGKILL); 3 workers go on" in outcome.output
-    assert ("3 of 3 linear layers send factors" in flat(outcome)) == (factors == "always")
+    (record,) = (tmp_path / "runs").iterdir()
+    sent = [e for e in read_events(RunFolder(record).events_of(1)) if isinstance(e, BucketReduced)]
+    assert {e.how for e in sent} == ({"dense", "factors"} if factors == "always" else {"dense"})
+    assert any(e.size_bytes == 4 * (512 * 512 + 1) for e in sent) == (factors == "auto"), "as one buffer"
     assert f"done with {4 if respawn else 3} workers" in outcome.output
 
 
