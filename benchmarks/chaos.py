@@ -16,7 +16,8 @@ rounds, while the others meet again, at the end of a pass.
 The job is a small network (plain), also with batch normalisation over all workers (batchnorm), with
 checkpoints in the background and by the script (checkpoints), with a slow worker and shares that follow it
 (shares), with encoded gradients (codec), with gradients in flight behind the next step (overlap),
-with linear layers that send factors (factors), or with local steps (local).
+with linear layers that send factors (factors), with checks and what they find (verify), or with local steps
+(local).
 
 A run is right if it ends by itself, all that are left have the same weights, every sample of every pass was
 used once, and no process and no shared memory is left behind. The pause is the longest step of a worker
@@ -38,7 +39,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.leaks import Snapshot, left_behind
-from tests.losses import OVERLAPPED, SAVING, UNEQUAL, WIDE, WORKERS, Kill, Outcome, endless, normalised, run
+from tests.losses import (
+    CORRUPTED,
+    OVERLAPPED,
+    SAVING,
+    UNEQUAL,
+    WIDE,
+    WORKERS,
+    Kill,
+    Outcome,
+    endless,
+    normalised,
+    run,
+)
 
 LONG_S = 120.0  # a stopped worker is left out long before
 
@@ -93,6 +106,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "codec": {"words": ("--codec", "one-bit")},
     "overlap": {"script": OVERLAPPED, "words": ("--overlap", "step"), "period": 2},
     "factors": {"script": WIDE, "words": ("--factors", "always")},
+    "verify": {
+        "script": CORRUPTED,
+        "words": ("--verify", "gradients; weights(every=5); replay(every=3)"),
+    },
     "local": {"words": ("--sync", "local(4)"), "period": 4},
 }
 

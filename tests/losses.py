@@ -146,6 +146,33 @@ WIDE = SCRIPT.replace(
 )
 """The script with a linear layer whose gradient is large beside its rows."""
 
+CORRUPTED = (
+    SCRIPT.replace(
+        "torch.manual_seed(0)",
+        "flipped = set()\ntorch.manual_seed(0)",
+    )
+    .replace(
+        "        optimizer.zero_grad",
+        """        if slot == "3" and session.step == 45 and "weight" not in flipped:
+            flipped.add("weight")
+            model[0].weight.data[0, 0] += 1.0
+        optimizer.zero_grad""",
+    )
+    .replace(
+        "model, optimizer, loader =",
+        """
+def flip(grad):
+    if slot == "2" and session.step == 55 and "gradient" not in flipped:
+        flipped.add("gradient")
+        return grad * 1000
+    return grad
+
+model[0].bias.register_hook(flip)
+model, optimizer, loader =""",
+    )
+)
+"""The script, with a wrong weight in slot 3 and a wrong gradient in slot 2, once each."""
+
 UNEQUAL = SCRIPT.replace(
     "        optimizer.zero_grad",
     "        time.sleep(len(x) * (0.012 if slot == '2' else 0.003))\n        optimizer.zero_grad",

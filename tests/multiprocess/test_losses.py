@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 from tests.losses import (
+    CORRUPTED,
     OVERLAPPED,
     SAVING,
     SCRIPT,
@@ -23,7 +24,7 @@ from tests.losses import (
 )
 
 from echelon.checkpoint.store import read_newest
-from echelon.observe.events import BucketReduced, SharesChanged, read_events
+from echelon.observe.events import BucketReduced, CorruptionFound, SharesChanged, read_events
 from echelon.observe.run_folder import RunFolder
 
 SEEDED = Random(17)
@@ -143,6 +144,23 @@ def test_rows_of_linear_layers_are_sent_again_by_those_who_are_left(
     assert {e.how for e in sent} == ({"dense", "factors"} if factors == "always" else {"dense"})
     assert any(e.size_bytes == 4 * (512 * 512 + 1) for e in sent) == (factors == "auto"), "as one buffer"
     assert f"done with {4 if respawn else 3} workers" in outcome.output
+
+
+@pytest.mark.parametrize(("transport", "respawn"), [("shm", 3), ("tcp", 0)])
+def test_checks_go_on_with_who_is_left_and_name_workers_by_their_first_ranks(tmp_path, transport, respawn):
+    words = ("--verify", "gradients; weights(every=5); replay(every=3)")
+    outcome = run(tmp_path, transport, [Kill(0, 0.15)], respawn=respawn, script=CORRUPTED, words=words)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert "rank 0 was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert f"done with {4 if respawn else 3} workers" in outcome.output
+    (record,) = (tmp_path / "runs").iterdir()
+    found = [
+        (event.check, event.worker, event.action)
+        for slot in range(4)
+        for event in read_events(RunFolder(record).events_of(slot))
+        if isinstance(event, CorruptionFound)
+    ]
+    assert sorted(found) == [("replay", 2, "repaired"), ("weights", 3, "repaired")]
 
 
 @pytest.mark.parametrize(("dies", "said"), [("2:write_part", "rank 2"), ("0:commit", "its leader")])

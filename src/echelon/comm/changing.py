@@ -65,11 +65,8 @@ class GroupChanges(Protocol):
     def outdated(self) -> bool:
         """Whether this worker's weight in the round was given when lost workers still counted."""
 
-    def reduced(self, *, anew: bool) -> None:
-        """A round of gradients is complete; `anew`: of the members that are there now."""
-
-    def averaged(self, slots: Collection[int]) -> None:
-        """The weights of these workers were averaged, and so is all that they have trained since before."""
+    def reduced(self, slots: Collection[int]) -> None:
+        """A round is complete with all that these workers have drawn: their gradients or their weights."""
 
     def opened(self, group: ChangingGroup) -> None:
         """A fork was made, which follows the changes too."""
@@ -174,6 +171,22 @@ class ChangingGroup(Group):
             lambda found: bytes(found[0].numpy())[: int(found[1])],
             full=False,
         )
+
+    def broadcast_held(self, tensor: Tensor, holders: Sequence[int]) -> None:
+        """The values of the first of these slots that is a member, also after others were lost."""
+        own = tensor.detach().clone()
+
+        def attempt(inner: Group) -> Tensor:
+            members = self._changes.members
+            tensor.detach().copy_(own)
+            inner.broadcast(tensor, next((members.index(slot) for slot in holders if slot in members), 0))
+            return tensor
+
+        def put(found: Sequence[Tensor]) -> Tensor:
+            tensor.detach().copy_(found[0])
+            return tensor
+
+        self._run(attempt, lambda sent: [sent.detach().clone()], put, full=False)
 
     def agree(self, call: int) -> None:
         """Of the members that are there now."""

@@ -89,6 +89,20 @@ class Group(ABC):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copy the source's values into the contiguous tensors of all members."""
 
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The ranks that the members had first, by rank."""
+        return tuple(range(self.size)) if self.changes is None else self.changes.members
+
+    @property
+    def slot(self) -> int:
+        """The rank that this member had first."""
+        return self.rank if self.changes is None else self.changes.slot
+
+    def broadcast_held(self, tensor: Tensor, holders: Sequence[int]) -> None:
+        """Copy the values of one of these slots, which all have the same, into all members' tensors."""
+        self.broadcast(tensor, self.slots.index(holders[0]))
+
     def all_gather_unequal(
         self, buffer: Tensor, lengths: Sequence[int], *, priority: int = 0
     ) -> Future[Tensor]:

@@ -99,8 +99,21 @@ class Inspector(Protocol):
     def sent(self, reducer: Reducer) -> None:
         """All buckets are in flight."""
 
-    def landed(self, reducer: Reducer) -> bool:
+    def received(self) -> Tensor:
+        """Wait for what all workers tell about their gradients."""
+
+    def landed(self, reducer: Reducer, told: Tensor) -> bool:
         """All sums have arrived, `p.grad` is still this worker's own; whether to reduce these again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What a round has given: of which members, by slot, and why its sums cannot be used, if so."""
+
+    landed: list[Landed]
+    told: Tensor
+    members: tuple[int, ...]
+    refused: GradientError | None
 
 
 class Reducer:
@@ -412,7 +425,21 @@ class Reducer:
         return self._receive_all() if self._inspector is None else self._inspected()
 
     def _landed_without_lost(self, changes: GroupChanges) -> list[Landed]:
-        """The round of the members that are there: sent again if others were lost before it was complete.
+        """The round of the members that are there, until an inspector lets it pass."""
+        round_ = self._completed(changes)
+        while (
+            self._inspector is not None
+            and round_.refused is None
+            and self._inspector.landed(self, round_.told)
+        ):
+            round_ = self._completed(changes, again=True)
+        changes.reduced(round_.members)
+        if round_.refused is not None:
+            raise round_.refused
+        return round_.landed
+
+    def _completed(self, changes: GroupChanges, *, again: bool = False) -> _Round:
+        """A round: sent again if others were lost before it was complete, or `again` in any case.
 
         A member may be interrupted after others have gone on. Small sums are kept for it: copies, because
         the script may change its gradients in place. Larger ones count once all members confirm that they
@@ -423,14 +450,20 @@ class Reducer:
         found, landed = changes.begin(), None
         received: list[Landed] | None = None
         refused: GradientError | None = None
+        members, told = changes.members, torch.zeros(0, dtype=torch.int64)
         while found is None and landed is None:
             try:
-                if self._packed_in != changes.number or changes.outdated():
+                if again or self._packed_in != changes.number or changes.outdated():
                     self._send_again()
+                members = changes.members
+                if self._inspector is not None:
+                    self._inspector.sent(self)
                 try:
                     received, refused = self._receive_all(), None
                 except GradientError as error:  # on all alike: it is raised once all have confirmed it
                     received, refused = [], error
+                if self._inspector is not None:
+                    told = self._inspector.received()
                 if not small:
                     self._group.current.barrier()
                 landed = received
@@ -439,18 +472,16 @@ class Reducer:
                 if loss is None:
                     raise
                 found = changes.recover(loss)
-        if found is not None and small:
-            for bucket, sums in zip(self._buckets, found, strict=True):
-                bucket.sums().copy_(sums)
-            landed = [bucket.landed() for bucket in self._buckets]
-        elif found is not None:
-            landed = received  # all have confirmed
-        assert landed is not None
-        changes.complete(self._kept_sums() if small else [], full=True)
-        changes.reduced(anew=found is None)
-        if refused is not None:
-            raise refused
-        return landed
+        if found is not None:
+            *of_others, told, whose = found
+            members = tuple(int(slot) for slot in whose)
+            for bucket, kept in zip(self._buckets, of_others, strict=small):
+                bucket.sums().copy_(kept)
+            landed = [bucket.landed() for bucket in self._buckets] if small else received
+        assert landed is not None  # it was received where all have confirmed that
+        sums = self._kept_sums() if small else []
+        changes.complete([*sums, told, torch.tensor(members)], full=True)
+        return _Round(landed, told, members, refused)
 
     def _kept_sums(self) -> list[Tensor]:
         """Copies of the sums, in the memory of the last round's, which nobody needs any more."""
@@ -495,7 +526,7 @@ class Reducer:
         assert self._inspector is not None
         self._inspector.sent(self)
         landed = self._receive_all()
-        while self._inspector.landed(self):
+        while self._inspector.landed(self, self._inspector.received()):
             for index, bucket in enumerate(self._buckets):
                 bucket.reset()
                 bucket.send(self._weight(), -index - 1)

@@ -179,20 +179,9 @@ class MemberChanges:
         self._in_flight += 1
         self.drawn.sent()
 
-    def reduced(self, *, anew: bool) -> None:
-        """A round is complete: of the members of now, or of those before the last change."""
-        self._round_is_over()
-        if anew:
-            self.drawn.reduced(self.members)
-        else:
-            self.drawn.settle()
-
-    def averaged(self, slots: Collection[int]) -> None:
-        """The weights of these workers were averaged, and so is all that they have trained since before."""
-        self._round_is_over()
+    def reduced(self, slots: Collection[int]) -> None:
+        """A round is complete with all that these workers have drawn: their gradients or their weights."""
         self.drawn.reduced(slots)
-
-    def _round_is_over(self) -> None:
         self.rounds += 1
         self._in_flight = max(0, self._in_flight - 1)
         self.progress.reduced()

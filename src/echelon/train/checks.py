@@ -152,7 +152,7 @@ def refuse_losses(plan: Plan) -> None:
         else f"--codec {plan.codec}"
         if not goes_on(plan.codec)
         else f"--verify {plan.verify}"
-        if plan.verify != "none"
+        if any(one.copies > 1 for one in chosen_verifications(plan, len(plan.workers)))
         else "--transport c10d"
         if plan.transport == "c10d"
         else "a run with servers"

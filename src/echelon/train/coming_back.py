@@ -23,6 +23,7 @@ from echelon.train.guard import Guard
 from echelon.train.loader import SharedLoader
 from echelon.train.run_state import Prepared
 from echelon.train.script_checkpoints import SavesByItself
+from echelon.verify.verifier import Verifier
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class ComingBack:
     seed: int
     leads: Callable[[], bool]
     saving: Callable[[], SavesByItself | None]
+    verifier: Verifier
     auto_shares: AutoShares | None = None
     in_pass: SharedLoader | None = None  # the first pass of the epoch
     asked_at: int = -1  # the step at which the loop asked for a batch last
@@ -90,6 +92,7 @@ class ComingBack:
             "step": self.clock.step,
             "epoch": self.clock.epoch,
             "guard": self.guard.place(),
+            "verifier": self.verifier.state(),
         }
 
     def come_back(self) -> tuple[SurvivorView, int]:
@@ -104,6 +107,7 @@ class ComingBack:
             loader.go_to(place, in_pass=loader.index == state["in_pass"])
         self.synchronizer.adopt_shared(state["synchronizer"])
         self.shares.adopt(state["shares"])
+        self.verifier.adopt(state["verifier"])
         if self.auto_shares is not None:
             self.auto_shares.go_to([float(number) for number in state["auto_shares"]])
         self.clock.step = state["step"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -108,7 +108,7 @@ class Factoring:
     def _factors(self, group: Group, capture: linear.LinearCapture, rows: Mapping[int, int]) -> Bucket:
         """With room for the rows of each worker; who has joined since begins with as many as the most."""
         most = max(rows.values(), default=0)
-        return FactorBucket(capture, group, [rows.get(slot, most) for slot in _slots(group)])
+        return FactorBucket(capture, group, [rows.get(slot, most) for slot in group.slots])
 
     def state(self) -> dict[str, Any]:
         """What was decided, for a worker that comes back or joins."""
@@ -133,8 +133,7 @@ class Factoring:
     def _choose(self, reducer: Reducer) -> dict[str, tuple[FactorChoice, Mapping[int, int]]]:
         captures = self._captures.values()
         rows = [_UNFIT if capture.obstacle else -(-capture.rows // reducer.rounds) for capture in captures]
-        changes = reducer.group.changes
-        slot = float(reducer.group.rank if changes is None else changes.slot)
+        slot = reducer.group.slot
         mine = torch.tensor([slot, _kind_of_processor(), _flops_per_s(), *rows], dtype=torch.float64)
         all_of = torch.stack(reducer.group.all_gather(mine))  # of members that may be lost by now
         slots = [int(one) for one in all_of[:, 0]]
@@ -160,11 +159,6 @@ class Factoring:
             known = {} if obstacle else dict(zip(slots, layer.rows_of, strict=True))
             choices[capture.name] = (choice, known)
         return choices
-
-
-def _slots(group: Group) -> Sequence[int]:
-    """The numbers that the members had first, by rank."""
-    return range(group.size) if group.changes is None else group.changes.members
 
 
 def _worth_it(weight: Tensor, rows_of: tuple[int, ...]) -> bool:

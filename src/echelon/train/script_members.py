@@ -19,6 +19,7 @@ from echelon.train.coming_back import ComingBack
 from echelon.train.leaving import LeaveSignal
 from echelon.train.loader import SharedLoader
 from echelon.train.script_checkpoints import ScriptCheckpoints
+from echelon.verify.verifier import Verifier
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class ScriptMembers(ScriptCheckpoints):
     _leave_signal: LeaveSignal
     _first_workers: int
     _auto_shares: AutoShares | None
+    _verifier: Verifier
 
     def _end_here(self) -> NoReturn:
         """End the script: this worker has left the run."""
@@ -56,6 +58,7 @@ class ScriptMembers(ScriptCheckpoints):
             saving=lambda: self._by_itself,
             auto_shares=self._auto_shares,
             synchronizer=self._synchronizer,
+            verifier=self._verifier,
         )
 
     def on_change(self, function: Callable[[MembersChange], object]) -> None:

@@ -48,7 +48,7 @@ def make_verifier(
         step=lambda: clock.step,
         weights=weights,
         optimizers=optimizers,
-        report=reporting(nodes, group.rank, lambda: clock.step, record.emit, _say),
+        report=reporting(nodes, group, lambda: clock.step, record.emit, _say),
         note=note,
     )
     return Verifier(chosen, run, text=plan.verify)

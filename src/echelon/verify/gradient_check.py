@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,19 +71,38 @@ class GradientCheck(ActiveVerification):
         if math.isfinite(worst.norm):
             what = f"has norm {worst.norm:.3g}, usual is {worst.usual:.3g}"
         among = {one.worker for one in self._found}
-        everywhere = len(among) == self.run.group.size > 1
+        everywhere = len(among) == len(round_.slots) > 1
         if everywhere:
             what += " (on all workers: training diverges)"
         return CheckFinding(
             check="gradients",
-            worker=UNKNOWN if everywhere else worst.worker,
+            worker=UNKNOWN if everywhere else round_.slots[worst.worker],
             tensor=round_.named[worst.parameter][0],
             what=what,
             action=_DONE[self._options.action],
         )
 
+    def state(self) -> dict[str, Any]:
+        """Also the usual norms."""
+        histories = [
+            [*key, *(torch.from_numpy(one) if isinstance(one, np.ndarray) else one for one in kept.state())]
+            for key, kept in self._histories.items()
+        ]
+        return {**super().state(), "histories": histories}
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Also the usual norms."""
+        super().adopt(state)
+        for model, count, *kept in state["histories"]:
+            self._usual(model, count).adopt(
+                [one.numpy() if isinstance(one, Tensor) else one for one in kept]
+            )
+
     def _history(self, round_: VerifiedRound) -> NormHistory:
-        key = round_.model, len(round_.named)  # other parameters may be trained from some step on
+        return self._usual(round_.model, len(round_.named))
+
+    def _usual(self, model: int, count: int) -> NormHistory:
+        key = model, count  # other parameters may be trained from some step on
         if key not in self._histories:
             self._histories[key] = NormHistory(limit=self._options.limit, window=self._options.window)
         return self._histories[key]

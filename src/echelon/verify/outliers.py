@@ -72,6 +72,15 @@ class NormHistory:
             self._median = _median(known)
             self._deviation = np.maximum(_NORMAL * _median(np.abs(known - self._median)), _LEAST)
 
+    def state(self) -> list[npt.NDArray[np.float64] | int | None]:
+        """All that is remembered."""
+        return [self._since, self._median, self._deviation, *self._steps]
+
+    def adopt(self, state: Sequence[npt.NDArray[np.float64] | int | None]) -> None:
+        """Remember the same as another one."""
+        since, self._median, self._deviation, *self._steps = state  # type: ignore[assignment]
+        self._since = int(since)  # type: ignore[arg-type]
+
 
 def _logs(norms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Their logarithms; nan for zero."""

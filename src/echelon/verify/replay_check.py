@@ -110,17 +110,18 @@ class ReplayCheck(ActiveVerification):
             mine.append(_Outcome(name, outcome.source, outcome.majority))
             if outcome.majority:
                 p.grad = values[outcome.source]
+        group = self.run.group
         told = [
-            msgspec.json.decode(data, type=list[_Outcome])
-            for data in self.run.group.all_gather_bytes(msgspec.json.encode(mine))
+            msgspec.json.decode(data, type=tuple[int, list[_Outcome]])
+            for data in group.all_gather_bytes(msgspec.json.encode((group.slot, mine)))
         ]
         verdict = Verdict.FINE
-        for rank, outcomes in enumerate(told):
+        for slot, outcomes in told:
             if outcomes:
-                verdict = max(verdict, self._report(rank, outcomes, len(results)))
+                verdict = max(verdict, self._report(slot, outcomes, len(results)))
         return verdict
 
-    def _report(self, rank: int, outcomes: list[_Outcome], times: int) -> Verdict:
+    def _report(self, slot: int, outcomes: list[_Outcome], times: int) -> Verdict:
         """One finding for each worker, on the worst of its parameters."""
         undecided = [one for one in outcomes if not one.majority]
         wrong = [one for one in outcomes if one.majority and one.right]
@@ -132,7 +133,7 @@ class ReplayCheck(ActiveVerification):
             what, action = f"was computed wrong: {times - 1} other computations agree", "repaired"
         else:
             what, action = "was computed wrong when it was computed again", "kept"
-        self.run.report(CheckFinding(check="replay", worker=rank, tensor=tensor, what=what, action=action))
+        self.run.report(CheckFinding(check="replay", worker=slot, tensor=tensor, what=what, action=action))
         if undecided:
             return Verdict.REFUSE
         return Verdict.AGAIN if wrong else Verdict.FINE

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from echelon.config.registry import Registry, Strategy
 from echelon.errors import ConfigError
@@ -51,7 +51,7 @@ class VerifiedRun:
     """What checks see of a run.
 
     group       all workers
-    nodes       where each worker runs, by rank
+    nodes       where each worker runs, by the rank that it had first
     copies      how many workers have the same samples
     weights     the weights that must be the same on all workers, by name
     optimizers  the prepared ones
@@ -68,9 +68,14 @@ class VerifiedRun:
     report: Callable[[CheckFinding], None]
     note: Callable[[str], None]
 
-    def name(self, rank: int) -> str:
-        """How sentences call a worker."""
-        return f"rank {rank} on {self.nodes[rank]}" if rank >= 0 else "a worker"
+    def name(self, slot: int) -> str:
+        """How sentences call a worker, by the rank that it had first."""
+        return f"rank {slot} on {node_of(self.nodes, slot)}" if slot >= 0 else "a worker"
+
+
+def node_of(nodes: Sequence[str], slot: int) -> str:
+    """Where a worker runs; those that have joined are where the last of the first workers is."""
+    return nodes[min(slot, len(nodes) - 1)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,6 +85,7 @@ class VerifiedRound:
     named    the parameters of the round, by name
     attempt  how often the round was repeated
     suspect  whether a check doubts it, so that others look closer
+    slots    whose numbers these are, by row: the ranks that workers had first
     """
 
     named: list[tuple[str, nn.Parameter]]
@@ -88,6 +94,7 @@ class VerifiedRound:
     attempt: int = 0
     suspect: bool = False
     numbers: dict[str, list[list[int]]] = field(default_factory=dict)
+    slots: list[int] = field(default_factory=list)
 
 
 class ActiveVerification:
@@ -120,6 +127,14 @@ class ActiveVerification:
     def vote(self) -> None:
         """Compare weights now: the run is about to compare, save or end."""
         return
+
+    def state(self) -> dict[str, Any]:
+        """What the next verdicts depend on besides gradients, for a worker that comes back or joins."""
+        return {"done": self.done}
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Take over another worker's."""
+        self.done = state["done"]
 
     def remove(self) -> None:
         """Remove what `attach` installed."""

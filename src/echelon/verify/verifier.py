@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.comm.future import Future
+from echelon.comm.group import Group
 from echelon.errors import ConfigError, ModelError
 from echelon.observe.events import CorruptionFound, Verified
 from echelon.reduce.bucket import Bucket
@@ -30,6 +32,7 @@ from echelon.verify.verification import (
     Verification,
     VerifiedRound,
     VerifiedRun,
+    node_of,
 )
 
 _MOST_REFUSED = 5  # in a row; then nothing is learned any more
@@ -99,6 +102,20 @@ class Verifier:
 
     def sent(self, reducer: Reducer) -> None:
         """All gradients are in flight: tell the other workers about this worker's."""
+        mine = self._numbers(self._of(reducer))
+        group = self._group.current
+        rows = torch.zeros(group.size, 1 + len(mine), dtype=torch.int64)
+        rows[group.rank] = torch.tensor([self._group.slot, *mine], dtype=torch.int64)
+        # Everybody fills a row of its own, so the sum is everybody's row.
+        self._pending = group.all_reduce(rows.view(-1)) if mine else None
+
+    def received(self) -> Tensor:
+        """Wait for what all workers tell."""
+        pending, self._pending = self._pending, None
+        return pending.wait() if pending is not None else torch.zeros(0, dtype=torch.int64)
+
+    def _of(self, reducer: Reducer) -> VerifiedRound:
+        """The round that a reducer is in."""
         if not any(reducer is one for one in self._reducers):
             self._reducers.append(reducer)
         model = next(at for at, one in enumerate(self._reducers) if one is reducer)
@@ -106,21 +123,18 @@ class Verifier:
         if before is None or before.model != model:
             named = [(name, p) for name, p in reducer.named if p.requires_grad]
             self._round = VerifiedRound(named=named, model=model, step=self._run.step())
-        round_ = self._round
-        assert round_ is not None
+        assert self._round is not None
+        return self._round
+
+    def _numbers(self, round_: VerifiedRound) -> list[int]:
         parts = [check.numbers(round_) for check in self._checks.values()]
         self._widths = [len(part) for part in parts]
-        mine = [number for part in parts for number in part]
-        rows = torch.zeros(self._group.size, len(mine), dtype=torch.int64)
-        rows[self._group.rank] = torch.tensor(mine, dtype=torch.int64)
-        # Everybody fills a row of its own, so the sum is everybody's row.
-        self._pending = self._group.all_reduce(rows.view(-1)) if mine else None
+        return [number for part in parts for number in part]
 
-    def landed(self, reducer: Reducer) -> bool:
+    def landed(self, reducer: Reducer, told: Tensor) -> bool:
         """The sums have arrived; whether all workers reduce their gradients again."""
-        round_, self_numbers = self._round, self._told()
-        assert round_ is not None
-        round_.numbers = self_numbers
+        round_ = self._of(reducer)
+        round_.slots, round_.numbers = self._read(told)
         verdict = Verdict.FINE
         try:
             for check in self._checks.values():
@@ -138,13 +152,14 @@ class Verifier:
             self._refuse(round_)
         return False
 
-    def _told(self) -> dict[str, list[list[int]]]:
-        if self._pending is None:
-            return {name: [] for name in self._checks}
-        rows = self._pending.wait().view(self._group.size, -1)
-        self._pending = None
-        parts = rows.split(self._widths, dim=1)
-        return {name: part.tolist() for name, part in zip(self._checks, parts, strict=True)}
+    def _read(self, told: Tensor) -> tuple[list[int], dict[str, list[list[int]]]]:
+        """Whose numbers these are, and each check's: of all who were members when they were told."""
+        if not told.numel():
+            return [], {name: [] for name in self._checks}
+        slots, *parts = told.view(-1, 1 + sum(self._widths)).split([1, *self._widths], dim=1)
+        return slots.flatten().tolist(), {
+            name: part.tolist() for name, part in zip(self._checks, parts, strict=True)
+        }
 
     def _refuse(self, round_: VerifiedRound) -> None:
         if self._in_step:
@@ -192,6 +207,19 @@ class Verifier:
         for check in self._checks.values():
             check.vote()
 
+    # Workers that come back ----------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What the next verdicts depend on, between two steps."""
+        checks = {name: check.state() for name, check in self._checks.items()}
+        return {"refused": self._refused_in_a_row, "checks": checks}
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Take over another worker's: this one comes to the same verdicts from now on."""
+        self._refused_in_a_row = state["refused"]
+        for name, check in self._checks.items():
+            check.adopt(state["checks"][name])
+
     # The end -------------------------------------------------------------------------------------
 
     def remove(self) -> None:
@@ -204,12 +232,12 @@ class Verifier:
         if not self._checks:
             return None
         counts = {name: check.done for name, check in self._checks.items()}
-        return Verified(t=time.time(), rank=self._group.rank, checks=self._text, compared=counts)
+        return Verified(t=time.time(), rank=self._group.slot, checks=self._text, compared=counts)
 
 
 def reporting(
     nodes: Sequence[str],
-    rank: int,
+    group: Group,
     step: Callable[[], int],
     emit: Callable[[CorruptionFound], None],
     tell: Callable[[str], None],
@@ -217,15 +245,15 @@ def reporting(
     """How findings reach the record and the user: every worker knows them, the leader tells them."""
 
     def report(found: CheckFinding) -> None:
-        if rank != 0:
+        if group.rank != 0:
             return
         event = CorruptionFound(
             t=time.time(),
-            rank=rank,
+            rank=group.slot,
             step=step(),
             check=found.check,
             worker=found.worker,
-            node=nodes[found.worker] if found.worker >= 0 else "",
+            node=node_of(nodes, found.worker) if found.worker >= 0 else "",
             tensor=found.tensor,
             what=found.what,
             action=found.action,

@@ -60,15 +60,17 @@ class WeightCheck(ActiveVerification):
             return
         self.done += 1
         group = self.run.group
-        told = group.all_gather(torch.tensor([one.number() for one in held]))
-        rows = torch.stack(list(told)).cpu()
+        told = group.all_gather(torch.tensor([group.slot, *(one.number() for one in held)]))
+        slots, rows = torch.stack(list(told)).cpu().split([1, len(held)], dim=1)
+        slot_of = slots.flatten().tolist()  # of those who were members when they told
         differing = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()
         if not differing:
             return
         votes = {at: vote(rows[:, at].tolist()) for at in differing}
-        self._report(held, votes)
+        self._report(held, votes, slot_of)
         for at, outcome in votes.items():
-            self._repair(held[at], outcome)
+            right = [slot for place, slot in enumerate(slot_of) if place not in outcome.others]
+            self._repair(held[at], right)
 
     def _held(self) -> list[_Held]:
         """All weights and all optimizer states, in the same order on all workers."""
@@ -85,7 +87,7 @@ class WeightCheck(ActiveVerification):
             ]
         return held
 
-    def _report(self, held: Sequence[_Held], votes: dict[int, Vote]) -> None:
+    def _report(self, held: Sequence[_Held], votes: dict[int, Vote], slot_of: Sequence[int]) -> None:
         """One finding for each worker that has other values; stop if there is no majority."""
         tied = next((at for at, outcome in votes.items() if not outcome.majority), None)
         stops = tied is not None and self._options.tie == "stop"
@@ -93,12 +95,12 @@ class WeightCheck(ActiveVerification):
             concerned = [at for at, outcome in votes.items() if rank in outcome.others]
             outcome = votes[concerned[0]]
             more = f" and {len(concerned) - 1} more" if len(concerned) > 1 else ""
-            source = f"rank {outcome.source}'s"
+            source = f"rank {slot_of[outcome.source]}'s"
             why = "the majority's" if outcome.majority else f"{source}, and there is no majority"
             self.run.report(
                 CheckFinding(
                     check="weights",
-                    worker=rank,
+                    worker=slot_of[rank],
                     tensor=held[concerned[0]].label + more,
                     what=f"differs from {why}",
                     action="stopped" if stops else "repaired",
@@ -106,7 +108,7 @@ class WeightCheck(ActiveVerification):
             )
         if stops and tied is not None:
             outcome = votes[tied]
-            ranks = " and ".join(self.run.name(rank) for rank in (outcome.source, *outcome.others))
+            ranks = " and ".join(self.run.name(slot_of[rank]) for rank in (outcome.source, *outcome.others))
             raise ModelError(
                 f"{held[tied].label} differs between {ranks}, and no majority says which is right",
                 where=f"verify weights, step {self.run.step()}",
@@ -114,22 +116,25 @@ class WeightCheck(ActiveVerification):
                 "takes the lowest rank's values",
             )
 
-    def _repair(self, one: _Held, outcome: Vote) -> None:
-        """All workers take part; only those in the minority change anything."""
+    def _repair(self, one: _Held, right: Sequence[int]) -> None:
+        """All workers take part; only those that do not have the right values change anything."""
         group = self.run.group
-        wrong = group.rank in outcome.others
+        wrong = group.slot not in right
         if one.weight is not None:
             values = one.weight.detach().clone(memory_format=torch.contiguous_format)
-            group.broadcast(values, outcome.source)
+            group.broadcast_held(values, right)
             if wrong:
                 one.weight.copy_(values)
             return
         assert one.state_of is not None
-        mine = state_tree.pack(one.state) if group.rank == outcome.source else b""
-        data = group.broadcast_bytes(mine, outcome.source)
+        mine = torch.frombuffer(bytearray(state_tree.pack(one.state)), dtype=torch.uint8)
+        length = torch.tensor([mine.numel()])
+        group.broadcast_held(length, right)
+        data = mine if mine.numel() == int(length) else torch.zeros(int(length), dtype=torch.uint8)
+        group.broadcast_held(data, right)
         if wrong:
             optimizer, p = one.state_of
-            _take_state(optimizer.state[p], state_tree.unpack(data))
+            _take_state(optimizer.state[p], state_tree.unpack(bytes(data.numpy())))
 
 
 def _take_state(state: dict[str, Any], right: dict[str, Any]) -> None:

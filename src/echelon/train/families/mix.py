@@ -136,7 +136,7 @@ class MixSynchronizer(IndependentSynchronizer):
             mixed = own.clone()
             mean = self._mean(own, averaging.members)
             if self._group.changes is not None:
-                self._group.changes.averaged(self._averaged)
+                self._group.changes.reduced(self._averaged)
             self._policy.settle(mixed, mean, weights.memory, averaging, self._cluster)
         weights.put(mixed)
         self._observer.waited(time.perf_counter() - begun)
