@@ -65,8 +65,11 @@ class GroupChanges(Protocol):
     def outdated(self) -> bool:
         """Whether this worker's weight in the round was given when lost workers still counted."""
 
-    def reduced(self, slots: Collection[int]) -> None:
-        """A round is complete with all that these workers have drawn: their gradients or their weights."""
+    def reduced(self, slots: Collection[int], alone: Collection[int] = ()) -> None:
+        """A round is complete with all that these workers have drawn: their gradients or their weights.
+
+        alone  members whose weights nobody else has got in it
+        """
 
     def opened(self, group: ChangingGroup) -> None:
         """A fork was made, which follows the changes too."""
@@ -76,6 +79,7 @@ class ChangingGroup(Group):
     """The members that are left. Forks change with it."""
 
     own_transport = True
+    changes: GroupChanges
 
     def __init__(self, inner: Group, changes: GroupChanges) -> None:
         self.changes = self._changes = changes
@@ -171,6 +175,26 @@ class ChangingGroup(Group):
             lambda found: bytes(found[0].numpy())[: int(found[1])],
             full=False,
         )
+
+    def confirmed(self, exchange: Callable[[Group, tuple[int, ...]], T]) -> tuple[T, tuple[int, ...]]:
+        """The result of an exchange that differs between members, and the slots of those who took part.
+
+        It counts once all members have confirmed it; else it is repeated by those who are left.
+        """
+        received: T | None = None
+
+        def attempt(inner: Group) -> tuple[int, ...]:
+            nonlocal received
+            members = self._changes.members
+            received = exchange(inner, members)
+            inner.barrier()
+            return members
+
+        members = self._run(
+            attempt, lambda told: [torch.tensor(told)], lambda found: tuple(map(int, found[0].tolist()))
+        )
+        assert received is not None  # others have seen that this worker has confirmed it
+        return received, members
 
     def broadcast_held(self, tensor: Tensor, holders: Sequence[int]) -> None:
         """The values of the first of these slots that is a member, also after others were lost."""

@@ -198,10 +198,14 @@ class Reducer:
     def _changes_so_far(self) -> int:
         return self._group.changes.number if self._group.changes is not None else 0
 
-    def factor(self, made: Mapping[int, Callable[[], Bucket]]) -> None:
-        """From the next round on, these parameters (by id) have buckets of their own."""
+    def factor(self, made: Mapping[int, Callable[[], Bucket]], *, joins: bool = False) -> None:
+        """From the next round on, these parameters (by id) have buckets of their own.
+
+        joins  this worker joins the others: then all make new buckets in the next round, together
+        """
         self._factored = made
-        self._pack()
+        if not joins:
+            self._pack()
 
     def _pack(self) -> None:
         """Make new buckets, once nothing is in flight."""
@@ -445,17 +449,16 @@ class Reducer:
         the script may change its gradients in place. Larger ones count once all members confirm that they
         have them, so that nobody needs another's. So do encoded ones: states of codecs change with a round.
         """
-        small = self._encoder is None and all(one.has_sums for one in self._buckets)
-        small = small and sum(one.size_bytes for one in self._buckets) <= _COPIED_BYTES
         found, landed = changes.begin(), None
         received: list[Landed] | None = None
         refused: GradientError | None = None
-        members, told = changes.members, torch.zeros(0, dtype=torch.int64)
+        members, told, small = changes.members, torch.zeros(0, dtype=torch.int64), False
         while found is None and landed is None:
             try:
                 if again or self._packed_in != changes.number or changes.outdated():
                     self._send_again()
                 members = changes.members
+                small = self._is_small
                 if self._inspector is not None:
                     self._inspector.sent(self)
                 try:
@@ -474,7 +477,7 @@ class Reducer:
                 found = changes.recover(loss)
         if found is not None:
             *of_others, told, whose = found
-            members = tuple(int(slot) for slot in whose)
+            members, small = tuple(int(slot) for slot in whose), bool(of_others)
             for bucket, kept in zip(self._buckets, of_others, strict=small):
                 bucket.sums().copy_(kept)
             landed = [bucket.landed() for bucket in self._buckets] if small else received
@@ -482,6 +485,12 @@ class Reducer:
         sums = self._kept_sums() if small else []
         changes.complete([*sums, told, torch.tensor(members)], full=True)
         return _Round(landed, told, members, refused)
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether sums are kept for members that are interrupted before they have them."""
+        has_sums = self._encoder is None and all(one.has_sums for one in self._buckets)
+        return has_sums and sum(one.size_bytes for one in self._buckets) <= _COPIED_BYTES
 
     def _kept_sums(self) -> list[Tensor]:
         """Copies of the sums, in the memory of the last round's, which nobody needs any more."""

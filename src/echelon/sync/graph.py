@@ -67,6 +67,17 @@ def reachable(neighbours: Neighbourhood, start: int = 0) -> set[int]:
     return found
 
 
+def without(neighbours: Neighbourhood, lost: Iterable[int]) -> Neighbourhood:
+    """The graph without some workers, whose neighbours become each other's: it stays connected."""
+    found = [set(others) for others in neighbours]
+    for one in lost:
+        around, found[one] = found[one], set()
+        for worker in around:
+            found[worker] |= around
+            found[worker] -= {one, worker}
+    return tuple(tuple(sorted(others)) for others in found)
+
+
 def metropolis_row(neighbours: Neighbourhood, worker: int) -> dict[int, float]:
     """A worker's Metropolis weights of its neighbours and itself; by worker, in order."""
     degree = len(neighbours[worker])

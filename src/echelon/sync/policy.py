@@ -26,7 +26,8 @@ class ClusterInfo:
 
     `workers` counts the workers that the policy synchronises, or the groups, if groups act as workers.
     `shares` are their parts of a batch, `speeds` their computing speeds and `links` their bytes per second,
-    absolute or relative to each other; empty if unknown. `lr` is the optimizer's learning rate.
+    absolute or relative to each other; empty if unknown. `lr` is the optimizer's learning rate. `absent`
+    are workers that were lost and are not back.
     """
 
     workers: int
@@ -38,6 +39,7 @@ class ClusterInfo:
     links: tuple[float, ...] = ()
     lr: float | None = None
     seed: int = 0
+    absent: tuple[int, ...] = ()
 
 
 class Policy(Strategy):

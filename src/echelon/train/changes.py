@@ -179,9 +179,12 @@ class MemberChanges:
         self._in_flight += 1
         self.drawn.sent()
 
-    def reduced(self, slots: Collection[int]) -> None:
-        """A round is complete with all that these workers have drawn: their gradients or their weights."""
-        self.drawn.reduced(slots)
+    def reduced(self, slots: Collection[int], alone: Collection[int] = ()) -> None:
+        """A round is complete with all that these workers have drawn: their gradients or their weights.
+
+        alone  members whose weights nobody else has got in it
+        """
+        self.drawn.reduced(slots, alone)
         self.rounds += 1
         self._in_flight = max(0, self._in_flight - 1)
         self.progress.reduced()

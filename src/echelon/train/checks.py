@@ -24,7 +24,6 @@ from echelon.parallel.strategies.pipeline import Pipeline
 from echelon.parallel.strategies.sharded import Sharded
 from echelon.plan.plan import Plan
 from echelon.sync.policies.levels import Levels
-from echelon.sync.policies.local import Local
 from echelon.sync.policy import POLICIES, ClusterInfo, Policy
 from echelon.verify.verification import Verification, check_verifications
 
@@ -148,7 +147,7 @@ def refuse_losses(plan: Plan) -> None:
     policy = POLICIES.build(plan.sync, where="--sync").resolved()
     found = (
         f"--sync {plan.sync}"
-        if policy.family != "reduce" and not (isinstance(policy, Local) and policy.periods is None)
+        if policy.family not in ("reduce", "mix")
         else f"--codec {plan.codec}"
         if not goes_on(plan.codec)
         else f"--verify {plan.verify}"

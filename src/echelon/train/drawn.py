@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class DrawnBatches:
     def __init__(self) -> None:
         self._batches: list[DrawnBatch] = []
         self._in_flight: deque[list[DrawnBatch]] = deque()  # the batches of each round in flight
+        self._kept: list[tuple[DrawnBatch, set[int]]] = []  # and whose parts only these workers have
         self._again: dict[int, list[int]] = defaultdict(list)
 
     @property
@@ -62,17 +64,26 @@ class DrawnBatches:
             for slot, share in enumerate(batch.parts)
         )
 
-    def settle(self) -> None:
-        """A round is complete, and all that was drawn for it was in its sum."""
+    def reduced(self, members: Collection[int], alone: Collection[int] = ()) -> None:
+        """A round is complete: what these members have drawn for it was in its sum, the rest was not.
+
+        alone  members whose part is in their own weights only: it is missing if they are lost later
+        """
+        self._return_kept({*members, *alone}, alone)
+        for batch in self._of_round:
+            self._return(batch, {*members, *alone})
+            if alone:
+                self._kept.append((batch, set(alone)))
         self._of_round.clear()
         if self._in_flight:
             self._in_flight.popleft()
 
-    def reduced(self, members: Collection[int]) -> None:
-        """A round is complete: what these members have drawn for it was in its sum, the rest was not."""
-        for batch in self._of_round:
-            self._return(batch, members)
-        self.settle()
+    def _return_kept(self, members: Collection[int], alone: Collection[int]) -> None:
+        for batch, holders in self._kept:
+            for slot in holders - set(members):
+                self._again[batch.loader] += batch.of(slot)
+            holders &= set(alone)
+        self._kept = [(batch, holders) for batch, holders in self._kept if holders]
 
     def take(self, loader: int, members: Collection[int]) -> list[int]:
         """The positions of a loader's pass that are to be drawn again; the pass is over otherwise."""
@@ -80,21 +91,30 @@ class DrawnBatches:
         self._batches = [batch for batch in self._batches if batch.loader != loader]
         for batch in own:
             self._return(batch, members)
+        self._return_kept(members, members)
+        self._kept = [(batch, holders) for batch, holders in self._kept if batch.loader != loader]
         return sorted(self._again.pop(loader, []))
 
     def owed(self, loader: int) -> list[int]:
         """The positions of a pass that are to be drawn again at its end, for a checkpoint."""
         return list(self._again.get(loader, []))
 
-    def state(self) -> dict[str, list[int]]:
+    def state(self) -> dict[str, Any]:
         """The positions that are to be drawn again, by loader, when no batch is under way."""
-        return {str(loader): list(positions) for loader, positions in self._again.items()}
+        kept = [
+            [one.loader, list(one.positions), list(one.parts), sorted(slots)] for one, slots in self._kept
+        ]
+        return {"again": {loader: list(found) for loader, found in self._again.items()}, "kept": kept}
 
-    def restore(self, state: Mapping[str, Sequence[int]]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from another worker's."""
         self._batches.clear()
         self._in_flight.clear()
-        self._again = defaultdict(list, {int(loader): list(found) for loader, found in state.items()})
+        self._again = defaultdict(list, {loader: list(found) for loader, found in state["again"].items()})
+        self._kept = [
+            (DrawnBatch(loader, positions, tuple(parts)), set(slots))
+            for loader, positions, parts, slots in state["kept"]
+        ]
 
     def _return(self, batch: DrawnBatch, members: Collection[int]) -> None:
         for slot in range(len(batch.parts)):

@@ -89,7 +89,7 @@ class Factoring:
         tell = f"factors: {head}" if any(choice.factors for choice in told) else ""
         self._explain("; ".join([head, *(choice.reason for choice in told)]), tell)
 
-    def _carry_out(self, reducer: Reducer) -> None:
+    def _carry_out(self, reducer: Reducer, *, joins: bool = False) -> None:
         """Let layers send what was decided from the next round on."""
         made: dict[int, Callable[[], Bucket]] = {}
         for name, way in self._ways.items():
@@ -103,7 +103,7 @@ class Factoring:
                 continue
             capture.use("factors")
         if made:
-            reducer.factor(made)
+            reducer.factor(made, joins=joins)
 
     def _factors(self, group: Group, capture: linear.LinearCapture, rows: Mapping[int, int]) -> Bucket:
         """With room for the rows of each worker; who has joined since begins with as many as the most."""
@@ -128,7 +128,7 @@ class Factoring:
                 where=f"rank {self._reducer.group.rank}",
                 fix="start the run with --factors never",
             )
-        self._carry_out(self._reducer)
+        self._carry_out(self._reducer, joins=True)
 
     def _choose(self, reducer: Reducer) -> dict[str, tuple[FactorChoice, Mapping[int, int]]]:
         captures = self._captures.values()

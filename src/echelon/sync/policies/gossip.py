@@ -2,7 +2,8 @@
 
 After every `period` steps x_i becomes sum_j W_ij x_j (Lian and others, 2017), with Metropolis weights W
 (`echelon.sync.graph`). This keeps the mean of all workers, and workers approach it at least at the rate of
-the graph's spectral gap. W does not depend on shares of the batch.
+the graph's spectral gap. W does not depend on shares of the batch. The neighbours of a worker that was lost
+become each other's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import ClassVar
 
 from echelon.errors import ConfigError
 from echelon.sync.families.mix import Averaging, MixPolicy, Neighbours
-from echelon.sync.graph import GRAPHS, Graph, Neighbourhood, metropolis_row, reachable
+from echelon.sync.graph import GRAPHS, Graph, Neighbourhood, metropolis_row, reachable, without
 from echelon.sync.policy import ClusterInfo
 
 
@@ -52,8 +53,10 @@ class Gossip(MixPolicy):
         """The worker's neighbours, if any."""
         if (step + 1) % self.period:
             return None
-        round_ = 0 if _built(self.graph).static else step // self.period
-        neighbours = _neighbours(self.graph, cluster.workers, round_)
+        static = _built(self.graph).static
+        neighbours = _neighbours(self.graph, cluster.workers, 0 if static else step // self.period)
+        if cluster.absent:
+            neighbours = without(neighbours, cluster.absent)
         return Neighbours(metropolis_row(neighbours, rank)) if neighbours[rank] else None
 
 

@@ -136,6 +136,7 @@ class Local(MixPolicy):
         if self.periods is None or (step + 1) % self.periods[0]:
             return None
         group = next(group for group in cluster.groups if rank in group)
+        group = tuple(one for one in group if one not in cluster.absent)
         return Average(group) if len(group) > 1 else None
 
     def start(self, own: Tensor, memory: dict[str, Tensor]) -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.comm.changing import GroupChanges
+from echelon.comm.changing import ChangingGroup, GroupChanges
 from echelon.comm.group import Group
 from echelon.errors import ConfigError
-from echelon.sync.families.mix import MixPolicy, Neighbours
+from echelon.sync.families.mix import Average, MixPolicy, Neighbours
 from echelon.sync.policy import ClusterInfo
 from echelon.train.families.synchronizer import Explain, IndependentSynchronizer, Overlap
 
@@ -86,6 +87,7 @@ class MixSynchronizer(IndependentSynchronizer):
         self._handles: list[Callable[[], None]] = []
         self._borrowed: list[_Weights] = []
         self._levels: dict[tuple[int, ...], Group] = {}
+        self._opened_on: Group | None = None  # which the levels belong to, where members may be lost
         self._averaged: list[int] = []  # whose weights the last mean was of, where workers may be lost
 
     def adopt(
@@ -124,23 +126,81 @@ class MixSynchronizer(IndependentSynchronizer):
         """Average after a step with the workers that the policy names, if it names any."""
         weights = self._of(optimizer)
         weights.kept = None  # no prepared loader: continue with the weights shown
-        averaging = self._policy.averaging(weights.steps, self._group.rank, self._cluster)
+        step = weights.steps
         weights.steps += 1
+        if isinstance(self._group, ChangingGroup) and self._in_parts(step):
+            self._average_in_parts(weights, step, self._group)
+            return
+        averaging = self._policy.averaging(step, self._group.slot, self._cluster)
         if averaging is None:
             return
         begun = time.perf_counter()
         own = weights.flat()
         if isinstance(averaging, Neighbours):
-            mixed = _with_neighbours(self._group, own, averaging)
+            mixed = _with_neighbours(self._group, own, averaging, range(self._group.size))
         else:
             mixed = own.clone()
             mean = self._mean(own, averaging.members)
             if self._group.changes is not None:
                 self._group.changes.reduced(self._averaged)
             self._policy.settle(mixed, mean, weights.memory, averaging, self._cluster)
+        self._put(weights, mixed, begun)
+
+    def _put(self, weights: _Weights, mixed: Tensor, begun: float) -> None:
         weights.put(mixed)
         self._observer.waited(time.perf_counter() - begun)
-        self._observer.averaged(own.numel() * own.element_size())
+        self._observer.averaged(mixed.numel() * mixed.element_size())
+
+    def _in_parts(self, step: int) -> bool:
+        """Whether workers average after this step, but not all with each other; whoever is lost."""
+        everybody = range(self._cluster.workers)
+        among = [self._policy.averaging(step, slot, self._cluster) for slot in everybody]
+        whole = all(isinstance(one, Average) and len(one.members) == len(everybody) for one in among)
+        return any(one is not None for one in among) and not whole
+
+    def _average_in_parts(self, weights: _Weights, step: int, changing: ChangingGroup) -> None:
+        """Where workers may be lost: those who are left average anew, unless all have what they need."""
+        begun = time.perf_counter()
+        own = weights.flat()
+
+        def exchange(group: Group, members: tuple[int, ...]) -> Tensor:
+            slot = members[group.rank]
+            averaging = self._policy.averaging(step, slot, self._without(members))
+            if isinstance(averaging, Neighbours):
+                return _with_neighbours(group, own, averaging, members)
+            level = self._level_of(group, members, slot) if averaging is not None else None
+            if level is None or averaging is None:
+                return own
+            part = self._share_of(slot) / sum(self._share_of(one) for one in averaging.members)
+            mean = level.all_reduce(own * part).wait()
+            mixed = own.clone()
+            self._policy.settle(mixed, mean, weights.memory, averaging, self._cluster)
+            return mixed
+
+        mixed, members = changing.confirmed(exchange)
+        cluster = self._without(members)
+        alone = [one for one in members if self._policy.averaging(step, one, cluster) is None]
+        changing.changes.reduced([one for one in members if one not in alone], alone)
+        self._put(weights, mixed, begun)
+
+    def _without(self, members: Sequence[int]) -> ClusterInfo:
+        """The cluster, in which others than these workers are absent."""
+        absent = tuple(slot for slot in range(self._cluster.workers) if slot not in members)
+        return replace(self._cluster, absent=absent)
+
+    def _share_of(self, slot: int) -> float:
+        return self._cluster.shares[slot] if self._policy.weighs and self._cluster.shares else 1.0
+
+    def _level_of(self, group: Group, members: tuple[int, ...], slot: int) -> Group | None:
+        """The group of this worker as it is now; all members open all groups in the same order."""
+        if self._opened_on is not group:
+            self._opened_on, self._levels = group, {}
+            for slots in self._cluster.groups:
+                ranks = [members.index(one) for one in slots if one in members]
+                level = group.subgroup(ranks) if len(ranks) > 1 else None
+                if level is not None:
+                    self._levels[slots] = level
+        return next((level for slots, level in self._levels.items() if slot in slots), None)
 
     def _mean(self, own: Tensor, members: Sequence[int]) -> Tensor:
         if self._group.changes is not None:
@@ -295,11 +355,13 @@ class MixSynchronizer(IndependentSynchronizer):
             self._handles.pop()()
 
 
-def _with_neighbours(group: Group, own: Tensor, averaging: Neighbours) -> Tensor:
-    """The weighted sum of a worker's and its neighbours' weights, in order of rank."""
-    peers = [rank for rank in sorted(averaging.weights) if rank != group.rank]
-    theirs = dict(zip(peers, group.neighbor_all_gather(own, peers), strict=True))
+def _with_neighbours(group: Group, own: Tensor, averaging: Neighbours, slots: Sequence[int]) -> Tensor:
+    """The weighted sum of a worker's and its neighbours' weights, by the slots of the group's ranks."""
+    slot = slots[group.rank]
+    peers = [one for one in sorted(averaging.weights) if one != slot]
+    theirs = group.neighbor_all_gather(own, [slots.index(one) for one in peers])
+    found = {slot: own, **dict(zip(peers, theirs, strict=True))}
     mixed = torch.zeros_like(own)
-    for rank in sorted(averaging.weights):
-        mixed.add_(own if rank == group.rank else theirs[rank], alpha=averaging.weights[rank])
+    for one in sorted(averaging.weights):
+        mixed.add_(found[one], alpha=averaging.weights[one])
     return mixed
