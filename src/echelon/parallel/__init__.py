@@ -23,7 +23,6 @@ shards.py      a model whose states are divided among workers
 value_gather.py  gathers of divided parameters
 gathered.py    when divided parameters are whole
 offload.py     optimizer states in mapped files
-freed_memory.py  freed memory goes back to the system
 holdings.py    which worker holds which parameters
 norms.py       the norm of a whole model's gradients
 memory.py      what a layout needs on each worker, and whether it fits

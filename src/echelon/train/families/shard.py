@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from echelon.checkpoint import state_tree
 from echelon.comm.group import Group
 from echelon.errors import ConfigError, ModelError
-from echelon.parallel.freed_memory import give_back_freed_memory
 from echelon.parallel.gathered import GatheredParameters
 from echelon.parallel.norms import WholeNorms
 from echelon.parallel.offload import OffloadedStates
@@ -26,6 +25,7 @@ from echelon.train import consistency as agree
 from echelon.train.families.reduce import StepObserver
 from echelon.train.families.spread import refuse_rules
 from echelon.train.families.synchronizer import ModelOptions, Overlap, Synchronizer
+from echelon.train.freed_memory import give_back_freed_memory
 
 # They compute each element by itself, so that a slice's update is the slice of the whole update.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
