@@ -20,6 +20,9 @@ backward.py    one stage's backward passes of one call
 split.py       a backward pass in two parts: gradients of inputs first, of weights later
 slices.py      which elements of a parameter each worker has
 shards.py      a model whose states are divided among workers
+slice_sums.py  sums of gradients, slice by slice
+stage_shards.py  one stage whose states are divided among its workers
+gathered_layers.py  when a stage's divided parameters are whole
 value_gather.py  gathers of divided parameters
 gathered.py    when divided parameters are whole
 offload.py     optimizer states in mapped files
