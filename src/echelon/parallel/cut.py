@@ -83,7 +83,7 @@ def best_chunk_cuts(cost: ChainCost, micro: int, workers: int) -> tuple[int, ...
     parts had different workers come first. Then cuts move, one or two neighbours alike, to where they help
     most, until nothing helps.
     """
-    sums = _Sums.of(cost)
+    sums = _SumsOfLayers.of(cost)
     cuts = list(best_cuts(cost, micro))
     best = sums.took(cuts, micro, workers)
     while True:
@@ -111,7 +111,7 @@ def _moved(cost: ChainCost, cuts: list[int]) -> Iterator[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class _SumsOfLayers:
     """Times and sizes of the layers before each, by part, so that those of a run are a difference."""
 
     cost: ChainCost
@@ -119,10 +119,10 @@ class _Sums:
     sizes_bytes: list[float]
 
     @staticmethod
-    def of(cost: ChainCost) -> _Sums:
+    def of(cost: ChainCost) -> _SumsOfLayers:
         """Those of a chain."""
         times_s = [list(accumulate(times, initial=0.0)) for times in cost.times_s]
-        return _Sums(cost, times_s, list(accumulate(cost.sizes_bytes, initial=0.0)))
+        return _SumsOfLayers(cost, times_s, list(accumulate(cost.sizes_bytes, initial=0.0)))
 
     def took(self, cuts: Sequence[int], micro: int, workers: int) -> tuple[float, float]:
         """The memory that is missing, and how long a batch takes, if parts go over workers in turn."""

@@ -19,7 +19,6 @@ from echelon.comm.group import Group
 from echelon.parallel.awaited import AwaitedOutput, called_twice, not_one_tensor
 from echelon.parallel.backward import BackwardPasses
 from echelon.parallel.chain import LayerChain
-from echelon.parallel.chunk import LOSS, OUTPUT, RANDOM_AFTER, Chunk, ChunkRun, StagePart, detached
 from echelon.parallel.holdings import Holdings
 from echelon.parallel.losses import MicroLoss
 from echelon.parallel.micro import ModelCall, cut_call, joined, part_of
@@ -27,6 +26,15 @@ from echelon.parallel.pass_times import PassTimes
 from echelon.parallel.passing import GradientReceiver, HandedReceiver, Outbox
 from echelon.parallel.schedule import StageAction, backward_only, forward_only, schedule
 from echelon.parallel.split import Gradients
+from echelon.parallel.stage_chunk import (
+    LOSS,
+    OUTPUT,
+    RANDOM_AFTER,
+    ChunkRun,
+    StageChunk,
+    StagePart,
+    detached,
+)
 from echelon.parallel.strategies.pipeline import Pipeline
 
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -35,7 +43,9 @@ _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class _BackwardWay:
     """The backward passes of one call through one chunk: what comes back, and what is computed with it."""
 
-    def __init__(self, chunk: Chunk, parameters: Sequence[Tensor], total: Gradients, splits: bool) -> None:
+    def __init__(
+        self, chunk: StageChunk, parameters: Sequence[Tensor], total: Gradients, splits: bool
+    ) -> None:
         self.part = chunk.part
         self.coming: GradientReceiver = chunk.gradients()
         self.passes = BackwardPasses(parameters, chunk.send_back, splits=splits, total=total)
@@ -57,6 +67,7 @@ class PipelineStage:
         holdings: Holdings,
         *,
         options: Pipeline,
+        count: Callable[[int], int],
         landed: Callable[[Gradients], None],
         timed: Callable[[PassTimes], None],
         training: Callable[[], bool],
@@ -64,6 +75,7 @@ class PipelineStage:
         self._group = group
         self._parameters = list(holdings.own)
         self._options = options
+        self._count = count  # of micro-batches, by the number of samples
         self.landed = landed
         self._timed = timed
         self._times = PassTimes()
@@ -73,7 +85,7 @@ class PipelineStage:
         self._worker, self._workers = parts[0].stage, len(self._ranks) // len(parts)
         self._is_last = parts[-1].is_last
         self._chunks = [
-            Chunk(
+            StageChunk(
                 at,
                 chain,
                 part,
@@ -103,7 +115,7 @@ class PipelineStage:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output; its gradient goes back through the pipeline."""
-        call = cut_call((args, kwargs), self._options.count)
+        call = cut_call((args, kwargs), self._count)
         if not torch.is_grad_enabled():
             return self._through(call)
         return self.passed(call) if self._options.schedule == "gpipe" else AwaitedOutput.of(self, call)

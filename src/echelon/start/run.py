@@ -54,6 +54,7 @@ from echelon.start.earlier_run import keep_job, script_job
 from echelon.start.failure import Failure, alike, read_failures
 from echelon.start.further import ScriptDigest, why_nobody_joins
 from echelon.start.lab_course import LabCourse
+from echelon.start.member_board import FileBoard
 from echelon.start.members import Members
 from echelon.start.planned import NO_PLAN, by_plan, in_order_of_plan
 from echelon.start.processes import WorkerProcesses
@@ -376,8 +377,7 @@ def _members(settings: RunSettings, plan: Plan, folder: RunFolder) -> Members | 
         settings.min_workers,
         limit_s=plan.round_timeout_s,
         tries=settings.respawn,
-        file=folder.path / "admission",
-        local=settings.lab is None,
+        board=FileBoard(folder.path / "admission", local=settings.lab is None),
     )
 
 

@@ -310,13 +310,12 @@ class MemberChanges:
         self._logs = False
 
     def due(self, *, leads: bool) -> bool:
-        """Whether workers that wait are admitted now."""
-        return (
-            self._in_epochs
-            and self._flag is not None
-            and self._log is not None
-            and self._flag.due(self.rounds, leads=leads)
-        )
+        """Whether workers that wait are admitted now; the leader decides it for the next round."""
+        if not self._in_epochs or self._flag is None or self._log is None:
+            return False
+        if leads and self._flag.undecided:
+            self._service.ask(do="admit", round=self.rounds + 1)
+        return self._flag.due(self.rounds)
 
     def admit(self, state: Callable[[], dict[str, Any]]) -> None:
         """Meet the workers that wait, between two steps; the first member sends them the state."""

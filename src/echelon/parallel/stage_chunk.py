@@ -92,7 +92,7 @@ class ChunkRun:
     outputs: list[Any] = field(default_factory=list)
 
 
-class Chunk:
+class StageChunk:
     """Runs forward passes of its layers, number `at` of its worker's. Sends go through `outbox`."""
 
     def __init__(
