@@ -16,8 +16,8 @@ rounds, while the others meet again, at the end of a pass.
 The job is a small network (plain), also with batch normalisation over all workers (batchnorm), with
 checkpoints in the background and by the script (checkpoints), with a slow worker and shares that follow it
 (shares), with encoded gradients (codec), with gradients in flight behind the next step (overlap),
-with linear layers that send factors (factors), with checks and what they find (verify), or with local steps
-(local).
+with linear layers that send factors (factors), with checks and what they find (verify), with local steps
+(local), also in groups (groups), or with neighbours that average (gossip).
 
 A run is right if it ends by itself, all that are left have the same weights, every sample of every pass was
 used once, and no process and no shared memory is left behind. The pause is the longest step of a worker
@@ -110,6 +110,8 @@ JOBS: dict[str, dict[str, Any]] = {
         "script": CORRUPTED,
         "words": ("--verify", "gradients; weights(every=5); replay(every=3)"),
     },
+    "gossip": {"words": ("--sync", "gossip(period=2)"), "period": 2},
+    "groups": {"words": ("--sync", "local(periods=[2, 4])", "--groups", "2,2"), "period": 4},
     "local": {"words": ("--sync", "local(4)"), "period": 4},
 }
 

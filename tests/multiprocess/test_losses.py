@@ -163,6 +163,22 @@ def test_checks_go_on_with_who_is_left_and_name_workers_by_their_first_ranks(tmp
     assert sorted(found) == [("replay", 2, "repaired"), ("weights", 3, "repaired")]
 
 
+@pytest.mark.parametrize(
+    ("transport", "slot", "words", "respawn"),
+    [
+        ("shm", 0, ("--sync", "gossip(period=2)"), 3),
+        ("tcp", 2, ("--sync", "gossip(matching, period=2)"), 0),
+        ("tcp", 1, ("--sync", "local(periods=[2, 4])", "--groups", "2,2"), 3),
+    ],
+    ids=["shm-gossip", "tcp-matching", "tcp-groups"],
+)
+def test_workers_that_average_with_some_go_on_with_who_is_left(tmp_path, transport, slot, words, respawn):
+    outcome = run(tmp_path, transport, [Kill(slot, 0.15)], respawn=respawn, words=words, period=4)
+    assert (outcome.code, outcome.wrong) == (0, []), outcome.output
+    assert f"rank {slot} was lost (SIGKILL); 3 workers go on" in outcome.output
+    assert f"done with {4 if respawn else 3} workers" in outcome.output
+
+
 @pytest.mark.parametrize(("dies", "said"), [("2:write_part", "rank 2"), ("0:commit", "its leader")])
 def test_a_checkpoint_under_way_is_void_when_a_writer_is_lost_and_the_others_save_again(
     tmp_path, dies, said
@@ -247,7 +263,7 @@ def test_an_error_of_the_script_still_ends_the_run_with_that_error(tmp_path):
     ("words", "said"),
     [
         (("--min-workers", "5"), "5 workers are needed, and 4 are started"),
-        (("--min-workers", "2", "--sync", "gossip"), "--sync gossip cannot go on yet"),
+        (("--min-workers", "2", "--sync", "hogwild"), "--sync hogwild cannot go on yet"),
         (("--min-workers", "2", "--transport", "c10d"), "--transport c10d cannot go on yet"),
         (("--min-workers", "0"), "min workers is 0"),
     ],

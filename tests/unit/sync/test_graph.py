@@ -3,7 +3,7 @@ import math
 import pytest
 
 from echelon.errors import ConfigError
-from echelon.sync.graph import GRAPHS, reachable
+from echelon.sync.graph import GRAPHS, reachable, without
 from spectral import metropolis, spectral_gap
 
 
@@ -14,6 +14,20 @@ def _neighbours(text: str, workers: int, round_: int = 0) -> tuple[tuple[int, ..
 def test_a_ring_closes():
     assert _neighbours("ring", 4) == ((1, 3), (0, 2), (1, 3), (0, 2))
     assert _neighbours("ring", 2) == ((1,), (0,))
+
+
+@pytest.mark.parametrize(
+    "text", ["ring", "torus(rows=2)", "random(seed=3)", 'edges("0-1, 0-2, 0-3, 3-4, 4-5")']
+)
+def test_a_graph_closes_around_workers_that_are_lost(text):
+    whole = _neighbours(text, 6)
+    for lost in ({0}, {0, 3}, {1, 4, 5}):
+        left = set(range(6)) - lost
+        closed = without(whole, lost)
+        assert reachable(closed, min(left)) == left
+        assert all(one in closed[other] for one in left for other in closed[one])
+        assert not any(closed[one] for one in lost)
+    assert without(_neighbours("ring", 4), {1}) == ((2, 3), (), (0, 3), (0, 2))
 
 
 def test_a_torus_closes_in_both_directions():

@@ -22,7 +22,7 @@ def test_the_part_of_a_lost_worker_is_drawn_again_unless_it_was_in_a_sum():
 def test_a_round_of_all_settles_what_was_drawn():
     drawn = DrawnBatches()
     drawn.drew(DrawnBatch(0, range(8), (3, 3, 2)))
-    drawn.settle()
+    drawn.reduced({0, 1, 2})
     drawn.reduced({0})
     assert drawn.take(0, {0}) == []
 
@@ -36,9 +36,24 @@ def test_batches_that_are_drawn_while_a_round_is_in_flight_are_not_in_it():
     drawn.reduced({0, 1})
     assert not drawn.empty
     assert not drawn.names_lost({0, 1})
-    drawn.settle()
+    drawn.reduced({0, 1})
     assert drawn.empty
     assert drawn.take(0, {0, 1}) == [4, 5]
+
+
+def test_what_only_a_worker_itself_has_averaged_is_drawn_again_if_it_is_lost_later():
+    drawn = DrawnBatches()
+    drawn.drew(DrawnBatch(0, range(6), (2, 2, 2)))
+    drawn.reduced({0, 1}, alone={2})
+    assert drawn.empty
+    drawn.drew(DrawnBatch(0, range(6, 12), (2, 2, 2)))
+    again = DrawnBatches()
+    again.restore(drawn.state())
+    drawn.reduced({0, 1})
+    assert drawn.take(0, {0, 1}) == [4, 5, 10, 11]
+    again.reduced({0, 1, 2})
+    again.reduced({0, 1})
+    assert again.take(0, {0, 1}) == [], "the next average had them"
 
 
 def test_all_that_a_lost_worker_evaluated_in_a_pass_is_drawn_again():
