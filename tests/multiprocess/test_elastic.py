@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.losses import changes, pid_of, run
 
+from echelon.checkpoint.store import read_newest
 from echelon.cli.members import join
 from echelon.errors import LaunchError
 from echelon.observe.run_folder import RunFolder
@@ -55,7 +56,17 @@ def test_workers_leave_after_a_step_as_long_as_enough_are_left(tmp_path):
         ControlClient(ended)
 
 
-def test_a_worker_joins_with_the_state_of_the_others_and_has_its_share(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("transport", "words", "period"),
+    [
+        ("shm", ("--codec", "one-bit", "--checkpoint", "kept", "--checkpoint-every", "5steps"), 1),
+        ("tcp", ("--sync", "local(2)"), 2),
+    ],
+    ids=["codec-saving", "local"],
+)
+def test_a_worker_joins_with_the_state_of_the_others_and_has_its_share(
+    tmp_path, capsys, transport, words, period
+):
     said, threads = [], []
 
     def refused(client, workers):
@@ -81,7 +92,7 @@ def test_a_worker_joins_with_the_state_of_the_others_and_has_its_share(tmp_path,
         with closing(ControlClient(found)) as client:
             refused(client, 1)
 
-    outcome = run(tmp_path, "shm", [], respawn=3, act=act)
+    outcome = run(tmp_path, transport, [], respawn=3, act=act, words=words, period=period)
     for thread in threads:
         thread.join(30)
     assert (outcome.code, outcome.wrong) == (0, []), outcome.output
@@ -98,3 +109,5 @@ def test_a_worker_joins_with_the_state_of_the_others_and_has_its_share(tmp_path,
     assert told[:4] == [[], [], [4], 5]
     assert changes(tmp_path, 0) == [told]
     assert len((tmp_path / "drawn-4").read_text().splitlines()) > 60
+    if "--checkpoint" in words:
+        assert len(read_newest(tmp_path / "kept", lambda state: None).workers) == 5

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from echelon.plan.plan import Plan
 from echelon.start.command import WorkerCommand
+from echelon.sync.policies.full import Full
+from echelon.sync.policies.local import Local
+from echelon.sync.policy import POLICIES
 
 
 def further_worker(last: WorkerCommand, slot: int) -> WorkerCommand:
@@ -21,15 +24,13 @@ def further_worker(last: WorkerCommand, slot: int) -> WorkerCommand:
     return replace(last, rank=slot, env=env, program=())
 
 
-def why_nobody_joins(plan: Plan, *, saves: bool, elsewhere: bool = False) -> str:
+def why_nobody_joins(plan: Plan, *, elsewhere: bool = False) -> str:
     """What the run has that a further worker cannot take part in yet; empty if there is nothing."""
-    found = {
-        "workers on other machines": elsewhere,
-        "--checkpoint": saves,
-        f"--sync {plan.sync}": plan.sync != "full",
-        f"--codec {plan.codec}": plan.codec != "none",
-    }
-    return next((what for what, has in found.items() if has), "")
+    policy = POLICIES.build(plan.sync, where="--sync").resolved()
+    alike = isinstance(policy, Full) or (isinstance(policy, Local) and policy.periods is None)
+    if elsewhere:
+        return "workers on other machines"
+    return "" if alike else f"--sync {plan.sync}"  # graphs and groups name the workers that they have
 
 
 class ScriptDigest:

@@ -186,7 +186,7 @@ def _run(
         if members is not None:
             stack.callback(members.close)
             script = ScriptDigest(target.argv)
-            obstacle = why_nobody_joins(plan, saves=settings.saves, elsewhere=bool(agents))
+            obstacle = why_nobody_joins(plan, elsewhere=bool(agents))
             control = RunControl(folder, members, script, obstacle)
             stack.callback(control.close)
             watch.members = members

@@ -71,10 +71,13 @@ def test_joining_an_address_of_another_machine_is_refused():
 
 
 def test_what_further_workers_cannot_take_part_in_is_named():
-    plan = make_plan("run", ["here"] * 2, PlanRequest(codec="fp16"), cores=2)
-    assert why_nobody_joins(plan, saves=False) == "--codec fp16"
-    assert why_nobody_joins(plan, saves=True) == "--checkpoint"
-    assert not why_nobody_joins(make_plan("run", ["here"] * 2, PlanRequest(), cores=2), saves=False)
+    def obstacle(sync):
+        return why_nobody_joins(make_plan("run", ["here"] * 2, PlanRequest(sync=sync), cores=2))
+
+    assert obstacle("gossip") == "--sync gossip"
+    assert obstacle("local(periods=[2, 4])") == "--sync local(periods=[2, 4])"
+    assert not obstacle("local(4)")
+    assert not obstacle("full")
 
 
 def test_a_script_that_has_changed_is_named(tmp_path):
