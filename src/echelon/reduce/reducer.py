@@ -430,6 +430,8 @@ class Reducer:
 
     def _landed_without_lost(self, changes: GroupChanges) -> list[Landed]:
         """The round of the members that are there, until an inspector lets it pass."""
+        if self._receiver is None:
+            changes.settle()  # another model's round may be in flight
         round_ = self._completed(changes)
         while (
             self._inspector is not None
