@@ -32,7 +32,7 @@ import echelon
 from echelon.cluster.lab.spec import LabSpec, parse_lab
 from echelon.comm.meet.place import Place
 from echelon.plan.plan import PlanRequest
-from echelon.reduce.reducer import BucketTimes
+from echelon.reduce.round_seen import BucketTimes
 from echelon.zoo.dataset import SampleSpec
 from echelon.zoo.model import MODELS
 

@@ -2,6 +2,7 @@
 
 packing.py   assigns gradients to buckets (pure)
 bucket.py    the forms a bucket has: whole gradients, a linear layer's own buffer, or its factors
+round_seen.py who is told how a round goes
 piggyback.py numbers of all workers that travel with a bucket
 factors.py   decides whether sending a gradient's factors is cheaper (pure)
 reducer.py   sends buckets while backward goes on

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from echelon.comm.wire.mailbox import Delivery
 from echelon.errors import ConfigError, GradientError
 from echelon.reduce.deferred import DeferredParameter, restore
-from echelon.reduce.reducer import RoundObserver
+from echelon.reduce.round_seen import RoundObserver
 from echelon.server import encoding, optimizer_spec
 from echelon.server.channel import ServerChannel
 from echelon.server.layout import ShardPiece, TableLayout

@@ -27,7 +27,7 @@ from echelon.cluster.pace import Pace
 from echelon.observe.events import BucketReduced, PassesTimed, StageAssigned, StepEnded
 from echelon.observe.recorder import Recorder
 from echelon.parallel.pass_times import TimedPass
-from echelon.reduce.reducer import BucketTimes
+from echelon.reduce.round_seen import BucketTimes
 from echelon.train.thread_times import ThreadTimes
 
 _MOST_EXCHANGES = 8  # in the record of a step

@@ -10,7 +10,7 @@ import torch
 from echelon.cluster.delay import Delay
 from echelon.cluster.pace import Pace
 from echelon.observe.events import BucketReduced
-from echelon.reduce.reducer import BucketTimes
+from echelon.reduce.round_seen import BucketTimes
 from echelon.train.clock import StepClock, exchanges_us
 from echelon.train.thread_times import ThreadTimes
 

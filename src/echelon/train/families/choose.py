@@ -17,7 +17,7 @@ from echelon.parallel.strategies.data import Replicas
 from echelon.parallel.strategies.pipeline import Pipeline
 from echelon.parallel.strategies.sharded import Sharded
 from echelon.plan.plan import Plan
-from echelon.reduce.reducer import Inspector
+from echelon.reduce.round_seen import Inspector
 from echelon.sync.cluster import best_rates, planned_cluster
 from echelon.sync.families.mix import MixPolicy
 from echelon.sync.families.serve import ServePolicy

@@ -22,7 +22,8 @@ from echelon.errors import ModelError
 from echelon.reduce.deferred import DeferredSteps
 from echelon.reduce.encoded.encoder import ModelEncoder
 from echelon.reduce.piggyback import Piggyback
-from echelon.reduce.reducer import Inspector, Reducer, RoundObserver
+from echelon.reduce.reducer import Reducer
+from echelon.reduce.round_seen import Inspector, RoundObserver
 from echelon.train import batchnorm, linear
 from echelon.train import consistency as agree
 from echelon.train.encoding import Encoding

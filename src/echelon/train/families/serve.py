@@ -22,7 +22,7 @@ from echelon.codec.codec import CODECS
 from echelon.codec.fitting import same_codec, served_codec
 from echelon.comm.group import Group
 from echelon.reduce.encoded.states import Saved, handed_over
-from echelon.reduce.reducer import RoundObserver
+from echelon.reduce.round_seen import RoundObserver
 from echelon.server.channel import ServerChannel
 from echelon.server.client import ServerClient
 from echelon.sync.families.serve import ServePolicy
