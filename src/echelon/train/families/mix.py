@@ -165,9 +165,14 @@ class MixSynchronizer(IndependentSynchronizer):
 
         def exchange(group: Group, members: tuple[int, ...]) -> Tensor:
             slot = members[group.rank]
-            averaging = self._policy.averaging(step, slot, self._without(members))
+            cluster = self._without(members)
+            averaging = self._policy.averaging(step, slot, cluster)
             if isinstance(averaging, Neighbours):
                 return _with_neighbours(group, own, averaging, members)
+            others = (self._policy.averaging(step, one, cluster) for one in members)
+            if any(isinstance(one, Neighbours) for one in others):
+                group.neighbor_all_gather(own, [])  # all members make as many exchanges
+                return own
             level = self._level_of(group, members, slot) if averaging is not None else None
             if level is None or averaging is None:
                 return own
