@@ -532,8 +532,26 @@ class EngineGroup(Group):
             self._engine.warned = True
             _log.warning("%s; %s", error.message, instead)
 
-    def _in_memory(self, team: SharedMemoryTeam, tensor: Tensor, flat: Tensor, op: Op) -> Future[Tensor]:
-        number, timing = team.begin(flat, op)
+    def all_reduce_through(self, buffer: Tensor, flat: Tensor, op: Op = "sum") -> Future[Tensor]:
+        """On one machine only what others sum is copied to the buffer, and only their sums from it."""
+        team = self._team
+        if team is None or self._rails is not None or not team.holds(buffer):
+            return super().all_reduce_through(buffer, flat, op)
+        parts = team.others_shares(buffer)
+        for part in parts:
+            buffer[part].copy_(flat[part])
+
+        def spread(_: Tensor) -> Tensor:
+            for part in parts:
+                flat[part].copy_(buffer[part])
+            return flat
+
+        return self._in_memory(team, flat, buffer, op, own=flat).then(spread)
+
+    def _in_memory(
+        self, team: SharedMemoryTeam, tensor: Tensor, flat: Tensor, op: Op, own: Tensor | None = None
+    ) -> Future[Tensor]:
+        number, timing = team.begin(flat, op, own)
 
         def finish(_: float | None) -> Tensor:
             try:
