@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from echelon.config.units import show_memory, show_seconds
@@ -72,6 +72,7 @@ class LayoutJob:
     apply_s            an update of all parameters on the slowest worker
     rooms              what each worker's models may use, in bytes
     closed             layers before which no cut is possible
+    order              the workers, neighbours beside each other; empty: by rank
     """
 
     batch: int
@@ -84,6 +85,7 @@ class LayoutJob:
     rooms: Sequence[float]
     exchange: ExchangeCost
     closed: frozenset[int] = field(default_factory=frozenset)
+    order: tuple[int, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -115,7 +117,7 @@ class LayoutCost:
 
 def layout_cost(text: str, job: LayoutJob) -> LayoutCost:
     """The prediction for a layout; PlanError if it does not fit."""
-    layout = parse_layout(text)
+    layout = replace(parse_layout(text), order=job.order)
     if layout.find(Pipeline) is not None:
         return _pipeline(text, layout, job)
     _check_room(text, layout, job)

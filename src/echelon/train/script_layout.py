@@ -19,6 +19,8 @@ from echelon.comm.meet.rendezvous import Member, Rendezvous
 from echelon.comm.memory.rails import machines
 from echelon.errors import ConfigError
 from echelon.parallel.layout import is_auto
+from echelon.plan.groups import Groups
+from echelon.plan.neighbours import neighbouring_groups
 from echelon.plan.shares import ShareTable
 from echelon.train.arranging import Arranger, arranges
 from echelon.train.auto_shares import AutoShares
@@ -101,7 +103,10 @@ class ScriptLayout(ScriptMembers):
         """Spread the models that will be prepared over the workers by this layout."""
         if text == self._layout or is_auto(text) or (self.world_size == 1 and not alone(text, where)):
             return
-        layout = check_layout(replace(self._plan, parallel=text), self.world_size, where=where)
+        layout = replace(
+            check_layout(replace(self._plan, parallel=text), self.world_size, where=where),
+            order=self._neighbours(),
+        )
         if layout.is_data_only and self._layout == "data":
             return
         if self._prepared.models or self._prepared.loaders or self._layout != "data":
@@ -131,10 +136,26 @@ class ScriptLayout(ScriptMembers):
             compared=self._agree,
             explain=self.explain,
         )
+        if list(layout.order) != sorted(layout.order):
+            self.explain("layout", f"neighbours by site: {_said_sites(self._sites())}", tell="")
         self._synchronizer, self._view = spread.synchronizer, spread.view
         self._shares = ShareTable(spread.mesh.weights(self._plan.weights))
         self._clock.counts_samples = spread.mesh.stage_of(self.rank) == 0
         self._watch_over()
+
+    def _sites(self) -> Groups:
+        """The workers of each site, by the plan's groups or by measured links."""
+        links, members = self._links, self._rendezvous.members if self._rendezvous is not None else []
+        return neighbouring_groups(
+            machines(members[: self.world_size]),
+            links.latency_s if links is not None else {},
+            links.bytes_per_s if links is not None else {},
+            self._plan.groups,
+        )
+
+    def _neighbours(self) -> tuple[int, ...]:
+        """The workers, those of one site beside each other."""
+        return tuple(rank for site in self._sites() for rank in site)
 
     def _picked_layout(self, things: tuple[Any, ...], rules: ModelOptions, *, per_worker: bool) -> str:
         """The layout that `auto` chooses for what is prepared; later, the one that the run has."""
@@ -147,10 +168,17 @@ class ScriptLayout(ScriptMembers):
             local_batchnorm=rules.batchnorm == "local",
         )
         here = self._nodes.count(self.node)
-        found = picked(job, self._group, self._plan, self._plan.workers[self.rank].memory, here)
+        found = picked(
+            job, self._group, self._plan, self._plan.workers[self.rank].memory, here, self._neighbours()
+        )
         best, *others = found.costs
         self._plan = replace(self._plan, parallel=best.text)
         if self.is_leader:
             self._record.emit(predicted_event(found))
         self.explain("parallel", said(found), tell=f"parallel auto: {best}" if others else "")
         return best.text
+
+
+def _said_sites(sites: Groups) -> str:
+    """The ranks of each site, as a text."""
+    return " | ".join(",".join(map(str, site)) for site in sites)

@@ -133,7 +133,8 @@ class ScriptPrepare(ScriptLoop):
         """Refuse a layout that does not fit; with servers, states are theirs."""
         if self._synchronizer.meets_every_step and not self._synchronizer.claims:
             kept, parts = self._prepared, self._layout != "data"
-            self._memory.prepared(kept.models, kept.optimizers, self._layout, parts=parts)
+            order = self._neighbours() if parts else ()
+            self._memory.prepared(kept.models, kept.optimizers, self._layout, parts=parts, order=order)
 
     def _take(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -94,6 +95,19 @@ def test_a_pipeline_inside_a_site_and_data_between_or_the_other_way_round_follow
     assert layout_cost(inner, wide).step_s < layout_cost(outer, wide).step_s
     heavy = job(trained=20 * MB, yielded=10.0, exchange=exchange)
     assert layout_cost(outer, heavy).step_s < layout_cost(inner, heavy).step_s
+
+
+def test_the_order_of_listing_changes_no_prediction_where_neighbours_are_known():
+    pairs = [(one, other) for one in range(4) for other in range(4) if one != other]
+    found = []
+    for sites, order in (("aabb", ()), ("abab", (0, 2, 1, 3))):
+        rates = {(a, b): 1000 * MB if sites[a] == sites[b] else 20 * MB for a, b in pairs}
+        one = replace(link(4, 20 * MB), bytes_per_s=rates)
+        found.append(replace(job(yielded=1e5, exchange=one), order=order))
+    for text in candidate_layouts(4):
+        assert layout_cost(text, found[0]) == layout_cost(text, found[1])
+    listed = replace(found[1], order=())
+    assert layout_cost(candidate_layouts(4)[-2], listed) != layout_cost(candidate_layouts(4)[-2], found[0])
 
 
 def test_what_does_not_fit_is_left_out_with_what_is_missing():
