@@ -15,7 +15,8 @@ micro.py       a call of the model in micro-batches
 losses.py      losses that are computed micro-batch by micro-batch
 awaited.py     an output that waits for its loss, so that an unchanged loop runs any schedule
 passing.py     values from stage to stage
-stage.py       one worker's stage of a pipeline
+stage.py       one worker's part of a pipeline
+stage_chunk.py one run of layers of a worker: its forward passes and its links
 backward.py    one stage's backward passes of one call
 split.py       a backward pass in two parts: gradients of inputs first, of weights later
 slices.py      which elements of a parameter each worker has
@@ -26,7 +27,6 @@ gathered_layers.py  when a stage's divided parameters are whole
 value_gather.py  gathers of divided parameters
 gathered.py    when divided parameters are whole
 offload.py     optimizer states in mapped files
-freed_memory.py  freed memory goes back to the system
 holdings.py    which worker holds which parameters
 norms.py       the norm of a whole model's gradients
 memory.py      what a layout needs on each worker, and whether it fits

@@ -51,6 +51,7 @@ thread_times.py did the training thread have a core?
 record.py       a worker's events, and the start and end of a run without a launcher
 far_events.py   sends the events of workers that do not share the leader's disk to its record
 left_loop.py    did an exception end the script's loop, in an engine that catches it?
+freed_memory.py is memory that a step frees kept for the next one?
 threads.py      how many threads does each worker compute with under another launcher?
 user_traceback.py  the traceback of a user's error, without Echelon's wrappers
 run_state.py    the whole state of a run as a tree: collected, and put back

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from echelon.comm.group import Group
 from echelon.errors import ModelError
-from echelon.parallel.freed_memory import give_back_freed_memory
 from echelon.parallel.gathered import GatheredParameters
 from echelon.parallel.norms import WholeNorms
 from echelon.parallel.shards import ShardedModel, ShardedParameter
@@ -23,6 +22,7 @@ from echelon.train.families.reduce import StepObserver
 from echelon.train.families.slice_steps import SliceSteps
 from echelon.train.families.spread import refuse_rules
 from echelon.train.families.synchronizer import ModelOptions, Overlap, Synchronizer
+from echelon.train.freed_memory import give_back_freed_memory
 
 
 class ShardSynchronizer(Synchronizer):

@@ -16,7 +16,6 @@ from echelon.checkpoint import state_tree
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.errors import ConfigError, ModelError
-from echelon.parallel.freed_memory import give_back_freed_memory
 from echelon.parallel.layout import Mesh
 from echelon.parallel.shards import ShardedParameter
 from echelon.parallel.spread import SpreadModel
@@ -27,6 +26,7 @@ from echelon.train import consistency as agree
 from echelon.train.families.reduce import StepObserver
 from echelon.train.families.slice_steps import SliceSteps, parameters_of
 from echelon.train.families.synchronizer import Explain, ModelOptions, Overlap, Synchronizer
+from echelon.train.freed_memory import give_back_freed_memory
 
 
 class SpreadSynchronizer(Synchronizer):
