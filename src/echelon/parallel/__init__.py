@@ -4,6 +4,7 @@ layout.py      an expression of dimensions, and who is in which replica and stag
 dimension.py   the contract of a dimension
 strategies/    the dimensions, one file each
 schedule.py    in which order a stage computes micro-batches
+schedule_time.py  how long a schedule takes on unequal workers and links
 cut.py         where the layers are cut, so that unequal workers finish together
 chain.py       a model as a chain of layers
 traced.py      any module as such a chain, by torch.fx
