@@ -35,6 +35,6 @@ candidates.py  which layouts `auto` considers
 layout_probe.py  what layers and exchanges cost, for `auto`
 layout_cost.py what a step would take with a layout; the ranking
 local_way.py   in which ways one machine can compute a batch
-thread_replicas.py  replicas of a model in the threads of one process
+threaded.py    replicas of a model in the threads of one process
 spread.py      one model spread over the workers: cut at its first call, then run
 """

@@ -22,6 +22,7 @@ from echelon.errors import ConfigError
 from echelon.parallel.dimension import DIMENSIONS, Dimension
 from echelon.parallel.strategies.data import Replicas
 from echelon.parallel.strategies.pipeline import Pipeline
+from echelon.parallel.strategies.threads import Threads
 
 D = TypeVar("D", bound=Dimension)
 AUTO = "auto"
@@ -43,8 +44,8 @@ class Layout:
 
     @property
     def is_data_only(self) -> bool:
-        """Whether every worker has the whole model, as without a layout."""
-        return all(isinstance(one, Replicas) for one in self.dimensions)
+        """Whether every worker has the whole model, as without a layout; it may compute in threads."""
+        return all(isinstance(one, (Replicas, Threads)) for one in self.dimensions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

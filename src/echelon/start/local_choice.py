@@ -95,7 +95,11 @@ def chosen_way(resolved: Resolved[RunSettings], target: Target, say: Say) -> Loc
             probe_cache.keep(key, msgspec.json.encode(kept).decode())
     way = kept.way
     chosen = replace(
-        settings, local="none", workers=way.processes, threads=way.threads, parallel=way.layout
+        settings,
+        local="none",
+        workers=way.processes,
+        threads=way.threads_a_process,
+        parallel=way.layout,
     )
     return LocalChoice(
         resolved=Resolved(chosen, resolved.origins),
@@ -157,7 +161,7 @@ def way_rates(job: LocalJob, cores: tuple[int, ...]) -> dict[LocalWay, float]:
         opened = trial.open([usual])
         step_s, batch = _whole_step(trial, opened[0], job.batch)
         if step_s > _LONG_STEP_S:  # long operations are worth being divided
-            others = [way for way in others if way.processes > 1]
+            others = [way for way in others if way.processes * way.replicas > 1]
         opened += trial.open(others)
         until = time.monotonic() + LIMIT_S
         _all_turns(trial, opened, batch, job.batch, until - LIMIT_S / 3)
@@ -170,7 +174,7 @@ def way_rates(job: LocalJob, cores: tuple[int, ...]) -> dict[LocalWay, float]:
                 trial.close(one)
         if time.monotonic() > until - LIMIT_S / 4:
             return rates
-        cut = trial.open(chunked(best.way, job.batch))
+        cut = trial.open(chunked(best.way, job.batch) if best.way.replicas == 1 else [])
         _all_turns(trial, [best, *cut], batch, job.batch, until)
         return rates | _rates([best, *cut], job.batch, batch)
 
@@ -219,7 +223,8 @@ def _script_rates(resolved: Resolved[RunSettings], target: Target, cores: int) -
     for way in usual_ways(cores, 1 << 30):
         if way.processes <= batch or not rates:
             take(way)
-    for way in chunked(best_way(rates), batch):
+    best = best_way(rates)
+    for way in chunked(best, batch) if best.replicas == 1 else ():
         take(way)
     return rates
 
@@ -230,7 +235,7 @@ def _few_steps(resolved: Resolved[RunSettings], target: Target, way: LocalWay) -
         resolved.settings,
         local="none",
         workers=way.processes,
-        threads=way.threads,
+        threads=way.threads_a_process,
         parallel=way.layout,
     )
     found = tried(settings, resolved.origins, target, _SCRIPT_STEPS)

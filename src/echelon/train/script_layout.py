@@ -19,6 +19,8 @@ from echelon.comm.meet.rendezvous import Member, Rendezvous
 from echelon.comm.memory.rails import machines
 from echelon.errors import ConfigError
 from echelon.parallel.layout import is_auto
+from echelon.parallel.strategies.threads import Threads
+from echelon.parallel.threaded import ThreadedModel
 from echelon.plan.groups import Groups
 from echelon.plan.neighbours import neighbouring_groups
 from echelon.plan.shares import ShareTable
@@ -44,6 +46,8 @@ class ScriptLayout(ScriptMembers):
     _verifier: Verifier
     _copies: int
     _layout: str
+    _thread_replicas: int
+    _threaded: list[ThreadedModel]
     _weights: LossWeights
     _arranger: Arranger | None
     _profiling: JobProfiling
@@ -107,7 +111,8 @@ class ScriptLayout(ScriptMembers):
             check_layout(replace(self._plan, parallel=text), self.world_size, where=where),
             order=self._neighbours(),
         )
-        if layout.is_data_only and self._layout == "data":
+        threads = layout.find(Threads)
+        if layout.is_data_only and self._layout == "data" and threads is None:
             return
         if self._prepared.models or self._prepared.loaders or self._layout != "data":
             raise ConfigError(
@@ -115,13 +120,16 @@ class ScriptLayout(ScriptMembers):
                 where=where,
                 fix="give one layout, in the first prepare or in join",
             )
-        if self._changes is not None:
+        if self._changes is not None and threads is None:
             raise ConfigError(
                 f"parallel is {text!r}, and a part of the model is lost with its worker",
                 where=where,
                 fix="leave --min-workers out, or use data parallelism alone",
             )
         self._layout = text
+        if threads is not None:  # each worker has the whole model, as with data
+            self._thread_replicas = threads.replicas or torch.get_num_threads()
+            return
         self._guard.remove()
         self._synchronizer.close()
         self._auto_shares = self._arranger = self._clock.on_ended = None
@@ -142,6 +150,18 @@ class ScriptLayout(ScriptMembers):
         self._shares = ShareTable(spread.mesh.weights(self._plan.weights))
         self._clock.counts_samples = spread.mesh.stage_of(self.rank) == 0
         self._watch_over()
+
+    def _in_threads(self, model: nn.Module) -> None:
+        """Compute calls of a model in threads, if the layout says so."""
+        count = self._thread_replicas
+        if count > 1:
+            own_threads = max(1, torch.get_num_threads() // count)
+            self._threaded.append(ThreadedModel(model, count, own_threads))
+
+    def _end_threads(self) -> None:
+        """Give the models back that are computed in threads."""
+        while self._threaded:
+            self._threaded.pop().close()
 
     def _sites(self) -> Groups:
         """The workers of each site, by the plan's groups or by measured links."""
