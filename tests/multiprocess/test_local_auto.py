@@ -49,7 +49,7 @@ def test_a_way_is_measured_once_and_again_after_a_run_that_was_clearly_slower(mo
     first = choose()
     assert first.kept is not None, first.notes
     settings, way = first.resolved.settings, first.kept.way
-    assert (settings.workers, settings.threads) == (way.processes, way.threads)
+    assert (settings.workers, settings.threads) == (way.processes, way.threads_a_process)
     assert (settings.local, settings.parallel) == ("none", way.layout), "a resumed run does not measure"
     assert first.notes[0].endswith("(measured)")
     first.seen(SimpleNamespace(samples_per_s=1000.0), said.append)
