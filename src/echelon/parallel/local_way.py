@@ -48,7 +48,7 @@ class LocalWay(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def parts(self) -> int:
         """How many parts it divides the machine into: of two that are equally fast, fewer are simpler."""
-        return self.processes * self.replicas + (1 if self.samples else 0)
+        return self.processes * self.replicas + (1 if self.samples else 0) + self.pinned
 
     def __str__(self) -> str:
         words = [f"{self.processes} process{'es' if self.processes > 1 else ''}"]
@@ -107,6 +107,12 @@ def chunked(way: LocalWay, batch: int) -> list[LocalWay]:
     sizes = {-(-share // parts) for parts in _CHUNKS}
     kept = sorted((size for size in sizes if _LEAST_CHUNK <= size < share), reverse=True)
     return [msgspec.structs.replace(way, samples=size) for size in kept]
+
+
+def refined(way: LocalWay, batch: int) -> list[LocalWay]:
+    """What is tried after the best way is known: chunks, and cores of their own for several processes."""
+    found = chunked(way, batch) if way.replicas == 1 else []
+    return [*found, *([msgspec.structs.replace(way, pinned=True)] if way.processes > 1 else [])]
 
 
 def cores_of(way: LocalWay, rank: int, cores: Sequence[int]) -> tuple[int, ...]:
