@@ -168,14 +168,18 @@ class _Threaded(torch.autograd.Function):
             if not pairs:
                 return [None] * len(trained)
             roots, given = zip(*pairs, strict=True)
-            return torch.autograd.grad(roots, trained, given, allow_unused=True)
+            found: Sequence[Tensor | None] = torch.autograd.grad(roots, trained, given, allow_unused=True)
+            return found
 
         found = ctx.threaded.at_once(part, len(call.edges))
         return None, None, None, *(_sum(parts) for parts in zip(*found, strict=True))
 
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
-    first, *others = [one for one in parts if one is not None] or [None]
+    there = [one for one in parts if one is not None]
+    if not there:
+        return None
+    total, *others = there
     for one in others:
-        first = first + one  # not in place: a gradient may be part of a graph's memory
-    return first
+        total = total + one  # not in place: a gradient may be part of a graph's memory
+    return total

@@ -116,13 +116,18 @@ def _check_threads(layout: Layout, plan: Plan, where: str) -> None:
             where=where,
             fix="use threads * data; a pipeline's workers may have torch's own threads, with --threads",
         )
-    if plan.overlap == "step" or plan.factors == "always":
-        option = "overlap step" if plan.overlap == "step" else "factors always"
-        raise ConfigError(
-            f"{option} does not work with replicas in threads",
-            where=where,
-            fix=f"leave --{option.split()[0]} at its default, or threads out",
-        )
+    for option, value, refused in (
+        ("sync", plan.sync, POLICIES.build(plan.sync, where="--sync").resolved().name != "full"),
+        ("overlap", plan.overlap, plan.overlap == "step"),
+        ("factors", plan.factors, plan.factors == "always"),
+        ("verify", plan.verify, plan.verify != "none"),
+    ):
+        if refused:
+            raise ConfigError(
+                f"{option} {value} does not work with replicas in threads",
+                where=where,
+                fix=f"leave --{option} at its default, or threads out",
+            )
 
 
 def _check_codec(plan: Plan, policy: Policy, cluster: ClusterInfo) -> None:
