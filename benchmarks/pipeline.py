@@ -20,7 +20,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from echelon.comm.engine import Engine, EngineGroup
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import meet
 from echelon.parallel.layout import Mesh
-from echelon.parallel.schedule_time import PassCosts, batch_s
+from echelon.parallel.schedule_time import schedule_s
 from echelon.parallel.spread import SpreadModel
 from echelon.parallel.strategies.pipeline import Pipeline
 
@@ -194,13 +194,11 @@ def work(what: str, repeats: int) -> None:
     gloo.close()
 
 
-def simulated_s(options: Pipeline, layers_s: Sequence[float]) -> float:
-    """What it takes without overhead; `layers_s` is what a layer's parts take on each worker."""
-    count = options.parts * STAGES
-    each = [LAYERS // count * layers_s[part % STAGES] for part in range(count)]
+def simulated_s(options: Pipeline) -> float:
+    """What it takes without overhead."""
+    parts = options.parts * STAGES
     wire_s = SAMPLES * WIDTH * 4 / PAYLOAD_BYTES_PER_S
-    costs = PassCosts(forward_s=each, input_s=each, weights_s=each, handed_s=[wire_s] * (count - 1))
-    return batch_s(options, costs, STAGES, MICRO)
+    return schedule_s(options, MICRO, [3 * LAYER_S * LAYERS / parts] * parts, [wire_s] * (parts - 1))
 
 
 def main() -> None:
@@ -214,9 +212,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for what in (asked.only,) if asked.only else ("schedules", "unequal"):
         found[what] = cluster.measure(__file__, STAGES, what, repeats, lab=cluster.nodes(STAGES, "1gbit"))
-    bounds = {
-        name: simulated_s(way, [LAYER_S] * STAGES) for name, way in WAYS.items() if way.schedule != "stale"
-    }
+    bounds = {name: simulated_s(way) for name, way in WAYS.items() if not way.late}
     if asked.json:
         print(json.dumps({"seconds": found, "simulated": bounds}))
         return

@@ -1,97 +1,122 @@
-"""What does a batch take with a schedule, from the times of passes and links? Pure.
+"""How long does a schedule take on unequal workers and links? By letting the action lists run. Pure.
 
-Workers compute their lists as `stage.py` does: in order, and weights that are put off where they would
-wait. A worker sends one message after another over its link, whether activations or gradients. Nothing else
-takes time: so this is what a schedule takes without overhead. Not for `stale`, whose batches overlap.
+Each worker computes its list in order (`schedule.py`). An action begins when the worker is free and what it
+needs has arrived; while it would wait, the worker computes weights that come later in its list, as stages
+do. A link carries one message after another, in each direction by itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.parallel.schedule import StageAction, schedule
 from echelon.parallel.strategies.pipeline import Pipeline
 
+_FORWARD, _INPUT, _WEIGHTS = 1 / 3, 1 / 3, 1 / 3  # of a stage's time for a micro-batch
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassCosts:
-    """What a micro-batch costs, by part of the chain; parts go over the workers in turn.
 
-    forward_s, input_s, weights_s  its passes: forward, backward for what it received, and for its weights
-    handed_s  for each cut: how long what is handed over there, or its gradient, occupies a worker's link
+@dataclass(slots=True)
+class _Worker:
+    """One worker's list, and where it is in it."""
+
+    actions: list[StageAction]
+    splits: bool
+    next: int = 0
+    free_s: float = 0.0
+    owed: int = 0  # backward passes whose weights are to be computed
+    weighed: int = 0
+
+
+class _Links:
+    """When messages between neighbouring parts arrive."""
+
+    def __init__(self, wires_s: Sequence[float]) -> None:
+        self._wires_s = wires_s
+        self._free_s: dict[tuple[str, int], float] = {}
+        self._come_s: dict[tuple[str, int, int], float] = {}
+
+    def send(self, kind: str, link: int, micro: int, now_s: float) -> None:
+        """A message leaves when the link is free."""
+        begin_s = max(now_s, self._free_s.get((kind, link), 0.0))
+        self._free_s[kind, link] = self._come_s[kind, link, micro] = begin_s + self._wires_s[link]
+
+    def come_s(self, kind: str, link: int, micro: int) -> float:
+        """When a message arrives; infinite if it has not left."""
+        return self._come_s.get((kind, link, micro), math.inf)
+
+
+def schedule_s(options: Pipeline, micro: int, parts_s: Sequence[float], wires_s: Sequence[float]) -> float:
+    """How long a batch of so many micro-batches takes.
+
+    parts_s  forward and backward pass of a micro-batch, of each run of layers; with several chunks they go
+             over the workers in turn
+    wires_s  what each hands over, on its way to the next
     """
-
-    forward_s: Sequence[float]
-    input_s: Sequence[float]
-    weights_s: Sequence[float]
-    handed_s: Sequence[float]
-    latency_s: float = 0.0
-
-
-def batch_s(options: Pipeline, costs: PassCosts, workers: int, micro: int) -> float:
-    """How long a batch of so many micro-batches takes, forward and backward."""
-    lists = [
-        schedule(options.schedule, worker, workers, micro, options.ahead, options.parts)
-        for worker in range(workers)
+    chunks = options.parts
+    stages, splits = len(parts_s) // chunks, options.schedule == "filled"
+    workers = [
+        _Worker(schedule(options.schedule, at, stages, micro, options.ahead, chunks), splits)
+        for at in range(stages)
     ]
-    return _Batch(lists, costs, splits=options.schedule == "filled").run()
+    links, now_s = _Links(wires_s), 0.0
+    while any(one.next < len(one.actions) for one in workers):
+        for at, one in enumerate(workers):
+            while one.free_s <= now_s and _begin(one, at, now_s, stages, parts_s, links):
+                pass
+        later = [one.free_s for one in workers if one.free_s > now_s]
+        for at, one in enumerate(workers):
+            ready_s = _ready_s(one, at, stages, len(parts_s), links)
+            if now_s < ready_s < math.inf:
+                later.append(ready_s)
+        now_s = min(later, default=now_s)
+        if not later:
+            break
+    return max(one.free_s for one in workers)
 
 
-class _Batch:
-    """A batch on its way."""
+def _ready_s(one: _Worker, at: int, stages: int, parts: int, links: _Links) -> float:
+    """When what the next action needs is there."""
+    if one.next >= len(one.actions):
+        return math.inf
+    action = one.actions[one.next]
+    part = action.chunk * stages + at
+    if action.kind == "forward" and part:
+        return links.come_s("forward", part - 1, action.micro)
+    if action.kind == "backward" and part < parts - 1:
+        return links.come_s("backward", part, action.micro)
+    return 0.0
 
-    def __init__(self, lists: list[list[StageAction]], costs: PassCosts, *, splits: bool) -> None:
-        self._left = lists
-        self._costs = costs
-        self._splits = splits
-        self._workers, self._parts = len(lists), len(costs.forward_s)
-        self._clock = [0.0] * self._workers
-        self._owed = [0] * self._workers
-        self._sends_at = [0.0] * self._workers  # when a worker's link has sent all it has
-        micros = {action.micro for action in lists[0]}
-        self._there = {("forward", 0, micro): 0.0 for micro in micros}
-        self._there.update({("backward", self._parts - 1, micro): 0.0 for micro in micros})
 
-    def run(self) -> float:
-        """When the last worker is done."""
-        while any(self._left):
-            known = [
-                (*found, worker)
-                for worker in range(self._workers)
-                if self._left[worker] and (found := self._next_of(worker)) is not None
-            ]
-            begun_s, action, worker = min(known, key=lambda one: one[0])
-            self._do(begun_s, action, worker)
-        return max(self._clock)
-
-    def _next_of(self, worker: int) -> tuple[float, StageAction] | None:
-        """When a worker goes on, and with what; None while it waits for what has not been sent."""
-        now_s, action = self._clock[worker], self._left[worker][0]
-        part = action.chunk * self._workers + worker
-        weights = action.kind == "weights"
-        arrival_s = now_s if weights else self._there.get((action.kind, part, action.micro))
-        if self._owed[worker] and (arrival_s is None or arrival_s > now_s):
-            return now_s, next(one for one in self._left[worker] if one.kind == "weights")
-        return None if arrival_s is None else (max(now_s, arrival_s), action)
-
-    def _do(self, begun_s: float, action: StageAction, worker: int) -> None:
-        costs, part = self._costs, action.chunk * self._workers + worker
-        backward_s = costs.input_s[part] + (0.0 if self._splits else costs.weights_s[part])
-        took_s = {
-            "forward": costs.forward_s[part],
-            "backward": backward_s,
-            "weights": costs.weights_s[part],
-        }
-        self._left[worker].remove(action)
-        self._clock[worker] = begun_s + took_s[action.kind]
-        if self._splits:
-            self._owed[worker] += (action.kind == "backward") - (action.kind == "weights")
-        to = part + {"forward": 1, "backward": -1, "weights": self._parts}[action.kind]
-        if 0 <= to < self._parts:
-            self._send(action, worker, to, costs.handed_s[min(part, to)])
-
-    def _send(self, action: StageAction, worker: int, to: int, takes_s: float) -> None:
-        sent_s = max(self._clock[worker], self._sends_at[worker]) + takes_s
-        self._sends_at[worker] = sent_s
-        self._there[action.kind, to, action.micro] = sent_s + self._costs.latency_s
+def _begin(
+    one: _Worker, at: int, now_s: float, stages: int, parts_s: Sequence[float], links: _Links
+) -> bool:
+    """Begin the next action, or weights meanwhile; returns whether the worker may begin another at once."""
+    if one.next >= len(one.actions):
+        return False
+    action = one.actions[one.next]
+    part = action.chunk * stages + at
+    took_s = parts_s[part]
+    if action.kind == "weights":
+        one.next += 1
+        if one.weighed > action.micro:
+            return True  # computed while the worker would have waited
+    elif _ready_s(one, at, stages, len(parts_s), links) > now_s:
+        if not one.owed:
+            return False
+    else:
+        one.next += 1
+        whole = _INPUT if one.splits else _INPUT + _WEIGHTS
+        one.free_s = now_s + took_s * (_FORWARD if action.kind == "forward" else whole)
+        if action.kind == "forward" and part < len(parts_s) - 1:
+            links.send("forward", part, action.micro, one.free_s)
+        elif action.kind == "backward":
+            one.owed += one.splits
+            if part:
+                links.send("backward", part - 1, action.micro, one.free_s)
+        return False
+    one.owed -= 1
+    one.weighed += 1
+    one.free_s = now_s + took_s * _WEIGHTS
+    return False
