@@ -52,13 +52,18 @@ class KeptMicro:
 
 @dataclass(slots=True)
 class ModelCall:
-    """One call of the model with `rows` samples; `edges` are the micro-batches' first and last ones."""
+    """One call of the model with `rows` samples; `edges` are the micro-batches' first and last ones.
+
+    `kept` is by chunk and micro-batch. `weights` are the copies of parameters that its passes compute with,
+    if they do not compute with the model's own.
+    """
 
     given: Given
     edges: list[tuple[int, int]]
     rows: int
-    kept: dict[int, KeptMicro] = field(default_factory=dict)
+    kept: dict[tuple[int, int], KeptMicro] = field(default_factory=dict)
     precision: Precision = field(default_factory=Precision.now)
+    weights: Sequence[Tensor] = ()
 
     def part(self, micro: int) -> Given:
         """The inputs of one micro-batch."""

@@ -16,14 +16,11 @@ import contextlib
 import hmac
 import json
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,12 +32,13 @@ from echelon.membership.survival import Survival, SurvivorState
 from echelon.membership.view import MemberId
 from echelon.observe.events import LAUNCHER, MembersChanged
 from echelon.observe.stall import ranks
+from echelon.start.member_board import MemberBoard
 from echelon.start.stuck_watch import StuckWatch
-from echelon.train.admission import ADMISSION_VARIABLE, AdmissionFlag
-from echelon.train.service import ADDRESS_VARIABLE, EPOCHS_KEY, MOST_KEY, TOKEN_VARIABLE
+from echelon.train.service import EPOCHS_KEY, MOST_KEY, TOKEN_VARIABLE
 
 _GET_S = 0.1
 _NOBODY_S = 5.0
+_SETTLE_S = 20.0
 _MOST_BYTES = 1 << 26
 
 
@@ -50,12 +48,11 @@ class Members:
     limit_s  how long survivors wait for one that has not come to the operation that failed, if nothing
              shows earlier that it is stuck
     tries    how often in a row a lost worker is started again
-    file     where workers see that one of them waits to come back
-    local    whether workers reach the launcher at 127.0.0.1; those of a lab have networks of their own
+    board    how launcher and members see each other
     """
 
     def __init__(
-        self, workers: int, fewest: int, *, limit_s: float, tries: int, file: Path, local: bool = True
+        self, workers: int, fewest: int, *, limit_s: float, tries: int, board: MemberBoard
     ) -> None:
         self._survival = Survival(workers, fewest)
         self._limit_s = limit_s
@@ -75,29 +72,23 @@ class Members:
         self._fresh: set[int] = set()  # of these, without a step yet
         self._to_end: set[int] = set()
         self._left_out: dict[int, LateWorker] = {}  # until their processes have ended
+        self._out_of_reach: dict[int, str] = {}  # whose machines are gone, and why
         self._differing: set[int] = set()  # came back, and made other calls than the others
         self._why_left: dict[int, str] = {}  # who is to leave, or has left, and why
         self._departed: set[int] = set()
         self._news: list[str] = []
         self._happened: list[MembersChanged] = []
         self._raised = False  # a worker has raised an error, which ends the run
-        self._flag = AdmissionFlag.create(file)
-        self._stuck = StuckWatch(file.with_name("progress"), limit_s)
+        self._after_round = 0  # after which members admit who waits; 0: that is not decided
+        self._board = board
+        self._stuck = StuckWatch(board, limit_s)
         self._token = secrets.token_hex(16)
-        self._folder = None if local else Path(tempfile.mkdtemp(prefix="echelon-"))
-        self._listener = _listener(self._folder)
-        threading.Thread(target=self._accept, name="echelon-members", daemon=True).start()
+        board.open(self._serve)
 
     @property
     def environment(self) -> dict[str, str]:
         """What workers need to find it."""
-        name = self._listener.getsockname()
-        return {
-            ADDRESS_VARIABLE: name if isinstance(name, str) else f"{name[0]}:{name[1]}",
-            TOKEN_VARIABLE: self._token,
-            ADMISSION_VARIABLE: str(self._flag.file),
-            **self._stuck.environment,
-        }
+        return {TOKEN_VARIABLE: self._token, **self._board.environment}
 
     @property
     def leader(self) -> int:
@@ -137,17 +128,20 @@ class Members:
                     self._left_out[late.slot] = late
                     self._to_end.add(late.slot)
 
-    def ended(self, slot: int, code: int) -> None:
+    def ended(self, slot: int, code: int, machine_gone: str = "") -> None:
         """A process has ended with this code. The others go on without it after a signal.
 
         One that has raised would raise again, on any worker: that ends the run, unless it was started
         again. Then it is left out: its script may do something else than the others' do.
+        `machine_gone`: why its machine is out of reach, where nothing can be started again.
         """
         with self._changed:
             if slot in self._ended:
                 return
             code = 0 if code == SAVED_AND_STOPPED else code
             self._ended[slot] = code
+            if machine_gone:
+                self._out_of_reach[slot] = machine_gone
             late = self._left_out.pop(slot, None)
             if slot in self._joining:
                 self._joining.discard(slot)
@@ -171,7 +165,7 @@ class Members:
 
     def _lost(self, slot: int, code: int, late: LateWorker | None, *, returns: bool) -> None:
         left = len(self._survival.living)
-        how = _signal(code) if code < 0 else f"exit code {code}"
+        how = self._how(slot, code)
         what = "left out" if late is not None else "did not come back" if returns else "lost"
         self._note(slot, what, str(late) if late is not None else how)
         if late is not None:
@@ -186,10 +180,14 @@ class Members:
         self._start_again(slot, "" if code < 0 else how)
 
     def _not_joined(self, slot: int, code: int) -> None:
-        how = _signal(code) if code < 0 else f"exit code {code}"
+        how = self._how(slot, code)
         left = len(self._survival.living)
         self._note(slot, "did not join", how)
         self._news.append(f"rank {slot} did not join ({how}); {left} workers go on")
+
+    def _how(self, slot: int, code: int) -> str:
+        how = _signal(code) if code < 0 else f"exit code {code}"
+        return self._out_of_reach.get(slot, how)
 
     def add(self, count: int) -> tuple[list[int], str]:
         """Let so many further workers join; their slots, or why they do not, in a sentence."""
@@ -260,7 +258,7 @@ class Members:
 
     def _start_again(self, slot: int, failure: str) -> None:
         """Start a new worker in the slot, unless that would fail again."""
-        self._stuck.table.clear(slot)
+        self._board.clear(slot)
         if slot in self._why_left:
             return
         if not self._tries:
@@ -272,6 +270,8 @@ class Members:
             refusal = "after it had come back, its script made other calls than the others'"
         if f"-1/{EPOCHS_KEY}" not in self._values:
             refusal = "the script does not train in `for epoch in session.epochs(n)`"
+        if slot in self._out_of_reach:
+            refusal = "its machine is out of reach"
         if refusal:
             self._note(slot, "not started again", refusal)
             self._news.append(f"rank {slot} is not started again: {refusal}")
@@ -315,22 +315,19 @@ class Members:
 
     def close(self) -> None:
         """Answer nobody any more."""
-        self._listener.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._flag.remove()
-        self._stuck.close()
+        self._board.close()
 
     def _mark(self) -> None:
         """Let the members see whether somebody waits."""
-        self._flag.waiting = len(self._survival.waiting) + len(self._survival.leaving)
+        waiting = len(self._survival.waiting) + len(self._survival.leaving)
+        self._board.publish(waiting, self._after_round)
 
     def _follow(self) -> None:
         view = self._survival.follow()
         if view is None:
             return
         if view.joined or not view.lost:
-            self._flag.round = 0  # all members stand, so none of them sets it meanwhile
+            self._after_round = 0  # all members stand, so none of them asks for another one meanwhile
         self._departed |= set(view.left)
         for slot in [slot for slot in self._why_left if slot in view.members and view.planned]:
             del self._why_left[slot]
@@ -357,14 +354,6 @@ class Members:
         self._changed.notify_all()
 
     # One thread for each worker ------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                sock, _ = self._listener.accept()
-                threading.Thread(
-                    target=self._serve, args=(sock,), name="echelon-member", daemon=True
-                ).start()
 
     def _serve(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError, msgspec.ValidationError), sock:
@@ -421,6 +410,8 @@ class Members:
                 return {}
             case "leave":
                 return {"refusal": self.leave([slot], "SIGTERM")}
+            case "admit":
+                return self._admit(slot, int(request["round"]))
             case "stepped":
                 with self._changed:
                     self._fresh.discard(slot)
@@ -436,6 +427,16 @@ class Members:
                 return self._return(slot)
             case "stand":
                 return self._stand(msgspec.convert(request["standing"], SurvivorState, strict=False))
+        return {}
+
+    def _admit(self, slot: int, after_round: int) -> dict[str, Any]:
+        """The first member lets all admit who waits after this round, which it takes part in after this."""
+        with self._changed:
+            if slot != next(iter(self._survival.living), None):
+                return {}  # it was lost meanwhile, and others may have gone on without its word
+            self._after_round = after_round
+            self._mark()
+        self._board.settle(_SETTLE_S)
         return {}
 
     def _return(self, slot: int) -> dict[str, Any]:
@@ -473,16 +474,6 @@ class Members:
         return self._raised or any(
             code and slot not in self._survival.gone | self._departed for slot, code in self._ended.items()
         )
-
-
-def _listener(folder: Path | None) -> socket.socket:
-    """At a port of this machine; or in a folder, because network namespaces share files but no ports."""
-    if folder is None:
-        return socket.create_server(("127.0.0.1", 0))
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(folder / "members"))
-    listener.listen()
-    return listener
 
 
 def _signal(code: int) -> str:

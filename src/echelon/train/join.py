@@ -57,6 +57,7 @@ from echelon.train.changes import FIRST_KEY, MemberChanges
 from echelon.train.checkpoint_settings import checkpoint_settings, save_as_asked
 from echelon.train.checks import check_plan, needs_parameter_servers, refuse_losses, refuse_without_servers
 from echelon.train.clock import StepClock
+from echelon.train.freed_memory import keep_freed_memory
 from echelon.train.progress import OwnProgress
 from echelon.train.record import RunRecord
 from echelon.train.service import ADDRESS_VARIABLE, RETURNS_VARIABLE, MemberService, ServiceStore
@@ -161,9 +162,10 @@ def join(
     kept = _is_kept(record, launched, place)
     if place.serves:
         _serve(place, plan, kept=kept)
+    keep_freed_memory()
     group, rendezvous = _connect(place, plan, sums=sums)
     with _departing_on_error(group, rendezvous):
-        links = group.measure_links()
+        links = _links(group)
         written = _record(rendezvous, launched, place, name, Path(runs)) if kept else _unrecorded(place)
         if launched is None:
             plan = _placed(plan, written.folder, rendezvous)
@@ -291,6 +293,18 @@ def _changing(
     made = ChangingGroup(group, changes)
     changes.opened(made)
     return made
+
+
+def _links(group: Group) -> Links | None:
+    """What links there are; a worker that was started again takes what was measured without it."""
+    changes = group.changes
+    if not isinstance(changes, MemberChanges):
+        return group.measure_links()
+    if changes.returns:
+        return changes.first_links()
+    links = group.measure_links()
+    changes.keep_links(links)
+    return links
 
 
 def _returning(place: Place, plan: Plan) -> tuple[Group, Rendezvous]:
@@ -460,7 +474,7 @@ def _session(
     except EchelonError as error:
         record.end(f"{type(error).__name__}: {error.message}")
         raise
-    if links is not None:
+    if links is not None and not os.environ.get(RETURNS_VARIABLE):
         _record_links(session, links, record, group)
     _leave_at_exit(session)
     return session
