@@ -29,9 +29,11 @@ class GroupChanges(Protocol):
     members         the slots of the workers that are there: their ranks at first
     slot            this worker's
     is_catching_up  this worker comes back, and repeats what the others did
+    is_out          this worker is left out for a while, and nothing that it computes counts
     """
 
     number: int
+    is_out: bool
     members: tuple[int, ...]
     slot: int
 

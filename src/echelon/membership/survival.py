@@ -10,7 +10,8 @@ A worker that has ended in an orderly way is awaited no longer.
 
 A lost worker may come back: a new process with its slot waits until all members stand between two steps to
 admit it. If somebody is lost meanwhile, the members go on without that one first. A member that is to leave
-does so there, too, as long as enough are left.
+does so there, too, as long as enough are left. One that is left out goes there as well, and may wait to come
+back later, as a lost one does.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
     handed  how many batches of each loader were handed out on the worker that is furthest
     lost    the slots that are not in it any more
     left    the slots that have left in an orderly way
+    out     which of these are only left out, and may come back
     joined  the slots that have come back: the last members, which get the state of the first one
     planned all members stood between two steps, and nobody was lost
     """
@@ -49,6 +51,7 @@ class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
     handed: dict[int, int] = {}
     lost: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
+    out: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
     planned: bool = False
 
@@ -73,6 +76,7 @@ class Survival:
         self._left: set[int] = set()
         self._waiting: list[int] = []
         self._leaving: list[int] = []
+        self._to_leave_out: set[int] = set()
         self._standing: dict[int, SurvivorState] = {}
 
     @property
@@ -102,10 +106,12 @@ class Survival:
         """Whether enough workers are left without these, and without those that are to leave."""
         return len(set(self.living) - {*slots, *self._leaving}) >= self.fewest
 
-    def leave(self, slot: int) -> None:
-        """A member is to leave between two steps."""
+    def leave(self, slot: int, *, comes_back: bool = False) -> None:
+        """A member is to leave between two steps; `comes_back`: it is only left out."""
         if slot in self.living and slot not in self._leaving:
             self._leaving.append(slot)
+            if comes_back:
+                self._to_leave_out.add(slot)
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -177,6 +183,7 @@ class Survival:
             handed=handed,
             lost=tuple(slot for slot in self.view.members if slot not in living),
             left=tuple(left),
+            out=tuple(slot for slot in left if slot in self._gone),
             joined=tuple(joined),
             planned=not self.broken,
         )
@@ -193,6 +200,8 @@ class Survival:
         for slot in self._leaving:
             if slot in living and len(living) - len(left) - 1 >= self.fewest:
                 left.append(slot)
-        self._leaving = []
-        self._left |= set(left)
+        out = set(left) & self._to_leave_out
+        self._leaving, self._to_leave_out = [], set()
+        self._left |= set(left) - out
+        self._gone |= out
         return left

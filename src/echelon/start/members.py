@@ -8,6 +8,8 @@ A lost worker is started again, as membership/respawn.py says. It waits here unt
 A further worker that is to join waits here, too. A worker that is to leave, because the user or SIGTERM
 says so, does so between two steps, like those that are admitted.
 One that holds the others up, as membership/stuck.py says, is left out: its process is killed.
+One that is too slow, as membership/slow.py says, is left out between two steps: its process goes on alone,
+tells here what its steps take, and comes back when it is well.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import msgspec
 
 from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.membership.respawn import RespawnRule
+from echelon.membership.slow import SlowRule
 from echelon.membership.stuck import LateWorker
 from echelon.membership.survival import Survival, SurvivorState
 from echelon.membership.view import MemberId
@@ -52,10 +55,19 @@ class Members:
     tries    how often in a row a lost worker is started again
     file     where workers see that one of them waits to come back
     local    whether workers reach the launcher at 127.0.0.1; those of a lab have networks of their own
+    slow     says which members are too slow; None if nobody is left out for that
     """
 
     def __init__(
-        self, workers: int, fewest: int, *, limit_s: float, tries: int, file: Path, local: bool = True
+        self,
+        workers: int,
+        fewest: int,
+        *,
+        limit_s: float,
+        tries: int,
+        file: Path,
+        local: bool = True,
+        slow: SlowRule | None = None,
     ) -> None:
         self._survival = Survival(workers, fewest)
         self._limit_s = limit_s
@@ -82,7 +94,10 @@ class Members:
         self._happened: list[MembersChanged] = []
         self._raised = False  # a worker has raised an error, which ends the run
         self._flag = AdmissionFlag.create(file)
-        self._stuck = StuckWatch(file.with_name("progress"), limit_s)
+        self._out: dict[int, int] = {}  # who is left out as too slow, and the epoch it is in
+        self._anew: set[int] = set()  # of these, whose processes end so that others come back
+        self._epoch = 0
+        self._stuck = StuckWatch(file.with_name("progress"), limit_s, slow)
         self._token = secrets.token_hex(16)
         self._folder = None if local else Path(tempfile.mkdtemp(prefix="echelon-"))
         self._listener = _listener(self._folder)
@@ -136,6 +151,12 @@ class Members:
                 if self._survival.can_lose({late.slot, *self._left_out}):
                     self._left_out[late.slot] = late
                     self._to_end.add(late.slot)
+            for slow in self._stuck.slow(self._survival.living):
+                fits = self._survival.may_leave([slow.slot]) and f"-1/{EPOCHS_KEY}" in self._values
+                if fits and slow.slot not in self._why_left:
+                    self._survival.leave(slow.slot, comes_back=True)
+                    self._why_left[slow.slot] = str(slow)
+                    self._mark()
 
     def ended(self, slot: int, code: int) -> None:
         """A process has ended with this code. The others go on without it after a signal.
@@ -159,7 +180,13 @@ class Members:
                 self._returning.discard(slot)
                 self._survival.give_up(slot)
                 self._mark()
-                self._lost(slot, code, None, returns=True)
+                was_out = self._out.pop(slot, None) is not None
+                if slot in self._anew:
+                    self._anew.discard(slot)
+                    self._news.append(f"rank {slot} is well, and is started again for this epoch")
+                    self._start_again(slot, "")
+                else:
+                    self._lost(slot, code, None, returns=True, alone=was_out)
             elif code < 0 or (code and slot in self._came_back):
                 if self._survival.lose(slot):
                     self._lost_at[slot] = time.monotonic()
@@ -169,7 +196,9 @@ class Members:
             self._follow()
             self._changed.notify_all()
 
-    def _lost(self, slot: int, code: int, late: LateWorker | None, *, returns: bool) -> None:
+    def _lost(
+        self, slot: int, code: int, late: LateWorker | None, *, returns: bool, alone: bool = False
+    ) -> None:
         left = len(self._survival.living)
         how = _signal(code) if code < 0 else f"exit code {code}"
         what = "left out" if late is not None else "did not come back" if returns else "lost"
@@ -183,7 +212,7 @@ class Members:
             self._news.append(f"rank {slot} was lost ({how}); {left} workers go on")
         else:
             self._news.append(f"rank {slot} failed after it had come back ({how}); {left} workers go on")
-        self._start_again(slot, "" if code < 0 else how)
+        self._start_again(slot, "" if code < 0 or alone else how)
 
     def _not_joined(self, slot: int, code: int) -> None:
         how = _signal(code) if code < 0 else f"exit code {code}"
@@ -260,7 +289,7 @@ class Members:
 
     def _start_again(self, slot: int, failure: str) -> None:
         """Start a new worker in the slot, unless that would fail again."""
-        self._stuck.table.clear(slot)
+        self._stuck.ended(slot)
         if slot in self._why_left:
             return
         if not self._tries:
@@ -331,7 +360,7 @@ class Members:
             return
         if view.joined or not view.lost:
             self._flag.round = 0  # all members stand, so none of them sets it meanwhile
-        self._departed |= set(view.left)
+        self._departed |= set(view.left) - set(view.out)
         for slot in [slot for slot in self._why_left if slot in view.members and view.planned]:
             del self._why_left[slot]
             self._news.append(
@@ -339,10 +368,23 @@ class Members:
             )
         for slot in view.left:
             count = len(view.members)
+            if slot in view.out:
+                why = self._why_left.pop(slot)
+                self._out[slot] = self._epoch
+                self._returning.add(slot)
+                self._came_back.discard(slot)
+                self._fresh.discard(slot)
+                self._lost_at[slot] = time.monotonic()
+                self._stuck.begins_anew(slot)
+                self._note(slot, "left out", why)
+                self._news.append(f"rank {slot} was left out: {why}; {count} workers go on")
+                continue
             self._note(slot, "left", self._why_left[slot])
             self._news.append(f"rank {slot} has left ({self._why_left[slot]}); {count} workers go on")
         for slot in view.joined:
             self._returning.discard(slot)
+            self._out.pop(slot, None)
+            self._stuck.begins_anew(slot)
             self._fresh.add(slot)
             self._came_back.add(slot)
             took_s = time.monotonic() - self._lost_at.get(slot, time.monotonic())
@@ -434,13 +476,47 @@ class Members:
                 return {}
             case "return":
                 return self._return(slot)
+            case "epoch":
+                return self._begin_epoch(int(request["epoch"]))
+            case "well":
+                return self._well(slot, float(request["cycle_s"]), int(request["share"]))
             case "stand":
                 return self._stand(msgspec.convert(request["standing"], SurvivorState, strict=False))
         return {}
 
+    def _begin_epoch(self, epoch: int) -> dict[str, Any]:
+        """The members are in this epoch from now on; who is out can come back to an earlier one no more."""
+        with self._changed:
+            if epoch > self._epoch:
+                self._epoch = epoch
+                for slot in self._out:
+                    self._survival.give_up(slot)
+                self._mark()
+        return {}
+
+    def _well(self, slot: int, cycle_s: float, share: int) -> dict[str, Any]:
+        """Whether a worker that is out may come back; a new process does, if the others' epoch is another.
+
+        Its script would have to come to that epoch, and exchange what belongs to the one it is in.
+        """
+        with self._changed:
+            well = self._stuck.is_well(slot, cycle_s, share, self._survival.living)
+            if well and self._out.get(slot) != self._epoch:
+                self._end_to_begin_anew(slot)
+                return {"well": False}
+            return {"well": well}
+
+    def _end_to_begin_anew(self, slot: int) -> None:
+        self._anew.add(slot)
+        self._to_end.add(slot)
+
     def _return(self, slot: int) -> dict[str, Any]:
         """Wait a moment until the new worker of a lost slot is a member; then its first view."""
         with self._changed:
+            if self._out.get(slot, self._epoch) != self._epoch:
+                self._end_to_begin_anew(slot)
+                self._changed.wait(_GET_S)
+                return {}
             self._survival.wait(slot)
             self._mark()
             self._changed.wait_for(lambda: slot not in self._survival.gone, 1.0)

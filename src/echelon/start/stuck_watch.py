@@ -1,16 +1,17 @@
 """Which workers hold the others up now? Reads how far each is, and whether its process is stopped.
 
-What it means is decided in membership/stuck.py.
+What it means is decided in membership/stuck.py; for workers that are slow, in membership/slow.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from echelon.membership.slow import SlowRule, SlowWorker
 from echelon.membership.stuck import LateWorker, StuckRule
 from echelon.train.progress import PROGRESS_VARIABLE, ProgressTable
 
@@ -18,10 +19,15 @@ _PART_OF_TIMEOUT = 0.8  # the launcher decides before the workers' own deadlines
 
 
 class StuckWatch:
-    """The workers of one run on this machine. `limit_s`: their own deadline."""
+    """The workers of one run on this machine.
 
-    def __init__(self, file: Path, limit_s: float) -> None:
+    limit_s  their own deadline
+    slow     which of them are too slow; None if nobody is to be left out for that
+    """
+
+    def __init__(self, file: Path, limit_s: float, slow: SlowRule | None = None) -> None:
         self.table = ProgressTable(file)
+        self._slow = slow
         self._rule = StuckRule(_PART_OF_TIMEOUT * limit_s)
 
     @property
@@ -37,6 +43,30 @@ class StuckWatch:
         if self._rule.suspects:
             stopped = [slot for slot, (process, _) in read.items() if _is_stopped(process)]
         return self._rule.late(stopped)
+
+    def slow(self, members: Collection[int]) -> list[SlowWorker]:
+        """The members without which the others are faster."""
+        if self._slow is None:
+            return []
+        seen = {slot: found for slot in members if (found := self.table.cycles(slot)) is not None}
+        return self._slow.look(seen, time.monotonic())
+
+    def is_well(self, slot: int, cycle_s: float, share: int, members: Sequence[int]) -> bool:
+        """Whether a worker that is out may come back."""
+        return self._slow is not None and self._slow.is_well(
+            slot, cycle_s, share, members, time.monotonic()
+        )
+
+    def begins_anew(self, slot: int) -> None:
+        """A member was left out, or one that was out is a member again."""
+        if self._slow is not None:
+            self._slow.out(slot)
+
+    def ended(self, slot: int) -> None:
+        """The slot's process has ended."""
+        self.table.clear(slot)
+        if self._slow is not None:
+            self._slow.forget(slot)
 
     def rounds(self, slot: int) -> int:
         """How many rounds the slot's process has taken part in."""

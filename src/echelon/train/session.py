@@ -34,7 +34,7 @@ from echelon.comm.meet.links import Links
 from echelon.comm.meet.rendezvous import Rendezvous
 from echelon.comm.memory.rails import machines
 from echelon.config.choices import FactorRule, Overlap, check_word
-from echelon.errors import ConfigError, EchelonError
+from echelon.errors import ConfigError, EchelonError, WorkerError
 from echelon.membership.survival import SurvivorView
 from echelon.observe.events import EpochEnded
 from echelon.observe.readiness import WorkerPhase, tell
@@ -63,6 +63,7 @@ from echelon.train.left_loop import when_unwound
 from echelon.train.loader import BatchMeaning, SharedLoader, Sharing
 from echelon.train.memory_room import MemoryRoom
 from echelon.train.memory_watch import MemoryWatch
+from echelon.train.own_cycles import OwnCycles
 from echelon.train.preparable import Preparable, PrepareOptions, refuse_model
 from echelon.train.profiling import JobProfiling, ProfiledRun
 from echelon.train.record import RunRecord
@@ -165,6 +166,7 @@ class Session(ScriptCheckpoints):
             self._synchronizer.carry(self._auto_shares.piggyback)
         self._current: SharedLoader | None = None
         self._coming_back: ComingBack | None = None
+        self._cycles = OwnCycles(self._changes, clock) if self._changes is not None else None
         self._share = 0
         self._first_epoch = 0
         self._closed = False
@@ -299,6 +301,10 @@ class Session(ScriptCheckpoints):
     @property
     def _comes_back(self) -> bool:
         return self._changes is not None and self._changes.returns
+
+    @property
+    def _is_out(self) -> bool:
+        return self._changes is not None and self._changes.is_out
 
     def _unlogged(self) -> AbstractContextManager[None]:
         return self._changes.unlogged() if self._changes is not None else nullcontext()
@@ -492,6 +498,7 @@ class Session(ScriptCheckpoints):
                 on_break=self._synchronizer.left,
                 on_error=self._group.left_loop,
                 slot=None if self._changes is None else self._changes.slot,
+                is_out=lambda: self._is_out,
                 on_drained=None if self._changes is None else self._drained,
                 owed=None if self._changes is None else self._changes.drawn.owed,
             )
@@ -521,6 +528,8 @@ class Session(ScriptCheckpoints):
             except GeneratorExit:
                 when_unwound(self._group.left_loop)
                 raise
+            if self._is_out:
+                raise self._has_left_pass()
             self._synchronizer.settle()
             self._clock.close()
             self._first_epoch = epoch + 1
@@ -546,7 +555,36 @@ class Session(ScriptCheckpoints):
 
     def _batch_asked(self, loader: SharedLoader) -> None:
         """The loop asks for a batch."""
-        self._asked(loader)
+        cycle = self._cycles.ended(loader) if self._cycles is not None else None
+        if self._is_out:
+            self._asked_alone(loader, cycle)
+        else:
+            self._asked(loader)
+            self._asked_together(loader)
+        if self._cycles is not None:
+            self._cycles.begins(loader)
+
+    def _asked_alone(self, loader: SharedLoader, cycle: tuple[float, int] | None) -> None:
+        """The same, of a worker that is left out: it comes back if its steps are as quick as is normal."""
+        assert self._changes is not None
+        assert self._coming_back is not None
+        if cycle is None or not self._changes.is_well(*cycle):
+            return
+        view = self._coming_back.go_on_with_the_others()
+        self._clock.records = True
+        self._change_calls.changed(view)
+        self._name_nodes(view)
+        self._log_leads = self.is_leader
+
+    def _has_left_pass(self) -> WorkerError:
+        """The error of a worker that was left out, whose script does not stay in the pass until it is well."""
+        return WorkerError(
+            "this worker was left out, and its script has left the pass over the data",
+            where=f"rank {self._log_rank}",
+            fix="nothing is to be done: it is started again",
+        )
+
+    def _asked_together(self, loader: SharedLoader) -> None:
         if self._coming_back is None or self._changes is None:
             return
         self._changes.progress.goes_on()
@@ -558,6 +596,9 @@ class Session(ScriptCheckpoints):
         self._coming_back.asked(loader)
         if self._changes.has_left:
             self._end_here()
+        if self._changes.is_out:
+            self._log_leads = self._clock.records = False
+            return
         if self._changes.drawn.empty and not self._changes.is_catching_up:
             self._change_calls.call(
                 self._changes.operation, rank=self.rank, world_size=self.world_size, step=self.step
@@ -674,7 +715,7 @@ class Session(ScriptCheckpoints):
     def _on_batch(self, loader: SharedLoader, part: Slice, data: Any) -> None:
         self._current = loader
         self._share = part.share
-        if self._changes is not None and part.positions is not None:
+        if self._changes is not None and part.positions is not None and not self._is_out:
             self._changes.drawn.drew(DrawnBatch(loader.index, part.positions, part.parts))
         if self.world_size == 1 and self._changes is None:
             return
@@ -683,7 +724,7 @@ class Session(ScriptCheckpoints):
             if self._changes is not None:
                 self._changes.progress.computes()
             self._guard.goes_on()
-        if self._auto_shares is not None:
+        if self._auto_shares is not None and not self._is_out:
             self._auto_shares.drew(part.batch, part.share)
         parts = (part.share,) if self._synchronizer.claims else part.parts
         batch = HandedBatch(loader=loader.index, share=part.share, batch=part.batch, parts=parts)
@@ -717,7 +758,7 @@ class Session(ScriptCheckpoints):
             self._weights.stepping()
         self._synchronizer.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
         self._verifier.stepping(optimizer)
-        if self._auto_shares is not None:
+        if self._auto_shares is not None and not self._is_out:
             self._auto_shares.stepping(self._group.names)
         self._guard.stepping(optimizer)
         if self._current is not None:
@@ -731,7 +772,7 @@ class Session(ScriptCheckpoints):
         if self._clock.step > step:
             self._verifier.stepped(self._clock.step)
             self._memory.stepped()
-        if self._auto_shares is not None and self._clock.step > step:
+        if self._auto_shares is not None and self._clock.step > step and not self._is_out:
             self._auto_shares.stepped()
 
     # The end -------------------------------------------------------------------------------------
