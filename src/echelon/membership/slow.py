@@ -28,6 +28,7 @@ from echelon.config.units import show_seconds
 from echelon.plan.shares import split
 from echelon.sync.detector import KEPT, Detector
 
+NOBODY = "none"  # in place of a detector: nobody is left out
 IN_A_ROW = 3
 LEAST_S = 1.0
 _GAIN = 1.1  # so much faster the others have to be without a worker
@@ -53,10 +54,8 @@ class SlowWorker:
     without_s: float
 
     def __str__(self) -> str:
-        return (
-            f"a step took it {show_seconds(self.cycle_s)}, at most {show_seconds(self.limit_s)} is normal; the others "
-            f"need {show_seconds(self.without_s)} without it"
-        )
+        cycle, limit, without = map(show_seconds, (self.cycle_s, self.limit_s, self.without_s))
+        return f"a step took it {cycle}, at most {limit} is normal; the others need {without} without it"
 
 
 @dataclass(slots=True)
@@ -164,4 +163,3 @@ class SlowRule:
 
     def _usual_s(self, slot: int) -> float:
         return median(list(self._tracks[slot].cycles_s)[-_RECENT:])
-

@@ -10,8 +10,8 @@ A worker that has ended in an orderly way is awaited no longer.
 
 A lost worker may come back: a new process with its slot waits until all members stand between two steps to
 admit it. If somebody is lost meanwhile, the members go on without that one first. A member that is to leave
-does so there, too, as long as enough are left. One that is left out goes there as well, and may wait to come
-back later, as a lost one does.
+does so there, too, as long as enough are left. One that is left out goes there as well, and may wait to
+come back later, as a lost one does.
 """
 
 from __future__ import annotations

@@ -18,14 +18,11 @@ import contextlib
 import hmac
 import json
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,12 +35,13 @@ from echelon.membership.survival import Survival, SurvivorState
 from echelon.membership.view import MemberId
 from echelon.observe.events import LAUNCHER, MembersChanged
 from echelon.observe.stall import ranks
+from echelon.start.member_board import MemberBoard
 from echelon.start.stuck_watch import StuckWatch
-from echelon.train.admission import ADMISSION_VARIABLE, AdmissionFlag
-from echelon.train.service import ADDRESS_VARIABLE, EPOCHS_KEY, MOST_KEY, TOKEN_VARIABLE
+from echelon.train.service import EPOCHS_KEY, MOST_KEY, TOKEN_VARIABLE
 
 _GET_S = 0.1
 _NOBODY_S = 5.0
+_SETTLE_S = 20.0
 _MOST_BYTES = 1 << 26
 
 
@@ -53,8 +51,7 @@ class Members:
     limit_s  how long survivors wait for one that has not come to the operation that failed, if nothing
              shows earlier that it is stuck
     tries    how often in a row a lost worker is started again
-    file     where workers see that one of them waits to come back
-    local    whether workers reach the launcher at 127.0.0.1; those of a lab have networks of their own
+    board    how launcher and members see each other
     slow     says which members are too slow; None if nobody is left out for that
     """
 
@@ -65,8 +62,7 @@ class Members:
         *,
         limit_s: float,
         tries: int,
-        file: Path,
-        local: bool = True,
+        board: MemberBoard,
         slow: SlowRule | None = None,
     ) -> None:
         self._survival = Survival(workers, fewest)
@@ -93,26 +89,19 @@ class Members:
         self._news: list[str] = []
         self._happened: list[MembersChanged] = []
         self._raised = False  # a worker has raised an error, which ends the run
-        self._flag = AdmissionFlag.create(file)
+        self._after_round = 0  # after which members admit who waits; 0: that is not decided
         self._out: dict[int, int] = {}  # who is left out as too slow, and the epoch it is in
         self._anew: set[int] = set()  # of these, whose processes end so that others come back
         self._epoch = 0
-        self._stuck = StuckWatch(file.with_name("progress"), limit_s, slow)
+        self._board = board
+        self._stuck = StuckWatch(board, limit_s, slow)
         self._token = secrets.token_hex(16)
-        self._folder = None if local else Path(tempfile.mkdtemp(prefix="echelon-"))
-        self._listener = _listener(self._folder)
-        threading.Thread(target=self._accept, name="echelon-members", daemon=True).start()
+        board.open(self._serve)
 
     @property
     def environment(self) -> dict[str, str]:
         """What workers need to find it."""
-        name = self._listener.getsockname()
-        return {
-            ADDRESS_VARIABLE: name if isinstance(name, str) else f"{name[0]}:{name[1]}",
-            TOKEN_VARIABLE: self._token,
-            ADMISSION_VARIABLE: str(self._flag.file),
-            **self._stuck.environment,
-        }
+        return {TOKEN_VARIABLE: self._token, **self._board.environment}
 
     @property
     def leader(self) -> int:
@@ -344,22 +333,19 @@ class Members:
 
     def close(self) -> None:
         """Answer nobody any more."""
-        self._listener.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._flag.remove()
-        self._stuck.close()
+        self._board.close()
 
     def _mark(self) -> None:
         """Let the members see whether somebody waits."""
-        self._flag.waiting = len(self._survival.waiting) + len(self._survival.leaving)
+        waiting = len(self._survival.waiting) + len(self._survival.leaving)
+        self._board.publish(waiting, self._after_round)
 
     def _follow(self) -> None:
         view = self._survival.follow()
         if view is None:
             return
         if view.joined or not view.lost:
-            self._flag.round = 0  # all members stand, so none of them sets it meanwhile
+            self._after_round = 0  # all members stand, so none of them asks for another one meanwhile
         self._departed |= set(view.left) - set(view.out)
         for slot in [slot for slot in self._why_left if slot in view.members and view.planned]:
             del self._why_left[slot]
@@ -399,14 +385,6 @@ class Members:
         self._changed.notify_all()
 
     # One thread for each worker ------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                sock, _ = self._listener.accept()
-                threading.Thread(
-                    target=self._serve, args=(sock,), name="echelon-member", daemon=True
-                ).start()
 
     def _serve(self, sock: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError, msgspec.ValidationError), sock:
@@ -463,6 +441,8 @@ class Members:
                 return {}
             case "leave":
                 return {"refusal": self.leave([slot], "SIGTERM")}
+            case "admit":
+                return self._admit(slot, int(request["round"]))
             case "stepped":
                 with self._changed:
                     self._fresh.discard(slot)
@@ -482,6 +462,16 @@ class Members:
                 return self._well(slot, float(request["cycle_s"]), int(request["share"]))
             case "stand":
                 return self._stand(msgspec.convert(request["standing"], SurvivorState, strict=False))
+        return {}
+
+    def _admit(self, slot: int, after_round: int) -> dict[str, Any]:
+        """The first member lets all admit who waits after this round, which it takes part in after this."""
+        with self._changed:
+            if slot != next(iter(self._survival.living), None):
+                return {}  # it was lost meanwhile, and others may have gone on without its word
+            self._after_round = after_round
+            self._mark()
+        self._board.settle(_SETTLE_S)
         return {}
 
     def _begin_epoch(self, epoch: int) -> dict[str, Any]:
@@ -549,16 +539,6 @@ class Members:
         return self._raised or any(
             code and slot not in self._survival.gone | self._departed for slot, code in self._ended.items()
         )
-
-
-def _listener(folder: Path | None) -> socket.socket:
-    """At a port of this machine; or in a folder, because network namespaces share files but no ports."""
-    if folder is None:
-        return socket.create_server(("127.0.0.1", 0))
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(folder / "members"))
-    listener.listen()
-    return listener
 
 
 def _signal(code: int) -> str:

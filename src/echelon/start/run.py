@@ -34,6 +34,7 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError, LaunchError
+from echelon.membership.slow import NOBODY, SlowRule
 from echelon.observe.events import (
     LAUNCHER,
     RunStarted,
@@ -54,12 +55,14 @@ from echelon.start.earlier_run import keep_job, script_job
 from echelon.start.failure import Failure, alike, read_failures
 from echelon.start.further import ScriptDigest, why_nobody_joins
 from echelon.start.lab_course import LabCourse
+from echelon.start.member_board import FileBoard
 from echelon.start.members import Members
 from echelon.start.planned import NO_PLAN, by_plan, in_order_of_plan
 from echelon.start.processes import WorkerProcesses
 from echelon.start.recorded_command import RecordedCommand
 from echelon.start.watching import RunWatch, Watcher, stop_signals
 from echelon.sync.cluster import planned_cluster
+from echelon.sync.detector import DETECTORS
 from echelon.train.checks import check_plan, refuse_losses
 
 _LAB_PORT = 29400
@@ -350,6 +353,8 @@ def _check_sync(plan: Plan, settings: RunSettings) -> None:
 
 def _check_losses(settings: RunSettings, plan: Plan) -> None:
     """Refuse --min-workers where a run cannot go on without a worker."""
+    if settings.leave_out != NOBODY:
+        _check_leaving_out(settings, plan)
     if settings.min_workers is None:
         return
     if settings.min_workers > len(plan.workers):
@@ -367,6 +372,30 @@ def _check_losses(settings: RunSettings, plan: Plan) -> None:
     refuse_losses(plan)
 
 
+def _check_leaving_out(settings: RunSettings, plan: Plan) -> None:
+    """Refuse --leave-out where nobody can be left out."""
+    DETECTORS.build(settings.leave_out, where="--leave-out")
+    if settings.min_workers is None:
+        raise ConfigError(
+            "workers can be left out only of a run that goes on without them",
+            where="--leave-out",
+            fix="say how many workers are needed, with --min-workers",
+        )
+    missing = (
+        f"--sync {plan.sync}"
+        if plan.sync != "full"
+        else f"--codec {plan.codec}"
+        if plan.codec != "none"
+        else ""
+    )
+    if missing:
+        raise ConfigError(
+            f"{missing} cannot leave out slow workers yet",
+            where="--leave-out",
+            fix="leave --leave-out away, or use --sync full without a codec",
+        )
+
+
 def _members(settings: RunSettings, plan: Plan, folder: RunFolder) -> Members | None:
     """The service that workers ask when one of them is lost; None if a loss ends the run."""
     if settings.min_workers is None or len(plan.workers) == 1:
@@ -376,9 +405,17 @@ def _members(settings: RunSettings, plan: Plan, folder: RunFolder) -> Members | 
         settings.min_workers,
         limit_s=plan.round_timeout_s,
         tries=settings.respawn,
-        file=folder.path / "admission",
-        local=settings.lab is None,
+        board=FileBoard(folder.path / "admission", local=settings.lab is None),
+        slow=_slow(settings, plan),
     )
+
+
+def _slow(settings: RunSettings, plan: Plan) -> SlowRule | None:
+    """Who decides which workers are too slow; None if nobody is left out for that."""
+    if settings.leave_out == NOBODY:
+        return None
+    detector = DETECTORS.build(settings.leave_out, where="--leave-out")
+    return SlowRule(detector, adapts=plan.adapt_shares)
 
 
 def _commands(

@@ -1,9 +1,10 @@
 """When do members admit a worker that comes back? After one and the same round, which costs no message.
 
-The launcher writes into a file that all members map how many workers wait. The first member sees it when
-its loop asks for a batch, and writes there after which round of gradients they are admitted: the next one.
-No member completes that round without the first one's gradients, which are sent after it has written. So
-all see it when their loops ask for a batch after that round, and meet there.
+The launcher writes into a file that all members of a machine map how many workers wait. The first member
+sees it when its loop asks for a batch, and lets the launcher write there after which round of gradients
+they are admitted: the next one. No member completes that round without the first one's gradients, which are
+sent after it is written on all machines. So all see it when their loops ask for a batch after that round,
+and meet there.
 """
 
 from __future__ import annotations
@@ -49,17 +50,20 @@ class AdmissionFlag:
 
     @property
     def round(self) -> int:
-        """After how many rounds they are admitted; 0: that is not decided."""
+        """After how many rounds they are admitted; 0: that is not decided. The launcher writes it, too."""
         return int(_NUMBER.unpack_from(self._mapped, 8)[0])
 
     @round.setter
     def round(self, number: int) -> None:
         _NUMBER.pack_into(self._mapped, 8, number)
 
-    def due(self, rounds: int, *, leads: bool) -> bool:
-        """Whether workers are admitted now, after so many rounds; the leader decides it for the next."""
-        if leads and self.waiting and not self.round:
-            self.round = rounds + 1
+    @property
+    def undecided(self) -> bool:
+        """Whether workers wait, and the leader has not said yet when they are admitted."""
+        return bool(self.waiting and not self.round)
+
+    def due(self, rounds: int) -> bool:
+        """Whether workers are admitted now, after so many rounds."""
         return 0 < self.round <= rounds
 
     def remove(self) -> None:

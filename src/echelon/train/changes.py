@@ -171,7 +171,11 @@ class MemberChanges:
 
     def outdated(self) -> bool:
         """Whether lost workers counted when this worker's weight was given."""
-        return not self.is_out and self.number > 0 and (self.drawn.empty or self.drawn.names_lost(self.members))
+        return (
+            not self.is_out
+            and self.number > 0
+            and (self.drawn.empty or self.drawn.names_lost(self.members))
+        )
 
     def reduced(self, *, anew: bool) -> None:
         """A round is complete: of the members of now, or of those before the last change."""
@@ -317,13 +321,12 @@ class MemberChanges:
         self._logs = False
 
     def due(self, *, leads: bool) -> bool:
-        """Whether workers that wait are admitted now."""
-        return (
-            self._in_epochs
-            and self._flag is not None
-            and self._log is not None
-            and self._flag.due(self.rounds, leads=leads)
-        )
+        """Whether workers that wait are admitted now; the leader decides it for the next round."""
+        if not self._in_epochs or self._flag is None or self._log is None:
+            return False
+        if leads and self._flag.undecided:
+            self._service.ask(do="admit", round=self.rounds + 1)
+        return self._flag.due(self.rounds)
 
     def admit(self, state: Callable[[], dict[str, Any]]) -> None:
         """Meet the workers that wait, between two steps; the first member sends them the state."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echelon.membership.slow import Cycles
@@ -39,7 +39,10 @@ class ProgressTable:
         """A worker's process and how far it is; None if it has not said so."""
         if not 0 <= slot < _MOST_SLOTS:
             return None
-        numbers = [self._number(slot, at) for at in range(_NUMBERS)]
+        numbers = [
+            int(_NUMBER.unpack_from(self._mapped, slot * _SLOT_BYTES + at * _NUMBER.size)[0])
+            for at in range(_NUMBERS)
+        ]
         if not numbers[_PROCESS]:
             return None
         operation, phase = divmod(numbers[_PLACE], _PHASES)
@@ -48,19 +51,9 @@ class ProgressTable:
             phase=WorkPhase(phase),
             batches=numbers[_BATCHES],
             rounds=numbers[_ROUNDS],
+            cycles=_cycles(numbers),
         )
         return numbers[_PROCESS], seen
-
-    def cycles(self, slot: int) -> Cycles | None:
-        """A worker's cycles; None if it has made none."""
-        count = self._number(slot, _CYCLES) if 0 <= slot < _MOST_SLOTS else 0
-        if not count:
-            return None
-        total_s = self._number(slot, _CYCLES_NS) / 1e9
-        return Cycles(count=count, total_s=total_s, share=self._number(slot, _SHARE))
-
-    def _number(self, slot: int, at: int) -> int:
-        return int(_NUMBER.unpack_from(self._mapped, slot * _SLOT_BYTES + at * _NUMBER.size)[0])
 
     def clear(self, slot: int) -> None:
         """The slot's worker has ended."""
@@ -70,6 +63,13 @@ class ProgressTable:
     def remove(self) -> None:
         """Delete the file; those who map it keep it."""
         self.file.unlink(missing_ok=True)
+
+
+def _cycles(numbers: Sequence[int]) -> Cycles | None:
+    """A worker's cycles; None if it has made none."""
+    if not numbers[_CYCLES]:
+        return None
+    return Cycles(count=numbers[_CYCLES], total_s=numbers[_CYCLES_NS] / 1e9, share=numbers[_SHARE])
 
 
 class OwnProgress:

@@ -266,6 +266,11 @@ class Session(ScriptCheckpoints):
         """The name of the machine that this worker runs on."""
         return self._nodes[self.rank]
 
+    @property
+    def is_left_out(self) -> bool:
+        """Whether this worker is left out as too slow (`--leave-out`), and nothing that it computes counts."""
+        return self._is_out
+
     def on_change(self, function: Callable[[MembersChange], object]) -> None:
         """Call a function whenever members have changed: workers were lost, have left, joined or are back.
 
@@ -575,9 +580,18 @@ class Session(ScriptCheckpoints):
         self._change_calls.changed(view)
         self._name_nodes(view)
         self._log_leads = self.is_leader
+        self._tell_changes()
+
+    def _tell_changes(self) -> None:
+        """Call the script's functions for changes that are due here."""
+        assert self._changes is not None
+        if self._changes.drawn.empty and not self._changes.is_catching_up:
+            self._change_calls.call(
+                self._changes.operation, rank=self.rank, world_size=self.world_size, step=self.step
+            )
 
     def _has_left_pass(self) -> WorkerError:
-        """The error of a worker that was left out, whose script does not stay in the pass until it is well."""
+        """The error of a worker that was left out, and whose script has not stayed in the pass."""
         return WorkerError(
             "this worker was left out, and its script has left the pass over the data",
             where=f"rank {self._log_rank}",
@@ -599,10 +613,7 @@ class Session(ScriptCheckpoints):
         if self._changes.is_out:
             self._log_leads = self._clock.records = False
             return
-        if self._changes.drawn.empty and not self._changes.is_catching_up:
-            self._change_calls.call(
-                self._changes.operation, rank=self.rank, world_size=self.world_size, step=self.step
-            )
+        self._tell_changes()
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
