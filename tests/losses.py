@@ -98,6 +98,7 @@ def slowed(slot: int, step: int, times: int) -> str:
             time.sleep(0.15)
         if slot == "{slot}" and batches == {step + times}:
             open("coming", "w").close()
+            open("pid-{slot}", "w").write(str(os.getpid()))
         optimizer.zero_grad("""
     return SCRIPT.replace("\n        optimizer.zero_grad(", slow)
 

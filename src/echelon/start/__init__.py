@@ -13,6 +13,7 @@ control.py    how is a running run asked to let workers leave or join? The launc
 control_client.py  and the side of a command
 further.py    how does a worker start that joins a running run?
 stuck_watch.py  which workers hold the others up now?
+ring_form.py   what does `--sync flexible` mean where there is no server?
 failure.py    which worker failed first, and why
 whereabouts.py  where are workers that others wait for, or that go on without the others?
 module.py     is there a module of this name, for `run -m`?

@@ -60,6 +60,7 @@ from echelon.start.members import Members
 from echelon.start.planned import NO_PLAN, by_plan, in_order_of_plan
 from echelon.start.processes import WorkerProcesses
 from echelon.start.recorded_command import RecordedCommand
+from echelon.start.ring_form import in_ring_form
 from echelon.start.watching import RunWatch, Watcher, stop_signals
 from echelon.sync.cluster import planned_cluster
 from echelon.sync.detector import DETECTORS
@@ -125,6 +126,9 @@ def _run(
     settings = resolved.settings
     spec = read_lab(settings.lab) if settings.lab else None
     notes: list[str] = []
+    if settings.sync != "full" and not agents:
+        resolved, notes = in_ring_form(resolved, _count_workers(settings, spec))
+        settings = resolved.settings
     job = script_job(settings, target.argv) if target.plans and not settings.plan else None
     if settings.plan:
         resolved, plan = _by_plan(resolved, spec, agents)
@@ -134,7 +138,8 @@ def _run(
         if agents:
             plan = remote.with_threads(plan, agents, settings.threads)
         if job is not None:
-            plan, notes = planned_by_itself(resolved, plan, spec, job)
+            plan, planned = planned_by_itself(resolved, plan, spec, job)
+            notes += planned
     if spec is not None:
         emulated = spec.wants_latency and has_netem()
         plan = placed(plan, topology_of_lab(spec, latency_emulated=emulated))

@@ -268,7 +268,7 @@ class Session(ScriptCheckpoints):
 
     @property
     def is_left_out(self) -> bool:
-        """Whether this worker is left out as too slow (`--leave-out`), and nothing that it computes counts."""
+        """Whether this worker is left out as too slow (`--leave-out`): then no step of it counts."""
         return self._is_out
 
     def on_change(self, function: Callable[[MembersChange], object]) -> None:
