@@ -35,16 +35,16 @@ LAYOUTS = {
     "sharded(level=2, workers=2) * data": 4,
     "pipeline(stages=2) * data": 4,
     "data * pipeline(stages=2, micro=2)": 4,
+    "pipeline(stages=2) * sharded(level=1)": 4,
+    'sharded(level=2, workers=2, shares="3,1") * pipeline(stages=2, schedule=filled)': 4,
+    "pipeline(stages=2, schedule=1f1b, micro=3) * sharded(level=3)": 4,
+    'pipeline(stages=1, recompute=true) * sharded(level=3, shares="1,2") * data': 4,
     "pipeline(stages=1, schedule=1f1b, samples=2) * data": 2,
 }
 every_layout = pytest.mark.parametrize(("layout", "workers"), LAYOUTS.items())
 one_replica = pytest.mark.parametrize(
     ("layout", "workers"),
-    [
-        (text, count)
-        for text, count in LAYOUTS.items()
-        if text.startswith("pipeline") and "data" not in text
-    ],
+    [(text, count) for text, count in LAYOUTS.items() if text.startswith("pipeline") and "*" not in text],
 )
 
 
@@ -154,7 +154,14 @@ def test_losses_and_weights_are_those_of_one_process(warm_pool, kind, layout, wo
         assert distance(found, alone) < CLOSE
 
 
-@pytest.mark.parametrize("layout", ["pipeline(stages=2, schedule=1f1b) * data", "sharded(level=3)"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pipeline(stages=2, schedule=1f1b) * data",
+        "sharded(level=3)",
+        "pipeline(stages=2, micro=3) * sharded(level=3)",
+    ],
+)
 def test_unequal_shares_of_a_batch_are_weighed(warm_pool, layout):
     (alone,) = warm_pool.run(1, train, "sequential", None)
     for found in warm_pool.run(

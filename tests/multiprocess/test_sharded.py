@@ -124,9 +124,9 @@ def refused(optimizer: str, layout: str) -> tuple[str, str]:
         ("SGD", 'sharded(workers=2, shares="1")', "1 shares for 2 workers", "give 2 numbers"),
         (
             "SGD",
-            "sharded(workers=1) * pipeline(stages=2)",
-            "not divided into shards yet",
-            "pipeline * data",
+            "sharded(level=3, workers=1) * pipeline(stages=2, schedule=filled)",
+            "sharded(level=3) does not go with schedule filled",
+            "sharded(level=2)",
         ),
     ],
 )
@@ -134,6 +134,28 @@ def test_what_cannot_be_divided_is_refused_in_prepare(warm_pool, optimizer, layo
     for message, way in warm_pool.run(2, refused, optimizer, layout):
         assert says in message
         assert fix in way
+
+
+def lengths_in_stages(level: int) -> tuple[int, list[int]]:
+    """The bytes of all parameters with values after a step, and the lengths of the optimizer's states."""
+    session = echelon.join(record=False, shares="equal")
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    optimizer = optim.Adam(model.parameters())
+    layout = f"pipeline(stages=2, schedule=1f1b, cuts='2') * sharded(level={level})"
+    model, optimizer = session.prepare(model, optimizer, parallel=layout)
+    model(torch.ones(8, 8)).square().mean().backward()
+    optimizer.step()
+    held = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.parameters()}
+    states = [len(state["exp_avg"]) for state in optimizer.state.values()]
+    session.close()
+    return sum(size for size in held.values() if size > 8), states
+
+
+@pytest.mark.parametrize(("level", "parts"), [(1, 1), (3, 2)])
+def test_workers_with_the_same_stage_divide_its_states(warm_pool, level, parts):
+    for held, states in warm_pool.run(4, lengths_in_stages, level):
+        assert held == 2 * 64 * 4 // parts
+        assert states == [32, 32]
 
 
 def sent_bytes(layout: str, folder: str) -> int:

@@ -2,8 +2,9 @@
 
     python -m echelon.start.worker -m echelon.bench.step_worker FOLDER
 
-All sides compute the same, in the same processes, on the same batch. `alone` trains without any
-communication, on all workers at once: what a step would take if communication were free.
+All sides compute the same on the same batch. Those with Echelon are in this process; training alone and DDP
+have a process of their own beside it (`bench/step_plain.py`), and take turns with them. `alone` trains
+without any communication, on all workers at once: a step of torch if communication were free.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ import math
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import echelon
 from echelon.bench.step_notes import (
@@ -31,7 +30,9 @@ from echelon.bench.step_notes import (
     write_note,
     write_progress,
 )
-from echelon.bench.workloads import Workload, loss_of, workload
+from echelon.bench.step_plain import PLAIN, PlainRequest, PlainSides, plain_sides
+from echelon.bench.step_trainer import StepTrainer
+from echelon.bench.workloads import Workload, workload
 from echelon.train.session import Session
 
 _TURN_S = 0.25
@@ -39,56 +40,7 @@ _LEAST_STEPS = 2
 _LEAST_TURNS = 3
 _WARM_STEPS = 3
 
-
-class _Trainer:
-    """A model with a batch and an optimizer; each call is one step."""
-
-    def __init__(self, side: Side, job: Workload, session: Session) -> None:
-        self.side = side
-        model, self._x, self._y = job.make()
-        self._parameters = list(model.parameters())
-        self._computed = 0.0
-        _last_computed(model, self._x, self._y).register_post_accumulate_grad_hook(self._note)
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        if side == "ddp":
-            model = DistributedDataParallel(model)
-        elif side == "echelon":
-            model, optimizer = session.prepare(model, optimizer)
-        elif side == "local":
-            model, optimizer = session.prepare(model, optimizer, batchnorm="local")
-        self._model = model
-        self._optimizer = optimizer
-
-    def _note(self, _: Tensor) -> None:
-        self._computed = time.perf_counter()
-
-    def step(self) -> TimedStep:
-        """One step of training."""
-        begun = time.perf_counter()
-        self._optimizer.zero_grad()
-        loss_of(self._model, self._x, self._y).backward()
-        reduced = time.perf_counter()
-        self._optimizer.step()
-        return TimedStep(begun=begun, computed=self._computed, reduced=reduced, ended=time.perf_counter())
-
-    def turn(self, steps: int) -> list[TimedStep]:
-        """Some steps, which all workers begin together."""
-        dist.barrier()
-        found = [self.step() for _ in range(steps)]
-        for p in self._parameters:
-            p.detach()  # updates that were deferred belong to these steps
-        return found
-
-
-def _last_computed(model: nn.Module, x: Tensor, y: Tensor) -> nn.Parameter:
-    """The parameter whose gradient backward computes last."""
-    order: list[Tensor] = []
-    handles = [p.register_post_accumulate_grad_hook(order.append) for p in model.parameters()]
-    loss_of(model, x, y).backward()
-    for handle in handles:
-        handle.remove()
-    model.zero_grad()
-    return next(p for p in model.parameters() if p is order[-1])
+Turn = Callable[[int], list[TimedStep]]
 
 
 def measure(folder: Path) -> None:
@@ -96,40 +48,53 @@ def measure(folder: Path) -> None:
     request = read_request(folder)
     job = workload(request.model)
     session = echelon.join()
-    _join_gloo(session)
-    trainers = [_Trainer(side, job, session) for side in request.sides]
-    steps, turns = _agreed(session, [_seconds(trainer.turn) for trainer in trainers], request.seconds)
-    found: dict[Side, list[list[TimedStep]]] = {trainer.side: [] for trainer in trainers}
-    for turn in range(turns):
-        for trainer in trainers[:: 1 if turn % 2 else -1]:
-            found[trainer.side].append(trainer.turn(steps))
-        if session.is_leader:
-            write_progress(folder, (turn + 1) / turns)
-    sides = [SideNote(side=side, turns=times) for side, times in found.items()]
+    asked = PlainRequest(
+        model=request.model,
+        sides=tuple(side for side in request.sides if side in PLAIN),
+        threads=torch.get_num_threads(),
+        meeting=_meeting(session),
+        rank=session.rank,
+        world_size=session.world_size,
+    )
+    with plain_sides(asked) as plain:
+        sides: dict[Side, Turn] = {side: _turn(side, job, session, plain) for side in request.sides}
+        steps, turns = _agreed(session, [_seconds(turn) for turn in sides.values()], request.seconds)
+        found: dict[Side, list[list[TimedStep]]] = {side: [] for side in sides}
+        for number in range(turns):
+            for side in [*sides][:: 1 if number % 2 else -1]:
+                session.barrier()  # nobody trains another side any more
+                found[side].append(sides[side](steps))
+            if session.is_leader:
+                write_progress(folder, (number + 1) / turns)
+    notes = [SideNote(side=side, turns=times) for side, times in found.items()]
     write_note(
         folder,
-        WorkerNote(rank=session.rank, batch=job.batch, threads=torch.get_num_threads(), sides=sides),
+        WorkerNote(rank=session.rank, batch=job.batch, threads=torch.get_num_threads(), sides=notes),
     )
-    dist.barrier()
-    dist.destroy_process_group()
     session.close()
 
 
-def _join_gloo(session: Session) -> None:
-    """Open the process group of DDP, at a port that the leader has found free."""
+def _turn(side: Side, job: Workload, session: Session, plain: PlainSides) -> Turn:
+    """What trains a side for some steps."""
+    if side in PLAIN:
+        return partial(plain.turn, side)
+    rule: Literal["local", "global"] = "local" if side == "local" else "global"
+    prepare = partial(session.prepare, batchnorm=rule)
+    return StepTrainer(job, lambda model, optimizer: prepare(model, optimizer), session.barrier).turn
+
+
+def _meeting(session: Session) -> str:
+    """Where the processes with DDP meet: a port that the leader has found free."""
     address = os.environ["MASTER_ADDR"]
     port = 0
     if session.is_leader:
         with socket.socket() as probe:
             probe.bind((address, 0))
             port = int(probe.getsockname()[1])
-    port = int(session.broadcast(torch.tensor([port])))
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{address}:{port}", rank=session.rank, world_size=session.world_size
-    )
+    return f"tcp://{address}:{int(session.broadcast(torch.tensor([port])))}"
 
 
-def _seconds(turn: Callable[[int], list[TimedStep]]) -> float:
+def _seconds(turn: Turn) -> float:
     """How long a step takes, roughly: the first steps also make buffers."""
     turn(_WARM_STEPS)
     times = turn(_LEAST_STEPS)

@@ -20,10 +20,12 @@ backward.py    one stage's backward passes of one call
 split.py       a backward pass in two parts: gradients of inputs first, of weights later
 slices.py      which elements of a parameter each worker has
 shards.py      a model whose states are divided among workers
+slice_sums.py  sums of gradients, slice by slice
+stage_shards.py  one stage whose states are divided among its workers
+gathered_layers.py  when a stage's divided parameters are whole
 value_gather.py  gathers of divided parameters
 gathered.py    when divided parameters are whole
 offload.py     optimizer states in mapped files
-freed_memory.py  freed memory goes back to the system
 holdings.py    which worker holds which parameters
 norms.py       the norm of a whole model's gradients
 memory.py      what a layout needs on each worker, and whether it fits

@@ -30,15 +30,27 @@ class _Owned:
 
 
 class Holdings:
-    """The parameters and buffers of one model. `owners`: the ranks that hold each, by name, ascending."""
+    """The parameters and buffers of one model. `owners`: the ranks that hold each, by name, ascending.
 
-    def __init__(self, model: nn.Module, group: Group, owners: Mapping[str, Sequence[int]]) -> None:
+    `apart`: sets of ranks that do not sum with each other, such as replicas that divide states; empty: all
+    owners sum.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        owners: Mapping[str, Sequence[int]],
+        apart: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self._apart = apart or [range(group.size)]
         self._group = group
         named = dict(model.named_parameters())
         self._named = {name: (p, tuple(owners[name])) for name, p in named.items()}
         self._buffers = {name: (b, tuple(owners[name])) for name, b in model.named_buffers()}
         rank = group.rank
         self.own = [p for p, ranks in self._named.values() if rank in ranks and p.requires_grad]
+        self._shapes = [p.shape for p in self.own]  # parameters may be slices meanwhile
         self.counted = [
             p for p, ranks in self._named.values() if rank == _counts(ranks) and p.requires_grad
         ]
@@ -53,10 +65,15 @@ class Holdings:
     def _groups(self) -> list[_Owned]:
         """A group for each set of workers that hold the same parameters; all workers call it alike."""
         position = {id(p): at for at, p in enumerate(self.own)}
-        sets = sorted({ranks for _, ranks in self._named.values() if len(ranks) > 1})
+        summed = {
+            (ranks, summing)
+            for _, ranks in self._named.values()
+            for part in self._apart
+            if len(summing := tuple(rank for rank in ranks if rank in part)) > 1
+        }
         found = []
-        for ranks in sets:
-            group = self._group.subgroup(ranks)
+        for ranks, summing in sorted(summed):
+            group = self._group.subgroup(summing)
             held = [p for p, owners in self._named.values() if owners == ranks]
             if group is not None:
                 found.append(_Owned(group, tuple(position[id(p)] for p in held if id(p) in position)))
@@ -106,10 +123,10 @@ class Holdings:
             future.wait()
             at = 0
             for index, position in enumerate(positions):
-                p = self.own[position]
+                shape = self._shapes[position]
                 if float(flat[-len(positions) + index]):
-                    gradients[position] = flat[at : at + p.numel()].view(p.shape)
-                at += p.numel()
+                    gradients[position] = flat[at : at + shape.numel()].view(shape)
+                at += shape.numel()
         return sent_bytes
 
     def _by_type(self, positions: Sequence[int]) -> list[list[int]]:
@@ -122,7 +139,7 @@ class Holdings:
         """The gradients in a row, then for each whether there is one."""
         kind = self.own[positions[0]].dtype
         values = [
-            torch.zeros(self.own[at].numel(), dtype=kind) if gradient is None else gradient.reshape(-1)
+            torch.zeros(self._shapes[at].numel(), dtype=kind) if gradient is None else gradient.reshape(-1)
             for at, gradient in ((at, gradients[at]) for at in positions)
         ]
         there = torch.tensor([float(gradients[at] is not None) for at in positions], dtype=kind)

@@ -148,29 +148,18 @@ def extents(layout: Layout, workers: int, *, where: str = "--parallel") -> tuple
 
 
 def mesh_of(layout: Layout, workers: int, *, where: str = "--parallel") -> Mesh:
-    """Who is in which replica and stage."""
-    sizes = extents(layout, workers, where=where)
-    steps = {type(one): (size, math.prod(sizes[:at])) for at, (one, size) in _numbered(layout, sizes)}
-    replicas, replica_step = steps.get(Replicas, (1, 0))
-    stages, stage_step = steps.get(Pipeline, (1, 0))
-    return Mesh(
-        ranks=tuple(
-            tuple(replica * replica_step + stage * stage_step for stage in range(stages))
-            for replica in range(replicas)
-        )
-    )
+    """Who is in which replica and stage; workers that divide states are replicas, too."""
+    return Mesh(ranks=tuple(lines(layout, workers, Pipeline, where=where)))
 
 
-def lines(layout: Layout, workers: int, kind: type[Dimension]) -> list[tuple[int, ...]]:
+def lines(
+    layout: Layout, workers: int, kind: type[Dimension], *, where: str = "--parallel"
+) -> list[tuple[int, ...]]:
     """The workers that differ in this dimension alone, for each place in the others."""
-    sizes = extents(layout, workers)
+    sizes = extents(layout, workers, where=where)
     at = next((at for at, one in enumerate(layout.dimensions) if isinstance(one, kind)), None)
     if at is None:
         return [(rank,) for rank in range(workers)]
     step, size = math.prod(sizes[:at]), sizes[at]
     first = [rank for rank in range(workers) if rank // step % size == 0]
     return [tuple(rank + index * step for index in range(size)) for rank in first]
-
-
-def _numbered(layout: Layout, sizes: Sequence[int]) -> list[tuple[int, tuple[Dimension, int]]]:
-    return list(enumerate(zip(layout.dimensions, sizes, strict=True)))

@@ -6,7 +6,7 @@ when layers are measured; the cuts of a pipeline take them into account (`cut.py
     data        all three
     sharded     a worker's part f of what its level divides; level 3 also the largest layer that computes
     pipeline    a stage has a part of all three; the cut decides which, so a replica's workers are judged
-                together
+                together. Gradients of its micro-batches add up whole, also with shards
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class MissingMemory:
 def memory_needs(layout: Layout, workers: int, model: ModelBytes) -> list[MemoryNeed]:
     """What each worker needs; stages of a pipeline as if they were equal."""
     parts, sharded = _parts(layout, workers), layout.find(Sharded)
-    stages = mesh_of(layout, workers).stages if layout.find(Pipeline) is not None else 1
+    pipeline = layout.find(Pipeline)
+    stages = mesh_of(layout, workers).stages if pipeline is not None else 1
     level = sharded.level if sharded is not None else 0
     found = []
     for part in parts:
@@ -89,7 +90,7 @@ def memory_needs(layout: Layout, workers: int, model: ModelBytes) -> list[Memory
             MemoryNeed(
                 parameters=(fixed + model.trained * (part if level == 3 else 1.0)) / stages
                 + (model.largest if level == 3 else 0.0),
-                gradients=model.trained * (part if level >= 2 else 1.0) / stages,
+                gradients=model.trained * (part if level >= 2 and pipeline is None else 1.0) / stages,
                 states=states * (part if level >= 1 else 1.0) / stages,
             )
         )

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
-from echelon.comm.future import Future
-from echelon.comm.group import Group, blocks
-from echelon.parallel.slices import buckets, slices
+from echelon.comm.group import Group
+from echelon.parallel.slice_sums import SliceSums, SumsUnderWay, packed
+from echelon.parallel.slices import slices
 from echelon.parallel.value_gather import ValueGather
 
-_MOST_ELEMENTS = 9 << 17  # that travel together: 2**20 and some small ones
 _MOST_FLIGHTS = 2  # buckets at once: each has memory of its own
 
 
@@ -98,25 +97,23 @@ class ShardedModel:
         observer: Any,
     ) -> None:
         self._model = model
-        self._sums = group.fork()
+        self._sums = SliceSums(group.fork(), across)
         self.values = ValueGather(group.fork(), self._gathers_bytes)
-        self._across = across
         self._level = level
         self._weight = weight
         self._keeps = keeps
         self._observer = observer
         self.rank = group.rank
         self.parameters = [
-            _sharded(p, weights, group.rank, apart=level == 3)
+            sharded_parameter(p, weights, group.rank, apart=level == 3)
             for p in model.parameters()
             if p.requires_grad
         ]
         self._of = {id(one.parameter): one for one in self.parameters}
-        self._buckets = [_GradientBucket(members) for members in _packed(self.parameters[::-1])]
+        self._buckets = [_GradientBucket(members) for members in packed(self.parameters[::-1])]
         self._bucket_of = {id(one): bucket for bucket in self._buckets for one in bucket.members}
         self._sent = 0  # buckets of this backward pass that have left
-        self._flights: list[tuple[_GradientBucket, Future[Tensor]]] = []
-        self._sent_bytes = 0
+        self._flights: list[SumsUnderWay] = []
         self._backward = False
         self.backward_ends: Callable[[], None] = lambda: None
         self.unreduced = False
@@ -179,33 +176,12 @@ class ShardedModel:
         """Sum the next bucket: blocks by worker, each with its slices and which gradients there are."""
         bucket = self._buckets[self._sent]
         self._sent += 1
-        weight = self._weight()
-        lengths = self._lengths(bucket.members)
-        flat = torch.zeros(
-            sum(lengths), dtype=bucket.members[0].parameter.dtype, device=bucket.members[0].mine.device
-        )
-        for worker, block in enumerate(blocks(flat, lengths)):
-            at = 0
-            for index, one in enumerate(bucket.members):
-                begin, end = one.edges[worker]
-                grad = one.parameter.grad
-                if grad is not None:
-                    torch.mul(grad.reshape(-1)[begin:end], weight, out=block[at : at + end - begin])
-                    block[len(block) - len(bucket.members) + index] = 1
-                at += end - begin
+        gradients = [one.parameter.grad for one in bucket.members]
+        self._flights.append(self._sums.begin(bucket.members, gradients, self._weight()))
         for one in bucket.members:
             one.parameter.grad = None
-        size_bytes = flat.numel() * flat.element_size()
-        self._sent_bytes += size_bytes * (self._sums.size - 1) // self._sums.size
-        self._flights.append((bucket, self._sums.reduce_scatter(flat, lengths)))
         while len(self._flights) > _MOST_FLIGHTS:
-            self._land(*self._flights.pop(0))
-
-    def _lengths(self, members: Sequence[ShardedParameter]) -> list[int]:
-        return [
-            sum(one.edges[worker][1] - one.edges[worker][0] for one in members) + len(members)
-            for worker in range(self._sums.size)
-        ]
+            self._sums.land(self._flights.pop(0))
 
     def _end_backward(self) -> None:
         """The backward pass is over on this worker: receive the sums, and show slices."""
@@ -219,28 +195,18 @@ class ShardedModel:
             self._send()
         self._observer.arrived()
         while self._flights:
-            self._land(*self._flights.pop(0))
+            self._sums.land(self._flights.pop(0))
         self.unreduced = self._keeps()
         if not self.unreduced:
             for one in self.parameters:
                 one.show_slice()
                 one.parameter.grad, one.kept = one.kept, None
             self.unreduced = False
-        sent_bytes, self._sent_bytes = self._sent_bytes, 0  # with the gathers since the last round
+        sent_bytes, self._sums.sent_bytes = (
+            self._sums.sent_bytes,
+            0,
+        )  # with the gathers since the last round
         self._observer.reduced(sent_bytes)
-
-    def _land(self, bucket: _GradientBucket, future: Future[Tensor]) -> None:
-        block = future.wait().clone()
-        if self._across is not None:
-            self._sent_bytes += self._across.sent_bytes(block)
-            self._across.all_reduce(block).wait()
-        at, there = 0, block[len(block) - len(bucket.members) :].tolist()
-        for one, has in zip(bucket.members, there, strict=True):
-            length = one.mine.numel()
-            if has:
-                fresh = block[at : at + length]
-                one.kept = fresh if one.kept is None else one.kept.add_(fresh)
-            at += length
 
     def rescale(self, factor: float) -> None:
         """The weight of gradients that level 1 keeps on this worker has changed."""
@@ -271,7 +237,7 @@ class ShardedModel:
             self.values.land(flight)
 
     def _gathers_bytes(self, size_bytes: int) -> None:
-        self._sent_bytes += size_bytes
+        self._sums.sent_bytes += size_bytes
 
     def close(self) -> None:
         """Give the module back, whole."""
@@ -281,7 +247,9 @@ class ShardedModel:
             self.show_whole()
 
 
-def _sharded(p: nn.Parameter, weights: Sequence[float], rank: int, *, apart: bool) -> ShardedParameter:
+def sharded_parameter(
+    p: nn.Parameter, weights: Sequence[float], rank: int, *, apart: bool
+) -> ShardedParameter:
     """A parameter's slices. Its memory becomes our own; with `apart` the slice has memory of its own."""
     whole = p.data.contiguous().view(-1)
     if apart:
@@ -296,14 +264,3 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
     return one + other
-
-
-def _packed(members: Sequence[ShardedParameter]) -> list[list[ShardedParameter]]:
-    """Parameters of one type that travel together."""
-    found: list[list[ShardedParameter]] = []
-    for kind in dict.fromkeys(one.parameter.dtype for one in members):
-        alike = [one for one in members if one.parameter.dtype == kind]
-        found += [
-            [alike[at] for at in group] for group in buckets([one.length for one in alike], _MOST_ELEMENTS)
-        ]
-    return found

@@ -21,6 +21,7 @@ from echelon.comm.meet.links import Links
 from echelon.config.units import show_memory
 from echelon.parallel.chain import Given, LayerChain, chain_of, check_cuts
 from echelon.parallel.cut import ChainCost, best_cuts, wires_s
+from echelon.parallel.gathered_layers import GatheredLayers
 from echelon.parallel.holdings import Holdings
 from echelon.parallel.layout import Mesh
 from echelon.parallel.measure import LayerCosts, measure
@@ -30,6 +31,7 @@ from echelon.parallel.pass_times import PassTimes, resident_bytes
 from echelon.parallel.schedule import StageAction, most_kept, schedule
 from echelon.parallel.split import Gradients
 from echelon.parallel.stage import PipelineStage, StagePart
+from echelon.parallel.stage_shards import StageDivision, StageShards
 from echelon.parallel.strategies.pipeline import Pipeline
 
 Explain = Callable[[str, str, str], None]
@@ -43,6 +45,8 @@ class SpreadModel:
     weight        of this replica's loss, when a backward pass ends
     keeps         whether gradients stay on this worker for now (accumulation)
     agree         all workers make the call that is described, or all raise
+    division      how the workers with this stage divide its states; None: each has all of them
+    begun         called when this worker has its part
     """
 
     def __init__(
@@ -59,7 +63,13 @@ class SpreadModel:
         agree: Callable[[str], None],
         observer: Any,
         explain: Explain,
+        division: StageDivision | None = None,
+        begun: Callable[[], None] = lambda: None,
     ) -> None:
+        self._begun = begun
+        self._division = division
+        self.shards: StageShards | None = None
+        self._gathered: GatheredLayers | None = None
         self._model = model
         self._pipeline = pipeline
         self._mesh = mesh
@@ -101,13 +111,17 @@ class SpreadModel:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._stage is None:
             self._stage = self._begin((args, kwargs))
+            self._begun()
+        if self.shards is not None:
+            self.shards.show_whole()
         return self._stage.forward(args, kwargs)
 
     def _begin(self, given: Given) -> PipelineStage:
         """Cut the model, and keep this worker's part."""
         cuts = self._cuts(given)
         edges = [(0, *cut, len(self._chain)) for cut in cuts]
-        self.holdings = Holdings(self._model, self._group, self._owners(edges))
+        apart = self._mesh.ranks if self._division is not None else ()
+        self.holdings = Holdings(self._model, self._group, self._owners(edges), apart)
         rank = self._group.rank
         replica, stage = self._mesh.replica_of(rank), self._mesh.stage_of(rank)
         part = StagePart(
@@ -118,12 +132,19 @@ class SpreadModel:
         )
         self.holdings.part()
         self._tell(part, replica)
+        chain, count = self._chain, self._pipeline.count
+        if self._division is not None:
+            self.shards = shards = StageShards(self.holdings.own, self._division)
+            if self._division.level == 3:
+                chain = self._gathered = GatheredLayers(chain, self._model, shards, part.begin, part.end)
+                count = lambda rows: shards.agreed_micro(self._pipeline.count(rows), rows)  # noqa: E731
         return PipelineStage(
-            self._chain,
+            chain,
             part,
             self._messages,
             self.holdings,
             options=self._pipeline,
+            count=count,
             landed=self._landed,
             timed=self._timed,
             training=self._trains,
@@ -200,25 +221,36 @@ class SpreadModel:
         sizes_bytes = [
             held + kept * passed for held, passed in zip(costs.held_bytes, costs.passed_bytes, strict=True)
         ]
-        figures = [*costs.times_s, *sizes_bytes, *costs.passed_bytes, self._memory_bytes]
+        figures = [*costs.times_s, *sizes_bytes, *costs.passed_bytes, float(micro), self._memory_bytes]
         mine = torch.tensor(figures, dtype=torch.float64)
         told = [one.tolist() for one in self._group.all_gather(mine)]
-        count = len(self._chain)
-        found = [
-            best_cuts(
-                ChainCost(
-                    times_s=[told[rank][:count] for rank in ranks],
-                    sizes_bytes=told[0][count : 2 * count],
-                    limits_bytes=[told[rank][-1] for rank in ranks],
-                    wires_s=wires_s(self._rates(ranks), told[ranks[0]][2 * count : 3 * count]),
-                    closed=self._chain.closed,
-                ),
-                micro,
-            )
-            for ranks in mesh.ranks
-        ]
+        if self._division is None:
+            found = [self._cut(told, [ranks]) for ranks in mesh.ranks]
+        else:  # replicas that divide stages have the same ones
+            found = [self._cut(told, mesh.ranks)] * mesh.replicas
         self._explain("pipeline", self._why(found, told), "")
         return found
+
+    def _cut(self, told: list[list[float]], replicas: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The cuts of replicas that are cut alike, by their slowest workers; `told` has all figures."""
+        count, stages = len(self._chain), list(zip(*replicas, strict=True))
+        first = replicas[0][0]
+        return best_cuts(
+            ChainCost(
+                times_s=[
+                    [max(told[rank][at] for rank in peers) for at in range(count)] for peers in stages
+                ],
+                sizes_bytes=told[0][count : 2 * count],
+                limits_bytes=[min(told[rank][-1] for rank in peers) for peers in stages],
+                wires_s=wires_s(self._slowest_rates(replicas), told[first][2 * count : 3 * count]),
+                closed=self._chain.closed,
+            ),
+            int(told[first][-2]),
+        )
+
+    def _slowest_rates(self, replicas: Sequence[Sequence[int]]) -> list[float]:
+        found = [rates for ranks in replicas if (rates := self._rates(ranks))]
+        return [min(rates) for rates in zip(*found, strict=True)]
 
     def _rates(self, ranks: Sequence[int]) -> list[float]:
         """The bytes per second of the links between stages; none if nothing is known."""
@@ -249,47 +281,97 @@ class SpreadModel:
         kept = self._kept or [None] * len(gradients)
         self._kept = [_sum(mine, fresh, weight) for mine, fresh in zip(kept, gradients, strict=True)]
         self._observer.computing()
-        if self._keeps():
+        if self._keeps() and (self.shards is None or self.shards.level == 1):
             self.unreduced = True
             return
         self._observer.arrived()
         total, self._kept, self.unreduced = self._kept, [], False
         sent_bytes = holdings.reduce(total)
+        if self.shards is not None:
+            self._divide(self.shards, total, sent_bytes)
+            return
         for p, gradient in zip(holdings.own, total, strict=True):
             if gradient is not None:
                 p.grad = gradient if p.grad is None else p.grad.add_(gradient)
         self._observer.reduced(sent_bytes)
+
+    def _divide(self, shards: StageShards, total: Gradients, sent_bytes: int) -> None:
+        """Sum gradients slice by slice; before a step parameters are slices."""
+        if self._gathered is not None:
+            self._gathered.end_pass()
+        shards.sum(total)
+        self.unreduced = self._keeps()
+        if not self.unreduced:
+            shards.show_slices()
+        self._observer.reduced(sent_bytes + shards.taken_bytes())
 
     def _held(self) -> list[Tensor]:
         own = self.holdings.own if self.holdings is not None else []
         return [p.grad for p in own if p.grad is not None]
 
     def _counted(self) -> list[Tensor]:
-        counted = self.holdings.counted if self.holdings is not None else []
+        holdings, shards = self.holdings, self.shards
+        counted = holdings.counted if holdings is not None else []
+        if holdings is not None and shards is not None:
+            stage = set(self._mesh.peers(self._mesh.stage_of(self._group.rank)))
+            counted = [p for p in holdings.own if shards.counts and holdings.first_owner(p) in stage]
         return [p.grad for p in counted if p.grad is not None]
 
     # State -------------------------------------------------------------------------------------------
 
     def _before_state(self, *_: Any) -> None:
-        if self.holdings is not None and not self.quiet:
-            self._agree("state_dict of a model in parts")
+        if self.holdings is None:
+            return
+        if self.quiet:
+            self.lend(values=False)
+            return
+        self._agree("state_dict of a model in parts")
+        self.whole()
+
+    def whole(self) -> None:
+        """Give every worker the whole model, until `part`; all call this together."""
+        if self.holdings is not None:
+            self.lend(values=True)
             self.holdings.whole()
 
-    def _after_state(self) -> None:
-        if self.holdings is not None and not self.quiet:
+    def lend(self, *, values: bool) -> None:
+        """Show this stage's parameters whole, until `part`."""
+        shards = self.shards
+        if shards is None or shards.lends:
+            return
+        if self._gathered is not None:
+            self._gathered.end_pass()
+        shards.lend(values=values)
+
+    def part(self) -> None:
+        """Keep only this worker's part again."""
+        if self.holdings is not None:
             self.holdings.part()
+        if self.shards is not None:
+            self.shards.take_back()
+
+    def _after_state(self) -> None:
+        if not self.quiet:
+            self.part()
 
     def _before_load(self, *_: Any) -> None:
         if self.holdings is not None:
+            self.lend(values=False)
             self.holdings.room()
 
     def _after_load(self, *_: Any) -> None:
+        if self.shards is not None:
+            self.shards.loaded()
         if self.holdings is not None and not self.quiet:
             self.holdings.part()
 
     def close(self) -> None:
         """Give the module back. Parameters of other stages stay where they are."""
         self._norms.remove()
+        if self._gathered is not None:
+            self._gathered.close()
+        if self.shards is not None:
+            self.shards.close()
         for handle in self._handles:
             handle.remove()
         if self._own_forward is None:

@@ -99,6 +99,7 @@ class PipelineStage:
         holdings: Holdings,
         *,
         options: Pipeline,
+        count: Callable[[int], int],
         landed: Callable[[Gradients], None],
         timed: Callable[[PassTimes], None],
         training: Callable[[], bool],
@@ -109,6 +110,7 @@ class PipelineStage:
         self._parameters = list(holdings.own)
         self._buffers = list(holdings.buffers)
         self._options = options
+        self._count = count  # of micro-batches, by the number of samples
         self.landed = landed
         self._timed = timed
         self._times = PassTimes()
@@ -127,7 +129,7 @@ class PipelineStage:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output; its gradient goes back through the pipeline."""
-        call = cut_call((args, kwargs), self._options.count)
+        call = cut_call((args, kwargs), self._count)
         if not torch.is_grad_enabled():
             return self._through(call)
         return self.passed(call) if self._options.schedule == "gpipe" else AwaitedOutput.of(self, call)

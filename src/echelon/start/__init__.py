@@ -12,6 +12,7 @@ members.py    who is still in the run? The launcher's service for runs that go o
 control.py    how is a running run asked to let workers leave or join? The launcher's side
 control_client.py  and the side of a command
 further.py    how does a worker start that joins a running run?
+member_board.py  how do the launcher and the members of a run see each other?
 stuck_watch.py  which workers hold the others up now?
 ring_form.py   what does `--sync flexible` mean where there is no server?
 failure.py    which worker failed first, and why

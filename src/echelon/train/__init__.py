@@ -1,11 +1,15 @@
 """The session: how a training script takes part in a run.
 
 join.py         turns a script into a worker
-session.py      what the script talks to: prepare, epochs, save, load
-preparable.py   what can be prepared, with which options?
+session.py      what the script talks to; its methods are in the classes that it inherits:
+script_prepare.py  how a script's models, optimizers and loaders become part of the run
+script_loop.py  what happens at an epoch, a pass, a batch and a step of the script's loop
+script_layout.py  how models are spread over the workers, and what synchronises and checks them
+script_members.py  what becomes of a session when its members change
 script_checkpoints.py  how a script keeps where it is, and goes on from there
 script_log.py   what a script can record
 collectives.py  what a script can ask of the other workers: reduce, gather, broadcast, wait
+preparable.py   what can be prepared, with which options?
 loader.py       draws this worker's share of every batch
 loader_rules.py what may a loader be that is shared out, and what do its samplers say?
 to_device.py    data on the device of a worker
@@ -48,6 +52,7 @@ thread_times.py did the training thread have a core?
 record.py       a worker's events, and the start and end of a run without a launcher
 far_events.py   sends the events of workers that do not share the leader's disk to its record
 left_loop.py    did an exception end the script's loop, in an engine that catches it?
+freed_memory.py is memory that a step frees kept for the next one?
 threads.py      how many threads does each worker compute with under another launcher?
 user_traceback.py  the traceback of a user's error, without Echelon's wrappers
 run_state.py    the whole state of a run as a tree: collected, and put back

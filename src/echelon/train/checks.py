@@ -73,11 +73,14 @@ def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layo
     extents(layout, workers, where=where)
     if layout.is_data_only or workers == 1:
         return layout
-    if layout.find(Sharded) is not None and layout.find(Pipeline) is not None:
+    pipeline, sharded = layout.find(Pipeline), layout.find(Sharded)
+    filled = pipeline is not None and pipeline.schedule == "filled"
+    if filled and sharded is not None and sharded.level == 3:
         raise ConfigError(
-            "a pipeline's stages are not divided into shards yet",
+            "sharded(level=3) does not go with schedule filled: workers gather parameters together, and "
+            "with filled each computes weights when it has to wait",
             where=where,
-            fix="use pipeline * data, or sharded * data",
+            fix="use schedule=1f1b or gpipe, or sharded(level=2)",
         )
     for option, value, needed in (
         ("sync", POLICIES.build(plan.sync, where="--sync").resolved().name, "full"),

@@ -80,6 +80,16 @@ class ScriptCollectives:
         """How many workers there are."""
         return self._group.size
 
+    @property
+    def is_leader(self) -> bool:
+        """Whether this worker has rank 0, which prints and writes for all."""
+        return self.rank == 0
+
+    @property
+    def node(self) -> str:
+        """The name of the machine that this worker runs on."""
+        return self._nodes[self.rank]
+
     @overload
     def all_reduce(
         self, tensor: Tensor, op: Op = "sum", *, weight: float | None = None, wait: Literal[True] = True

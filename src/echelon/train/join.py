@@ -57,6 +57,7 @@ from echelon.train.changes import FIRST_KEY, MemberChanges
 from echelon.train.checkpoint_settings import checkpoint_settings, save_as_asked
 from echelon.train.checks import check_plan, needs_parameter_servers, refuse_losses, refuse_without_servers
 from echelon.train.clock import StepClock
+from echelon.train.freed_memory import keep_freed_memory
 from echelon.train.progress import OwnProgress
 from echelon.train.record import RunRecord
 from echelon.train.service import ADDRESS_VARIABLE, RETURNS_VARIABLE, MemberService, ServiceStore
@@ -161,6 +162,7 @@ def join(
     kept = _is_kept(record, launched, place)
     if place.serves:
         _serve(place, plan, kept=kept)
+    keep_freed_memory()
     group, rendezvous = _connect(place, plan, sums=sums)
     with _departing_on_error(group, rendezvous):
         links = group.measure_links()

@@ -33,7 +33,7 @@ from echelon.parallel.strategies.sharded import Sharded
 from echelon.plan.plan import Plan
 from echelon.train import batchnorm
 from echelon.train.checks import check_layout
-from echelon.train.families.shard import ELEMENTWISE
+from echelon.train.families.slice_steps import ELEMENTWISE
 from echelon.train.fitting_memory import bytes_of, room_bytes
 
 WHERE = "prepare(parallel='auto')"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,6 @@ from torch import Tensor, nn, optim
 
 from echelon.errors import ConfigError
 from echelon.parallel import offload
-from echelon.parallel.freed_memory import _SETTINGS
 from echelon.parallel.offload import OffloadedStates
 
 
@@ -72,33 +68,3 @@ def test_a_full_disk_is_an_error_before_states_are_written(tmp_path, monkeypatch
     with pytest.raises(ConfigError, match="No space left on device") as refused:
         OffloadedStates(str(tmp_path))
     assert "more room" in refused.value.fix
-
-
-KEPT = """
-import sys
-from pathlib import Path
-from echelon.parallel.freed_memory import give_back_freed_memory
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
-
-if sys.argv[1] == "fixed":
-    assert give_back_freed_memory()
-bytearray(2 << 20)  # freed at once: without a fixed threshold such blocks are parts of the heap from now on
-before = resident()
-blocks = [bytearray(b"x") * (1 << 20) for _ in range(64)]
-kept = blocks[1::2]
-del blocks
-print(resident() - before - len(kept))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_freed_memory_goes_back_to_the_system():
-    def held(how: str) -> int:
-        run = [sys.executable, "-c", KEPT, how]
-        env = {name: value for name, value in os.environ.items() if name not in _SETTINGS}
-        told = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120, check=True)
-        return int(told.stdout)
-
-    assert held("fixed") < 5 < held("as it is")

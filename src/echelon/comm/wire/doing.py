@@ -29,7 +29,7 @@ AT_EPOCH_END = "at the end of an epoch"
 AT_SCRIPT_END = "at the end of its script"
 
 _LAUNCHING = ("echelon.start", "echelon.cli", "echelon.__main__")
-_EXCHANGING = ("echelon.comm.", "echelon.train.families.", "echelon.train.session")
+_EXCHANGING = ("echelon.comm.", "echelon.train.families.", "echelon.train.session", "echelon.train.script_")
 _END_OF_SCRIPT = {"close", "_leave", "__exit__", "tell"}
 _MOST_RANKS = 6
 _LIBRARIES = tuple(
@@ -105,9 +105,9 @@ def _words(frame: StackFrame) -> str:
             return IN_STEP
         case ["train", "session" | "join"] if name in _END_OF_SCRIPT:
             return AT_SCRIPT_END
-        case ["train", "session"] if name == "epochs":
+        case ["train", "script_loop"] if name == "epochs":
             return AT_EPOCH_END
-        case ["train", "session"] if "step" in function or "adopt" in function:
+        case ["train", "script_loop" | "script_prepare"] if "step" in function or "adopt" in function:
             return IN_STEP
         case ["reduce", "deferred"]:
             return IN_STEP if function.startswith("_DeferredStep") else "using a parameter"

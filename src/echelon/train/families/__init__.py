@@ -9,4 +9,5 @@ share.py         all workers update one memory
 levels.py        one policy inside groups, another one between them
 spread.py        no policy: a layout gives each worker some layers of the model
 shard.py         no policy: a layout gives each worker slices of the states
+slice_steps.py   steps of optimizers on slices, and whole states for checkpoints
 """

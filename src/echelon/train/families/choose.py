@@ -12,6 +12,7 @@ from echelon.comm.open import open_solo
 from echelon.comm.schedule.cost import LinkCost
 from echelon.errors import ConfigError
 from echelon.parallel.layout import Layout, Mesh, lines, mesh_of
+from echelon.parallel.stage_shards import StageDivision
 from echelon.parallel.strategies.data import Replicas
 from echelon.parallel.strategies.pipeline import Pipeline
 from echelon.parallel.strategies.sharded import Sharded
@@ -129,12 +130,11 @@ def spread_out(
     explain: Explain,
 ) -> SpreadRun:
     """The synchronizer of a layout in which workers have parts of a model; all workers call it."""
-    sharded = layout.find(Sharded)
-    if sharded is not None:
-        return SpreadRun(_sharded(layout, sharded, group, clock, compared), _of_workers(group.size), group)
+    sharded, pipeline = layout.find(Sharded), layout.find(Pipeline)
     mesh = mesh_of(layout, group.size)
-    pipeline = layout.find(Pipeline)
-    assert pipeline is not None
+    if pipeline is None:
+        assert sharded is not None
+        return SpreadRun(_sharded(layout, sharded, group, clock, compared), mesh, group)
     view: Group = open_solo()
     for stage in range(mesh.stages):
         peers = group.subgroup(mesh.peers(stage)) if mesh.replicas > 1 else None
@@ -148,13 +148,24 @@ def spread_out(
         links=links,
         compared=compared,
         explain=explain,
+        division=_division(layout, sharded, group) if sharded is not None else None,
+        offload=sharded.offload if sharded is not None else "",
     )
     return SpreadRun(synchronizer, mesh, view)
 
 
-def _of_workers(count: int) -> Mesh:
-    """Every worker is a replica."""
-    return Mesh(ranks=tuple((rank,) for rank in range(count)))
+def _division(layout: Layout, sharded: Sharded, group: Group) -> StageDivision:
+    """The workers that divide states with this one, and those with the same slices."""
+    divides, across = (
+        [one for line in lines(layout, group.size, kind) if (one := _among(group, line)) is not None]
+        for kind in (Sharded, Replicas)
+    )
+    return StageDivision(
+        level=sharded.level,
+        divides=divides[0],
+        across=across[0] if across[0].size > 1 else None,
+        weights=sharded.weights or [1.0] * divides[0].size,
+    )
 
 
 def _among(group: Group, members: tuple[int, ...]) -> Group | None:
@@ -165,17 +176,14 @@ def _among(group: Group, members: tuple[int, ...]) -> Group | None:
 def _sharded(
     layout: Layout, sharded: Sharded, group: Group, clock: StepClock, compared: Callable[[str], None]
 ) -> Synchronizer:
-    divides, across = (
-        [one for line in lines(layout, group.size, kind) if (one := _among(group, line)) is not None]
-        for kind in (Sharded, Replicas)
-    )
+    division = _division(layout, sharded, group)
     return ShardSynchronizer(
         group,
-        divides[0],
-        across[0] if across[0].size > 1 else None,
+        division.divides,
+        division.across,
         clock,
-        level=sharded.level,
-        weights=sharded.weights or [1.0] * divides[0].size,
+        level=division.level,
+        weights=division.weights,
         offload=sharded.offload,
         compared=compared,
     )

@@ -6,41 +6,23 @@ slice (`parallel/shards.py`). A checkpoint has whole states, so it loads under a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.checkpoint import state_tree
 from echelon.comm.group import Group
-from echelon.errors import ConfigError, ModelError
-from echelon.parallel.freed_memory import give_back_freed_memory
+from echelon.errors import ModelError
 from echelon.parallel.gathered import GatheredParameters
 from echelon.parallel.norms import WholeNorms
-from echelon.parallel.offload import OffloadedStates
 from echelon.parallel.shards import ShardedModel, ShardedParameter
 from echelon.train import batchnorm
 from echelon.train import consistency as agree
 from echelon.train.families.reduce import StepObserver
+from echelon.train.families.slice_steps import SliceSteps
 from echelon.train.families.spread import refuse_rules
 from echelon.train.families.synchronizer import ModelOptions, Overlap, Synchronizer
-
-# They compute each element by itself, so that a slice's update is the slice of the whole update.
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.ASGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-)
+from echelon.train.freed_memory import give_back_freed_memory
 
 
 class ShardSynchronizer(Synchronizer):
@@ -66,7 +48,7 @@ class ShardSynchronizer(Synchronizer):
         offload: str = "",
     ) -> None:
         give_back_freed_memory()
-        self._on_disk = OffloadedStates(offload) if offload else None
+        self._steps = SliceSteps(self._shards_of, self._stepped, offload=offload)
         self._group = group
         self._divides = divides
         self._across = across
@@ -76,8 +58,6 @@ class ShardSynchronizer(Synchronizer):
         self._compared = compared
         self._models: list[tuple[nn.Module, ShardedModel]] = []
         self._gathered: list[GatheredParameters] = []
-        self._optimizers: list[Optimizer] = []
-        self._lent: list[tuple[Optimizer, nn.Parameter, dict[str, Any]]] = []
         self._keeps = False
         self.weight = 1.0 / group.size
         self._resolve: Callable[[], None] = lambda: None
@@ -123,36 +103,11 @@ class ShardSynchronizer(Synchronizer):
         self, optimizer: Optimizer, overlap: Overlap, before: Callable[[], None], after: Callable[[], None]
     ) -> None:
         """Steps update slices; refuses optimizers that need whole parameters."""
-        if type(optimizer) not in ELEMENTWISE:
-            raise ConfigError(
-                f"{type(optimizer).__name__} may compute with whole parameters, and a worker has slices",
-                where="prepare, parallel",
-                fix="use one that computes each element by itself: "
-                + ", ".join(one.__name__ for one in ELEMENTWISE),
-            )
-        if optimizer.state:
-            raise ConfigError(
-                "the optimizer has taken steps before prepare, so its states are of whole parameters",
-                where="prepare, parallel",
-                fix="prepare it before its first step, and continue from checkpoints with session.load",
-            )
-        self._optimizers.append(optimizer)
+        self._steps.adopt(optimizer, before, after)
 
-        def before_updates(_: Optimizer, args: Any, kwargs: Any) -> None:
-            before()
-            given = [*args[1:], *kwargs.values()]  # with a closure there are no gradients yet
-            if self._on_disk is not None and all(one is None for one in given):
-                self._on_disk.step(optimizer)
-
-        def stepped() -> None:
-            if self._on_disk is not None:
-                self._on_disk.stepped(optimizer)
-            for _, shards in self._models:
-                shards.stepped(list(_parameters(optimizer)))
-
-        optimizer.register_step_pre_hook(before_updates)
-        optimizer.register_step_post_hook(lambda *_: stepped())
-        optimizer.register_step_post_hook(lambda *_: after())
+    def _stepped(self, updated: Sequence[Tensor]) -> None:
+        for _, shards in self._models:
+            shards.stepped(updated)
 
     def keep(self, active: bool) -> None:
         """More backward passes follow before a step while `active`."""
@@ -209,38 +164,14 @@ class ShardSynchronizer(Synchronizer):
         """Show whole models, and give the leader the whole states of optimizers."""
         for gathered in self._gathered:
             gathered.lend()
-        told = self._divides.all_gather_bytes(state_tree.pack(self._own_states()))
-        parts = [state_tree.unpack(data) for data in told]
-        for at, optimizer in enumerate(self._optimizers):
-            for index, p in enumerate(_parameters(optimizer)):
-                one = self._shards_of(p)
-                own = optimizer.state.get(p)
-                if one is None or not own:
-                    continue
-                self._lent.append((optimizer, p, own))
-                optimizer.state[p] = {
-                    key: torch.cat([part[f"{at}/{index}"][key] for part in parts]).view(one.shape)
-                    if _is_sliced(value, one)
-                    else value
-                    for key, value in own.items()
-                }
+        self._steps.lend_whole(self._divides)
 
-    def _own_states(self) -> dict[str, Any]:
-        return {
-            f"{at}/{index}": dict(optimizer.state[p])
-            for at, optimizer in enumerate(self._optimizers)
-            for index, p in enumerate(_parameters(optimizer))
-            if p in optimizer.state
-        }
-
-    def _shards_of(self, p: nn.Parameter) -> ShardedParameter | None:
+    def _shards_of(self, p: Tensor) -> ShardedParameter | None:
         return next((one for _, shards in self._models if (one := shards.of(p)) is not None), None)
 
     def after_save(self) -> None:
         """Slices again."""
-        for optimizer, p, own in self._lent:
-            optimizer.state[p] = own
-        self._lent.clear()
+        self._steps.take_back()
         for gathered in self._gathered:
             gathered.take_back()
 
@@ -259,15 +190,7 @@ class ShardSynchronizer(Synchronizer):
     def loaded(self) -> None:
         """Keep this worker's slices of the states that were loaded."""
         self._quiet(False)
-        for optimizer in self._optimizers:
-            for p in _parameters(optimizer):
-                one = self._shards_of(p)
-                if one is None:
-                    continue
-                begin, end = one.edges[self._divides.rank]
-                for key, value in optimizer.state.get(p, {}).items():
-                    if isinstance(value, Tensor) and value.shape == one.shape and value.dim():
-                        optimizer.state[p][key] = value.reshape(-1)[begin:end].clone()
+        self._steps.cut_states(self._divides.rank)
 
     def close(self) -> None:
         """Give the modules back."""
@@ -277,12 +200,3 @@ class ShardSynchronizer(Synchronizer):
         for model, shards in self._models:
             shards.close()
             batchnorm.make_local(model)
-
-
-def _is_sliced(value: Any, one: ShardedParameter) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 1 and value.shape == one.mine.shape
-
-
-def _parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]

@@ -6,10 +6,9 @@ batch; the gradients of a parameter are summed over the workers that hold it, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -18,16 +17,23 @@ from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.errors import ConfigError, ModelError
 from echelon.parallel.layout import Mesh
+from echelon.parallel.shards import ShardedParameter
 from echelon.parallel.spread import SpreadModel
+from echelon.parallel.stage_shards import StageDivision
 from echelon.parallel.strategies.pipeline import Pipeline
 from echelon.train import batchnorm
 from echelon.train import consistency as agree
 from echelon.train.families.reduce import StepObserver
+from echelon.train.families.slice_steps import SliceSteps, parameters_of
 from echelon.train.families.synchronizer import Explain, ModelOptions, Overlap, Synchronizer
+from echelon.train.freed_memory import give_back_freed_memory
 
 
 class SpreadSynchronizer(Synchronizer):
-    """Runs all models of a run in parts, on one worker. `compared` makes all workers agree on a call."""
+    """Runs all models of a run in parts, on one worker. `compared` makes all workers agree on a call.
+
+    division  how the workers with this stage divide its states, `offload` in which folder they keep them
+    """
 
     meets_every_step = True
 
@@ -42,7 +48,14 @@ class SpreadSynchronizer(Synchronizer):
         links: Links | None,
         compared: Callable[[str], None],
         explain: Explain,
+        division: StageDivision | None = None,
+        offload: str = "",
     ) -> None:
+        self._division = division
+        self._steps: SliceSteps | None = None
+        if division is not None:
+            give_back_freed_memory()
+            self._steps = SliceSteps(self._shards_of, self._stepped, offload=offload)
         self._group = group
         self._mesh = mesh
         self._pipeline = pipeline
@@ -74,6 +87,8 @@ class SpreadSynchronizer(Synchronizer):
             agree=self._compared,
             observer=self._observer,
             explain=self._explain,
+            division=self._division,
+            begun=self._keep_own_states,
         )
         self._models.append((model, spread))
 
@@ -108,8 +123,20 @@ class SpreadSynchronizer(Synchronizer):
                 fix="use an optimizer that updates each element by itself, such as SGD or Adam",
             )
         self._optimizers.append(optimizer)
+        if self._steps is not None:
+            self._steps.adopt(optimizer, before, after)
+            return
         optimizer.register_step_pre_hook(lambda *_: before())
         optimizer.register_step_post_hook(lambda *_: after())
+
+    def _shards_of(self, p: Tensor) -> ShardedParameter | None:
+        found = (spread.shards.of(p) for _, spread in self._models if spread.shards is not None)
+        return next((one for one in found if one is not None), None)
+
+    def _stepped(self, updated: Sequence[Tensor]) -> None:
+        for _, spread in self._models:
+            if spread.shards is not None:
+                spread.shards.stepped(updated)
 
     def keep(self, active: bool) -> None:
         """Keep gradients on this worker while `active`."""
@@ -148,12 +175,13 @@ class SpreadSynchronizer(Synchronizer):
         """Give all workers the whole models, and the leader all states of optimizers."""
         for _, spread in self._models:
             spread.quiet = True
-            if spread.holdings is not None:
-                spread.holdings.whole()
+            spread.whole()
         if any(spread.holdings is not None for _, spread in self._models):
             self._lend_states()
 
     def _lend_states(self) -> None:
+        if self._steps is not None and self._division is not None:
+            self._steps.lend_whole(self._division.divides)
         own = state_tree.pack(self._own_states())
         parts = self._group.all_gather_bytes(own)
         if self._group.rank:
@@ -162,7 +190,7 @@ class SpreadSynchronizer(Synchronizer):
             for key, state in state_tree.unpack(data).items():
                 at, index = (int(part) for part in key.split("/"))
                 optimizer = self._optimizers[at]
-                p = _parameters(optimizer)[index]
+                p = list(parameters_of(optimizer))[index]
                 optimizer.state[p] = state
                 self._lent.append((optimizer, p))
 
@@ -177,7 +205,7 @@ class SpreadSynchronizer(Synchronizer):
         return {
             f"{at}/{index}": dict(optimizer.state[p])
             for at, optimizer in enumerate(self._optimizers)
-            for index, p in enumerate(_parameters(optimizer))
+            for index, p in enumerate(parameters_of(optimizer))
             if p in optimizer.state and first.get(id(p)) == self._group.rank
         }
 
@@ -186,6 +214,8 @@ class SpreadSynchronizer(Synchronizer):
         for optimizer, p in self._lent:
             optimizer.state.pop(p, None)
         self._lent.clear()
+        if self._steps is not None:
+            self._steps.take_back()
         self._part()
 
     def before_load(self) -> None:
@@ -200,25 +230,26 @@ class SpreadSynchronizer(Synchronizer):
     def loaded(self) -> None:
         """Keep only this worker's part of what was loaded."""
         self._part()
+        self._keep_own_states()
+
+    def _keep_own_states(self) -> None:
+        """Of loaded states keep those of this worker's parameters."""
         for _, spread in self._models:
             for p in spread.holdings.others if spread.holdings is not None else ():
                 for optimizer in self._optimizers:
                     optimizer.state.pop(p, None)
+        if self._steps is not None and self._division is not None:
+            self._steps.cut_states(self._division.divides.rank)
 
     def _part(self) -> None:
         for _, spread in self._models:
             spread.quiet = False
-            if spread.holdings is not None:
-                spread.holdings.part()
+            spread.part()
 
     def close(self) -> None:
         """Give the modules back."""
         for _, spread in self._models:
             spread.close()
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def refuse_rules(rules: ModelOptions) -> None:

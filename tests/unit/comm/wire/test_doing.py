@@ -35,18 +35,28 @@ WAIT = ours("comm.future", "Future._block")
 
 LOADER = ours("train.loader", "SharedLoader.__iter__")
 CASES = {
-    "in save()": [ours("train.session", "Session.save"), ours("train.resume", "gather"), WAIT],
+    "in save()": [
+        ours("train.script_checkpoints", "ScriptCheckpoints.save"),
+        ours("train.resume", "gather"),
+        WAIT,
+    ],
     "in all_reduce()": [ours("train.collectives", "ScriptCollectives.all_reduce"), WAIT],
     "in gather_for_metrics()": [ours("train.metrics", "ScriptMetrics.gather_for_metrics"), WAIT],
-    "in prepare()": [ours("train.session", "Session.prepare"), ours("reduce.reducer", "Reducer._pack")],
+    "in prepare()": [
+        ours("train.script_prepare", "ScriptPrepare.prepare"),
+        ours("reduce.reducer", "Reducer._pack"),
+    ],
     "in wait()": [ours("comm.future", "CallerFuture.wait"), WAIT],
     "using a parameter": [TORCH, ours("reduce.deferred", "DeferredParameter.__torch_function__"), WAIT],
 }
 PLACES = [
-    (doing.AT_EPOCH_END, [ours("train.session", "Session.epochs"), ours("train.families.mix", "finish")]),
+    (
+        doing.AT_EPOCH_END,
+        [ours("train.script_loop", "ScriptLoop.epochs"), ours("train.families.mix", "finish")],
+    ),
     (doing.AT_SCRIPT_END, [ours("train.session", "Session.close"), ours("comm.engine", "Engine.close")]),
     (doing.AT_SCRIPT_END, [ours("train.session", "Session.__exit__"), WAIT]),
-    (doing.AT_PASS, [LOADER, ours("train.session", "Session._on_pass")]),
+    (doing.AT_PASS, [LOADER, ours("train.script_loop", "ScriptLoop._on_pass")]),
     (doing.AT_PASS, [LOADER, ours("train.loader", "SharedLoader._told"), WAIT]),
     (doing.READING, [LOADER, TORCH]),
     (doing.IN_BACKWARD, [TORCH, ours("reduce.reducer", "Reducer._finish"), WAIT]),
