@@ -59,7 +59,7 @@ class SlowWorker:
 
 
 @dataclass(slots=True)
-class _Track:
+class _CycleTrack:
     """What is known of one worker. `since`: when it began to be abnormal, or well if it is out."""
 
     cycles_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -86,7 +86,7 @@ class SlowRule:
     def __init__(self, detector: Detector, *, adapts: bool) -> None:
         self._detector = detector
         self._adapts = adapts
-        self._tracks: dict[int, _Track] = defaultdict(_Track)
+        self._tracks: dict[int, _CycleTrack] = defaultdict(_CycleTrack)
 
     def look(self, seen: Mapping[int, Cycles], now: float) -> list[SlowWorker]:
         """The members as they are now, by slot; those that are to be left out."""
