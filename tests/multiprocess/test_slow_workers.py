@@ -11,7 +11,7 @@ from tests.losses import pid_of, run, slowed
 
 def test_a_worker_that_is_20_times_slower_is_left_out_and_comes_back_into_the_pass(tmp_path):
     words = ("--leave-out", "median-mad")
-    outcome = run(tmp_path, "shm", [], respawn=3, script=slowed(2, 5, 20), words=words)
+    outcome = run(tmp_path, "shm", [], respawn=3, script=slowed(2, 5, 8), words=words)
     assert (outcome.code, outcome.wrong) == (0, []), outcome.output
     assert "rank 2 was left out: a step took it" in outcome.output
     assert "rank 2 is back after" in outcome.output
@@ -23,7 +23,7 @@ def test_flexible_without_servers_leaves_the_first_worker_out_and_a_new_process_
     tmp_path,
 ):
     words = ("--sync", "flexible", "--shares", "equal")
-    outcome = run(tmp_path, "tcp", [], respawn=3, script=slowed(0, 12, 50), words=words)
+    outcome = run(tmp_path, "tcp", [], respawn=3, script=slowed(0, 5, 8, anew=True), words=words)
     assert (outcome.code, outcome.wrong) == (0, []), outcome.output
     assert "sync flexible without servers: a slow worker is left out" in outcome.output
     assert "rank 0 was left out: a step took it" in outcome.output

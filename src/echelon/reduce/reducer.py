@@ -15,6 +15,7 @@ A worker's own gradients do not change until the whole round has succeeded.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -400,6 +401,7 @@ class Reducer:
         """
         small = self._encoder is None and sum(one.size_bytes for one in self._buckets) <= _COPIED_BYTES
         found, landed = changes.begin(), None
+        unfit: Sequence[int] = ()
         received: list[Landed] | None = None
         refused: GradientError | None = None
         while found is None and landed is None:
@@ -410,6 +412,9 @@ class Reducer:
                     received, refused = self._receive_all(), None
                 except GradientError as error:  # on all alike: it is raised once all have confirmed it
                     received, refused = [], error
+                unfit = self._find_unfit(changes) if self._encoder is None else ()
+                if unfit:
+                    received = self._sum_without(unfit, changes)
                 if not small:
                     self._group.current.barrier()
                 landed = received
@@ -419,17 +424,53 @@ class Reducer:
                     raise
                 found = changes.recover(loss)
         if found is not None and small:
-            for bucket, sums in zip(self._buckets, found, strict=True):
+            for bucket, sums in zip(self._buckets, found[:-1], strict=True):
                 bucket.sums().copy_(sums)
+            unfit = [int(slot) for slot in found[-1]]
             landed = [bucket.landed() for bucket in self._buckets]
         elif found is not None:
             landed = received  # all have confirmed
         assert landed is not None
-        changes.complete(self._kept_sums() if small else [], full=True)
-        changes.reduced(anew=found is None)
+        told = torch.tensor(list(unfit), dtype=torch.int64)
+        changes.complete([*self._kept_sums(), told] if small else [], full=True)
+        changes.reduced(anew=found is None, refused=unfit)
         if refused is not None:
             raise refused
         return landed
+
+    def _find_unfit(self, changes: GroupChanges) -> Sequence[int]:
+        """The members whose own gradients are not finite, if a sum is not; none if they are all members'.
+
+        Sums are the same on all members, so all ask, or none does.
+        """
+        sums = [float(bucket.sums().sum(dtype=torch.float64)) for bucket in self._buckets]
+        if all(map(math.isfinite, sums)):
+            return ()
+        own = all(
+            p.grad is None or bool(p.grad.isfinite().all())
+            for bucket in self._buckets
+            for p in bucket.parameters
+        )
+        told = self._group.current.all_gather(torch.tensor([float(own)]))
+        unfit = [slot for slot, fit in zip(changes.members, told, strict=True) if not fit]
+        return unfit if len(unfit) < len(told) else ()
+
+    @torch.no_grad()
+    def _sum_without(self, unfit: Sequence[int], changes: GroupChanges) -> list[Landed]:
+        """The round without these members' gradients; their own stay as they are."""
+        is_unfit = changes.slot in unfit
+        weight = 0.0 if is_unfit else self._weight()
+        total = torch.tensor([weight], dtype=torch.float64)
+        self._group.current.all_reduce(total).wait()
+        for index, bucket in enumerate(self._buckets):
+            own = [p.grad for p in bucket.parameters]
+            for p in bucket.parameters if is_unfit else ():
+                p.grad = None if p.grad is None else torch.zeros_like(p.grad)  # NaN times 0 is NaN
+            bucket.reset()
+            bucket.send(weight / float(total), -index - 1)
+            for p, gradient in zip(bucket.parameters, own, strict=True) if is_unfit else ():
+                p.grad = gradient
+        return self._receive_all()
 
     def _kept_sums(self) -> list[Tensor]:
         """Copies of the sums, in the memory of the last round's, which nobody needs any more."""

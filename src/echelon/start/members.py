@@ -30,14 +30,13 @@ import msgspec
 from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.membership.respawn import RespawnRule
 from echelon.membership.slow import SlowRule
-from echelon.membership.stuck import LateWorker
 from echelon.membership.survival import Survival, SurvivorState
 from echelon.membership.view import MemberId
 from echelon.observe.events import LAUNCHER, MembersChanged
 from echelon.observe.stall import ranks
 from echelon.start.member_board import MemberBoard
 from echelon.start.stuck_watch import StuckWatch
-from echelon.train.service import EPOCHS_KEY, MOST_KEY, TOKEN_VARIABLE
+from echelon.train.service import EPOCHS_KEY, MOST_KEY, TOKEN_VARIABLE, UNFIT_ROUNDS
 
 _GET_S = 0.1
 _NOBODY_S = 5.0
@@ -82,7 +81,7 @@ class Members:
         self._came_back: set[int] = set()  # members again
         self._fresh: set[int] = set()  # of these, without a step yet
         self._to_end: set[int] = set()
-        self._left_out: dict[int, LateWorker] = {}  # until their processes have ended
+        self._left_out: dict[int, str] = {}  # and why, until their processes have ended
         self._differing: set[int] = set()  # came back, and made other calls than the others
         self._why_left: dict[int, str] = {}  # who is to leave, or has left, and why
         self._departed: set[int] = set()
@@ -138,7 +137,7 @@ class Members:
         with self._changed:
             for late in self._stuck.late(self._survival.living):
                 if self._survival.can_lose({late.slot, *self._left_out}):
-                    self._left_out[late.slot] = late
+                    self._left_out[late.slot] = str(late)
                     self._to_end.add(late.slot)
             for slow in self._stuck.slow(self._survival.living):
                 fits = self._survival.may_leave([slow.slot]) and f"-1/{EPOCHS_KEY}" in self._values
@@ -185,13 +184,11 @@ class Members:
             self._follow()
             self._changed.notify_all()
 
-    def _lost(
-        self, slot: int, code: int, late: LateWorker | None, *, returns: bool, alone: bool = False
-    ) -> None:
+    def _lost(self, slot: int, code: int, late: str | None, *, returns: bool, alone: bool = False) -> None:
         left = len(self._survival.living)
         how = _signal(code) if code < 0 else f"exit code {code}"
         what = "left out" if late is not None else "did not come back" if returns else "lost"
-        self._note(slot, what, str(late) if late is not None else how)
+        self._note(slot, what, late if late is not None else how)
         if late is not None:
             self._news.append(f"rank {slot} was left out: {late}; {left} workers go on")
             self._rule.left_out(MemberId("", slot), self._stuck.rounds(slot))
@@ -344,13 +341,18 @@ class Members:
         view = self._survival.follow()
         if view is None:
             return
-        if view.joined or not view.lost:
+        if view.joined or view.planned:
             self._after_round = 0  # all members stand, so none of them asks for another one meanwhile
         self._departed |= set(view.left) - set(view.out)
         for slot in [slot for slot in self._why_left if slot in view.members and view.planned]:
             del self._why_left[slot]
             self._news.append(
                 f"rank {slot} stays: without it fewer than {self._survival.fewest} would be left"
+            )
+        if view.damage:
+            self._note(view.members[0], "met again", view.damage)
+            self._news.append(
+                f"{view.damage}; {len(view.members)} workers met again, and repeat the exchange"
             )
         for slot in view.left:
             count = len(view.members)
@@ -456,6 +458,8 @@ class Members:
                 return {}
             case "return":
                 return self._return(slot)
+            case "unfit":
+                return self._leave_out_unfit(request["slots"])
             case "epoch":
                 return self._begin_epoch(int(request["epoch"]))
             case "well":
@@ -472,6 +476,15 @@ class Members:
             self._after_round = after_round
             self._mark()
         self._board.settle(_SETTLE_S)
+        return {}
+
+    def _leave_out_unfit(self, slots: Sequence[int]) -> dict[str, Any]:
+        """End members whose gradients are not finite again and again, if enough are left then."""
+        with self._changed:
+            for slot in slots:
+                if slot not in self._left_out and self._survival.can_lose({slot, *self._left_out}):
+                    self._left_out[slot] = f"its gradients were not finite in {UNFIT_ROUNDS} steps in a row"
+                    self._to_end.add(slot)
         return {}
 
     def _begin_epoch(self, epoch: int) -> dict[str, Any]:

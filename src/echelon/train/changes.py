@@ -26,13 +26,13 @@ from echelon.comm.changing import LOST, ChangingGroup
 from echelon.comm.group import Group
 from echelon.comm.left_out import LeftOutGroup
 from echelon.comm.meet.rendezvous import Member, Rendezvous
-from echelon.errors import PeerLost, WorkerError
+from echelon.errors import Corrupt, PeerLost, WorkerError
 from echelon.membership.survival import SurvivorState, SurvivorView
 from echelon.train import state_pieces
 from echelon.train.admission import AdmissionFlag
 from echelon.train.drawn import DrawnBatches
 from echelon.train.progress import OwnProgress
-from echelon.train.service import EPOCHS_KEY, MOST_KEY, MemberService, ServiceStore
+from echelon.train.service import EPOCHS_KEY, MOST_KEY, UNFIT_ROUNDS, MemberService, ServiceStore
 
 _SWITCH_S = 5e-4  # as in comm/wire/loop.py
 _LARGE_BYTES = (
@@ -82,6 +82,8 @@ class MemberChanges:
         self.drawn = DrawnBatches()
         self.handed: Callable[[], Mapping[int, int]] = dict
         self.on_change: Callable[[SurvivorView], None] = _nothing
+        self.on_unfit: Callable[[Collection[int]], None] = _nothing
+        self._unfit: dict[int, int] = {}  # whose gradients were not finite, in how many rounds in a row
         self._service = service
         self._first = first
         self._open_view = open_view
@@ -177,15 +179,30 @@ class MemberChanges:
             and (self.drawn.empty or self.drawn.names_lost(self.members))
         )
 
-    def reduced(self, *, anew: bool) -> None:
+    def reduced(self, *, anew: bool, refused: Collection[int] = ()) -> None:
         """A round is complete: of the members of now, or of those before the last change."""
         if self.is_out:
             return
         self._round_is_over()
+        self.drawn.refuse(refused)
         if anew:
             self.drawn.reduced(self.members)
         else:
             self.drawn.settle()
+        if refused or self._unfit:
+            self._judge(refused)
+
+    def _judge(self, refused: Collection[int]) -> None:
+        """Say whose gradients are not finite; whose are so again and again is left out."""
+        fresh = [slot for slot in refused if slot not in self._unfit]
+        self._unfit = {slot: self._unfit.get(slot, 0) + 1 for slot in refused}
+        fit = [slot for slot in self.members if slot not in refused]
+        if not fit or self.slot != fit[0]:
+            return
+        if fresh:
+            self.on_unfit(fresh)
+        if lasting := [slot for slot, times in self._unfit.items() if times >= UNFIT_ROUNDS]:
+            self._service.ask(do="unfit", slots=lasting)
 
     def averaged(self, slots: Collection[int]) -> None:
         """The weights of these workers were averaged, and so is all that they have trained since before."""
@@ -218,7 +235,8 @@ class MemberChanges:
     def recover(self, error: WorkerError) -> list[Tensor] | None:
         """Go on without the lost workers; the result of the operation, if others have completed it."""
         while self._active:
-            view = self._stand(self._operation)
+            damage = error.message if isinstance(error, Corrupt) else ""
+            view = self._stand(self._operation, damage=damage)
             if view is None:
                 break
             try:
@@ -230,7 +248,7 @@ class MemberChanges:
                 error = again
         raise error
 
-    def _stand(self, operation: int, *, admits: bool = False) -> SurvivorView | None:
+    def _stand(self, operation: int, *, admits: bool = False, damage: str = "") -> SurvivorView | None:
         return self._service.stand(
             SurvivorState(
                 slot=self.slot,
@@ -238,6 +256,7 @@ class MemberChanges:
                 operation=operation,
                 handed=dict(self.handed()),
                 admits=admits,
+                damage=damage,
             )
         )
 
@@ -247,7 +266,8 @@ class MemberChanges:
         self._views[view.number] = view.members
         self._came_back |= set(view.joined)
         self._losses.append((view.number, view.lost))
-        self.on_change(view)
+        if not view.damage:
+            self.on_change(view)
         self._connect(view)
         inner = self._groups[0].inner
         for operation in view.behind:
@@ -428,7 +448,7 @@ class MemberChanges:
         )
 
 
-def _nothing(view: SurvivorView) -> None:
+def _nothing(told: object) -> None:
     """Nobody wants to know."""
 
 

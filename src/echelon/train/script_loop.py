@@ -180,7 +180,8 @@ class ScriptLoop(ScriptLayout):
         self._current = loader
         self._share = part.share
         if self._changes is not None and part.positions is not None and not self._is_out:
-            self._changes.drawn.drew(DrawnBatch(loader.index, part.positions, part.parts))
+            again = loader.draws_again
+            self._changes.drawn.drew(DrawnBatch(loader.index, part.positions, part.parts, again))
         if self.world_size == 1 and self._changes is None:
             return
         if self._weights.trains:

@@ -7,7 +7,7 @@ when the script's functions are told in `change_calls.py`. Without `--min-worker
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
@@ -49,6 +49,7 @@ class ScriptMembers(ScriptCheckpoints):
         self._log_leads &= not self._changes.returns  # meanwhile another one leads
         self._changes.handed = lambda: {one.index: one.batches_handed for one in self._prepared.loaders}
         self._changes.on_change = self._members_changed
+        self._changes.on_unfit = self._members_unfit
         self._coming_back = ComingBack(
             changes=self._changes,
             prepared=self._prepared,
@@ -94,6 +95,14 @@ class ScriptMembers(ScriptCheckpoints):
             self.note(text)
         for loader in self._prepared.loaders:
             loader.changed()
+
+    def _members_unfit(self, slots: Collection[int]) -> None:
+        """Gradients of these workers were not finite in this round."""
+        names = ", ".join(f"rank {slot}" for slot in sorted(slots))
+        self.warn(
+            f"{names}: gradients held NaN or infinity in step {self.step}; they are in no sum, and their "
+            "samples are drawn again at the end of the pass, once"
+        )
 
     def _name_nodes(self, view: SurvivorView) -> None:
         planned = self._plan.workers[: self._first_workers]
