@@ -24,7 +24,7 @@ checkpoints in the background and by the script (checkpoints), with a slow worke
 
 A run is right if it ends by itself, all that are left have the same weights, every sample of every pass was
 used once, and no process and no shared memory is left behind. The pause is the longest step of a worker
-around a kill or a stop; the gap is for how long no worker at all took a step. `make chaos` stores all of it.
+around a kill or a stop; the gap is for how long no worker at all took a step. `make chaos` stores both.
 """
 
 from __future__ import annotations
