@@ -15,7 +15,6 @@ A worker's own gradients do not change until the whole round has succeeded.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from echelon.reduce.encoded.bucket import EncodedBucket
 from echelon.reduce.encoded.encoder import ModelEncoder, bucket_bytes
 from echelon.reduce.packing import Item, assign, sizes
 from echelon.reduce.piggyback import Piggyback
+from echelon.reduce.unfit import find_unfit, send_without
 
 NamedParameter = tuple[str, nn.Parameter]
 _COPIED_BYTES = 2 << 20  # sums of so many bytes are copied faster than workers confirm them to each other
@@ -412,7 +412,8 @@ class Reducer:
                     received, refused = self._receive_all(), None
                 except GradientError as error:  # on all alike: it is raised once all have confirmed it
                     received, refused = [], error
-                unfit = self._find_unfit(changes) if self._encoder is None else ()
+                if self._encoder is None:
+                    unfit = find_unfit(self._group.current, changes.members, self._buckets)
                 if unfit:
                     received = self._sum_without(unfit, changes)
                 if not small:
@@ -438,38 +439,9 @@ class Reducer:
             raise refused
         return landed
 
-    def _find_unfit(self, changes: GroupChanges) -> Sequence[int]:
-        """The members whose own gradients are not finite, if a sum is not; none if they are all members'.
-
-        Sums are the same on all members, so all ask, or none does.
-        """
-        sums = [float(bucket.sums().sum(dtype=torch.float64)) for bucket in self._buckets]
-        if all(map(math.isfinite, sums)):
-            return ()
-        own = all(
-            p.grad is None or bool(p.grad.isfinite().all())
-            for bucket in self._buckets
-            for p in bucket.parameters
-        )
-        told = self._group.current.all_gather(torch.tensor([float(own)]))
-        unfit = [slot for slot, fit in zip(changes.members, told, strict=True) if not fit]
-        return unfit if len(unfit) < len(told) else ()
-
-    @torch.no_grad()
     def _sum_without(self, unfit: Sequence[int], changes: GroupChanges) -> list[Landed]:
         """The round without these members' gradients; their own stay as they are."""
-        is_unfit = changes.slot in unfit
-        weight = 0.0 if is_unfit else self._weight()
-        total = torch.tensor([weight], dtype=torch.float64)
-        self._group.current.all_reduce(total).wait()
-        for index, bucket in enumerate(self._buckets):
-            own = [p.grad for p in bucket.parameters]
-            for p in bucket.parameters if is_unfit else ():
-                p.grad = None if p.grad is None else torch.zeros_like(p.grad)  # NaN times 0 is NaN
-            bucket.reset()
-            bucket.send(weight / float(total), -index - 1)
-            for p, gradient in zip(bucket.parameters, own, strict=True) if is_unfit else ():
-                p.grad = gradient
+        send_without(self._group.current, self._buckets, self._weight(), is_unfit=changes.slot in unfit)
         return self._receive_all()
 
     def _kept_sums(self) -> list[Tensor]:
