@@ -16,6 +16,7 @@ rounds, while the others meet again, at the end of a pass.
     nan     gradients of one worker are NaN in one step, or from one step on
     flip    a bit of a frame between two workers is changed on its way (tcp only)
     elastic one worker leaves, and another one joins
+    partition  the uplink of a lab of two sites is cut for 1, 10 or 60 s (a lab, needs root); the run waits
     churn   every 0.5 to 2 s a worker is killed, for so many --seconds, and is started again
 
 The job is a small network (plain), also with batch normalisation over all workers (batchnorm), with
@@ -32,6 +33,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import statistics
 import sys
@@ -63,6 +65,21 @@ from tests.losses import (
 from echelon.observe.run_folder import RunFolder
 from echelon.start.control_client import ControlClient
 
+LAB = """
+[[node]]
+name = "east"
+count = 2
+site = "east"
+link = "1gbit"
+[[node]]
+name = "west"
+count = 2
+site = "west"
+link = "1gbit"
+[[uplink]]
+between = ["east", "west"]
+rate = "100mbit"
+"""
 LONG_S = 120.0  # a stopped worker is left out long before
 
 
@@ -136,6 +153,23 @@ def _elastic(drawn: random.Random) -> dict[str, Any]:
     return {"kills": [], "respawn": 3, "act": act}
 
 
+def _partition(drawn: Draws) -> dict[str, Any]:
+    at_s, for_s = drawn.uniform(0.5, 3.0), drawn.choice([1.0, 10.0, 60.0])
+    lab = LAB + "".join(
+        f'[[fault]]\nat_s = {when:.2f}\naction = "{action}"\nlink = "east/west"\n'
+        for when, action in ((at_s, "cut"), (at_s + for_s, "restore"))
+    )
+    return {
+        "kills": [],
+        "respawn": 3,
+        "script": SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.03)"),
+        "epochs": 8,
+        "words": ("--lab", "lab.toml", "--join-timeout-s", "150"),
+        "limit_s": 300.0,
+        "files": {"lab.toml": lab},
+    }
+
+
 def _churn(drawn: Draws) -> dict[str, Any]:
     kills, left_s = [], drawn.seconds
     while left_s > 0:
@@ -164,9 +198,10 @@ FAULTS: dict[str, Callable[[Draws], dict[str, Any]]] = {
     "nan": _nan,
     "flip": _flip,
     "elastic": _elastic,
+    "partition": _partition,
     "churn": _churn,
 }
-ONLY = {"flip": "tcp"}  # in shared memory there are no frames
+ONLY = {"flip": "tcp", "partition": "lab"}  # in shared memory there are no frames, and no links
 
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -189,7 +224,9 @@ def carry_out(
     for number in range(runs):
         with tempfile.TemporaryDirectory() as folder:
             before, asked = Snapshot.take(), _together(JOBS[job], FAULTS[fault](drawn))
-            outcome = run(Path(folder), transport, **asked)
+            for name, text in asked.pop("files", {}).items():
+                (Path(folder) / name).write_text(text)
+            outcome = run(Path(folder), "auto" if transport == "lab" else transport, **asked)
             outcome.wrong.extend(f"left behind: {one}" for one in left_behind(before))
             if outcome.code:
                 outcome.wrong.append(f"exit code {outcome.code}")
@@ -244,9 +281,10 @@ def main() -> None:
     if not asked.json:
         print("fault    transport  runs  wrong  pause, median  worst     gap      lost  left out  back")
     for fault in faults:
-        for transport in asked.transports.split(","):
-            if ONLY.get(fault, transport) != transport:
-                continue
+        if ONLY.get(fault) == "lab" and os.geteuid():
+            print(f"{fault:7}  left out: a lab needs root", file=sys.stderr)
+            continue
+        for transport in [ONLY[fault]] if fault in ONLY else asked.transports.split(","):
             one = rows[f"{fault} {transport}"] = row(
                 carry_out(fault, transport, asked.runs, asked.seed, asked.job, asked.seconds)
             )
