@@ -125,14 +125,13 @@ from tests.attack.relay import Relay
 from echelon.comm.meet import mesh
 
 class Flips(Relay):
-    flipped = False
-
     def _start(self, act, *args):
         threading.Thread(target=act, args=args, daemon=True).start()
 
     def _changed(self, frame):
-        if os.path.exists("flip") and len(frame) > 200 and (not self.flipped or "ALWAYS" in os.environ):
-            self.flipped = True
+        due = not os.path.exists("flipped") or "ALWAYS" in os.environ
+        if os.path.exists("flip") and len(frame) > 200 and due:
+            open("flipped", "w").close()
             return frame[:-1] + bytes([frame[-1] ^ 1])
         return frame
 

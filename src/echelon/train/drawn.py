@@ -34,7 +34,7 @@ class DrawnBatches:
 
     def __init__(self) -> None:
         self._batches: list[DrawnBatch] = []
-        self._refused: frozenset[int] = frozenset()  # of the last round
+        self._refused: frozenset[int] = frozenset()  # of the round that is complete
         self._again: dict[int, list[int]] = defaultdict(list)
 
     @property
@@ -65,12 +65,14 @@ class DrawnBatches:
     def settle(self) -> None:
         """All that was drawn was in a sum."""
         self._batches.clear()
+        self._refused = frozenset()
 
     def reduced(self, members: Collection[int]) -> None:
         """What these members have drawn was in a sum, the others' parts were not."""
         for batch in self._batches:
             self._return(batch, members)
         self._batches.clear()
+        self._refused = frozenset()
 
     def take(self, loader: int, members: Collection[int]) -> list[int]:
         """The positions of a loader's pass that are to be drawn again; the pass is over otherwise."""
