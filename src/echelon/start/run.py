@@ -21,6 +21,7 @@ from typing import Literal
 import psutil  # type: ignore[import-untyped]
 
 from echelon.checkpoint.retention import Best
+from echelon.cluster.cores import pinned
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.lab.lab import Lab, Seat
 from echelon.cluster.lab.needs import has_netem
@@ -431,6 +432,8 @@ def _commands(
             "ECHELON_LAUNCHER": str(os.getpid()),
             **(members.environment if members is not None else {}),
         }
+        if worker not in serving:
+            env |= pinned(settings.pin, local_rank, len(plan.workers))
         if seat is not None:
             env["GLOO_SOCKET_IFNAME"] = seat.interface
         prefix = seat.prefix if seat else ()

@@ -118,6 +118,8 @@ class Session(ScriptPrepare):
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         self._layout = "data"
+        self._thread_replicas = 0
+        self._threaded = []
         self._links = links
         self._memory = MemoryWatch(
             group, self._nodes, plan.workers[group.rank].memory, record.emit, self.explain
@@ -147,6 +149,7 @@ class Session(ScriptPrepare):
         self._writer.close(failed=bool(cause))
         self._report_saved()
         self._guard.remove()
+        self._end_threads()
         self._verifier.remove()
         self._profiling.end()
         self._memory.end(self.rank)
@@ -170,6 +173,7 @@ class Session(ScriptPrepare):
             self._by_itself.signal.remove()
         self._writer.close(failed=False)
         self._guard.remove()
+        self._end_threads()
         self._verifier.remove()
         self._profiling.end()
         self._leave("")
