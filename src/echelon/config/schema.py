@@ -99,6 +99,11 @@ class RunSettings:
         3,
         "With --min-workers: how often in a row a lost worker is started again. 0: never.",
     )
+    leave_out: str = setting(
+        "none",
+        "With --min-workers: leave out workers that slow the others down, as a detector says, until they "
+        "are well: median-mad, or `echelon list detector`.",
+    )
     join_timeout_s: float = choice("join_timeout_s")
     round_timeout_s: float = choice("round_timeout_s")
     checkpoint: str | None = setting(

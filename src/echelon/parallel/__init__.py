@@ -18,6 +18,7 @@ awaited.py     an output that waits for its loss, so that an unchanged loop runs
 passing.py     values from stage to stage
 stage.py       one worker's part of a pipeline
 stage_chunk.py one run of layers of a worker: its forward passes and its links
+late.py        backward passes that come late, so that a pipeline is not emptied
 backward.py    one stage's backward passes of one call
 split.py       a backward pass in two parts: gradients of inputs first, of weights later
 slices.py      which elements of a parameter each worker has

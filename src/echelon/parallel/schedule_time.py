@@ -54,7 +54,7 @@ def schedule_s(options: Pipeline, micro: int, parts_s: Sequence[float], wires_s:
              over the workers in turn
     wires_s  what each hands over, on its way to the next
     """
-    chunks = max(1, options.chunks) if options.schedule == "interleaved" else 1
+    chunks = options.parts
     stages, splits = len(parts_s) // chunks, options.schedule == "filled"
     workers = [
         _Worker(schedule(options.schedule, at, stages, micro, options.ahead, chunks), splits)

@@ -87,6 +87,13 @@ def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layo
             where=where,
             fix="use schedule=1f1b or gpipe, or sharded(level=2)",
         )
+    if pipeline is not None and pipeline.late and sharded is not None:
+        raise ConfigError(
+            "sharded does not go with schedule stale: it keeps weights of several steps, and shards divide "
+            "those of one",
+            where=where,
+            fix="use another schedule, or * data",
+        )
     for option, value, needed in (
         ("sync", POLICIES.build(plan.sync, where="--sync").resolved().name, "full"),
         ("codec", CODECS.build(plan.codec, where="--codec").name, "none"),

@@ -210,6 +210,7 @@ class ScriptPrepare(ScriptLoop):
                 on_break=self._synchronizer.left,
                 on_error=self._group.left_loop,
                 slot=None if self._changes is None else self._changes.slot,
+                is_out=lambda: self._is_out,
                 on_drained=None if self._changes is None else self._drained,
                 owed=None if self._changes is None else self._changes.drawn.owed,
             )

@@ -46,6 +46,7 @@ from echelon.train.families.synchronizer import Synchronizer
 from echelon.train.leaving import LeaveSignal
 from echelon.train.loader import SharedLoader, Sharing
 from echelon.train.memory_watch import MemoryWatch
+from echelon.train.own_cycles import OwnCycles
 from echelon.train.profiling import JobProfiling, ProfiledRun
 from echelon.train.record import RunRecord
 from echelon.train.script_log import ScriptLog
@@ -127,6 +128,7 @@ class Session(ScriptPrepare):
         self._adapt_to_speeds(members)
         self._current: SharedLoader | None = None
         self._coming_back: ComingBack | None = None
+        self._cycles: OwnCycles | None = None
         self._share = 0
         self._first_epoch = 0
         self._closed = False
