@@ -17,10 +17,10 @@ from echelon.comm.future import CallerFuture, Future
 from echelon.comm.group import CallsDiffer, Group, Op
 from echelon.comm.meet.links import Links
 from echelon.comm.wire.watch import OnWaiting
-from echelon.errors import JoinTimeout, MismatchedCalls, PeerLost, RoundTimeout, WorkerError
+from echelon.errors import Corrupt, JoinTimeout, MismatchedCalls, PeerLost, RoundTimeout, WorkerError
 
 T = TypeVar("T")
-LOST = (PeerLost, RoundTimeout, JoinTimeout)  # after which survivors agree on who goes on
+LOST = (PeerLost, RoundTimeout, JoinTimeout, Corrupt)  # after which members agree on who goes on
 
 
 class GroupChanges(Protocol):
@@ -30,10 +30,12 @@ class GroupChanges(Protocol):
     slot            this worker's
     is_catching_up  this worker comes back, and repeats what the others did
     settle          completes the rounds that are in flight: they come before the next operation
+    is_out          this worker is left out for a while, and nothing that it computes counts
     """
 
     settle: Callable[[], None]
     number: int
+    is_out: bool
     members: tuple[int, ...]
     slot: int
 
@@ -65,8 +67,12 @@ class GroupChanges(Protocol):
     def outdated(self) -> bool:
         """Whether this worker's weight in the round was given when lost workers still counted."""
 
-    def reduced(self, slots: Collection[int], alone: Collection[int] = ()) -> None:
+    def reduced(
+        self, slots: Collection[int], alone: Collection[int] = (), refused: Collection[int] = ()
+    ) -> None:
         """A round is complete with all that these workers have drawn: their gradients or their weights.
+
+        refused  the slots whose gradients were not in the sum, because they were not finite
 
         alone  members whose weights nobody else has got in it
         """

@@ -78,6 +78,10 @@ class Bucket(ABC):
         """The round is void: it is filled again with the same gradients, perhaps as another bucket."""
         return
 
+    def is_finite(self) -> bool:
+        """Whether this worker's own gradients are."""
+        return all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.parameters)
+
     def sums(self) -> Tensor:
         """All that lands, if `has_sums`."""
         raise NotImplementedError(f"a bucket of {self.how} has no sums")
@@ -211,6 +215,7 @@ class LinearBucket(Bucket):
         length = capture.weight.numel()
         self._buffer = self._group.buffer(length + 1, capture.weight.dtype, capture.weight.device)
         self._view = self._buffer[:length].view(capture.weight.shape)
+        self._own: tuple[Tensor, Tensor] = (self._view[:0], self._view[:0])
 
     @property
     def size_bytes(self) -> int:
@@ -242,6 +247,11 @@ class LinearBucket(Bucket):
         """The rows."""
         self._capture.take_back()
 
+    def is_finite(self) -> bool:
+        """Also the rows, whose product may be not finite all the same."""
+        rows, inputs = self._own
+        return super().is_finite() and bool(torch.mm(rows.t(), inputs).isfinite().all())
+
     def sums(self) -> Tensor:
         """The buffer."""
         return self._buffer
@@ -250,7 +260,8 @@ class LinearBucket(Bucket):
     def _fill(self, weight: float) -> None:
         if self._repeats:
             _part_from(self._view, self.parameters[0])
-        rows, inputs = self._capture.lend(weight) if self._repeats else self._capture.take()
+        self._own = self._capture.lend(weight) if self._repeats else self._capture.take()
+        rows, inputs = self._own
         before = self.parameters[0].grad
         if before is not None:
             torch.addmm(before, rows.t(), inputs, beta=weight, out=self._view)
@@ -341,6 +352,11 @@ class FactorBucket(Bucket):
     def take_back(self) -> None:
         """The rows."""
         self._capture.take_back()
+
+    def is_finite(self) -> bool:
+        """Also the rows, whose product may be not finite all the same."""
+        rows, inputs = self._own
+        return super().is_finite() and bool(torch.mm(rows.t(), inputs).isfinite().all())
 
     def _fill(self, weight: float) -> None:
         if self._repeats:

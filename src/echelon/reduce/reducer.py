@@ -33,6 +33,7 @@ from echelon.reduce.encoded.encoder import ModelEncoder, bucket_bytes
 from echelon.reduce.packing import Item, assign, sizes
 from echelon.reduce.piggyback import Piggyback
 from echelon.reduce.round_seen import BucketTimes, Inspector, Receiver, RoundObserver
+from echelon.reduce.unfit import find_unfit, send_without
 
 NamedParameter = tuple[str, nn.Parameter]
 _COPIED_BYTES = 2 << 20  # sums of so many bytes are copied faster than workers confirm them to each other
@@ -45,6 +46,7 @@ class _Round:
     landed: list[Landed]
     told: Tensor
     members: tuple[int, ...]
+    unfit: Sequence[int]
     refused: GradientError | None
 
 
@@ -371,7 +373,7 @@ class Reducer:
             and self._inspector.landed(self, round_.told)
         ):
             round_ = self._completed(changes, again=True)
-        changes.reduced(round_.members)
+        changes.reduced(round_.members, refused=round_.unfit)
         if round_.refused is not None:
             raise round_.refused
         return round_.landed
@@ -384,6 +386,7 @@ class Reducer:
         have them, so that nobody needs another's. So do encoded ones: states of codecs change with a round.
         """
         found, landed = changes.begin(), None
+        unfit: Sequence[int] = ()
         received: list[Landed] | None = None
         refused: GradientError | None = None
         members, told, small = changes.members, torch.zeros(0, dtype=torch.int64), False
@@ -401,6 +404,10 @@ class Reducer:
                     received, refused = [], error
                 if self._inspector is not None:
                     told = self._inspector.received()
+                elif self._encoder is None:
+                    unfit = find_unfit(self._group.current, members, self._buckets)
+                if unfit:
+                    received = self._sum_without(unfit, changes)
                 if not small:
                     self._group.current.barrier()
                 landed = received
@@ -410,21 +417,28 @@ class Reducer:
                     raise
                 found = changes.recover(loss)
         if found is not None:
-            *of_others, told, whose = found
+            *of_others, told, of_unfit, whose = found
+            unfit = [int(slot) for slot in of_unfit]
             members, small = tuple(int(slot) for slot in whose), bool(of_others)
             for bucket, kept in zip(self._buckets, of_others, strict=small):
                 bucket.sums().copy_(kept)
             landed = [bucket.landed() for bucket in self._buckets] if small else received
         assert landed is not None  # it was received where all have confirmed that
         sums = self._kept_sums() if small else []
-        changes.complete([*sums, told, torch.tensor(members)], full=True)
-        return _Round(landed, told, members, refused)
+        of_unfit = torch.tensor(list(unfit), dtype=torch.int64)
+        changes.complete([*sums, told, of_unfit, torch.tensor(members)], full=True)
+        return _Round(landed, told, members, unfit, refused)
 
     @property
     def _is_small(self) -> bool:
         """Whether sums are kept for members that are interrupted before they have them."""
         has_sums = self._encoder is None and all(one.has_sums for one in self._buckets)
         return has_sums and sum(one.size_bytes for one in self._buckets) <= _COPIED_BYTES
+
+    def _sum_without(self, unfit: Sequence[int], changes: GroupChanges) -> list[Landed]:
+        """The round without these members' gradients; their own stay as they are."""
+        send_without(self._group.current, self._buckets, self._sent_weight, is_unfit=changes.slot in unfit)
+        return self._receive_all()
 
     def _kept_sums(self) -> list[Tensor]:
         """Copies of the sums, in the memory of the last round's, which nobody needs any more."""

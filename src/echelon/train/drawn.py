@@ -16,11 +16,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class DrawnBatch:
-    """A batch that all workers have drawn: its positions in the pass, and each slot's number of them."""
+    """A batch that all workers have drawn: its positions in the pass, and each slot's number of them.
+
+    `again`: its samples were drawn before, and were in no sum.
+    """
 
     loader: int
     positions: Sequence[int]
     parts: tuple[int, ...]
+    again: bool = False
 
     def of(self, slot: int) -> Sequence[int]:
         """One worker's positions."""
@@ -35,6 +39,7 @@ class DrawnBatches:
         self._batches: list[DrawnBatch] = []
         self._in_flight: deque[list[DrawnBatch]] = deque()  # the batches of each round in flight
         self._kept: list[tuple[DrawnBatch, set[int]]] = []  # and whose parts only these workers have
+        self._refused: frozenset[int] = frozenset()  # of the round that is complete
         self._again: dict[int, list[int]] = defaultdict(list)
 
     @property
@@ -64,6 +69,14 @@ class DrawnBatches:
             for slot, share in enumerate(batch.parts)
         )
 
+    def refuse(self, slots: Collection[int]) -> None:
+        """The parts of these were in no sum: their gradients were not finite. They are drawn again once."""
+        self._refused = frozenset(slots)
+        for batch in self._of_round if slots else ():
+            for slot in slots:
+                if slot < len(batch.parts) and not batch.again:
+                    self._again[batch.loader] += batch.of(slot)
+
     def reduced(self, members: Collection[int], alone: Collection[int] = ()) -> None:
         """A round is complete: what these members have drawn for it was in its sum, the rest was not.
 
@@ -77,6 +90,7 @@ class DrawnBatches:
         self._of_round.clear()
         if self._in_flight:
             self._in_flight.popleft()
+        self._refused = frozenset()
 
     def _return_kept(self, members: Collection[int], alone: Collection[int]) -> None:
         for batch, holders in self._kept:
@@ -102,7 +116,8 @@ class DrawnBatches:
     def state(self) -> dict[str, Any]:
         """The positions that are to be drawn again, by loader, when no batch is under way."""
         kept = [
-            [one.loader, list(one.positions), list(one.parts), sorted(slots)] for one, slots in self._kept
+            [one.loader, list(one.positions), list(one.parts), one.again, sorted(slots)]
+            for one, slots in self._kept
         ]
         return {"again": {loader: list(found) for loader, found in self._again.items()}, "kept": kept}
 
@@ -112,11 +127,11 @@ class DrawnBatches:
         self._in_flight.clear()
         self._again = defaultdict(list, {loader: list(found) for loader, found in state["again"].items()})
         self._kept = [
-            (DrawnBatch(loader, positions, tuple(parts)), set(slots))
-            for loader, positions, parts, slots in state["kept"]
+            (DrawnBatch(loader, positions, tuple(parts), again), set(slots))
+            for loader, positions, parts, again, slots in state["kept"]
         ]
 
     def _return(self, batch: DrawnBatch, members: Collection[int]) -> None:
         for slot in range(len(batch.parts)):
-            if slot not in members:
+            if slot not in members and slot not in self._refused:
                 self._again[batch.loader] += batch.of(slot)

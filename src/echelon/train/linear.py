@@ -76,6 +76,8 @@ class LinearCapture:
     def lend(self, scale: float) -> tuple[Tensor, Tensor]:
         """As `take`, with another scale; the rows may be taken back, until `forget`."""
         grads, inputs = self._taken = self.take()
+        if not scale:  # what is not finite would stay so
+            return grads[:0], inputs[:0]
         return (grads, inputs) if scale == self._scaled_by else (grads * (scale / self._scaled_by), inputs)
 
     def take_back(self) -> None:
