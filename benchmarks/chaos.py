@@ -17,7 +17,8 @@ rounds, while the others meet again, at the end of a pass.
     flip    a bit of a frame between two workers is changed on its way (tcp only)
     elastic one worker leaves, and another one joins
     partition  the uplink of a lab of two sites is cut for 1, 10 or 60 s (a lab, needs root); the run waits
-    churn   every 0.5 to 2 s a worker is killed, for so many --seconds, and is started again
+    churn   every 0.5 to 2 s a worker is killed, for so many --seconds, and is started again; not before
+            two others take part: on a slow machine a process may take longer than that to start
 
 The job is a small network (plain), also with batch normalisation over all workers (batchnorm), with
 checkpoints in the background and by the script (checkpoints), with a slow worker and shares that follow it
@@ -173,7 +174,7 @@ def _partition(drawn: Draws) -> dict[str, Any]:
 def _churn(drawn: Draws) -> dict[str, Any]:
     kills, left_s = [], drawn.seconds
     while left_s > 0:
-        kills.append(Kill(drawn.randrange(WORKERS), drawn.uniform(0.5, 2.0)))
+        kills.append(Kill(drawn.randrange(WORKERS), drawn.uniform(0.5, 2.0), leaves=2))
         left_s -= kills[-1].after_s
     script = SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.03)")
     return {
@@ -233,7 +234,7 @@ def carry_out(
             found.append((outcome, longest_gap_s(Path(folder))))
             if outcome.wrong:
                 told = f"{fault}, {transport}, run {number}, {asked['kills']}: {'; '.join(outcome.wrong)}"
-                print(told, file=sys.stderr)
+                print(f"{told}\n{outcome.output[-2000:]}", file=sys.stderr)
     return found
 
 
