@@ -181,7 +181,7 @@ def _churn(drawn: Draws) -> dict[str, Any]:
         "kills": kills,
         "respawn": 3,
         "script": script,
-        "epochs": max(4, round(drawn.seconds)),
+        "epochs": max(4, round(3 * drawn.seconds)),
         "waits": False,
         "limit_s": 150.0 + 4 * drawn.seconds,
         "fewest": 1,

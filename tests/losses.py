@@ -372,8 +372,8 @@ def _kill(
         until = time.monotonic() + 60
         while _taking_part(folder, kill.slot) < kill.leaves and time.monotonic() < until:
             time.sleep(0.05)
-        if process.poll() is not None:
-            break
+        if process.poll() is not None or (folder / f"weights-{kill.slot}").exists():
+            break  # the run is over
         pid = pid_of(folder, kill.slot)
         try:
             os.kill(pid, kill.signal)
@@ -405,8 +405,8 @@ def _judged(
     told = {slot: changes(folder, slot) for slot in done}
     out = {int(slot) for slot in re.findall(r"rank (\d+) was left out: a step took", text)}
     longest = max(told.values(), key=len, default=[])  # a later process knows the last ones
-    churned = text.count(" is back after ") > WORKERS  # then each process knows a part of the changes
-    known = {slot: one for slot, one in told.items() if one and slot not in out and not churned}
+    several = {slot for slot in told if len({line[3] for line in _lines(folder, slot)}) > 1}
+    known = {slot: one for slot, one in told.items() if one and slot not in out | several}
     if any(one != longest[-len(one) :] for one in known.values()):
         wrong.append(f"survivors were told of different changes: {told}")
     counts: dict[int, Counter[int]] = defaultdict(Counter)
