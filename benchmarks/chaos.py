@@ -1,7 +1,7 @@
 """Are runs right whose workers are killed, stopped or stuck at random moments? As a table.
 
-    python benchmarks/chaos.py [--runs N] [--faults NAME,...] [--transports shm,tcp] [--job JOB] [--seed S]
-                               [--json]
+    python benchmarks/chaos.py [--runs N] [--faults NAME,...] [--transports shm,tcp,hosts] [--job JOB]
+                               [--seed S] [--json]
 
 Each run has four workers. When the fault comes follows from the seed: during forward or backward passes,
 rounds, while the others meet again, at the end of a pass.
@@ -12,6 +12,10 @@ rounds, while the others meet again, at the end of a pass.
     half    two workers at once, killed or stopped, and are started again
     stop    one worker is stopped for 1 to 20 s, then goes on, unless it was left out before
     loop    one worker is in an endless loop, and is started again
+    machine a machine's agent is killed, and with it its two workers, which stay away; only with hosts
+
+Of transports, shm and tcp are of workers on one machine, and hosts of workers on two machines that ssh
+reaches, which are this one: an sshd has to be installed.
 
 The job is a small network (plain), also with batch normalisation over all workers (batchnorm), with
 checkpoints in the background and by the script (checkpoints), with a slow worker and shares that follow it
@@ -30,15 +34,20 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from tests.leaks import Snapshot, left_behind
-from tests.losses import SAVING, UNEQUAL, WORKERS, Kill, Outcome, endless, normalised, run
+from tests.losses import SAVING, SCRIPT, UNEQUAL, WORKERS, Kill, Outcome, endless, normalised, run
 
+from sshd import MISSING, SshServer
+
+SOURCE = Path(__file__).resolve().parent.parent / "src"
 LONG_S = 120.0  # a stopped worker is left out long before
 
 
@@ -75,6 +84,10 @@ def _loop(drawn: random.Random) -> dict[str, Any]:
     return {"kills": [], "respawn": 3, "script": endless(drawn.randrange(WORKERS), drawn.randrange(6, 70))}
 
 
+def _machine(drawn: random.Random) -> dict[str, Any]:
+    return {"kills": [Kill(drawn.choice([0, 2]), drawn.uniform(0.0, 0.5), machine=True)], "respawn": 3}
+
+
 FAULTS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "kill": _kill,
     "return": _return,
@@ -82,6 +95,7 @@ FAULTS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "half": _half,
     "stop": _stop,
     "loop": _loop,
+    "machine": _machine,
 }
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -94,14 +108,27 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def carry_out(fault: str, transport: str, runs: int, seed: int, job: str) -> list[Outcome]:
+def on_hosts(server: SshServer, asked: dict[str, Any]) -> dict[str, Any]:
+    """The same on two machines; ssh hands no variables on, so the script has them."""
+    script = asked.get("script", SCRIPT)
+    if asked.get("respawn") and not any(kill.machine for kill in asked["kills"]):
+        script = f'import os\nos.environ["WAITS"] = "1"\n{script}'
+    words = (*asked.get("words", ()), "--on", server.launcher, "--hosts", "a:2,b:2")
+    return {**asked, "script": script, "words": words}
+
+
+def carry_out(
+    fault: str, transport: str, runs: int, seed: int, job: str, server: SshServer | None
+) -> list[Outcome]:
     """So many runs, one after another; what is wrong with one goes to stderr."""
     drawn = random.Random(f"{seed}/{fault}/{transport}")
     found = []
     for number in range(runs):
         with tempfile.TemporaryDirectory() as folder:
             before, asked = Snapshot.take(), {**JOBS[job], **FAULTS[fault](drawn)}
-            outcome = run(Path(folder), transport, **asked)
+            if server is not None:
+                asked = on_hosts(server, asked)
+            outcome = run(Path(folder), transport if server is None else "auto", **asked)
             outcome.wrong.extend(f"left behind: {one}" for one in left_behind(before))
             if outcome.code:
                 outcome.wrong.append(f"exit code {outcome.code}")
@@ -126,6 +153,20 @@ def row(found: list[Outcome]) -> dict[str, float]:
     }
 
 
+@contextmanager
+def server_for(transport: str) -> Iterator[SshServer | None]:
+    """An sshd for workers on other machines; None for workers on this one."""
+    if transport != "hosts":
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        server = SshServer(Path(folder), SOURCE)
+        try:
+            yield server
+        finally:
+            server.close()
+
+
 def main() -> None:
     """Print the table, or the figures as JSON."""
     parser = argparse.ArgumentParser(
@@ -142,13 +183,17 @@ def main() -> None:
     if unknown := set(faults) - set(FAULTS):
         parser.error(f"there is no fault {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
     rows: dict[str, dict[str, float]] = {}
+    if "hosts" in asked.transports and MISSING:
+        parser.error(MISSING)
     if not asked.json:
         print("fault   transport  runs  wrong  pause, median  worst     lost  left out  back")
     for fault in faults:
         for transport in asked.transports.split(","):
-            one = rows[f"{fault} {transport}"] = row(
-                carry_out(fault, transport, asked.runs, asked.seed, asked.job)
-            )
+            if fault == "machine" and transport != "hosts":
+                continue
+            with server_for(transport) as server:
+                found = carry_out(fault, transport, asked.runs, asked.seed, asked.job, server)
+            one = rows[f"{fault} {transport}"] = row(found)
             if not asked.json:
                 times = f"{one['median_pause_s']:11.3f} s  {one['worst_pause_s']:6.3f} s"
                 counts = f"{one['lost']:4}  {one['left_out']:8}  {one['returns']:4}"
