@@ -104,7 +104,7 @@ class MemberChanges:
         return ServiceStore(self._service, -1, ())
 
     def keep_links(self, links: Links | None) -> None:
-        """Keep what was measured at first: buckets follow from it, which must be the same later."""
+        """Keep what was measured at first: sizes of buckets follow from it, and must stay the same."""
         if self.slot == 0 and links is not None:
             latencies, rates = list(links.latency_s.items()), list(links.bytes_per_s.items())
             self.store().set(LINKS_KEY, json.dumps([links.size, latencies, rates]))
