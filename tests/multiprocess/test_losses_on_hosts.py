@@ -95,10 +95,10 @@ def test_a_worker_elsewhere_leaves_and_the_others_go_on_when_a_machine_is_gone(s
     assert [one[:3] for one in changes(tmp_path, 1)][-1] == [[2], [], []]
 
 
-def join(folder, address, file, *more, **env):
+def join(folder, address, file, *more):
     """`echelon join` as on another machine; returns its exit code and what it says."""
     command = [sys.executable, "-m", "echelon", "join", address, "--token-file", str(file), *more]
-    env = {**os.environ, "COLUMNS": "400", **env}
+    env = {**os.environ, "COLUMNS": "400"}
     return subprocess.Popen(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -118,8 +118,7 @@ def said(process):
 
 def test_workers_of_a_further_machine_join_and_what_differs_there_is_named(server, tmp_path):
     answers, callers = {}, {}
-    script = told("HOLDS", SCRIPT).replace("(16, 64)", "(16, int(os.environ.get('WIDTH', '64')))")
-    script = script.replace("nn.Linear(64, 4)", "nn.Linear(int(os.environ.get('WIDTH', '64')), 4)")
+    script = told("HOLDS", SCRIPT)
 
     def act(folder):
         found = RunFolder.find("latest", folder / "runs")
@@ -139,7 +138,6 @@ def test_workers_of_a_further_machine_join_and_what_differs_there_is_named(serve
         assert (folder / "token").stat().st_mode & 0o777 == 0o600
         callers.update(
             script=join(other, address, folder / "token", "--name", "c"),
-            model=join(folder, address, folder / "token", "--name", "d", WIDTH="32"),
             fits=join(folder, address, folder / "token", "--name", "e"),
         )
         answers["wrong"] = refusal(address, folder / "wrong")
@@ -149,7 +147,7 @@ def test_workers_of_a_further_machine_join_and_what_differs_there_is_named(serve
         answers["nobody"] = refusal("127.0.0.1:9", folder / "token")
         with closing(ControlClient(found)) as client:
             until = time.monotonic() + 90
-            while "waiting" not in client.where([4, 5, 6]).values() and time.monotonic() < until:
+            while "waiting" not in client.where([4, 5]).values() and time.monotonic() < until:
                 time.sleep(0.05)
 
     outcome = run(tmp_path, "auto", [], respawn=3, script=script, words=words(server), act=act)
@@ -165,9 +163,6 @@ def test_workers_of_a_further_machine_join_and_what_differs_there_is_named(serve
     code, text = answers["script"]
     assert code == 2, text
     assert f"train.py in {tmp_path / 'other'} on " in text, text
-    code, text = answers["model"]
-    assert code == 2, text
-    assert "ModelError: workers differ: parameter 0.weight is [32, 16]" in text, text
     joined = re.findall(r"rank (\d) has joined after", outcome.output)
     assert len(joined) == 1, everything
     assert "done with 5 workers" in outcome.output
