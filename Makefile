@@ -39,7 +39,7 @@ fuzz: .venv/installed-fuzz
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_S) $(FUZZ)
 
 chaos: dev
-	$(BIN)/python benchmarks/chaos.py
+	$(BIN)/python benchmarks/chaos.py --store chaos.json
 
 check: lint types benchmark-types imports
 

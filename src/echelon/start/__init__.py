@@ -15,7 +15,9 @@ control_client.py  and the side of a command
 further_machines.py  which machines may join a running run, and what are they told?
 join_elsewhere.py  the side of a machine that joins the run of another one
 further.py    how does a worker start that joins a running run?
+member_board.py  how do the launcher and the members of a run see each other?
 stuck_watch.py  which workers hold the others up now?
+ring_form.py   what does `--sync flexible` mean where there is no server?
 failure.py    which worker failed first, and why
 whereabouts.py  where are workers that others wait for, or that go on without the others?
 module.py     is there a module of this name, for `run -m`?
