@@ -6,8 +6,8 @@ In a lab (root). Layers sleep instead of computing, so that four nodes do not sh
 are real: 2.24 MB for each of 8 micro-batches, 19 ms on the wire, where a stage computes for 36 ms.
 
 schedules  four equal nodes; every schedule, and torch.distributed.pipelining's GPipe, 1F1B and ZBV on Gloo,
-           take turns. `simulated` is what the same lists take on a machine without overhead; `stale` has none,
-           because its batches overlap
+           take turns. `simulated` is what the same lists take on a machine without overhead; there is none
+           for `stale`, whose batches overlap
 unequal    nodes of speed .8, .4, .2 and .1: cuts by measured times against cuts by the number of layers,
            both filled, with 16 micro-batches
 """
