@@ -4,8 +4,8 @@ Each worker has a word in shared memory on which it sleeps (a futex). Whoever pu
 workers that are asleep; for one that is awake this costs a read. A ring may be missed where the processor
 reorders a write and a read of two workers. So a sleep is short, and the sleeper looks again.
 
-Beside its word a worker notes on which core it last began to wait. Whoever waits for a worker of its own
-core gives the core up at once: looking would only keep that one from running.
+Beside its word a worker notes on which core it began its last wait, or woke in it. Whoever waits for a
+worker of its own core gives the core up at once: looking would only keep that one from running.
 """
 
 from __future__ import annotations
@@ -88,18 +88,22 @@ class Bells:
         """Whether this worker waits for room."""
         self._numbers[self._mine + _ROOM] = wants
 
+    def note_core(self) -> int:
+        """Note on which core this thread is; returns 1 + the core."""
+        self._numbers[self._mine + _CORE] = core = current_core() + 1
+        return core
+
     def shares_core(self, others: Iterable[int]) -> bool:
-        """Whether this thread is on the core where one of these workers began its last wait.
+        """Whether this thread is on the core where one of these workers was last.
 
         Before, it leaves that core if another one is free. It notes on which core it is.
         """
-        numbers = self._numbers
-        numbers[self._mine + _CORE] = core = current_core() + 1
+        core, numbers = self.note_core(), self._numbers
         if not core or all([numbers[rank * _LINE + _CORE] != core for rank in others]):  # noqa: C419 - faster
             return False
         if not self._choice.leave(core - 1):
             return True
-        numbers[self._mine + _CORE] = current_core() + 1
+        self.note_core()
         return False
 
     def sleep(self, seconds: float, asleep: Callable[[], object]) -> None:

@@ -98,7 +98,8 @@ class Patience:
         spin_s = self._spin_s
         if threading.current_thread().name.startswith(_OWN_THREADS):
             spin_s = _SCARCE_SPIN_S
-        hold_s = _HOLD_S if spin_s > _HOLD_S and not self._bells.shares_core(late) else 0.0
+        spins = spin_s > _HOLD_S
+        hold_s = _HOLD_S if spins and not self._bells.shares_core(late) else 0.0
         while time.perf_counter() - begun <= hold_s:
             if not behind():
                 return
@@ -116,6 +117,8 @@ class Patience:
                     sleep_s = _LONG_SLEEP_S
                     end = self._report(behind, tag, endless, required)
                 self._bells.sleep(sleep_s, behind)
+                if spins:
+                    self._bells.note_core()  # sleepers may wake on another one
         finally:
             if end is not None:
                 end()
