@@ -217,12 +217,13 @@ SLOW = SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.004 if os.path.exists('
 class Kill:
     """A signal to a worker, so long after all have begun to train, or after the kill before.
 
-    with `on_s` SIGSTOP and, so long after that, SIGCONT
+    with `on_s` SIGSTOP and, so long after that, SIGCONT; with `machine` the agent of its machine is killed
     """
 
     slot: int
     after_s: float
     on_s: float | None = None
+    machine: bool = False
 
     @property
     def signal(self) -> signal.Signals:
@@ -330,6 +331,12 @@ def pid_of(folder: Path, slot: int) -> int:
     return int(_lines(folder, slot)[-1][3])
 
 
+def agent_of(pid: int) -> int:
+    """The process that has started a worker."""
+    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return int(next(one.partition(b"=")[2] for one in environ if one.startswith(b"ECHELON_LAUNCHER=")))
+
+
 def longest_gap_s(folder: Path) -> float:
     """For how long no worker took a step, at most."""
     files = folder.glob("stepped-*")
@@ -361,7 +368,7 @@ def _kill(
         time.sleep(kill.after_s)
         pid = pid_of(folder, kill.slot)
         try:
-            os.kill(pid, kill.signal)
+            os.kill(agent_of(pid) if kill.machine else pid, kill.signal)
         except ProcessLookupError:  # it was done
             continue
         killed[kill.slot] = time.time()
