@@ -26,6 +26,8 @@ LAYOUTS = {
     "pipeline(stages=2, schedule=1f1b, micro=4)": 2,
     "pipeline(stages=4, schedule=1f1b, micro=6, ahead=1)": 4,
     "pipeline(stages=3, schedule=filled, micro=5)": 3,
+    "pipeline(stages=2, schedule=interleaved, micro=3)": 2,
+    'pipeline(schedule=interleaved, cuts="1,2,3", micro=5, ahead=1, recompute=true)': 2,
     'pipeline(stages=2, cuts="1", micro=10, recompute=true)': 2,
     "data": 2,
     "sharded(level=1)": 2,
@@ -38,6 +40,7 @@ LAYOUTS = {
     "pipeline(stages=2) * sharded(level=1)": 4,
     'sharded(level=2, workers=2, shares="3,1") * pipeline(stages=2, schedule=filled)': 4,
     "pipeline(stages=2, schedule=1f1b, micro=3) * sharded(level=3)": 4,
+    "pipeline(stages=2, schedule=interleaved, micro=3) * sharded(level=3)": 4,
     'pipeline(stages=1, recompute=true) * sharded(level=3, shares="1,2") * data': 4,
     "pipeline(stages=1, schedule=1f1b, samples=2) * data": 2,
 }

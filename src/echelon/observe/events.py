@@ -130,7 +130,8 @@ class StageAssigned(Event, frozen=True, kw_only=True, tag="stage"):
     It has layers `begin` to `end`, the latter excluded; `first` and `last` are their names. `ranks` are the
     workers of its pipeline, by stage. `predicted_s` is the time of a micro-batch, forward and backward, as
     its layers were measured one by one, `predicted_bytes` is for parameters, gradients, states and
-    activations; both are 0 if nothing was measured.
+    activations; both are 0 if nothing was measured. `chunks`: the first and last layers (the latter
+    excluded) of each of the worker's chunks, if it has several; `end` is that of the last one.
     """
 
     replica: int
@@ -144,6 +145,7 @@ class StageAssigned(Event, frozen=True, kw_only=True, tag="stage"):
     micro: int
     predicted_s: float = 0.0
     predicted_bytes: float = 0.0
+    chunks: list[tuple[int, int]] = []
 
 
 class PassesTimed(Event, frozen=True, kw_only=True, tag="passes"):
@@ -152,13 +154,15 @@ class PassesTimed(Event, frozen=True, kw_only=True, tag="passes"):
     `passes`, in order: kind, number of the micro-batch, microseconds since `start`, microseconds for which
     it then waited for another stage, and those that it took after that. A forward pass waits for the stage
     before, a backward pass for the one after, `weights` for nobody, and the `result` comes from the last
-    stage. `memory_bytes` is the process's resident memory above that without the model.
+    stage. `memory_bytes` is the process's resident memory above that without the model. `chunks`: which of
+    the worker's chunks each pass went through, if it has several.
     """
 
     step: int
     start: float
     passes: list[tuple[str, int, int, int, int]]
     memory_bytes: int = 0
+    chunks: list[int] = []
 
 
 class LinkMeasured(Event, frozen=True, kw_only=True, tag="link"):

@@ -19,8 +19,9 @@ from echelon.observe.events import PassesTimed, StageAssigned
 class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's stage.
 
-    It has layers `begin` to `end`, the latter excluded. `busy_s` and `wait_s` are sums over all batches,
-    `waits_s` are the waits by awaited rank. `micro_s` is the mean time of all passes of a micro-batch.
+    It has layers `begin` to `end`, the latter excluded; with several chunks, those of `chunks`. `busy_s`
+    and `wait_s` are sums over all batches, `waits_s` are the waits by awaited rank. `micro_s` is the mean
+    time of all passes of a micro-batch.
     `predicted_s` and `predicted_bytes` are 0 if nothing was predicted; `memory_bytes` is the largest
     resident memory above that of the process without the model.
     """
@@ -39,6 +40,14 @@ class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
     predicted_s: float = 0.0
     predicted_bytes: float = 0.0
     memory_bytes: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def layers(self) -> str:
+        """Which layers it has, in words."""
+        return " and ".join(
+            f"{begin} to {end - 1}" for begin, end in self.chunks or ((self.begin, self.end),)
+        )
 
     @property
     def bubble(self) -> float:
@@ -76,10 +85,11 @@ class StageTally:
             return
         sums = self._sums[event.rank]
         sums.memory_bytes = max(sums.memory_bytes, event.memory_bytes)
-        for kind, _, _, wait_us, took_us in event.passes:
+        chunks = event.chunks or [0] * len(event.passes)
+        for (kind, _, _, wait_us, took_us), chunk in zip(event.passes, chunks, strict=True):
             sums.busy_us += took_us
             sums.waits_us[kind] += wait_us
-            sums.micro += kind == "forward"
+            sums.micro += kind == "forward" and chunk == 0
 
     def figures(self) -> tuple[StageFigures, ...]:
         """The stages by rank; none without a pipeline."""
@@ -91,11 +101,14 @@ class StageTally:
 
 
 def awaited_rank(kind: str, stage: int, ranks: Sequence[int]) -> int | None:
-    """The worker for which a pass of this kind waits; None if for nobody."""
+    """The worker for which a pass of this kind waits; None if for nobody.
+
+    With several chunks the first worker waits for the last one's chunk before, and the last for the first.
+    """
     if kind == "result":
         return ranks[-1] if ranks else None
-    at = {"forward": stage - 1, "backward": stage + 1}.get(kind, -1)
-    return ranks[at] if 0 <= at < len(ranks) else None
+    step = {"forward": -1, "backward": 1}.get(kind)
+    return ranks[(stage + step) % len(ranks)] if step is not None and len(ranks) > 1 else None
 
 
 def _figures(assigned: StageAssigned, sums: _StageSums) -> StageFigures:
@@ -119,6 +132,7 @@ def _figures(assigned: StageAssigned, sums: _StageSums) -> StageFigures:
         predicted_s=assigned.predicted_s,
         predicted_bytes=assigned.predicted_bytes,
         memory_bytes=sums.memory_bytes,
+        chunks=tuple(assigned.chunks),
     )
 
 
@@ -133,7 +147,7 @@ def stages_verdict(stages: Sequence[StageFigures]) -> str:
     share = waited / total if total > 0 else 0.0
     text = (
         f"stages waited {100 * share:.0f} % of their time; the slowest is rank {slowest.rank} "
-        f"(layers {slowest.begin} to {slowest.end - 1}), {show_seconds(slowest.micro_s)} a micro-batch"
+        f"(layers {slowest.layers}), {show_seconds(slowest.micro_s)} a micro-batch"
     )
     if most.awaited is not None:
         text += f"; rank {most.rank} waited most, {100 * most.bubble:.0f} %, for rank {most.awaited}"

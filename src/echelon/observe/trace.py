@@ -299,12 +299,14 @@ def _stages(events: Sequence[AnyEvent], start: float) -> list[TraceEvent]:
             lanes += [_name("thread_name", pid, tid, "stage"), _sort("thread_sort_index", pid, tid, 5)]
             free_from[event.rank] = 0
         base = _us(event.start - start)
-        for kind, micro, begun_us, wait_us, took_us in event.passes:
+        chunks: Sequence[int | None] = event.chunks or [None] * len(event.passes)
+        for (kind, micro, begun_us, wait_us, took_us), chunk in zip(event.passes, chunks, strict=True):
             rank = awaited_rank(kind, own.stage, own.ranks) if own is not None else None
             waiting = "wait" if rank is None else f"wait for rank {rank}"
             args = {"step": event.step, "micro": micro}
             at = base + begun_us
-            for name, dur in ((waiting, wait_us), (f"{kind} {micro}", took_us)):
+            of_chunk = "" if chunk is None or kind == "result" else f" of chunk {chunk}"
+            for name, dur in ((waiting, wait_us), (f"{kind} {micro}{of_chunk}", took_us)):
                 ts = max(at, free_from[event.rank])
                 at += dur
                 if at > ts:

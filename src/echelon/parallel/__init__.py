@@ -15,7 +15,8 @@ micro.py       a call of the model in micro-batches
 losses.py      losses that are computed micro-batch by micro-batch
 awaited.py     an output that waits for its loss, so that an unchanged loop runs any schedule
 passing.py     values from stage to stage
-stage.py       one worker's stage of a pipeline
+stage.py       one worker's part of a pipeline
+stage_chunk.py one run of layers of a worker: its forward passes and its links
 backward.py    one stage's backward passes of one call
 split.py       a backward pass in two parts: gradients of inputs first, of weights later
 slices.py      which elements of a parameter each worker has

@@ -20,14 +20,19 @@ class BackwardPasses:
     """Adds up in `total` the gradients of `parameters`; `back` sends one to the stage before."""
 
     def __init__(
-        self, parameters: Sequence[Tensor], back: Callable[[Tensor], None], *, splits: bool
+        self,
+        parameters: Sequence[Tensor],
+        back: Callable[[Tensor], None],
+        *,
+        splits: bool,
+        total: Gradients,
     ) -> None:
         self._parameters = parameters
         self._back = back
         self._splits = splits
         self._later: deque[SplitBackward] = deque()
         self.weighed = 0  # of how many micro-batches all weights are done
-        self.total: Gradients = [None] * len(parameters)
+        self.total = total
 
     def of(self, kept: KeptMicro, given: Sequence[Tensor | None]) -> None:
         """The pass of the next micro-batch; `given` are the gradients of what it handed over."""

@@ -15,9 +15,9 @@ worker's memory is not considered.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 from echelon.errors import PlanError
 
@@ -74,6 +74,66 @@ def best_cuts(cost: ChainCost, micro: int) -> tuple[int, ...]:
     if found is None:
         raise _misfit(cost, stages)
     return found[1]
+
+
+def best_chunk_cuts(cost: ChainCost, micro: int, workers: int) -> tuple[int, ...]:
+    """The same for parts that go over the workers in turn; `cost` has a row for each part.
+
+    The pace is set by all parts of a worker together, and its memory holds all of them. Cuts as if all
+    parts had different workers come first. Then cuts move, one or two neighbours alike, to where they help
+    most, until nothing helps.
+    """
+    sums = _SumsOfLayers.of(cost)
+    cuts = list(best_cuts(cost, micro))
+    best = sums.took(cuts, micro, workers)
+    while True:
+        moved = min(_moved(cost, cuts), key=lambda one: sums.took(one, micro, workers), default=cuts)
+        took = sums.took(moved, micro, workers)
+        if took >= best or (took[0] == best[0] and took[1] > best[1] * (1 - 1e-12)):
+            break
+        best, cuts = took, moved
+    if best[0] > 0:
+        limits = cost.limits_bytes[:workers]
+        raise _misfit(replace(cost, times_s=cost.times_s[:workers], limits_bytes=limits), workers)
+    return tuple(cuts)
+
+
+def _moved(cost: ChainCost, cuts: list[int]) -> Iterator[list[int]]:
+    """All cuts with one, or two neighbours alike, at another place."""
+    for count in (1, 2):
+        for at in range(len(cuts) - count + 1):
+            low = cuts[at - 1] if at else 0
+            high = cuts[at + count] if at + count < len(cuts) else cost.layers
+            for by in range(low + 1 - cuts[at], high - cuts[at + count - 1]):
+                found = [cut + by if at <= index < at + count else cut for index, cut in enumerate(cuts)]
+                if by and not cost.closed.intersection(found):
+                    yield found
+
+
+@dataclass(frozen=True, slots=True)
+class _SumsOfLayers:
+    """Times and sizes of the layers before each, by part, so that those of a run are a difference."""
+
+    cost: ChainCost
+    times_s: list[list[float]]
+    sizes_bytes: list[float]
+
+    @staticmethod
+    def of(cost: ChainCost) -> _SumsOfLayers:
+        """Those of a chain."""
+        times_s = [list(accumulate(times, initial=0.0)) for times in cost.times_s]
+        return _SumsOfLayers(cost, times_s, list(accumulate(cost.sizes_bytes, initial=0.0)))
+
+    def took(self, cuts: Sequence[int], micro: int, workers: int) -> tuple[float, float]:
+        """The memory that is missing, and how long a batch takes, if parts go over workers in turn."""
+        loads, sizes, links = [0.0] * workers, [0.0] * workers, [0.0] * workers
+        for part, (begin, end) in enumerate(pairwise([0, *cuts, self.cost.layers])):
+            loads[part % workers] += self.times_s[part][end] - self.times_s[part][begin]
+            sizes[part % workers] += self.sizes_bytes[end] - self.sizes_bytes[begin]
+            links[part % workers] += self.cost.wire_s(part, begin)
+        rooms = [_limit(self.cost, worker) for worker in range(workers)]
+        missing = sum(max(0.0, size - room) for size, room in zip(sizes, rooms, strict=True))
+        return missing, sum(loads) + 2 * sum(links) + (micro - 1) * max(*loads, *links)
 
 
 def _slowest(cost: ChainCost, cuts: Sequence[int]) -> float:

@@ -23,17 +23,17 @@ from echelon.parallel.value_gather import ValuesUnderWay
 
 
 class GatheredLayers(LayerChain):
-    """A chain that a stage, layers `begin` to `end`, runs layer by layer, with divided parameters."""
+    """A chain of which a worker runs some `layers`, one by one, with divided parameters."""
 
     def __init__(
-        self, chain: LayerChain, model: nn.Module, shards: StageShards, begin: int, end: int
+        self, chain: LayerChain, model: nn.Module, shards: StageShards, layers: Sequence[int]
     ) -> None:
         self._chain = chain
         self._shards = shards
         self.names, self.closed = chain.names, chain.closed
         named = dict(model.named_parameters(remove_duplicate=False))
         self._of: dict[int, list[ShardedParameter]] = {}
-        for at in range(begin, end):
+        for at in layers:
             used = {id(named[name]) for name in chain.holds(at, at + 1) if name in named}
             self._of[at] = [one for one in shards.parameters if id(one.parameter) in used]
         self._coming: list[ValuesUnderWay] = []

@@ -38,7 +38,6 @@ class BatchMasks:
     def __init__(self, rows: int) -> None:
         self._rows = rows
         self._drawn: list[Tensor] = []
-        self._after: Tensor | None = None
 
     def of(self, begin: int, end: int) -> _DropoutMode:
         """A context in which samples `begin` to `end` get their rows of the masks."""
@@ -64,12 +63,9 @@ class BatchMasks:
             )
         return self._drawn[index][begin * times : end * times]
 
-    def check(self, begin: int) -> None:
-        """Refuse random numbers that were not drawn as masks; called after every micro-batch."""
-        state = torch.get_rng_state()
-        if begin == 0:
-            self._after = state
-        elif self._after is not None and not torch.equal(state, self._after):
+    def check(self, before: Tensor) -> None:
+        """Refuse random numbers that a later micro-batch has drawn; `before` is the state before it."""
+        if not torch.equal(torch.get_rng_state(), before):
             raise ModelError(
                 "the model draws random numbers in its forward pass that are not dropout masks, so "
                 "micro-batches would not train as the whole batch does",

@@ -52,12 +52,15 @@ class KeptMicro:
 
 @dataclass(slots=True)
 class ModelCall:
-    """One call of the model with `rows` samples; `edges` are the micro-batches' first and last ones."""
+    """One call of the model with `rows` samples; `edges` are the micro-batches' first and last ones.
+
+    `kept` is by chunk and micro-batch.
+    """
 
     given: Given
     edges: list[tuple[int, int]]
     rows: int
-    kept: dict[int, KeptMicro] = field(default_factory=dict)
+    kept: dict[tuple[int, int], KeptMicro] = field(default_factory=dict)
     precision: Precision = field(default_factory=Precision.now)
 
     def part(self, micro: int) -> Given:

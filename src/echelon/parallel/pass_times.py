@@ -19,8 +19,8 @@ TimedPass: TypeAlias = tuple[str, int, int, int, int]
 class PassObserver(Protocol):
     """Records what a stage did."""
 
-    def passed(self, begun: float, passes: list[TimedPass], memory_bytes: int) -> None:
-        """These passes took place since `begun`, on the performance counter."""
+    def passed(self, begun: float, passes: list[TimedPass], memory_bytes: int, chunks: list[int]) -> None:
+        """These passes took place since `begun`, on the performance counter, each in one of the chunks."""
 
 
 class PassTimes:
@@ -29,16 +29,18 @@ class PassTimes:
     def __init__(self) -> None:
         self.begun = time.perf_counter()
         self.passes: list[TimedPass] = []
+        self.chunks: list[int] = []  # of the passes
         self._waited_s = 0.0
 
     @contextmanager
-    def of(self, kind: str, micro: int) -> Iterator[None]:
+    def of(self, kind: str, micro: int, chunk: int = 0) -> Iterator[None]:
         """The block is this pass; waiting in it counts as before it."""
         begun = time.perf_counter()
         self._waited_s = 0.0
         yield
         took_s = time.perf_counter() - begun - self._waited_s
         self.passes.append((kind, micro, _us(begun - self.begun), _us(self._waited_s), _us(took_s)))
+        self.chunks.append(chunk)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

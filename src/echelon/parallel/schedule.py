@@ -4,6 +4,7 @@
     1f1b    a stage begins with the backward passes as early as it can, and then alternates: at most as
             many micro-batches are kept as there are stages after it, and its own (Narayanan et al., 2019)
             With `ahead`, so many more are in flight per hop, so that a stage need not wait for the wire
+    interleaved  the same for workers that have several chunks of layers each (`interleaved.py`)
     filled  the same order, with backward passes in two parts (Qi et al., 2023): gradients of a stage's
             input are sent at once, those of its weights come as late as memory allows. No stage keeps
             more micro-batches than the first one does with 1f1b
@@ -18,6 +19,7 @@ and so do weights, so that gradients are added up in the same order in all sched
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Kind = Literal["forward", "backward", "weights"]
@@ -25,10 +27,14 @@ Kind = Literal["forward", "backward", "weights"]
 
 @dataclass(frozen=True, slots=True)
 class StageAction:
-    """A pass of one micro-batch through a stage. In a list without `weights`, `backward` includes them."""
+    """A pass of one micro-batch through one of a worker's chunks of layers.
+
+    In a list without `weights`, `backward` includes them.
+    """
 
     kind: Kind
     micro: int
+    chunk: int = 0
 
 
 def gpipe(micro: int) -> list[StageAction]:
@@ -68,19 +74,89 @@ def _before_backward(stage: int, stages: int, micro: int, ahead: int) -> int:
     return min(micro, (1 + ahead) * (stages - 1 - stage) + 1)
 
 
-def schedule(name: str, stage: int, stages: int, micro: int, ahead: int = 0) -> list[StageAction]:
+def interleaved(stages: int, micro: int, chunks: int, *, ahead: int = 0) -> list[list[StageAction]]:
+    """1F1B for workers with several chunks each; the lists of all of them (Narayanan et al., 2021).
+
+    A model has stages * chunks chunks, which go over the workers in turn. As many micro-batches as there
+    are workers go through the first chunks, then through the second ones, and so on; backward passes go
+    the other way. How both alternate is found by letting equal workers compute, with a backward pass twice
+    as long as a forward pass. A worker keeps at most
+
+        2 (1 + ahead) (workers after it) + (chunks - 1) stages + 1
+
+    passes, or one more if all would wait for each other. So the lists can always be computed.
+    """
+    groups = [range(first, min(first + stages, micro)) for first in range(0, micro, stages)]
+    down = [StageAction("forward", m, c) for group in groups for c in range(chunks) for m in group]
+    up = [StageAction("backward", m, c) for group in groups for c in reversed(range(chunks)) for m in group]
+    limits = [2 * (1 + ahead) * (stages - 1 - w) + (chunks - 1) * stages + 1 for w in range(stages)]
+    lists: list[list[StageAction]] = [[] for _ in range(stages)]
+    forwards, backwards, free = [0] * stages, [0] * stages, [0] * stages
+    ended: dict[tuple[Kind, int, int], int] = {}  # when a pass of a micro-batch through a chunk ends
+    time = 0
+
+    def can(worker: int, action: StageAction) -> bool:
+        """Whether what a pass needs is there."""
+        at = action.chunk * stages + worker
+        if action.kind == "forward":
+            return at == 0 or ended.get(("forward", at - 1, action.micro), time + 1) <= time
+        if ended.get(("forward", at, action.micro), time + 1) > time:
+            return False
+        last = at == stages * chunks - 1
+        return last or ended.get(("backward", at + 1, action.micro), time + 1) <= time
+
+    while any(count < len(up) for count in backwards):
+        for worker in range(stages):
+            if free[worker] > time:
+                continue
+            kept = forwards[worker] - backwards[worker]
+            if (
+                forwards[worker] < len(down)
+                and kept < limits[worker]
+                and can(worker, down[forwards[worker]])
+            ):
+                action = down[forwards[worker]]
+                forwards[worker] += 1
+            elif backwards[worker] < len(up) and can(worker, up[backwards[worker]]):
+                action = up[backwards[worker]]
+                backwards[worker] += 1
+            else:
+                continue
+            free[worker] = time + (1 if action.kind == "forward" else 2)
+            ended[action.kind, action.chunk * stages + worker, action.micro] = free[worker]
+            lists[worker].append(action)
+        later = [one for one in free if one > time]
+        if not later:
+            limits = [limit + 1 for limit in limits]
+        time = min(later, default=time)
+    return lists
+
+
+_interleaved = lru_cache(maxsize=16)(interleaved)
+
+
+def schedule(
+    name: str, stage: int, stages: int, micro: int, ahead: int = 0, chunks: int = 1
+) -> list[StageAction]:
     """The actions of one stage, in the order in which it computes them."""
     if name == "gpipe":
         return gpipe(micro)
     if name == "filled":
         return filled(stage, stages, micro, ahead=ahead)
+    if name == "interleaved":
+        return list(_interleaved(stages, micro, chunks, ahead=ahead)[stage])
     return one_forward_one_backward(stage, stages, micro, ahead=ahead)
 
 
-def backward_only(name: str, micro: int) -> list[StageAction]:
-    """The actions after all forward passes, if those went first; the same for all stages."""
-    actions = [StageAction("backward", m) for m in range(micro)]
-    return actions + [StageAction("weights", m) for m in range(micro) if name == "filled"]
+def forward_only(actions: list[StageAction]) -> list[StageAction]:
+    """The forward passes of a list, which may go first."""
+    return [action for action in actions if action.kind == "forward"]
+
+
+def backward_only(actions: list[StageAction]) -> list[StageAction]:
+    """The actions after all forward passes, if those went first: backward passes, then weights."""
+    later = [action for action in actions if action.kind != "forward"]
+    return sorted(later, key=lambda action: action.kind == "weights")
 
 
 def most_kept(actions: list[StageAction]) -> int:

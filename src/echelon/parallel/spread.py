@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from echelon.comm.group import Group
 from echelon.comm.meet.links import Links
 from echelon.config.units import show_memory
+from echelon.errors import ConfigError
 from echelon.parallel.chain import Given, LayerChain, chain_of, check_cuts
-from echelon.parallel.cut import ChainCost, best_cuts, wires_s
+from echelon.parallel.cut import ChainCost, best_chunk_cuts, best_cuts, wires_s
 from echelon.parallel.gathered_layers import GatheredLayers
 from echelon.parallel.holdings import Holdings
 from echelon.parallel.layout import Mesh
@@ -28,9 +29,10 @@ from echelon.parallel.measure import LayerCosts, measure
 from echelon.parallel.micro import cut_call
 from echelon.parallel.norms import WholeNorms
 from echelon.parallel.pass_times import PassTimes, resident_bytes
-from echelon.parallel.schedule import StageAction, most_kept, schedule
+from echelon.parallel.schedule import most_kept, schedule
 from echelon.parallel.split import Gradients
-from echelon.parallel.stage import PipelineStage, StagePart
+from echelon.parallel.stage import PipelineStage
+from echelon.parallel.stage_chunk import StagePart
 from echelon.parallel.stage_shards import StageDivision, StageShards
 from echelon.parallel.strategies.pipeline import Pipeline
 
@@ -82,7 +84,13 @@ class SpreadModel:
         self._observer = observer
         self._explain = explain
         self._chain: LayerChain = chain_of(model)
-        check_cuts(self._chain, pipeline.cut_points, mesh.stages)
+        if pipeline.parts > 1 and mesh.stages == 1:
+            raise ConfigError(
+                "one worker has nobody to interleave its chunks with",
+                where="prepare, parallel",
+                fix="use at least 2 stages, or schedule=1f1b",
+            )
+        check_cuts(self._chain, pipeline.cut_points, mesh.stages * pipeline.parts)
         self._messages = group.fork()
         self._stage: PipelineStage | None = None
         self._costs: LayerCosts | None = None
@@ -124,23 +132,23 @@ class SpreadModel:
         self.holdings = Holdings(self._model, self._group, self._owners(edges), apart)
         rank = self._group.rank
         replica, stage = self._mesh.replica_of(rank), self._mesh.stage_of(rank)
-        part = StagePart(
-            stage=stage,
-            ranks=self._mesh.ranks[replica],
-            begin=edges[replica][stage],
-            end=edges[replica][stage + 1],
-        )
+        ranks = self._mesh.ranks[replica] * self._pipeline.parts
+        parts = [
+            StagePart(stage=at, ranks=ranks, begin=edges[replica][at], end=edges[replica][at + 1])
+            for at in range(stage, len(ranks), self._mesh.stages)
+        ]
         self.holdings.part()
-        self._tell(part, replica)
+        self._tell(parts, replica)
         chain, count = self._chain, self._pipeline.count
         if self._division is not None:
             self.shards = shards = StageShards(self.holdings.own, self._division)
             if self._division.level == 3:
-                chain = self._gathered = GatheredLayers(chain, self._model, shards, part.begin, part.end)
+                layers = [at for part in parts for at in range(part.begin, part.end)]
+                chain = self._gathered = GatheredLayers(chain, self._model, shards, layers)
                 count = lambda rows: shards.agreed_micro(self._pipeline.count(rows), rows)  # noqa: E731
         return PipelineStage(
             chain,
-            part,
+            parts,
             self._messages,
             self.holdings,
             options=self._pipeline,
@@ -150,42 +158,59 @@ class SpreadModel:
             training=self._trains,
         )
 
-    def _tell(self, part: StagePart, replica: int) -> None:
+    def _tell(self, parts: Sequence[StagePart], replica: int) -> None:
         """Record which layers this worker has."""
-        took_s, needs_bytes = self._predicted(part)
+        took_s, needs_bytes = self._predicted(parts)
+        names, first, last = self._chain.names, parts[0], parts[-1]
         self._observer.staged(
             replica=replica,
-            stage=part.stage,
-            ranks=list(part.ranks),
-            begin=part.begin,
-            end=part.end,
-            first=self._chain.names[part.begin],
-            last=self._chain.names[part.end - 1],
+            stage=first.stage,
+            ranks=list(self._mesh.ranks[replica]),
+            begin=first.begin,
+            end=last.end,
+            first=names[first.begin],
+            last=names[last.end - 1],
             schedule=self._pipeline.schedule,
             micro=self._micro,
             predicted_s=took_s,
             predicted_bytes=needs_bytes,
+            chunks=[(part.begin, part.end) for part in parts] if len(parts) > 1 else [],
         )
 
-    def _predicted(self, part: StagePart) -> tuple[float, float]:
-        """The time of a micro-batch in a stage, and the stage's memory; zeros if nothing was measured."""
-        costs, pipeline = self._costs, self._pipeline
+    def _predicted(self, parts: Sequence[StagePart]) -> tuple[float, float]:
+        """The time of a micro-batch in a worker, and the worker's memory; zeros if nothing was measured."""
+        costs = self._costs
         if costs is None:
             return 0.0, 0.0
-        own = slice(part.begin, part.end)
-        kept = most_kept(
-            schedule(pipeline.schedule, part.stage, len(part.ranks), self._micro, pipeline.ahead)
+        kept = self._kept_of(parts[0].stage)
+        took_s = needs_bytes = 0.0
+        for part, count in zip(parts, kept, strict=True):
+            own = slice(part.begin, part.end)
+            passed = sum(costs.passed_bytes[own])
+            took_s += sum(costs.times_s[own])
+            needs_bytes += sum(costs.held_bytes[own])
+            if self._pipeline.recompute:
+                received = costs.passed_bytes[part.begin - 1] if part.begin else 0.0
+                needs_bytes += passed + count * received
+            else:
+                needs_bytes += count * passed
+        return took_s, needs_bytes
+
+    def _kept_of(self, stage: int) -> list[int]:
+        """Of how many micro-batches a worker keeps activations at most, for each of its chunks."""
+        pipeline = self._pipeline
+        actions = schedule(
+            pipeline.schedule, stage, self._mesh.stages, self._micro, pipeline.ahead, pipeline.parts
         )
-        passed = sum(costs.passed_bytes[own])
-        if pipeline.recompute:
-            received = costs.passed_bytes[part.begin - 1] if part.begin else 0.0
-            return sum(costs.times_s[own]), sum(costs.held_bytes[own]) + passed + kept * received
-        return sum(costs.times_s[own]), sum(costs.held_bytes[own]) + kept * passed
+        return [
+            most_kept([one for one in actions if one.chunk == chunk]) for chunk in range(pipeline.parts)
+        ]
 
     def _timed(self, times: PassTimes) -> None:
         """A batch has gone through this stage."""
         memory_bytes = max(0, resident_bytes() - self._without_bytes)
-        self._observer.passed(times.begun, times.passes, memory_bytes)
+        chunks = times.chunks if self._pipeline.parts > 1 else []
+        self._observer.passed(times.begun, times.passes, memory_bytes, chunks)
 
     def _trains(self) -> bool:
         return any(module.training for module in self._model.modules())
@@ -201,8 +226,8 @@ class SpreadModel:
         canonical = {name: first[id(tensor)] for name, tensor in everything}
         owners: dict[str, set[int]] = {name: set() for name in first.values()}
         for replica, ranks in enumerate(self._mesh.ranks):
-            for stage, rank in enumerate(ranks):
-                begin, end = edges[replica][stage], edges[replica][stage + 1]
+            for part, rank in enumerate(ranks * self._pipeline.parts):
+                begin, end = edges[replica][part], edges[replica][part + 1]
                 for name in self._chain.holds(begin, end):
                     if name in canonical:
                         owners[canonical[name]].add(rank)
@@ -217,7 +242,7 @@ class SpreadModel:
         if pipeline.cuts or mesh.stages == 1:
             return [pipeline.cut_points] * mesh.replicas
         costs = self._costs = measure(self._model, self._chain, call.part(0), recompute=pipeline.recompute)
-        kept = 1 if pipeline.recompute else most_kept(_longest(pipeline, mesh.stages, micro))
+        kept = 1 if pipeline.recompute else max(self._kept_of(0))  # the first stage keeps most
         sizes_bytes = [
             held + kept * passed for held, passed in zip(costs.held_bytes, costs.passed_bytes, strict=True)
         ]
@@ -233,41 +258,42 @@ class SpreadModel:
 
     def _cut(self, told: list[list[float]], replicas: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The cuts of replicas that are cut alike, by their slowest workers; `told` has all figures."""
-        count, stages = len(self._chain), list(zip(*replicas, strict=True))
+        count, parts, workers = len(self._chain), self._pipeline.parts, len(replicas[0])
+        stages = list(zip(*replicas, strict=True)) * parts
         first = replicas[0][0]
-        return best_cuts(
-            ChainCost(
-                times_s=[
-                    [max(told[rank][at] for rank in peers) for at in range(count)] for peers in stages
-                ],
-                sizes_bytes=told[0][count : 2 * count],
-                limits_bytes=[min(told[rank][-1] for rank in peers) for peers in stages],
-                wires_s=wires_s(self._slowest_rates(replicas), told[first][2 * count : 3 * count]),
-                closed=self._chain.closed,
-            ),
-            int(told[first][-2]),
+        cost = ChainCost(
+            times_s=[[max(told[rank][at] for rank in peers) for at in range(count)] for peers in stages],
+            sizes_bytes=told[0][count : 2 * count],
+            limits_bytes=[min(told[rank][-1] for rank in peers) for peers in stages],
+            wires_s=wires_s(self._slowest_rates(replicas), told[first][2 * count : 3 * count]),
+            closed=self._chain.closed,
         )
+        micro = int(told[first][-2])
+        return best_cuts(cost, micro) if parts == 1 else best_chunk_cuts(cost, micro, workers)
 
     def _slowest_rates(self, replicas: Sequence[Sequence[int]]) -> list[float]:
         found = [rates for ranks in replicas if (rates := self._rates(ranks))]
         return [min(rates) for rates in zip(*found, strict=True)]
 
     def _rates(self, ranks: Sequence[int]) -> list[float]:
-        """The bytes per second of the links between stages; none if nothing is known."""
-        links = self._links
-        return [links.bytes_per_s.get(pair, math.inf) for pair in pairwise(ranks)] if links else []
+        """The bytes per second of the links between parts; none if nothing is known."""
+        links, pairs = self._links, pairwise([*ranks] * self._pipeline.parts)
+        return [links.bytes_per_s.get(pair, math.inf) for pair in pairs] if links else []
 
     def _why(self, cuts: list[tuple[int, ...]], told: list[list[float]]) -> str:
         parts, count = [], len(self._chain)
         for ranks, cut in zip(self._mesh.ranks, cuts, strict=True):
             edges = [0, *cut, len(self._chain)]
-            for stage, rank in enumerate(ranks):
-                begin, end = edges[stage], edges[stage + 1]
-                took_ms = 1e3 * sum(told[rank][begin:end])
+            for at, rank in enumerate(ranks):
+                own = [(edges[part], edges[part + 1]) for part in range(at, len(edges) - 1, len(ranks))]
+                took_ms = sum(1e3 * sum(told[rank][begin:end]) for begin, end in own)
+                size = sum(sum(told[0][count + begin : count + end]) for begin, end in own)
+                layers = " and ".join(
+                    f"{begin} to {end - 1} (from {self._chain.names[begin]})" for begin, end in own
+                )
                 parts.append(
-                    f"rank {rank} has layers {begin} to {end - 1} (from {self._chain.names[begin]}), "
-                    f"{took_ms:.2f} ms a micro-batch, "
-                    f"{show_memory(sum(told[0][count + begin : count + end]))} with activations"
+                    f"rank {rank} has layers {layers}, {took_ms:.2f} ms a micro-batch, "
+                    f"{show_memory(size)} with activations"
                 )
         return "cut by measured times: " + "; ".join(parts)
 
@@ -378,11 +404,6 @@ class SpreadModel:
             vars(self._model).pop("forward", None)
         else:
             self._model.forward = self._own_forward
-
-
-def _longest(pipeline: Pipeline, stages: int, micro: int) -> list[StageAction]:
-    """The actions of the stage that keeps most: the first."""
-    return schedule(pipeline.schedule, 0, stages, micro, pipeline.ahead)
 
 
 def _sum(kept: Tensor | None, fresh: Tensor | None, weight: float) -> Tensor | None:

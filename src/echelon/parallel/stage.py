@@ -1,6 +1,6 @@
-"""One worker's stage of a pipeline: a call of the model goes through it in micro-batches.
+"""One worker's part of a pipeline: a call of the model goes through it in micro-batches.
 
-`forward` runs this stage's forward passes and returns the model's whole output, on every stage: the last
+`forward` runs this worker's forward passes and returns the model's whole output, on every stage: the last
 one sends it to the others, so that each computes the loss as one process does. The output's gradient,
 which is the same on all of them, then goes back through the stages. Gradients of parameters are added up
 over the micro-batches and handed over once, when the last one is done.
@@ -9,8 +9,6 @@ over the micro-batches and handed over once, when the last one is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,83 +16,53 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from echelon.comm.group import Group
-from echelon.errors import ModelError
-from echelon.parallel.again import FirstPass
 from echelon.parallel.awaited import AwaitedOutput, called_twice, not_one_tensor
 from echelon.parallel.backward import BackwardPasses
-from echelon.parallel.chain import Given, LayerChain
+from echelon.parallel.chain import LayerChain
 from echelon.parallel.holdings import Holdings
 from echelon.parallel.losses import MicroLoss
-from echelon.parallel.masks import BatchMasks
-from echelon.parallel.micro import KeptMicro, ModelCall, cut_call, joined, part_of
+from echelon.parallel.micro import ModelCall, cut_call, joined, part_of
 from echelon.parallel.pass_times import PassTimes
-from echelon.parallel.passing import (
-    TAGS_OF_A_LINK,
-    GradientReceiver,
-    HandedReceiver,
-    HandedSender,
-    Outbox,
-    describe,
+from echelon.parallel.passing import GradientReceiver, HandedReceiver, Outbox
+from echelon.parallel.schedule import StageAction, backward_only, forward_only, schedule
+from echelon.parallel.split import Gradients
+from echelon.parallel.stage_chunk import (
+    LOSS,
+    OUTPUT,
+    RANDOM_AFTER,
+    ChunkRun,
+    StageChunk,
+    StagePart,
+    detached,
 )
-from echelon.parallel.schedule import StageAction, backward_only, schedule
-from echelon.parallel.split import Gradients, HookWatch
 from echelon.parallel.strategies.pipeline import Pipeline
 
-_ACTIVATIONS, _OUTPUT = 0, TAGS_OF_A_LINK
-_GRADIENTS = 2 * TAGS_OF_A_LINK
-_RANDOM, _LOSS = _GRADIENTS + 1, _GRADIENTS + 2
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_IN_PLACE = "a leaf Variable that requires grad is being used in an in-place operation"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePart:
-    """Which layers this worker has: `begin` to `end`. `ranks` are the workers of its pipeline, by stage."""
+class _BackwardWay:
+    """The backward passes of one call through one chunk: what comes back, and what is computed with it."""
 
-    stage: int
-    ranks: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it begins with the model's input."""
-        return self.stage == 0
+    def __init__(
+        self, chunk: StageChunk, parameters: Sequence[Tensor], total: Gradients, splits: bool
+    ) -> None:
+        self.part = chunk.part
+        self.coming: GradientReceiver = chunk.gradients()
+        self.passes = BackwardPasses(parameters, chunk.send_back, splits=splits, total=total)
 
     @property
-    def is_last(self) -> bool:
-        """Whether it ends with the model's output."""
-        return self.stage == len(self.ranks) - 1
-
-    @property
-    def after(self) -> int:
-        """The worker that has the next stage; of the last stage, itself."""
-        return self.ranks[min(self.stage + 1, len(self.ranks) - 1)]
-
-
-@dataclass(slots=True)
-class _StageRun:
-    """Forward passes under way. `random`: they may draw; `trains`: they are followed by backward passes.
-
-    `alone`: backward passes do not come in between.
-    """
-
-    call: ModelCall
-    keys: list[Any]
-    masks: BatchMasks
-    random: bool
-    trains: bool
-    alone: bool
-    outputs: list[Any] = field(default_factory=list)
+    def has_come(self) -> bool:
+        """Whether the next backward pass need not wait for another worker."""
+        return self.part.is_last or self.coming.has_come
 
 
 class PipelineStage:
-    """Runs one stage. `landed` gets the gradients of what it holds after each backward pass."""
+    """Runs the parts of one worker; `landed` gets gradients of what it holds, after each backward pass."""
 
     def __init__(
         self,
         chain: LayerChain,
-        part: StagePart,
+        parts: Sequence[StagePart],
         group: Group,
         holdings: Holdings,
         *,
@@ -104,11 +72,8 @@ class PipelineStage:
         timed: Callable[[PassTimes], None],
         training: Callable[[], bool],
     ) -> None:
-        self._chain = chain
-        self._part = part
         self._group = group
         self._parameters = list(holdings.own)
-        self._buffers = list(holdings.buffers)
         self._options = options
         self._count = count  # of micro-batches, by the number of samples
         self.landed = landed
@@ -116,14 +81,35 @@ class PipelineStage:
         self._times = PassTimes()
         self._training = training
         self._outbox = Outbox(group)
-        ranks, stage = part.ranks, part.stage
-        if not part.is_first:
-            self._from_before = HandedReceiver(group, ranks[stage - 1], _ACTIVATIONS)
-        if part.is_last:
-            self._outputs = [HandedSender(self._outbox, rank, _OUTPUT) for rank in ranks[:-1]]
-        else:
-            self._to_after = HandedSender(self._outbox, ranks[stage + 1], _ACTIVATIONS)
-            self._output = HandedReceiver(group, ranks[-1], _OUTPUT)
+        self._ranks = parts[0].ranks
+        self._worker, self._workers = parts[0].stage, len(self._ranks) // len(parts)
+        self._is_last = parts[-1].is_last
+        self._chunks = [
+            StageChunk(
+                at,
+                chain,
+                part,
+                group,
+                self._outbox,
+                buffers=holdings.buffers,
+                options=options,
+                training=training,
+            )
+            for at, part in enumerate(parts)
+        ]
+        if not self._is_last:
+            self._output = HandedReceiver(group, self._ranks[-1], OUTPUT)
+
+    def _actions(self, micro: int) -> list[StageAction]:
+        options = self._options
+        return schedule(
+            options.schedule, self._worker, self._workers, micro, options.ahead, len(self._chunks)
+        )
+
+    def _times_begin(self) -> None:
+        self._times = PassTimes()
+        for chunk in self._chunks:
+            chunk.times = self._times
 
     # Forward -------------------------------------------------------------------------------------
 
@@ -142,154 +128,97 @@ class PipelineStage:
         return pytree.tree_unflatten(list(flat), structure[0])
 
     def _through(self, call: ModelCall) -> Any:
-        """Run all forward passes of this stage; keeps what backward needs, if gradients are on."""
-        self._times = PassTimes()
-        run = self._begin(call, alone=True)
-        for micro in range(len(call.edges)):
-            with self._times.of("forward", micro):
-                self._forward_one(run, micro)
-        output = self._end(run)
-        if run.trains:
+        """Run all forward passes of this worker; keeps what backward needs, if gradients are on."""
+        self._times_begin()
+        runs = self._begin(call, alone=True)
+        for action in forward_only(self._actions(len(call.edges))):
+            with self._times.of("forward", action.micro, action.chunk):
+                self._chunks[action.chunk].forward(runs[action.chunk], action.micro)
+        output = self._end(call, runs)
+        if runs[0].trains:
             self._timed(self._times)
         return output
 
     def scheduled(self, call: ModelCall, loss: MicroLoss) -> tuple[Tensor, Tensor, Gradients]:
         """Run the schedule with a loss: its value, the model's output, and gradients of the parameters."""
-        part, options = self._part, self._options
-        self._times = PassTimes()
-        run, passes = self._begin(call, alone=False), self._backward_passes()
+        self._times_begin()
+        runs = self._begin(call, alone=False)
+        ways, total = self._ways()
         parts: list[Tensor] = []
-        coming = GradientReceiver(self._group, part.after, _GRADIENTS)
-        for action in schedule(
-            options.schedule, part.stage, len(part.ranks), len(call.edges), options.ahead
-        ):
-            self._fill(action, passes, coming)
-            micro = action.micro
+        for action in self._actions(len(call.edges)):
+            micro, chunk, way = action.micro, self._chunks[action.chunk], ways[action.chunk]
+            self._fill(action, way)
+            ends = chunk.part.is_last
             if action.kind == "forward":
-                with self._times.of("forward", micro):
-                    self._forward_one(run, micro)
-                    if part.is_last:
-                        parts.append(self._part_of_loss(run, loss, micro))
-                if not part.is_last:
-                    coming.expect(call.kept[micro].handed)
+                run = runs[action.chunk]
+                with self._times.of("forward", micro, action.chunk):
+                    chunk.forward(run, micro)
+                    if ends:
+                        parts.append(_part_of_loss(run, action, loss))
+                if not ends:
+                    way.coming.expect(call.kept[action.chunk, micro].handed)
             elif action.kind == "backward":
-                with self._times.of("backward", micro):
-                    given = [torch.ones_like(parts[micro])] if part.is_last else self._take(coming)
-                    passes.of(call.kept.pop(micro), given)
-                if part.is_last:
+                with self._times.of("backward", micro, action.chunk):
+                    given = [torch.ones_like(parts[micro])] if ends else self._take(way)
+                    way.passes.of(call.kept.pop((action.chunk, micro)), given)
+                if ends:
                     parts[micro] = parts[micro].detach()
         value = self._told(parts)
-        output = pytree.tree_map(_detached, self._end(run))
+        output = pytree.tree_map(detached, self._end(call, runs))
         self._timed(self._times)
-        return value, output, passes.total
+        return value, output, total
 
-    def _fill(self, action: StageAction, passes: BackwardPasses, coming: GradientReceiver) -> None:
+    def _ways(self) -> tuple[list[_BackwardWay], Gradients]:
+        total: Gradients = [None] * len(self._parameters)
+        splits = self._options.schedule == "filled"
+        return [_BackwardWay(chunk, self._parameters, total, splits) for chunk in self._chunks], total
+
+    def _fill(self, action: StageAction, way: _BackwardWay) -> None:
         """Compute weights: those that the action is about, and others while it would have to wait."""
-        is_due = action.kind == "weights"
-        while passes.owes and (passes.weighed <= action.micro if is_due else not self._can(action, coming)):
-            with self._times.of("weights", passes.weighed):
+        passes, is_due = way.passes, action.kind == "weights"
+        while passes.owes and (passes.weighed <= action.micro if is_due else not self._can(action, way)):
+            with self._times.of("weights", passes.weighed, action.chunk):
                 passes.weights()
 
-    def _part_of_loss(self, run: _StageRun, loss: MicroLoss, micro: int) -> Tensor:
-        """What a micro-batch adds to the loss; its backward pass starts there."""
-        output = run.outputs[micro]
-        if not isinstance(output, Tensor):
-            raise not_one_tensor(output)
-        part = loss.part(output, run.call.edges[micro])
-        run.call.kept[micro].handed = [part]
-        run.outputs[micro] = output.detach()  # the graph goes with `kept`
-        return part
-
-    def _take(self, coming: GradientReceiver) -> list[Tensor]:
-        with self._times.waiting():
-            return coming.take()
-
-    def _can(self, action: StageAction, coming: GradientReceiver) -> bool:
+    def _can(self, action: StageAction, way: _BackwardWay) -> bool:
         """Whether what an action needs from other stages is there."""
-        if action.kind == "forward":
-            return self._part.is_first or self._from_before.has_come
-        return self._part.is_last or coming.has_come
+        return self._chunks[action.chunk].has_come if action.kind == "forward" else way.has_come
 
-    def _backward_passes(self) -> BackwardPasses:
-        part = self._part
-        return BackwardPasses(
-            self._parameters,
-            lambda gradient: self._outbox.send(gradient, part.ranks[part.stage - 1], _GRADIENTS),
-            splits=self._options.schedule == "filled",
-        )
+    def _take(self, way: _BackwardWay) -> list[Tensor]:
+        with self._times.waiting():
+            return way.coming.take()
 
     def _told(self, parts: list[Tensor]) -> Tensor:
         """The loss, which the last stage tells the others, with its type."""
-        ranks = self._part.ranks
-        if not self._part.is_last:
+        if not self._is_last:
             told = torch.empty(2, dtype=torch.float64)
             with self._times.of("result", 0), self._times.waiting():
-                self._group.receive(told, ranks[-1], _LOSS).wait()
+                self._group.receive(told, self._ranks[-1], LOSS).wait()
             return told[0].to(_LOSS_TYPES[int(told[1])])
         total = torch.stack(parts).sum()
         told = torch.tensor([float(total), _LOSS_TYPES.index(total.dtype)], dtype=torch.float64)
-        for rank in ranks[:-1]:
-            self._outbox.send(told, rank, _LOSS)
+        for rank in self._ranks[: self._workers - 1]:
+            self._outbox.send(told, rank, LOSS)
         return total
 
-    def _begin(self, call: ModelCall, *, alone: bool) -> _StageRun:
+    def _begin(self, call: ModelCall, *, alone: bool) -> list[ChunkRun]:
         keys = self._keys(call)
-        if not self._part.is_first:
-            self._from_before.expect(keys)
-        if not self._part.is_last:
+        if not self._is_last:
             self._output.expect(keys)
-        masks, trains = BatchMasks(call.rows), torch.is_grad_enabled()
-        return _StageRun(call, keys, masks, self._training(), trains, alone)
+        return [chunk.begin(call, keys, alone=alone) for chunk in self._chunks]
 
-    def _forward_one(self, run: _StageRun, micro: int) -> None:
-        """The forward pass of a micro-batch."""
-        part, call = self._part, run.call
-        carried, received = self._carried(run.trains)
-        if run.random and micro == 0 and not part.is_first:
-            self._receive_random(part.ranks[part.stage - 1])
-        begin, end = call.edges[micro]
-        given = call.part(micro)
-        watch = HookWatch() if run.trains and self._options.schedule == "filled" else nullcontext()
-        with call.precision.again(), watch:  # 1F1B runs it where the loss is called
-            first = FirstPass((given, carried)) if self._recomputes(run) else None
-            with run.masks.of(begin, end):
-                values = self._run(given, carried)
-        if run.random:
-            run.masks.check(begin)
-            if micro == 0:
-                self._send_random()
-        handed = self._hand(values, run.keys[micro], run.outputs)
-        if not run.trains:
-            return
-        kept = call.kept[micro] = KeptMicro(received, handed, isinstance(watch, HookWatch) and watch.hooked)
-        if first is not None:
-            again = first.again(run.masks, call.rows, begin, end, self._buffers)
-            kept.again = lambda: self._handed_again(given, carried, again)
-            kept.handed = [torch.empty_like(one, device="meta") for one in handed]
-            run.outputs = [pytree.tree_map(_detached, one) for one in run.outputs]
-
-    def _recomputes(self, run: _StageRun) -> bool:
-        """Whether activations of a pass are computed again; not if its backward pass is next."""
-        is_next = self._part.is_last and not run.alone
-        return run.trains and self._options.recompute and not is_next
-
-    def _handed_again(
-        self, given: Given, carried: Sequence[Any], again: AbstractContextManager[None]
-    ) -> list[Tensor]:
-        with again:
-            _, tensors = describe(self._run(given, carried))
-        return [tensor for tensor in tensors if tensor.requires_grad]
-
-    def _end(self, run: _StageRun) -> Any:
-        """The model's output, when all passes of the run have begun."""
-        if not self._part.is_last:
+    def _end(self, call: ModelCall, runs: list[ChunkRun]) -> Any:
+        """The model's output, when all passes have begun."""
+        outputs = runs[-1].outputs
+        if not self._is_last:
             with self._times.of("result", 0), self._times.waiting():
-                received = [self._output.take() for _ in run.call.edges]
-            run.outputs = [described.build(tensors)[0] for described, tensors in received]
-            if run.random:
-                self._receive_random(self._part.ranks[-1])
+                received = [self._output.take() for _ in call.edges]
+                outputs = [described.build(tensors)[0] for described, tensors in received]
+                if runs[-1].random:
+                    state = torch.empty_like(torch.get_rng_state())
+                    torch.set_rng_state(self._group.receive(state, self._ranks[-1], RANDOM_AFTER).wait())
         self._outbox.flush()
-        return joined(run.outputs, run.call.edges)
+        return joined(outputs, call.edges)
 
     def _keys(self, call: ModelCall) -> list[Any]:
         """What the shapes within a micro-batch depend on."""
@@ -301,84 +230,49 @@ class PipelineStage:
             found.append((mode, shapes, end - begin))
         return found
 
-    def _carried(self, trains: bool) -> tuple[Sequence[Any], list[Tensor]]:
-        """What the stage before hands over, and which of it carries gradients."""
-        if self._part.is_first:
-            return (), []
-        with self._times.waiting():
-            described, tensors = self._from_before.take()
-        received = []
-        for spec, tensor in zip(described.tensors, tensors, strict=True):
-            if spec.trained and trains:
-                received.append(tensor.requires_grad_())
-        values: Sequence[Any] = described.build(tensors)
-        return values, received
-
-    def _run(self, given: Given, carried: Sequence[Any]) -> tuple[Any, ...]:
-        try:
-            return self._chain.run(self._part.begin, self._part.end, given, carried)
-        except RuntimeError as error:
-            if _IN_PLACE not in str(error):
-                raise
-            name = self._chain.names[self._part.begin]
-            raise ModelError(
-                f"stage {self._part.stage}, which begins with {name}, changes its input in place",
-                where="forward pass of a pipeline",
-                fix="cut elsewhere, with the option cuts of pipeline, or compute it out of place",
-            ) from error
-
-    def _hand(self, values: tuple[Any, ...], key: Any, outputs: list[Any]) -> list[Tensor]:
-        """Send what the stage yields; returns what carries gradients."""
-        if self._part.is_last:
-            outputs.append(values[0])
-            _, tensors = describe(values)
-            for sender in self._outputs:
-                sender.send(values, key)
-        else:
-            _, tensors = self._to_after.send(values, key)
-        return [tensor for tensor in tensors if tensor.requires_grad]
-
-    def _send_random(self) -> None:
-        """After the last stage, the state of random numbers is everybody's."""
-        part = self._part
-        to = part.ranks[:-1] if part.is_last else part.ranks[part.stage + 1 : part.stage + 2]
-        for rank in to:
-            self._outbox.send(torch.get_rng_state(), rank, _RANDOM)
-
-    def _receive_random(self, source: int) -> None:
-        state = torch.empty_like(torch.get_rng_state())
-        with self._times.waiting():
-            torch.set_rng_state(self._group.receive(state, source, _RANDOM).wait())
-
     # Backward ------------------------------------------------------------------------------------
 
     def backward(self, call: ModelCall, of_outputs: Sequence[Tensor | None]) -> None:
-        """Run all backward passes of this stage; `of_outputs` are the gradients of the model's output."""
+        """Run all backward passes of this worker; `of_outputs` are the gradients of the model's output."""
         if not call.kept:
             raise called_twice()
-        self._times = PassTimes()
-        part, passes = self._part, self._backward_passes()
-        coming = GradientReceiver(self._group, part.after, _GRADIENTS)
-        if not part.is_last:
-            for kept in call.kept.values():
-                coming.expect(kept.handed)
-        for action in backward_only(self._options.schedule, len(call.edges)):
-            self._fill(action, passes, coming)
+        self._times_begin()
+        ways, total = self._ways()
+        actions = backward_only(self._actions(len(call.edges)))
+        for action in actions:
+            way = ways[action.chunk]
+            if action.kind == "backward" and not way.part.is_last:
+                way.coming.expect(call.kept[action.chunk, action.micro].handed)
+        for action in actions:
+            way = ways[action.chunk]
+            self._fill(action, way)
             if action.kind != "backward":
                 continue
-            with self._times.of("backward", action.micro):
+            with self._times.of("backward", action.micro, action.chunk):
                 given = (
-                    self._take(coming)
-                    if not part.is_last
+                    self._take(way)
+                    if not way.part.is_last
                     else [
                         None if one is None else part_of(one, call.rows, call.edges[action.micro])
                         for one in of_outputs
                     ]
                 )
-                passes.of(call.kept.pop(action.micro), given)
+                way.passes.of(call.kept.pop((action.chunk, action.micro)), given)
         self._outbox.flush()
         self._timed(self._times)
-        self.landed(passes.total)
+        self.landed(total)
+
+
+def _part_of_loss(run: ChunkRun, action: StageAction, loss: MicroLoss) -> Tensor:
+    """What a micro-batch adds to the loss; its backward pass starts there."""
+    micro = action.micro
+    output = run.outputs[micro]
+    if not isinstance(output, Tensor):
+        raise not_one_tensor(output)
+    part = loss.part(output, run.call.edges[micro])
+    run.call.kept[action.chunk, micro].handed = [part]
+    run.outputs[micro] = output.detach()  # the graph goes with `kept`
+    return part
 
 
 class _Passed(torch.autograd.Function):
@@ -406,7 +300,3 @@ class _Passed(torch.autograd.Function):
         kept = [grad for grad, floating in zip(grads, ctx.floating, strict=True) if floating]
         ctx.stage.backward(ctx.call, kept)
         return None, None, None, None
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value

@@ -9,6 +9,7 @@ processes.py  the worker processes of one run: start, watch, end; none is left b
 input.py      what workers read: the leader what the launcher was given, the others nothing
 output.py     what the launcher shows of the leader's log
 members.py    who is still in the run? The launcher's service for runs that go on when workers are lost
+member_board.py  how do launcher and members see each other, beside requests and answers?
 control.py    how is a running run asked to let workers leave or join? The launcher's side
 control_client.py  and the side of a command
 further.py    how does a worker start that joins a running run?

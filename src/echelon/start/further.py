@@ -21,9 +21,10 @@ def further_worker(last: WorkerCommand, slot: int) -> WorkerCommand:
     return replace(last, rank=slot, env=env, program=())
 
 
-def why_nobody_joins(plan: Plan, *, saves: bool) -> str:
+def why_nobody_joins(plan: Plan, *, saves: bool, elsewhere: bool = False) -> str:
     """What the run has that a further worker cannot take part in yet; empty if there is nothing."""
     found = {
+        "workers on other machines": elsewhere,
         "--checkpoint": saves,
         f"--sync {plan.sync}": plan.sync != "full",
         f"--codec {plan.codec}": plan.codec != "none",

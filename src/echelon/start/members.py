@@ -72,6 +72,7 @@ class Members:
         self._fresh: set[int] = set()  # of these, without a step yet
         self._to_end: set[int] = set()
         self._left_out: dict[int, LateWorker] = {}  # until their processes have ended
+        self._out_of_reach: dict[int, str] = {}  # whose machines are gone, and why
         self._differing: set[int] = set()  # came back, and made other calls than the others
         self._why_left: dict[int, str] = {}  # who is to leave, or has left, and why
         self._departed: set[int] = set()
@@ -127,17 +128,20 @@ class Members:
                     self._left_out[late.slot] = late
                     self._to_end.add(late.slot)
 
-    def ended(self, slot: int, code: int) -> None:
+    def ended(self, slot: int, code: int, machine_gone: str = "") -> None:
         """A process has ended with this code. The others go on without it after a signal.
 
         One that has raised would raise again, on any worker: that ends the run, unless it was started
         again. Then it is left out: its script may do something else than the others' do.
+        `machine_gone`: why its machine is out of reach, where nothing can be started again.
         """
         with self._changed:
             if slot in self._ended:
                 return
             code = 0 if code == SAVED_AND_STOPPED else code
             self._ended[slot] = code
+            if machine_gone:
+                self._out_of_reach[slot] = machine_gone
             late = self._left_out.pop(slot, None)
             if slot in self._joining:
                 self._joining.discard(slot)
@@ -161,7 +165,7 @@ class Members:
 
     def _lost(self, slot: int, code: int, late: LateWorker | None, *, returns: bool) -> None:
         left = len(self._survival.living)
-        how = _signal(code) if code < 0 else f"exit code {code}"
+        how = self._how(slot, code)
         what = "left out" if late is not None else "did not come back" if returns else "lost"
         self._note(slot, what, str(late) if late is not None else how)
         if late is not None:
@@ -176,10 +180,14 @@ class Members:
         self._start_again(slot, "" if code < 0 else how)
 
     def _not_joined(self, slot: int, code: int) -> None:
-        how = _signal(code) if code < 0 else f"exit code {code}"
+        how = self._how(slot, code)
         left = len(self._survival.living)
         self._note(slot, "did not join", how)
         self._news.append(f"rank {slot} did not join ({how}); {left} workers go on")
+
+    def _how(self, slot: int, code: int) -> str:
+        how = _signal(code) if code < 0 else f"exit code {code}"
+        return self._out_of_reach.get(slot, how)
 
     def add(self, count: int) -> tuple[list[int], str]:
         """Let so many further workers join; their slots, or why they do not, in a sentence."""
@@ -262,6 +270,8 @@ class Members:
             refusal = "after it had come back, its script made other calls than the others'"
         if f"-1/{EPOCHS_KEY}" not in self._values:
             refusal = "the script does not train in `for epoch in session.epochs(n)`"
+        if slot in self._out_of_reach:
+            refusal = "its machine is out of reach"
         if refusal:
             self._note(slot, "not started again", refusal)
             self._news.append(f"rank {slot} is not started again: {refusal}")

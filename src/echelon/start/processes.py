@@ -120,6 +120,15 @@ class WorkerProcesses:
         """How many workers there are."""
         return len(self._commands)
 
+    @property
+    def ranks(self) -> list[int]:
+        """The workers' ranks."""
+        return list(self._commands)
+
+    def machine_gone(self, rank: int) -> str:
+        """This machine is not out of reach."""
+        return ""
+
     def node_of(self, rank: int) -> str:
         """The node that a worker runs on."""
         return self._commands[rank].node

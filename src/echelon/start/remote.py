@@ -18,12 +18,15 @@ from echelon.config.schema import RunSettings
 from echelon.errors import ConfigError, LaunchError
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
-from echelon.start.agents.driver import AgentProcesses, ConnectedAgent, introduce
+from echelon.start.agents.board import AgentBoard
+from echelon.start.agents.driver import ConnectedAgent, introduce
 from echelon.start.agents.gather import threads_each
 from echelon.start.agents.pairs import meet
+from echelon.start.agents.processes import AgentProcesses
 from echelon.start.agents.protocol import AgentWorker, Begin
 from echelon.start.hosts import Host, read_hosts
 from echelon.start.launcher import LAUNCHERS, Wanted
+from echelon.start.members import Members
 
 # What the user has set here also holds there; secrets travel over the agents' connections only.
 _HANDED_ON = (
@@ -115,10 +118,17 @@ def start(
     program: Sequence[str],
     folder: RunFolder,
     call: bytes = b"",
+    *,
+    members: Members | None = None,
+    board: AgentBoard | None = None,
 ) -> AgentProcesses:
-    """Start the plan's workers and servers."""
+    """Start the plan's workers and servers. `members`: they may be lost, and `board` is how they ask."""
     common = {"WORLD_SIZE": str(len(plan.workers)), SERVERS_VARIABLE: str(len(plan.servers))}
     common[LISTEN_VARIABLE] = " ".join(dict.fromkeys(agent.meets_at[0] for agent in agents))
+    if members is None:
+        board = None
+    else:
+        common |= members.environment
     files = copied(Path(program[0])) if settings.copy else {}
     begins = []
     for agent, workers in zip(agents, _divided(agents, plan, settings, program), strict=True):
@@ -136,9 +146,10 @@ def start(
                 workers=[msgspec.structs.replace(one, env={**env, **one.env}) for one in workers],
                 files=files,
                 call=call,
+                members=board is not None,
             )
         )
-    return AgentProcesses(folder, agents, begins, saves=settings.saves)
+    return AgentProcesses(folder, agents, begins, saves=settings.saves, board=board)
 
 
 def _divided(

@@ -46,6 +46,7 @@ from echelon.plan.placed import placed
 from echelon.plan.plan import Plan, PlanRequest, WorkerPlan, make_plan
 from echelon.plan.told import topology_of_lab
 from echelon.start import recorded_command, remote
+from echelon.start.agents.board import AgentBoard
 from echelon.start.agents.driver import ConnectedAgent
 from echelon.start.auto_plan import planned_by_itself
 from echelon.start.command import WorkerCommand
@@ -179,22 +180,25 @@ def _run(
         watch = RunWatch(folder, plan, course, recorder, watcher, stopped, saves=settings.saves)
         for note in [*given_notes, *notes, *(lab.notes if lab else ())]:
             watch.note(note)
+        board = AgentBoard() if agents and _may_lose(settings, plan) else None
+        members = _members(settings, plan, folder, board)
+        if members is not None:
+            stack.callback(members.close)
+            script = ScriptDigest(target.argv)
+            obstacle = why_nobody_joins(plan, saves=settings.saves, elsewhere=bool(agents))
+            control = RunControl(folder, members, script, obstacle)
+            stack.callback(control.close)
+            watch.members = members
         if agents:
             failure, code = watch.run(
-                lambda: remote.start(agents, plan, settings, target.argv, folder, target.call)
+                lambda: remote.start(
+                    agents, plan, settings, target.argv, folder, target.call, members=members, board=board
+                )
             )
         else:
             if target.call:
                 folder.call.write_bytes(target.call)
                 stack.callback(folder.call.unlink, missing_ok=True)
-            members = _members(settings, plan, folder)
-            if members is not None:
-                stack.callback(members.close)
-                script = ScriptDigest(target.argv)
-                obstacle = why_nobody_joins(plan, saves=settings.saves)
-                control = RunControl(folder, members, script, obstacle)
-                stack.callback(control.close)
-                watch.members = members
             commands = _commands(plan, settings, target, folder, lab, members)
             watch.last_command = commands[len(plan.workers) - 1]
             failure, code = watch.run(lambda: WorkerProcesses(folder, commands, saves=settings.saves))
@@ -359,25 +363,31 @@ def _check_losses(settings: RunSettings, plan: Plan) -> None:
             where="--min-workers",
             fix=f"give at most {len(plan.workers)}",
         )
-    if settings.hosts or settings.on != "local":
+    if settings.saves and (settings.hosts or settings.on != "local"):
         raise ConfigError(
-            "workers of other machines cannot go on yet when one of them is lost",
-            where="--min-workers",
-            fix="leave --min-workers out: then a loss ends the run",
+            "a run on several machines that goes on when workers are lost cannot save by itself yet",
+            where="--checkpoint",
+            fix="leave --min-workers or --checkpoint out",
         )
     refuse_losses(plan)
 
 
-def _members(settings: RunSettings, plan: Plan, folder: RunFolder) -> Members | None:
+def _may_lose(settings: RunSettings, plan: Plan) -> bool:
+    return settings.min_workers is not None and len(plan.workers) > 1
+
+
+def _members(
+    settings: RunSettings, plan: Plan, folder: RunFolder, board: AgentBoard | None
+) -> Members | None:
     """The service that workers ask when one of them is lost; None if a loss ends the run."""
-    if settings.min_workers is None or len(plan.workers) == 1:
+    if not _may_lose(settings, plan):
         return None
     return Members(
         len(plan.workers),
-        settings.min_workers,
+        settings.min_workers or 1,
         limit_s=plan.round_timeout_s,
         tries=settings.respawn,
-        board=FileBoard(folder.path / "admission", local=settings.lab is None),
+        board=board or FileBoard(folder.path / "admission", local=settings.lab is None),
     )
 
 

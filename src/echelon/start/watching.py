@@ -30,7 +30,7 @@ from echelon.observe.follow import Follower
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
-from echelon.start.agents.driver import AgentProcesses
+from echelon.start.agents.processes import AgentProcesses
 from echelon.start.command import WorkerCommand
 from echelon.start.failure import Failure
 from echelon.start.further import further_worker
@@ -133,7 +133,7 @@ class RunWatch:
                 else:
                     processes.interrupt()
             if interrupted_at is not None:
-                if self._is_to_save and self.members is not None and isinstance(processes, WorkerProcesses):
+                if self._is_to_save and self.members is not None:
                     self._lose(self.members, processes)  # the others save without it
                 if self._is_over(time.monotonic() - interrupted_at):
                     return None
@@ -143,18 +143,19 @@ class RunWatch:
                 return failure
         return None if self._stopped else self._failure(processes)
 
-    def _lose(self, members: Members, processes: WorkerProcesses) -> None:
+    def _lose(self, members: Members, processes: Processes) -> None:
         """Tell the service who has ended, and the user who was lost."""
         members.look()
         for rank in members.to_end():
             processes.kill(rank)
         codes = processes.exit_codes()
         for rank, code in codes.items():
-            members.ended(rank, code)
+            members.ended(rank, code, processes.machine_gone(rank))
         for rank in members.to_start() if not self._stopped else ():
             processes.restart(rank)
         for rank in members.to_add() if not self._stopped else ():
             assert self.last_command is not None
+            assert isinstance(processes, WorkerProcesses)
             processes.add(further_worker(self.last_command, rank))
         processes.lost, processes.excused = members.gone, members.excused
         processes.judged = codes.keys()  # who ends from here on is looked at next time
@@ -164,7 +165,7 @@ class RunWatch:
             self._output.follow(members.leader)
 
     def _failure(self, processes: Processes) -> Failure | None:
-        if self.members is not None and isinstance(processes, WorkerProcesses):
+        if self.members is not None:
             self._lose(self.members, processes)
         failure = processes.failure()
         if failure is None and (self.members is None or not self.members.awaits):

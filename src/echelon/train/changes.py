@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import sys
 import threading
 from collections import deque
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from echelon.comm.changing import LOST, ChangingGroup
 from echelon.comm.group import Group
+from echelon.comm.meet.links import Links
 from echelon.comm.meet.rendezvous import Member, Rendezvous
 from echelon.errors import PeerLost, WorkerError
 from echelon.membership.survival import SurvivorState, SurvivorView
@@ -41,6 +43,7 @@ _MOST_LOGGED_BYTES = 32 << 20
 _ADMITTED_S = 3600.0
 STARTUP_KEY = "startup"
 FIRST_KEY = "first"
+LINKS_KEY = "links"
 
 
 class MemberChanges:
@@ -99,6 +102,23 @@ class MemberChanges:
     def store(self) -> ServiceStore:
         """Values that stay whoever is lost."""
         return ServiceStore(self._service, -1, ())
+
+    def keep_links(self, links: Links | None) -> None:
+        """Keep what was measured at first: sizes of buckets follow from it, which must be the same later."""
+        if self.slot == 0 and links is not None:
+            latencies, rates = list(links.latency_s.items()), list(links.bytes_per_s.items())
+            self.store().set(LINKS_KEY, json.dumps([links.size, latencies, rates]))
+
+    def first_links(self) -> Links | None:
+        """What was measured at first."""
+        if not self.store().check([LINKS_KEY]):
+            return None
+        size, latencies, rates = json.loads(self.store().get(LINKS_KEY))
+        return Links(
+            size=size,
+            latency_s={(a, b): value for (a, b), value in latencies},
+            bytes_per_s={(a, b): value for (a, b), value in rates},
+        )
 
     def opened(self, group: ChangingGroup) -> None:
         """Let a group follow the changes; the first one is that of all members, the others are forks."""

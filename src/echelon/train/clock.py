@@ -209,7 +209,9 @@ class StepClock:
         """This worker has a stage of a pipeline; the fields are those of the event."""
         self._recorder.emit(StageAssigned(t=time.time(), rank=self._rank, **fields))
 
-    def passed(self, begun: float, passes: Sequence[TimedPass], memory_bytes: int) -> None:
+    def passed(
+        self, begun: float, passes: Sequence[TimedPass], memory_bytes: int, chunks: Sequence[int]
+    ) -> None:
         """Micro-batches have gone through this worker's stage, since `begun` on the performance counter."""
         self._recorder.emit(
             PassesTimed(
@@ -219,6 +221,7 @@ class StepClock:
                 start=self._offset + begun,
                 passes=list(passes),
                 memory_bytes=memory_bytes,
+                chunks=list(chunks),
             )
         )
 

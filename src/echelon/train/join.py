@@ -165,7 +165,7 @@ def join(
     keep_freed_memory()
     group, rendezvous = _connect(place, plan, sums=sums)
     with _departing_on_error(group, rendezvous):
-        links = group.measure_links()
+        links = _links(group)
         written = _record(rendezvous, launched, place, name, Path(runs)) if kept else _unrecorded(place)
         if launched is None:
             plan = _placed(plan, written.folder, rendezvous)
@@ -293,6 +293,18 @@ def _changing(
     made = ChangingGroup(group, changes)
     changes.opened(made)
     return made
+
+
+def _links(group: Group) -> Links | None:
+    """What links there are; a worker that was started again takes what was measured without it."""
+    changes = group.changes
+    if not isinstance(changes, MemberChanges):
+        return group.measure_links()
+    if changes.returns:
+        return changes.first_links()
+    links = group.measure_links()
+    changes.keep_links(links)
+    return links
 
 
 def _returning(place: Place, plan: Plan) -> tuple[Group, Rendezvous]:
@@ -462,7 +474,7 @@ def _session(
     except EchelonError as error:
         record.end(f"{type(error).__name__}: {error.message}")
         raise
-    if links is not None:
+    if links is not None and not os.environ.get(RETURNS_VARIABLE):
         _record_links(session, links, record, group)
     _leave_at_exit(session)
     return session

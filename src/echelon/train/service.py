@@ -50,6 +50,11 @@ class MemberService:
         address = env.get(ADDRESS_VARIABLE)
         return cls(address, env[TOKEN_VARIABLE], slot, limit_s) if address else None
 
+    def close(self) -> None:
+        """Ask nothing any more."""
+        self._file.close()
+        self._sock.close()
+
     def ask(self, **request: Any) -> dict[str, Any]:
         """One request and its answer."""
         with self._lock:

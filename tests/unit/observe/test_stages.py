@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from echelon.observe.events import AnyEvent, PassesTimed, StageAssigned
@@ -116,3 +117,20 @@ def test_passes_of_an_unknown_stage_are_drawn_and_not_counted():
     assert summarise(events).stages == ()
     names = {one["name"] for one in chrome_trace(events)["traceEvents"] if one["ph"] == "X"}
     assert {"wait", "forward 0", "weights 0"} <= names
+
+
+def test_a_worker_with_several_chunks_waits_for_its_neighbour_in_the_circle():
+    first = msgspec.structs.replace(stage(4, 0, [4, 2]), chunks=[(0, 2), (4, 6)], end=6)
+    passes = [("forward", 0, 0, 0, 1000), ("forward", 0, 1000, 500, 1000), ("backward", 0, 2500, 0, 2000)]
+    events: list[AnyEvent] = [first, msgspec.structs.replace(batch(4, 0, passes), chunks=[0, 1, 1])]
+    (figures,) = summarise(events).stages
+    assert figures.layers == "0 to 1 and 4 to 5"
+    assert figures.waits_s == pytest.approx({2: 0.0005})
+    assert figures.micro_s == pytest.approx(0.004)
+    names = [one["name"] for one in chrome_trace(events)["traceEvents"] if one["ph"] == "X"]
+    assert names == [
+        "forward 0 of chunk 0",
+        "wait for rank 2",
+        "forward 0 of chunk 1",
+        "backward 0 of chunk 1",
+    ]

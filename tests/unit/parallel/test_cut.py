@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import PlanError
-from echelon.parallel.cut import ChainCost, best_cuts, wires_s
+from echelon.parallel.cut import ChainCost, best_chunk_cuts, best_cuts, wires_s
 
 
 def took(cost: ChainCost, cuts: tuple[int, ...], micro: int) -> float:
@@ -84,3 +84,49 @@ def test_a_model_that_fits_nowhere_says_how_much_is_missing():
 def test_no_stage_begins_with_a_closed_layer():
     cost = ChainCost(times_s=[[1.0] * 4] * 2, sizes_bytes=[1.0] * 4, closed=frozenset({2}))
     assert best_cuts(cost, 4) in ((1,), (3,))
+
+
+def turns_took(cost: ChainCost, cuts: tuple[int, ...], micro: int, workers: int) -> float:
+    edges = [0, *cuts, cost.layers]
+    parts = [sum(cost.times_s[part][edges[part] : edges[part + 1]]) for part in range(len(edges) - 1)]
+    return sum(parts) + (micro - 1) * max(sum(parts[worker::workers]) for worker in range(workers))
+
+
+@st.composite
+def turns(draw):
+    workers, chunks = draw(st.sampled_from([(2, 2), (2, 3), (3, 2)]))
+    layers = draw(st.integers(workers * chunks, 10))
+    base = draw(st.lists(st.integers(1, 20).map(float), min_size=layers, max_size=layers))
+    speeds = draw(st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=workers, max_size=workers))
+    rows = [[one * speed for one in base] for speed in speeds] * chunks
+    room = draw(st.sampled_from([(), (6.0,) * workers * chunks]))
+    return ChainCost(times_s=rows, sizes_bytes=[1.0] * layers, limits_bytes=room), workers
+
+
+@given(turns(), st.integers(1, 8))
+def test_chunks_that_take_turns_are_cut_nearly_as_well_as_possible_and_within_memory(job, micro):
+    cost, workers = job
+    possible = []
+    for cuts in combinations(range(1, cost.layers), len(cost.times_s) - 1):
+        edges = [0, *cuts, cost.layers]
+        kept = [
+            sum(edges[part + 1] - edges[part] for part in range(worker, len(edges) - 1, workers))
+            for worker in range(workers)
+        ]
+        if not cost.limits_bytes or max(kept) <= 6:
+            possible.append(cuts)
+    if not possible:
+        with pytest.raises(PlanError):
+            best_chunk_cuts(cost, micro, workers)
+        return
+    found = best_chunk_cuts(cost, micro, workers)
+    assert found in possible
+    best = min(turns_took(cost, cuts, micro, workers) for cuts in possible)
+    assert turns_took(cost, found, micro, workers) <= 1.25 * best
+
+
+def test_a_slow_worker_gets_fewer_layers_in_all_its_chunks_together():
+    rows = [[1.0] * 24, [3.0] * 24] * 2
+    cost = ChainCost(times_s=rows, sizes_bytes=[1.0] * 24)
+    first, second, third = best_chunk_cuts(cost, 100, 2)
+    assert (first + third - second, second - first + 24 - third) == (18, 6)

@@ -17,6 +17,7 @@ from echelon.parallel.layout import mesh_of, parse_layout
         ("data * pipeline(stages=2)", 4, ((0, 2), (1, 3))),
         ("data(replicas=2) * pipeline", 6, ((0, 2, 4), (1, 3, 5))),
         ('pipeline(cuts="3,7")', 3, ((0, 1, 2),)),
+        ('pipeline(schedule=interleaved, chunks=2, cuts="3,7,9")', 2, ((0, 1),)),
     ],
 )
 def test_the_first_dimension_goes_over_neighbours(text, workers, ranks):
@@ -39,6 +40,10 @@ def test_the_first_dimension_goes_over_neighbours(text, workers, ranks):
         ("pipeline(micro=0)", 2, "micro is 0"),
         ("pipeline(stages=-1)", 2, "stages is -1"),
         ("pipeline(ahead=-1)", 2, "ahead is -1"),
+        ("pipeline(stages=2, chunks=2)", 2, "chunks is 2 with schedule gpipe"),
+        ("pipeline(stages=1, schedule=interleaved)", 2, "both are at least 2"),
+        ('pipeline(stages=2, schedule=interleaved, cuts="1,2")', 2, "make 3 chunks of layers, 2 for each"),
+        ('pipeline(schedule=interleaved, cuts="1,2")', 2, "which are not 2 for each stage"),
         ("pipeline(schedule=filled, recompute=true)", 2, "recompute saves the memory that schedule filled"),
         ('pipeline(cuts="4,3")', 3, "cuts are '4,3'"),
         ('pipeline(cuts="a")', 2, "cuts are 'a'"),

@@ -19,7 +19,7 @@ def stages_section(stages: Sequence[StageFigures]) -> str:
             f"{one.rank}",
             f"{one.replica}",
             f"{one.stage}",
-            f"{one.begin} to {one.end - 1}: {one.first} … {one.last}",
+            f"{one.layers}: {one.first} … {one.last}",
             show_seconds(one.micro_s),
             show_seconds(one.predicted_s) if one.predicted_s else "–",
             f"{100 * one.bubble:.0f} %",

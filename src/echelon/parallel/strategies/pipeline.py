@@ -9,19 +9,23 @@ from typing import ClassVar, Literal
 from echelon.errors import ConfigError
 from echelon.parallel.dimension import Dimension
 
-ScheduleName = Literal["gpipe", "1f1b", "filled"]
+ScheduleName = Literal["gpipe", "1f1b", "filled", "interleaved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline(Dimension):
     """Stages of consecutive layers, one worker each; 0 stages: as many as workers are left.
 
+    With `interleaved` each worker has several such chunks, and a stage is a worker.
+
     schedule  the order of micro-batches (`schedule.py`)
     micro     into how many micro-batches a batch is cut
     samples   instead: how many samples a micro-batch has at most; 0: by `micro`
-    ahead     with 1f1b and filled: micro-batches more in flight for each hop, for thin links
+    chunks    with interleaved: how many runs of layers each worker has, not next to each other
+    ahead     with 1f1b, filled and interleaved: micro-batches more in flight for each hop, for thin links
     recompute a stage keeps only its inputs, and computes activations again in its backward passes
-    cuts      the layers at which the second and later stages begin, such as "3,7"; empty: by measured times
+    cuts      the layers at which the second and later stages (chunks) begin, such as "3,7"; empty: by
+              measured times
     """
 
     name: ClassVar[str] = "pipeline"
@@ -29,6 +33,7 @@ class Pipeline(Dimension):
     schedule: ScheduleName = "gpipe"
     micro: int = 4
     samples: int = 0
+    chunks: int = 0
     ahead: int = 0
     recompute: bool = False
     cuts: str = ""
@@ -50,18 +55,45 @@ class Pipeline(Dimension):
                 where="pipeline, recompute",
                 fix="use schedule=1f1b with recompute, or leave recompute out",
             )
-        cuts = self.cut_points
-        if self.cuts and self.stages and len(cuts) != self.stages - 1:
+        if self.chunks < 0 or (self.chunks > 1 and self.schedule != "interleaved"):
             raise ConfigError(
-                f"{len(cuts)} cuts make {len(cuts) + 1} stages, not {self.stages}",
-                where="pipeline, cuts",
-                fix=f"give {self.stages - 1} cuts, or leave them out",
+                f"chunks is {self.chunks} with schedule {self.schedule}",
+                where="pipeline, chunks",
+                fix="use schedule=interleaved with 2 or more chunks, or leave chunks out",
             )
+        self._check_cuts()
+        if self.schedule == "interleaved" and (self.chunks == 1 or self.extent == 1):
+            raise ConfigError(
+                "a worker's chunks are interleaved with those of others: both are at least 2",
+                where="pipeline, schedule",
+                fix="use pipeline(stages=2, chunks=2, schedule=interleaved), or schedule=1f1b",
+            )
+
+    def _check_cuts(self) -> None:
+        found, wanted = len(self.cut_points) + 1, self.stages * self.parts
+        if self.cuts and self.stages and found != wanted:
+            what = "stages" if self.parts == 1 else f"chunks of layers, {self.parts} for each stage"
+            raise ConfigError(
+                f"{found - 1} cuts make {found} {what}, not {wanted}",
+                where="pipeline, cuts",
+                fix=f"give {wanted - 1} cuts, or leave them out",
+            )
+        if self.cuts and found % self.parts:
+            raise ConfigError(
+                f"{found - 1} cuts make {found} chunks, which are not {self.parts} for each stage",
+                where="pipeline, cuts",
+                fix=f"give cuts for a multiple of {self.parts} chunks",
+            )
+
+    @property
+    def parts(self) -> int:
+        """How many runs of layers each worker has."""
+        return (self.chunks or 2) if self.schedule == "interleaved" else 1
 
     @property
     def extent(self) -> int:
         """The number of stages."""
-        return len(self.cut_points) + 1 if self.cuts else self.stages
+        return (len(self.cut_points) + 1) // self.parts if self.cuts else self.stages
 
     def count(self, rows: int) -> int:
         """The number of micro-batches of a batch with so many samples."""

@@ -7,7 +7,10 @@ environment.py  which variables of an engine workers do not get
 orphan.py       a process ends with the one that started it
 callback.py     how an agent that an engine has started finds its launcher, and proves that it is invited
 gather.py       the agents of an engine's job, grouped by machine
-driver.py       the launcher's side: starts agents, checks them, and watches their workers
+driver.py       the launcher's side: waits for agents, checks them, talks to them
+processes.py    the workers that agents have started, as the launcher watches and ends them
+member_relay.py the agent's side of members that may be lost: passes on what they and the launcher say
+board.py        the launcher's side of that
 reach.py        the agent's side of connections: which addresses of others does this machine reach?
 pairs.py        the launcher's side: which pairs of machines can connect, and where do workers meet?
 """

@@ -32,19 +32,25 @@ from echelon.observe.run_folder import RunFolder
 from echelon.start.agents.callback import INVITATION_VARIABLE, Invitation, call_back
 from echelon.start.agents.channel import Channel
 from echelon.start.agents.environment import devices, granted_cores, without_task
+from echelon.start.agents.member_relay import MemberRelay
 from echelon.start.agents.orphan import end_with_parent
 from echelon.start.agents.protocol import (
     AgentWorker,
     Alive,
     Begin,
     Describe,
+    EndWorker,
     Finish,
     Interrupt,
     Introduction,
     Listen,
+    MemberGone,
+    MemberSaid,
     Message,
+    Publish,
     Reached,
     Refusal,
+    StartAgain,
     TryReach,
     WorkerEnded,
 )
@@ -55,6 +61,7 @@ from echelon.start.processes import WorkerProcesses
 SILENCE_S = 15.0
 ALIVE_S = 2.0
 _POLL_S = 0.2  # also how often files are followed: each look takes time from the workers
+_LOSS_S = 0.05  # how often to look for lost workers, without which others want to go on
 _MOST_UNSENT_BYTES = 8 << 20
 _PREFIX = "echelon-agent-"
 _NEW_S = 60.0
@@ -91,6 +98,8 @@ class Agent:
         self._listeners = ReachListeners()
         self._finished = False
         self._told_at = 0.0
+        self._reported_at = 0.0
+        self._members: MemberRelay | None = None
         self._stack = contextlib.ExitStack()
         self._stack.callback(self._listeners.close)
 
@@ -100,14 +109,22 @@ class Agent:
         with self._stack:
             try:
                 while not self._finished:
-                    for message in self._channel.poll(_POLL_S):
+                    for message in self._wait():
                         self._hear(message)
+                    if self._members is not None:
+                        self._members.carry()
                     self._report()
                     self._check_silence()
             except WorkerError:
                 return  # the launcher is gone, and so are the workers when the stack is left
             finally:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # an engine may send several: clean up once
+
+    def _wait(self) -> list[Message]:
+        """Until the launcher or a member says something, or it is time to look at the workers."""
+        if self._members is None:
+            return self._channel.poll(_POLL_S)
+        return self._channel.poll(_LOSS_S, read=self._members.sockets, write=self._members.blocked)
 
     def _hear(self, message: Message) -> None:
         match message:
@@ -127,6 +144,12 @@ class Agent:
                     self._processes.terminate()
                 elif self._processes is not None:
                     self._processes.interrupt()
+            case MemberSaid() | MemberGone() | Publish() if self._members is not None:
+                self._members.hear(message)
+            case EndWorker(rank) if self._processes is not None:
+                self._processes.kill(rank)
+            case StartAgain(rank) if self._processes is not None:
+                self._start_again(self._processes, rank)
             case Finish():
                 self._finish()
             case _:
@@ -155,14 +178,34 @@ class Agent:
             ) from error
         _check_program(begin.workers, place)
         self._tail = FolderTail(folder.path)
-        commands = [_command(worker, folder) for worker in begin.workers]
+        found: dict[str, str] = {}
+        if begin.members:
+            self._members = MemberRelay(root, self._channel.send)
+            self._stack.callback(self._members.close)
+            found = self._members.environment
+        commands = [_command(worker, folder, found) for worker in begin.workers]
         self._processes = WorkerProcesses(folder, commands)
         self._stack.callback(self._processes.end)
 
-    def _report(self) -> None:
+    def _start_again(self, processes: WorkerProcesses, rank: int) -> None:
+        assert self._members is not None
+        self._members.clear(rank)
+        self._ended.discard(rank)
+        try:
+            processes.restart(rank)
+        except LaunchError:  # the process that has ended before is still the rank's
+            return
+
+    def _report(self, *, last: bool = False) -> None:
         if self._processes is None or self._tail is None:
             return
         codes = self._processes.exit_codes()  # before the files, which are complete then
+        now = time.monotonic()
+        if not last and codes.keys() <= self._ended and now - self._reported_at < _POLL_S:
+            return
+        self._reported_at = now
+        if self._members is not None:
+            self._channel.send(self._members.progress([r for r in self._processes.ranks if r not in codes]))
         self._send_files()
         for rank, code in codes.items():
             if rank not in self._ended and self._channel.unsent_bytes < _MOST_UNSENT_BYTES:
@@ -189,7 +232,7 @@ class Agent:
         self._finished = True
         if self._processes is not None:
             self._processes.end()
-            self._report()
+            self._report(last=True)
             self._channel.flush(SILENCE_S)
 
 
@@ -246,10 +289,11 @@ def _check_program(workers: list[AgentWorker], place: Path) -> None:
             )
 
 
-def _command(worker: AgentWorker, folder: RunFolder) -> WorkerCommand:
+def _command(worker: AgentWorker, folder: RunFolder, found: dict[str, str]) -> WorkerCommand:
     env = {
         **without_task(os.environ),
         **worker.env,
+        **found,
         "PYTHONUNBUFFERED": "1",
         "ECHELON_RUN": str(folder.path),
         "ECHELON_LAUNCHER": str(os.getpid()),

@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import struct
+import threading
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -29,7 +32,8 @@ _encode = msgspec.msgpack.Encoder().encode
 class Channel:
     """Messages to and from a peer, whom `peer` names in errors.
 
-    `keys` are those of the connection; without them the streams are trusted.
+    `keys` are those of the connection; without them the streams are trusted. Several threads may send; one
+    polls.
     """
 
     def __init__(self, read_fd: int, write_fd: int, *, peer: str, keys: Keys | None = None) -> None:
@@ -44,6 +48,7 @@ class Channel:
             self._seal, self._check = seals_of(keys)
         self._sent = 0
         self._heard = 0
+        self._sending = threading.Lock()
         self.heard_at = time.monotonic()
         for fd in (read_fd, write_fd):
             os.set_blocking(fd, False)
@@ -57,22 +62,39 @@ class Channel:
         """The stream that messages come from, for `select`."""
         return self._read_fd
 
+    @property
+    def writes_to(self) -> int:
+        """The stream that messages go to, for `select`."""
+        return self._write_fd
+
     def send(self, message: Message) -> None:
         """Queue a message, and write what can be written now."""
         data = _encode(message)
-        if self._seal is not None:
-            self._sent += 1
-            data += self._seal.of(self._sent, MESSAGE, data)
-        self._outgoing += _LENGTH.pack(len(data)) + data
+        with self._sending:
+            if self._seal is not None:
+                self._sent += 1
+                data += self._seal.of(self._sent, MESSAGE, data)
+            self._outgoing += _LENGTH.pack(len(data)) + data
         self._write()
 
-    def poll(self, timeout_s: float = 0.0) -> list[Message]:
-        """The messages that have arrived, after at most so long; raises PeerLost when the peer is gone."""
+    def poll(
+        self,
+        timeout_s: float = 0.0,
+        *,
+        read: Sequence[socket.socket] = (),
+        write: Sequence[socket.socket] = (),
+    ) -> list[Message]:
+        """The messages that have arrived, after at most so long; raises PeerLost when the peer is gone.
+
+        It returns earlier when one of the others can be read or written.
+        """
         writing = [self._write_fd] if self._outgoing else []
-        readable, writable, _ = select.select([self._read_fd], writing, [], timeout_s)
-        if writable:
+        reading = [self._read_fd, *(one.fileno() for one in read)]
+        writing += [one.fileno() for one in write]
+        readable, writable, _ = select.select(reading, writing, [], timeout_s)
+        if self._write_fd in writable:
             self._write()
-        if not readable:
+        if self._read_fd not in readable:
             return []
         try:
             data = os.read(self._read_fd, _READ_BYTES)
@@ -125,14 +147,15 @@ class Channel:
         return bytes(self._incoming[:200]).decode(errors="replace")
 
     def _write(self) -> None:
-        while self._outgoing:
-            try:
-                written = os.write(self._write_fd, memoryview(self._outgoing)[: 1 << 16])
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise self._gone(str(error)) from None
-            del self._outgoing[:written]
+        with self._sending:
+            while self._outgoing:
+                try:
+                    written = os.write(self._write_fd, memoryview(self._outgoing)[: 1 << 16])
+                except BlockingIOError:
+                    return
+                except OSError as error:
+                    raise self._gone(str(error)) from None
+                del self._outgoing[:written]
 
     def _gone(self, why: str) -> PeerLost:
         return PeerLost(f"{self._peer} is gone: {why}", where=self._peer)

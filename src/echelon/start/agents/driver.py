@@ -1,41 +1,21 @@
-"""The launcher's side of agents: wait for them, check them, watch their workers.
-
-`AgentProcesses` offers what `WorkerProcesses` does, for workers on other machines. What they write arrives
-in the launcher's own run folder, so that everything else reads the same files as for workers here.
-"""
+"""The launcher's side of agents: wait for them, talk to them, check what they are."""
 
 from __future__ import annotations
 
 import contextlib
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from types import TracebackType
 from typing import Protocol
 
-from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.errors import Corrupt, LaunchError, PeerLost, WorkerError
-from echelon.observe.growth import Grown, write_grown
-from echelon.observe.run_folder import RunFolder
 from echelon.start.agents.agent import ALIVE_S, SILENCE_S
 from echelon.start.agents.channel import Channel
-from echelon.start.agents.protocol import (
-    Alive,
-    Begin,
-    Finish,
-    Interrupt,
-    Introduction,
-    Message,
-    Refusal,
-    WorkerEnded,
-)
-from echelon.start.failure import Failure, decide, evidence
+from echelon.start.agents.protocol import Alive, Introduction, Message, Refusal
 
 _POLL_S = 0.02
-_SETTLE_S = 1.0
-_LAST_FILES_S = 5.0
 
 
 class AgentHandle(Protocol):
@@ -54,7 +34,8 @@ class ConnectedAgent:
 
     `node` is how the user calls the machine; `slots` is how many workers it gets. `private`: what is sent
     to it cannot be read on the way; then `env` is what its workers need that nobody else may read.
-    `meets_at` is where its workers find the leader: address and port.
+    `meets_at` is where its workers find the leader: address and port. `reader` gives the messages that
+    have arrived, if another thread reads the channel.
     """
 
     node: str
@@ -67,11 +48,12 @@ class ConnectedAgent:
     meets_at: tuple[str, int] = ("", 0)
     told_at: float = 0.0
     env: dict[str, str] = field(default_factory=dict, repr=False)
+    reader: Callable[[], list[Message]] | None = None
 
     def receive(self) -> list[Message]:
         """The messages that have arrived; an error names the machine and what its agent said last."""
         try:
-            found = self.channel.poll()
+            found = self.channel.poll() if self.reader is None else self.reader()
             now = time.monotonic()
             if now - self.told_at > ALIVE_S:
                 self.told_at = now
@@ -149,142 +131,3 @@ def versions(said: Introduction) -> dict[str, tuple[str, str]]:
 
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
-
-
-class AgentProcesses:
-    """The workers that agents have started: watch them, end them; none is left behind."""
-
-    def __init__(
-        self,
-        folder: RunFolder,
-        agents: Sequence[ConnectedAgent],
-        starts: Sequence[Begin],
-        *,
-        saves: bool = False,
-    ) -> None:
-        """`saves`: a worker may save and stop, which is no failure."""
-        self._folder = folder
-        self._fine = (0, SAVED_AND_STOPPED) if saves else (0,)
-        self._agents = list(agents)
-        self._nodes = {worker.rank: worker.node for begin in starts for worker in begin.workers}
-        self._of_agent = {
-            id(agent): [worker.rank for worker in begin.workers]
-            for agent, begin in zip(agents, starts, strict=True)
-        }
-        self._codes: dict[int, int] = {}
-        self._lost: dict[int, Failure] = {}
-        for agent, begin in zip(agents, starts, strict=True):
-            agent.send(begin)
-            for message in agent.waiting:
-                self._take(agent, message)
-
-    @property
-    def size(self) -> int:
-        """How many workers there are."""
-        return len(self._nodes)
-
-    def node_of(self, rank: int) -> str:
-        """The node that a worker runs on."""
-        return self._nodes[rank]
-
-    def pids_on(self, node: str) -> list[int]:
-        """None that this machine could signal."""
-        return []
-
-    def pid_of(self, rank: int) -> int | None:
-        """None that this machine could signal."""
-        return None
-
-    def exit_codes(self) -> dict[int, int]:
-        """The exit codes of the workers that have ended; negative is a signal."""
-        self._listen()
-        return dict(self._codes)
-
-    def all_done(self) -> bool:
-        """Whether every worker has ended."""
-        return len(self.exit_codes()) == self.size
-
-    def failure(self) -> Failure | None:
-        """The failure that caused the others, once any worker has failed."""
-        if not self._failures():
-            return None
-        until = time.monotonic() + _SETTLE_S
-        while not self.all_done() and time.monotonic() < until:
-            time.sleep(_POLL_S)
-        return decide(self._failures(), self._codes)
-
-    def interrupt(self) -> None:
-        """Send every worker the signal of Ctrl-C."""
-        for agent in self._agents:
-            agent.send(Interrupt())
-
-    def terminate(self) -> None:
-        """Ask every worker to save and stop."""
-        for agent in self._agents:
-            agent.send(Interrupt(saves=True))
-
-    def end(self) -> None:
-        """End every worker and every agent, and take what they wrote last."""
-        for agent in self._agents:
-            agent.send(Finish())
-        until = time.monotonic() + _LAST_FILES_S
-        while self._agents and time.monotonic() < until:
-            self._listen(ending=True)
-            time.sleep(_POLL_S)
-        for agent in self._agents:
-            agent.handle.end()
-            agent.channel.close()
-        self._agents = []
-
-    def _listen(self, *, ending: bool = False) -> None:
-        for agent in list(self._agents):
-            try:
-                for message in agent.receive():
-                    self._take(agent, message)
-            except LaunchError as error:
-                self._lose(agent, error, ending)
-
-    def _take(self, agent: ConnectedAgent, message: Message) -> None:
-        match message:
-            case Grown():
-                self._write(agent, message)
-            case WorkerEnded():
-                self._codes[message.rank] = message.code
-            case Refusal():
-                error = LaunchError(message.message, where=message.where or agent.node, fix=message.fix)
-                self._lose(agent, error, False)
-            case _:
-                return
-
-    def _write(self, agent: ConnectedAgent, part: Grown) -> None:
-        try:
-            write_grown(self._folder.path, part, self._of_agent[id(agent)])
-        except Corrupt as error:
-            raise LaunchError(
-                f"{agent.node} sent a file that is not its own: {part.path!r}", where=agent.node
-            ) from error
-
-    def _lose(self, agent: ConnectedAgent, error: LaunchError, ending: bool) -> None:
-        """An agent is gone, and with it its workers."""
-        self._agents.remove(agent)
-        agent.handle.end()
-        agent.channel.close()
-        for rank in self._of_agent[id(agent)]:
-            if rank not in self._codes and not ending:
-                self._codes[rank] = 1
-                text = f"LaunchError: {error}\n"
-                self._lost[rank] = Failure(
-                    rank=rank, t=time.time(), kind="LaunchError", message=error.message, text=text
-                )
-
-    def _failures(self) -> list[Failure]:
-        found = {one.rank: one for one in evidence(self._folder, self.exit_codes(), self._fine)}
-        return list((found | self._lost).values())
-
-    def __enter__(self) -> AgentProcesses:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()

@@ -13,6 +13,15 @@ Begin     ->                    the run: settings, plan, workers
           <- WorkerEnded ...
 Interrupt, Finish ->
 Alive     <->                   every few seconds, in both directions
+
+In a run that goes on when workers are lost (board.py, member_relay.py):
+
+          <- MemberOpened       a worker there has a question for the launcher
+MemberSaid, MemberGone <->      what a worker and the launcher say to each other
+Publish   ->                    what all workers there see
+          <- Published
+          <- Progressed ...     how far workers are
+StartAgain, EndWorker ->        one worker
 """
 
 from __future__ import annotations
@@ -124,6 +133,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Start these workers in `cwd`; if there are `files`, in a temporary folder that holds them.
 
     `call` is the pickled call that workers carry out, if they run a function rather than a script.
+    `members`: the run goes on when workers are lost.
     """
 
     run: str
@@ -133,6 +143,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     workers: list[AgentWorker]
     files: dict[str, bytes] = {}
     call: bytes = b""
+    members: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -156,6 +167,68 @@ class Interrupt(msgspec.Struct, frozen=True, tag=True):
     saves: bool = False
 
 
+class StartAgain(msgspec.Struct, frozen=True, tag=True):
+    """Start a new process in the place of a worker that has ended."""
+
+    rank: int
+
+
+class EndWorker(msgspec.Struct, frozen=True, tag=True):
+    """End one worker at once."""
+
+    rank: int
+
+
+class MemberOpened(msgspec.Struct, frozen=True, tag=True):
+    """A worker has opened a connection to the launcher's service of members."""
+
+    connection: int
+
+
+class MemberSaid(msgspec.Struct, frozen=True, tag=True):
+    """What came over such a connection."""
+
+    connection: int
+    data: bytes
+
+
+class MemberGone(msgspec.Struct, frozen=True, tag=True):
+    """Such a connection was closed."""
+
+    connection: int
+
+
+class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Let all workers see how many others wait, and after which round they are admitted."""
+
+    number: int
+    waiting: int
+    after_round: int
+
+
+class Published(msgspec.Struct, frozen=True, tag=True):
+    """All workers there see what was published with this number."""
+
+    number: int
+
+
+class WorkerProgress(msgspec.Struct, frozen=True, array_like=True):
+    """How far a worker is, as membership/stuck.py wants it; whether its process is stopped."""
+
+    rank: int
+    operation: int
+    phase: int
+    batches: int
+    rounds: int
+    stopped: bool
+
+
+class Progressed(msgspec.Struct, frozen=True, tag=True):
+    """How far the workers are that have said so."""
+
+    workers: list[WorkerProgress]
+
+
 class Finish(msgspec.Struct, frozen=True, tag=True):
     """End the workers that are left, and the agent."""
 
@@ -177,6 +250,14 @@ Message = (
     | Grown
     | WorkerEnded
     | Interrupt
+    | StartAgain
+    | EndWorker
+    | MemberOpened
+    | MemberSaid
+    | MemberGone
+    | Publish
+    | Published
+    | Progressed
     | Finish
     | Alive
 )
