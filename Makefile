@@ -14,8 +14,10 @@ TEST_PROCESSES ?= 4
 TEST_OPTIONS ?=
 FUZZ_S ?= 600
 FUZZ ?=
+# A process that starts finds Echelon compiled; tests start some thousand.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test chaos test-engines fuzz check lint types imports docs picture bench install dev engines site-tools clean
+.PHONY: demo test chaos test-engines fuzz check lint types benchmark-types imports docs picture bench install dev engines site-tools clean
 
 DEMO := train --workers 4 --speed 0.5,0.5,0.5,0.125 --batch 256 --epochs 8 --optimizer adamw --lr 0.002
 
@@ -37,9 +39,9 @@ fuzz: .venv/installed-fuzz
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_S) $(FUZZ)
 
 chaos: dev
-	$(BIN)/python benchmarks/chaos.py
+	$(BIN)/python benchmarks/chaos.py --store chaos.json
 
-check: lint types imports
+check: lint types benchmark-types imports
 
 lint: dev
 	$(BIN)/ruff check src tests benchmarks examples docs
@@ -47,6 +49,8 @@ lint: dev
 
 types: dev
 	$(BIN)/mypy
+
+benchmark-types: dev
 	cd benchmarks && MYPYPATH=../src:. ../$(BIN)/mypy --config-file= --ignore-missing-imports --follow-imports=silent \
 	    --disable-error-code=arg-type --disable-error-code=assignment --disable-error-code=call-arg \
 	    --disable-error-code=call-overload --disable-error-code=index --disable-error-code=misc \

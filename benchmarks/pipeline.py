@@ -6,7 +6,8 @@ In a lab (root). Layers sleep instead of computing, so that four nodes do not sh
 are real: 2.24 MB for each of 8 micro-batches, 19 ms on the wire, where a stage computes for 36 ms.
 
 schedules  four equal nodes; every schedule, and torch.distributed.pipelining's GPipe, 1F1B and ZBV on Gloo,
-           take turns. `simulated` is what the same lists take on a machine without overhead
+           take turns. `simulated` is what the same lists take on a machine without overhead; there is none
+           for `stale`, whose batches overlap
 unequal    nodes of speed .8, .4, .2 and .1: cuts by measured times against cuts by the number of layers,
            both filled, with 16 micro-batches
 """
@@ -20,7 +21,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from echelon.comm.engine import Engine, EngineGroup
 from echelon.comm.meet.place import Place
 from echelon.comm.meet.rendezvous import meet
 from echelon.parallel.layout import Mesh
-from echelon.parallel.schedule import StageAction, schedule
+from echelon.parallel.schedule_time import schedule_s
 from echelon.parallel.spread import SpreadModel
 from echelon.parallel.strategies.pipeline import Pipeline
 
@@ -42,12 +43,15 @@ LAYERS, LAYER_S = 8, 0.006  # of each part: forward, gradient of the input, grad
 SPEEDS = (0.8, 0.4, 0.2, 0.1)
 UNEQUAL_LAYERS, UNEQUAL_LAYER_S, UNEQUAL_MICRO = 15, 0.002, 16
 PAYLOAD_BYTES_PER_S = 125e6 * 1448 / 1538  # of 1 Gb/s, without the frames of Ethernet and TCP
+EQUAL = "2,4,6"  # what is compared here is the order, so all have the same cuts
 WAYS = {
-    "gpipe": Pipeline(schedule="gpipe", micro=MICRO),
-    "1f1b": Pipeline(schedule="1f1b", micro=MICRO),
-    "1f1b, 1 ahead": Pipeline(schedule="1f1b", micro=MICRO, ahead=1),
-    "filled": Pipeline(schedule="filled", micro=MICRO),
-    "filled, 1 ahead": Pipeline(schedule="filled", micro=MICRO, ahead=1),
+    "gpipe": Pipeline(schedule="gpipe", micro=MICRO, cuts=EQUAL),
+    "1f1b": Pipeline(schedule="1f1b", micro=MICRO, cuts=EQUAL),
+    "1f1b, 1 ahead": Pipeline(schedule="1f1b", micro=MICRO, cuts=EQUAL, ahead=1),
+    "filled": Pipeline(schedule="filled", micro=MICRO, cuts=EQUAL),
+    "filled, 1 ahead": Pipeline(schedule="filled", micro=MICRO, cuts=EQUAL, ahead=1),
+    "interleaved": Pipeline(schedule="interleaved", micro=MICRO, cuts="1,2,3,4,5,6,7"),
+    "stale": Pipeline(schedule="stale", micro=MICRO, cuts=EQUAL),
 }
 
 
@@ -192,36 +196,11 @@ def work(what: str, repeats: int) -> None:
     gloo.close()
 
 
-def simulated_s(options: Pipeline, parts_s: Sequence[float], wire_s: float) -> float:
-    """What equal stages take without overhead; `parts_s` are of a micro-batch: forward, input, weights."""
-    forward_s, input_s, weights_s = parts_s
-    splits = options.schedule == "filled"
-    takes = {"forward": forward_s, "backward": input_s + (0 if splits else weights_s), "weights": weights_s}
-    left = [list(schedule(options.schedule, at, STAGES, MICRO, options.ahead)) for at in range(STAGES)]
-    clock, owed = [0.0] * STAGES, [0] * STAGES
-    free: dict[tuple[str, int], float] = {}  # when a link has sent all it has
-    there: dict[tuple[str, int, int], float] = {("forward", 0, m): 0.0 for m in range(MICRO)}
-    there.update({("backward", STAGES - 1, m): 0.0 for m in range(MICRO)})
-
-    def next_of(at: int) -> tuple[float, StageAction] | None:
-        """When a stage goes on, and with what; None while it waits for what has not been sent."""
-        action = left[at][0]
-        arrival = clock[at] if action.kind == "weights" else there.get((action.kind, at, action.micro))
-        if owed[at] and (arrival is None or arrival > clock[at]):
-            return clock[at], next(one for one in left[at] if one.kind == "weights")
-        return None if arrival is None else (max(clock[at], arrival), action)
-
-    while any(left):
-        known = [(*found, at) for at in range(STAGES) if left[at] and (found := next_of(at)) is not None]
-        begun, action, at = min(known, key=lambda one: one[0])
-        left[at].remove(action)
-        clock[at] = begun + takes[action.kind]
-        owed[at] += splits * ((action.kind == "backward") - (action.kind == "weights"))
-        to = at + {"forward": 1, "backward": -1, "weights": STAGES}[action.kind]
-        if 0 <= to < STAGES:
-            sent = max(clock[at], free.get((action.kind, at), 0.0)) + wire_s
-            free[action.kind, at] = there[action.kind, to, action.micro] = sent
-    return max(clock)
+def simulated_s(options: Pipeline) -> float:
+    """What it takes without overhead."""
+    parts = options.parts * STAGES
+    wire_s = SAMPLES * WIDTH * 4 / PAYLOAD_BYTES_PER_S
+    return schedule_s(options, MICRO, [3 * LAYER_S * LAYERS / parts] * parts, [wire_s] * (parts - 1))
 
 
 def main() -> None:
@@ -235,11 +214,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for what in (asked.only,) if asked.only else ("schedules", "unequal"):
         found[what] = cluster.measure(__file__, STAGES, what, repeats, lab=cluster.nodes(STAGES, "1gbit"))
-    stage_s = LAYERS // STAGES * LAYER_S
-    bounds = {
-        name: simulated_s(way, (stage_s, stage_s, stage_s), SAMPLES * WIDTH * 4 / PAYLOAD_BYTES_PER_S)
-        for name, way in WAYS.items()
-    }
+    bounds = {name: simulated_s(way) for name, way in WAYS.items() if not way.late}
     if asked.json:
         print(json.dumps({"seconds": found, "simulated": bounds}))
         return

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,12 +55,14 @@ drawn = open(f"drawn-{{slot}}", "a", buffering=1)
 stepped = open(f"stepped-{{slot}}", "a", buffering=1)
 for epoch in session.epochs({EPOCHS}):
     for x, y, i in loader:
-        drawn.write(json.dumps([epoch, i.tolist(), time.time(), os.getpid()]) + "\\n")
+        if not session.is_left_out:
+            drawn.write(json.dumps([epoch, i.tolist(), time.time(), os.getpid()]) + "\\n")
         optimizer.zero_grad(set_to_none=epoch % 2 == 0)
         nn.functional.cross_entropy(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        stepped.write(f"{{time.time()}}\\n")
+        if not session.is_left_out:
+            stepped.write(f"{{time.time()}}\\n")
         held = time.monotonic() + 90 if "HOLDS" in os.environ else 0
         while time.monotonic() < held and not os.path.exists("go"):
             time.sleep(0.02)
@@ -86,6 +89,69 @@ def endless(slot: int, step: int) -> str:
         optimizer.zero_grad("""
     return SCRIPT.replace("\n        optimizer.zero_grad(", loop)
 
+
+def slowed(slot: int, step: int, times: int, *, anew: bool = False) -> str:
+    """The script, with one worker that is far slower for so many batches, from about this step on.
+
+    The others take their time until it is back; with `anew` only once they are in the second epoch.
+    """
+    slow = f"""
+        batches = globals().get("batches", 0) + 1
+        if slot == "{slot}" and {step} <= batches < {step + times} and "ECHELON_RETURNS" not in os.environ:
+            time.sleep(0.4)
+        if slot == "{slot}" and batches == {step + times}:
+            open("coming", "w").close()
+            open("pid-{slot}", "w").write(str(os.getpid()))
+        optimizer.zero_grad("""
+    script = SCRIPT.replace("\n        optimizer.zero_grad(", slow)
+    return script.replace("time.sleep(0.2)", f"time.sleep(0.01 if {anew} and epoch == 0 else 0.4)")
+
+
+def unfit(slot: int, steps: str) -> str:
+    """The script, where the inputs of one worker are NaN in these steps, such as "session.step == 9"."""
+    here = f'slot == "{slot}" and {steps} and "ECHELON_RETURNS" not in os.environ'
+    nan = f"""
+        x = x * float("nan") if {here} else x
+        optimizer.zero_grad("""
+    script = SCRIPT.replace("\n        optimizer.zero_grad(", nan)
+    drawn = "        if not session.is_left_out:\n            drawn"
+    return script.replace(drawn, f"        if not ({here}):\n            drawn")
+
+
+FLIPPING = f"""
+import os, sys, threading
+sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
+from tests.attack.relay import Relay
+from echelon.comm.meet import mesh
+
+class Flips(Relay):
+    def _start(self, act, *args):
+        threading.Thread(target=act, args=args, daemon=True).start()
+
+    def _changed(self, frame):
+        due = not os.path.exists("flipped") or "ALWAYS" in os.environ
+        if os.path.exists("flip") and len(frame) > 200 and due:
+            open("flipped", "w").close()
+            return frame[:-1] + bytes([frame[-1] ^ 1])
+        return frame
+
+publish = mesh.publish
+
+def redirected(rendezvous, view, here):
+    if rendezvous.me.rank == 0:
+        relay = Flips(("127.0.0.1", here.port), "read")
+        here = mesh.ListenAddress("127.0.0.1", relay.port)
+    publish(rendezvous, view, here)
+
+if os.environ["RANK"] == "0":
+    mesh.publish = redirected
+""" + SCRIPT.replace(
+    "        optimizer.zero_grad",
+    """        if session.step == 9:
+            open("flip", "w").close()
+        optimizer.zero_grad""",
+)
+"""The script with a relay before the first worker, which changes a bit in a frame, or in all if ALWAYS."""
 
 NORMALISED = """
 class Dying(nn.Module):
@@ -151,12 +217,13 @@ SLOW = SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.004 if os.path.exists('
 class Kill:
     """A signal to a worker, so long after all have begun to train, or after the kill before.
 
-    with `on_s` SIGSTOP and, so long after that, SIGCONT
+    with `on_s` SIGSTOP and, so long after that, SIGCONT; with `machine` the agent of its machine is killed
     """
 
     slot: int
     after_s: float
     on_s: float | None = None
+    machine: bool = False
 
     @property
     def signal(self) -> signal.Signals:
@@ -188,6 +255,8 @@ def run(
     stops: bool = False,
     act: Callable[[Path], None] | None = None,
     period: int = 1,
+    epochs: int = EPOCHS,
+    waits: bool = True,
 ) -> Outcome:
     """Start a run in an empty folder, kill workers of it, and look at what is left.
 
@@ -195,8 +264,9 @@ def run(
     names a slot and where it is killed, in scripts that do so themselves; `words` are further options.
     With `stops` the launcher gets SIGTERM after the kills, and the run is resumed. `period`: after how many
     steps workers meet. With `act` all workers wait after some steps, until that function has done something
-    to the run.
+    to the run. Without `waits` the script does not wait for workers that are missing.
     """
+    script = script.replace(f"session.epochs({EPOCHS})", f"session.epochs({epochs})")
     (folder / "train.py").write_text(script)
     timers: list[threading.Timer] = []
     options = ["--workers", str(WORKERS), "--min-workers", str(fewest), "--transport", transport]
@@ -209,7 +279,7 @@ def run(
             stderr=subprocess.STDOUT,
             env={
                 **os.environ,
-                **({"WAITS": "1"} if respawn and not act else {}),
+                **({"WAITS": "1"} if respawn and waits and not act else {}),
                 **({"DIES": dies} if dies else {}),
                 **({"HOLDS": "1"} if act else {}),
             },
@@ -239,7 +309,7 @@ def run(
         return Outcome(code, text, ["it hangs"], limit_s)
     if dies:
         killed[int(dies.partition(":")[0])] = 0.0
-    return _judged(folder, code, text, killed, period)
+    return _judged(folder, code, text, killed, period, epochs)
 
 
 def _resumed(folder: Path, output: IO[bytes], limit_s: float) -> int:
@@ -259,6 +329,19 @@ def _lines(folder: Path, slot: int) -> list[list]:
 def pid_of(folder: Path, slot: int) -> int:
     """The process that has drawn last in a slot."""
     return int(_lines(folder, slot)[-1][3])
+
+
+def agent_of(pid: int) -> int:
+    """The process that has started a worker."""
+    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return int(next(one.partition(b"=")[2] for one in environ if one.startswith(b"ECHELON_LAUNCHER=")))
+
+
+def longest_gap_s(folder: Path) -> float:
+    """For how long no worker took a step, at most."""
+    files = folder.glob("stepped-*")
+    times = sorted(float(line) for file in files for line in file.read_text().split())
+    return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
 
 def changes(folder: Path, slot: int) -> list[list]:
@@ -285,7 +368,7 @@ def _kill(
         time.sleep(kill.after_s)
         pid = pid_of(folder, kill.slot)
         try:
-            os.kill(pid, kill.signal)
+            os.kill(agent_of(pid) if kill.machine else pid, kill.signal)
         except ProcessLookupError:  # it was done
             continue
         killed[kill.slot] = time.time()
@@ -304,14 +387,17 @@ def _pause_s(folder: Path, slot: int, drawn: list[float], killed: Collection[flo
     return max((end - begin for at in found for begin, end in steps[at : at + 2]), default=0.0)
 
 
-def _judged(folder: Path, code: int, text: str, killed: dict[int, float], period: int) -> Outcome:
+def _judged(
+    folder: Path, code: int, text: str, killed: dict[int, float], period: int, epochs: int
+) -> Outcome:
     wrong: list[str] = []
     done = [slot for slot in range(2 * WORKERS) if (folder / f"weights-{slot}").exists()]
     if len({(folder / f"weights-{slot}").read_text() for slot in done}) != 1:
         wrong.append("survivors have different weights")
     told = {slot: changes(folder, slot) for slot in done}
+    out = {int(slot) for slot in re.findall(r"rank (\d+) was left out: a step took", text)}
     longest = max(told.values(), key=len, default=[])  # a later process knows the last ones
-    if any(one and one != longest[-len(one) :] for one in told.values()):
+    if any(one and one != longest[-len(one) :] for slot, one in told.items() if slot not in out):
         wrong.append(f"survivors were told of different changes: {told}")
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     under_way: dict[int, list[set[int]]] = defaultdict(list)
@@ -330,7 +416,7 @@ def _judged(folder: Path, code: int, text: str, killed: dict[int, float], period
             counts[epoch].update(positions if first == slot else ())
         if slot in done and len(pids) == 1:
             pause_s = max(pause_s, _pause_s(folder, slot, [line[2] for line in lines], killed.values()))
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         if twice := [i for i, n in counts[epoch].items() if n > 1]:
             wrong.append(f"epoch {epoch}: {len(twice)} samples were used twice")
         missing = set(range(SAMPLES)) - set(counts[epoch])

@@ -11,12 +11,15 @@ from typing import Any
 
 from xdist.scheduler import LoadFileScheduling
 
-ALONE = ("tests/emulated/",)
+ALONE = tuple(
+    f"tests/emulated/test_{name}.py"
+    for name in ("engine_in_lab", "lab", "lab_adaptation", "lab_faults", "lab_variation", "probe_in_lab")
+)
 LONG_FIRST = (
     "tests/conformance/test_launchers.py",
     *(
         f"tests/{folder}/"
-        for folder in ("docs", "examples", "multiprocess", "parity", "conformance", "unit", "property")
+        for folder in ("docs", "examples", "emulated", "multiprocess", "parity", "conformance", "unit")
     ),
 )
 _ALONE_SCOPE = "alone"

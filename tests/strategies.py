@@ -4,14 +4,15 @@
     def test_no_pause_is_negative(entry):
         delay = entry.build()
 
-`@each()` runs a test for the strategies of all kinds. Kinds are those that `echelon list` knows.
+`@of_every_kind` runs a quick test for all strategies, one kind in one go. Kinds are those that
+`echelon list` knows.
 """
 
 from __future__ import annotations
 
 import itertools
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,21 @@ def _values(hint: Any) -> tuple[Any, ...]:
 def registered(*kinds: str) -> list[Registered]:
     """All strategies of these kinds; of all kinds, if none is named."""
     return [Registered(KINDS[kind], name) for kind in kinds or tuple(KINDS) for name in KINDS[kind].names()]
+
+
+def of_every_kind(check: Callable[[Registered], None]) -> Callable[[str], None]:
+    """Make one test for each kind of a check of one strategy; a failure names the strategy."""
+
+    def test(kind: str) -> None:
+        for entry in registered(kind):
+            try:
+                check(entry)
+            except BaseException as error:
+                error.add_note(f"strategy: {entry}")
+                raise
+
+    test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
+    return pytest.mark.parametrize("kind", KINDS)(test)
 
 
 def each(*kinds: str) -> pytest.MarkDecorator:

@@ -46,11 +46,12 @@ class Relay:
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            caller, _ = self._listener.accept()
-            answerer = socket.create_connection(self._target)
-            self._sockets += [caller, answerer]
-            self._start(self._pass, answerer, caller)
-            self._start(self._meddle, caller, answerer)
+            while True:
+                caller, _ = self._listener.accept()
+                answerer = socket.create_connection(self._target)
+                self._sockets += [caller, answerer]
+                self._start(self._pass, answerer, caller)
+                self._start(self._meddle, caller, answerer)
 
     def _pass(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):

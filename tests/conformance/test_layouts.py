@@ -43,11 +43,17 @@ LAYOUTS = {
     "pipeline(stages=2, schedule=interleaved, micro=3) * sharded(level=3)": 4,
     'pipeline(stages=1, recompute=true) * sharded(level=3, shares="1,2") * data': 4,
     "pipeline(stages=1, schedule=1f1b, samples=2) * data": 2,
+    "threads(replicas=3)": 1,
+    "threads(replicas=2) * data": 2,
 }
 every_layout = pytest.mark.parametrize(("layout", "workers"), LAYOUTS.items())
 one_replica = pytest.mark.parametrize(
     ("layout", "workers"),
-    [(text, count) for text, count in LAYOUTS.items() if text.startswith("pipeline") and "*" not in text],
+    [
+        (text, count)
+        for text, count in LAYOUTS.items()
+        if text.startswith(("pipeline", "threads")) and "*" not in text
+    ],
 )
 
 

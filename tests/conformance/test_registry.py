@@ -23,7 +23,7 @@ from echelon.cli.listing import KINDS
 from echelon.config.call import Call, parse_call
 from echelon.config.registry import Registry, options_of
 from echelon.errors import ConfigError, UnknownName
-from strategies import Registered, each, registered
+from strategies import Registered, of_every_kind, registered
 
 _KEBAB = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -34,13 +34,13 @@ def _call_of(strategy: object, name: str) -> Call:
     return Call(name, (), msgspec.to_builtins(options))
 
 
-@each()
+@of_every_kind
 def test_strategy_is_registered_under_its_kebab_case_name(entry: Registered) -> None:
     assert _KEBAB.fullmatch(entry.name)
     assert entry.strategy.name == entry.name
 
 
-@each()
+@of_every_kind
 def test_strategy_is_a_frozen_dataclass_with_keyword_options(entry: Registered) -> None:
     kind = entry.strategy
     assert dataclasses.is_dataclass(kind)
@@ -54,7 +54,7 @@ def test_strategy_is_a_frozen_dataclass_with_keyword_options(entry: Registered) 
             setattr(built, field.name, None)
 
 
-@each()
+@of_every_kind
 def test_strategy_has_its_own_help_line(entry: Registered) -> None:
     kind = entry.strategy
     assert kind.__doc__, "no docstring"
@@ -64,7 +64,7 @@ def test_strategy_has_its_own_help_line(entry: Registered) -> None:
     assert help_line != (inspect.getdoc(entry.registry.contract) or "").partition("\n")[0]
 
 
-@each()
+@of_every_kind
 def test_help_lines_are_not_shared(entry: Registered) -> None:
     described = entry.registry.describe()
     mine = next(one for one in described if one.name == entry.name)
@@ -72,7 +72,7 @@ def test_help_lines_are_not_shared(entry: Registered) -> None:
     assert mine.problem == ""
 
 
-@each()
+@of_every_kind
 def test_options_have_snake_case_names_types_and_json_defaults(
     entry: Registered,
 ) -> None:
@@ -82,7 +82,7 @@ def test_options_have_snake_case_names_types_and_json_defaults(
         assert json.loads(json.dumps(option.default)) == option.default
 
 
-@each()
+@of_every_kind
 def test_strategy_can_be_built_without_options_or_names_the_required_option(
     entry: Registered,
 ) -> None:
@@ -96,7 +96,7 @@ def test_strategy_can_be_built_without_options_or_names_the_required_option(
     assert isinstance(entry.build(), entry.registry.contract)
 
 
-@each()
+@of_every_kind
 def test_printed_strategy_builds_an_equal_strategy(entry: Registered) -> None:
     for built in entry.builds():
         text = str(_call_of(built, entry.name))
@@ -104,14 +104,14 @@ def test_printed_strategy_builds_an_equal_strategy(entry: Registered) -> None:
         assert str(parse_call(text)) == text
 
 
-@each()
+@of_every_kind
 def test_unknown_option_is_refused_by_name(entry: Registered) -> None:
     call = _call_of(entry.build(), entry.name)
     with pytest.raises(UnknownName, match="unknown option 'no_such_option'"):
         entry.registry.build(Call(call.name, (), {**call.options, "no_such_option": 1}))
 
 
-@each()
+@of_every_kind
 def test_too_many_values_are_refused(entry: Registered) -> None:
     count = len(dataclasses.fields(entry.strategy))
     with pytest.raises(ConfigError, match=f"takes at most {count}"):

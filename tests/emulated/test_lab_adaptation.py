@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from echelon.observe.events import CollectiveChanged, SharesChanged, read_events
+from echelon.observe.events import CollectiveChanged, SharesChanged, StageAssigned, read_events
 from echelon.observe.run_folder import RunFolder
 
 SCRIPT = """
@@ -33,18 +33,19 @@ for x, y in loader:
     optimizer.zero_grad()
     nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
+weights = model.state_dict()
 if session.is_leader:
-    torch.save(model.state_dict(), "weights.pt")
+    torch.save(weights, "weights.pt")
 """
 
 NODE = '[[node]]\nname = "{name}"\nsite = "{site}"\ncpu = {cpu}\nlink = "1gbit"\n'
 
 
-def run(folder, lab, *words):
+def run(folder, lab, *words, options=()):
     """The events of rank 0, and the weights."""
     (folder / "lab.toml").write_text(lab)
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "echelon", "run"]
+    command = [sys.executable, "-m", "echelon", "run", *options]
     if lab:
         command += ["--lab", "lab.toml"]
     done = subprocess.run(
@@ -85,6 +86,19 @@ def test_sites_are_found_in_mixed_order_and_sums_are_taken_inside_them_first(tmp
     assert sorted(map(sorted, changes[0].groups)) == [[0, 2], [1, 3]]
     assert 0 < changes[0].expected_s < changes[0].before_s
     assert_alike(weights, alone("256", "12", "0"))
+
+
+@pytest.mark.usefixtures("_machine_can_emulate")
+def test_the_first_dimension_of_a_layout_stays_inside_sites_in_mixed_order(tmp_path, alone):
+    nodes = [("east-0", "east"), ("west-0", "west"), ("east-1", "east"), ("west-1", "west")]
+    lab = "".join(NODE.format(name=name, site=site, cpu=0.4) for name, site in nodes)
+    lab += '[[uplink]]\nbetween = ["east", "west"]\nrate = "60mbit"\n'
+    events, weights = run(
+        tmp_path, lab, "64", "6", "0", options=["--parallel", "pipeline(stages=2) * data"]
+    )
+    (assigned,) = [event for event in events if isinstance(event, StageAssigned)]
+    assert assigned.ranks == [0, 2]
+    assert_alike(weights, alone("64", "6", "0"))
 
 
 @pytest.mark.usefixtures("_machine_can_emulate")

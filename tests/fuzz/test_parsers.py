@@ -56,7 +56,7 @@ def test_any_bytes_are_read_or_refused(name, data):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@pytest.mark.parametrize("nest", [b"[", b"{", b'{"a":', b"\x91", b"\x81\xa1a", b"a = [["])
-def test_deep_nests_are_read_or_refused(name, nest):
-    PARSERS[name].feed(nest * 3000)
-    PARSERS[name].feed(PARSERS[name].seeds[0] + nest * 3000)
+def test_deep_nests_are_read_or_refused(name):
+    for nest in (b"[", b"{", b'{"a":', b"\x91", b"\x81\xa1a", b"a = [["):
+        PARSERS[name].feed(nest * 3000)
+        PARSERS[name].feed(PARSERS[name].seeds[0] + nest * 3000)

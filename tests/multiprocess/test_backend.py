@@ -49,6 +49,24 @@ def values(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
 # Reductions ----------------------------------------------------------------------------------------
 
 
+def long_reductions() -> None:
+    """Long enough to go through buffers in shared memory, of which each worker sums a part."""
+    rank, size = opened()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+            for _ in range(2):  # in the same buffer
+                tensor = values(rank, dtype, 100_001, 3)
+                works = [dist.all_reduce(tensor, op, async_op=True)]
+                turned = values(rank, dtype, 100_001, 3).t()  # not contiguous
+                works.append(dist.all_reduce(turned, op, async_op=True))
+                for work in works:
+                    work.wait()
+                expected = combined([values(one, dtype, 100_001, 3) for one in range(size)], op)
+                assert tensor.equal(expected), (dtype, op)
+                assert turned.equal(expected.t()), (dtype, op)
+    dist.destroy_process_group()
+
+
 def reductions() -> None:
     rank, size = opened()
     for dtype in DTYPES:
@@ -108,6 +126,10 @@ def combined(parts: list[Tensor], op: dist.ReduceOp) -> Tensor:
 
 def test_reductions_of_all_types_are_those_of_one_process(warm_pool: WarmPool) -> None:
     warm_pool.run(3, reductions)
+
+
+def test_long_reductions_are_those_of_one_process(warm_pool: WarmPool) -> None:
+    warm_pool.run(3, long_reductions)
 
 
 # Moving tensors ------------------------------------------------------------------------------------

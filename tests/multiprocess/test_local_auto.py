@@ -49,7 +49,7 @@ def test_a_way_is_measured_once_and_again_after_a_run_that_was_clearly_slower(mo
     first = choose()
     assert first.kept is not None, first.notes
     settings, way = first.resolved.settings, first.kept.way
-    assert (settings.workers, settings.threads) == (way.processes, way.threads)
+    assert (settings.workers, settings.threads) == (way.processes, way.threads_a_process)
     assert (settings.local, settings.parallel) == ("none", way.layout), "a resumed run does not measure"
     assert first.notes[0].endswith("(measured)")
     first.seen(SimpleNamespace(samples_per_s=1000.0), said.append)
@@ -106,3 +106,40 @@ def test_a_script_that_cannot_be_measured_starts_as_without_it(monkeypatch):
     found = chosen_way(resolve(RunSettings, {"local": "auto"}), Target(argv=[], name="x"), print)
     assert (found.resolved.settings.local, found.resolved.settings.workers) == ("none", None)
     assert "too few steps; torch's own threads are used" in found.notes[0]
+
+
+PINNED = """
+import os
+
+import torch
+from torch import nn
+
+import echelon
+
+session = echelon.join()
+model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = session.prepare(model, optimizer)
+nn.functional.cross_entropy(model(torch.ones(4, 8)), torch.zeros(4, dtype=torch.long)).backward()
+optimizer.step()
+users = torch.zeros(1024)
+users[list(os.sched_getaffinity(0))] = 1
+users = session.all_reduce(users)
+session.print("workers of a core at most", int(users.max()), "cores", int((users > 0).sum()))
+"""
+
+
+def test_workers_have_cores_of_their_own_and_compute_in_threads(tmp_path):
+    (tmp_path / "pinned.py").write_text(PINNED)
+    layout = ["--parallel", "threads(replicas=2) * data", "--threads", "2"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "echelon", "run", "--workers", "2", "--pin", "cores", *layout, "pinned.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    cores = len(os.sched_getaffinity(0))
+    assert f"workers of a core at most {1 if cores > 1 else 2} cores {cores}" in ended.stdout

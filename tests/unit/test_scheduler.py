@@ -1,16 +1,20 @@
-"""Which worker of pytest-xdist runs which test, and when the emulated ones run."""
+"""Which worker of pytest-xdist runs which test, and when those run that need the machine for themselves."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import scheduler
 from scheduler import FilesThenAlone
 
+ROOT = Path(__file__).parents[2]
 UNIT = [f"tests/unit/test_{letter}.py::test_{n}" for letter in "ab" for n in range(4)]
 LONG = [f"tests/multiprocess/test_{letter}.py::test_{n}" for letter in "cd" for n in range(4)]
-ALONE = [f"tests/emulated/test_{letter}.py::test_{n}" for letter in "ef" for n in range(2)]
+ALONE = [f"{file}::test_{n}" for file in scheduler.ALONE[:2] for n in range(2)]
+BESIDE = [f"tests/emulated/test_lab_cli.py::test_{n}" for n in range(2)]
 
 
 class Node:
@@ -41,12 +45,12 @@ def play():
             option=SimpleNamespace(loadscopereorder=True),
             getvalue=lambda name: [f"{nodes}*popen"] if name == "tx" else None,
         )
-        scheduler = FilesThenAlone(config)
+        plan = FilesThenAlone(config)
         workers = [Node(f"gw{n}") for n in range(nodes)]
         for node in workers:
-            scheduler.add_node(node)
-            scheduler.add_node_collection(node, tests)
-        scheduler.schedule()
+            plan.add_node(node)
+            plan.add_node_collection(node, tests)
+        plan.schedule()
         story = []
         turns = [workers[0]] * lead + workers[1:]
         while any(node.can_run() for node in workers):
@@ -54,7 +58,7 @@ def play():
                 if node.can_run():
                     index = node.queue.pop(0)
                     story.append((node.gateway.id, tests[index]))
-                    scheduler.mark_test_complete(node, index)
+                    plan.mark_test_complete(node, index)
         assert all(node.shutting_down for node in workers)
         return story
 
@@ -63,9 +67,9 @@ def play():
 
 @pytest.mark.parametrize("lead", [1, 5])
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4])
-def test_every_test_runs_once_and_the_emulated_ones_last_and_on_one_worker(play, nodes, lead):
-    story = play(ALONE + UNIT + LONG, nodes, lead)
-    assert sorted(test for _, test in story) == sorted(ALONE + UNIT + LONG)
+def test_every_test_runs_once_and_those_that_measure_last_and_on_one_worker(play, nodes, lead):
+    story = play(ALONE + UNIT + BESIDE + LONG, nodes, lead)
+    assert sorted(test for _, test in story) == sorted(ALONE + UNIT + BESIDE + LONG)
     last = story[-len(ALONE) :]
     assert [test for _, test in last] == ALONE
     assert len({node for node, _ in last}) == 1
@@ -83,6 +87,10 @@ def test_the_tests_of_a_file_run_on_one_worker(play):
     assert all(len(nodes) == 1 for nodes in by_file.values())
 
 
-def test_emulated_tests_by_themselves_need_one_worker(play):
+def test_files_that_measure_are_there():
+    assert not [file for file in scheduler.ALONE if not (ROOT / file).is_file()]
+
+
+def test_tests_that_measure_by_themselves_need_one_worker(play):
     story = play(ALONE, 3)
     assert [test for _, test in story] == ALONE

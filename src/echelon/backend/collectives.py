@@ -29,6 +29,14 @@ def all_reduce(
     """Combine tensors over all members, in place; several of one type together."""
     for tensor in tensors:
         reduction.check(tensor)
+    if staging is not None and _owns(tensors[0].detach(), tensors):
+        flat = _flat(tensors[0])
+        op = reduction.engine_op(flat.dtype)
+        assert op is not None  # only these are staged
+        buffer = staging.buffer(flat.numel(), flat.dtype)
+        yield group.all_reduce_through(buffer, reduction.prepared(flat), op)
+        reduction.finished(flat)
+        return list(tensors)
     if staging is not None:
         flat = staging.buffer(sum(tensor.numel() for tensor in tensors), tensors[0].dtype)
         for part, tensor in zip(blocks(flat, [one.numel() for one in tensors]), tensors, strict=True):

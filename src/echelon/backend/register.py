@@ -4,19 +4,25 @@ torch loads the entry points of its group `torch.backends` when it is imported, 
 "echelon" works without any import. `autoload` is that entry point. At that time torch is not complete, and
 most programs never use the backend: so it imports nothing but torch.distributed, and the process group's
 class is imported when the first group is made.
+
+torch is imported inside the functions: a program may import this file first, and torch, which that imports,
+then looks for `autoload` here.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 NAME = "echelon"
 
 
 def register() -> None:
     """Register the backend; safe to call twice."""
+    import torch.distributed as dist
+
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 

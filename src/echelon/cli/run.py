@@ -49,6 +49,7 @@ _PANELS = {
             "start",
             "min_workers",
             "respawn",
+            "leave_out",
             "join_timeout_s",
             "round_timeout_s",
             "runs",

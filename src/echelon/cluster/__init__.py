@@ -1,6 +1,7 @@
 """Machines and links, real and emulated.
 
 interfaces.py  finds the network interface that leads to a peer, and says why
+cores.py       which cores each worker has, if workers are pinned
 machine.py     facts about this machine: cores, memory, versions
 probe.py       measures once at which piece size this machine sums fastest
 probe_cache.py what was measured before, by what it depends on

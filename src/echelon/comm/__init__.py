@@ -6,6 +6,7 @@ inbox.py     a queue between threads, with waits that end
 open.py      opens a group: chooses one of the following three
 changing.py  a group whose operations are repeated without members that were lost
 returning.py the group of a worker that was started again, before it is a member
+left_out.py  the group of a worker that is left out for a while
 alone.py     the group of one
 c10d.py      a group on torch.distributed
 c10d_store.py the store with which it connects, on the meeting's board

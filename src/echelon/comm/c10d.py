@@ -129,6 +129,8 @@ class C10dGroup(Group):
         """Another process group; all members call this together."""
         with self._explained():
             group = dist.new_group(timeout=timedelta(seconds=self.deadline_s))
+            # A member that had connected to all and left at once would fail those that still connect.
+            dist.all_reduce(torch.zeros(1), group=group)
         assert isinstance(group, dist.ProcessGroup)
         self._forks.append(C10dGroup(self._rendezvous, group, deadline_s=self.deadline_s, owns=True))
         return self._forks[-1]

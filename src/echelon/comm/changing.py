@@ -17,10 +17,10 @@ from echelon.comm.future import CallerFuture, Future
 from echelon.comm.group import CallsDiffer, Group, Op
 from echelon.comm.meet.links import Links
 from echelon.comm.wire.watch import OnWaiting
-from echelon.errors import JoinTimeout, MismatchedCalls, PeerLost, RoundTimeout, WorkerError
+from echelon.errors import Corrupt, JoinTimeout, MismatchedCalls, PeerLost, RoundTimeout, WorkerError
 
 T = TypeVar("T")
-LOST = (PeerLost, RoundTimeout, JoinTimeout)  # after which survivors agree on who goes on
+LOST = (PeerLost, RoundTimeout, JoinTimeout, Corrupt)  # after which members agree on who goes on
 
 
 class GroupChanges(Protocol):
@@ -29,9 +29,11 @@ class GroupChanges(Protocol):
     members         the slots of the workers that are there: their ranks at first
     slot            this worker's
     is_catching_up  this worker comes back, and repeats what the others did
+    is_out          this worker is left out for a while, and nothing that it computes counts
     """
 
     number: int
+    is_out: bool
     members: tuple[int, ...]
     slot: int
 
@@ -41,6 +43,9 @@ class GroupChanges(Protocol):
     @property
     def is_catching_up(self) -> bool:
         """Whether this worker only repeats what others have done."""
+
+    def described(self, mine: bytes) -> bytes | None:
+        """What the first worker has prepared next, on one that is no member yet; else None."""
 
     def lost(self, since: int, slots: Sequence[int]) -> Sequence[int]:
         """Which of these slots were lost after so many changes; for another thread than the trainer's."""
@@ -60,8 +65,11 @@ class GroupChanges(Protocol):
     def outdated(self) -> bool:
         """Whether this worker's weight in the round was given when lost workers still counted."""
 
-    def reduced(self, *, anew: bool) -> None:
-        """A round of gradients is complete; `anew`: of the members that are there now."""
+    def reduced(self, *, anew: bool, refused: Collection[int] = ()) -> None:
+        """A round of gradients is complete; `anew`: of the members that are there now.
+
+        refused  the slots whose gradients were not in the sum, because they were not finite
+        """
 
     def averaged(self, slots: Collection[int]) -> None:
         """The weights of these workers were averaged, and so is all that they have trained since before."""

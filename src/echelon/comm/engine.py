@@ -225,22 +225,27 @@ class EngineGroup(Group):
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Future[None]:
         """Through shared memory to a worker of this machine, over TCP to others."""
-        own, peer = tensor.detach().contiguous(), self._peer(to, "send", tag)
+        peer = self._peer(to, "send", tag)
         messages = self._engine.messages
         if messages is not None and messages.reaches(peer):
-            return messages.send(own, peer, (self._channel, tag))
+            return messages.send(tensor.contiguous(), peer, (self._channel, tag))
+        own = tensor.detach().contiguous()
         step = ScheduleStep(sends=(Move(to, 0, own.numel() * own.element_size()),))
         return self._message(own, step, (self.rank, to, tag)).then(lambda _: None)
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Future[Tensor]:
         """Through shared memory or TCP, as it was sent."""
         peer = self._peer(source, "receive", tag)
+        messages = self._engine.messages
+        if messages is not None and not messages.reaches(peer):
+            messages = None
+        if messages is not None and tensor.is_contiguous():
+            return messages.receive(tensor, peer, (self._channel, tag), tensor)
         flat = tensor.detach()
         into = (
             flat if flat.is_contiguous() else torch.empty_like(flat, memory_format=torch.contiguous_format)
         )
-        messages = self._engine.messages
-        if messages is not None and messages.reaches(peer):
+        if messages is not None:
             found = messages.receive(into, peer, (self._channel, tag), tensor)
         else:
             step = ScheduleStep(takes=(Move(source, 0, into.numel() * into.element_size()),))
@@ -527,8 +532,26 @@ class EngineGroup(Group):
             self._engine.warned = True
             _log.warning("%s; %s", error.message, instead)
 
-    def _in_memory(self, team: SharedMemoryTeam, tensor: Tensor, flat: Tensor, op: Op) -> Future[Tensor]:
-        number, timing = team.begin(flat, op)
+    def all_reduce_through(self, buffer: Tensor, flat: Tensor, op: Op = "sum") -> Future[Tensor]:
+        """On one machine only what others sum is copied to the buffer, and only their sums from it."""
+        team = self._team
+        if team is None or self._rails is not None or not team.holds(buffer):
+            return super().all_reduce_through(buffer, flat, op)
+        parts = team.others_shares(buffer)
+        for part in parts:
+            buffer[part].copy_(flat[part])
+
+        def spread(_: Tensor) -> Tensor:
+            for part in parts:
+                flat[part].copy_(buffer[part])
+            return flat
+
+        return self._in_memory(team, flat, buffer, op, own=flat).then(spread)
+
+    def _in_memory(
+        self, team: SharedMemoryTeam, tensor: Tensor, flat: Tensor, op: Op, own: Tensor | None = None
+    ) -> Future[Tensor]:
+        number, timing = team.begin(flat, op, own)
 
         def finish(_: float | None) -> Tensor:
             try:

@@ -60,6 +60,16 @@ class Waiting(Protocol):
         """
 
 
+class Alarm(Protocol):
+    """What others ring when something may have become done that calls nobody back."""
+
+    def sleep(self, seconds: float, asleep: Callable[[], object]) -> None:
+        """Sleep until it rings, at most so long; not if `asleep` is false once others would ring."""
+
+    def ring_own(self) -> None:
+        """Wake the threads of this process that sleep."""
+
+
 class Future(Generic[T]):
     """Completed once, by any thread, with a result or an error."""
 
@@ -90,6 +100,11 @@ class Future(Generic[T]):
     def error(self) -> BaseException | None:
         """The error that ended it, if any."""
         return self._error
+
+    @property
+    def alarm(self) -> Alarm | None:
+        """Where to sleep until it may be done, if it calls nobody back."""
+        return None
 
     def done(self) -> bool:
         """Whether `wait` returns or raises at once."""
@@ -147,6 +162,7 @@ class Future(Generic[T]):
             self.done,
             lambda: self.timing,
             self.add_done_callback,
+            self.alarm,
         )
         changed._waiting = self._waiting
         return changed
@@ -179,6 +195,7 @@ class Future(Generic[T]):
             lambda: all(future.done() for future in futures),
             lambda: _joined([future.timing for future in futures]),
             subscribe,
+            next((future.alarm for future in futures if future.alarm is not None), None),
         )
 
     def overdue(self, timeout_s: float | None) -> Exception:
@@ -242,7 +259,8 @@ class CallerFuture(Future[T]):
     """A future that the thread that waits for it completes, by its own work.
 
     `work` gets the timeout of `wait`, which it ignores if it cannot stop halfway. `ready`: whether it would
-    return or raise at once. `subscribe`: adds a callback for that, if another thread completes it.
+    return or raise at once. `subscribe`: adds a callback for that, if another thread completes it; if none
+    does, others may ring the `alarm`.
     """
 
     def __init__(
@@ -251,12 +269,19 @@ class CallerFuture(Future[T]):
         ready: Callable[[], bool],
         timing: Callable[[], Timing] = Timing,
         subscribe: Callable[[Callable[[], None]], bool] | None = None,
+        alarm: Alarm | None = None,
     ) -> None:
         super().__init__(timing=_UNKNOWN)
         self._work = work
         self._ready = ready
         self._get_timing = timing
         self._subscribe = subscribe
+        self._alarm = alarm
+
+    @property
+    def alarm(self) -> Alarm | None:
+        """That of the work."""
+        return self._alarm
 
     @property
     def timing(self) -> Timing:
@@ -269,9 +294,11 @@ class CallerFuture(Future[T]):
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Do the work. If it raises, the next call raises again."""
-        if not self._completed:
-            self.complete(self._work(timeout_s))
-        return super().wait()
+        if not self._completed:  # nobody blocks on its gate, nor is called back by it
+            self._result = self._work(timeout_s)
+            self._completed = True
+        result: T = self._result
+        return result
 
     def add_done_callback(self, callback: Callable[[], None]) -> bool:
         """Call back once if it is done, or if others complete what the work waits for; else False."""

@@ -81,6 +81,11 @@ class Group(ABC):
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, priority: int = 0) -> Future[Tensor]:
         """Combine a contiguous tensor over all members, in place. Lower priorities go first."""
 
+    def all_reduce_through(self, buffer: Tensor, flat: Tensor, op: Op = "sum") -> Future[Tensor]:
+        """Combine a flat tensor in place by way of one of this group's buffers, of its length and type."""
+        buffer.copy_(flat)
+        return self.all_reduce(buffer, op).then(flat.copy_)
+
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all members, by rank; all have the same shape and type."""

@@ -79,6 +79,10 @@ class RunSettings:
         "none",
         "On one machine, auto measures for up to 5 s how to use it: workers, threads, chunks.",
     )
+    pin: Literal["none", "cores", "numa"] = setting(
+        "none",
+        "On one machine: each worker has cores of its own (cores), or those of a NUMA node (numa).",
+    )
     overlap: Overlap = choice("overlap")  # noqa: RUF009
     factors: FactorRule = choice("factors")  # noqa: RUF009
     start: Literal["fork", "exec"] = setting(
@@ -94,6 +98,11 @@ class RunSettings:
     respawn: int = setting(
         3,
         "With --min-workers: how often in a row a lost worker is started again. 0: never.",
+    )
+    leave_out: str = setting(
+        "none",
+        "With --min-workers: leave out workers that slow the others down, as a detector says, until they "
+        "are well: median-mad, or `echelon list detector`.",
     )
     join_timeout_s: float = choice("join_timeout_s")
     round_timeout_s: float = choice("round_timeout_s")
@@ -122,6 +131,12 @@ class RunSettings:
             Every.parse(self.checkpoint_every, where="--checkpoint-every")
         check_at_least(self, "threads", 1)
         check_at_least(self, "servers", 0)
+        if self.pin != "none" and (self.lab or self.hosts or self.on != "local"):
+            raise ConfigError(
+                "workers are pinned to cores on one machine only",
+                where="--pin",
+                fix="leave out --pin, or --lab, --hosts and --on",
+            )
         if self.replicas and self.replicas >= self.servers:
             raise ConfigError(
                 f"{self.replicas} replicas of each part need more servers than {self.servers}",

@@ -8,6 +8,7 @@
     worker.py       a member: what it does when its view is fenced, and when the next one begins
     lateness.py     which members hold the others up, by their progress
     stuck.py        which members are stuck while others wait for them: what runs use today
+slow.py         which members slow the others down, and are well again
     readmission.py  when a worker that was left out may come back
     respawn.py      whether a worker that has ended is started again
     survival.py     who goes on after workers were killed, and from which operation: what runs use today

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from echelon.membership.lateness import usual_round_s
+from echelon.membership.slow import Cycles
 
 STOPPED_FLOOR_S = 3.0
 BATCH_FLOOR_S = 10.0
@@ -43,12 +44,13 @@ class WorkPhase(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSeen:
-    """How far a worker is: the operation it is in or was in last, batches that it has got, rounds."""
+    """How far a worker is: the operation it is in or was in last, its batches, rounds and cycles."""
 
     operation: int
     phase: WorkPhase
     batches: int = 0
     rounds: int = 0
+    cycles: Cycles | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

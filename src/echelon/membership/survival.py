@@ -4,13 +4,15 @@ Workers number the operations that all of them carry out in the same order: a ro
 a broadcast. When one fails because a worker is gone, each survivor says which operation it is at, and
 waits. Once all have said so, the next view is decided: the survivors, in their old order, and the operation
 of each. One that is behind gets the results that it lacks from one that has them. Then all are at the same
-operation, which is carried out again without the lost worker.
+operation, which is carried out again without the lost worker. If nobody is lost, and a message has arrived
+damaged, all members meet again and repeat the operation, too.
 
 A worker that has ended in an orderly way is awaited no longer.
 
 A lost worker may come back: a new process with its slot waits until all members stand between two steps to
 admit it. If somebody is lost meanwhile, the members go on without that one first. A member that is to leave
-does so there, too, as long as enough are left.
+does so there, too, as long as enough are left. One that is left out goes there as well, and may wait to
+come back later, as a lost one does.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+_MOST_REPEATS = 3
+_SAME_PLACE = 20  # operations
+
 
 class SurvivorState(msgspec.Struct, frozen=True, kw_only=True):
     """Where a survivor stands: the view that broke, the operation that failed, batches of each loader.
 
     admits  nothing has failed: it is between two steps, and waits for workers that come back
+    damage  what was wrong with a message, if the operation failed for that
     """
 
     slot: int
@@ -31,6 +37,7 @@ class SurvivorState(msgspec.Struct, frozen=True, kw_only=True):
     operation: int
     handed: dict[int, int] = {}
     admits: bool = False
+    damage: str = ""
 
 
 class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +46,10 @@ class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
     handed  how many batches of each loader were handed out on the worker that is furthest
     lost    the slots that are not in it any more
     left    the slots that have left in an orderly way
+    out     which of these are only left out, and may come back
     joined  the slots that have come back: the last members, which get the state of the first one
     planned all members stood between two steps, and nobody was lost
+    damage  nobody was lost, and a message had arrived damaged: its exchange is repeated
     """
 
     number: int
@@ -49,8 +58,10 @@ class SurvivorView(msgspec.Struct, frozen=True, kw_only=True):
     handed: dict[int, int] = {}
     lost: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
+    out: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
     planned: bool = False
+    damage: str = ""
 
     @property
     def behind(self) -> range:
@@ -73,6 +84,8 @@ class Survival:
         self._left: set[int] = set()
         self._waiting: list[int] = []
         self._leaving: list[int] = []
+        self._to_leave_out: set[int] = set()
+        self._repeated: list[int] = []  # the last operations that were repeated though nobody was lost
         self._standing: dict[int, SurvivorState] = {}
 
     @property
@@ -102,10 +115,12 @@ class Survival:
         """Whether enough workers are left without these, and without those that are to leave."""
         return len(set(self.living) - {*slots, *self._leaving}) >= self.fewest
 
-    def leave(self, slot: int) -> None:
-        """A member is to leave between two steps."""
+    def leave(self, slot: int, *, comes_back: bool = False) -> None:
+        """A member is to leave between two steps; `comes_back`: it is only left out."""
         if slot in self.living and slot not in self._leaving:
             self._leaving.append(slot)
+            if comes_back:
+                self._to_leave_out.add(slot)
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -157,15 +172,17 @@ class Survival:
         if not living or any(slot not in self._standing for slot in living):
             return None
         told = [self._standing[slot] for slot in living]
-        if not self.broken and not all(one.admits for one in told):
+        planned = not self.broken and all(one.admits for one in told)
+        damage = "" if self.broken else next((one.damage for one in told if one.damage), "")
+        if not self.broken and not planned and not (damage and self._may_repeat(told)):
             return None
         handed: dict[int, int] = {}
         for one in told:
             for loader, count in one.handed.items():
                 handed[loader] = max(count, handed.get(loader, 0))
         furthest = max(one.operation for one in told)
-        joined = [] if self.broken else self._waiting
-        left = [] if self.broken else self._depart(living)
+        joined = self._waiting if planned else []
+        left = self._depart(living) if planned else []
         stay = [slot for slot in living if slot not in left]
         self.view = SurvivorView(
             number=self.view.number + 1,
@@ -177,8 +194,10 @@ class Survival:
             handed=handed,
             lost=tuple(slot for slot in self.view.members if slot not in living),
             left=tuple(left),
+            out=tuple(slot for slot in left if slot in self._gone),
             joined=tuple(joined),
-            planned=not self.broken,
+            planned=planned,
+            damage=damage,
         )
         if joined:
             self._gone -= set(joined)
@@ -187,12 +206,23 @@ class Survival:
         self._standing = {}
         return self.view
 
+    def _may_repeat(self, told: Sequence[SurvivorState]) -> bool:
+        """Whether an exchange is repeated once more: not again and again at one place."""
+        at = max(one.operation for one in told)
+        self._repeated = [one for one in self._repeated if at - one < _SAME_PLACE]
+        if len(self._repeated) >= _MOST_REPEATS:
+            return False
+        self._repeated.append(at)
+        return True
+
     def _depart(self, living: Sequence[int]) -> list[int]:
         """The members that leave now: those that are to, as long as enough stay."""
         left: list[int] = []
         for slot in self._leaving:
             if slot in living and len(living) - len(left) - 1 >= self.fewest:
                 left.append(slot)
-        self._leaving = []
-        self._left |= set(left)
+        out = set(left) & self._to_leave_out
+        self._leaving, self._to_leave_out = [], set()
+        self._left |= set(left) - out
+        self._gone |= out
         return left

@@ -280,7 +280,8 @@ class Verified(Event, frozen=True, kw_only=True, tag="verified"):
 class MembersChanged(Event, frozen=True, kw_only=True, tag="members-changed"):
     """What became of a worker (`--min-workers`), why, and how many workers go on.
 
-    `what`: lost, left out, left, back, did not come back, not started again, joined or did not join.
+    `what`: lost, left out, left, back, did not come back, not started again, joined, did not join, or met
+    again (after a damaged message; nobody was lost).
     """
 
     worker: int

@@ -4,6 +4,7 @@ layout.py      an expression of dimensions, and who is in which replica and stag
 dimension.py   the contract of a dimension
 strategies/    the dimensions, one file each
 schedule.py    in which order a stage computes micro-batches
+schedule_time.py  how long a schedule takes on unequal workers and links
 cut.py         where the layers are cut, so that unequal workers finish together
 chain.py       a model as a chain of layers
 traced.py      any module as such a chain, by torch.fx
@@ -17,6 +18,7 @@ awaited.py     an output that waits for its loss, so that an unchanged loop runs
 passing.py     values from stage to stage
 stage.py       one worker's part of a pipeline
 stage_chunk.py one run of layers of a worker: its forward passes and its links
+late.py        backward passes that come late, so that a pipeline is not emptied
 backward.py    one stage's backward passes of one call
 split.py       a backward pass in two parts: gradients of inputs first, of weights later
 slices.py      which elements of a parameter each worker has
@@ -34,6 +36,6 @@ candidates.py  which layouts `auto` considers
 layout_probe.py  what layers and exchanges cost, for `auto`
 layout_cost.py what a step would take with a layout; the ranking
 local_way.py   in which ways one machine can compute a batch
-thread_replicas.py  replicas of a model in the threads of one process
+threaded.py    replicas of a model in the threads of one process
 spread.py      one model spread over the workers: cut at its first call, then run
 """

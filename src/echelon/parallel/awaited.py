@@ -159,7 +159,7 @@ class _Scheduled(torch.autograd.Function):
         gradients: Gradients = ctx.gradients
         ctx.gradients = None
         if of_loss is not None:
-            ctx.stage.landed([None if one is None else one.mul_(of_loss) for one in gradients])
+            ctx.stage.land([None if one is None else one.mul_(of_loss) for one in gradients])
         return None, None, None, None
 
 

@@ -4,7 +4,8 @@
 
 The first dimension changes fastest with the rank: in the example ranks 0 and 1 are the two stages of the
 first replica, ranks 2 and 3 those of the second. In `data * pipeline(stages=2)` ranks 0 and 1 are the
-first stages of two replicas. So the first dimension goes over neighbours, who are often on one machine.
+first stages of two replicas. So the first dimension goes over neighbours: workers of one machine, then of
+one site. Where ranks are in another order, the layout has the order of the workers.
 
 At most one dimension may leave its extent open; it goes over the workers that the others leave. Pure.
 """
@@ -21,6 +22,7 @@ from echelon.errors import ConfigError
 from echelon.parallel.dimension import DIMENSIONS, Dimension
 from echelon.parallel.strategies.data import Replicas
 from echelon.parallel.strategies.pipeline import Pipeline
+from echelon.parallel.strategies.threads import Threads
 
 D = TypeVar("D", bound=Dimension)
 AUTO = "auto"
@@ -28,9 +30,13 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A product of dimensions, each at most once; the first changes fastest with the rank."""
+    """A product of dimensions, each at most once; the first changes fastest with a worker's place.
+
+    `order` has the worker at each place, so that neighbours are near each other; empty: by rank.
+    """
 
     dimensions: tuple[Dimension, ...]
+    order: tuple[int, ...] = ()
 
     def find(self, kind: type[D]) -> D | None:
         """The dimension of this kind, if the layout has it."""
@@ -38,8 +44,8 @@ class Layout:
 
     @property
     def is_data_only(self) -> bool:
-        """Whether every worker has the whole model, as without a layout."""
-        return all(isinstance(one, Replicas) for one in self.dimensions)
+        """Whether every worker has the whole model, as without a layout; it may compute in threads."""
+        return all(isinstance(one, (Replicas, Threads)) for one in self.dimensions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,5 +167,6 @@ def lines(
     if at is None:
         return [(rank,) for rank in range(workers)]
     step, size = math.prod(sizes[:at]), sizes[at]
-    first = [rank for rank in range(workers) if rank // step % size == 0]
-    return [tuple(rank + index * step for index in range(size)) for rank in first]
+    first = [place for place in range(workers) if place // step % size == 0]
+    order = layout.order or range(workers)
+    return [tuple(order[place + index * step] for index in range(size)) for place in first]

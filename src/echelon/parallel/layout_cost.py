@@ -2,8 +2,9 @@
 
     data        the slowest worker's share, and an all-reduce that its backward pass hides in part
     sharded     the same bytes; level 1 hides none, level 3 gathers parameters twice
-    pipeline    T = sum of stages and wires + (M - 1) * the slowest of them, with the best cuts; then the
-                output to all stages, and an all-reduce of each stage's gradients over the replicas
+    pipeline    what its schedule takes, with the best cuts (`schedule_time.py`); then the output to all
+                stages, and an all-reduce of each stage's gradients over the replicas. With shards of level
+                3 also gathers, forward and backward of each micro-batch
 
 A worker's memory is a hard limit. Times are estimates, to rank layouts and to leave out hopeless ones.
 """
@@ -12,14 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from echelon.config.units import show_memory, show_seconds
 from echelon.errors import EchelonError, PlanError
 from echelon.parallel.cut import ChainCost, best_cuts
 from echelon.parallel.layout import Layout, Mesh, lines, mesh_of, parse_layout
-from echelon.parallel.memory import ModelBytes, missing_memory
+from echelon.parallel.memory import MemoryNeed, ModelBytes, memory_needs, missing_memory
+from echelon.parallel.schedule_time import schedule_s
 from echelon.parallel.strategies.data import Replicas
 from echelon.parallel.strategies.pipeline import Pipeline
 from echelon.parallel.strategies.sharded import Sharded
@@ -72,6 +74,7 @@ class LayoutJob:
     apply_s            an update of all parameters on the slowest worker
     rooms              what each worker's models may use, in bytes
     closed             layers before which no cut is possible
+    order              the workers, neighbours beside each other; empty: by rank
     """
 
     batch: int
@@ -84,6 +87,7 @@ class LayoutJob:
     rooms: Sequence[float]
     exchange: ExchangeCost
     closed: frozenset[int] = field(default_factory=frozenset)
+    order: tuple[int, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -115,7 +119,7 @@ class LayoutCost:
 
 def layout_cost(text: str, job: LayoutJob) -> LayoutCost:
     """The prediction for a layout; PlanError if it does not fit."""
-    layout = parse_layout(text)
+    layout = replace(parse_layout(text), order=job.order)
     if layout.find(Pipeline) is not None:
         return _pipeline(text, layout, job)
     _check_room(text, layout, job)
@@ -169,24 +173,37 @@ def _pipeline(text: str, layout: Layout, job: LayoutJob) -> LayoutCost:
     mesh = mesh_of(layout, job.workers)
     per_replica = job.batch / mesh.replicas
     micro = pipeline.count(max(1, int(per_replica)))
-    cuts = [_cuts(text, ranks, job, per_replica / micro, micro) for ranks in mesh.ranks]
+    needs = memory_needs(layout, job.workers, job.model)
+    cuts = [_cuts(text, ranks, job, per_replica / micro, micro, needs) for ranks in mesh.ranks]
     found = [
-        _replica_s(ranks, cut, job, per_replica, micro) for ranks, cut in zip(mesh.ranks, cuts, strict=True)
+        _replica_s(pipeline, ranks, cut, job, per_replica, micro)
+        for ranks, cut in zip(mesh.ranks, cuts, strict=True)
     ]
     summed_s, apply_s = _stages_s(mesh, cuts[0], job)
     compute_s = max(compute for _, compute in found)
-    return LayoutCost(
-        text=text,
-        step_s=max(took for took, _ in found) + summed_s + apply_s,
-        compute_s=compute_s,
-    )
+    sharded = layout.find(Sharded)
+    if sharded is not None:
+        apply_s /= len(lines(layout, job.workers, Sharded)[0])
+    if sharded is not None and sharded.level == 3:  # gathers, forward and backward of each micro-batch
+        hidden_s = _HIDDEN * compute_s if job.exchange.hides else 0.0
+        gathers_s = micro * summed_s + 2 * micro * job.layers * job.exchange.reduce_latency_s / 2
+        summed_s = summed_s / 2 + max(0.0, gathers_s - hidden_s)
+    step_s = max(took for took, _ in found) + summed_s + apply_s
+    return LayoutCost(text=text, step_s=step_s, compute_s=min(step_s, compute_s))
 
 
-def _cuts(text: str, ranks: Sequence[int], job: LayoutJob, samples: float, micro: int) -> tuple[int, ...]:
+def _cuts(
+    text: str,
+    ranks: Sequence[int],
+    job: LayoutJob,
+    samples: float,
+    micro: int,
+    needs: Sequence[MemoryNeed],
+) -> tuple[int, ...]:
     """The best cuts of a replica; PlanError if none fits."""
     if len(ranks) > job.layers - len(job.closed):
         raise PlanError(f"{job.layers} layers are too few", where=f"parallel {text}")
-    copies = job.model.total / max(1.0, sum(job.trained_bytes))
+    copies = sum(needs[rank].total for rank in ranks) / max(1.0, sum(job.trained_bytes))
     sizes = [
         copies * trained + min(micro, 2 * len(ranks)) * samples * yielded
         for trained, yielded in zip(job.trained_bytes, job.yielded_bytes, strict=True)
@@ -201,9 +218,14 @@ def _cuts(text: str, ranks: Sequence[int], job: LayoutJob, samples: float, micro
 
 
 def _replica_s(
-    ranks: Sequence[int], cuts: Sequence[int], job: LayoutJob, rows: float, micro: int
+    pipeline: Pipeline,
+    ranks: Sequence[int],
+    cuts: Sequence[int],
+    job: LayoutJob,
+    rows: float,
+    micro: int,
 ) -> tuple[float, float]:
-    """The time of all passes of a replica, and of the computing in it."""
+    """The time of all passes of a replica, by its schedule, and of the computing in it."""
     samples, edges = rows / micro, [0, *cuts, job.layers]
     stages = [
         sum(job.times_s(rank, samples)[begin:end])
@@ -217,8 +239,7 @@ def _replica_s(
         padded = [0.0, *wires, 0.0]
         stages = [took + padded[at] + padded[at + 1] for at, took in enumerate(stages)]
     compute_s = sum(stages) + (micro - 1) * max(stages)
-    slowest_s = max([*stages, *(2 * wire for wire in wires)])
-    took_s = sum(stages) + 2 * sum(wires) + (micro - 1) * slowest_s
+    took_s = schedule_s(pipeline, micro, stages, wires)
     output_s = sum(
         job.exchange.message_s(rows * job.yielded_bytes[-1], ranks[-1], rank) for rank in ranks[:-1]
     )
@@ -245,9 +266,21 @@ class RankedLayouts:
 
     @property
     def worth_trying(self) -> list[str]:
-        """Those that are not hopeless."""
+        """Those that are not hopeless: of layouts that differ in the schedule only, the best one first."""
         limit_s = _HOPELESS * min((one.step_s for one in self.costs), default=math.inf)
-        return [one.text for one in self.costs if one.step_s <= limit_s]
+        texts = [one.text for one in self.costs if one.step_s <= limit_s]
+        firsts: dict[object, str] = {}
+        for text in texts:
+            firsts.setdefault(_form(text), text)
+        return [*firsts.values(), *(text for text in texts if text not in firsts.values())]
+
+
+def _form(text: str) -> object:
+    """What a layout divides, without the order in which a pipeline computes."""
+    return tuple(
+        (one.name, one.extent, one.level if isinstance(one, Sharded) else 0)
+        for one in parse_layout(text).dimensions
+    )
 
 
 def ranked_layouts(texts: Sequence[str], job: LayoutJob) -> RankedLayouts:

@@ -32,15 +32,23 @@ class LocalWay(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layout(self) -> str:
         """What `--parallel` says for it."""
+        if self.replicas > 1:
+            inside = f"threads(replicas={self.replicas})"
+            return f"{inside} * data" if self.processes > 1 else inside
         if not self.samples:
             return "data"
         chunks = f"pipeline(stages=1, schedule=1f1b, samples={self.samples})"
         return f"{chunks} * data" if self.processes > 1 else chunks
 
     @property
+    def threads_a_process(self) -> int:
+        """Torch's own threads in a process, which its replicas divide among them."""
+        return self.threads * self.replicas
+
+    @property
     def parts(self) -> int:
         """How many parts it divides the machine into: of two that are equally fast, fewer are simpler."""
-        return self.processes * self.replicas + (1 if self.samples else 0)
+        return self.processes * self.replicas + (1 if self.samples else 0) + self.pinned
 
     def __str__(self) -> str:
         words = [f"{self.processes} process{'es' if self.processes > 1 else ''}"]
@@ -60,12 +68,18 @@ def as_it_is(cores: int) -> LocalWay:
 
 
 def usual_ways(cores: int, batch: int) -> list[LocalWay]:
-    """Every division of the cores among processes, each with its share as a whole; one core first."""
+    """Every division of the cores among processes, with whole shares; one core; replicas in threads."""
     counts = [count for count in range(1, cores + 1) if cores % count == 0 and count <= batch]
     if len(counts) > 4:  # the ends, and two between: each has to be measured
         counts = [counts[0], counts[1], counts[len(counts) // 2], counts[-1]]
     ways = [LocalWay(processes=count, threads=cores // count) for count in counts]
-    return ways if cores == 1 else [*ways, LocalWay()]
+    return ways if cores == 1 else [*ways, LocalWay(), *_in_threads(cores, batch)]
+
+
+def _in_threads(cores: int, batch: int) -> list[LocalWay]:
+    """Replicas in the threads of one process, and of two."""
+    found = [LocalWay(processes=count, replicas=cores // count) for count in (1, 2) if cores % count == 0]
+    return [way for way in found if way.replicas > 1 and cores <= batch]
 
 
 def table_ways(cores: int, batch: int, *, numa_nodes: int = 1) -> list[LocalWay]:
@@ -93,6 +107,12 @@ def chunked(way: LocalWay, batch: int) -> list[LocalWay]:
     sizes = {-(-share // parts) for parts in _CHUNKS}
     kept = sorted((size for size in sizes if _LEAST_CHUNK <= size < share), reverse=True)
     return [msgspec.structs.replace(way, samples=size) for size in kept]
+
+
+def refined(way: LocalWay, batch: int) -> list[LocalWay]:
+    """What is tried after the best way is known: chunks, and cores of their own for several processes."""
+    found = chunked(way, batch) if way.replicas == 1 else []
+    return [*found, *([msgspec.structs.replace(way, pinned=True)] if way.processes > 1 else [])]
 
 
 def cores_of(way: LocalWay, rank: int, cores: Sequence[int]) -> tuple[int, ...]:

@@ -54,7 +54,8 @@ class KeptMicro:
 class ModelCall:
     """One call of the model with `rows` samples; `edges` are the micro-batches' first and last ones.
 
-    `kept` is by chunk and micro-batch.
+    `kept` is by chunk and micro-batch. `weights` are the copies of parameters that its passes compute with,
+    if they do not compute with the model's own.
     """
 
     given: Given
@@ -62,6 +63,7 @@ class ModelCall:
     rows: int
     kept: dict[tuple[int, int], KeptMicro] = field(default_factory=dict)
     precision: Precision = field(default_factory=Precision.now)
+    weights: Sequence[Tensor] = ()
 
     def part(self, micro: int) -> Given:
         """The inputs of one micro-batch."""

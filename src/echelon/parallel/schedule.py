@@ -4,7 +4,8 @@
     1f1b    a stage begins with the backward passes as early as it can, and then alternates: at most as
             many micro-batches are kept as there are stages after it, and its own (Narayanan et al., 2019)
             With `ahead`, so many more are in flight per hop, so that a stage need not wait for the wire
-    interleaved  the same for workers that have several chunks of layers each (`interleaved.py`)
+    interleaved  the same for workers that have several chunks of layers each
+    stale   forward passes, and between them backward passes of earlier batches that can begin (`late.py`)
     filled  the same order, with backward passes in two parts (Qi et al., 2023): gradients of a stage's
             input are sent at once, those of its weights come as late as memory allows. No stage keeps
             more micro-batches than the first one does with 1f1b
@@ -139,7 +140,7 @@ def schedule(
     name: str, stage: int, stages: int, micro: int, ahead: int = 0, chunks: int = 1
 ) -> list[StageAction]:
     """The actions of one stage, in the order in which it computes them."""
-    if name == "gpipe":
+    if name in ("gpipe", "stale"):  # `late.py` computes the backward passes of earlier batches
         return gpipe(micro)
     if name == "filled":
         return filled(stage, stages, micro, ahead=ahead)

@@ -24,6 +24,7 @@ from echelon.parallel.chain import Given, LayerChain, chain_of, check_cuts
 from echelon.parallel.cut import ChainCost, best_chunk_cuts, best_cuts, wires_s
 from echelon.parallel.gathered_layers import GatheredLayers
 from echelon.parallel.holdings import Holdings
+from echelon.parallel.late import WeightCopies
 from echelon.parallel.layout import Mesh
 from echelon.parallel.measure import LayerCosts, measure
 from echelon.parallel.micro import cut_call
@@ -153,9 +154,11 @@ class SpreadModel:
             self.holdings,
             options=self._pipeline,
             count=count,
+            weight=self._weight,
             landed=self._landed,
             timed=self._timed,
             training=self._trains,
+            copies=WeightCopies(self._model, self.holdings.own),
         )
 
     def _tell(self, parts: Sequence[StagePart], replica: int) -> None:
@@ -202,8 +205,10 @@ class SpreadModel:
         actions = schedule(
             pipeline.schedule, stage, self._mesh.stages, self._micro, pipeline.ahead, pipeline.parts
         )
+        batches = 1 + pipeline.late
         return [
-            most_kept([one for one in actions if one.chunk == chunk]) for chunk in range(pipeline.parts)
+            batches * most_kept([one for one in actions if one.chunk == chunk])
+            for chunk in range(pipeline.parts)
         ]
 
     def _timed(self, times: PassTimes) -> None:
@@ -299,11 +304,15 @@ class SpreadModel:
 
     # Gradients -------------------------------------------------------------------------------------
 
-    def _landed(self, gradients: Gradients) -> None:
+    def drop_late(self) -> None:
+        """Forget gradients that are under way from earlier batches; all workers call this together."""
+        if self._stage is not None:
+            self._stage.drop()
+
+    def _landed(self, gradients: Gradients, weight: float) -> None:
         """A backward pass has ended on this stage: sum its gradients over their owners, unless kept."""
         holdings = self.holdings
         assert holdings is not None
-        weight = self._weight()
         kept = self._kept or [None] * len(gradients)
         self._kept = [_sum(mine, fresh, weight) for mine, fresh in zip(kept, gradients, strict=True)]
         self._observer.computing()

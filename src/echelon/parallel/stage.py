@@ -9,6 +9,7 @@ over the micro-batches and handed over once, when the last one is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from echelon.parallel.awaited import AwaitedOutput, called_twice, not_one_tensor
 from echelon.parallel.backward import BackwardPasses
 from echelon.parallel.chain import LayerChain
 from echelon.parallel.holdings import Holdings
+from echelon.parallel.late import LateBatches, WeightCopies
 from echelon.parallel.losses import MicroLoss
 from echelon.parallel.micro import ModelCall, cut_call, joined, part_of
 from echelon.parallel.pass_times import PassTimes
@@ -57,7 +59,13 @@ class _BackwardWay:
 
 
 class PipelineStage:
-    """Runs the parts of one worker; `landed` gets gradients of what it holds, after each backward pass."""
+    """Runs the parts of one worker.
+
+    count    of micro-batches, by the number of samples
+    weight   of this replica's loss, when a backward pass ends
+    landed   gets the gradients of what this worker holds, and their weight, after each backward pass
+    copies   with schedule stale: of the weights, for each batch
+    """
 
     def __init__(
         self,
@@ -68,15 +76,18 @@ class PipelineStage:
         *,
         options: Pipeline,
         count: Callable[[int], int],
-        landed: Callable[[Gradients], None],
+        weight: Callable[[], float],
+        landed: Callable[[Gradients, float], None],
         timed: Callable[[PassTimes], None],
         training: Callable[[], bool],
+        copies: WeightCopies,
     ) -> None:
         self._group = group
         self._parameters = list(holdings.own)
         self._options = options
-        self._count = count  # of micro-batches, by the number of samples
-        self.landed = landed
+        self._count = count
+        self._weight = weight
+        self._landed = landed
         self._timed = timed
         self._times = PassTimes()
         self._training = training
@@ -97,6 +108,8 @@ class PipelineStage:
             )
             for at, part in enumerate(parts)
         ]
+        self._copies = copies
+        self._late = LateBatches(self._chunks[0], options.late) if options.late else None
         if not self._is_last:
             self._output = HandedReceiver(group, self._ranks[-1], OUTPUT)
 
@@ -118,7 +131,8 @@ class PipelineStage:
         call = cut_call((args, kwargs), self._count)
         if not torch.is_grad_enabled():
             return self._through(call)
-        return self.passed(call) if self._options.schedule == "gpipe" else AwaitedOutput.of(self, call)
+        waits = self._options.schedule not in ("gpipe", "stale")
+        return AwaitedOutput.of(self, call) if waits else self.passed(call)
 
     def passed(self, call: ModelCall) -> Any:
         """The model's output by forward passes alone; its gradient starts the backward passes."""
@@ -131,13 +145,24 @@ class PipelineStage:
         """Run all forward passes of this worker; keeps what backward needs, if gradients are on."""
         self._times_begin()
         runs = self._begin(call, alone=True)
-        for action in forward_only(self._actions(len(call.edges))):
-            with self._times.of("forward", action.micro, action.chunk):
-                self._chunks[action.chunk].forward(runs[action.chunk], action.micro)
-        output = self._end(call, runs)
+        keeps_weights = self._late is not None and runs[0].trains
+        with self._copies.used(call) if keeps_weights else nullcontext():
+            for action in forward_only(self._actions(len(call.edges))):
+                chunk = self._chunks[action.chunk]
+                self._go_back_until(chunk)
+                with self._times.of("forward", action.micro, action.chunk):
+                    chunk.forward(runs[action.chunk], action.micro)
+                if self._late is not None and self._late.can_go_on:
+                    self._late.go_on(self._times)
+            output = self._end(call, runs)
         if runs[0].trains:
             self._timed(self._times)
         return output
+
+    def _go_back_until(self, awaited: StageChunk | HandedReceiver) -> None:
+        """Compute backward passes of earlier batches, while something has not come."""
+        while self._late is not None and self._late.can_go_on and not awaited.has_come:
+            self._late.go_on(self._times)
 
     def scheduled(self, call: ModelCall, loss: MicroLoss) -> tuple[Tensor, Tensor, Gradients]:
         """Run the schedule with a loss: its value, the model's output, and gradients of the parameters."""
@@ -212,7 +237,10 @@ class PipelineStage:
         outputs = runs[-1].outputs
         if not self._is_last:
             with self._times.of("result", 0), self._times.waiting():
-                received = [self._output.take() for _ in call.edges]
+                received = []
+                for _ in call.edges:
+                    self._go_back_until(self._output)
+                    received.append(self._output.take())
                 outputs = [described.build(tensors)[0] for described, tensors in received]
                 if runs[-1].random:
                     state = torch.empty_like(torch.get_rng_state())
@@ -237,6 +265,13 @@ class PipelineStage:
         if not call.kept:
             raise called_twice()
         self._times_begin()
+        if self._late is not None:
+            self._late.add(call, of_outputs, self._weight())
+            found = self._late.due(self._times)
+            self._outbox.flush()
+            self._timed(self._times)
+            self._landed(*(found or ([None] * len(self._parameters), 0.0)))
+            return
         ways, total = self._ways()
         actions = backward_only(self._actions(len(call.edges)))
         for action in actions:
@@ -260,7 +295,17 @@ class PipelineStage:
                 way.passes.of(call.kept.pop((action.chunk, action.micro)), given)
         self._outbox.flush()
         self._timed(self._times)
-        self.landed(total)
+        self.land(total)
+
+    def land(self, gradients: Gradients) -> None:
+        """Hand over the gradients of a call's backward pass, which ends now."""
+        self._landed(gradients, self._weight())
+
+    def drop(self) -> None:
+        """Forget what is under way from earlier batches; all stages call this together."""
+        if self._late is not None:
+            self._late.drop()
+            self._outbox.flush()
 
 
 def _part_of_loss(run: ChunkRun, action: StageAction, loss: MicroLoss) -> Tensor:

@@ -38,6 +38,7 @@ groups.py   which workers form a group, as the user says
 share_times.py how does a step's time depend on the share?
 balance.py  which shares let all workers arrive together?
 arrange.py  who are neighbours, and how do they sum? From links
+neighbours.py in which order are workers neighbours? By machine and site
 congestion.py do gradients travel slower than before?
 owners.py   who sums, if workers are unequal?
 shares.py   a batch cut into one share per worker, an epoch cut into batches

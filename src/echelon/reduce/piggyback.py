@@ -15,7 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """Whose rows travel: so many workers, of which this one has a rank; `view`: how often they changed."""
+    """Whose rows travel: so many workers, of which this one has a rank; `view`: how often they changed.
+
+    A worker that is left out has no seats, and nothing travels.
+    """
 
     rank: int
     workers: int
@@ -63,6 +66,8 @@ class Piggyback:
 
     def fill(self, room: Tensor, seats: Seats) -> None:
         """Write this worker's row."""
+        if not seats.workers:
+            return
         room.zero_()
         row = self._tell()
         self._told = row is not None
@@ -75,6 +80,8 @@ class Piggyback:
 
     def landed(self, room: Tensor, seats: Seats) -> None:
         """Read the rows of all workers."""
+        if not seats.workers:
+            return
         width = self._width
         counts = room[width - 1 :: width].tolist()
         if self.apart is None and counts != [self._counted] * len(counts):

@@ -33,6 +33,7 @@ from echelon.reduce.encoded.bucket import EncodedBucket
 from echelon.reduce.encoded.encoder import ModelEncoder, bucket_bytes
 from echelon.reduce.packing import Item, assign, sizes
 from echelon.reduce.piggyback import Piggyback
+from echelon.reduce.unfit import find_unfit, send_without
 
 NamedParameter = tuple[str, nn.Parameter]
 _COPIED_BYTES = 2 << 20  # sums of so many bytes are copied faster than workers confirm them to each other
@@ -400,6 +401,7 @@ class Reducer:
         """
         small = self._encoder is None and sum(one.size_bytes for one in self._buckets) <= _COPIED_BYTES
         found, landed = changes.begin(), None
+        unfit: Sequence[int] = ()
         received: list[Landed] | None = None
         refused: GradientError | None = None
         while found is None and landed is None:
@@ -410,6 +412,10 @@ class Reducer:
                     received, refused = self._receive_all(), None
                 except GradientError as error:  # on all alike: it is raised once all have confirmed it
                     received, refused = [], error
+                if self._encoder is None:
+                    unfit = find_unfit(self._group.current, changes.members, self._buckets)
+                if unfit:
+                    received = self._sum_without(unfit, changes)
                 if not small:
                     self._group.current.barrier()
                 landed = received
@@ -419,17 +425,24 @@ class Reducer:
                     raise
                 found = changes.recover(loss)
         if found is not None and small:
-            for bucket, sums in zip(self._buckets, found, strict=True):
+            for bucket, sums in zip(self._buckets, found[:-1], strict=True):
                 bucket.sums().copy_(sums)
+            unfit = [int(slot) for slot in found[-1]]
             landed = [bucket.landed() for bucket in self._buckets]
         elif found is not None:
             landed = received  # all have confirmed
         assert landed is not None
-        changes.complete(self._kept_sums() if small else [], full=True)
-        changes.reduced(anew=found is None)
+        told = torch.tensor(list(unfit), dtype=torch.int64)
+        changes.complete([*self._kept_sums(), told] if small else [], full=True)
+        changes.reduced(anew=found is None, refused=unfit)
         if refused is not None:
             raise refused
         return landed
+
+    def _sum_without(self, unfit: Sequence[int], changes: GroupChanges) -> list[Landed]:
+        """The round without these members' gradients; their own stay as they are."""
+        send_without(self._group.current, self._buckets, self._weight(), is_unfit=changes.slot in unfit)
+        return self._receive_all()
 
     def _kept_sums(self) -> list[Tensor]:
         """Copies of the sums, in the memory of the last round's, which nobody needs any more."""

@@ -12,8 +12,12 @@ members.py    who is still in the run? The launcher's service for runs that go o
 member_board.py  how do launcher and members see each other, beside requests and answers?
 control.py    how is a running run asked to let workers leave or join? The launcher's side
 control_client.py  and the side of a command
+further_machines.py  which machines may join a running run, and what are they told?
+join_elsewhere.py  the side of a machine that joins the run of another one
 further.py    how does a worker start that joins a running run?
+member_board.py  how do the launcher and the members of a run see each other?
 stuck_watch.py  which workers hold the others up now?
+ring_form.py   what does `--sync flexible` mean where there is no server?
 failure.py    which worker failed first, and why
 whereabouts.py  where are workers that others wait for, or that go on without the others?
 module.py     is there a module of this name, for `run -m`?

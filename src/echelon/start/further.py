@@ -21,10 +21,9 @@ def further_worker(last: WorkerCommand, slot: int) -> WorkerCommand:
     return replace(last, rank=slot, env=env, program=())
 
 
-def why_nobody_joins(plan: Plan, *, saves: bool, elsewhere: bool = False) -> str:
+def why_nobody_joins(plan: Plan, *, saves: bool) -> str:
     """What the run has that a further worker cannot take part in yet; empty if there is nothing."""
     found = {
-        "workers on other machines": elsewhere,
         "--checkpoint": saves,
         f"--sync {plan.sync}": plan.sync != "full",
         f"--codec {plan.codec}": plan.codec != "none",
@@ -45,6 +44,29 @@ class ScriptDigest:
         if self._file is None or _digest(self._file) == self._digest:
             return ""
         return self._file.name
+
+
+def script_digests(argv: Sequence[str], folder: Path) -> dict[str, str]:
+    """Digests of the Python files below the script's folder, by path from `folder`; of a module, none."""
+    script = Path(argv[0])
+    if not script.is_file() or not script.resolve().is_relative_to(folder.resolve()):
+        return {}
+    names = [
+        path.relative_to(folder.resolve())
+        for path in sorted(script.resolve().parent.rglob("*.py"))
+        if path.is_relative_to(folder.resolve())
+    ]
+    own = [name for name in names if not any(_is_foreign(part) for part in name.parts)]
+    return {str(name): digest_of(folder / name) for name in own}
+
+
+def _is_foreign(part: str) -> bool:
+    return part.startswith(".") or part in ("venv", "site-packages")
+
+
+def digest_of(file: Path) -> str:
+    """A digest of a file; empty if it cannot be read."""
+    return _digest(file).hex()
 
 
 def _file_of(argv: Sequence[str]) -> Path | None:

@@ -68,12 +68,12 @@ def chosen_layout(resolved: Resolved[RunSettings], target: Target, say: Say) -> 
         raise ConfigError(
             "a plan's file says how workers are used", where="--parallel", fix="leave out --plan"
         )
-    layouts = candidate_layouts(count_workers(settings))
+    workers = count_workers(settings)
     key = _key(settings, target)
     kept, how = _from_cache(key), "from an earlier run"
     left_out: dict[str, str] = {}
     if kept is None:
-        kept, left_out = _tried(resolved, target, layouts, say)
+        kept, left_out = _tried(resolved, target, workers, say)
         how = "tried now"
         if key:
             probe_cache.keep(key, msgspec.json.encode(kept).decode())
@@ -118,12 +118,12 @@ def _from_cache(key: str) -> KeptLayout | None:
 
 
 def _tried(
-    resolved: Resolved[RunSettings], target: Target, layouts: list[str], say: Say
+    resolved: Resolved[RunSettings], target: Target, workers: int, say: Say
 ) -> tuple[KeptLayout, dict[str, str]]:
     """Seconds of a step by layout, and why others were left out; an error if none works."""
-    trials = _Trials(resolved, target, say)
+    trials, layouts = _Trials(resolved, target, say), candidate_layouts(workers)
     first = trials.ranked()
-    wanted = layouts if first is None else trials.worth(first)
+    wanted = candidate_layouts(workers, predicted=False) if first is None else trials.worth(first)
     for text in wanted:
         trials.take(text, f"trying layout {wanted.index(text) + 1} of {len(wanted)}: {text}")
     steps_s = trials.steps_s

@@ -23,7 +23,7 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.errors import ConfigError, EchelonError
 from echelon.observe.summary import Summary
-from echelon.parallel.local_way import LocalWay, as_it_is, best_way, chunked, usual_ways
+from echelon.parallel.local_way import LocalWay, as_it_is, best_way, refined, usual_ways
 from echelon.start.earlier_run import script_job
 from echelon.start.few_steps import tried
 from echelon.start.local_trial import LocalTrial, MeasuredWay, my_cores, take_turns
@@ -37,7 +37,7 @@ _LONG_STEP_S = 0.1
 _LONGEST_STEP_S = 1.0  # larger batches are measured with fewer samples, and what each sample adds
 _SCRIPT_STEPS = 24
 _SLOWER = 0.7  # of the samples/s that the first run with this way had
-_MEASURED = ("workers", "threads", "parallel")
+_MEASURED = ("workers", "threads", "parallel", "pin")
 _ELSEWHERE = ("lab", "hosts", "plan", "speed", "shares", "servers", "min_workers", "delay")
 
 
@@ -95,7 +95,12 @@ def chosen_way(resolved: Resolved[RunSettings], target: Target, say: Say) -> Loc
             probe_cache.keep(key, msgspec.json.encode(kept).decode())
     way = kept.way
     chosen = replace(
-        settings, local="none", workers=way.processes, threads=way.threads, parallel=way.layout
+        settings,
+        local="none",
+        workers=way.processes,
+        threads=way.threads_a_process,
+        parallel=way.layout,
+        pin="cores" if way.pinned else "none",
     )
     return LocalChoice(
         resolved=Resolved(chosen, resolved.origins),
@@ -151,13 +156,13 @@ def _measured(resolved: Resolved[RunSettings], target: Target, cores: tuple[int,
 def way_rates(job: LocalJob, cores: tuple[int, ...]) -> dict[LocalWay, float]:
     """Samples/s of the usual ways, and of the best one with chunks if time is left."""
     usual, *others = usual_ways(len(cores), job.batch)
-    spare = 2 * max(way.processes for way in (usual, *others))
+    spare = 3 * max(way.processes for way in (usual, *others))
     count = sum(way.processes for way in (usual, *others)) + spare
     with LocalTrial(job, count, cores) as trial:
         opened = trial.open([usual])
         step_s, batch = _whole_step(trial, opened[0], job.batch)
         if step_s > _LONG_STEP_S:  # long operations are worth being divided
-            others = [way for way in others if way.processes > 1]
+            others = [way for way in others if way.processes * way.replicas > 1]
         opened += trial.open(others)
         until = time.monotonic() + LIMIT_S
         _all_turns(trial, opened, batch, job.batch, until - LIMIT_S / 3)
@@ -170,7 +175,7 @@ def way_rates(job: LocalJob, cores: tuple[int, ...]) -> dict[LocalWay, float]:
                 trial.close(one)
         if time.monotonic() > until - LIMIT_S / 4:
             return rates
-        cut = trial.open(chunked(best.way, job.batch))
+        cut = trial.open(refined(best.way, job.batch))
         _all_turns(trial, [best, *cut], batch, job.batch, until)
         return rates | _rates([best, *cut], job.batch, batch)
 
@@ -219,7 +224,7 @@ def _script_rates(resolved: Resolved[RunSettings], target: Target, cores: int) -
     for way in usual_ways(cores, 1 << 30):
         if way.processes <= batch or not rates:
             take(way)
-    for way in chunked(best_way(rates), batch):
+    for way in refined(best_way(rates), batch):
         take(way)
     return rates
 
@@ -230,8 +235,9 @@ def _few_steps(resolved: Resolved[RunSettings], target: Target, way: LocalWay) -
         resolved.settings,
         local="none",
         workers=way.processes,
-        threads=way.threads,
+        threads=way.threads_a_process,
         parallel=way.layout,
+        pin="cores" if way.pinned else "none",
     )
     found = tried(settings, resolved.origins, target, _SCRIPT_STEPS)
     return found.step_s, found.samples

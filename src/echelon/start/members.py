@@ -8,6 +8,8 @@ A lost worker is started again, as membership/respawn.py says. It waits here unt
 A further worker that is to join waits here, too. A worker that is to leave, because the user or SIGTERM
 says so, does so between two steps, like those that are admitted.
 One that holds the others up, as membership/stuck.py says, is left out: its process is killed.
+One that is too slow, as membership/slow.py says, is left out between two steps: its process goes on alone,
+tells here what its steps take, and comes back when it is well.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ import msgspec
 
 from echelon.config.exit_codes import SAVED_AND_STOPPED
 from echelon.membership.respawn import RespawnRule
-from echelon.membership.stuck import LateWorker
+from echelon.membership.slow import SlowRule
 from echelon.membership.survival import Survival, SurvivorState
 from echelon.membership.view import MemberId
 from echelon.observe.events import LAUNCHER, MembersChanged
 from echelon.observe.stall import ranks
 from echelon.start.member_board import MemberBoard
 from echelon.start.stuck_watch import StuckWatch
-from echelon.train.service import EPOCHS_KEY, MOST_KEY, TOKEN_VARIABLE
+from echelon.train.service import EPOCHS_KEY, MOST_KEY, TOKEN_VARIABLE, UNFIT_ROUNDS
 
 _GET_S = 0.1
 _NOBODY_S = 5.0
@@ -49,10 +51,18 @@ class Members:
              shows earlier that it is stuck
     tries    how often in a row a lost worker is started again
     board    how launcher and members see each other
+    slow     says which members are too slow; None if nobody is left out for that
     """
 
     def __init__(
-        self, workers: int, fewest: int, *, limit_s: float, tries: int, board: MemberBoard
+        self,
+        workers: int,
+        fewest: int,
+        *,
+        limit_s: float,
+        tries: int,
+        board: MemberBoard,
+        slow: SlowRule | None = None,
     ) -> None:
         self._survival = Survival(workers, fewest)
         self._limit_s = limit_s
@@ -71,7 +81,7 @@ class Members:
         self._came_back: set[int] = set()  # members again
         self._fresh: set[int] = set()  # of these, without a step yet
         self._to_end: set[int] = set()
-        self._left_out: dict[int, LateWorker] = {}  # until their processes have ended
+        self._left_out: dict[int, str] = {}  # and why, until their processes have ended
         self._out_of_reach: dict[int, str] = {}  # whose machines are gone, and why
         self._differing: set[int] = set()  # came back, and made other calls than the others
         self._why_left: dict[int, str] = {}  # who is to leave, or has left, and why
@@ -80,8 +90,11 @@ class Members:
         self._happened: list[MembersChanged] = []
         self._raised = False  # a worker has raised an error, which ends the run
         self._after_round = 0  # after which members admit who waits; 0: that is not decided
+        self._out: dict[int, int] = {}  # who is left out as too slow, and the epoch it is in
+        self._anew: set[int] = set()  # of these, whose processes end so that others come back
+        self._epoch = 0
         self._board = board
-        self._stuck = StuckWatch(board, limit_s)
+        self._stuck = StuckWatch(board, limit_s, slow)
         self._token = secrets.token_hex(16)
         board.open(self._serve)
 
@@ -125,8 +138,14 @@ class Members:
         with self._changed:
             for late in self._stuck.late(self._survival.living):
                 if self._survival.can_lose({late.slot, *self._left_out}):
-                    self._left_out[late.slot] = late
+                    self._left_out[late.slot] = str(late)
                     self._to_end.add(late.slot)
+            for slow in self._stuck.slow(self._survival.living):
+                fits = self._survival.may_leave([slow.slot]) and f"-1/{EPOCHS_KEY}" in self._values
+                if fits and slow.slot not in self._why_left:
+                    self._survival.leave(slow.slot, comes_back=True)
+                    self._why_left[slow.slot] = str(slow)
+                    self._mark()
 
     def ended(self, slot: int, code: int, machine_gone: str = "") -> None:
         """A process has ended with this code. The others go on without it after a signal.
@@ -153,7 +172,13 @@ class Members:
                 self._returning.discard(slot)
                 self._survival.give_up(slot)
                 self._mark()
-                self._lost(slot, code, None, returns=True)
+                was_out = self._out.pop(slot, None) is not None
+                if slot in self._anew:
+                    self._anew.discard(slot)
+                    self._news.append(f"rank {slot} is well, and is started again for this epoch")
+                    self._start_again(slot, "")
+                else:
+                    self._lost(slot, code, None, returns=True, alone=was_out)
             elif code < 0 or (code and slot in self._came_back):
                 if self._survival.lose(slot):
                     self._lost_at[slot] = time.monotonic()
@@ -163,11 +188,11 @@ class Members:
             self._follow()
             self._changed.notify_all()
 
-    def _lost(self, slot: int, code: int, late: LateWorker | None, *, returns: bool) -> None:
+    def _lost(self, slot: int, code: int, late: str | None, *, returns: bool, alone: bool = False) -> None:
         left = len(self._survival.living)
         how = self._how(slot, code)
         what = "left out" if late is not None else "did not come back" if returns else "lost"
-        self._note(slot, what, str(late) if late is not None else how)
+        self._note(slot, what, late if late is not None else how)
         if late is not None:
             self._news.append(f"rank {slot} was left out: {late}; {left} workers go on")
             self._rule.left_out(MemberId("", slot), self._stuck.rounds(slot))
@@ -177,7 +202,7 @@ class Members:
             self._news.append(f"rank {slot} was lost ({how}); {left} workers go on")
         else:
             self._news.append(f"rank {slot} failed after it had come back ({how}); {left} workers go on")
-        self._start_again(slot, "" if code < 0 else how)
+        self._start_again(slot, "" if code < 0 or alone else how)
 
     def _not_joined(self, slot: int, code: int) -> None:
         how = self._how(slot, code)
@@ -189,8 +214,11 @@ class Members:
         how = _signal(code) if code < 0 else f"exit code {code}"
         return self._out_of_reach.get(slot, how)
 
-    def add(self, count: int) -> tuple[list[int], str]:
-        """Let so many further workers join; their slots, or why they do not, in a sentence."""
+    def add(self, count: int, *, elsewhere: bool = False) -> tuple[list[int], str]:
+        """Let so many further workers join; their slots, or why they do not, in a sentence.
+
+        `elsewhere`: another machine starts them by itself.
+        """
         with self._changed:
             if f"-1/{EPOCHS_KEY}" not in self._values:
                 return [], "nobody can join before the script trains in `for epoch in session.epochs(n)`"
@@ -208,7 +236,10 @@ class Members:
                 self._survival.expect(slot)
                 self._lost_at[slot] = time.monotonic()
             self._joining |= set(slots)
-            self._to_add += slots
+            if elsewhere:
+                self._returning |= set(slots)
+            else:
+                self._to_add += slots
         return slots, ""
 
     def to_add(self) -> list[int]:
@@ -258,7 +289,7 @@ class Members:
 
     def _start_again(self, slot: int, failure: str) -> None:
         """Start a new worker in the slot, unless that would fail again."""
-        self._board.clear(slot)
+        self._stuck.ended(slot)
         if slot in self._why_left:
             return
         if not self._tries:
@@ -326,20 +357,38 @@ class Members:
         view = self._survival.follow()
         if view is None:
             return
-        if view.joined or not view.lost:
+        if view.joined or view.planned:
             self._after_round = 0  # all members stand, so none of them asks for another one meanwhile
-        self._departed |= set(view.left)
+        self._departed |= set(view.left) - set(view.out)
         for slot in [slot for slot in self._why_left if slot in view.members and view.planned]:
             del self._why_left[slot]
             self._news.append(
                 f"rank {slot} stays: without it fewer than {self._survival.fewest} would be left"
             )
+        if view.damage:
+            self._note(view.members[0], "met again", view.damage)
+            self._news.append(
+                f"{view.damage}; {len(view.members)} workers met again, and repeat the exchange"
+            )
         for slot in view.left:
             count = len(view.members)
+            if slot in view.out:
+                why = self._why_left.pop(slot)
+                self._out[slot] = self._epoch
+                self._returning.add(slot)
+                self._came_back.discard(slot)
+                self._fresh.discard(slot)
+                self._lost_at[slot] = time.monotonic()
+                self._stuck.begins_anew(slot)
+                self._note(slot, "left out", why)
+                self._news.append(f"rank {slot} was left out: {why}; {count} workers go on")
+                continue
             self._note(slot, "left", self._why_left[slot])
             self._news.append(f"rank {slot} has left ({self._why_left[slot]}); {count} workers go on")
         for slot in view.joined:
             self._returning.discard(slot)
+            self._out.pop(slot, None)
+            self._stuck.begins_anew(slot)
             self._fresh.add(slot)
             self._came_back.add(slot)
             took_s = time.monotonic() - self._lost_at.get(slot, time.monotonic())
@@ -425,6 +474,12 @@ class Members:
                 return {}
             case "return":
                 return self._return(slot)
+            case "unfit":
+                return self._leave_out_unfit(request["slots"])
+            case "epoch":
+                return self._begin_epoch(int(request["epoch"]))
+            case "well":
+                return self._well(slot, float(request["cycle_s"]), int(request["share"]))
             case "stand":
                 return self._stand(msgspec.convert(request["standing"], SurvivorState, strict=False))
         return {}
@@ -439,9 +494,48 @@ class Members:
         self._board.settle(_SETTLE_S)
         return {}
 
+    def _leave_out_unfit(self, slots: Sequence[int]) -> dict[str, Any]:
+        """End members whose gradients are not finite again and again, if enough are left then."""
+        with self._changed:
+            for slot in slots:
+                if slot not in self._left_out and self._survival.can_lose({slot, *self._left_out}):
+                    self._left_out[slot] = f"its gradients were not finite in {UNFIT_ROUNDS} steps in a row"
+                    self._to_end.add(slot)
+        return {}
+
+    def _begin_epoch(self, epoch: int) -> dict[str, Any]:
+        """The members are in this epoch from now on; who is out can come back to an earlier one no more."""
+        with self._changed:
+            if epoch > self._epoch:
+                self._epoch = epoch
+                for slot in self._out:
+                    self._survival.give_up(slot)
+                self._mark()
+        return {}
+
+    def _well(self, slot: int, cycle_s: float, share: int) -> dict[str, Any]:
+        """Whether a worker that is out may come back; a new process does, if the others' epoch is another.
+
+        Its script would have to come to that epoch, and exchange what belongs to the one it is in.
+        """
+        with self._changed:
+            well = self._stuck.is_well(slot, cycle_s, share, self._survival.living)
+            if well and self._out.get(slot) != self._epoch:
+                self._end_to_begin_anew(slot)
+                return {"well": False}
+            return {"well": well}
+
+    def _end_to_begin_anew(self, slot: int) -> None:
+        self._anew.add(slot)
+        self._to_end.add(slot)
+
     def _return(self, slot: int) -> dict[str, Any]:
         """Wait a moment until the new worker of a lost slot is a member; then its first view."""
         with self._changed:
+            if self._out.get(slot, self._epoch) != self._epoch:
+                self._end_to_begin_anew(slot)
+                self._changed.wait(_GET_S)
+                return {}
             self._survival.wait(slot)
             self._mark()
             self._changed.wait_for(lambda: slot not in self._survival.gone, 1.0)

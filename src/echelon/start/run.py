@@ -21,6 +21,7 @@ from typing import Literal
 import psutil  # type: ignore[import-untyped]
 
 from echelon.checkpoint.retention import Best
+from echelon.cluster.cores import pinned
 from echelon.cluster.delay import DELAYS
 from echelon.cluster.lab.lab import Lab, Seat
 from echelon.cluster.lab.needs import has_netem
@@ -34,6 +35,7 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunSettings, TrainSettings
 from echelon.config.units import show_bytes
 from echelon.errors import ConfigError, LaunchError
+from echelon.membership.slow import NOBODY, SlowRule
 from echelon.observe.events import (
     LAUNCHER,
     RunStarted,
@@ -54,14 +56,17 @@ from echelon.start.control import WORKER_BYTES, RunControl
 from echelon.start.earlier_run import keep_job, script_job
 from echelon.start.failure import Failure, alike, read_failures
 from echelon.start.further import ScriptDigest, why_nobody_joins
+from echelon.start.further_machines import FurtherMachines
 from echelon.start.lab_course import LabCourse
 from echelon.start.member_board import FileBoard
 from echelon.start.members import Members
 from echelon.start.planned import NO_PLAN, by_plan, in_order_of_plan
 from echelon.start.processes import WorkerProcesses
 from echelon.start.recorded_command import RecordedCommand
+from echelon.start.ring_form import in_ring_form
 from echelon.start.watching import RunWatch, Watcher, stop_signals
 from echelon.sync.cluster import planned_cluster
+from echelon.sync.detector import DETECTORS
 from echelon.train.checks import check_plan, refuse_losses
 
 _LAB_PORT = 29400
@@ -124,6 +129,9 @@ def _run(
     settings = resolved.settings
     spec = read_lab(settings.lab) if settings.lab else None
     notes: list[str] = []
+    if settings.sync != "full" and not agents:
+        resolved, notes = in_ring_form(resolved, _count_workers(settings, spec))
+        settings = resolved.settings
     job = script_job(settings, target.argv) if target.plans and not settings.plan else None
     if settings.plan:
         resolved, plan = _by_plan(resolved, spec, agents)
@@ -133,7 +141,8 @@ def _run(
         if agents:
             plan = remote.with_threads(plan, agents, settings.threads)
         if job is not None:
-            plan, notes = planned_by_itself(resolved, plan, spec, job)
+            plan, planned = planned_by_itself(resolved, plan, spec, job)
+            notes += planned
     if spec is not None:
         emulated = spec.wants_latency and has_netem()
         plan = placed(plan, topology_of_lab(spec, latency_emulated=emulated))
@@ -185,10 +194,15 @@ def _run(
         if members is not None:
             stack.callback(members.close)
             script = ScriptDigest(target.argv)
-            obstacle = why_nobody_joins(plan, saves=settings.saves, elsewhere=bool(agents))
-            control = RunControl(folder, members, script, obstacle)
+            obstacle = why_nobody_joins(plan, saves=settings.saves)
+            door = FurtherMachines(folder, plan, settings, target.argv, agents, members) if agents else None
+            invitations = door.invitations if door is not None and not target.call else None
+            control = RunControl(folder, members, script, obstacle, invitations)
             stack.callback(control.close)
             watch.members = members
+            if door is not None:
+                stack.callback(door.close)
+                watch.joiners = door.joiners
         if agents:
             failure, code = watch.run(
                 lambda: remote.start(
@@ -355,6 +369,8 @@ def _check_sync(plan: Plan, settings: RunSettings) -> None:
 
 def _check_losses(settings: RunSettings, plan: Plan) -> None:
     """Refuse --min-workers where a run cannot go on without a worker."""
+    if settings.leave_out != NOBODY:
+        _check_leaving_out(settings, plan)
     if settings.min_workers is None:
         return
     if settings.min_workers > len(plan.workers):
@@ -370,6 +386,32 @@ def _check_losses(settings: RunSettings, plan: Plan) -> None:
             fix="leave --min-workers or --checkpoint out",
         )
     refuse_losses(plan)
+
+
+def _check_leaving_out(settings: RunSettings, plan: Plan) -> None:
+    """Refuse --leave-out where nobody can be left out."""
+    DETECTORS.build(settings.leave_out, where="--leave-out")
+    if settings.min_workers is None:
+        raise ConfigError(
+            "workers can be left out only of a run that goes on without them",
+            where="--leave-out",
+            fix="say how many workers are needed, with --min-workers",
+        )
+    missing = (
+        f"--sync {plan.sync}"
+        if plan.sync != "full"
+        else f"--codec {plan.codec}"
+        if plan.codec != "none"
+        else "a run on several machines"
+        if settings.hosts or settings.on != "local"
+        else ""
+    )
+    if missing:
+        raise ConfigError(
+            f"{missing} cannot leave out slow workers yet",
+            where="--leave-out",
+            fix="leave --leave-out away, or use --sync full without a codec",
+        )
 
 
 def _may_lose(settings: RunSettings, plan: Plan) -> bool:
@@ -388,7 +430,16 @@ def _members(
         limit_s=plan.round_timeout_s,
         tries=settings.respawn,
         board=board or FileBoard(folder.path / "admission", local=settings.lab is None),
+        slow=_slow(settings, plan),
     )
+
+
+def _slow(settings: RunSettings, plan: Plan) -> SlowRule | None:
+    """Who decides which workers are too slow; None if nobody is left out for that."""
+    if settings.leave_out == NOBODY:
+        return None
+    detector = DETECTORS.build(settings.leave_out, where="--leave-out")
+    return SlowRule(detector, adapts=plan.adapt_shares)
 
 
 def _commands(
@@ -431,6 +482,8 @@ def _commands(
             "ECHELON_LAUNCHER": str(os.getpid()),
             **(members.environment if members is not None else {}),
         }
+        if worker not in serving:
+            env |= pinned(settings.pin, local_rank, len(plan.workers))
         if seat is not None:
             env["GLOO_SOCKET_IFNAME"] = seat.interface
         prefix = seat.prefix if seat else ()

@@ -25,6 +25,7 @@ from types import TracebackType
 
 import msgspec
 
+from echelon.cluster.cores import take_cores
 from echelon.config.allowed import allow_names_in
 from echelon.errors import EchelonError
 from echelon.observe import stacks
@@ -48,6 +49,7 @@ def main() -> None:
 
 def run_program(program: Sequence[str]) -> None:
     """Run a script with its arguments, or a module: `-m`, its name, its arguments."""
+    take_cores()
     survive_a_full_disk()
     faulthandler.enable()
     stacks.answer()

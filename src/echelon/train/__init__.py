@@ -25,6 +25,7 @@ weighing.py     gives a backward pass the weight of its own batch
 changes.py      what a worker does when others are lost
 change_calls.py when are a script's functions told that members have changed?
 progress.py     how far each worker is, for the launcher
+own_cycles.py   what do steps take this worker, without waiting for others?
 service.py      how a worker asks the launcher about the run's members
 drawn.py        whose samples would be missing if a worker were lost?
 admission.py    after which round do members admit a worker that comes back?

@@ -95,6 +95,8 @@ class AutoShares:
 
     def _seats(self) -> Seats:
         changes = self._group.changes
+        if changes is not None and changes.is_out:
+            return Seats(0, 0, changes.number)
         return Seats(self._group.rank, self._group.size, changes.number if changes is not None else 0)
 
     def place(self) -> list[float]:
@@ -107,6 +109,7 @@ class AutoShares:
         steps, taken, empty, next_at, self._measured_s, drawn, batch, usual = place
         self._steps, self._taken, self._empty, self._next_at = map(int, (steps, taken, empty, next_at))
         self._drawn, self._batch, self._usual = map(int, (drawn, batch, usual))
+        self._forget()
 
     def drew(self, batch: int, share: int) -> None:
         """This worker's share of a batch of this size was handed to the loop."""

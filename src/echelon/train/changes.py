@@ -25,15 +25,16 @@ from torch import Tensor
 
 from echelon.comm.changing import LOST, ChangingGroup
 from echelon.comm.group import Group
+from echelon.comm.left_out import LeftOutGroup
 from echelon.comm.meet.links import Links
 from echelon.comm.meet.rendezvous import Member, Rendezvous
-from echelon.errors import PeerLost, WorkerError
+from echelon.errors import Corrupt, PeerLost, WorkerError
 from echelon.membership.survival import SurvivorState, SurvivorView
 from echelon.train import state_pieces
 from echelon.train.admission import AdmissionFlag
 from echelon.train.drawn import DrawnBatches
 from echelon.train.progress import OwnProgress
-from echelon.train.service import EPOCHS_KEY, MOST_KEY, MemberService, ServiceStore
+from echelon.train.service import EPOCHS_KEY, MOST_KEY, UNFIT_ROUNDS, MemberService, ServiceStore
 
 _SWITCH_S = 5e-4  # as in comm/wire/loop.py
 _LARGE_BYTES = (
@@ -66,7 +67,7 @@ class MemberChanges:
         *,
         returns: bool = False,
     ) -> None:
-        self.number = 0
+        self.number = self._described = 0
         self.returns = returns
         self.rounds = 0
         self.preparing = False  # the session is in `prepare`
@@ -84,6 +85,8 @@ class MemberChanges:
         self.drawn = DrawnBatches()
         self.handed: Callable[[], Mapping[int, int]] = dict
         self.on_change: Callable[[SurvivorView], None] = _nothing
+        self.on_unfit: Callable[[Collection[int]], None] = _nothing
+        self._unfit: dict[int, int] = {}  # whose gradients were not finite, in how many rounds in a row
         self._service = service
         self._first = first
         self._open_view = open_view
@@ -93,6 +96,7 @@ class MemberChanges:
         self._found: dict[int, list[Tensor]] = {}
         self._active = False
         self.has_left = False  # this worker has left the run in an orderly way
+        self.is_out = False  # this worker is left out for a while, and goes on alone
         if returns:
             self._replayed = deque(_unpack_log(self.store().get(STARTUP_KEY).decode()))
             self.store().set(f"member/{self.slot}", msgspec.json.encode(first.me).decode())
@@ -104,7 +108,7 @@ class MemberChanges:
         return ServiceStore(self._service, -1, ())
 
     def keep_links(self, links: Links | None) -> None:
-        """Keep what was measured at first: sizes of buckets follow from it, which must be the same later."""
+        """Keep what was measured at first: sizes of buckets follow from it, and must stay the same."""
         if self.slot == 0 and links is not None:
             latencies, rates = list(links.latency_s.items()), list(links.bytes_per_s.items())
             self.store().set(LINKS_KEY, json.dumps([links.size, latencies, rates]))
@@ -119,6 +123,16 @@ class MemberChanges:
             latency_s={(a, b): value for (a, b), value in latencies},
             bytes_per_s={(a, b): value for (a, b), value in rates},
         )
+
+    def described(self, mine: bytes) -> bytes | None:
+        """What the first worker has prepared next, on one that is no member yet; else None."""
+        self._described += 1
+        key = f"described/{self._described}"
+        if self.returns:
+            return base64.b64decode(self.store().get(key)) if self.store().check([key]) else None
+        if self.slot == 0 and self.number == 0:
+            self.store().set(key, base64.b64encode(mine).decode())
+        return None
 
     def opened(self, group: ChangingGroup) -> None:
         """Let a group follow the changes; the first one is that of all members, the others are forks."""
@@ -165,6 +179,8 @@ class MemberChanges:
                 where=f"rank {self.slot}",
                 fix="exchange nothing in `finally` or `except SystemExit`: see session.on_change",
             )
+        if self.is_out:
+            return None
         if self._replayed is not None:
             if not self._replayed:
                 raise self._differs()
@@ -175,7 +191,7 @@ class MemberChanges:
 
     def complete(self, result: Sequence[Tensor], *, full: bool) -> None:
         """Keep the result. If none can have it before all have begun it, all have those before."""
-        if self._replayed is not None:
+        if self._replayed is not None or self.is_out:
             return
         if self._logs and self._log is not None:
             weights = self.preparing and sum(one.nbytes for one in result) > _LARGE_BYTES and not full
@@ -187,15 +203,36 @@ class MemberChanges:
 
     def outdated(self) -> bool:
         """Whether lost workers counted when this worker's weight was given."""
-        return self.number > 0 and (self.drawn.empty or self.drawn.names_lost(self.members))
+        return (
+            not self.is_out
+            and self.number > 0
+            and (self.drawn.empty or self.drawn.names_lost(self.members))
+        )
 
-    def reduced(self, *, anew: bool) -> None:
+    def reduced(self, *, anew: bool, refused: Collection[int] = ()) -> None:
         """A round is complete: of the members of now, or of those before the last change."""
+        if self.is_out:
+            return
         self._round_is_over()
+        self.drawn.refuse(refused)
         if anew:
             self.drawn.reduced(self.members)
         else:
             self.drawn.settle()
+        if refused or self._unfit:
+            self._judge(refused)
+
+    def _judge(self, refused: Collection[int]) -> None:
+        """Say whose gradients are not finite; whose are so again and again is left out."""
+        fresh = [slot for slot in refused if slot not in self._unfit]
+        self._unfit = {slot: self._unfit.get(slot, 0) + 1 for slot in refused}
+        fit = [slot for slot in self.members if slot not in refused]
+        if not fit or self.slot != fit[0]:
+            return
+        if fresh:
+            self.on_unfit(fresh)
+        if lasting := [slot for slot, times in self._unfit.items() if times >= UNFIT_ROUNDS]:
+            self._service.ask(do="unfit", slots=lasting)
 
     def averaged(self, slots: Collection[int]) -> None:
         """The weights of these workers were averaged, and so is all that they have trained since before."""
@@ -228,7 +265,8 @@ class MemberChanges:
     def recover(self, error: WorkerError) -> list[Tensor] | None:
         """Go on without the lost workers; the result of the operation, if others have completed it."""
         while self._active:
-            view = self._stand(self._operation)
+            damage = error.message if isinstance(error, Corrupt) else ""
+            view = self._stand(self._operation, damage=damage)
             if view is None:
                 break
             try:
@@ -240,7 +278,7 @@ class MemberChanges:
                 error = again
         raise error
 
-    def _stand(self, operation: int, *, admits: bool = False) -> SurvivorView | None:
+    def _stand(self, operation: int, *, admits: bool = False, damage: str = "") -> SurvivorView | None:
         return self._service.stand(
             SurvivorState(
                 slot=self.slot,
@@ -248,6 +286,7 @@ class MemberChanges:
                 operation=operation,
                 handed=dict(self.handed()),
                 admits=admits,
+                damage=damage,
             )
         )
 
@@ -257,7 +296,8 @@ class MemberChanges:
         self._views[view.number] = view.members
         self._came_back |= set(view.joined)
         self._losses.append((view.number, view.lost))
-        self.on_change(view)
+        if not view.damage:
+            self.on_change(view)
         self._connect(view)
         inner = self._groups[0].inner
         for operation in view.behind:
@@ -320,10 +360,11 @@ class MemberChanges:
                 self.store().set(MOST_KEY, str(most))
                 self.store().set(EPOCHS_KEY, "1")
 
-    def epoch_begins(self) -> None:
+    def epoch_begins(self, epoch: int) -> None:
         """Log what is exchanged until the epoch's first batch."""
         if self._in_epochs and self._replayed is None:
             self._log, self._logs = [], True
+            self._service.ask(do="epoch", epoch=epoch)
 
     def batch_asked(self) -> None:
         """The epoch's first pass asks for a batch: from now on nothing is logged."""
@@ -346,6 +387,9 @@ class MemberChanges:
             view = self._stand(following, admits=True)
             if view is None:
                 raise PeerLost("another worker did not come to admit one that comes back", ranks=())
+            if self.slot in view.out:
+                self._go_on_alone(view)
+                return
             if self.slot in view.left:
                 self.has_left, self._active = True, False
                 return
@@ -369,11 +413,33 @@ class MemberChanges:
         places = [view.members.index(slot) for slot in view.joined]
         state_pieces.send(self._groups[0].inner, {**state, "changes": own}, places)
 
+    def _go_on_alone(self, view: SurvivorView) -> None:
+        """The others go on without this worker, which sees what its steps take."""
+        self.is_out, self._active = True, False
+        self.number = view.number
+        self._views[view.number] = self.members
+        root = self._groups[0]
+        threading.Thread(target=_close, args=(root.inner,), name="echelon-closing", daemon=True).start()
+        alone = LeftOutGroup(max(1, root.rank), max(2, root.size), root.names, root.deadline_s)
+        for group in self._groups:
+            group.adopt(alone)
+        self._kept.clear()
+        self._found.clear()
+        self._log, self._logs = None, False
+
+    def is_well(self, cycle_s: float, share: int) -> bool:
+        """Tell what this worker's steps take while it is left out; whether it may come back."""
+        return bool(self._service.ask(do="well", cycle_s=cycle_s, share=share)["well"])
+
     def come_back(self) -> tuple[SurvivorView, dict[str, Any]]:
-        """Wait until this worker is a member again; its view, and the state of the first member."""
+        """Wait until this worker is a member again; its view, and the state of the first member.
+
+        One that was left out is where the others are already, and repeats nothing.
+        """
         if self._replayed:
             raise self._differs()
         view = self._service.come_back(_ADMITTED_S)
+        repeats, self.is_out = not self.is_out, False
         self._active = self._in_epochs = self._fresh = True
         self.returns = False
         self.number, self.members = view.number, view.members
@@ -385,7 +451,7 @@ class MemberChanges:
         self._came_back = set(own["came_back"])
         self.drawn.restore(own["drawn"])
         self._log = _unpack_log(own["log"])
-        self._replayed = deque(self._log)
+        self._replayed = deque(self._log if repeats else ())
         return view, state
 
     @property
@@ -412,7 +478,7 @@ class MemberChanges:
         )
 
 
-def _nothing(view: SurvivorView) -> None:
+def _nothing(told: object) -> None:
     """Nobody wants to know."""
 
 

@@ -22,6 +22,7 @@ from echelon.errors import ConfigError
 from echelon.parallel.layout import Layout, extents, is_auto, parse_layout
 from echelon.parallel.strategies.pipeline import Pipeline
 from echelon.parallel.strategies.sharded import Sharded
+from echelon.parallel.strategies.threads import Threads
 from echelon.plan.plan import Plan
 from echelon.sync.policies.levels import Levels
 from echelon.sync.policies.local import Local
@@ -60,6 +61,8 @@ def alone(text: str, where: str) -> bool:
     if is_auto(text):
         return False
     layout = parse_layout(text, where=where)
+    if layout.find(Threads) is not None:
+        return True
     pipeline, sharded = layout.find(Pipeline), layout.find(Sharded)
     one_stage = pipeline is not None and pipeline.extent == 1
     return one_stage or (sharded is not None and bool(sharded.offload))
@@ -71,6 +74,8 @@ def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layo
         return Layout(())  # chosen in the first `prepare`
     layout = parse_layout(plan.parallel, where=where)
     extents(layout, workers, where=where)
+    if layout.find(Threads) is not None:
+        _check_threads(layout, plan, where)
     if layout.is_data_only or workers == 1:
         return layout
     pipeline, sharded = layout.find(Pipeline), layout.find(Sharded)
@@ -81,6 +86,13 @@ def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layo
             "with filled each computes weights when it has to wait",
             where=where,
             fix="use schedule=1f1b or gpipe, or sharded(level=2)",
+        )
+    if pipeline is not None and pipeline.late and sharded is not None:
+        raise ConfigError(
+            "sharded does not go with schedule stale: it keeps weights of several steps, and shards divide "
+            "those of one",
+            where=where,
+            fix="use another schedule, or * data",
         )
     for option, value, needed in (
         ("sync", POLICIES.build(plan.sync, where="--sync").resolved().name, "full"),
@@ -101,6 +113,28 @@ def check_layout(plan: Plan, workers: int, *, where: str = "--parallel") -> Layo
             fix="use --transport auto, shm or tcp",
         )
     return layout
+
+
+def _check_threads(layout: Layout, plan: Plan, where: str) -> None:
+    """Refuse what does not go with replicas in threads, which call all layers at the same time."""
+    if not layout.is_data_only:
+        raise ConfigError(
+            f"threads goes with data only, not with {plan.parallel!r}",
+            where=where,
+            fix="use threads * data; a pipeline's workers may have torch's own threads, with --threads",
+        )
+    for option, value, refused in (
+        ("sync", plan.sync, POLICIES.build(plan.sync, where="--sync").resolved().name != "full"),
+        ("overlap", plan.overlap, plan.overlap == "step"),
+        ("factors", plan.factors, plan.factors == "always"),
+        ("verify", plan.verify, plan.verify != "none"),
+    ):
+        if refused:
+            raise ConfigError(
+                f"{option} {value} does not work with replicas in threads",
+                where=where,
+                fix=f"leave --{option} at its default, or threads out",
+            )
 
 
 def _check_codec(plan: Plan, policy: Policy, cluster: ClusterInfo) -> None:

@@ -96,6 +96,7 @@ class StepClock:
         self.optimizers = 0
         self.counts_samples = True  # False: another worker counts the same samples
         self.waited_s = 0.0  # for other workers, in all steps
+        self.records = True  # False: steps count for nothing, since this worker is left out
         self.on_ended: Callable[[float, float, int], None] | None = None
         """Called at the end of a step: seconds of data and computing, of waiting, and its global batch."""
 
@@ -183,6 +184,8 @@ class StepClock:
 
     def bucket(self, times: BucketTimes) -> None:
         """One bucket of the round has been reduced."""
+        if not self.records:
+            return
         offset = self._offset
         self._recorder.emit(
             BucketReduced(
@@ -324,7 +327,7 @@ class StepClock:
         step = self._now
         cpu_s, starved_s = self._thread.take() if self._thread is not None else (None, None)
         self._now = _StepTimes(now)
-        if not step.by:
+        if not step.by or not self.records:
             return
         if self.on_ended is not None:
             self.on_ended(step.data_s + step.compute_s, step.wait_s, step.batch)

@@ -50,7 +50,7 @@ class ComingBack:
     def epoch_begins(self) -> None:
         """An epoch of `session.epochs` begins."""
         self.in_pass = None
-        self.changes.epoch_begins()
+        self.changes.epoch_begins(self.clock.epoch)
 
     def pass_begins(self, loader: SharedLoader) -> None:
         """A pass over a loader begins."""
@@ -111,6 +111,15 @@ class ComingBack:
             saving.go_to(state["saving"], self.clock.step)
         self._state = state
         return view, int(state["epoch"])
+
+    def go_on_with_the_others(self) -> SurvivorView:
+        """Be a member again between two steps of the pass that this worker was left out of."""
+        view, _ = self.come_back()
+        assert self._state is not None
+        assert self.in_pass is not None
+        self._take_place(self._state)
+        self.in_pass.moved()
+        return view
 
     def _load(self, state: dict[str, Any]) -> None:
         for model, saved in zip(self.prepared.models, state["models"], strict=True):

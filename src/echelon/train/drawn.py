@@ -13,11 +13,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DrawnBatch:
-    """A batch that all workers have drawn: its positions in the pass, and each slot's number of them."""
+    """A batch that all workers have drawn: its positions in the pass, and each slot's number of them.
+
+    `again`: its samples were drawn before, and were in no sum.
+    """
 
     loader: int
     positions: Sequence[int]
     parts: tuple[int, ...]
+    again: bool = False
 
     def of(self, slot: int) -> Sequence[int]:
         """One worker's positions."""
@@ -30,6 +34,7 @@ class DrawnBatches:
 
     def __init__(self) -> None:
         self._batches: list[DrawnBatch] = []
+        self._refused: frozenset[int] = frozenset()  # of the round that is complete
         self._again: dict[int, list[int]] = defaultdict(list)
 
     @property
@@ -49,15 +54,25 @@ class DrawnBatches:
             for slot, share in enumerate(batch.parts)
         )
 
+    def refuse(self, slots: Collection[int]) -> None:
+        """The parts of these were in no sum: their gradients were not finite. They are drawn again once."""
+        self._refused = frozenset(slots)
+        for batch in self._batches if slots else ():
+            for slot in slots:
+                if slot < len(batch.parts) and not batch.again:
+                    self._again[batch.loader] += batch.of(slot)
+
     def settle(self) -> None:
         """All that was drawn was in a sum."""
         self._batches.clear()
+        self._refused = frozenset()
 
     def reduced(self, members: Collection[int]) -> None:
         """What these members have drawn was in a sum, the others' parts were not."""
         for batch in self._batches:
             self._return(batch, members)
         self._batches.clear()
+        self._refused = frozenset()
 
     def take(self, loader: int, members: Collection[int]) -> list[int]:
         """The positions of a loader's pass that are to be drawn again; the pass is over otherwise."""
@@ -82,5 +97,5 @@ class DrawnBatches:
 
     def _return(self, batch: DrawnBatch, members: Collection[int]) -> None:
         for slot in range(len(batch.parts)):
-            if slot not in members:
+            if slot not in members and slot not in self._refused:
                 self._again[batch.loader] += batch.of(slot)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -98,12 +99,20 @@ def room_bytes(workers_here: int, stated: str, taken: float) -> float:
 
 
 def check_memory(
-    group: Group, layout: str, model: ModelBytes, room: float, nodes: Sequence[str]
+    group: Group,
+    layout: str,
+    model: ModelBytes,
+    room: float,
+    nodes: Sequence[str],
+    order: tuple[int, ...] = (),
 ) -> list[MemoryNeed]:
-    """What each worker needs. All workers raise PlanError if a layout needs more than there is."""
+    """What each worker needs. All workers raise PlanError if a layout needs more than there is.
+
+    order  the workers, neighbours beside each other; empty: by rank
+    """
     told = group.all_gather(torch.tensor([room], dtype=torch.float64))
     rooms = [float(one) for one in told]
-    parsed = parse_layout(layout)
+    parsed = replace(parse_layout(layout), order=order)
     missing = missing_memory(parsed, model, rooms)
     if missing is None:
         return memory_needs(parsed, group.size, model)

@@ -277,9 +277,15 @@ class Guard:
         self._say(
             "not finite",
             f"rank {rank} on {self._around.nodes[rank]}: the gradient of the model's output is NaN or "
-            f"infinite ({self._when()}); it spreads to all workers' weights",
+            f"infinite ({self._when()}); {self._consequence}",
             everywhere=True,
         )
+
+    @property
+    def _consequence(self) -> str:
+        if self._around.group.changes is None:
+            return "it spreads to all workers' weights"
+        return "as long as other workers' are finite, it is in no sum"
 
     def close(self) -> None:
         """The script is over."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,10 @@ from echelon.errors import ConfigError, EchelonError, PlanError
 from echelon.observe.events import LayoutsPredicted
 from echelon.parallel.candidates import candidate_layouts
 from echelon.parallel.chain import Given, LayerChain
-from echelon.parallel.layout import extents, parse_layout
+from echelon.parallel.layout import lines, parse_layout
 from echelon.parallel.layout_cost import LayoutCost, LayoutJob, RankedLayouts, ranked_layouts
 from echelon.parallel.layout_probe import LayerTimes, chain_or_whole, measure_exchange, update_s
+from echelon.parallel.strategies.data import Replicas
 from echelon.parallel.strategies.pipeline import Pipeline
 from echelon.parallel.strategies.sharded import Sharded
 from echelon.plan.plan import Plan
@@ -36,6 +39,7 @@ from echelon.train.checks import check_layout
 from echelon.train.families.slice_steps import ELEMENTWISE
 from echelon.train.fitting_memory import bytes_of, room_bytes
 
+_MOST_SHIFTS = 8
 WHERE = "prepare(parallel='auto')"
 _GIVE_ONE = "give a layout instead: data, or one that `echelon list parallel` shows"
 
@@ -77,8 +81,14 @@ def auto_job(things: Sequence[Any], workers: int, *, per_worker: bool, local_bat
     )
 
 
-def picked(job: AutoJob, group: Group, plan: Plan, stated: str, workers_here: int) -> RankedLayouts:
-    """The layouts for this job, ranked alike on all workers; PlanError if none fits."""
+def picked(
+    job: AutoJob, group: Group, plan: Plan, stated: str, workers_here: int, order: tuple[int, ...] = ()
+) -> RankedLayouts:
+    """The layouts for this job, ranked alike on all workers; PlanError if none fits.
+
+    stated  what the plan says that this worker may use of memory
+    order   the workers, neighbours beside each other; empty: by rank
+    """
     texts, left_out = _possible(job, group, plan)
     if texts == ["data"]:
         return ranked_alone("data", left_out)
@@ -86,7 +96,9 @@ def picked(job: AutoJob, group: Group, plan: Plan, stated: str, workers_here: in
     if whole:
         left_out |= dict.fromkeys(filter(_is_pipeline, texts), whole)
         texts = [text for text in texts if not _is_pipeline(text)]
-    measured = _measured(job, group, chain, stated, workers_here, texts)
+    measured = replace(
+        _measured(job, group, chain, stated, workers_here, _shifts(texts, group.size, order)), order=order
+    )
     found = ranked_layouts(texts, measured)
     if not found.costs:
         text, why = next(iter(found.left_out.items()))
@@ -158,7 +170,7 @@ def _against(text: str, job: AutoJob) -> str:
 
 
 def _measured(
-    job: AutoJob, group: Group, chain: LayerChain, stated: str, workers_here: int, texts: Sequence[str]
+    job: AutoJob, group: Group, chain: LayerChain, stated: str, workers_here: int, shifts: Sequence[int]
 ) -> LayoutJob:
     """The job with all workers' figures, the same on all of them."""
     problem, times, sizes = "", None, _sizes(job, group.size)
@@ -192,7 +204,7 @@ def _measured(
         apply_s=max(row[-1] for row in rows),
         model=model,
         rooms=[row[-2] for row in rows],
-        exchange=measure_exchange(group, model.trained, _shifts(texts, group.size)),
+        exchange=measure_exchange(group, model.trained, shifts),
         closed=chain.closed,
     )
 
@@ -204,14 +216,16 @@ def _sizes(job: AutoJob, workers: int) -> tuple[int, int]:
     return max(2, share // 8), share
 
 
-def _shifts(texts: Sequence[str], workers: int) -> list[int]:
-    """How many ranks further messages go in these layouts."""
-    found = {1}
+def _shifts(texts: Sequence[str], workers: int, order: tuple[int, ...]) -> list[int]:
+    """How many ranks further messages go in these layouts; the most frequent, if they are many."""
+    found: Counter[int] = Counter({1: workers})
     for text in texts:
-        layout = parse_layout(text)
-        if layout.find(Pipeline) is not None:
-            found |= {size for size in extents(layout, workers) if size < workers}
-    return sorted(found)
+        layout = replace(parse_layout(text), order=order)
+        for kind in (Pipeline, Replicas, Sharded) if layout.find(Pipeline) is not None else ():
+            for line in lines(layout, workers, kind):
+                ring = pairwise([*line, line[0]] if len(line) > 2 else line)
+                found.update((other - one) % workers for one, other in ring)
+    return sorted(shift for shift, _ in found.most_common(_MOST_SHIFTS))
 
 
 def _samples_of(job: AutoJob, share: int) -> Callable[[int], Given]:

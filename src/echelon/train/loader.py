@@ -80,6 +80,8 @@ class Sharing:
     copies    how many workers have the same samples: ranks s, s + shards, s + 2 shards and so on
     slots     into how many parts a batch is claimed, and which part of them is this worker's
     slot      where workers may be lost: which of all workers this one is, in the order of their starts
+    is_out    where workers may be lost: whether this one is left out for a while, and goes through the pass
+              again and again
     on_drained  where workers may be lost: called when a pass has no batches left; returns the positions
                 that are to be drawn again, since those who drew them were lost
     owed        and these positions until then, by the index of a loader
@@ -100,6 +102,7 @@ class Sharing:
     slots: tuple[int, Callable[[int], int]] | None = None
     copies: int = 1
     slot: int | None = None
+    is_out: Callable[[], bool] = lambda: False
     on_drained: Callable[[SharedLoader], list[int]] | None = None
     owed: Callable[[int], list[int]] | None = None
 
@@ -320,6 +323,9 @@ class SharedLoader(DataLoader[Any]):
                 try:
                     part, data = next(parts)
                 except StopIteration:
+                    if self._sharing.is_out():
+                        self.position, parts = 0, self._from_order()
+                        continue
                     self._is_drained = True
                     self._again, self._owed = self._owed, []
                     if self._sharing.on_drained is not None:
@@ -393,6 +399,10 @@ class SharedLoader(DataLoader[Any]):
         self.pass_index, self._resuming = place["pass"], in_pass
         self.batches_handed = self.batches_drawn = place["handed"]
         self.draws_to_train = place["draws_to_train"]
+
+    def moved(self) -> None:
+        """`go_to` was called in the middle of a pass, between two batches: go on there."""
+        self._resuming, self._changed = False, True
 
     @property
     def most_workers(self) -> int:

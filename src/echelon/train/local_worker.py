@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from echelon.comm.meet.place import PORT_VARIABLE
 from echelon.errors import EchelonError, ModelError
-from echelon.parallel.thread_replicas import LossFn, ThreadReplicas
 from echelon.train.join import join
 from echelon.train.local_messages import (
     BeginTrial,
@@ -34,6 +33,7 @@ from echelon.train.local_messages import (
 )
 from echelon.train.session import Session
 
+LossFn = Callable[[Tensor, Tensor], Tensor]
 _JOIN_S = 30.0
 
 
@@ -68,14 +68,11 @@ class _WayTrainer:
         self._made, self._model, self._optimizer = made, made.model, made.optimizer
         self._model.train()
         self._session: Session | None = None
-        self._replicas: ThreadReplicas | None = None
-        if way.processes > 1 or way.samples:
+        torch.set_num_threads(way.threads_a_process)
+        if way.processes > 1 or way.samples or way.replicas > 1:
             self._session = self._join(begin)
-        if way.replicas > 1:
-            self._replicas = ThreadReplicas(self._model, way.replicas, way.threads)
-        elif self._session is not None:
             self._model, self._optimizer = self._session.prepare(self._model, self._optimizer)
-        torch.set_num_threads(way.threads)
+        torch.set_num_threads(way.threads_a_process)
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _join(self, begin: BeginTrial) -> Session:
@@ -88,7 +85,9 @@ class _WayTrainer:
                 "MASTER_PORT": str(begin.port),
                 PORT_VARIABLE: str(begin.port),
             }
-        os.environ |= {name: str(begin.way.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        os.environ |= {
+            name: str(begin.way.threads_a_process) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        }
         return join(record=False, timeout_s=_JOIN_S, shares="equal", parallel=begin.way.layout)
 
     def step(self, batch: int) -> None:
@@ -98,21 +97,8 @@ class _WayTrainer:
             self._kept = {end - begin: self._made.samples(end - begin)}
         x, y = self._kept[end - begin]
         self._optimizer.zero_grad()
-        if self._replicas is None:
-            self._made.loss_fn(self._model(x), y).backward()
-        else:
-            self._replicas.backward(x, y, self._made.loss_fn)
-            if self._session is not None:
-                self._sum(self._session, (end - begin) / batch)
+        self._made.loss_fn(self._model(x), y).backward()
         self._optimizer.step()
-
-    def _sum(self, session: Session, weight: float) -> None:
-        """Sum the gradients of several processes, which have replicas in threads."""
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        flat = torch.cat([one.flatten() for one in gradients]).mul_(weight)
-        session.all_reduce(flat)
-        for one, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
-            one.copy_(part.view_as(one))
 
     def turn(self, asked: TakeTurn) -> float:
         """Some steps; returns their seconds together."""

@@ -43,18 +43,25 @@ class MemoryWatch:
         self._looks = 0
 
     def prepared(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], layout: str, *, parts: bool
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        layout: str,
+        *,
+        parts: bool,
+        order: tuple[int, ...] = (),
     ) -> None:
         """All workers call it in `prepare`, before models are divided; PlanError if they do not fit.
 
-        `parts`: workers have parts of the models, so what is predicted and measured is recorded.
+        parts  workers have parts of the models, so what is predicted and measured is recorded
+        order  the workers, neighbours beside each other; empty: by rank
         """
         if not models or any(p.device.type != "cpu" for model in models for p in model.parameters()):
             return
         model = bytes_of(models, optimizers)
         here = self._nodes.count(self._nodes[self._group.rank])
         room = room_bytes(here, self._stated, model.parameters)
-        needs = check_memory(self._group, layout, model, room, self._nodes)
+        needs = check_memory(self._group, layout, model, room, self._nodes, order)
         if not parts:
             return
         self._need, self._room = needs[self._group.rank], room

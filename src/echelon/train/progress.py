@@ -1,8 +1,9 @@
 """How far is each worker? Workers write it into a file that the launcher maps, too, so it costs no message.
 
-Each slot has four numbers: the process, the operation and what the training thread is doing, the batches
-that it has got, and its rounds of gradients. They are written one by one: a reader may see some of them a
-moment before the others.
+Each slot has seven numbers: the process, the operation and what the training thread is doing, the batches
+that it has got, its rounds of gradients; and of its cycles (membership/slow.py) the nanoseconds of all, the
+samples of the last one, and how many there were. They are written one by one: a reader may see some of them
+a moment before the others.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from echelon.membership.slow import Cycles
 from echelon.membership.stuck import WorkerSeen, WorkPhase
 
 PROGRESS_VARIABLE = "ECHELON_PROGRESS"
 _NUMBER = struct.Struct("=Q")
-_NUMBERS = 4
+_NUMBERS = 7
 _SLOT_BYTES = _NUMBERS * _NUMBER.size
 _MOST_SLOTS = 2048
-_PROCESS, _PLACE, _BATCHES, _ROUNDS = range(_NUMBERS)
+_PROCESS, _PLACE, _BATCHES, _ROUNDS, _CYCLES_NS, _SHARE, _CYCLES = range(_NUMBERS)
 _PHASES = 4
 
 
@@ -49,6 +51,7 @@ class ProgressTable:
             phase=WorkPhase(phase),
             batches=numbers[_BATCHES],
             rounds=numbers[_ROUNDS],
+            cycles=_cycles(numbers),
         )
         return numbers[_PROCESS], seen
 
@@ -62,17 +65,24 @@ class ProgressTable:
         self.file.unlink(missing_ok=True)
 
 
+def _cycles(numbers: Sequence[int]) -> Cycles | None:
+    """A worker's cycles; None if it has made none."""
+    if not numbers[_CYCLES]:
+        return None
+    return Cycles(count=numbers[_CYCLES], total_s=numbers[_CYCLES_NS] / 1e9, share=numbers[_SHARE])
+
+
 class OwnProgress:
     """One worker's numbers; without a file nobody reads them."""
 
     def __init__(self, file: Path | None, slot: int) -> None:
-        self._operation = self._batches = self._rounds = 0
+        self._operation = self._batches = self._rounds = self._cycles = self._cycles_ns = 0
         self._at = slot * _SLOT_BYTES
         self._mapped: mmap.mmap | None = None
         if file is not None and slot < _MOST_SLOTS:
             with file.open("r+b") as opened:
                 self._mapped = mmap.mmap(opened.fileno(), _MOST_SLOTS * _SLOT_BYTES)
-            for number in (_PLACE, _BATCHES, _ROUNDS):
+            for number in (_PLACE, _BATCHES, _ROUNDS, _CYCLES_NS, _SHARE, _CYCLES):
                 self._write(number, 0)
             self._write(_PROCESS, os.getpid())
 
@@ -101,6 +111,14 @@ class OwnProgress:
         """A round of gradients is complete."""
         self._rounds += 1
         self._write(_ROUNDS, self._rounds)
+
+    def cycled(self, seconds: float, share: int) -> None:
+        """A cycle is over, which took so long without waiting for others, for so many samples."""
+        self._cycles += 1
+        self._cycles_ns += round(seconds * 1e9)
+        self._write(_CYCLES_NS, self._cycles_ns)
+        self._write(_SHARE, share)
+        self._write(_CYCLES, self._cycles)
 
     def _place(self, phase: WorkPhase) -> None:
         self._write(_PLACE, self._operation * _PHASES + phase)

@@ -106,6 +106,11 @@ class ScriptCheckpoints(ScriptCollectives, ScriptLog):
         """Whether this worker was started again, and gets the state of another one."""
         return False
 
+    @property
+    def _is_out(self) -> bool:
+        """Whether this worker is left out for a while, and what it computes does not count."""
+        return False
+
     def _unlogged(self) -> AbstractContextManager[None]:
         """Around an exchange that a worker that comes back does not repeat."""
         return nullcontext()
@@ -135,6 +140,8 @@ class ScriptCheckpoints(ScriptCollectives, ScriptLog):
             session.save("checkpoints", extra={"best": best}, keep=3, best="accuracy", wait=False)
         """
         rule = Best.parse(best, where="session.save, best") if best else None
+        if self._is_out:
+            return
         self._agree(f"save {path}")
         if wait:
             self._guard.check_weights("save")

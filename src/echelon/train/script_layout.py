@@ -19,6 +19,10 @@ from echelon.comm.meet.rendezvous import Member, Rendezvous
 from echelon.comm.memory.rails import machines
 from echelon.errors import ConfigError
 from echelon.parallel.layout import is_auto
+from echelon.parallel.strategies.threads import Threads
+from echelon.parallel.threaded import ThreadedModel
+from echelon.plan.groups import Groups
+from echelon.plan.neighbours import neighbouring_groups
 from echelon.plan.shares import ShareTable
 from echelon.train.arranging import Arranger, arranges
 from echelon.train.auto_shares import AutoShares
@@ -42,6 +46,8 @@ class ScriptLayout(ScriptMembers):
     _verifier: Verifier
     _copies: int
     _layout: str
+    _thread_replicas: int
+    _threaded: list[ThreadedModel]
     _weights: LossWeights
     _arranger: Arranger | None
     _profiling: JobProfiling
@@ -101,8 +107,12 @@ class ScriptLayout(ScriptMembers):
         """Spread the models that will be prepared over the workers by this layout."""
         if text == self._layout or is_auto(text) or (self.world_size == 1 and not alone(text, where)):
             return
-        layout = check_layout(replace(self._plan, parallel=text), self.world_size, where=where)
-        if layout.is_data_only and self._layout == "data":
+        layout = replace(
+            check_layout(replace(self._plan, parallel=text), self.world_size, where=where),
+            order=self._neighbours(),
+        )
+        threads = layout.find(Threads)
+        if layout.is_data_only and self._layout == "data" and threads is None:
             return
         if self._prepared.models or self._prepared.loaders or self._layout != "data":
             raise ConfigError(
@@ -110,13 +120,16 @@ class ScriptLayout(ScriptMembers):
                 where=where,
                 fix="give one layout, in the first prepare or in join",
             )
-        if self._changes is not None:
+        if self._changes is not None and threads is None:
             raise ConfigError(
                 f"parallel is {text!r}, and a part of the model is lost with its worker",
                 where=where,
                 fix="leave --min-workers out, or use data parallelism alone",
             )
         self._layout = text
+        if threads is not None:  # each worker has the whole model, as with data
+            self._thread_replicas = threads.replicas or torch.get_num_threads()
+            return
         self._guard.remove()
         self._synchronizer.close()
         self._auto_shares = self._arranger = self._clock.on_ended = None
@@ -131,10 +144,38 @@ class ScriptLayout(ScriptMembers):
             compared=self._agree,
             explain=self.explain,
         )
+        if list(layout.order) != sorted(layout.order):
+            self.explain("layout", f"neighbours by site: {_said_sites(self._sites())}", tell="")
         self._synchronizer, self._view = spread.synchronizer, spread.view
         self._shares = ShareTable(spread.mesh.weights(self._plan.weights))
         self._clock.counts_samples = spread.mesh.stage_of(self.rank) == 0
         self._watch_over()
+
+    def _in_threads(self, model: nn.Module) -> None:
+        """Compute calls of a model in threads, if the layout says so."""
+        count = self._thread_replicas
+        if count > 1:
+            own_threads = max(1, torch.get_num_threads() // count)
+            self._threaded.append(ThreadedModel(model, count, own_threads))
+
+    def _end_threads(self) -> None:
+        """Give the models back that are computed in threads."""
+        while self._threaded:
+            self._threaded.pop().close()
+
+    def _sites(self) -> Groups:
+        """The workers of each site, by the plan's groups or by measured links."""
+        links, members = self._links, self._rendezvous.members if self._rendezvous is not None else []
+        return neighbouring_groups(
+            machines(members[: self.world_size]),
+            links.latency_s if links is not None else {},
+            links.bytes_per_s if links is not None else {},
+            self._plan.groups,
+        )
+
+    def _neighbours(self) -> tuple[int, ...]:
+        """The workers, those of one site beside each other."""
+        return tuple(rank for site in self._sites() for rank in site)
 
     def _picked_layout(self, things: tuple[Any, ...], rules: ModelOptions, *, per_worker: bool) -> str:
         """The layout that `auto` chooses for what is prepared; later, the one that the run has."""
@@ -147,10 +188,17 @@ class ScriptLayout(ScriptMembers):
             local_batchnorm=rules.batchnorm == "local",
         )
         here = self._nodes.count(self.node)
-        found = picked(job, self._group, self._plan, self._plan.workers[self.rank].memory, here)
+        found = picked(
+            job, self._group, self._plan, self._plan.workers[self.rank].memory, here, self._neighbours()
+        )
         best, *others = found.costs
         self._plan = replace(self._plan, parallel=best.text)
         if self.is_leader:
             self._record.emit(predicted_event(found))
         self.explain("parallel", said(found), tell=f"parallel auto: {best}" if others else "")
         return best.text
+
+
+def _said_sites(sites: Groups) -> str:
+    """The ranks of each site, as a text."""
+    return " | ".join(",".join(map(str, site)) for site in sites)

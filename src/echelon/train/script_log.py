@@ -49,6 +49,8 @@ class ScriptLog:
 
             session.log(loss=loss, grad_norm=norm)
         """
+        if not self._clock.records:
+            return
         if loss is not None:
             self._clock.note_loss(loss)
         if values:

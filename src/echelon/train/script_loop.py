@@ -55,6 +55,8 @@ class ScriptLoop(ScriptLayout):
             except GeneratorExit:
                 when_unwound(self._group.left_loop)
                 raise
+            if self._is_out:
+                raise self._has_left_pass()
             self._synchronizer.settle()
             self._clock.close()
             self._first_epoch = epoch + 1
@@ -177,8 +179,9 @@ class ScriptLoop(ScriptLayout):
     def _on_batch(self, loader: SharedLoader, part: Slice, data: Any) -> None:
         self._current = loader
         self._share = part.share
-        if self._changes is not None and part.positions is not None:
-            self._changes.drawn.drew(DrawnBatch(loader.index, part.positions, part.parts))
+        if self._changes is not None and part.positions is not None and not self._is_out:
+            again = loader.draws_again
+            self._changes.drawn.drew(DrawnBatch(loader.index, part.positions, part.parts, again))
         if self.world_size == 1 and self._changes is None:
             return
         if self._weights.trains:
@@ -186,7 +189,7 @@ class ScriptLoop(ScriptLayout):
             if self._changes is not None:
                 self._changes.progress.computes()
             self._guard.goes_on()
-        if self._auto_shares is not None:
+        if self._auto_shares is not None and not self._is_out:
             self._auto_shares.drew(part.batch, part.share)
         parts = (part.share,) if self._synchronizer.claims else part.parts
         batch = HandedBatch(loader=loader.index, share=part.share, batch=part.batch, parts=parts)
@@ -220,7 +223,7 @@ class ScriptLoop(ScriptLayout):
             self._weights.stepping()
         self._synchronizer.before_step(optimizer, f"step {self._clock.step}, rank {self.rank}")
         self._verifier.stepping(optimizer)
-        if self._auto_shares is not None:
+        if self._auto_shares is not None and not self._is_out:
             self._auto_shares.stepping(self._group.names)
         self._guard.stepping(optimizer)
         if self._current is not None:
@@ -234,7 +237,7 @@ class ScriptLoop(ScriptLayout):
         if self._clock.step > step:
             self._verifier.stepped(self._clock.step)
             self._memory.stepped()
-        if self._auto_shares is not None and self._clock.step > step:
+        if self._auto_shares is not None and self._clock.step > step and not self._is_out:
             self._auto_shares.stepped()
 
 

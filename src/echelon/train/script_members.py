@@ -7,10 +7,11 @@ when the script's functions are told in `change_calls.py`. Without `--min-worker
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
+from echelon.errors import WorkerError
 from echelon.membership.survival import SurvivorView
 from echelon.train.auto_shares import AutoShares
 from echelon.train.change_calls import ChangeCalls, MembersChange
@@ -18,6 +19,7 @@ from echelon.train.changes import MemberChanges
 from echelon.train.coming_back import ComingBack
 from echelon.train.leaving import LeaveSignal
 from echelon.train.loader import SharedLoader
+from echelon.train.own_cycles import OwnCycles
 from echelon.train.script_checkpoints import ScriptCheckpoints
 
 _log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ class ScriptMembers(ScriptCheckpoints):
     _coming_back: ComingBack | None
     _change_calls: ChangeCalls
     _leave_signal: LeaveSignal
+    _cycles: OwnCycles | None
     _first_workers: int
     _auto_shares: AutoShares | None
 
@@ -41,10 +44,12 @@ class ScriptMembers(ScriptCheckpoints):
         """Be told of members that change, and be ready to admit some; what they need is in place."""
         if self._changes is None:
             return
+        self._cycles = OwnCycles(self._changes, self._clock)
         self._shares.goes_back = True
         self._log_leads &= not self._changes.returns  # meanwhile another one leads
         self._changes.handed = lambda: {one.index: one.batches_handed for one in self._prepared.loaders}
         self._changes.on_change = self._members_changed
+        self._changes.on_unfit = self._members_unfit
         self._coming_back = ComingBack(
             changes=self._changes,
             prepared=self._prepared,
@@ -57,6 +62,11 @@ class ScriptMembers(ScriptCheckpoints):
             auto_shares=self._auto_shares,
             synchronizer=self._synchronizer,
         )
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether this worker is left out as too slow (`--leave-out`): then no step of it counts."""
+        return self._is_out
 
     def on_change(self, function: Callable[[MembersChange], object]) -> None:
         """Call a function whenever members have changed: workers were lost, have left, joined or are back.
@@ -86,6 +96,14 @@ class ScriptMembers(ScriptCheckpoints):
         for loader in self._prepared.loaders:
             loader.changed()
 
+    def _members_unfit(self, slots: Collection[int]) -> None:
+        """Gradients of these workers were not finite in this round."""
+        names = ", ".join(f"rank {slot}" for slot in sorted(slots))
+        self.warn(
+            f"{names}: gradients held NaN or infinity in step {self.step}; they are in no sum, and their "
+            "samples are drawn again at the end of the pass, once"
+        )
+
     def _name_nodes(self, view: SurvivorView) -> None:
         planned = self._plan.workers[: self._first_workers]
         self._nodes[:] = [planned[min(slot, len(planned) - 1)].node for slot in view.members]
@@ -93,6 +111,10 @@ class ScriptMembers(ScriptCheckpoints):
     @property
     def _comes_back(self) -> bool:
         return self._changes is not None and self._changes.returns
+
+    @property
+    def _is_out(self) -> bool:
+        return self._changes is not None and self._changes.is_out
 
     def _unlogged(self) -> AbstractContextManager[None]:
         return self._changes.unlogged() if self._changes is not None else nullcontext()
@@ -111,7 +133,45 @@ class ScriptMembers(ScriptCheckpoints):
 
     def _batch_asked(self, loader: SharedLoader) -> None:
         """The loop asks for a batch."""
-        self._asked(loader)
+        cycle = self._cycles.ended(loader) if self._cycles is not None else None
+        if self._is_out:
+            self._asked_alone(cycle)
+        else:
+            self._asked(loader)
+            self._asked_together(loader)
+        if self._cycles is not None:
+            self._cycles.begins(loader)
+
+    def _asked_alone(self, cycle: tuple[float, int] | None) -> None:
+        """The same, of a worker that is left out: it comes back if its steps are as quick as is normal."""
+        assert self._changes is not None
+        assert self._coming_back is not None
+        if cycle is None or not self._changes.is_well(*cycle):
+            return
+        view = self._coming_back.go_on_with_the_others()
+        self._clock.records = True
+        self._change_calls.changed(view)
+        self._name_nodes(view)
+        self._log_leads = self.is_leader
+        self._tell_changes()
+
+    def _tell_changes(self) -> None:
+        """Call the script's functions for changes that are due here."""
+        assert self._changes is not None
+        if self._changes.drawn.empty and not self._changes.is_catching_up:
+            self._change_calls.call(
+                self._changes.operation, rank=self.rank, world_size=self.world_size, step=self.step
+            )
+
+    def _has_left_pass(self) -> WorkerError:
+        """The error of a worker that was left out, and whose script has not stayed in the pass."""
+        return WorkerError(
+            "this worker was left out, and its script has left the pass over the data",
+            where=f"rank {self._log_rank}",
+            fix="nothing is to be done: it is started again",
+        )
+
+    def _asked_together(self, loader: SharedLoader) -> None:
         if self._coming_back is None or self._changes is None:
             return
         self._changes.progress.goes_on()
@@ -123,7 +183,7 @@ class ScriptMembers(ScriptCheckpoints):
         self._coming_back.asked(loader)
         if self._changes.has_left:
             self._end_here()
-        if self._changes.drawn.empty and not self._changes.is_catching_up:
-            self._change_calls.call(
-                self._changes.operation, rank=self.rank, world_size=self.world_size, step=self.step
-            )
+        if self._changes.is_out:
+            self._log_leads = self._clock.records = False
+            return
+        self._tell_changes()

@@ -6,6 +6,7 @@ is compared (`consistency.py`) before anything is attached.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, Unpack, get_args, overload
 
 import torch
@@ -115,8 +116,11 @@ class ScriptPrepare(ScriptLoop):
             self._check_memory()
         self._guard.same_samples([one for one in out if isinstance(one, SharedLoader)])
         self._profiling.preparing(models)
+        if self._thread_replicas:
+            rules = replace(rules, factors="never")  # threads call a layer at the same time
         for model in models:
             self._synchronizer.add(model, rules)
+            self._in_threads(model)
             self._verifier.attach(model)
             if self.world_size > 1:
                 self._weights.attach(model, marks=rules.loss == "mean")
@@ -132,8 +136,9 @@ class ScriptPrepare(ScriptLoop):
     def _check_memory(self) -> None:
         """Refuse a layout that does not fit; with servers, states are theirs."""
         if self._synchronizer.meets_every_step and not self._synchronizer.claims:
-            kept, parts = self._prepared, self._layout != "data"
-            self._memory.prepared(kept.models, kept.optimizers, self._layout, parts=parts)
+            kept, parts = self._prepared, self._layout != "data" and not self._thread_replicas
+            order = self._neighbours() if parts else ()
+            self._memory.prepared(kept.models, kept.optimizers, self._layout, parts=parts, order=order)
 
     def _take(
         self,
@@ -205,6 +210,7 @@ class ScriptPrepare(ScriptLoop):
                 on_break=self._synchronizer.left,
                 on_error=self._group.left_loop,
                 slot=None if self._changes is None else self._changes.slot,
+                is_out=lambda: self._is_out,
                 on_drained=None if self._changes is None else self._drained,
                 owed=None if self._changes is None else self._changes.drawn.owed,
             )

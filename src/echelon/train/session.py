@@ -46,6 +46,7 @@ from echelon.train.families.synchronizer import Synchronizer
 from echelon.train.leaving import LeaveSignal
 from echelon.train.loader import SharedLoader, Sharing
 from echelon.train.memory_watch import MemoryWatch
+from echelon.train.own_cycles import OwnCycles
 from echelon.train.profiling import JobProfiling, ProfiledRun
 from echelon.train.record import RunRecord
 from echelon.train.script_log import ScriptLog
@@ -118,6 +119,8 @@ class Session(ScriptPrepare):
         self._auto_shares: AutoShares | None = None
         self._arranger: Arranger | None = None
         self._layout = "data"
+        self._thread_replicas = 0
+        self._threaded = []
         self._links = links
         self._memory = MemoryWatch(
             group, self._nodes, plan.workers[group.rank].memory, record.emit, self.explain
@@ -125,6 +128,7 @@ class Session(ScriptPrepare):
         self._adapt_to_speeds(members)
         self._current: SharedLoader | None = None
         self._coming_back: ComingBack | None = None
+        self._cycles: OwnCycles | None = None
         self._share = 0
         self._first_epoch = 0
         self._closed = False
@@ -147,6 +151,7 @@ class Session(ScriptPrepare):
         self._writer.close(failed=bool(cause))
         self._report_saved()
         self._guard.remove()
+        self._end_threads()
         self._verifier.remove()
         self._profiling.end()
         self._memory.end(self.rank)
@@ -170,6 +175,7 @@ class Session(ScriptPrepare):
             self._by_itself.signal.remove()
         self._writer.close(failed=False)
         self._guard.remove()
+        self._end_threads()
         self._verifier.remove()
         self._profiling.end()
         self._leave("")

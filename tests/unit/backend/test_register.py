@@ -30,5 +30,15 @@ def test_torchs_entry_point_registers_the_name() -> None:
     assert dist.Backend.backend_capability["echelon"] == ["cpu"]
 
 
+FIRST = """
+import echelon.backend, torch
+assert "echelon" in torch.distributed.Backend.backend_list
+"""
+
+
+def test_a_program_may_import_the_backend_before_torch() -> None:
+    subprocess.run([sys.executable, "-c", FIRST], check=True, timeout=100)
+
+
 def test_registering_imports_nothing_of_the_engine() -> None:
     subprocess.run([sys.executable, "-c", CHECK], check=True, timeout=100)

@@ -171,3 +171,47 @@ def test_a_further_worker_joins_as_one_that_comes_back_and_can_be_lost_then():
     assert (view.members, view.joined) == ((0, 1, 2, 3, 4), (4,))
     assert survival.gone == frozenset()
     assert survival.lose(4)
+
+
+def damaged(slot, operation, view):
+    return SurvivorState(slot=slot, view=view, operation=operation, damage="a frame" if slot == 1 else "")
+
+
+def test_after_a_damaged_message_all_members_meet_again_but_not_for_ever():
+    survival = ready(workers=3)
+    survival.wait(2)
+    for turn in range(3):
+        for slot in (0, 1):
+            survival.stand(damaged(slot, 5 + turn, turn))
+            assert survival.follow() is None
+        survival.stand(damaged(2, 6 + turn, turn))
+        view = survival.follow()
+        assert (view.number, view.members, view.lost, view.joined) == (turn + 1, (0, 1, 2), (), ())
+        assert (view.damage, view.planned, view.source(5 + turn)) == ("a frame", False, 2)
+    for slot in range(3):
+        survival.stand(damaged(slot, 9, 3))
+    assert survival.follow() is None
+    assert survival.follow() is None
+
+
+def test_a_connection_that_was_lost_without_a_loss_is_no_reason_to_meet_again():
+    survival = ready(workers=2)
+    for slot in range(2):
+        survival.stand(state(slot))
+    assert survival.follow() is None
+
+
+def test_a_member_that_is_left_out_may_wait_to_come_back():
+    survival = ready()
+    survival.leave(2, comes_back=True)
+    survival.leave(3)
+    for slot in range(4):
+        survival.stand(SurvivorState(slot=slot, view=0, operation=5, admits=True))
+    view = survival.follow()
+    assert (view.members, view.left, view.out) == ((0, 1), (2, 3), (2,))
+    assert survival.gone == {2}
+    survival.wait(2)
+    for slot in (0, 1):
+        survival.stand(SurvivorState(slot=slot, view=1, operation=9, admits=True))
+    view = survival.follow()
+    assert (view.members, view.joined) == ((0, 1, 2), (2,))

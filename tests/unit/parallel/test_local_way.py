@@ -1,16 +1,10 @@
-"""Which ways one machine offers, which of them is taken; and replicas in threads."""
+"""Which ways one machine offers, and which of them is taken."""
 
 from __future__ import annotations
 
-import copy
-
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from echelon.errors import ModelError
 from echelon.parallel.layout import parse_layout
 from echelon.parallel.local_way import (
     LocalWay,
@@ -21,15 +15,14 @@ from echelon.parallel.local_way import (
     table_ways,
     usual_ways,
 )
-from echelon.parallel.thread_replicas import ThreadReplicas
 
 
 @given(st.integers(1, 64), st.integers(2, 4096))
 def test_every_usual_way_fits_the_machine_and_torch_as_it_is_is_among_them(cores, batch):
     ways = usual_ways(cores, batch)
     assert ways[0] == as_it_is(cores)
-    assert all(way.processes * way.threads <= cores and way.processes <= batch for way in ways)
-    assert len(ways) <= 5
+    assert all(way.processes * way.threads_a_process <= cores and way.processes <= batch for way in ways)
+    assert len(ways) <= 7
 
 
 @given(st.integers(1, 16), st.integers(2, 512), st.integers(1, 4))
@@ -57,30 +50,3 @@ def test_a_way_with_more_parts_is_taken_only_if_it_is_clearly_faster():
     one, two, cut = LocalWay(threads=2), LocalWay(processes=2), LocalWay(threads=2, samples=8)
     assert best_way({one: 100.0, two: 101.0, cut: 101.5}) == one
     assert best_way({two: 130.0, one: 100.0, cut: 110.0}) == two
-
-
-def test_replicas_in_threads_have_the_gradients_of_the_whole_batch_and_see_updates(request):
-    torch.manual_seed(0)
-    layer = nn.Linear(5, 5)
-    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(5, 3)).double()  # a layer is used twice
-    alone = copy.deepcopy(model)
-    x, y = torch.randn(7, 5).double(), torch.randint(3, (7,))
-    replicas = ThreadReplicas(model, 3)
-    request.addfinalizer(replicas.close)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, alone)]
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(alone(x), y)
-        loss.backward()
-        found = replicas.backward(x, y, nn.functional.cross_entropy)
-        assert found == pytest.approx(loss.item(), abs=1e-12)
-        for optimizer in optimizers:
-            optimizer.step()
-        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
-
-
-def test_replicas_in_threads_refuse_batch_normalisation():
-    with pytest.raises(ModelError, match="one part of the batch in each thread"):
-        ThreadReplicas(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), 2)

@@ -24,7 +24,9 @@ TARGET = Target(argv=["-m", "echelon.train.job"], name="mlp")
 def test_every_layout_that_is_tried_is_for_these_workers(workers):
     layouts = candidate_layouts(workers)
     assert layouts[0] == "data"
-    assert len(layouts) == len(set(layouts)) <= 6
+    assert len(layouts) == len(set(layouts)) <= 14
+    assert set(candidate_layouts(workers, predicted=False)) <= set(layouts)
+    assert len(candidate_layouts(workers, predicted=False)) <= 6
     for text in layouts:
         extents(parse_layout(text), workers)
 
@@ -50,9 +52,13 @@ def test_the_layout_with_the_shortest_step_is_taken_kept_and_explained(monkeypat
     resolved = resolve(TrainSettings, {"parallel": "auto", "workers": 2})
     found = chosen_layout(resolved, TARGET, said.append)
     assert found.resolved.settings.parallel == "sharded(level=1)"
-    assert calls == ["auto", *candidate_layouts(2), "sharded(level=1)", "sharded(level=3)", "data"], (
-        "workers that cannot rank layouts: all are tried"
-    )
+    assert calls == [
+        "auto",
+        *candidate_layouts(2, predicted=False),
+        "sharded(level=1)",
+        "sharded(level=3)",
+        "data",
+    ], "workers that cannot rank layouts: all are tried"
     assert said[1] == "trying layout 1 of 4: data"
     assert "sharded(level=1), 100.0 ms a step; data 300.0 ms" in found.notes[0]
     assert "1.0 MiB are missing" in found.notes[1], "what was left out is named with its reason"

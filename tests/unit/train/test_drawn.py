@@ -67,3 +67,17 @@ def test_shares_of_batches_that_were_dropped_before_anybody_had_them_never_count
     table.change((2.0, 1.0), {0: 10})
     table.change((1.0, 2.0), {0: 7})  # after a loss: nobody had batch 7 yet
     assert [table.parts(0, number, 6) for number in (6, 7, 10)] == [(3, 3), (2, 4), (2, 4)]
+
+
+def test_samples_whose_gradients_were_not_finite_are_drawn_again_once():
+    drawn = DrawnBatches()
+    drawn.drew(DrawnBatch(0, range(10, 18), (3, 3, 2)))
+    drawn.refuse([1])
+    drawn.settle()
+    assert drawn.take(0, {0, 1, 2}) == [13, 14, 15]
+    drawn.drew(DrawnBatch(0, [13, 14, 15], (1, 1, 1), again=True))
+    drawn.refuse([0])
+    drawn.reduced({0, 2})
+    assert drawn.take(0, {0, 2}) == [14], "that of the lost worker, and not that of the other"
+    drawn.drew(DrawnBatch(0, range(3), (1, 1, 1)))
+    assert drawn.take(0, {1, 2}) == [0], "one that was refused before is lost now"

@@ -3,6 +3,7 @@
 spec.py       reads and checks lab files
 files/        the lab files that ship with Echelon
 paths.py      chooses the uplinks between two sites
+ends.py       which two sites does an uplink of a file join, and is each site joined to the others?
 names.py      the names of everything that a lab creates
 needs.py      what a lab needs and this machine lacks
 commands.py   runs ip, tc and bridge, and reports errors

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from echelon.cluster.lab.paths import unreachable
+from echelon.cluster.lab.ends import check_joined, ends_of
 from echelon.config.registry import build_options
 from echelon.config.toml_text import read_toml
 from echelon.config.units import duration_s, rate_bytes_per_s
@@ -324,38 +324,17 @@ def _uplinks(tables: Iterable[Mapping[str, Any]], sites: list[str], file: str) -
     for number, given in enumerate(tables, start=1):
         where = f"{file}, [[uplink]] {number}"
         table = build_options(_Uplink, given, where=where)
-        ends = table.between
-        for site in ends:
-            if site not in sites:
-                raise UnknownName("site", site, sites, where=f"{where}, between")
-        if len(ends) != 2 or ends[0] == ends[1]:
-            raise ConfigError(
-                f"an uplink must join two different sites, not {ends}",
-                where=f"{where}, between",
-                fix='write between = ["one-site", "another"]',
-            )
-        if any(set(ends) == set(other.between) for other in found):
-            raise ConfigError(
-                f"there are two uplinks between {ends[0]} and {ends[1]}",
-                where=f"{where}, between",
-                fix="describe it once, with the combined rate",
-            )
+        ends = ends_of(table.between, sites, [other.between for other in found], where)
         found.append(
             UplinkSpec(
-                between=(ends[0], ends[1]),
+                between=ends,
                 rate_bytes_per_s=_rate(table.rate, f"{where}, rate"),
                 latency_s=_latency(table.latency, f"{where}, latency"),
                 jitter_s=_latency(table.jitter, f"{where}, jitter"),
                 loss=_loss(table.loss, f"{where}, loss"),
             )
         )
-    lost = unreachable(sites, [uplink.between for uplink in found])
-    if lost is not None:
-        raise ConfigError(
-            f"no uplink leads from site {sites[0]} to site {lost}",
-            where=file,
-            fix=f'add [[uplink]] with between = ["{sites[0]}", "{lost}"]',
-        )
+    check_joined(sites, [uplink.between for uplink in found], file)
     return tuple(found)
 
 

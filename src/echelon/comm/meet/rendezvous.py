@@ -33,6 +33,7 @@ _LOOK_S = 0.005
 _ASK_S = 0.2
 _ROLL_CALL_S = 1.5
 _LINGER_S = 0.3
+_LINGER_FAILED_S = 3.0  # on a busy machine the others take a while to notice and to ask
 _log = logging.getLogger(__name__)
 
 
@@ -131,11 +132,15 @@ class Rendezvous:
         """Keep the leader, and so the store, alive until the others have read why it leaves."""
         if self.me.rank != 0:
             return
-        deadline = time.monotonic() + _LINGER_S
-        others = [member.rank for member in self.members if member.rank != 0]
+        began = time.monotonic()
+        limit_s = _LINGER_FAILED_S if any(self.departure_causes) else _LINGER_S
+        lost = {rank for reason in self.reasons for rank in reason.ranks}
+        others = {member.rank for member in self.members if member.rank != 0}
         try:
-            while time.monotonic() < deadline:
-                if all(self._has_answered(rank) for rank in others):
+            while (passed_s := time.monotonic() - began) < limit_s:
+                if all(
+                    self._has_answered(rank) for rank in others - (lost if passed_s > _LINGER_S else set())
+                ):
                     return
                 time.sleep(_POLL_S / 5)
         except (DistError, RuntimeError):

@@ -2,6 +2,7 @@
 
 segment.py      anonymous memory that several processes map
 bell.py         sleeping until another worker of the machine rings
+cores.py        on which core does a thread run, and should it leave it?
 patience.py     waiting for workers of the machine: spin, sleep, deadlines, and who is awaited
 shm.py          reduction among the workers of one machine, in buffers that all of them map
 slots.py        operations through slots: numbers, heads, and the order of operations

@@ -67,7 +67,7 @@ class MachineMessages:
         position = self._position[to]
         if self.rings.send_now(tensor.data_ptr(), tensor.nbytes, key, position):
             return _SENT
-        message = Outgoing(tensor, key, [position])
+        message = Outgoing(tensor.detach(), key, [position])
         self.rings.send(message)
         return self._sending(message)
 
@@ -78,10 +78,12 @@ class MachineMessages:
         self.rings.want(incoming)
 
         def finish(timeout_s: float | None) -> Tensor:
-            self._await([incoming], timeout_s)
+            if not receive(incoming) or not incoming.fits:
+                self._await([incoming], timeout_s)
             return result
 
-        return CallerFuture(finish, lambda: self.rings.receive(incoming))
+        receive = self.rings.receive
+        return CallerFuture(finish, lambda: receive(incoming), alarm=self.rings.bells)
 
     def all_to_all(self, outgoing: Sequence[Tensor], own: int, ranks: Sequence[int], key: Key) -> Messages:
         """Send `outgoing[n]` to `ranks[n]`; `own` is this worker's place among them."""
@@ -115,7 +117,7 @@ class MachineMessages:
 
         sent_bytes = sum(message.length * len(message.to) for message in messages)
         return Messages(
-            CallerFuture(received, arrived, lambda: timing),
+            CallerFuture(received, arrived, lambda: timing, alarm=self.rings.bells),
             Future.all([self._sending(message) for message in messages], None),
             sent_bytes,
         )

@@ -132,7 +132,7 @@ class MemoryOperations:
             self._finish(work, timeout_s)
             return result
 
-        return CallerFuture(finish, lambda: team.has_finished(work), lambda: work.timing)
+        return CallerFuture(finish, lambda: team.has_finished(work), lambda: work.timing, alarm=team.bells)
 
     def _run(self, work: SlotWork) -> None:
         self.team.begin(work)

@@ -12,6 +12,7 @@ Messages between two workers with the same key are received in the order in whic
 from __future__ import annotations
 
 import logging
+import platform
 import struct
 import threading
 from collections import deque
@@ -31,12 +32,14 @@ Key = tuple[int, int]  # a channel and a tag on it
 _RING = 8  # entries
 _HEAD_BYTES = 64
 _HEAD = struct.Struct("=8q")  # channel, tag, length, that of the piece; block, or -1, and its length
+_SHORT_HEAD = struct.Struct("=5q")  # the same without a block
 _LINE = 8  # int64 numbers per cache line
 _MOST_INLINE_BYTES = 64 * 1024
 _LEAST_INLINE_BYTES = 256
 _ALL_RINGS_BYTES = 2 * 1024 * 1024  # if workers are few
 _CHUNK_BYTES = 128 * 1024  # after so many bytes the receiver may go on
 _SENT, _TAKEN = 0, 1
+_IN_ORDER = platform.machine() in ("x86_64", "AMD64")  # others see writes in their order
 _log = logging.getLogger(__name__)
 
 
@@ -77,11 +80,14 @@ class _Arrival:
 class Incoming:
     """What this worker wants to receive; `into` is None if memory is to be made for it, as bytes."""
 
-    __slots__ = ("copied", "done", "key", "length", "of_piece", "sent_length", "source", "tensor")
+    __slots__ = (
+        "copied", "done", "key", "length", "of_piece", "route", "sent_length", "source", "tensor",
+    )  # fmt: skip
 
     def __init__(self, source: int, key: Key, into: Tensor | None) -> None:
         self.source = source
         self.key = key
+        self.route = source, key
         self.tensor = into
         self.length = -1 if into is None else into.numel() * into.element_size()
         self.sent_length = -1  # of the message, once it is known
@@ -117,8 +123,13 @@ class PairRings:
         self._partial: list[_Arrival | None] = [None] * self.size
         self._arrived: dict[tuple[int, Key], deque[_Arrival]] = {}
         self._wanted: dict[tuple[int, Key], deque[Incoming]] = {}
-        self._places = [(source * self.size + rank) * _LINE for source in range(self.size)]  # of `sent`
+        everybody = range(self.size)
+        self._sent_at = [self._place(_SENT, rank, to) for to in everybody]  # this worker's numbers
+        self._taken_at = [self._place(_TAKEN, source, rank) for source in everybody]
+        self._sent_to_me_at = [self._place(_SENT, source, rank) for source in everybody]  # the others'
+        self._taken_from_me_at = [self._place(_TAKEN, rank, to) for to in everybody]
         self._base = parts[2].data_ptr()
+        self._received = 0
         self._lock = threading.Lock()
         self._fence = threading.Lock()
 
@@ -148,38 +159,37 @@ class PairRings:
             return False
         with self._lock:
             number = self._sent[to]
-            if self._outgoing[to] or number - self._number(_TAKEN, self.rank, to) >= _RING:
+            if self._outgoing[to] or number - self._numbers[self._taken_from_me_at[to]] >= _RING:
                 return False
             at = self._entry_at(self.rank, to, number)
             if length:
                 memmove(self._base + at + _HEAD_BYTES, address, length)
-            _HEAD.pack_into(self._raw, at, key[0], key[1], length, length, -1, 0, 0, 0)
+            _SHORT_HEAD.pack_into(self._raw, at, *key, length, length, -1)
             self._sent[to] = number + 1
-            self._publish(_SENT, self.rank, to, number + 1)
+            self._publish(self._sent_at[to], number + 1)
         self.bells.ring_one(to)
         return True
 
     def want(self, incoming: Incoming) -> None:
         """Receive a message into its memory, after those wanted before with the same key."""
         with self._lock:
-            key = (incoming.source, incoming.key)
-            self._wanted.setdefault(key, deque()).append(incoming)
+            route = incoming.route
+            self._wanted.setdefault(route, deque()).append(incoming)
             self._drain(incoming.source)
-            if key in self._arrived:
-                self._match(key)
+            if route in self._arrived:
+                self._match(route)
 
     def receive(self, incoming: Incoming) -> bool:
         """Go on with it without waiting; returns whether it is there."""
         if incoming.done:
             return True
         source = incoming.source
-        key = (source, incoming.key)
-        fresh = self._numbers[self._places[source]] != self._taken[source]
-        if (fresh or key in self._arrived) and self._lock.acquire(blocking=False):
+        fresh = self._numbers[self._sent_to_me_at[source]] != self._taken[source]
+        if (fresh or incoming.route in self._arrived) and self._lock.acquire(False):
             try:
                 self._drain(source)
-                if key in self._arrived:
-                    self._match(key)
+                if incoming.route in self._arrived:
+                    self._match(incoming.route)
             finally:
                 self._lock.release()
         return incoming.done
@@ -190,6 +200,7 @@ class PairRings:
         if not sending and not self._wanted:
             return False
         if self._lock.acquire(blocking=False):
+            before = self._received
             try:
                 self._push_all()
                 for key in list(self._wanted):
@@ -197,6 +208,8 @@ class PairRings:
                     self._match(key)
             finally:
                 self._lock.release()
+            if self._received != before:
+                self.bells.ring_own()  # another thread may sleep until its message is there
         return True
 
     def take_all(self) -> None:
@@ -211,7 +224,7 @@ class PairRings:
 
     def unread(self, to: int) -> bool:
         """Whether that worker has not yet taken all that was sent to it."""
-        return bool(self._outgoing[to]) or self._number(_TAKEN, self.rank, to) < self._sent[to]
+        return bool(self._outgoing[to]) or self._numbers[self._taken_from_me_at[to]] < self._sent[to]
 
     def close(self) -> None:
         """Forget all blocks; what others have mapped stays theirs."""
@@ -231,16 +244,23 @@ class PairRings:
             message = queue[0]
             if message.error is None:
                 try:
-                    if not self._push_piece(message, to):
+                    if not self._push_piece(message, to) and not self._push_again(message, to):
                         return
                 except LaunchError as error:
                     message.error = error
             if message.error is not None or to not in message.left:
                 queue.popleft()
+        if not any(self._outgoing):
+            self.bells.wants_room(wants=False)
+
+    def _push_again(self, message: Outgoing, to: int) -> bool:
+        """There was no room: receivers ring when there is. Some may have made room just before."""
+        self.bells.wants_room(wants=True)
+        return self._push_piece(message, to)
 
     def _push_piece(self, message: Outgoing, to: int) -> bool:
         """Send the next piece; returns False if there is no room."""
-        if self._sent[to] - self._number(_TAKEN, self.rank, to) >= _RING:
+        if self._sent[to] - self._numbers[self._taken_from_me_at[to]] >= _RING:
             return False
         if message.length <= self._inline:
             if message.length:
@@ -259,33 +279,34 @@ class PairRings:
             block.begin(message.to)
             message.pieces.append((block, start, min(block.size_bytes, message.length - start)))
         block, start, length = message.pieces[place]
-        if fresh and length <= _CHUNK_BYTES:
-            self._fill(message, place)
+        if fresh:
+            self._fill(message, place, 0)
         self._tell(message, to, block, length)
-        if fresh and length > _CHUNK_BYTES:
-            self._fill(message, place)
+        if fresh:
+            for low in range(_CHUNK_BYTES, length, _CHUNK_BYTES):
+                self._fill(message, place, low)
+                self.bells.ring_one(to)
         message.next[to] += 1
         if start + length == message.length:
             message.left.discard(to)
         return True
 
-    def _fill(self, message: Outgoing, at: int) -> None:
+    def _fill(self, message: Outgoing, at: int, low: int) -> None:
+        """Copy a part of a piece to its block; receivers may take it then."""
         block, start, length = message.pieces[at]
-        for low in range(0, length, _CHUNK_BYTES):
-            count = min(_CHUNK_BYTES, length - low)
-            memmove(block.address + low, message.address + start + low, count)
-            with self._fence:
-                pass
-            with self._fence:
-                block.put(low + count)
-            self.bells.ring()
+        count = min(_CHUNK_BYTES, length - low)
+        memmove(block.address + low, message.address + start + low, count)
+        with self._fence:
+            pass
+        with self._fence:
+            block.put(low + count)
 
     def _tell(self, message: Outgoing, to: int, block: Block | None, length: int) -> None:
         at = self._entry_at(self.rank, to, self._sent[to])
         where = (-1, 0, 0, 0) if block is None else (*block.handle, block.size_bytes)
         _HEAD.pack_into(self._raw, at, *message.key, message.length, length, *where)
         self._sent[to] += 1
-        self._publish(_SENT, self.rank, to, self._sent[to])
+        self._publish(self._sent_at[to], self._sent[to])
         self.bells.ring_one(to)
 
     # Receiving -----------------------------------------------------------------------------------
@@ -294,11 +315,12 @@ class PairRings:
         """Take the entries of a worker out of its ring."""
         if source == self.rank:
             return
-        sent = self._numbers[self._places[source]]
+        sent = self._numbers[self._sent_to_me_at[source]]
         if self._taken[source] == sent:
             return
-        with self._fence:  # what is read from here on is no older than the number
-            pass
+        if not _IN_ORDER:
+            with self._fence:  # what is read from here on is no older than the number
+                pass
         while self._taken[source] < sent:
             at = self._entry_at(source, self.rank, self._taken[source])
             channel, tag, whole, length, fd, inode, device, size = _HEAD.unpack_from(self._raw, at)
@@ -326,8 +348,8 @@ class PairRings:
                 message.told += length
                 self._partial[source] = None if message.told == whole else message
             self._taken[source] += 1
-            self._publish(_TAKEN, source, self.rank, self._taken[source])
-            self.bells.ring_one(source)
+            self._publish(self._taken_at[source], self._taken[source])
+        self.bells.ring_for_room(source)
 
     def _take_at_once(self, key: tuple[int, Key], address: int, length: int) -> None:
         """Copy a short message to where it is wanted; nothing with this key has arrived before it."""
@@ -342,6 +364,7 @@ class PairRings:
         if not queue:
             del self._wanted[key]
         wanted.done = True
+        self._received += 1
 
     def _match(self, key: tuple[int, Key]) -> None:
         wanted, arrived = self._wanted.get(key), self._arrived.get(key)
@@ -350,6 +373,7 @@ class PairRings:
                 return
             wanted.popleft().done = True
             arrived.popleft()
+            self._received += 1
         if wanted is not None and not wanted:
             del self._wanted[key]
         if arrived is not None and not arrived:
@@ -378,21 +402,22 @@ class PairRings:
                 return False
             if not isinstance(piece, bytes):
                 piece.is_read(self.rank, use)
-                self.bells.ring_one(wanted.source)
+                self.bells.ring_for_room(wanted.source)
             message.pieces.popleft()
             wanted.of_piece = 0
         return wanted.copied == message.length
 
     # Numbers and places --------------------------------------------------------------------------
 
-    def _number(self, row: int, source: int, to: int) -> int:
-        return int(self._numbers[((row * self.size + source) * self.size + to) * _LINE])
+    def _place(self, row: int, source: int, to: int) -> int:
+        return ((row * self.size + source) * self.size + to) * _LINE
 
-    def _publish(self, row: int, source: int, to: int, number: int) -> None:
-        with self._fence:  # earlier writes become visible before the number
-            pass
-        with self._fence:
-            self._numbers[((row * self.size + source) * self.size + to) * _LINE] = number
+    def _publish(self, place: int, number: int) -> None:
+        if not _IN_ORDER:
+            with self._fence:  # earlier writes become visible before the number
+                pass
+        with self._fence:  # whether others sleep is read after
+            self._numbers[place] = number
 
     def _entry_at(self, source: int, to: int, number: int) -> int:
         """Where an entry begins, in bytes; behind its head are those of a short message."""

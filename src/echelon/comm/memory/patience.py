@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from echelon.comm.future import LONG_S
-from echelon.comm.memory.bell import Bells, cores
+from echelon.comm.memory.bell import Bells
+from echelon.comm.memory.cores import cores
 from echelon.comm.wire import blame
 from echelon.comm.wire.watch import Watch
 from echelon.errors import EchelonError
@@ -90,13 +91,15 @@ class Patience:
         `required`: positions without which it cannot end; all, if none are given. `endless`: only the
         operation or its deadline ends the wait, not a timeout of the script.
         """
-        if not behind():
+        late = behind()
+        if not late:
             return
         begun = time.perf_counter()
         spin_s = self._spin_s
         if threading.current_thread().name.startswith(_OWN_THREADS):
             spin_s = _SCARCE_SPIN_S
-        hold_s = _HOLD_S if spin_s > _HOLD_S else 0.0
+        spins = spin_s > _HOLD_S
+        hold_s = _HOLD_S if spins and not self._bells.shares_core(late) else 0.0
         while time.perf_counter() - begun <= hold_s:
             if not behind():
                 return
@@ -114,6 +117,8 @@ class Patience:
                     sleep_s = _LONG_SLEEP_S
                     end = self._report(behind, tag, endless, required)
                 self._bells.sleep(sleep_s, behind)
+                if spins:
+                    self._bells.note_core()  # sleepers may wake on another one
         finally:
             if end is not None:
                 end()

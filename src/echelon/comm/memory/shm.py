@@ -172,14 +172,25 @@ class SharedMemoryTeam:
         """Whether this worker has published that its buffer is filled."""
         return number <= self._number
 
-    def begin(self, tensor: Tensor, op: Op) -> tuple[int, Timing]:
-        """Publish that this worker's buffer is filled; returns the reduction's number, and its timing."""
+    def others_shares(self, tensor: Tensor) -> list[slice]:
+        """The parts of a buffer that the other workers sum."""
+        found = pieces(0, tensor.numel(), self.size)
+        return [slice(0, found[self.rank][0]), slice(found[self.rank][1], tensor.numel())]
+
+    def begin(self, tensor: Tensor, op: Op, own: Tensor | None = None) -> tuple[int, Timing]:
+        """Publish that this worker's buffer is filled; returns the reduction's number, and its timing.
+
+        With `own`, this worker's slice is in that tensor, and gets the sum there; its buffer has the rest.
+        """
         if self._watch is not None and self._watch.beginner != threading.get_ident():
             self._watch.begins(threading.get_ident())
         self._number += 1
         now = time.perf_counter()
         timing = Timing(begun=now, sent=now)
-        self._open.append(_Reduction(self._number, self.buffers_of(tensor), op, timing))
+        buffers = self.buffers_of(tensor)
+        if own is not None:
+            buffers = [*buffers[: self.rank], own, *buffers[self.rank + 1 :]]
+        self._open.append(_Reduction(self._number, buffers, op, timing))
         self.board.publish(READY, self._number)
         return self._number, timing
 

@@ -115,14 +115,14 @@ class SlotTeam:
         self.ranks = tuple(ranks)
         parts = torch.split(memory, _parts(self.size))
         self._board = Board(rank, self.size, parts[0], rows=ROWS)
-        self._bells = Bells(rank, self.size, parts[1])
+        self.bells = Bells(rank, self.size, parts[1])
         self._heads = parts[2].view(torch.int64).numpy().data
         self._memory = memory
         self._small = parts[3]
         self._large = parts[4]
         self.piece_bytes = _piece_bytes(self.size)
         self._mismatch = mismatch
-        self._patience = Patience(ranks, names, names[rank], bells=self._bells, check=check)
+        self._patience = Patience(ranks, names, names[rank], bells=self.bells, check=check)
         self._number = 0
         self._open: deque[SlotWork] = deque()
         self._working = threading.Lock()
@@ -209,9 +209,11 @@ class SlotTeam:
         if self._broken is not None or not self._open:
             return False
         if self._working.acquire(blocking=False):
+            some_ended = False
             try:
                 while self._open and self._proceed(self._open[0]):
                     self._open.popleft()
+                    some_ended = True
                 before_all_written = True
                 for work in list(self._open):  # another thread may begin one meanwhile
                     before_all_written = before_all_written and self._write(work)
@@ -219,6 +221,8 @@ class SlotTeam:
                 self._broken = error
             finally:
                 self._working.release()
+            if some_ended:
+                self.bells.ring_own()  # another thread may sleep until one is over
         return bool(self._open)
 
     def has_finished(self, work: SlotWork) -> bool:
@@ -292,7 +296,7 @@ class SlotTeam:
 
     def _publish(self, row: int, number: int) -> None:
         self._board.publish(row, number)
-        self._bells.ring()
+        self.bells.ring()
 
     def _agree(self, work: SlotWork) -> bool:
         """Whether all workers take part in this operation; raises if nobody can go on."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from echelon.errors import ConfigError
 from echelon.parallel.dimension import Dimension
 
-ScheduleName = Literal["gpipe", "1f1b", "filled", "interleaved"]
+ScheduleName = Literal["gpipe", "1f1b", "filled", "interleaved", "stale"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,7 @@ class Pipeline(Dimension):
     samples   instead: how many samples a micro-batch has at most; 0: by `micro`
     chunks    with interleaved: how many runs of layers each worker has, not next to each other
     ahead     with 1f1b, filled and interleaved: micro-batches more in flight for each hop, for thin links
+    delay     with stale: by how many batches gradients are late; 0: 1
     recompute a stage keeps only its inputs, and computes activations again in its backward passes
     cuts      the layers at which the second and later stages (chunks) begin, such as "3,7"; empty: by
               measured times
@@ -35,6 +36,7 @@ class Pipeline(Dimension):
     samples: int = 0
     chunks: int = 0
     ahead: int = 0
+    delay: int = 0
     recompute: bool = False
     cuts: str = ""
 
@@ -60,6 +62,18 @@ class Pipeline(Dimension):
                 f"chunks is {self.chunks} with schedule {self.schedule}",
                 where="pipeline, chunks",
                 fix="use schedule=interleaved with 2 or more chunks, or leave chunks out",
+            )
+        if self.delay < 0 or (self.delay and self.schedule != "stale"):
+            raise ConfigError(
+                f"delay is {self.delay} with schedule {self.schedule}",
+                where="pipeline, delay",
+                fix="use schedule=stale, which is not exact, or leave delay out",
+            )
+        if self.recompute and self.schedule == "stale":
+            raise ConfigError(
+                "with schedule stale a model has changed until its activations are computed again",
+                where="pipeline, recompute",
+                fix="use schedule=1f1b with recompute, or leave recompute out",
             )
         self._check_cuts()
         if self.schedule == "interleaved" and (self.chunks == 1 or self.extent == 1):
@@ -89,6 +103,11 @@ class Pipeline(Dimension):
     def parts(self) -> int:
         """How many runs of layers each worker has."""
         return (self.chunks or 2) if self.schedule == "interleaved" else 1
+
+    @property
+    def late(self) -> int:
+        """By how many batches gradients are late; 0: they are exact."""
+        return (self.delay or 1) if self.schedule == "stale" else 0
 
     @property
     def extent(self) -> int:

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
-from echelon.comm.future import Future, Timing
+from echelon.comm.future import Alarm, Future, Timing
 from echelon.comm.inbox import Inbox
 from echelon.errors import GradientError
 
-_LOOK_S = 2e-4
+_LOOK_S = 2e-4  # where nobody rings
+_SLEEP_S = 1e-3
 _LONG_S = 0.2
 
 Steps = Generator[Future[Any], None, None]
@@ -62,6 +63,7 @@ class CodecThread:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failed: BaseException | None = None
+        self._alarm: Alarm | None = None  # on which the thread sleeps
 
     def submit(
         self, steps: Steps, progress: Callable[[], None] = lambda: None, timing: Timing | None = None
@@ -71,18 +73,24 @@ class CodecThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="echelon-codec", daemon=True)
             self._thread.start()
-        self._events.put(job)
+        self._put(job)
         return job.future
 
     def close(self) -> None:
         """End after the jobs in flight; they fail at once if their group is closed next."""
         self._closed = True
-        self._events.put(None)
+        self._put(None)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end."""
         if self._thread is not None:
             self._thread.join(timeout_s)
+
+    def _put(self, event: BucketJob | None) -> None:
+        self._events.put(event)
+        alarm = self._alarm
+        if alarm is not None:
+            alarm.ring_own()
 
     def _run(self) -> None:
         while not (self._closed and not self._jobs and self._events.empty()):
@@ -103,18 +111,31 @@ class CodecThread:
     def _next_event(self, silent: BucketJob) -> BucketJob | None:
         """Wait for a job, or until one can go on; `silent` is the oldest that nobody calls back for.
 
-        Futures of shared memory call nobody back. They are looked at while this thread waits for new jobs;
-        one that takes long is waited for, which notices workers that are gone.
+        Futures of shared memory call nobody back. This thread sleeps until another worker rings, or a job
+        comes; one that takes long is waited for, which notices workers that are gone.
         """
         begun = time.monotonic()
+        alarms = {id(job.awaited.alarm) for job in self._jobs if job.silent and job.awaited is not None}
+        alarm = silent.awaited.alarm if silent.awaited is not None and len(alarms) == 1 else None
         while not self._some_can_resume():
             try:
-                return self._events.get_within(_LOOK_S)
+                return self._next_within(alarm)
             except queue.Empty:
                 if time.monotonic() - begun > _LONG_S:
                     self._wait_for(silent)
                     break
         return None
+
+    def _next_within(self, alarm: Alarm | None) -> BucketJob | None:
+        """Wait briefly for a job; raises queue.Empty if none comes, or the alarm rings before."""
+        if alarm is None:
+            return self._events.get_within(_LOOK_S)
+        self._alarm = alarm
+        try:
+            alarm.sleep(_SLEEP_S, lambda: self._events.empty() and not self._some_can_resume())
+        finally:
+            self._alarm = None
+        return self._events.get_within(0)
 
     def _some_can_resume(self) -> bool:
         before = None
@@ -159,7 +180,7 @@ class CodecThread:
             self._fail(job, error)
             return
         job.stage += 1
-        job.silent = not job.awaited.add_done_callback(lambda: self._events.put(None))
+        job.silent = not job.awaited.add_done_callback(lambda: self._put(None))
 
     def _fail(self, job: BucketJob, error: BaseException) -> None:
         """Fail this and all later jobs: peers would take a later exchange for this job's."""

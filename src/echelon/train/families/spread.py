@@ -151,8 +151,13 @@ class SpreadSynchronizer(Synchronizer):
         self._resolve = resolve
 
     def refresh(self, *, ended: bool, trains: bool) -> None:
-        """At both ends of a pass all workers get the buffers of those that compute them."""
+        """At both ends of a pass all workers get the buffers of those that compute them.
+
+        What is late when a training pass ends is dropped, also before a checkpoint: it would not have it.
+        """
         for _, spread in self._models:
+            if ended and trains:
+                spread.drop_late()
             if spread.holdings is not None:
                 spread.holdings.share_buffers()
 
@@ -174,6 +179,7 @@ class SpreadSynchronizer(Synchronizer):
     def before_save(self) -> None:
         """Give all workers the whole models, and the leader all states of optimizers."""
         for _, spread in self._models:
+            spread.drop_late()
             spread.quiet = True
             spread.whole()
         if any(spread.holdings is not None for _, spread in self._models):
@@ -221,6 +227,7 @@ class SpreadSynchronizer(Synchronizer):
     def before_load(self) -> None:
         """States are compared and replaced on each worker by itself."""
         for _, spread in self._models:
+            spread.drop_late()
             spread.quiet = True
 
     def nothing_loaded(self) -> None:

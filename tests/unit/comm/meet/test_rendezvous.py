@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 from torch._C._distributed_c10d import HashStore
 
@@ -18,6 +21,7 @@ def workers(monkeypatch):
     """Three workers with one store."""
     monkeypatch.setattr(rendezvous, "_ROLL_CALL_S", 0.1)
     monkeypatch.setattr(rendezvous, "_LINGER_S", 0.1)
+    monkeypatch.setattr(rendezvous, "_LINGER_FAILED_S", 0.2)
     store = HashStore()
     members = tuple(Member(rank=rank, node=f"node{rank}", host="box", pid=rank) for rank in range(3))
     return [Rendezvous(store, member, members) for member in members]
@@ -71,6 +75,23 @@ def test_workers_blame_the_same_silent_worker(workers, seen, kind):
     leave_with(workers[0], first)
     second = workers[1].explain(BROKEN, deadline_s=2)
     assert (type(second), second.ranks, second.message) == (kind, (2,), first.message)
+
+
+def test_a_leader_that_failed_stays_until_the_others_know_why_but_for_those_that_it_knows_to_be_lost(
+    workers, monkeypatch
+):
+    monkeypatch.setattr(rendezvous, "_LINGER_FAILED_S", 90.0)
+    error = workers[0].explain(BROKEN, deadline_s=2)
+    assert error.ranks == (1, 2)
+    workers[0].reasons[:] = [PeerLost("rank 2 died", ranks=(2,))]
+    workers[0].announce_departure("PeerLost: rank 2 died")
+    leader = threading.Thread(target=workers[0].linger)
+    leader.start()
+    time.sleep(0.3)
+    assert leader.is_alive(), "rank 1 has not asked"
+    assert workers[1].explain(BROKEN, deadline_s=2).ranks == (2,)
+    leader.join(60)
+    assert not leader.is_alive()
 
 
 def test_the_leader_lingers_for_a_bounded_time(workers):

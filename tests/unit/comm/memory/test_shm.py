@@ -458,3 +458,31 @@ def test_a_late_worker_is_named_at_the_deadline(phase):
     for error in (first, last):
         assert error.ranks == (1,)
         assert "rank 1 on n did not arrive within 1 s" in error.message
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_sums_of_tensors_elsewhere_copy_only_what_others_sum_and_have_the_same_bits(size):
+    cluster = ThreadTeam(size)
+    cases = [(length, dtype) for length in (1, 7, 300) for dtype in DTYPES]
+
+    def work(rank):
+        team = cluster.team(rank)
+        out = []
+        for seed, (length, dtype) in enumerate(cases):
+            buffer = team.buffer(length, dtype).fill_(3)  # must not be used where this worker sums
+            own = values(rank, length, dtype, seed)
+            for share in team.others_shares(buffer):
+                buffer[share].copy_(own[share])
+            team.finish(team.begin(buffer, "sum", own)[0], 20)
+            for share in team.others_shares(buffer):
+                own[share].copy_(buffer[share])
+            out.append(own)
+            team.release(buffer)
+        return out
+
+    results = right(cluster.run(work))
+    for seed, (length, dtype) in enumerate(cases):
+        inputs = torch.stack([values(rank, length, dtype, seed) for rank in range(size)])
+        expected = inputs.to(torch.float64).sum(0).to(dtype)
+        for own in results:
+            assert torch.equal(own[seed], expected), (length, dtype)

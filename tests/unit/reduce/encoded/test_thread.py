@@ -95,6 +95,39 @@ def test_a_job_does_not_pass_one_whose_exchange_is_not_done(thread):
     second.wait()
 
 
+class Bell:
+    """Wakes whoever sleeps only when it is rung; like a bell in shared memory, but without a limit."""
+
+    def __init__(self):
+        self._rung = threading.Event()
+        self.asleep = threading.Event()
+
+    def sleep(self, seconds, asleep):
+        self._rung.clear()
+        if asleep():
+            self.asleep.set()
+            assert self._rung.wait(PATIENCE_S)
+
+    def ring_own(self):
+        self._rung.set()
+
+
+def test_a_thread_that_sleeps_until_a_worker_rings_takes_new_jobs_and_goes_on_when_it_rings(thread):
+    bell, over, begun = Bell(), threading.Event(), queue.SimpleQueue()
+
+    def silent():
+        yield CallerFuture(lambda _: None, over.is_set, alarm=bell)
+
+    first = thread.submit(silent())
+    assert bell.asleep.wait(PATIENCE_S)
+    second = thread.submit(steps(1, 1, begun))
+    begun.get(timeout=PATIENCE_S).end()
+    over.set()
+    bell.ring_own()
+    first.wait()
+    second.wait()
+
+
 class Lost(Exception):
     """An error of an exchange."""
 
