@@ -17,7 +17,12 @@ rounds, while the others meet again, at the end of a pass.
     flip    a bit of a frame between two workers is changed on its way (tcp only)
     elastic one worker leaves, and another one joins
     partition  the uplink of a lab of two sites is cut for 1, 10 or 60 s (a lab, needs root); the run waits
-    churn   every 0.5 to 2 s a worker is killed, for so many --seconds, and is started again
+    machine a machine's agent is killed, and with it its two workers, which stay away (hosts only)
+    churn   every 0.5 to 2 s a worker is killed, for so many --seconds, and is started again; not before
+            two others take part: on a slow machine a process may take longer than that to start
+
+Of transports, shm and tcp are of workers on one machine, and hosts of workers on two machines that ssh
+reaches, which are this one: an sshd has to be installed. That one is made only if it is named.
 
 The job is a small network (plain), also with batch normalisation over all workers (batchnorm), with
 checkpoints in the background and by the script (checkpoints), with a slow worker and shares that follow it
@@ -41,11 +46,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from tests.leaks import Snapshot, left_behind
 from tests.losses import (
@@ -69,6 +75,7 @@ from tests.losses import (
 
 from echelon.observe.run_folder import RunFolder
 from echelon.start.control_client import ControlClient
+from sshd import MISSING, SshServer
 
 LAB = """
 [[node]]
@@ -85,6 +92,7 @@ link = "1gbit"
 between = ["east", "west"]
 rate = "100mbit"
 """
+SOURCE = Path(__file__).resolve().parent.parent / "src"
 LONG_S = 120.0  # a stopped worker is left out long before
 
 
@@ -175,17 +183,22 @@ def _partition(drawn: Draws) -> dict[str, Any]:
     }
 
 
+def _machine(drawn: Draws) -> dict[str, Any]:
+    kill = Kill(drawn.choice([0, 2]), drawn.uniform(0.0, 0.5), machine=True)
+    return {"kills": [kill], "respawn": 3, "waits": False}
+
+
 def _churn(drawn: Draws) -> dict[str, Any]:
     kills, left_s = [], drawn.seconds
     while left_s > 0:
-        kills.append(Kill(drawn.randrange(WORKERS), drawn.uniform(0.5, 2.0)))
+        kills.append(Kill(drawn.randrange(WORKERS), drawn.uniform(0.5, 2.0), leaves=2))
         left_s -= kills[-1].after_s
     script = SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.03)")
     return {
         "kills": kills,
         "respawn": 3,
         "script": script,
-        "epochs": max(4, round(drawn.seconds)),
+        "epochs": max(4, round(3 * drawn.seconds)),
         "waits": False,
         "limit_s": 150.0 + 4 * drawn.seconds,
         "fewest": 1,
@@ -205,8 +218,10 @@ FAULTS: dict[str, Callable[[Draws], dict[str, Any]]] = {
     "elastic": _elastic,
     "partition": _partition,
     "churn": _churn,
+    "machine": _machine,
 }
-ONLY = {"flip": "tcp", "partition": "lab"}  # in shared memory there are no frames, and no links
+# In shared memory there are no frames, and no links; and on one machine no machine is lost alone.
+ONLY = {"flip": "tcp", "partition": "lab", "machine": "hosts"}
 
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -227,6 +242,33 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
+def on_hosts(server: SshServer, asked: dict[str, Any]) -> dict[str, Any]:
+    """The same on two machines; ssh hands no variables on, so the script has them."""
+    script = asked.get("script", SCRIPT)
+    held = {
+        "WAITS": asked.get("respawn") and asked.get("waits", True) and not asked.get("act"),
+        "HOLDS": asked.get("act"),
+    }
+    lines = [f'os.environ["{name}"] = "1"' for name, needed in held.items() if needed]
+    script = "\n".join(["import os", *lines, script])
+    words = (*asked.get("words", ()), "--on", server.launcher, "--hosts", "a:2,b:2")
+    return {**asked, "script": script, "words": words}
+
+
+@contextlib.contextmanager
+def server_for(transport: str) -> Iterator[SshServer | None]:
+    """An sshd for workers on other machines; None for workers on this one."""
+    if transport != "hosts":
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        server = SshServer(Path(folder), SOURCE)
+        try:
+            yield server
+        finally:
+            server.close()
+
+
 def carry_out(
     fault: str, transport: str, runs: int, seed: int, job: str, seconds: float
 ) -> list[tuple[Outcome, float]]:
@@ -239,14 +281,18 @@ def carry_out(
             before, asked = Snapshot.take(), _together(JOBS[job], FAULTS[fault](drawn))
             for name, text in asked.pop("files", {}).items():
                 (Path(folder) / name).write_text(text)
-            outcome = run(Path(folder), "auto" if transport == "lab" else transport, **asked)
+            with server_for(transport) as server:
+                if server is not None:
+                    asked = on_hosts(server, asked)
+                over = transport if transport in ("shm", "tcp") else "auto"
+                outcome = run(Path(folder), over, **asked)
             outcome.wrong.extend(f"left behind: {one}" for one in left_behind(before))
             if outcome.code:
                 outcome.wrong.append(f"exit code {outcome.code}")
             found.append((outcome, longest_gap_s(Path(folder))))
             if outcome.wrong:
                 told = f"{fault}, {transport}, run {number}, {asked['kills']}: {'; '.join(outcome.wrong)}"
-                print(told, file=sys.stderr)
+                print(f"{told}\n{outcome.output[-2000:]}", file=sys.stderr)
     return found
 
 
@@ -296,6 +342,9 @@ def main() -> None:
     for fault in faults:
         if ONLY.get(fault) == "lab" and os.geteuid():
             print(f"{fault:7}  left out: a lab needs root", file=sys.stderr)
+            continue
+        if "hosts" in (ONLY.get(fault), *asked.transports.split(",")) and MISSING:
+            print(f"{fault:7}  left out: {MISSING}", file=sys.stderr)
             continue
         for transport in [ONLY[fault]] if fault in ONLY else asked.transports.split(","):
             one = rows[f"{fault} {transport}"] = row(

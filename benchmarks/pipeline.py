@@ -6,7 +6,8 @@ In a lab (root). Layers sleep instead of computing, so that four nodes do not sh
 are real: 2.24 MB for each of 8 micro-batches, 19 ms on the wire, where a stage computes for 36 ms.
 
 schedules  four equal nodes; every schedule, and torch.distributed.pipelining's GPipe, 1F1B and ZBV on Gloo,
-           take turns. `simulated` is what the same lists take on a machine without overhead
+           take turns. `simulated` is what the same lists take on a machine without overhead; there is none
+           for `stale`, whose batches overlap
 unequal    nodes of speed .8, .4, .2 and .1: cuts by measured times against cuts by the number of layers,
            both filled, with 16 micro-batches
 """
@@ -42,14 +43,15 @@ LAYERS, LAYER_S = 8, 0.006  # of each part: forward, gradient of the input, grad
 SPEEDS = (0.8, 0.4, 0.2, 0.1)
 UNEQUAL_LAYERS, UNEQUAL_LAYER_S, UNEQUAL_MICRO = 15, 0.002, 16
 PAYLOAD_BYTES_PER_S = 125e6 * 1448 / 1538  # of 1 Gb/s, without the frames of Ethernet and TCP
+EQUAL = "2,4,6"  # what is compared here is the order, so all have the same cuts
 WAYS = {
-    "gpipe": Pipeline(schedule="gpipe", micro=MICRO),
-    "1f1b": Pipeline(schedule="1f1b", micro=MICRO),
-    "1f1b, 1 ahead": Pipeline(schedule="1f1b", micro=MICRO, ahead=1),
-    "filled": Pipeline(schedule="filled", micro=MICRO),
-    "filled, 1 ahead": Pipeline(schedule="filled", micro=MICRO, ahead=1),
+    "gpipe": Pipeline(schedule="gpipe", micro=MICRO, cuts=EQUAL),
+    "1f1b": Pipeline(schedule="1f1b", micro=MICRO, cuts=EQUAL),
+    "1f1b, 1 ahead": Pipeline(schedule="1f1b", micro=MICRO, cuts=EQUAL, ahead=1),
+    "filled": Pipeline(schedule="filled", micro=MICRO, cuts=EQUAL),
+    "filled, 1 ahead": Pipeline(schedule="filled", micro=MICRO, cuts=EQUAL, ahead=1),
     "interleaved": Pipeline(schedule="interleaved", micro=MICRO, cuts="1,2,3,4,5,6,7"),
-    "stale": Pipeline(schedule="stale", micro=MICRO),
+    "stale": Pipeline(schedule="stale", micro=MICRO, cuts=EQUAL),
 }
 
 

@@ -239,6 +239,17 @@ def test_killed_worker_is_named(engine: Engine, work: Path) -> None:
     assert f"rank 1 on {node} failed: killed by SIGKILL" in done.stderr
 
 
+def test_the_other_worker_goes_on_without_a_killed_one_if_that_is_asked_for(
+    engine: Engine, work: Path
+) -> None:
+    done = _run(
+        engine, work, _command(engine, "--min-workers", "1", "--respawn", "0", "train.py", "3", "kill")
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was lost (SIGKILL); 1 workers go on" in done.stderr
+    assert "weights" in done.stdout
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_is_left_when_the_launcher_ends(engine: Engine, work: Path, number: int) -> None:
     with (work / "out").open("wb") as out:

@@ -4,7 +4,7 @@ command.py   the classes of all commands: help without types for flags
 options.py   turns a settings class into command-line options
 run.py       echelon run, echelon train
 resume.py    echelon resume
-members.py   echelon join | leave
+members.py   echelon join | invite | leave
 adapt.py     echelon adapt
 runs.py      echelon runs
 config.py    echelon config show
@@ -41,7 +41,7 @@ from echelon.cli.adapt import adapt
 from echelon.cli.certs import certs
 from echelon.cli.command import PlainCommand, PlainGroup
 from echelon.cli.doctor import doctor
-from echelon.cli.members import join, leave
+from echelon.cli.members import invite, join, leave
 from echelon.cli.probe import probe
 from echelon.cli.resume import resume
 from echelon.config.allowed import ALLOW_VARIABLE
@@ -61,6 +61,7 @@ app = typer.Typer(
 run.register(app)
 app.command("resume", cls=PlainCommand)(resume)
 app.command("join", cls=PlainCommand)(join)
+app.command("invite", cls=PlainCommand)(invite)
 app.command("leave", cls=PlainCommand)(leave)
 plan.register(app)
 app.command("adapt", cls=PlainCommand)(adapt)

@@ -1,8 +1,9 @@
-"""`echelon join` and `echelon leave`: further workers for a running run, and workers that leave it."""
+"""`echelon join`, `invite` and `leave`: further workers for a running run, and workers that leave it."""
 
 from __future__ import annotations
 
 import re
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -11,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-from echelon.errors import LaunchError
 from echelon.observe.run_folder import RunFolder
 from echelon.start.control_client import ControlClient
+from echelon.start.join_elsewhere import join_elsewhere, read_token, write_token
 
 _LOOK_EVERY_S = 0.1
 _ADDRESS = re.compile(r"[^/\\s]+:\d+")
@@ -21,29 +22,40 @@ _ADDRESS = re.compile(r"[^/\\s]+:\d+")
 
 def join(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's folder, its name under --runs, or 'latest'.")
+        str,
+        typer.Argument(
+            metavar="RUN|HOST:PORT",
+            help="A run's folder, its name under --runs, or 'latest'; or the address of another machine's.",
+        ),
     ] = "latest",
     workers: Annotated[int, typer.Option("--workers", min=1, help="How many workers to add.")] = 1,
     runs: Annotated[Path, typer.Option("--runs", help="The folder of runs.")] = Path("runs"),
+    token_file: Annotated[
+        str, typer.Option("--token-file", help="With an address: the file with the token; - is the input.")
+    ] = "-",
+    name: Annotated[
+        str, typer.Option("--name", help="With an address: how to call this machine; default: its name.")
+    ] = "",
 ) -> None:
     """Add workers to a running run: they start on this machine, and share its work.
 
-    The run must have been started with --min-workers, on this machine. Its
-    launcher starts the workers, with the same script. They get weights,
+    The run must have been started with --min-workers. They get weights,
     optimizer state and the position in the data between two steps, and then
     have their share of every batch; the global batch stays. Their output is in
     the run's folder.
 
+    On the machine of the run its launcher starts them. On another one this
+    command does, in the current folder, which has to hold the same script, and
+    it ends with its workers. Ctrl-C lets them leave. `echelon invite` gives the
+    address and the token.
+
     Examples:
       echelon join latest --workers 2
-      echelon join runs/20250101-120000-train
+      echelon join 10.0.0.1:41234 --token-file token --workers 2
     """
     if _ADDRESS.fullmatch(run) and not Path(run).exists():
-        raise LaunchError(
-            "workers of other machines cannot join a running run yet",
-            where=f"echelon join {run}",
-            fix="give the run's folder, on the machine where it was started",
-        )
+        join_elsewhere(run, read_token(token_file), workers, name or socket.gethostname(), typer.echo)
+        return
     with closing(ControlClient(RunFolder.find(run, runs))) as client:
         ranks = client.join(workers)
         _follow(
@@ -56,6 +68,34 @@ def join(
             },
             failures=("gone",),
         )
+
+
+def invite(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder, its name under --runs, or 'latest'.")
+    ] = "latest",
+    file: Annotated[
+        Path, typer.Option("--file", help="Where to write the token. Who can read it can join.")
+    ] = Path("token"),
+    minutes: Annotated[float, typer.Option("--minutes", min=0.0, help="How long it is good for.")] = 60.0,
+    runs: Annotated[Path, typer.Option("--runs", help="The folder of runs.")] = Path("runs"),
+) -> None:
+    """Let workers of another machine join a running run: writes a token for it.
+
+    The run must have been started with --min-workers and --hosts. Bring the
+    file to the other machine by a way that nobody else can read, such as scp,
+    and give it to `echelon join` there.
+
+    Examples:
+      echelon invite latest --file token
+      echelon invite latest --minutes 10
+    """
+    with closing(ControlClient(RunFolder.find(run, runs))) as client:
+        token, addresses = client.invite(60 * minutes)
+    write_token(file, token)
+    typer.echo(f"the token is in {file}, for {minutes:g} minutes; on the other machine:")
+    for address in addresses:
+        typer.echo(f"  echelon join {address} --token-file {file.name} --workers 1")
 
 
 def leave(

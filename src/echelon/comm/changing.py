@@ -46,6 +46,9 @@ class GroupChanges(Protocol):
     def is_catching_up(self) -> bool:
         """Whether this worker only repeats what others have done."""
 
+    def described(self, mine: bytes) -> bytes | None:
+        """What the first worker has prepared next, on one that is no member yet; else None."""
+
     def lost(self, since: int, slots: Sequence[int]) -> Sequence[int]:
         """Which of these slots were lost after so many changes; for another thread than the trainer's."""
 

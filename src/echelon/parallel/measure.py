@@ -7,7 +7,9 @@ gradients are afterwards as they were.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from echelon.parallel.chain import Given, LayerChain
 
-_TIMES = 2  # the quicker counts: the first pass also loads code
+_FEWEST, _MOST = 2, 5  # passes through all layers; the first one also loads code
+_LIMIT_S = 1.0  # after this, no pass more than the fewest begins
 _COPIES = 4  # a parameter, its gradient, and two states of an optimizer such as Adam
 
 
@@ -37,24 +40,39 @@ def measure(model: nn.Module, chain: LayerChain, given: Given, *, recompute: boo
     """Measure every layer with one micro-batch; with `recompute` the forward pass counts twice."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    times, held_bytes, passed_bytes = [], [], []
+    held_bytes, passed_bytes = [], []
+    rounds: list[list[float]] = []
+    begun = time.perf_counter()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        carried: tuple[Any, ...] = ()
-        for at in range(len(chain)):
-            took_s, after = min(
-                (_one(model, chain, at, given, carried, recompute) for _ in range(_TIMES)),
-                key=lambda one: one[0],
-            )
-            held = {id(named[name]): named[name] for name in chain.holds(at, at + 1) if name in named}
-            yielded = [one for one in pytree.tree_leaves(after) if isinstance(one, Tensor)]
-            times.append(took_s)
-            held_bytes.append(float(_COPIES * sum(_bytes(one) for one in held.values())))
-            passed_bytes.append(float(sum(_bytes(one) for one in yielded)))
-            carried = after
+        while len(rounds) < _FEWEST or (len(rounds) < _MOST and time.perf_counter() - begun < _LIMIT_S):
+            carried: tuple[Any, ...] = ()
+            rounds.append([])
+            for at in range(len(chain)):
+                took_s, carried = _one(model, chain, at, given, carried, recompute)
+                rounds[-1].append(took_s)
+                if len(rounds) > 1:
+                    continue
+                held = {id(named[name]): named[name] for name in chain.holds(at, at + 1) if name in named}
+                yielded = [one for one in pytree.tree_leaves(carried) if isinstance(one, Tensor)]
+                held_bytes.append(float(_COPIES * sum(_bytes(one) for one in held.values())))
+                passed_bytes.append(float(sum(_bytes(one) for one in yielded)))
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
-    return LayerCosts(times, held_bytes, passed_bytes)
+    return LayerCosts(steady_times(rounds), held_bytes, passed_bytes)
+
+
+def steady_times(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """What each layer takes in the long run, from several passes through all of them.
+
+    Other programs, and a quota on the processor, stop a worker now and then, in whichever layer it is. So
+    the least time of a layer says how layers compare, and the median of whole passes how fast the worker
+    is. The first pass counts for the least times only.
+    """
+    least = [min(times) for times in zip(*rounds, strict=True)]
+    total = sum(least)
+    pace = median(sum(times) for times in rounds[1:]) / total if total > 0 else 1.0
+    return [pace * one for one in least]
 
 
 def _one(

@@ -270,8 +270,12 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def with_further(plan: Plan, workers: int) -> Plan:
-    """The plan with so many workers, if it has fewer: those that join later are as the last one."""
+def with_further(plan: Plan, workers: int, node: str = "") -> Plan:
+    """The plan with so many workers, if it has fewer: those that join later are as the last one.
+
+    `node`: the machine that they join from, if it is another one.
+    """
     last = plan.workers[-1]
-    further = tuple(replace(last, rank=rank) for rank in range(len(plan.workers), workers))
+    node = node or last.node
+    further = tuple(replace(last, rank=rank, node=node) for rank in range(len(plan.workers), workers))
     return replace(plan, workers=(*plan.workers, *further))

@@ -12,6 +12,8 @@ members.py    who is still in the run? The launcher's service for runs that go o
 member_board.py  how do launcher and members see each other, beside requests and answers?
 control.py    how is a running run asked to let workers leave or join? The launcher's side
 control_client.py  and the side of a command
+further_machines.py  which machines may join a running run, and what are they told?
+join_elsewhere.py  the side of a machine that joins the run of another one
 further.py    how does a worker start that joins a running run?
 member_board.py  how do the launcher and the members of a run see each other?
 stuck_watch.py  which workers hold the others up now?

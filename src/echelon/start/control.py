@@ -21,12 +21,14 @@ import psutil  # type: ignore[import-untyped]
 
 from echelon.config.units import show_bytes
 from echelon.observe.run_folder import RunFolder
+from echelon.start.agents.invite import Invitations
 from echelon.start.further import ScriptDigest
 from echelon.start.members import Members
 
 _MOST_BYTES = 1 << 16
 _SILENT_S = 60.0
 WORKER_BYTES = 250_000_000
+NO_JOIN_FIX = "a run that saves goes on with others: echelon resume RUN --workers N"
 
 
 class ControlAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,8 +42,19 @@ class ControlAddress(msgspec.Struct, frozen=True, kw_only=True):
 class RunControl:
     """The launcher's side, in threads of its own."""
 
-    def __init__(self, folder: RunFolder, members: Members, script: ScriptDigest, obstacle: str) -> None:
-        """`script` is what workers run, `obstacle` what further workers cannot take part in yet, if any."""
+    def __init__(
+        self,
+        folder: RunFolder,
+        members: Members,
+        script: ScriptDigest,
+        obstacle: str,
+        invitations: Invitations | None = None,
+    ) -> None:
+        """`script` is what workers run, `obstacle` what further workers cannot take part in yet, if any.
+
+        `invitations` lets workers of further machines join, if they can.
+        """
+        self._invitations = invitations
         self._file = folder.control
         self._members = members
         self._script = script
@@ -90,17 +103,33 @@ class RunControl:
                 return {"refusal": self._members.leave(slots, "echelon leave")}
             case "join":
                 return self._join(int(request["workers"]))
+            case "invite":
+                return self._invite(float(request["for_s"]))
             case "where":
                 found = self._members.whereabouts([int(slot) for slot in request["ranks"]])
                 return {"where": {str(slot): text for slot, text in found.items()}}
         return {"refusal": f"the launcher does not know what {request['do']!r} is"}
+
+    def _invite(self, for_s: float) -> dict[str, Any]:
+        if self._invitations is None:
+            return {
+                "refusal": "workers of other machines can join only a run that was started with --hosts",
+                "fix": "start the run with --hosts, which may name this machine alone: localhost:4",
+            }
+        if self._obstacle:
+            return {"refusal": f"nobody can join a run with {self._obstacle} yet", "fix": NO_JOIN_FIX}
+        token, addresses = self._invitations.invite(for_s)
+        return {"refusal": "", "token": token, "addresses": addresses}
 
     def _join(self, count: int) -> dict[str, Any]:
         available_bytes = psutil.virtual_memory().available
         refusal, fix, slots = "", "", list[int]()
         if self._obstacle:
             refusal = f"nobody can join a run with {self._obstacle} yet"
-            fix = "a run that saves goes on with others: echelon resume RUN --workers N"
+            fix = NO_JOIN_FIX
+        elif self._invitations is not None:
+            refusal = "the launcher of a run on several machines starts no further workers by itself"
+            fix = "`echelon invite RUN --file FILE` here, then `echelon join HOST:PORT` there"
         elif name := self._script.changed:
             refusal = f"{name} has changed since the run was started, so who runs it now cannot join"
             fix = "undo the change, or start the run again"

@@ -49,6 +49,11 @@ class ControlClient:
         """Let so many further workers join; their ranks. Raises LaunchError if they do not."""
         return [int(rank) for rank in self._ask(do="join", workers=workers)["ranks"]]
 
+    def invite(self, for_s: float) -> tuple[str, list[str]]:
+        """A token with which another machine may join for so long, and where; raises LaunchError."""
+        answer = self._ask(do="invite", for_s=for_s)
+        return str(answer["token"]), [str(address) for address in answer["addresses"]]
+
     def where(self, ranks: Sequence[int]) -> dict[int, str]:
         """Where these workers are on their way out or in: leaving, left, joining, waiting, member, gone."""
         found = self._ask(do="where", ranks=list(ranks))["where"]
@@ -90,7 +95,7 @@ def _address(folder: RunFolder) -> ControlAddress:
         raise LaunchError(
             f"run {folder.name} was started on {address.host}, and this is {here}",
             where=str(folder.control),
-            fix=f"give the command on {address.host}: workers of other machines cannot join yet",
+            fix=f"give the command on {address.host}; other machines join with `echelon invite` there",
         )
     return address
 

@@ -24,13 +24,20 @@ def further_worker(last: WorkerCommand, slot: int) -> WorkerCommand:
     return replace(last, rank=slot, env=env, program=())
 
 
-def why_nobody_joins(plan: Plan, *, elsewhere: bool = False) -> str:
-    """What the run has that a further worker cannot take part in yet; empty if there is nothing."""
+def why_nobody_joins(plan: Plan, *, saves: bool = False, elsewhere: bool = False) -> str:
+    """What the run has that a further worker cannot take part in yet; empty if there is nothing.
+
+    elsewhere  it would be on another machine than those of the run
+    """
     policy = POLICIES.build(plan.sync, where="--sync").resolved()
     alike = isinstance(policy, Full) or (isinstance(policy, Local) and policy.periods is None)
-    if elsewhere:
-        return "workers on other machines"
-    return "" if alike else f"--sync {plan.sync}"  # graphs and groups name the workers that they have
+    found = {
+        "--checkpoint": saves and elsewhere,
+        # Graphs and groups name the workers that they have.
+        f"--sync {plan.sync}": not alike or (elsewhere and plan.sync != "full"),
+        f"--codec {plan.codec}": elsewhere and plan.codec != "none",
+    }
+    return next((what for what, has in found.items() if has), "")
 
 
 class ScriptDigest:
@@ -46,6 +53,29 @@ class ScriptDigest:
         if self._file is None or _digest(self._file) == self._digest:
             return ""
         return self._file.name
+
+
+def script_digests(argv: Sequence[str], folder: Path) -> dict[str, str]:
+    """Digests of the Python files below the script's folder, by path from `folder`; of a module, none."""
+    script = Path(argv[0])
+    if not script.is_file() or not script.resolve().is_relative_to(folder.resolve()):
+        return {}
+    names = [
+        path.relative_to(folder.resolve())
+        for path in sorted(script.resolve().parent.rglob("*.py"))
+        if path.is_relative_to(folder.resolve())
+    ]
+    own = [name for name in names if not any(_is_foreign(part) for part in name.parts)]
+    return {str(name): digest_of(folder / name) for name in own}
+
+
+def _is_foreign(part: str) -> bool:
+    return part.startswith(".") or part in ("venv", "site-packages")
+
+
+def digest_of(file: Path) -> str:
+    """A digest of a file; empty if it cannot be read."""
+    return _digest(file).hex()
 
 
 def _file_of(argv: Sequence[str]) -> Path | None:

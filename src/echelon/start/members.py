@@ -214,8 +214,11 @@ class Members:
         how = _signal(code) if code < 0 else f"exit code {code}"
         return self._out_of_reach.get(slot, how)
 
-    def add(self, count: int) -> tuple[list[int], str]:
-        """Let so many further workers join; their slots, or why they do not, in a sentence."""
+    def add(self, count: int, *, elsewhere: bool = False) -> tuple[list[int], str]:
+        """Let so many further workers join; their slots, or why they do not, in a sentence.
+
+        `elsewhere`: another machine starts them by itself.
+        """
         with self._changed:
             if f"-1/{EPOCHS_KEY}" not in self._values:
                 return [], "nobody can join before the script trains in `for epoch in session.epochs(n)`"
@@ -233,7 +236,10 @@ class Members:
                 self._survival.expect(slot)
                 self._lost_at[slot] = time.monotonic()
             self._joining |= set(slots)
-            self._to_add += slots
+            if elsewhere:
+                self._returning |= set(slots)
+            else:
+                self._to_add += slots
         return slots, ""
 
     def to_add(self) -> list[int]:

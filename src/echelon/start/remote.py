@@ -21,12 +21,14 @@ from echelon.plan.plan import Plan
 from echelon.start.agents.board import AgentBoard
 from echelon.start.agents.driver import ConnectedAgent, introduce
 from echelon.start.agents.gather import threads_each
+from echelon.start.agents.invite import Joiner
 from echelon.start.agents.pairs import meet
 from echelon.start.agents.processes import AgentProcesses
 from echelon.start.agents.protocol import AgentWorker, Begin
 from echelon.start.hosts import Host, read_hosts
 from echelon.start.launcher import LAUNCHERS, Wanted
 from echelon.start.members import Members
+from echelon.train.service import NODE_VARIABLE, RETURNS_VARIABLE
 
 # What the user has set here also holds there; secrets travel over the agents' connections only.
 _HANDED_ON = (
@@ -51,6 +53,7 @@ def connected(settings: RunSettings) -> Iterator[list[ConnectedAgent]]:
     try:
         for agent in agents:
             agent.env = env if agent.private else {}
+            agent.shared = env
         introduce(agents, timeout_s)
         meet(agents, port=settings.port, both_ways=bool(settings.servers))
         yield agents
@@ -150,6 +153,65 @@ def start(
             )
         )
     return AgentProcesses(folder, agents, begins, saves=settings.saves, board=board)
+
+
+def start_of_joiner(
+    joiner: Joiner,
+    agents: Sequence[ConnectedAgent],
+    plan: Plan,
+    settings: RunSettings,
+    program: Sequence[str],
+    folder: RunFolder,
+    members: Members,
+    digests: dict[str, str],
+) -> Begin:
+    """What a further machine is told: its workers are as the last one that was planned."""
+    address, port = _for_joiner(joiner.agent, agents), agents[0].meets_at[1]
+    said = joiner.agent.introduction
+    threads = settings.threads or max(1, (said.cores if said is not None else 1) // len(joiner.slots))
+    common = {
+        **members.environment,
+        SERVERS_VARIABLE: "0",
+        LISTEN_VARIABLE: address,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port + 1 if port < 65535 else port - 1),
+        PORT_VARIABLE: str(port),
+        NODE_VARIABLE: joiner.agent.node,
+        RETURNS_VARIABLE: "1",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+    }
+    workers = [
+        AgentWorker(
+            rank=slot,
+            node=joiner.agent.node,
+            program=list(program),
+            env={**common, "RANK": str(slot), "WORLD_SIZE": str(slot + 1), "LOCAL_RANK": str(place)},
+            fork=False,
+        )
+        for place, slot in enumerate(joiner.slots)
+    ]
+    return Begin(
+        run=folder.name,
+        config=folder.config.read_text(),
+        plan=folder.plan.read_text(),
+        cwd="",
+        workers=workers,
+        files=copied(Path(program[0])) if settings.copy else {},
+        call=b"",
+        members=True,
+        digests={} if settings.copy else digests,
+    )
+
+
+def _for_joiner(joiner: ConnectedAgent, agents: Sequence[ConnectedAgent]) -> str:
+    """An address of the first machine: the way to it is the way to the others."""
+    first = agents[0].introduction
+    here = joiner.introduction
+    if first is None or here is None or first.network == here.network != "":
+        return agents[0].meets_at[0]
+    known = [agent.meets_at[0] for agent in agents if not secret.is_loopback(agent.meets_at[0])]
+    return [*known, *first.addresses, agents[0].meets_at[0]][0]
 
 
 def _divided(

@@ -56,6 +56,7 @@ from echelon.start.control import WORKER_BYTES, RunControl
 from echelon.start.earlier_run import keep_job, script_job
 from echelon.start.failure import Failure, alike, read_failures
 from echelon.start.further import ScriptDigest, why_nobody_joins
+from echelon.start.further_machines import FurtherMachines
 from echelon.start.lab_course import LabCourse
 from echelon.start.member_board import FileBoard
 from echelon.start.members import Members
@@ -194,10 +195,15 @@ def _run(
         if members is not None:
             stack.callback(members.close)
             script = ScriptDigest(target.argv)
-            obstacle = why_nobody_joins(plan, elsewhere=bool(agents))
-            control = RunControl(folder, members, script, obstacle)
+            obstacle = why_nobody_joins(plan, saves=settings.saves, elsewhere=bool(agents))
+            door = FurtherMachines(folder, plan, settings, target.argv, agents, members) if agents else None
+            invitations = door.invitations if door is not None and not target.call else None
+            control = RunControl(folder, members, script, obstacle, invitations)
             stack.callback(control.close)
             watch.members = members
+            if door is not None:
+                stack.callback(door.close)
+                watch.joiners = door.joiners
         if agents:
             failure, code = watch.run(
                 lambda: remote.start(

@@ -30,7 +30,9 @@ from echelon.observe.follow import Follower
 from echelon.observe.recorder import Recorder
 from echelon.observe.run_folder import RunFolder
 from echelon.plan.plan import Plan
+from echelon.start.agents.invite import Joiner
 from echelon.start.agents.processes import AgentProcesses
+from echelon.start.agents.protocol import Begin
 from echelon.start.command import WorkerCommand
 from echelon.start.failure import Failure
 from echelon.start.further import further_worker
@@ -93,6 +95,7 @@ class RunWatch:
         self._code = 0
         self.members: Members | None = None
         self.last_command: WorkerCommand | None = None
+        self.joiners: Callable[[], Sequence[tuple[Joiner, Begin]]] = tuple  # machines that join now
         self._whereabouts = Whereabouts(folder, plan, recorder)
 
     def note(self, text: str) -> None:
@@ -157,6 +160,9 @@ class RunWatch:
             assert self.last_command is not None
             assert isinstance(processes, WorkerProcesses)
             processes.add(further_worker(self.last_command, rank))
+        for joiner, begin in self.joiners() if not self._stopped else ():
+            assert isinstance(processes, AgentProcesses)
+            processes.attach(joiner.agent, begin)
         processes.lost, processes.excused = members.gone, members.excused
         processes.judged = codes.keys()  # who ends from here on is looked at next time
         self._emit(members.happened())

@@ -67,7 +67,7 @@ class MemberChanges:
         *,
         returns: bool = False,
     ) -> None:
-        self.number = 0
+        self.number = self._described = 0
         self.returns = returns
         self.rounds = 0
         self.preparing = False  # the session is in `prepare`
@@ -126,6 +126,16 @@ class MemberChanges:
             latency_s={(a, b): value for (a, b), value in latencies},
             bytes_per_s={(a, b): value for (a, b), value in rates},
         )
+
+    def described(self, mine: bytes) -> bytes | None:
+        """What the first worker has prepared next, on one that is no member yet; else None."""
+        self._described += 1
+        key = f"described/{self._described}"
+        if self.returns:
+            return base64.b64decode(self.store().get(key)) if self.store().check([key]) else None
+        if self.slot == 0 and self.number == 0:
+            self.store().set(key, base64.b64encode(mine).decode())
+        return None
 
     def opened(self, group: ChangingGroup) -> None:
         """Let a group follow the changes; the first one is that of all members, the others are forks."""

@@ -209,6 +209,10 @@ def _trained(requires_grad: bool) -> str:
 def check(group: Group, facts: list[Fact], nodes: list[str]) -> None:
     """Raise on every worker if any worker's facts differ from the leader's."""
     mine = msgspec.json.encode(facts)
+    if group.changes is not None:
+        first = group.changes.described(mine)
+        if first is not None and first != mine:  # of one that joins; what the others compare lacks its part
+            raise _difference(msgspec.json.decode(first, type=list[Fact]), facts, group.changes.slot, nodes)
     digests = group.all_gather_bytes(xxhash.xxh3_64_digest(mine))
     if len(set(digests)) == 1:
         return

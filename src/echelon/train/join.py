@@ -60,7 +60,13 @@ from echelon.train.clock import StepClock
 from echelon.train.freed_memory import keep_freed_memory
 from echelon.train.progress import OwnProgress
 from echelon.train.record import RunRecord
-from echelon.train.service import ADDRESS_VARIABLE, RETURNS_VARIABLE, MemberService, ServiceStore
+from echelon.train.service import (
+    ADDRESS_VARIABLE,
+    NODE_VARIABLE,
+    RETURNS_VARIABLE,
+    MemberService,
+    ServiceStore,
+)
 from echelon.train.session import Session
 from echelon.train.thread_times import ThreadTimes
 from echelon.train.user_traceback import hide_wrappers
@@ -214,7 +220,7 @@ def _plan(
         nodes = [socket.gethostname()] * place.world_size  # the others' are known when they have joined
         plan = make_plan("unrecorded", nodes, PlanRequest(**given), cores=usable_cores())
     if os.environ.get(RETURNS_VARIABLE):
-        plan = with_further(plan, place.world_size)
+        plan = with_further(plan, place.world_size, os.environ.get(NODE_VARIABLE, ""))
     if len(plan.workers) != place.world_size:
         raise ConfigError(
             f"the plan is for {len(plan.workers)} workers, but {place.world_size} were started",
@@ -316,6 +322,16 @@ def _returning(place: Place, plan: Plan) -> tuple[Group, Rendezvous]:
     first = msgspec.json.decode(store.get(FIRST_KEY), type=list[Member])
     role = min(place.rank, len(first) - 1)  # of one that joins: the last of the first workers'
     me = msgspec.structs.replace(first[role], rank=place.rank, pid=os.getpid())
+    if node := os.environ.get(NODE_VARIABLE):
+        me = Member(
+            rank=place.rank,
+            node=node,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            leader_address=place.address,
+            cores=threads.allowed_cores(),
+            usable_cores=usable_cores(),
+        )
     rendezvous = Rendezvous(cast(Any, store), me, tuple(first), plan.join_timeout_s)
     flag = AdmissionFlag.from_environment(os.environ)
     progress = OwnProgress.from_environment(os.environ, place.rank)

@@ -21,6 +21,7 @@ from echelon.membership.survival import SurvivorState, SurvivorView
 ADDRESS_VARIABLE = "ECHELON_MEMBERS"
 TOKEN_VARIABLE = "ECHELON_MEMBERS_TOKEN"
 RETURNS_VARIABLE = "ECHELON_RETURNS"  # set if the worker was started again
+NODE_VARIABLE = "ECHELON_NODE"  # the machine of a worker that joins from another one
 EPOCHS_KEY = "epochs"  # set once workers train in `session.epochs`, where one can come back
 MOST_KEY = "most"  # how many workers can share a batch
 UNFIT_ROUNDS = 3  # a worker whose gradients are not finite in so many rounds in a row is left out

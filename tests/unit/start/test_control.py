@@ -53,7 +53,7 @@ def test_another_machine_is_told_where_the_run_is(folder):
     assert (
         found.message == f"run {folder.name} was started on elsewhere, and this is {socket.gethostname()}"
     )
-    assert "workers of other machines cannot join yet" in found.fix
+    assert "echelon invite" in found.fix
 
 
 def test_a_launcher_that_was_killed_is_said(folder):
@@ -64,10 +64,12 @@ def test_a_launcher_that_was_killed_is_said(folder):
     assert "does not answer" in refusal(folder).message
 
 
-def test_joining_an_address_of_another_machine_is_refused():
-    result = CliRunner().invoke(app, ["join", "gpu-a:29400", "--workers", "2"])
-    assert isinstance(result.exception, LaunchError)
-    assert "workers of other machines cannot join a running run yet" in result.exception.message
+def test_joining_another_machines_run_needs_a_token_that_can_be_read(tmp_path):
+    (tmp_path / "token").write_text("junk\n")
+    for file, said in (("token", "this is no token"), ("nothing", "the token cannot be read from")):
+        result = CliRunner().invoke(app, ["join", "gpu-a:29400", "--token-file", str(tmp_path / file)])
+        assert isinstance(result.exception, LaunchError)
+        assert said in result.exception.message
 
 
 def test_what_further_workers_cannot_take_part_in_is_named():

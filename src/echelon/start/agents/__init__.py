@@ -6,6 +6,7 @@ agent.py        the process on the other machine: starts workers, follows their 
 environment.py  which variables of an engine workers do not get
 orphan.py       a process ends with the one that started it
 callback.py     how an agent that an engine has started finds its launcher, and proves that it is invited
+invite.py       how do workers of a further machine join a running run? Tokens, and who is let in
 gather.py       the agents of an engine's job, grouped by machine
 driver.py       the launcher's side: waits for agents, checks them, talks to them
 processes.py    the workers that agents have started, as the launcher watches and ends them

@@ -20,7 +20,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -43,6 +43,7 @@ from echelon.start.agents.protocol import (
     Finish,
     Interrupt,
     Introduction,
+    JoinRequest,
     Listen,
     MemberGone,
     MemberSaid,
@@ -56,6 +57,8 @@ from echelon.start.agents.protocol import (
 )
 from echelon.start.agents.reach import ReachListeners, attempt, description, own_addresses
 from echelon.start.command import WorkerCommand
+from echelon.start.failure import Failure, read_failures
+from echelon.start.further import digest_of
 from echelon.start.processes import WorkerProcesses
 
 SILENCE_S = 15.0
@@ -63,6 +66,7 @@ ALIVE_S = 2.0
 _POLL_S = 0.2  # also how often files are followed: each look takes time from the workers
 _LOSS_S = 0.05  # how often to look for lost workers, without which others want to go on
 _MOST_UNSENT_BYTES = 8 << 20
+_STARTED_AGAIN_S = 3.0
 _PREFIX = "echelon-agent-"
 _NEW_S = 60.0
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -89,8 +93,25 @@ def introduction(order: int = 0) -> Introduction:
 class Agent:
     """One agent, from its start to its end."""
 
-    def __init__(self, channel: Channel, order: int = 0) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        order: int = 0,
+        *,
+        asks: JoinRequest | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """`asks`: the run goes on already, and this machine asks to join it. `env` is for its workers."""
+        self._env = dict(env or {})
+        self._folder: RunFolder | None = None
+        self.failures: list[Failure] = []
         self._channel = channel
+        self._asks = asks
+        self.refusal: Refusal | None = None
+        self.codes: dict[int, int] = {}
+        self.asked_to_end = 0  # how often this process's user has asked its workers to leave
+        self._asked_before = 0
+        self._all_ended_at: float | None = None
         self._order = order
         self._processes: WorkerProcesses | None = None
         self._tail: FolderTail | None = None
@@ -106,6 +127,8 @@ class Agent:
     def run(self) -> None:
         """Serve the launcher until it is done, or gone."""
         self._channel.send(introduction(self._order))
+        if self._asks is not None:
+            self._channel.send(self._asks)
         with self._stack:
             try:
                 while not self._finished:
@@ -115,9 +138,13 @@ class Agent:
                         self._members.carry()
                     self._report()
                     self._check_silence()
+                    if self._asks is not None:
+                        self._leave_in_order()
             except WorkerError:
                 return  # the launcher is gone, and so are the workers when the stack is left
             finally:
+                if self._folder is not None:
+                    self.failures = read_failures(self._folder)
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # an engine may send several: clean up once
 
     def _wait(self) -> list[Message]:
@@ -132,7 +159,12 @@ class Agent:
                 try:
                     self._begin(message)
                 except EchelonError as error:
-                    self._channel.send(Refusal(message=error.message, where=error.where, fix=error.fix))
+                    self.refusal = Refusal(message=error.message, where=error.where, fix=error.fix)
+                    self._channel.send(self.refusal)
+                    self._finished = self._asks is not None
+                    self._channel.flush(SILENCE_S)
+            case Refusal():
+                self.refusal, self._finished = message, True
             case Describe():
                 self._channel.send(description())
             case Listen():
@@ -159,6 +191,7 @@ class Agent:
         self._listeners.close()  # a port of theirs is the run's from now on
         root = Path(self._stack.enter_context(_temporary_folder()))
         folder = RunFolder(root / begin.run).with_subfolders()
+        self._folder = folder
         folder.config.write_text(begin.config)
         folder.plan.write_text(begin.plan)
         if begin.call:
@@ -177,12 +210,13 @@ class Agent:
                 fix="make the same folder there, or copy the script with --copy",
             ) from error
         _check_program(begin.workers, place)
+        _check_digests(begin.digests, place)
         self._tail = FolderTail(folder.path)
         found: dict[str, str] = {}
         if begin.members:
             self._members = MemberRelay(root, self._channel.send)
             self._stack.callback(self._members.close)
-            found = self._members.environment
+            found = {**self._members.environment, **self._env}
         commands = [_command(worker, folder, found) for worker in begin.workers]
         self._processes = WorkerProcesses(folder, commands)
         self._stack.callback(self._processes.end)
@@ -199,7 +233,7 @@ class Agent:
     def _report(self, *, last: bool = False) -> None:
         if self._processes is None or self._tail is None:
             return
-        codes = self._processes.exit_codes()  # before the files, which are complete then
+        self.codes = codes = self._processes.exit_codes()  # before the files, which are complete then
         now = time.monotonic()
         if not last and codes.keys() <= self._ended and now - self._reported_at < _POLL_S:
             return
@@ -225,6 +259,23 @@ class Agent:
             self._told_at = now
             self._channel.send(Alive())
         if now - self._channel.heard_at > SILENCE_S:
+            self._finished = True
+
+    def _leave_in_order(self) -> None:
+        """Ask the workers to leave when the user of this process says so, and end some time after them."""
+        if self._processes is None:
+            self._finished |= self.asked_to_end > 0
+            return
+        if self.asked_to_end > self._asked_before:
+            self._asked_before = self.asked_to_end
+            if self.asked_to_end > 1:
+                self._finished = True
+            self._processes.terminate()
+        if not self._processes.all_done_so_far():
+            self._all_ended_at = None
+        elif self._all_ended_at is None:
+            self._all_ended_at = time.monotonic()
+        elif time.monotonic() - self._all_ended_at > _STARTED_AGAIN_S:
             self._finished = True
 
     def _finish(self) -> None:
@@ -287,6 +338,18 @@ def _check_program(workers: list[AgentWorker], place: Path) -> None:
                 where=f"rank {worker.rank}",
                 fix="copy it there, or let Echelon do it with --copy",
             )
+
+
+def _check_digests(digests: dict[str, str], place: Path) -> None:
+    """Refuse files that differ from those of the run."""
+    differing = [name for name, digest in digests.items() if digest_of(place / name) != digest]
+    if differing:
+        raise LaunchError(
+            f"{', '.join(differing)} in {place.resolve()} on {socket.gethostname()} "
+            f"{'are' if len(differing) > 1 else 'is'} missing or not the same as where the run was started",
+            where="echelon join",
+            fix="copy the files from there, and join in the folder in which the run was started",
+        )
 
 
 def _command(worker: AgentWorker, folder: RunFolder, found: dict[str, str]) -> WorkerCommand:

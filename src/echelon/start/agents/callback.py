@@ -144,7 +144,7 @@ class Reception:
                 if time.monotonic() > tell_at:
                     told = self._tell(_these(count, len(channels)), job, engine, told)
                     tell_at = time.monotonic() + _TELL_EVERY_S
-                channels += self._accept(most=count - len(channels))
+                channels += self.accept(most=count - len(channels))
         except BaseException:
             for channel in channels:
                 channel.close()
@@ -163,7 +163,12 @@ class Reception:
         if self._rejected > 1:
             _log.warning("rejected %d connections that are not from this run's agents", self._rejected)
 
-    def _accept(self, *, most: int) -> list[Channel]:
+    @property
+    def token(self) -> bytes:
+        """What callers have to know."""
+        return self._token
+
+    def accept(self, *, most: int) -> list[Channel]:
         """Those that have proved themselves by now. Handshakes go on side by side: none delays another."""
         for key, _ in self._ready.select(_POLL_S):
             if key.fd == self._listener.fileno():
@@ -218,7 +223,7 @@ def call_back(invitation: Invitation) -> Channel:
         for address in addresses:
             try:
                 connection = socket.create_connection((address, invitation.port), timeout=_TRY_S)
-                return _secured(connection, invitation.token)
+                return secured(connection, invitation.token)
             except (OSError, Refused) as error:
                 problems[address] = str(error)
         time.sleep(_POLL_S)
@@ -230,7 +235,7 @@ def call_back(invitation: Invitation) -> Channel:
     )
 
 
-def _secured(connection: socket.socket, token: bytes) -> Channel:
+def secured(connection: socket.socket, token: bytes) -> Channel:
     """Prove the token to the launcher, derive keys, and make a channel of the connection."""
     try:
         talk = conversation(view=_VIEW, rank=0, secret=token, dialled=True)

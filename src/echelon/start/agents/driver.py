@@ -35,7 +35,8 @@ class ConnectedAgent:
     `node` is how the user calls the machine; `slots` is how many workers it gets. `private`: what is sent
     to it cannot be read on the way; then `env` is what its workers need that nobody else may read.
     `meets_at` is where its workers find the leader: address and port. `reader` gives the messages that
-    have arrived, if another thread reads the channel.
+    have arrived, if another thread reads the channel. `shared` is what workers of all machines need,
+    however it reaches them. `gone`: nobody talks to it any more.
     """
 
     node: str
@@ -49,6 +50,8 @@ class ConnectedAgent:
     told_at: float = 0.0
     env: dict[str, str] = field(default_factory=dict, repr=False)
     reader: Callable[[], list[Message]] | None = None
+    shared: dict[str, str] = field(default_factory=dict, repr=False)
+    gone: bool = False
 
     def receive(self) -> list[Message]:
         """The messages that have arrived; an error names the machine and what its agent said last."""

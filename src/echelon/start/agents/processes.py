@@ -68,6 +68,15 @@ class AgentProcesses:
         if board is not None:
             board.attach(self._agents)
 
+    def attach(self, agent: ConnectedAgent, start: Begin) -> None:
+        """Start the workers of a further machine."""
+        assert self._board is not None
+        self._agents.append(agent)
+        self._of_agent[id(agent)] = [worker.rank for worker in start.workers]
+        self._nodes |= {worker.rank: worker.node for worker in start.workers}
+        agent.send(start)
+        self._board.attach([agent])
+
     @property
     def size(self) -> int:
         """How many workers there are."""
@@ -187,6 +196,7 @@ class AgentProcesses:
     def _close(self, agent: ConnectedAgent) -> None:
         if self._board is not None:
             self._board.detach(agent)
+        agent.gone = True
         agent.handle.end()
         agent.channel.close()
 

@@ -22,6 +22,9 @@ Publish   ->                    what all workers there see
           <- Published
           <- Progressed ...     how far workers are
 StartAgain, EndWorker ->        one worker
+          <- JoinRequest        after its introduction, an agent that asks to join a running run
+
+A Refusal may go both ways.
 """
 
 from __future__ import annotations
@@ -133,7 +136,8 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Start these workers in `cwd`; if there are `files`, in a temporary folder that holds them.
 
     `call` is the pickled call that workers carry out, if they run a function rather than a script.
-    `members`: the run goes on when workers are lost.
+    `members`: the run goes on when workers are lost. `digests` are those of the script's files by path,
+    which have to be the same there.
     """
 
     run: str
@@ -144,10 +148,19 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     files: dict[str, bytes] = {}
     call: bytes = b""
     members: bool = False
+    digests: dict[str, str] = {}
+
+
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An agent's machine, called `node`, offers so many workers; `invitation` is what its token names."""
+
+    invitation: str
+    node: str
+    workers: int
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The agent cannot start the workers."""
+    """The agent cannot start the workers; or the launcher does not want them."""
 
     message: str
     where: str = ""
@@ -246,6 +259,7 @@ Message = (
     | TryReach
     | Reached
     | Begin
+    | JoinRequest
     | Refusal
     | Grown
     | WorkerEnded
