@@ -18,7 +18,8 @@ rounds, while the others meet again, at the end of a pass.
     elastic one worker leaves, and another one joins
     partition  the uplink of a lab of two sites is cut for 1, 10 or 60 s (a lab, needs root); the run waits
     machine a machine's agent is killed, and with it its two workers, which stay away (hosts only)
-    churn   every 0.5 to 2 s a worker is killed, for so many --seconds, and is started again
+    churn   every 0.5 to 2 s a worker is killed, for so many --seconds, and is started again; not before
+            two others take part: on a slow machine a process may take longer than that to start
 
 Of transports, shm and tcp are of workers on one machine, and hosts of workers on two machines that ssh
 reaches, which are this one: an sshd has to be installed. That one is made only if it is named.
@@ -185,14 +186,14 @@ def _machine(drawn: Draws) -> dict[str, Any]:
 def _churn(drawn: Draws) -> dict[str, Any]:
     kills, left_s = [], drawn.seconds
     while left_s > 0:
-        kills.append(Kill(drawn.randrange(WORKERS), drawn.uniform(0.5, 2.0)))
+        kills.append(Kill(drawn.randrange(WORKERS), drawn.uniform(0.5, 2.0), leaves=2))
         left_s -= kills[-1].after_s
     script = SCRIPT.replace("time.sleep(0.004)", "time.sleep(0.03)")
     return {
         "kills": kills,
         "respawn": 3,
         "script": script,
-        "epochs": max(4, round(drawn.seconds)),
+        "epochs": max(4, round(3 * drawn.seconds)),
         "waits": False,
         "limit_s": 150.0 + 4 * drawn.seconds,
         "fewest": 1,
@@ -278,7 +279,7 @@ def carry_out(
             found.append((outcome, longest_gap_s(Path(folder))))
             if outcome.wrong:
                 told = f"{fault}, {transport}, run {number}, {asked['kills']}: {'; '.join(outcome.wrong)}"
-                print(told, file=sys.stderr)
+                print(f"{told}\n{outcome.output[-2000:]}", file=sys.stderr)
     return found
 
 

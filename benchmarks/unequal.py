@@ -4,8 +4,9 @@
     python benchmarks/unequal.py --alike --rounds 5 --only auto,equal
 
 Lab nodes with CPU quotas train a small convolutional net; the batch is global. `equal` gives every worker
-the same share, `by-speed` the quotas that the lab's file states, `auto` is told nothing. The ideal gain on
-equal shares is the sum of the speeds over the number of nodes times the slowest one. DDP (Gloo) has equal
+the same share, `by-speed` the quotas that the lab's file states, `without-slowest` too, on all nodes but
+the slowest, `auto` is told nothing. The ideal gain on equal shares is the sum of the speeds over the number
+of nodes times the slowest one: it knows no cost of a step apart from its samples. DDP (Gloo) has equal
 batches. The first cluster has quotas of 0.8, 0.4, 0.2 and 0.1 of a core; the others are drawn at random. Of
 each run the first part is not counted (`--warm-up`), in which `auto` still measures. `--alike`: two workers
 of this machine without quotas, where automatic shares can only cost something.
@@ -24,7 +25,12 @@ import tempfile
 import time
 from pathlib import Path
 
-_WAYS = ("ddp", "equal", "by-speed", "auto")
+_WAYS = ("ddp", "equal", "by-speed", "without-slowest", "auto")
+
+_SHARES = {
+    "ddp": "equal",
+    "without-slowest": "by-speed",
+}
 
 
 def work(way: str, batch: int, seconds: float, warm_up_s: float, steps: int = 0) -> None:
@@ -99,10 +105,12 @@ def lab_of(quotas: list[float]) -> str:
 
 def run(way: str, quotas: list[float], options: argparse.Namespace) -> dict[str, float]:
     """One run; what rank 0 found."""
+    if way == "without-slowest":
+        quotas = sorted(quotas)[1:]
     with tempfile.TemporaryDirectory() as folder:
         lab = Path(folder) / "unequal.toml"
         lab.write_text(lab_of(quotas))
-        shares = way if way in ("equal", "by-speed", "auto") else "equal"
+        shares = _SHARES.get(way, way)
         where = ["--workers", str(len(quotas))] if options.alike else ["--lab", str(lab)]
         command = [sys.executable, "-m", "echelon", "run", *where, "--shares", shares]
         command += ["--runs", folder, __file__, "--work", way, "--batch", str(options.batch)]
@@ -135,6 +143,7 @@ def main() -> None:
     options.add_argument("--warm-up", type=float, default=5.0)
     options.add_argument("--steps", type=int, default=0)
     options.add_argument("--clusters", type=int, default=5)
+    options.add_argument("--quotas", default="", help="one cluster of these, with commas, and no others")
     options.add_argument("--rounds", type=int, default=1)
     options.add_argument("--only", default="")
     options.add_argument("--quick", action="store_true")
@@ -146,6 +155,8 @@ def main() -> None:
         return
     ways = [way for way in _WAYS if not asked.only or way in asked.only.split(",")]
     clusters = [[0.8, 0.4, 0.2, 0.1], *(() if asked.quick else drawn(asked.clusters))]
+    if asked.quotas:
+        clusters = [[float(one) for one in asked.quotas.split(",")]]
     if asked.alike:
         clusters = [[1.0] * 2]
     fractions = []
@@ -161,6 +172,8 @@ def main() -> None:
             gain = medians["auto"] / medians["equal"]
             fractions.append(gain / ideal)
             line += f"  gain {gain:.2f} of ideal {ideal:.2f}: {gain / ideal:.2f}"
+        if {"without-slowest", "auto"} <= set(ways):
+            line += f"  auto of without-slowest {medians['auto'] / medians['without-slowest']:.2f}"
         print(f"quotas {quotas}: samples/s {line}", flush=True)
     if fractions:
         usual = statistics.median(fractions)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 SAMPLES, EPOCHS, WORKERS = 600, 3, 4
 
 SCRIPT = f"""
@@ -218,12 +220,14 @@ class Kill:
     """A signal to a worker, so long after all have begun to train, or after the kill before.
 
     with `on_s` SIGSTOP and, so long after that, SIGCONT; with `machine` the agent of its machine is killed
+    leaves  it waits until so many others take part
     """
 
     slot: int
     after_s: float
     on_s: float | None = None
     machine: bool = False
+    leaves: int = 0
 
     @property
     def signal(self) -> signal.Signals:
@@ -350,6 +354,12 @@ def changes(folder: Path, slot: int) -> list[list]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def _taking_part(folder: Path, slot: int) -> int:
+    """How many others have processes that have drawn."""
+    others = [one for one in range(WORKERS) if one != slot]
+    return sum(psutil.pid_exists(pid_of(folder, one)) for one in others)
+
+
 def _go_on(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
@@ -366,6 +376,11 @@ def _kill(
     killed: dict[int, float] = {}
     for kill in kills:
         time.sleep(kill.after_s)
+        until = time.monotonic() + 60
+        while _taking_part(folder, kill.slot) < kill.leaves and time.monotonic() < until:
+            time.sleep(0.05)
+        if process.poll() is not None or (folder / f"weights-{kill.slot}").exists():
+            break  # the run is over
         pid = pid_of(folder, kill.slot)
         try:
             os.kill(agent_of(pid) if kill.machine else pid, kill.signal)
@@ -397,7 +412,9 @@ def _judged(
     told = {slot: changes(folder, slot) for slot in done}
     out = {int(slot) for slot in re.findall(r"rank (\d+) was left out: a step took", text)}
     longest = max(told.values(), key=len, default=[])  # a later process knows the last ones
-    if any(one and one != longest[-len(one) :] for slot, one in told.items() if slot not in out):
+    several = {slot for slot in told if len({line[3] for line in _lines(folder, slot)}) > 1}
+    known = {slot: one for slot, one in told.items() if one and slot not in out | several}
+    if any(one != longest[-len(one) :] for one in known.values()):
         wrong.append(f"survivors were told of different changes: {told}")
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     under_way: dict[int, list[set[int]]] = defaultdict(list)

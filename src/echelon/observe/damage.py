@@ -1,4 +1,7 @@
-"""Is a run's record whole? Figures from a record with damaged or missing events are not the run's."""
+"""Is a run's record whole? Figures from a record with damaged or missing events are not the run's.
+
+Workers that were lost, left or joined have taken only a part of the steps, which is no damage.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,15 @@ from pathlib import Path
 
 import msgspec
 
-from echelon.observe.events import EVENT_TYPES, RunEnded, StepEnded, decode_line
+from echelon.observe.events import (
+    EVENT_TYPES,
+    LAUNCHER,
+    MembersChanged,
+    RunEnded,
+    StepEnded,
+    decode_line,
+    read_events,
+)
 from echelon.observe.run_folder import RunFolder
 from echelon.observe.sync import policy_of, steps_together
 
@@ -16,12 +27,15 @@ def damage_of(folder: RunFolder) -> list[str]:
     said: list[str] = []
     last: dict[str, int] = {}
     completed = False
+    partly = _partly_there(folder)
     for file in sorted(folder.events.glob("*.jsonl")):
         broken, missing, ended = _read(file, last, folder_has_ended=folder.summary.exists())
         completed |= ended
         if broken:
             said.append(f"{broken:,} line{'s' if broken > 1 else ''} of {file.name} cannot be read")
-        if missing:
+        if file.name in partly:
+            last.pop(file.name, None)
+        elif missing:
             are = "steps are" if missing > 1 else "step is"
             said.append(f"{missing:,} {are} missing in {file.name}")
     if completed and steps_together(policy_of(folder)) and last:
@@ -30,6 +44,15 @@ def damage_of(folder: RunFolder) -> list[str]:
             f"{name} ends at step {step}, others at step {end}" for name, step in last.items() if step < end
         ]
     return said
+
+
+def _partly_there(folder: RunFolder) -> set[str]:
+    """The files of workers that were no members for a part of the run."""
+    told = folder.events_of(LAUNCHER)
+    if not told.exists():
+        return set()
+    changes = (event for event in read_events(told) if isinstance(event, MembersChanged))
+    return {folder.events_of(event.worker).name for event in changes if event.what != "met again"}
 
 
 def _read(file: Path, last: dict[str, int], *, folder_has_ended: bool) -> tuple[int, int, bool]:

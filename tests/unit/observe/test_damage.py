@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echelon.observe.damage import damage_of
-from echelon.observe.events import LAUNCHER, RunEnded, StepEnded, encode
+from echelon.observe.events import LAUNCHER, MembersChanged, RunEnded, StepEnded, encode
 from echelon.observe.run_folder import RunFolder
 
 
@@ -50,6 +50,14 @@ def test_a_file_that_was_cut_between_lines_is_named(folder):
 def test_missing_steps_are_counted(folder):
     folder.events_of(0).write_bytes(b"".join(line(0, step) for step in (0, 1, 5, 9)))
     assert damage_of(folder) == ["6 steps are missing in rank-0.jsonl"]
+
+
+def test_a_worker_that_was_lost_or_left_has_a_part_of_the_steps_and_that_is_no_damage(folder):
+    folder.events_of(1).write_bytes(b"".join(line(1, step) for step in (0, 1, 5)))
+    lost = MembersChanged(t=12.0, rank=LAUNCHER, worker=1, what="lost", workers=1)
+    with folder.events_of(LAUNCHER).open("ab") as file:
+        file.write(encode(lost) + b"\n")
+    assert damage_of(folder) == []
 
 
 def test_a_line_that_is_being_written_or_is_newer_is_no_damage(folder):
