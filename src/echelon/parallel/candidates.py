@@ -9,7 +9,7 @@ from __future__ import annotations
 
 _MICRO_A_STAGE = 4
 _USUAL = "schedule=1f1b"
-_OTHERS = ("schedule=filled", "schedule=1f1b, ahead=1")
+_OTHERS = ("schedule=filled", "schedule=1f1b, ahead=1", "schedule=interleaved, chunks=2")
 
 
 def candidate_layouts(workers: int, *, predicted: bool = True) -> list[str]:

@@ -101,14 +101,15 @@ def chain_of(model: nn.Module) -> LayerChain:
     return TracedLayers(model)
 
 
-def check_cuts(chain: LayerChain, cuts: Sequence[int], stages: int) -> None:
-    """Refuse stages that the chain does not have."""
-    if stages > len(chain) - len(chain.closed):
+def check_cuts(chain: LayerChain, cuts: Sequence[int], stages: int, chunks: int = 1) -> None:
+    """Refuse stages, or chunks of each, that the chain does not have."""
+    parts = len(chain) - len(chain.closed)
+    if stages * chunks > parts:
+        of_each = f" with {chunks} chunks each" if chunks > 1 else ""
         raise ModelError(
-            f"{stages} stages are more than the {len(chain) - len(chain.closed)} parts that the model can "
-            "be cut into",
+            f"{stages} stages{of_each} are more than the {parts} parts that the model can be cut into",
             where="prepare, parallel",
-            fix="use fewer stages",
+            fix="use fewer stages or chunks" if chunks > 1 else "use fewer stages",
         )
     for cut in cuts:
         if cut >= len(chain):

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from echelon.config.units import show_memory, show_seconds
 from echelon.errors import EchelonError, PlanError
-from echelon.parallel.cut import ChainCost, best_cuts
+from echelon.parallel.cut import ChainCost, best_chunk_cuts, best_cuts
 from echelon.parallel.layout import Layout, Mesh, lines, mesh_of, parse_layout
 from echelon.parallel.memory import MemoryNeed, ModelBytes, memory_needs, missing_memory
 from echelon.parallel.schedule_time import schedule_s
@@ -174,7 +174,8 @@ def _pipeline(text: str, layout: Layout, job: LayoutJob) -> LayoutCost:
     per_replica = job.batch / mesh.replicas
     micro = pipeline.count(max(1, int(per_replica)))
     needs = memory_needs(layout, job.workers, job.model)
-    cuts = [_cuts(text, ranks, job, per_replica / micro, micro, needs) for ranks in mesh.ranks]
+    chunks = pipeline.parts
+    cuts = [_cuts(text, ranks, chunks, job, per_replica / micro, micro, needs) for ranks in mesh.ranks]
     found = [
         _replica_s(pipeline, ranks, cut, job, per_replica, micro)
         for ranks, cut in zip(mesh.ranks, cuts, strict=True)
@@ -195,13 +196,14 @@ def _pipeline(text: str, layout: Layout, job: LayoutJob) -> LayoutCost:
 def _cuts(
     text: str,
     ranks: Sequence[int],
+    chunks: int,
     job: LayoutJob,
     samples: float,
     micro: int,
     needs: Sequence[MemoryNeed],
 ) -> tuple[int, ...]:
     """The best cuts of a replica; PlanError if none fits."""
-    if len(ranks) > job.layers - len(job.closed):
+    if chunks * len(ranks) > job.layers - len(job.closed):
         raise PlanError(f"{job.layers} layers are too few", where=f"parallel {text}")
     copies = sum(needs[rank].total for rank in ranks) / max(1.0, sum(job.trained_bytes))
     sizes = [
@@ -209,12 +211,12 @@ def _cuts(
         for trained, yielded in zip(job.trained_bytes, job.yielded_bytes, strict=True)
     ]
     cost = ChainCost(
-        times_s=[job.times_s(rank, samples) for rank in ranks],
+        times_s=[job.times_s(rank, samples) for rank in ranks] * chunks,
         sizes_bytes=sizes,
-        limits_bytes=[job.rooms[rank] for rank in ranks],
+        limits_bytes=[job.rooms[rank] for rank in ranks] * chunks,
         closed=job.closed,
     )
-    return best_cuts(cost, micro)
+    return best_cuts(cost, micro) if chunks == 1 else best_chunk_cuts(cost, micro, len(ranks))
 
 
 def _replica_s(
@@ -227,19 +229,21 @@ def _replica_s(
 ) -> tuple[float, float]:
     """The time of all passes of a replica, by its schedule, and of the computing in it."""
     samples, edges = rows / micro, [0, *cuts, job.layers]
-    stages = [
+    turn = [*ranks] * pipeline.parts  # who has each run of layers
+    parts = [
         sum(job.times_s(rank, samples)[begin:end])
-        for rank, begin, end in zip(ranks, edges[:-1], edges[1:], strict=True)
+        for rank, begin, end in zip(turn, edges[:-1], edges[1:], strict=True)
     ]
     wires = [
         job.exchange.message_s(samples * job.yielded_bytes[cut - 1], one, other)
-        for cut, one, other in zip(cuts, ranks[:-1], ranks[1:], strict=True)
+        for cut, one, other in zip(cuts, turn[:-1], turn[1:], strict=True)
     ]
     if not job.exchange.hides:  # who sends and who receives copy
         padded = [0.0, *wires, 0.0]
-        stages = [took + padded[at] + padded[at + 1] for at, took in enumerate(stages)]
-    compute_s = sum(stages) + (micro - 1) * max(stages)
-    took_s = schedule_s(pipeline, micro, stages, wires)
+        parts = [took + padded[at] + padded[at + 1] for at, took in enumerate(parts)]
+    loads = [sum(parts[at :: len(ranks)]) for at in range(len(ranks))]
+    compute_s = sum(loads) + (micro - 1) * max(loads)
+    took_s = schedule_s(pipeline, micro, parts, wires)
     output_s = sum(
         job.exchange.message_s(rows * job.yielded_bytes[-1], ranks[-1], rank) for rank in ranks[:-1]
     )
@@ -250,7 +254,9 @@ def _stages_s(mesh: Mesh, cuts: Sequence[int], job: LayoutJob) -> tuple[float, f
     """The longest sum of a stage's gradients over the replicas, and the longest update of a stage."""
     edges = [0, *cuts, job.layers]
     total = max(1.0, sum(job.trained_bytes))
-    sizes = [sum(job.trained_bytes[begin:end]) for begin, end in pairwise(edges)]
+    runs = [sum(job.trained_bytes[begin:end]) for begin, end in pairwise(edges)]
+    stages = len(mesh.ranks[0])
+    sizes = [sum(runs[stage::stages]) for stage in range(stages)]
     summed_s = max(
         job.exchange.reduce_s(size, mesh.peers(stage), job.workers) for stage, size in enumerate(sizes)
     )

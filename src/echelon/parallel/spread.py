@@ -91,7 +91,7 @@ class SpreadModel:
                 where="prepare, parallel",
                 fix="use at least 2 stages, or schedule=1f1b",
             )
-        check_cuts(self._chain, pipeline.cut_points, mesh.stages * pipeline.parts)
+        check_cuts(self._chain, pipeline.cut_points, mesh.stages, pipeline.parts)
         self._messages = group.fork()
         self._stage: PipelineStage | None = None
         self._costs: LayerCosts | None = None

@@ -225,3 +225,22 @@ def test_the_cuts_of_a_pipeline_are_the_best_of_all_cuts_that_fit(found):
         assert shortest == float("inf")
     else:
         assert cost.compute_s == pytest.approx(min(shortest, cost.step_s), rel=1e-6)
+
+
+def test_chunks_shorten_the_bubbles_on_fast_links_and_lengthen_a_step_on_thin_ones():
+    plain, chunks = (
+        f"pipeline(stages=4, schedule={schedule}, micro=4)"
+        for schedule in ("1f1b", "interleaved, chunks=2")
+    )
+    fast, thin = (
+        job(layers=16, rate=1e4 * MB, exchange=link(4, 1e4 * MB, 1e-6)),
+        job(layers=16, yielded=1e5),
+    )
+    assert layout_cost(chunks, fast).step_s < 0.9 * layout_cost(plain, fast).step_s
+    assert layout_cost(chunks, thin).step_s > layout_cost(plain, thin).step_s
+    assert any("interleaved" in text for text in candidate_layouts(4))
+
+
+def test_more_chunks_than_layers_are_left_out_with_the_reason():
+    with pytest.raises(PlanError, match="6 layers are too few"):
+        layout_cost("pipeline(stages=4, schedule=interleaved, chunks=2, micro=8)", job(layers=6))

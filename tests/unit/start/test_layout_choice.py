@@ -24,7 +24,7 @@ TARGET = Target(argv=["-m", "echelon.train.job"], name="mlp")
 def test_every_layout_that_is_tried_is_for_these_workers(workers):
     layouts = candidate_layouts(workers)
     assert layouts[0] == "data"
-    assert len(layouts) == len(set(layouts)) <= 14
+    assert len(layouts) == len(set(layouts)) <= 17
     assert set(candidate_layouts(workers, predicted=False)) <= set(layouts)
     assert len(candidate_layouts(workers, predicted=False)) <= 6
     for text in layouts:
