@@ -89,8 +89,12 @@ class Engine:
         timeout_s: float,
         sums: bool = True,
         integrity: Integrity = "authenticated",
+        silent_s: float = 0.0,
     ) -> Engine:
-        """Connect the workers and servers of a rendezvous. `sums`: whether the servers sum."""
+        """Connect the workers and servers of a rendezvous. `sums`: whether the servers sum.
+
+        `silent_s`: a connection to a machine that has answered nothing for so long is closed; 0: never.
+        """
         view = mesh.agree_on_view(rendezvous)
         known, _ = secret.find(os.environ, place.address)
         address = interface_address(rendezvous, place)
@@ -107,7 +111,7 @@ class Engine:
         )
         names = {member.rank: str(member) for member in rendezvous.members}
         connections = {
-            rank: Connection(link.sock, view=view, peer=names[rank], keys=link.keys)
+            rank: Connection(link.sock, view=view, peer=names[rank], keys=link.keys, silent_s=silent_s)
             for rank, link in links.items()
         }
         loop = Loop(connections, names, me=names[rendezvous.me.rank])

@@ -55,8 +55,11 @@ def open_group(
     timeout_s: float,
     sums: bool = True,
     integrity: Integrity = "authenticated",
+    silent_s: float = 0.0,
 ) -> Group:
     """Connect the workers of a rendezvous. `sums`: servers, if there are any, sum for the collectives.
+
+    `silent_s`: a connection to a machine that has answered nothing for so long is closed; 0: never.
 
     `join` has checked the transport, and whether servers can use it.
     """
@@ -84,5 +87,6 @@ def open_group(
         timeout_s=timeout_s,
         sums=sums,
         integrity=integrity,
+        silent_s=silent_s,
     )
     return EngineGroup(engine, collective)

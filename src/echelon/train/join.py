@@ -282,6 +282,7 @@ def _connect(place: Place, plan: Plan, *, sums: bool) -> tuple[Group, Rendezvous
             timeout_s=plan.join_timeout_s,
             sums=sums,
             integrity=plan.integrity,
+            silent_s=MemberService.silent_s(os.environ),
         )
         service = MemberService.from_environment(os.environ, place.rank, plan.round_timeout_s + _ANSWER_S)
         if service is not None:
@@ -355,6 +356,7 @@ def _opener(place: Place, plan: Plan) -> Callable[[Rendezvous], Group]:
             collective=plan.collective,
             deadline_s=plan.round_timeout_s,
             timeout_s=plan.join_timeout_s,
+            silent_s=MemberService.silent_s(os.environ),
         )
 
     return open_view

@@ -22,6 +22,7 @@ ADDRESS_VARIABLE = "ECHELON_MEMBERS"
 TOKEN_VARIABLE = "ECHELON_MEMBERS_TOKEN"
 RETURNS_VARIABLE = "ECHELON_RETURNS"  # set if the worker was started again
 NODE_VARIABLE = "ECHELON_NODE"  # the machine of a worker that joins from another one
+SILENT_VARIABLE = "ECHELON_SILENT_S"  # after so long without a sign a machine is taken to be lost
 EPOCHS_KEY = "epochs"  # set once workers train in `session.epochs`, where one can come back
 MOST_KEY = "most"  # how many workers can share a batch
 UNFIT_ROUNDS = 3  # a worker whose gradients are not finite in so many rounds in a row is left out
@@ -51,6 +52,11 @@ class MemberService:
         """The launcher's service; None if this run has none."""
         address = env.get(ADDRESS_VARIABLE)
         return cls(address, env[TOKEN_VARIABLE], slot, limit_s) if address else None
+
+    @staticmethod
+    def silent_s(env: Mapping[str, str]) -> float:
+        """After so long without a sign the launcher takes a machine to be lost; 0 if it is never asked."""
+        return float(env.get(SILENT_VARIABLE, 0))
 
     def close(self) -> None:
         """Ask nothing any more."""

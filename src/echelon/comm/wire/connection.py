@@ -132,8 +132,11 @@ class Connection:
         keys: Keys | None = None,
         frame_bytes: int = frames.FRAME_BYTES,
         aside_bytes: int = _ASIDE_BYTES,
+        silent_s: float = 0.0,
     ) -> None:
         _tune(sock)
+        if silent_s:
+            _close_if_silent(sock, silent_s)
         self.sock = sock
         self.peer = peer
         self._cut(frame_bytes)
@@ -465,6 +468,23 @@ def _hand_over(sink: Sink, offset: int, data: memoryview) -> None:
 def _nothing() -> int:
     """The bytes in a plain socket object: all of them are in the kernel."""
     return 0
+
+
+def _close_if_silent(sock: socket.socket, silent_s: float) -> None:
+    """The system closes the connection when the other machine has answered nothing for so long.
+
+    A machine without power, or one that is cut off, closes nothing itself. Where a process computes or is
+    stopped, its kernel answers; a process that takes none of what is sent for as long counts as silent, too.
+    """
+    if sock.family not in (socket.AF_INET, socket.AF_INET6) or not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    asks = 3
+    every_s = max(1, round(silent_s / (asks + 1)))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, asks)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silent_s))
 
 
 def _tune(sock: socket.socket) -> None:

@@ -62,6 +62,7 @@ from echelon.start.further import digest_of
 from echelon.start.processes import WorkerProcesses
 
 SILENCE_S = 15.0
+_LATER_S = 5.0  # workers notice that a machine is silent when the launcher knows that it is lost
 ALIVE_S = 2.0
 _POLL_S = 0.2  # also how often files are followed: each look takes time from the workers
 _LOSS_S = 0.05  # how often to look for lost workers, without which others want to go on
@@ -214,7 +215,7 @@ class Agent:
         self._tail = FolderTail(folder.path)
         found: dict[str, str] = {}
         if begin.members:
-            self._members = MemberRelay(root, self._channel.send)
+            self._members = MemberRelay(root, self._channel.send, silent_s=SILENCE_S + _LATER_S)
             self._stack.callback(self._members.close)
             found = {**self._members.environment, **self._env}
         commands = [_command(worker, folder, found) for worker in begin.workers]

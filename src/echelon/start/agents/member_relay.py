@@ -25,7 +25,7 @@ from echelon.start.agents.protocol import (
 from echelon.start.member_board import is_stopped, socket_in
 from echelon.train.admission import ADMISSION_VARIABLE, AdmissionFlag
 from echelon.train.progress import PROGRESS_VARIABLE, ProgressTable
-from echelon.train.service import ADDRESS_VARIABLE
+from echelon.train.service import ADDRESS_VARIABLE, SILENT_VARIABLE
 
 _READ_BYTES = 1 << 18
 
@@ -102,9 +102,13 @@ class MemberStreams:
 
 
 class MemberRelay:
-    """What members on this machine need of their launcher; `folder` is nobody else's."""
+    """What members on this machine need of their launcher; `folder` is nobody else's.
 
-    def __init__(self, folder: Path, send: Callable[[Message], None]) -> None:
+    After `silent_s` without a sign of another machine its workers are lost.
+    """
+
+    def __init__(self, folder: Path, send: Callable[[Message], None], *, silent_s: float) -> None:
+        self._silent_s = silent_s
         self._flag = AdmissionFlag.create(folder / "admission")
         self._table = ProgressTable(folder / "progress")
         self._listener = socket_in(folder)
@@ -120,6 +124,7 @@ class MemberRelay:
             ADDRESS_VARIABLE: str(self._listener.getsockname()),
             ADMISSION_VARIABLE: str(self._flag.file),
             PROGRESS_VARIABLE: str(self._table.file),
+            SILENT_VARIABLE: f"{self._silent_s:g}",
         }
 
     @property

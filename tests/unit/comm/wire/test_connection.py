@@ -459,3 +459,25 @@ def test_notices_of_other_operations_survive():
         pump(sender, receiver)
         assert receiver.notices == [Question(1)]
         assert notices.decode(notices.encode(Question(1)), peer="") == Question(1)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs TCP_USER_TIMEOUT of Linux")
+def test_a_machine_that_answers_nothing_is_given_up_after_the_time_that_was_asked_for():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as door,
+        socket.create_connection(door.getsockname()) as one,
+    ):
+        other, _ = door.accept()
+        with other:
+            Connection(one, view=VIEW, peer="rank 1 on b", silent_s=20.0)
+            Connection(other, view=VIEW, peer="rank 0 on a")
+
+            def asked(sock):
+                names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+                found = [sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+                return found if sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) else []
+
+            idle_s, between_s, count, unanswered_ms = asked(one)
+            assert idle_s + count * between_s == 20
+            assert unanswered_ms == 20_000
+            assert asked(other) == []

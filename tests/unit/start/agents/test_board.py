@@ -40,7 +40,7 @@ class Machine:
         (reads, far_writes), (far_reads, writes) = os.pipe(), os.pipe()
         self.agent = ConnectedAgent("far", Channel(reads, writes, peer="far"), NoProcess())
         self.channel = Channel(far_reads, far_writes, peer="the launcher")
-        self.relay = MemberRelay(folder, self.channel.send)
+        self.relay = MemberRelay(folder, self.channel.send, silent_s=20.0)
         self.ranks = ranks
         self.others = []
         self.services = []
