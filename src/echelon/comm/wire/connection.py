@@ -474,7 +474,7 @@ def _close_if_silent(sock: socket.socket, silent_s: float) -> None:
     """The system closes the connection when the other machine has answered nothing for so long.
 
     A machine without power, or one that is cut off, closes nothing itself. Where a process computes or is
-    stopped, its kernel answers; a process that takes none of what is sent for as long counts as silent, too.
+    stopped, its kernel answers; but one that takes none of what is sent for as long counts as silent.
     """
     if sock.family not in (socket.AF_INET, socket.AF_INET6) or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
