@@ -34,7 +34,7 @@ def run_example(name: str, *arguments: str) -> str:
         with contextlib.redirect_stdout(printed):
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     finally:
-        echelon.join = join
+        del echelon.join  # it is looked up again, also by whoever replaces it next
         for session in joined:  # a script that ends would do this
             session.close()
     return printed.getvalue()

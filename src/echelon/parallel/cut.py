@@ -17,11 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 
 from echelon.errors import PlanError
 
 _MOST_PACES = 64  # that are tried exactly; more are thinned out
+_FEW = 5000  # cuts that are all compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,23 +80,41 @@ def best_cuts(cost: ChainCost, micro: int) -> tuple[int, ...]:
 def best_chunk_cuts(cost: ChainCost, micro: int, workers: int) -> tuple[int, ...]:
     """The same for parts that go over the workers in turn; `cost` has a row for each part.
 
-    The pace is set by all parts of a worker together, and its memory holds all of them. Cuts as if all
-    parts had different workers come first. Then cuts move, one or two neighbours alike, to where they help
-    most, until nothing helps.
+    The pace is set by all parts of a worker together, and its memory holds all of them. Of few layers all
+    cuts are compared. Of many, cuts as if all parts had different workers come first; then they move, one or
+    two neighbours alike, to where they help most, until nothing helps.
     """
     sums = _SumsOfLayers.of(cost)
-    cuts = list(best_cuts(cost, micro))
+    if math.comb(cost.layers - 1, len(cost.times_s) - 1) <= _FEW:
+        cuts = min(_every(cost), key=lambda one: sums.took(one, micro, workers), default=[])
+        best = sums.took(cuts, micro, workers) if cuts else (math.inf, math.inf)
+    else:
+        cuts = list(best_cuts(cost, micro))
+        best, cuts = _improved(cost, sums, cuts, micro, workers)
+    if best[0] > 0:
+        limits = cost.limits_bytes[:workers]
+        raise _misfit(replace(cost, times_s=cost.times_s[:workers], limits_bytes=limits), workers)
+    return tuple(cuts)
+
+
+def _every(cost: ChainCost) -> Iterator[list[int]]:
+    """All cuts that there are."""
+    for found in combinations(range(1, cost.layers), len(cost.times_s) - 1):
+        if not cost.closed.intersection(found):
+            yield list(found)
+
+
+def _improved(
+    cost: ChainCost, sums: _SumsOfLayers, cuts: list[int], micro: int, workers: int
+) -> tuple[tuple[float, float], list[int]]:
+    """Cuts moved until nothing helps, with the memory that is missing and the time."""
     best = sums.took(cuts, micro, workers)
     while True:
         moved = min(_moved(cost, cuts), key=lambda one: sums.took(one, micro, workers), default=cuts)
         took = sums.took(moved, micro, workers)
         if took >= best or (took[0] == best[0] and took[1] > best[1] * (1 - 1e-12)):
-            break
+            return best, cuts
         best, cuts = took, moved
-    if best[0] > 0:
-        limits = cost.limits_bytes[:workers]
-        raise _misfit(replace(cost, times_s=cost.times_s[:workers], limits_bytes=limits), workers)
-    return tuple(cuts)
 
 
 def _moved(cost: ChainCost, cuts: list[int]) -> Iterator[list[int]]:
